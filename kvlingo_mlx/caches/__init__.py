@@ -138,11 +138,12 @@ def entry(
     capture: str,
     start: int = 0,
     positions: mx.array | None = None,
+    kept: Sequence[mx.array | None] = (None,) * len(PARTS),
 ) -> tuple[mx.array, ...]:
     """What one layer's cache holds of translated keys and values (T, width), lazily.
 
     The first one is at position ``start``, or each at its own of ``positions`` (T,). A recurrent
-    layer holds what its recurrence makes of them from nothing.
+    layer holds what its recurrence makes of them from what it ``kept`` before.
     """
     heads = model.geometry.layers[layer].kv_heads
     one, other = (
@@ -152,7 +153,7 @@ def entry(
     states = TranslatedStates(one, other, capture)
     ((_, _, stored),) = _stored(states, model, positions)
     if model.geometry.layers[layer].recurrence is not None:
-        return _followed(model, layer, (None,) * len(PARTS), stored)
+        return _followed(model, layer, kept, stored)
     return stored
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
+from kvlingo_mlx.models.delta_rule import in_chunks
 from kvlingo_mlx.models.hidden import hidden_states, logits_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
@@ -22,7 +23,7 @@ from kvlingo_mlx.training.on_mlx.layers import Pass
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.runtime import Pair, pair_of
-from tests.support import plain_models, tiny
+from tests.support import hybrid_models, plain_models, tiny
 from tests.support.opened import Opener
 from tests.support.trainings import Random, distance, random_arrays
 
@@ -49,14 +50,14 @@ def traced(pair: Pair, made: MLXTranslator, reading: Any) -> float:
     return value.item()
 
 
-def check(pair: Pair, sample: Sample) -> None:
+def check(pair: Pair, sample: Sample, tolerance: float = 1e-5) -> None:
     config = make_config(pair.source, pair.target, TrainingPlan())
     ours, theirs = (pair.trainable(config, random_arrays(config, 3)) for _ in range(2))
     reading = pair.read(sample, config)
     expected = traced(pair, theirs, reading)
     assert pair.loss(ours, reading, KL, 1.0).kl == pytest.approx(expected, rel=1e-5)
     found, wanted = ({n: np.array(g) for n, g in m.gradients.items()} for m in (ours, theirs))
-    assert distance(found, wanted) < 1e-5
+    assert distance(found, wanted) < tolerance
     assert all(np.abs(each).max() > 0 for each in found.values())
 
 
@@ -71,6 +72,43 @@ def test_families(tmp_path: Path, name: str) -> None:
     architecture, facts = tiny.FAMILIES[name]
     model = kv.load(tiny.write_tiny_model(tmp_path / name, architecture, **facts))
     check(pair_of(model, model), Random(READ + 1, 15).sample(1))
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
+    root = tmp_path_factory.mktemp("hybrids")
+    names = hybrid_models.CONFIGS
+    return {name: kv.load(hybrid_models.write_hybrid_model(root / name, name)) for name in names}
+
+
+@pytest.mark.parametrize("name", hybrid_models.CONFIGS)
+def test_hybrids(
+    hybrids: dict[str, LanguageModel], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through recurrences in segments, against one trace; and against mlx-lm's own loops."""
+    pair, sample = pair_of(hybrids[name], hybrids[name]), Random(READ + 1, 15).sample(1)
+    with in_chunks():
+        check(pair, sample)
+    monkeypatch.setattr(gradients, "SEGMENT", 16)
+    check(pair, sample, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "lfm2"])
+def test_hybrids_native_layers_are_left_alone(hybrids: dict[str, LanguageModel], name: str) -> None:
+    """And the reading of a conversation is as it was before a gradient was taken from it."""
+    pair, sample = pair_of(hybrids[name], hybrids[name]), Random(READ + 1, 15).sample(1)
+    config = make_config(pair.source, pair.target, TrainingPlan(native_layers=3))
+    made, reading = pair.trainable(config, random_arrays(config, 3)), pair.read(sample, config)
+    held = [[np.array(array) for array in entry] for entry in reading.native]
+    first = pair.loss(made, reading, KL, 1.0)
+    assert {name.split(".")[1] for name in made.gradients} == {
+        str(t) for t in range(3, len(config.target.layers))
+    }
+    for entry, before in zip(reading.native, held, strict=True):
+        assert all(np.array_equal(*pair) for pair in zip(entry, before, strict=True))
+    assert pair.loss(made, reading, KL).kl == first.kl
+    exact = make_config(pair.source, pair.target, TrainingPlan())
+    assert first.kl != pair.loss(made, pair.read(sample, exact), KL).kl
 
 
 def test_it_needs_less_memory(models: dict[str, LanguageModel]) -> None:

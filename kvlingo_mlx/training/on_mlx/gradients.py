@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.between import placed
 from kvlingo_mlx.models.capture import whole
+from kvlingo_mlx.models.delta_rule import in_chunks
 from kvlingo_mlx.models.hidden import hidden_states
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
@@ -34,6 +36,7 @@ from kvlingo_mlx.training.on_mlx.losses import loss_of
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 
 STEP = 2048  # tokens of a chunk in the passes without gradient
+SEGMENT = 512  # tokens of a recurrence whose steps are in memory at once
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Reading:
     teacher: mx.array
 
 
+@in_chunks(gradient=False)
 def read(
     source: LanguageModel,
     target: LanguageModel,
@@ -72,8 +76,7 @@ def read(
             )
             mx.eval([c.state for c in cache])
     with working():
-        held = map(caches.contents, cache[:native_layers])
-        own: list[Entry] = [(keys[...], values[...]) for keys, values in held]
+        own = [_content(each) for each in cache[:native_layers]]
         mx.eval(own)
     parts, following = [], (prefix[-1], *continuation[:-1])
     for start in range(0, len(following), STEP):
@@ -85,6 +88,13 @@ def read(
         mx.eval(teacher)
     del cache
     return Reading(sample, _source_states(source, target, sample, capture), own, teacher)
+
+
+def _content(cache: Any) -> Entry:
+    """What a cache holds, apart from what will be written to it."""
+    recurrent = caches.is_recurrent(cache)
+    held = caches.arrays([cache]) if recurrent else caches.contents(cache)
+    return tuple(array[...] for array in held)
 
 
 def _source_states(
@@ -99,6 +109,7 @@ def _source_states(
     return states if aligned is None else states.gathered(mx.array(aligned.rows), 0)
 
 
+@in_chunks()
 def conversation_loss(
     target: LanguageModel,
     translator: MLXTranslator,
@@ -148,31 +159,68 @@ def conversation_loss(
 
 
 def _entry(
+    target: LanguageModel, translator: MLXTranslator, reading: Reading, layer: int, start: int
+) -> Entry:
+    """A translated layer's cache entries from position ``start`` on."""
+    kept: Entry | None = None
+    for span in _spans(target, reading, layer, start):
+        kept = _part(target, translator, reading, layer, span, kept=kept)
+        if span.stop is not None:
+            mx.eval(kept)  # else all steps of a recurrence would be in memory at once
+    assert kept is not None
+    return kept
+
+
+def _spans(target: LanguageModel, reading: Reading, layer: int, start: int) -> list[slice]:
+    """The positions from ``start`` on; a recurrent layer's in segments of ``SEGMENT`` tokens.
+
+    They are counted back from the end. So the first one is the shortest, since a segment of one
+    token behind others would be mlx-lm's to decode, which has no gradient on Metal.
+    """
+    end = len(reading.sample.prefix) - 1
+    if target.geometry.layers[layer].recurrence is None or end - start <= SEGMENT:
+        return [slice(start, None)]
+    cuts = [start, *sorted(range(end, start, -SEGMENT))]
+    return [slice(first, last) for first, last in itertools.pairwise(cuts)]
+
+
+def _part(
     target: LanguageModel,
     translator: MLXTranslator,
     reading: Reading,
     layer: int,
-    start: int,
+    span: slice,
+    *,
     tensors: dict[str, mx.array] | None = None,
+    kept: Entry | None = None,
 ) -> Entry:
-    """A translated layer's cache entries from position ``start`` on."""
+    """A translated layer's cache entries of ``span``; what a recurrent one then keeps.
+
+    ``tensors`` stand in for the translator's own; ``kept`` is what a recurrence goes on from.
+    """
     states, aligned = reading.states, reading.sample.aligned
     assert states is not None
     dtype = target.cache_dtype
-    read = lambda side, s: states.side(side)[s][0, start:].astype(dtype)  # noqa: E731
+    read = lambda side, s: states.side(side)[s][0, span].astype(dtype)  # noqa: E731
     keys, values = translator.layer(layer, read, tensors)
     at = None if aligned is None else mx.array(aligned.positions + aligned.shift)
-    return caches.entry(target, layer, keys, values, translator.config.capture, start, at)
+    more: dict[str, Any] = {} if kept is None else {"kept": kept}
+    capture, first = translator.config.capture, span.start
+    return caches.entry(target, layer, keys, values, capture, first, at, **more)
 
 
 def _cache(target: LanguageModel, entries: Sequence[Entry], sample: Sample) -> list[Any]:
     """Stock caches that hold ``entries``; empty ones where there are none."""
     aligned, made = sample.aligned, make_prompt_cache(target.model)
     held = len(sample.prefix) - 1 if aligned is None else len(aligned.rows)
-    for cache, (keys, values) in zip(made, entries, strict=False):
-        cache.keys, cache.values, cache.offset = keys, values, held
+    for cache, entry in zip(made, entries, strict=False):
+        names = caches.PARTS if caches.is_recurrent(cache) else caches.SIDES
+        for name, array in zip(names, entry, strict=False):  # a convolution alone has one
+            caches.put_part(cache, name, array)
+        if not caches.is_recurrent(cache):
+            cache.offset = held
         if caches.is_ring(cache):
-            cache._idx = keys.shape[2]
+            cache._idx = cache.keys.shape[2]
     return made
 
 
@@ -216,15 +264,26 @@ def _pulled(
 ) -> dict[str, mx.array]:
     """The gradients of a layer's tensors from those of its cache entries."""
     tensors = translator.of_layer(layer)
-    names = list(tensors)
+    names, count = list(tensors), len(tensors)
+    spans, befores = _spans(target, reading, layer, start), list[Entry | None]([None])
+    for span in spans[:-1]:
+        befores.append(_part(target, translator, reading, layer, span, kept=befores[-1]))
+        mx.eval(befores[-1])
+    wanted, sums = [scale * g for g in gradient], list[mx.array]()
+    while spans:  # a segment of a recurrence runs again from what was kept before it, last first
+        span, before = spans.pop(), befores.pop()
 
-    def entry(*arrays: mx.array) -> list[mx.array]:
-        own = dict(zip(names, arrays, strict=True))
-        return list(_entry(target, translator, reading, layer, start, own))
+        def entry(*arrays: mx.array, span: slice = span) -> list[mx.array]:
+            own = dict(zip(names, arrays[:count], strict=True))
+            kept = arrays[count:] or None
+            return list(_part(target, translator, reading, layer, span, tensors=own, kept=kept))
 
-    wanted = [scale * g for g in gradient]
-    _, found = mx.vjp(entry, list(tensors.values()), wanted)
-    return dict(zip(names, found, strict=True))
+        _, found = mx.vjp(entry, [*tensors.values(), *(before or ())], wanted)
+        sums = [a + b for a, b in zip(sums, found, strict=False)] or found[:count]
+        wanted = found[count:]
+        if spans:
+            mx.eval(sums, wanted)
+    return dict(zip(names, sums, strict=True))
 
 
 def reconstruction_loss(

@@ -17,6 +17,7 @@ from kvlingo_mlx.backend import mx
 
 from mlx.utils import tree_flatten, tree_map
 
+from kvlingo_mlx import caches
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.reclassed import Call, calling
 
@@ -38,18 +39,24 @@ class Step:
     output: Any = None
 
     def run(self, inputs: Sequence[mx.array], entries: Sequence[mx.array]) -> Any:
-        """The same call with other arrays; ``entries`` are keys and values by turns."""
-        pairs = zip(entries[::2], entries[1::2], strict=True)
-        caches = [_with(each, *pair) for each, pair in zip(self.caches, pairs, strict=True)]
-        both = zip([*self.inputs, *self.caches], [*inputs, *caches], strict=True)
+        """The same call with other arrays; ``entries`` are its caches', one after the other."""
+        parts = zip(self.caches, self.by_cache(entries), strict=True)
+        copies = [_with(each, arrays) for each, arrays in parts]
+        both = zip([*self.inputs, *self.caches], [*inputs, *copies], strict=True)
         new = {id(old): each for old, each in both}
         args, kwargs = tree_map(lambda each: new.get(id(each), each), self.arguments)
         return self.call(*args, **kwargs)
 
     @property
     def entries(self) -> list[mx.array]:
-        """The keys and values of its caches."""
-        return [array for cache in self.caches for array in (cache.keys, cache.values)]
+        """The arrays of its caches: keys and values, or a tail and a state."""
+        return caches.arrays(self.caches)
+
+    def by_cache(self, arrays: Sequence[mx.array]) -> Iterator[Entry]:
+        """As many arrays as ``entries`` has, by cache."""
+        left = iter(arrays)
+        for cache in self.caches:
+            yield tuple(next(left) for _ in caches.held(cache))
 
 
 class Pass:
@@ -80,8 +87,8 @@ class Pass:
                 inputs = [each for each in given if id(each) in returned]
                 if self._steps and not inputs:
                     raise ValueError(f"the layers of {model.name} do not read others' outputs")
-                caches = [each for each in given if id(each) in self._numbers]
-                step = Step(call, (args, kwargs), inputs, caches)
+                own = [each for each in given if id(each) in self._numbers]
+                step = Step(call, (args, kwargs), inputs, own)
                 output = step.run(inputs, step.entries)
                 mx.eval(output)
                 returned.update(map(id, _floats(output)))
@@ -98,8 +105,8 @@ class Pass:
         """The gradients of each cache's entries from that of ``hidden``, the last cache's first.
 
         Yields:
-            The cache's number, and the gradients of its keys and values. Whoever needs no more
-            ends the iteration, and the layers below are not run.
+            The cache's number, and the gradients of its arrays. Whoever needs no more ends the
+            iteration, and the layers below are not run.
         """
         wanted: dict[int, mx.array] = {}  # gradients of what layers returned
 
@@ -127,8 +134,8 @@ class Pass:
             add(step.inputs, found[:count])
             entries = found[count:]
             mx.eval(entries)
-            for cache, *entry in zip(step.caches, entries[::2], entries[1::2], strict=True):
-                yield self._numbers[id(cache)], (entry[0], entry[1])
+            for cache, entry in zip(step.caches, step.by_cache(entries), strict=True):
+                yield self._numbers[id(cache)], entry
 
     def _after(self, *last: mx.array) -> mx.array:
         """The final hidden states from the last layer's output."""
@@ -151,9 +158,9 @@ def _leaves(tree: Any) -> list[Any]:
     return [each for _, each in pairs]
 
 
-def _with(cache: Any, keys: mx.array, values: mx.array) -> Any:
-    """A copy of a cache with other arrays."""
-    made = object.__new__(type(cache))
-    vars(made).update(vars(cache))
-    made.keys, made.values = keys, values
+def _with(cache: Any, arrays: Sequence[mx.array]) -> Any:
+    """A copy of a cache with other arrays; what a layer writes to it the cache does not see."""
+    made = caches.shared(cache)
+    for name, array in zip(caches.held(cache), arrays, strict=True):
+        caches.put_part(made, name, array)
     return made

@@ -19,6 +19,7 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.capture import whole
+from kvlingo_mlx.models.delta_rule import in_chunks
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.initial import drawn
@@ -82,6 +83,7 @@ class Pair(Rows):
     ) -> str:
         return memory.check(self.source, self.target, config, lengths, rates, hidden)
 
+    @in_chunks(gradient=False)
     def states(self, sample: Sample, capture: str) -> tuple[KVStates, KVStates]:
         if sample.aligned is not None:
             return aligned_states(self.source, self.target, sample.aligned, capture)

@@ -1,0 +1,191 @@
+"""The gated delta rule in chunks of tokens: matmuls, with a gradient on every machine.
+
+mlx-lm runs the rule token by token: by a kernel on Metal, which has no gradient, and by a loop of
+Python elsewhere, which is slow. Here a chunk's tokens are one triangular system. A token's state is
+
+    S_t = g_t S_(t-1) + u_t k_t^T    with    u_t = beta_t (v_t - g_t S_(t-1) k_t)
+
+so the writes U of a chunk solve (1 + A) U = beta (V - d K S_0^T). There d is the decay since the
+chunk's begin, and A_ij = beta_i G_ij k_i . k_j for j < i, with G_ij the decay from token j to token
+i. Results differ from mlx-lm's by rounding, so a hand-over does not use this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvlingo_mlx.backend import mx, on_gpu
+
+from mlx_lm.models import gated_delta, ssm
+
+CHUNK = 64  # tokens
+LEAST = 1e-37  # a smaller gate has no logarithm in float32, and leaves nothing either
+Rule = Callable[..., tuple[mx.array, mx.array]]
+
+
+def gated_delta_rule(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """What mlx-lm's ``gated_delta_ops`` gives, lazily: outputs, and the state after them.
+
+    It is computed in float32. Masks, which only padded batches have, and gates of several numbers
+    a head are left to mlx-lm's loop.
+
+    Args:
+        q: (B, T, Hk, Dk) queries.
+        k: (B, T, Hk, Dk) keys.
+        v: (B, T, Hv, Dv) values; Hv is a multiple of Hk.
+        g: (B, T, Hv) gates, from 0 to 1.
+        beta: (B, T, Hv) write strengths.
+        state: (B, Hv, Dv, Dk) the state before; zeros if None.
+        mask: (B, T) the tokens that count.
+
+    Returns:
+        (B, T, Hv, Dv) in ``q``'s dtype, and (B, Hv, Dv, Dk).
+    """
+    if mask is not None or g.ndim != 3:
+        return _loop(q, k, v, g, beta, state, mask)
+    batch, tokens, heads, width = v.shape
+    groups = q.shape[2]
+    size = min(CHUNK, tokens)
+    queries, keys, values, gates, strengths = (
+        _cut(each.astype(mx.float32), groups, size, fill)
+        for each, fill in (
+            *((each, 0.0) for each in (q, k, v)),
+            (g[..., None], 1.0),  # what fills the last chunk up changes no state
+            (beta[..., None], 0.0),
+        )
+    )
+    shape = batch, groups, heads // groups, width, q.shape[3]
+    states = mx.zeros(shape) if state is None else state.astype(mx.float32).reshape(shape)
+    inner, last, decay = _decays(gates[..., 0])
+    places = mx.tri(size, size, -1)
+    met = strengths * inner * (keys @ keys.swapaxes(-1, -2)) * places
+    solved: mx.array = _inverse(met)
+    fresh, erased = solved @ (strengths * values), solved @ (strengths * decay * keys)
+    scores = inner * (queries @ keys.swapaxes(-1, -2))
+    parts = fresh, erased, scores, decay * queries, last * keys, decay[..., -1:, :]
+    outputs, chunks = [], keys.shape[3]
+    # Cut by one operation each: the gradients of slices would each be as large as the whole.
+    for each in zip(*(mx.split(part, chunks, axis=3) for part in parts), strict=True):
+        given, erases, met_by, reads, lasts, decayed = (part.squeeze(3) for part in each)
+        before = states.swapaxes(-1, -2)
+        writes = given - erases @ before
+        outputs.append(reads @ before + met_by @ writes)
+        states = decayed * states + writes.swapaxes(-1, -2) @ lasts
+    found = mx.concatenate(outputs, axis=-2)[..., :tokens, :]
+    found = found.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads, width)
+    kept = states.reshape(batch, heads, width, -1)
+    return found.astype(q.dtype), kept if state is None else kept.astype(state.dtype)
+
+
+def _cut(array: mx.array, groups: int, size: int, fill: float) -> mx.array:
+    """An array (B, T, H, D) as (B, groups, H / groups, chunks, size, D)."""
+    batch, tokens, heads, width = array.shape
+    if more := -tokens % size:
+        array = mx.pad(array, [(0, 0), (0, more), (0, 0), (0, 0)], constant_values=fill)
+    parts = array.reshape(batch, -1, size, groups, heads // groups, width)
+    return parts.transpose(0, 3, 4, 1, 2, 5)
+
+
+def _decays(gates: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """The decays within chunks of gates (..., C).
+
+    Each is the exponential of a sum of its own: differences of cumulative sums would lose the
+    digits of small ones behind large ones.
+
+    Returns:
+        (..., C, C) from each token j to each i not before it, 0 elsewhere; (..., C, 1) from each
+        token to the chunk's end; (..., C, 1) from the chunk's begin to each token.
+    """
+    size = gates.shape[-1]
+    logs = mx.log(mx.maximum(gates, LEAST))
+    sums = mx.cumsum(logs[..., None] * mx.tri(size, size, -1), axis=-2)
+    inner = mx.where(mx.tri(size, size, 0, mx.bool_), mx.exp(sums), 0.0)
+    decay = mx.exp(mx.cumsum(logs, axis=-1))
+    return inner, inner[..., -1, :, None], decay[..., None]
+
+
+def _halved(below: mx.array) -> mx.array:
+    """The inverse of 1 + ``below`` (..., C, C), which is 0 on and above the diagonal.
+
+    Halves are inverted first: [[P, 0], [B, Q]] has the inverse [[P', 0], [-Q' B P', Q']]. A
+    series of powers would need fewer steps, but its terms cancel where keys are alike.
+    """
+    size = below.shape[-1]
+    if size == 1:
+        return mx.ones_like(below)
+    half = size // 2
+    first, second = _halved(below[..., :half, :half]), _halved(below[..., half:, half:])
+    corner = -(second @ below[..., half:, :half] @ first)
+    nothing = mx.zeros((*below.shape[:-2], half, size - half))
+    upper = mx.concatenate([first, nothing], axis=-1)
+    return mx.concatenate([upper, mx.concatenate([corner, second], axis=-1)], axis=-2)
+
+
+_inverse: Any = mx.custom_function(_halved)
+
+
+@_inverse.vjp  # type: ignore[untyped-decorator]
+def _slope(primals: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+    turned = output.swapaxes(-1, -2)
+    return -(turned @ cotangent @ turned)
+
+
+# ---- in place of mlx-lm's --------------------------------------------------------------------
+
+_loop: Rule = gated_delta.gated_delta_ops
+_lock = threading.Lock()
+_asked: dict[int, int] = {}  # by thread: the contexts that it has open
+# What mlx-lm's layers call, and what they find there meanwhile. Mamba-2 decodes a token by a kernel
+# on Metal, and reads several by operations that have a gradient.
+_replaced: list[tuple[Any, str, Rule]] = []
+
+
+@contextlib.contextmanager
+def in_chunks(gradient: bool = True) -> Iterator[None]:
+    """Let mlx-lm's models run their gated delta layers in chunks, in this thread.
+
+    No recurrence runs by a kernel of Metal, which would have no gradient. Plain mlx-lm may run the
+    same models in another thread meanwhile. Without ``gradient`` a GPU keeps its kernels, which
+    are fast.
+    """
+    if not gradient and on_gpu():
+        yield
+        return
+    own = threading.get_ident()
+    with _lock:
+        if not _asked:
+            _replace(gated_delta, "gated_delta_ops", lambda *args: gated_delta_rule(*args))
+            _replace(gated_delta, "gated_delta_kernel", lambda *args: gated_delta_rule(*args))
+            _replace(ssm, "ssm_update_kernel", ssm.ssm_attn)
+        _asked[own] = _asked.get(own, 0) + 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _asked[own] -= 1
+            if not _asked[own]:
+                del _asked[own]
+            while _replaced and not _asked:
+                setattr(*_replaced.pop())
+
+
+def _replace(module: Any, name: str, rule: Rule) -> None:
+    """Let a module find ``rule`` by a name, in threads that asked."""
+    stock = getattr(module, name)
+
+    def run(*args: Any) -> tuple[mx.array, mx.array]:
+        return (rule if threading.get_ident() in _asked else stock)(*args)
+
+    _replaced.append((module, name, stock))
+    setattr(module, name, run)

@@ -393,11 +393,14 @@ def arrays(caches: Sequence[Any]) -> list[mx.array]:
 
 def held(cache: Any) -> dict[str, mx.array]:
     """A cache's arrays by name: keys and values, or a tail and a state; none if it is empty."""
-    if is_recurrent(cache):
-        both = zip(PARTS, cache.cache, strict=False)
-    else:
-        both = zip(SIDES, (cache.keys, cache.values), strict=True)
+    found = cache.cache if is_recurrent(cache) else (cache.keys, cache.values)
+    both = zip(names(cache), found, strict=True)
     return {name: array for name, array in both if array is not None}
+
+
+def names(cache: Any) -> tuple[str, ...]:
+    """The names of the arrays that a cache has once it is filled."""
+    return PARTS[: len(cache.cache)] if is_recurrent(cache) else SIDES
 
 
 def put_part(cache: Any, name: str, array: mx.array | None) -> None:
@@ -412,8 +415,9 @@ def shared(cache: Any) -> Any:
     """A cache that shares its present arrays with ``cache``; MLX copies what either writes to."""
     made = object.__new__(type(cache))
     vars(made).update(vars(cache))
-    if is_recurrent(cache):
+    if is_recurrent(cache):  # its arrays are replaced, never written to
         made.cache = list(cache.cache)
+        return made
     for name, array in held(cache).items():
         put_part(made, name, array[...])
     return made
@@ -505,31 +509,53 @@ def is_stock(cache: Any, layer: LayerGeometry) -> bool:
 
 
 def numbers(cache: Any) -> dict[str, int]:
-    """A cache's state besides its arrays: its length, and a ring's size and write index."""
+    """A cache's state besides its arrays: its length, and a ring's size and write index.
+
+    A recurrent state does not know its length, so only the number of its parts is told.
+    """
+    if is_recurrent(cache):
+        return {"parts": len(cache.cache)}
     return {name: value for name, value in vars(cache).items() if name not in SIDES}
 
 
-def restored(model: LanguageModel, layer: int, known: Mapping[str, int], arrays: Sides) -> Any:
-    """A cache layer rebuilt from what :func:`numbers` returned and from its two arrays.
+def restored(
+    model: LanguageModel, layer: int, known: Mapping[str, int], arrays: Mapping[str, mx.array]
+) -> Any:
+    """A cache layer rebuilt from what :func:`numbers` returned and from its arrays by name.
 
     Raises:
         ValueError: These do not describe this layer of ``model``.
+        KeyError: An array is missing.
     """
     cache = make_prompt_cache(model.model)[layer]
+    if (recurrence := model.geometry.layers[layer].recurrence) is not None:
+        if known != numbers(cache):
+            raise ValueError(f"layer {layer} of {model.name} keeps {numbers(cache)}, not {known}")
+        dtypes = (model.cache_dtype, mx.float32)  # as mlx-lm keeps tails and states
+        for name, shape, dtype in zip(names(cache), recurrence.parts, dtypes, strict=False):
+            _check_array(model, layer, arrays[name], (1, *shape), dtype)
+            put_part(cache, name, arrays[name])
+        return cache
     if "entries" in known and type(cache) is KVCache:
         cache = PositionedKVCache()
     fixed = {name: value for name, value in numbers(cache).items() if name not in MOVING}
     if set(known) != set(numbers(cache)) or any(known[n] != value for n, value in fixed.items()):
         raise ValueError(f"layer {layer} of {model.name} has a {type(cache).__name__} of {fixed}")
-    room = arrays[0].shape[2]
-    for array, (heads, width) in zip(arrays, stored_shape(model, layer), strict=True):
-        if array.shape != (1, heads, room, width) or array.dtype != model.cache_dtype:
-            raise ValueError(
-                f"layer {layer} of {model.name} holds {array.dtype} {array.shape}; expected "
-                f"{model.cache_dtype} {(1, heads, room, width)}"
-            )
+    room = arrays[SIDES[0]].shape[2]
+    for name, (heads, width) in zip(SIDES, stored_shape(model, layer), strict=True):
+        _check_array(model, layer, arrays[name], (1, heads, room, width), model.cache_dtype)
     if known.get("_idx", known.get("entries", known["offset"])) > room:
         raise ValueError(f"layer {layer} of {model.name} holds {room} tokens, not {known}")
     vars(cache).update(known)
-    cache.keys, cache.values = arrays
+    cache.keys, cache.values = (arrays[name] for name in SIDES)
     return cache
+
+
+def _check_array(
+    model: LanguageModel, layer: int, array: mx.array, shape: tuple[int, ...], dtype: mx.Dtype
+) -> None:
+    if array.shape != shape or array.dtype != dtype:
+        raise ValueError(
+            f"layer {layer} of {model.name} holds {array.dtype} {array.shape}; expected "
+            f"{dtype} {shape}"
+        )

@@ -25,7 +25,13 @@ from mlx.utils import tree_flatten
 
 from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.conversation.storage import from_weights, read_file, to_weights, write_file
+from kvlingo_mlx.conversation.storage import (
+    by_dtype,
+    from_weights,
+    read_file,
+    to_weights,
+    write_file,
+)
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.errors import (
     IncompatibleTranslatorError,
@@ -42,7 +48,8 @@ from kvlingo_mlx.version import __version__
 
 FORMAT, VERSION = "kvlingo-conversation", 2  # version 2 has other digests of translators
 FACTS = "conversation.json"
-OURS = re.compile(r"line-\d+\.(cache|native)\.[0-9a-f]{16}\.safetensors(\.tmp)?")
+# A line's arrays of two dtypes, its recurrent states being float32, are two files.
+OURS = re.compile(r"line-\d+\.(cache|states|native)\.[0-9a-f]{16}\.safetensors(\.tmp)?")
 RANK = "rank-{}-of-{}"  # the folder of a rank's part, within the conversation's
 SAMPLED = 64  # about how many numbers of an array go into the digest
 
@@ -116,7 +123,8 @@ class Draft:
     Attributes:
         facts: What becomes ``conversation.json``, without the names of the files with arrays; as
             text, since the conversation changes its own lists as it goes on.
-        lines: The arrays of each model's line, by the kind of file (``cache``, ``native``).
+        lines: The arrays of each model's line, by the kind of file (``cache``, ``states``,
+            ``native``).
     """
 
     facts: str
@@ -202,7 +210,10 @@ def draft(exchange: Exchange, transcript: Transcript) -> Draft:
 
 def _drafted(line: Line) -> dict[str, Drafted]:
     made = {}
-    for what, arrays in (("cache", line.arrays()), ("native", line.native.arrays())):
+    parts = by_dtype(line.arrays())
+    names = ("cache", "states")[: len(parts)]
+    listed = [*zip(names, parts, strict=True), ("native", line.native.arrays())]
+    for what, arrays in listed:
         # Separate array objects, since a cache changes its own in place.
         own = {name: array[...] for name, array in arrays.items()}
         mx.eval(list(own.values()))
@@ -332,7 +343,8 @@ class Saved:
             for name, entry in self._facts["lines"].items():
                 arrays = {w: self._read(**f) for w, f in entry["files"].items()}
                 line = exchange.lines[name]
-                line.restore(entry["facts"], arrays.get("cache", {}))
+                held = {**arrays.get("cache", {}), **arrays.get("states", {})}
+                line.restore(entry["facts"], held)
                 line.native.restore(entry["facts"]["native"], arrays.get("native", {}))
             exchange.active = self._facts["active"]
             if exchange.spread:

@@ -37,13 +37,14 @@ from kvlingo_mlx.translators.base import Translator
 
 Listening = Callable[[], contextlib.AbstractContextManager[None]]
 Steps = Generator[None, None, None]  # work; between two steps others may use the models
-Mark = tuple[int, list[Any]]  # a length, and copies of the ring caches at that length
+# A length, and copies of the caches that forget, rings and states, as they were at that length.
+Mark = tuple[int, list[Any]]
 MARKS = 2  # marks that are kept: one before the last message, one after it
 
 
 @dataclass
 class Behind:
-    """How far a line with rings has been healed, the rings that are filled, and their marks."""
+    """How far a line that forgets has been healed, the caches that are filled, and their marks."""
 
     cache: list[Any]
     done: int = 0
@@ -76,6 +77,7 @@ class Line:
         self._marks: list[Mark] = []
         self._away: Storage | None = None
         self._behind: Behind | None = None
+        self._settle()
 
     def _empty(self) -> list[Any]:
         return make_prompt_cache(self.model.model)
@@ -101,6 +103,7 @@ class Line:
         made._caches = [caches.shared(cache) for cache in self._caches]
         made.tokens, made.spans = list(self.tokens), list(self.spans)
         made.native, made._marks, made._away = self.native.copy(), list(self._marks), self._away
+        made._settle()
         return made
 
     def copies(self) -> list[Any]:
@@ -128,29 +131,29 @@ class Line:
     @property
     def resident(self) -> list[Any]:
         """Its caches, and those of its marks; they have no arrays while these are put away."""
-        marked = [ring for _, rings in self._marks for ring in rings if ring is not None]
-        return [*self._caches, *marked]
+        kept = [cache for _, marked in self._points for cache in marked if cache is not None]
+        return [*self._caches, *kept]
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of memory that the line's caches take, wherever they are."""
         away = 0 if self._away is None else self._away.nbytes
-        return caches.nbytes(self.resident) + away
+        held = {id(array): array.nbytes for array in caches.arrays(self.resident)}
+        return sum(held.values()) + away
 
     def arrays(self) -> dict[str, mx.array]:
         """The arrays of the line's caches and marks by name, wherever they are."""
         if self._away is not None:
             return self._away.take()
-        return {name: getattr(cache, side) for name, cache, side in self._places()}
+        return {name: caches.held(cache)[part] for name, cache, part in self._places()}
 
     def _places(self) -> Iterator[tuple[str, Any, str]]:
-        """A name for each array, the cache it belongs to, and its side."""
-        marked = [(f"mark{index}.", rings) for index, (_, rings) in enumerate(self._marks)]
-        for prefix, listed in (("", self._caches), *marked):
+        """A name for each array, the cache it belongs to, and its name there."""
+        marked = [(f"mark{index}.", listed) for index, (_, listed) in enumerate(self._marks)]
+        for prefix, listed in (("", self._caches), *marked) if self.tokens else ():
             for layer, cache in enumerate(listed):
-                if cache is not None and cache.offset:
-                    for side in caches.SIDES:
-                        yield f"{prefix}{layer}.{side}", cache, side
+                for part in caches.names(cache) if cache is not None else ():
+                    yield f"{prefix}{layer}.{part}", cache, part
 
     @unit
     def put_away(self, place: str) -> Storage | None:
@@ -163,8 +166,9 @@ class Line:
             # Copies, since a branch may hold the caches themselves.
             self._caches = [caches.shared(cache) for cache in self._caches]
             self._marks = [(n, [c and caches.shared(c) for c in rings]) for n, rings in self._marks]
-            for _, cache, side in self._places():
-                setattr(cache, side, None)
+            for _, cache, part in self._places():
+                caches.put_part(cache, part, None)
+            self._settle()
         return self._away
 
     def recall(self) -> None:
@@ -181,26 +185,47 @@ class Line:
             raise KVLingoError(
                 f"the line of {self.name} is lost ({error}); ask again, and it is read anew"
             ) from None
-        for name, cache, side in self._places():
-            setattr(cache, side, arrays[name])
+        for name, cache, part in self._places():
+            caches.put_part(cache, part, arrays[name])
         self._away = None
+        self._settle()
 
     # ---- shrinking ------------------------------------------------------------------------
 
     @unit
     def mark(self) -> None:
-        """Remember this length: a full ring cache can return only to a mark."""
+        """Remember this length: a state, or a full ring, can return only to a mark."""
         marked = [length for length, _ in self._marks]
-        if not any(map(caches.is_ring, self._caches)) or len(self) in (0, *marked):
+        if not self._forgets or len(self) in (0, *marked):
             return  # before ``self.cache``, which would bring stored arrays back
-        rings = [caches.shared(cache) if caches.is_ring(cache) else None for cache in self.cache]
-        self._marks = [*self._marks, (len(self), rings)][-MARKS:]
+        self._marks = [*self._marks, (len(self), _kept_of(self.cache, caches.forgets))][-MARKS:]
+
+    @property
+    def _forgets(self) -> bool:
+        """Whether some of its caches may be unable to go back to fewer tokens."""
+        return any(map(caches.forgets, self._caches))
+
+    def _settle(self) -> None:
+        """Remember the recurrent states at the line's last token.
+
+        A state does not say how many tokens are in it. So after an interruption it cannot be told
+        whether it is ahead of the line, and is put back. Rings say it, and are written in place: to
+        keep one would copy it whenever the line grows.
+        """
+        self._settled = _kept_of(self._caches, caches.is_recurrent)
+
+    @property
+    def _points(self) -> list[Mark]:
+        """Where a line can go back to: its marks, and its last token."""
+        rings = any(map(caches.is_ring, self._caches))
+        settled = any(cache is not None for cache in self._settled) and not rings
+        return [*self._marks, *([(len(self), self._settled)] if settled else [])]
 
     def kept(self, length: int) -> int:
         """The number of tokens that :meth:`trim` to ``length`` leaves.
 
-        They can be fewer than ``length``: where a ring has dropped tokens that its window would
-        need, the line returns to a mark, or to nothing.
+        They can be fewer than ``length``: a recurrent state, or a ring that has dropped tokens that
+        its window would need, returns to a mark, or to nothing.
         """
         if length >= len(self):
             return len(self)
@@ -221,26 +246,29 @@ class Line:
 
         Where they cannot, the line goes back to the last mark before, or to nothing.
         """
-        beyond = [cache.offset - length for cache in self._caches]
-        both = list(zip(beyond, self._caches, strict=True))
-        marks = [mark for mark, _ in self._marks if mark <= length]
-        if not length or min(beyond) < 0:
+        counting = [cache for cache in self._caches if not caches.is_recurrent(cache)]
+        both = [(cache.offset - length, cache) for cache in counting]
+        points = [point for point in self._points if point[0] <= length]
+        if not length or any(more < 0 for more, _ in both):
             self.clear()
-        elif all(not more or cache.is_trimmable() for more, cache in both):
+        elif len(counting) == len(self._caches) and all(
+            not more or cache.is_trimmable() for more, cache in both
+        ):
             for more, cache in both:
                 cache.trim(more)
             self._cut(length)
-        elif marks:
-            self._back_to_mark(marks[-1])
-            self._cut(marks[-1])
+        elif points:
+            self._back_to(points[-1])
+            self._cut(points[-1][0])
         else:
             self.clear()
 
-    def _back_to_mark(self, length: int) -> None:
-        own = self.cache
-        for index, ring in enumerate(dict(self._marks)[length]):
-            if ring is not None:
-                own[index] = caches.shared(ring)
+    def _back_to(self, point: Mark) -> None:
+        length, marked = point
+        own = self._caches if length == len(self) else self.cache
+        for index, cache in enumerate(marked):
+            if cache is not None:
+                own[index] = caches.shared(cache)
             else:
                 own[index].trim(own[index].offset - length)
 
@@ -253,6 +281,7 @@ class Line:
         self.spans = cut(self.spans, length)
         self.native.trim(length)
         caches.give_back(self._caches)
+        self._settle()
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -285,8 +314,8 @@ class Line:
         only, but for what the model ran after translated ones. ``answers`` reads that again, too.
         Returns how many tokens were read; 0 where nothing is left to read.
         """
-        if any(map(caches.is_ring, self._caches)):
-            return self._heal_rings(most)
+        if self._forgets:
+            return self._heal_beside(most)
         found = unhealed(self.spans, answers)
         if found is None:
             return 0
@@ -295,12 +324,13 @@ class Line:
         self.spans = healed(self.spans, start, stop, self.name)
         return stop - start
 
-    def _heal_rings(self, most: int) -> int:
-        """:meth:`heal` of a line with rings, which it reads from its first token to its last.
+    def _heal_beside(self, most: int) -> int:
+        """:meth:`heal` of a line that forgets, which it reads from its first token to its last.
 
-        A ring has forgotten what came before its window, so others are filled beside them, and take
-        their places at the end of the line, with a mark where there was one. Until then the line is
-        what it was; it grows as before, and a line that is shortened or put away begins anew.
+        Rings and states cannot go back to what came before, so others are filled beside them, and
+        take their places at the end of the line, with a mark where there was one. Until then the
+        line is what it was; it grows as before, and a line that is shortened or put away begins
+        anew.
         """
         if exact(self.spans):
             return 0
@@ -311,21 +341,22 @@ class Line:
         ends = [n for n, _ in self._marks if n > start]
         stop = min(start + most, len(self), *ends)
         cache = [
-            b if caches.is_ring(b) else c for b, c in zip(behind.cache, self.cache, strict=True)
+            b if caches.forgets(b) else c for b, c in zip(behind.cache, self.cache, strict=True)
         ]
+        self._behind = None  # an interruption may leave some of its caches ahead of others
         healing.reread(self.model, cache, self.tokens[start:stop], start)
-        behind.done = stop
+        self._behind, behind.done = behind, stop
         if stop in ends:
-            rings = [caches.shared(c) if caches.is_ring(c) else None for c in cache]
-            behind.marks.append((stop, rings))
+            behind.marks.append((stop, _kept_of(cache, caches.forgets)))
         if stop == len(self):
             self._caches, self._marks, self._behind = cache, behind.marks, None
             self.spans = [Span(0, stop, self.name)]
+            self._settle()
         return stop - start
 
     def left(self, answers: bool) -> int:
         """The number of tokens that :meth:`heal` has yet to read."""
-        if any(map(caches.is_ring, self._caches)):
+        if self._forgets:
             done = 0 if self._behind is None else self._behind.done
             return 0 if exact(self.spans) else len(self) - done
         return sum(s.stop - s.start for s in self.spans if s.passes or (answers and s.mixed))
@@ -358,7 +389,7 @@ class Line:
     def hidden_beside(self, tokens: Sequence[int], start: int) -> mx.array:
         """The model's hidden states (T, width) of ``tokens`` from position ``start`` on, evaluated.
 
-        The line stays what it is. Its caches must not be rings.
+        The line stays what it is. None of its caches may forget.
         """
         with mx.stream(generation_stream), caches.lent(self.cache, start):
             hidden = hidden_states(self.model, tokens, self.cache)
@@ -401,6 +432,7 @@ class Line:
             self.native.add(states)
         self.tokens += tokens
         self.spans = grown(self.spans, len(self), self.name, mixed=mixed)
+        self._settle()
 
     @unit
     def adopt(self, tokens: Sequence[int], cache: list[Any], parts: Sequence[KVStates]) -> None:
@@ -420,6 +452,7 @@ class Line:
             start += part.num_tokens
         self.tokens += tokens
         self.spans = grown(self.spans, len(self), self.name)
+        self._settle()
 
     def _ear(self) -> capture.Ear | None:
         return capture.Ear(self.model) if self.records else None
@@ -467,6 +500,7 @@ class Line:
                 if span.stop > begun:
                     stop = min(span.stop, len(self))
                     self.spans = grown(self.spans, stop, span.writer, span.passes + 1)
+            self._settle()
 
     def _append(self, translated: TranslatedStates, keep: bool) -> None:
         if self._away is not None:  # translate while the stored arrays are read
@@ -485,8 +519,8 @@ class Line:
     def facts(self) -> dict[str, Any]:
         """Everything except the arrays, for JSON."""
         marks = [
-            {"length": length, "caches": [cache and caches.numbers(cache) for cache in rings]}
-            for length, rings in self._marks
+            {"length": length, "caches": [cache and caches.numbers(cache) for cache in marked]}
+            for length, marked in self._marks
         ]
         return {
             "tokens": self.tokens,
@@ -506,10 +540,11 @@ class Line:
         self.clear()
 
         def one(prefix: str, layer: int, known: Mapping[str, int]) -> Any:
-            if not known["offset"]:
+            if not facts["tokens"]:
                 return self._caches[layer]
-            keys, values = (arrays[f"{prefix}{layer}.{side}"] for side in caches.SIDES)
-            return caches.restored(self.model, layer, known, (keys, values))
+            names = caches.names(self._caches[layer])
+            found = {name: arrays[f"{prefix}{layer}.{name}"] for name in names}
+            return caches.restored(self.model, layer, known, found)
 
         numbers = list(enumerate(facts["caches"]))
         made = [one("", layer, known) for layer, known in numbers]
@@ -518,15 +553,22 @@ class Line:
             # Earlier versions did not say which tokens a model ran after translated ones.
             mixed = not known["passes"] and not exact(spans)
             spans.append(Span(**{"mixed": mixed, **known}))
-        if len(made) != len(self._caches) or {c.offset for c in made} != {len(tokens)}:
-            raise ValueError(f"{len(tokens)} tokens, but caches of {[c.offset for c in made]}")
+        lengths = [cache.offset for cache in made if not caches.is_recurrent(cache)]
+        if len(made) != len(self._caches) or set(lengths) != {len(tokens)}:
+            raise ValueError(f"{len(tokens)} tokens, but caches of {lengths}")
         for index, mark in enumerate(facts["marks"]):
-            rings = [
+            marked = [
                 None if known is None else one(f"mark{index}.", layer, known)
                 for layer, known in enumerate(mark["caches"])
             ]
-            self._marks.append((mark["length"], rings))
+            self._marks.append((mark["length"], marked))
         self._caches, self.tokens, self.spans = made, tokens, spans
+        self._settle()
+
+
+def _kept_of(cache: Sequence[Any], which: Callable[[Any], bool]) -> list[Any]:
+    """Copies of some of a line's caches, by layer, and None for the others."""
+    return [caches.shared(each) if which(each) else None for each in cache]
 
 
 def _listening(ear: capture.Ear | None) -> contextlib.AbstractContextManager[None]:

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +18,7 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 
+from kvlingo_mlx.caches import PARTS
 from kvlingo_mlx.errors import KVLingoError, MalformedTranslatorError
 from kvlingo_mlx.format.tensor_file import DType, Weights, read_tensors, write_tensors
 from kvlingo_mlx.loading.translators import store
@@ -72,23 +73,28 @@ class Quantised(Storage):
     """Arrays in memory with 8 bits and groups of 64 numbers; they come back rounded.
 
     The codes are symmetric about zero, unlike MLX's own. The largest number of a group comes back
-    unchanged, so a line that is put away again and again is rounded only once.
+    unchanged, so a line that is put away again and again is rounded only once. What recurrent
+    layers keep stays as it is: all later tokens go through it, and it does not grow with a text.
     """
 
     place = where = "8bit"
     failed = False
 
     def __init__(self, arrays: Arrays) -> None:
-        self._shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-        self._parts = {name: _quantised(_rows(array)) for name, array in arrays.items()}
-        mx.eval(list(self._parts.values()))
+        self._whole = {n: array for n, array in arrays.items() if n.split(".")[-1] in PARTS}
+        rounded = {name: array for name, array in arrays.items() if name not in self._whole}
+        self._shapes = {name: (array.shape, array.dtype) for name, array in rounded.items()}
+        self._parts = {name: _quantised(_rows(array)) for name, array in rounded.items()}
+        mx.eval(list(self._parts.values()), list(self._whole.values()))
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for parts in self._parts.values() for part in parts)
+        whole = {id(array): array.nbytes for array in self._whole.values()}
+        coded = sum(part.nbytes for parts in self._parts.values() for part in parts)
+        return coded + sum(whole.values())
 
     def take(self) -> dict[str, mx.array]:
-        found = {}
+        found = dict(self._whole)
         for name, (shape, dtype) in self._shapes.items():
             codes, steps = self._parts[name]
             numbers = (codes * steps).astype(dtype).reshape(-1)
@@ -113,31 +119,36 @@ def _rows(array: mx.array) -> mx.array:
 
 
 class File:
-    """Arrays in a safetensors file, written and read in another thread; they come back exactly."""
+    """Arrays in safetensors files, written and read in another thread; they come back exactly.
+
+    There is a file for each dtype; nearly always that is one.
+    """
 
     place = "disk"
 
     def __init__(self, arrays: Arrays) -> None:
         mx.eval(list(arrays.values()))
         self._here: Arrays | None = arrays  # until the file is written
-        self.path = _folder() / f"{id(self):x}-{os.urandom(4).hex()}.safetensors"
-        self._digest = worker().submit(self._write, to_weights(arrays))
-        self._read: Future[Weights] | None = None
+        parts = [to_weights(part) for part in by_dtype(arrays)]
+        place, own = _folder(), f"{id(self):x}-{os.urandom(4).hex()}"
+        self.paths = [place / f"{own}-{number}.safetensors" for number in range(len(parts))]
+        self._digests = worker().submit(self._write, parts)
+        self._read: Future[list[Weights]] | None = None
         self._shapes = {name: array.shape for name, array in arrays.items()}
-        weakref.finalize(self, self.path.unlink, missing_ok=True)
+        weakref.finalize(self, _remove, self.paths)
 
-    def _write(self, weights: Weights) -> str:
+    def _write(self, parts: Sequence[Weights]) -> list[str]:
         try:
-            digest = write_file(self.path, weights)
+            digests = [write_file(p, part) for p, part in zip(self.paths, parts, strict=True)]
         except BaseException:
-            self.path.unlink(missing_ok=True)
+            _remove(self.paths)
             raise
         self._here = None
-        return digest
+        return digests
 
     @property
     def failed(self) -> bool:
-        return self._digest.done() and self._digest.exception() is not None
+        return self._digests.done() and self._digests.exception() is not None
 
     @property
     def where(self) -> str:
@@ -149,7 +160,7 @@ class File:
 
     def settle(self) -> None:
         try:
-            self._digest.result()
+            self._digests.result()
         except OSError as error:
             raise OSError(
                 error.errno, f"a line cannot be kept on disk ({error.strerror}); it stays in memory"
@@ -157,7 +168,8 @@ class File:
 
     def recall(self) -> None:
         if self._read is None and self.where == "disk":
-            self._read = worker().submit(read_file, self.path, self._digest.result())
+            both = list(zip(self.paths, self._digests.result(), strict=True))
+            self._read = worker().submit(lambda: [read_file(*each) for each in both])
 
     def take(self) -> dict[str, mx.array]:
         if (here := self._here) is not None:
@@ -166,7 +178,9 @@ class File:
         self.recall()
         assert self._read is not None
         reading, self._read = self._read, None  # frees the read data as soon as possible
-        found = from_weights(reading.result())
+        found: dict[str, mx.array] = {}
+        for weights in reading.result():
+            found |= from_weights(weights)
         return {name: found[name].reshape(shape) for name, shape in self._shapes.items()}
 
 
@@ -174,6 +188,19 @@ PUT: dict[str, Callable[[Arrays], Storage]] = {"8bit": Quantised, "disk": File}
 
 
 # ---- files ------------------------------------------------------------------------------
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def by_dtype(arrays: Arrays) -> list[dict[str, mx.array]]:
+    """Arrays apart by their dtypes: a cache's are of one, but for float32 recurrent states."""
+    found: dict[mx.Dtype, dict[str, mx.array]] = {}
+    for name, array in arrays.items():
+        found.setdefault(array.dtype, {})[name] = array
+    return list(found.values())
 
 
 def to_weights(arrays: Arrays) -> Weights:

@@ -271,9 +271,8 @@ def test_bad_translators(
     fails(with_translator(pickle), "pickle", capsys)
     config = json.loads((fitted / "translator_config.json").read_text())
     (fitted / "translator_config.json").write_text(json.dumps({**config, "format_version": 3}))
-    fails(
-        with_translator(fitted), "format version 3, this kvlingo-mlx reads 1 to 2; upgrade", capsys
-    )
+    told = "format version 3, this kvlingo-mlx reads 1 to 2; upgrade"
+    fails(with_translator(fitted), told, capsys)
 
 
 def test_tokenizers_that_differ(

@@ -20,7 +20,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished
-from tests.support import tiny
+from tests.support import hybrid_models, tiny
 from tests.support.identity import identity_of
 from tests.support.parity import in_order
 from tests.support.talks import NEW, ask, ask_naive, talk_of
@@ -33,7 +33,10 @@ MESSAGES = ("the use of an other", "is it on?", "and you", "hi there")
 def family_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
     root = tmp_path_factory.mktemp("talk")
     rows = {name: tiny.FAMILIES[name] for name in ("qwen3", "gemma3", "gemma4", "deepseek_v3")}
-    return {n: kv.load(tiny.write_tiny_model(root / n, t, **o)) for n, (t, o) in rows.items()}
+    found = {n: kv.load(tiny.write_tiny_model(root / n, t, **o)) for n, (t, o) in rows.items()}
+    for name in ("nemotron_h", "lfm2"):  # hybrids of a state and a tail, and of a tail alone
+        found[name] = kv.load(hybrid_models.write_hybrid_model(root / name, name))
+    return found
 
 
 STEPS = st.lists(
@@ -48,7 +51,7 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma4", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma4", "deepseek_v3", "nemotron_h", "lfm2"])
 def test_switching_between_copies_is_one_model(
     family_models: dict[str, LanguageModel], name: str, eager: bool, tmp_path: Path
 ) -> None:

@@ -178,7 +178,7 @@ def test_a_damaged_file_is_found_and_the_line_read_anew(models: dict[str, Langua
     assert talk.messages == said and talk.lines["a"].where == "empty"
     ask(talk, "a", "and you")
     talk.offload("b", "disk")
-    talk.lines["b"]._away.path.unlink()
+    talk.lines["b"]._away.paths[0].unlink()
     with pytest.raises(kv.KVLingoError, match="the line of b is lost .*cannot be read"):
         talk.reply("b", "and you")
     ask(talk, "b", "and you")

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 
 import kvlingo_mlx as kv
+from kvlingo_mlx import caches
 from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
 from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.models.language_model import LanguageModel
-from tests.support import tiny
+from tests.support import hybrid_models, tiny
 from tests.support.identity import identity_of
-from tests.support.talks import talk_of
+from tests.support.talks import check_caches, talk_of
 from tests.support.tools import TOOLS, TOOLS_TEMPLATE
 from tests.support.two_tokenizers import identities, write_mistral, write_qwen, write_translator
 
@@ -43,6 +44,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     kind, sizes = tiny.FAMILIES["gemma3"]
     return kv.load(tiny.write_tiny_model(tmp_path_factory.mktemp("m") / "gemma3", kind, **sizes))
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    folder = tmp_path_factory.mktemp("m") / "granite"
+    return kv.load(hybrid_models.write_hybrid_model(folder, "granitemoehybrid"))
 
 
 def plain_text(model: LanguageModel, most: int = 9) -> Mask:
@@ -129,10 +136,10 @@ def reply(
     assert [r.token for r in responses] == answer
     assert responses[0].prompt_tokens == len(prompt)
     kept, first = common_prefix(held, prompt[:-1]), responses[0]
-    assert first.cached_tokens <= kept  # a ring may have to go back further
+    assert first.cached_tokens <= kept  # a ring or a state may have to go back further
     if first.cached_tokens < kept:
         across = isinstance(talk.exchange, CrossExchange)
-        assert across or any(layer.window for layer in shadow.model.geometry.layers)
+        assert across or any(map(caches.forgets, line._caches))
     assert first.cached_tokens + first.translated_tokens + first.read_tokens == len(prompt)
     stops = shadow.model.tokenizer.eos_token_ids
     ids = answer[:-1] if answer[-1] in stops else answer
@@ -144,7 +151,7 @@ def reply(
         shadow.spelled[text] = ids
     assert talk.messages == shadow.messages
     for each in talk.lines.values():
-        assert {cache.offset for cache in each._caches} == {len(each)}
+        check_caches(each)
     return responses
 
 
@@ -177,13 +184,16 @@ def edited(messages: list[Any], edit: str, number: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("on_full", ["error", "drop_oldest"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "two tokenizers"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "granite", "two tokenizers"])
 def test_any_history_is_answered_as_if_read_anew(
-    model: LanguageModel, windowed: LanguageModel, twins: list[LanguageModel], family: str,
-    on_full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    model: LanguageModel, windowed: LanguageModel, hybrid: LanguageModel,
+    twins: list[LanguageModel], family: str, on_full: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Switches between copies of one model are no change; nor is what a line kept of a history."""
-    one = {"qwen3": model, "gemma3": windowed, "two tokenizers": twins[0]}[family]
+    one = {
+        "qwen3": model, "gemma3": windowed, "granite": hybrid, "two tokenizers": twins[0],
+    }[family]  # fmt: skip
     only = plain_text(one, 1 if family == "two tokenizers" else 9)
     models = dict(zip("ab", twins if family == "two tokenizers" else [one, one], strict=True))
     across = [identity_of(one, capture=one.family.points[0])]

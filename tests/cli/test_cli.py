@@ -271,7 +271,9 @@ def test_bad_translators(
     fails(with_translator(pickle), "pickle", capsys)
     config = json.loads((fitted / "translator_config.json").read_text())
     (fitted / "translator_config.json").write_text(json.dumps({**config, "format_version": 3}))
-    fails(with_translator(fitted), "format version 3, this kvlingo-mlx reads 1 to 2; upgrade", capsys)
+    fails(
+        with_translator(fitted), "format version 3, this kvlingo-mlx reads 1 to 2; upgrade", capsys
+    )
 
 
 def test_tokenizers_that_differ(

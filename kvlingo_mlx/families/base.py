@@ -224,8 +224,12 @@ class Family:
         return self.model_type
 
 
-def period_setting(text: Mapping[str, Any]) -> dict[str, Any]:
-    """``sliding_window_pattern`` for a config that lists its layers' kinds instead.
+def period_setting(
+    text: Mapping[str, Any],
+    name: str = "sliding_window_pattern",
+    layers: str = "local and global layers",
+) -> dict[str, Any]:
+    """The period ``name`` of global layers for a config that lists its layers' kinds instead.
 
     Raises:
         UnsupportedModelError: Global layers do not come with one period.
@@ -233,10 +237,10 @@ def period_setting(text: Mapping[str, Any]) -> dict[str, Any]:
     types = text.get("layer_types")
     if types is None:
         return {}
-    period, given = layer_period(types), text.get("sliding_window_pattern")
+    period, given = layer_period(types), text.get(name)
     if period is None:
         raise UnsupportedModelError(
-            f"the local and global layers of this {text['model_type']} do not alternate "
+            f"the {layers} of this {text['model_type']} do not alternate "
             "regularly, which mlx-lm cannot run"
         )
     if given is not None and [k == FULL for k in types] != [
@@ -244,9 +248,9 @@ def period_setting(text: Mapping[str, Any]) -> dict[str, Any]:
     ]:
         raise UnsupportedModelError(
             f"this {text['model_type']} has layer_types with a global layer every {period}, and "
-            f"sliding_window_pattern {given}, and mlx-lm uses the latter; take out the wrong one"
+            f"{name} {given}, and mlx-lm uses the latter; take out the wrong one"
         )
-    return {"sliding_window_pattern": period}
+    return {name: period}
 
 
 def setting(facts: Mapping[str, Any], *names: str) -> Any:

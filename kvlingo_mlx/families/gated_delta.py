@@ -14,14 +14,44 @@ from kvlingo_mlx.backend import mx, nn
 
 from mlx_lm.models import gated_delta
 
-from kvlingo_mlx.families.base import Kept
+from kvlingo_mlx.families.base import Kept, period_setting
 from kvlingo_mlx.families.recurrent import Recurrent, slid
-from kvlingo_mlx.format.geometry import Recurrence
+from kvlingo_mlx.format.geometry import LIFTED, Recurrence
+
+# What transformers takes where a config says nothing, and mlx-lm takes otherwise or not at all.
+DEFAULTS: dict[str, Any] = {
+    "partial_rotary_factor": 0.25,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+BASE = 1e4  # transformers' rope_theta where a config has none
+
+
+def rotation(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``rope_parameters`` that transformers makes of a config, however it spells them."""
+    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    lifted = {name: text[name] for name in LIFTED if text.get(name) is not None}
+    share = DEFAULTS["partial_rotary_factor"]
+    default = {"rope_type": "default", "rope_theta": BASE, "partial_rotary_factor": share}
+    return {**default, **lifted, **given}
 
 
 @dataclass(frozen=True)
 class GatedDelta(Recurrent):
     """Layers by mlx-lm's ``GatedDeltaNet``, whose queries, keys and values have one projection."""
+
+    def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        """The rotation; how often attention comes, where a config lists the layers' kinds."""
+        period = period_setting(text, "full_attention_interval", "layers with attention")
+        return {**super().settings(text), **period}
+
+    def overrides(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Entries of a config; the whole rotation, of which mlx-lm reads ``rope_parameters``."""
+        found = super().overrides(config)
+        text = config.get("text_config", config)
+        entries = {**found.get("text_config", {**text, **found}), "rope_parameters": rotation(text)}
+        return {"text_config": entries} if "text_config" in config else entries
 
     def mixer(self, block: nn.Module) -> nn.Module:
         return block.linear_attn if block.is_linear else block.self_attn
@@ -86,6 +116,13 @@ class GatedDelta(Recurrent):
 @dataclass(frozen=True)
 class Interleaved(GatedDelta):
     """Qwen3-Next, whose projections come head by head."""
+
+    def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        """The rotation and the period; what a config may leave out, as transformers takes it."""
+        return {**DEFAULTS, **super().settings(text)}
+
+    def overrides(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return Recurrent.overrides(self, config)
 
     def projections(self, module: nn.Module) -> tuple[nn.Module, ...]:
         return module.in_proj_qkvz, module.in_proj_ba

@@ -6,8 +6,10 @@ part in the state, but in the convolution's tail.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
 
@@ -17,12 +19,26 @@ from kvlingo_mlx.families.base import Kept
 from kvlingo_mlx.families.recurrent import Recurrent, slid
 from kvlingo_mlx.format.geometry import Attention, Recurrence
 
+KINDS = {"linear_attention": "mamba", "full_attention": "attention"}  # transformers' newer names
+
 
 @dataclass(frozen=True)
 class Mamba2(Recurrent):
     """Granite 4: each block has a mixer of one of two kinds, each by its own name."""
 
     rule: Attention = "mamba2"
+
+    def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        """The rotation; what transformers takes where a config says nothing."""
+        unset = {"position_embedding_type": "nope", "time_step_limit": [0.0, math.inf]}
+        return {**unset, **super().settings(text)}
+
+    def overrides(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Entries of a config; the kinds of layers by the names that mlx-lm knows."""
+        found = super().overrides(config)
+        if kinds := config.get("layer_types"):
+            found["layer_types"] = [KINDS.get(kind, kind) for kind in kinds]
+        return found
 
     def mixer(self, block: nn.Module) -> nn.Module | None:
         return block.mamba if block.layer_type == "mamba" else block.self_attn
@@ -73,6 +89,12 @@ class Mamba2(Recurrent):
 @dataclass(frozen=True)
 class NemotronH(Mamba2):
     """Nemotron-H: a block is a mixer, an MLP or experts, all by one name; no keys are rotated."""
+
+    def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        return {"norm_topk_prob": True}  # as transformers takes it
+
+    def overrides(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return Recurrent.overrides(self, config)
 
     def mixer(self, block: nn.Module) -> nn.Module | None:
         return block.mixer if block.block_type in "M*" else None

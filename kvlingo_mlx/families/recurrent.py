@@ -16,9 +16,16 @@ from kvlingo_mlx.backend import mx, nn
 
 from mlx_lm.models.smollm3 import NoPE
 
+from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.base import Finish
 from kvlingo_mlx.families.plain import Plain
-from kvlingo_mlx.format.geometry import Attention, LayerGeometry, Recurrence, RopeSpec
+from kvlingo_mlx.format.geometry import (
+    Attention,
+    CacheGeometry,
+    LayerGeometry,
+    Recurrence,
+    RopeSpec,
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,15 @@ class Recurrent(Plain):
         """The numbers a token that enter the gates."""
 
     # ---- what follows from it ---------------------------------------------------------------
+
+    def geometry(self, model: nn.Module, config: Mapping[str, Any]) -> CacheGeometry:
+        """All facts that determine the shape of a cache; a model without attention is refused."""
+        if all(self.recurrence(module) is not None for module in self.attentions(model)):
+            raise UnsupportedModelError(
+                f"this {self.model_type} has no layer of attention, so nothing of a text can be "
+                "looked up in its cache: such models are not supported"
+            )
+        return super().geometry(model, config)
 
     def attentions(self, model: nn.Module) -> list[nn.Module]:
         """The modules that own a cache, attention or not, in cache order."""

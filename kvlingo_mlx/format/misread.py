@@ -21,6 +21,7 @@ INNER = {
     "qwen2_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl": "qwen2",
     "qwen2_5_vl_text": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe",
 }  # fmt: skip
 GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # logits agree to 3e-4
 ACTIVATIONS = {  # what mlx-lm computes whatever the config says; it uses SiLU for all others
@@ -28,6 +29,7 @@ ACTIVATIONS = {  # what mlx-lm computes whatever the config says; it uses SiLU f
     "starcoder2": GELU, "nemotron": ("relu2",), "apertus": ("xielu",),
 }  # fmt: skip
 SILU = ("silu", "swish", "swiglu")
+UNREAD = ("lfm2", "lfm2_moe", "nemotron_h")  # transformers reads no ``hidden_act`` there either
 # The rope_theta that mlx-lm takes where a config has none, and the one that transformers takes.
 BASES = {
     "cohere": (8e6, 5e5), "cohere2": (5e4, 1e4), "exaone_moe": (1e6, 1e4), "phimoe": (1e4, 1e6),
@@ -97,9 +99,27 @@ def _no_base(model_type: str, text: Text) -> str | None:
 
 
 def _activation(model_type: str, text: Text) -> str | None:
+    if model_type in UNREAD:
+        return None
     names = [text.get(n) for n in ("hidden_activation", "hidden_act") if text.get(n) is not None]
     known = ACTIVATIONS.get(model_type, SILU)
     return f"the activation {names[0]!r}" if names and names[0] not in known else None
+
+
+def _activation_of_parts(model_type: str, text: Text) -> str | None:
+    for name, known in (("mlp_hidden_act", ("relu2",)), ("mamba_hidden_act", SILU)):
+        if text.get(name) not in (None, *known):
+            return f"{name} {text[name]!r}"
+    return None
+
+
+def _grouped(model_type: str, text: Text) -> str | None:
+    groups = text.get("mamba_n_groups") or 1
+    return f"mamba_n_groups {groups}" if groups > 1 else None
+
+
+def _raw_experts(model_type: str, text: Text) -> str | None:
+    return "norm_topk_prob false" if text.get("norm_topk_prob") is False else None
 
 
 def _normed_experts(model_type: str, text: Text) -> str | None:
@@ -119,8 +139,8 @@ def _both_ways(model_type: str, text: Text) -> str | None:
 TABLE = (
     Misread(
         ("Klear", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gemma", "gemma2", "glm", "glm4",
-         "glm4_moe", "helium", "minimax", "minimax_m2", "mixtral", "phi", "qwen2_moe",
-         "qwen3_moe", "solar_open", "stablelm", "starcoder2"),
+         "glm4_moe", "granitemoehybrid", "helium", "lfm2", "lfm2_moe", "minimax", "minimax_m2",
+         "mixtral", "phi", "qwen2_moe", "qwen3_moe", "solar_open", "stablelm", "starcoder2"),
         _scaled, "rotates keys without that scaling",
     ),
     Misread(("deepseek",), _scaled_unlike("linear"), "rotates keys without that scaling"),
@@ -133,6 +153,9 @@ TABLE = (
     Misread(("qwen2_moe",), _normed_experts, "leaves the experts' weights as they are"),
     Misread(("gemma3_text",), _capped, "caps nothing"),
     Misread(("gemma3_text",), _both_ways, "lets tokens see those before them alone"),
+    Misread(("granitemoehybrid",), _grouped, "norms the output of all groups at once"),
+    Misread(("nemotron_h",), _activation_of_parts, "computes another one"),
+    Misread(("qwen3_5_moe",), _raw_experts, "leaves the experts' weights as they are"),
     Misread(("*",), _activation, "computes another one"),
 )  # fmt: skip
 

@@ -18,10 +18,9 @@ from mlx_lm.utils import _get_classes
 import kvlingo_mlx as kv
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning, UnsupportedModelError
 from kvlingo_mlx.families import family_of, known_families
-from kvlingo_mlx.families.plain import Plain
 from kvlingo_mlx.format import misread
 from kvlingo_mlx.loading import notes
-from tests.support import plain_models, tiny
+from tests.support import hybrid_models, plain_models, tiny
 
 WINDOW, COUNT = 16, 48  # a window, and tokens that reach well beyond it
 TOKENS = [5 + (i * i * 7 + 3 * i) % 240 for i in range(COUNT)]
@@ -66,6 +65,7 @@ NOT_COMPARED = {
     "glm4_moe_lite", "gpt_oss", "hunyuan_v1_dense", "joyai_llm_flash", "kimi_k2", "Klear", "llava",
     "mimo", "minicpm", "minicpm3", "minimax", "mistral3", "pixtral", "qwen2_5_vl", "qwen2_vl",
     "qwen3_vl", "qwen3_vl_moe", "solar_open", "telechat3", "xverse",
+    *hybrid_models.CONFIGS,  # compared in test_misread_hybrids.py
 }  # fmt: skip
 COMPARED = sorted(set(known_families()) - NOT_COMPARED, key=str.lower)
 # Of a family's config in plain_models.py or tiny.py, what is made neutral here.
@@ -226,7 +226,7 @@ def test_what_disagrees_is_in_the_table_and_what_agrees_is_not(
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
-@pytest.mark.parametrize("name", [n for n in known_families() if isinstance(family_of(n), Plain)])
+@pytest.mark.parametrize("name", sorted(plain_models.CONFIGS))
 def test_scalings_that_mlx_lm_builds_nothing_of_are_refused(name: str, kind: str) -> None:
     """Off the module itself, for families that transformers does not run too."""
     config = {"model_type": name, **plain_models.COMMON, **plain_models.CONFIGS[name]}

@@ -58,7 +58,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5, "layer_types": ["mamba", "mamba", "attention", "mamba"],
         "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2,
         "mamba_d_state": 24, "mamba_d_conv": 4,
-        "mamba_n_groups": 2, "mamba_conv_bias": True, "position_embedding_type": "rope",
+        "mamba_n_groups": 1, "mamba_conv_bias": True, "position_embedding_type": "rope",
         "rope_theta": 5000.0,
     },
     "nemotron_h": {

@@ -114,7 +114,7 @@ def _reads(layers: tuple[tuple[int, ...], ...]) -> Told:
 
 
 def _recurrent_facts(model: LanguageModel) -> dict[str, Any]:
-    """Of a hybrid: how many layers keep a state, and what all states weigh for a text of any length."""
+    """How many layers of a hybrid keep a state, and what all states weigh."""
     from kvlingo_mlx.caches import state_bytes
 
     rules = Counter(g.attention for g in model.geometry.layers if g.recurrence is not None)

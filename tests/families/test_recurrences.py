@@ -8,7 +8,6 @@ of the package or of mlx-lm but the weights, and the inputs that its projections
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.backend import mx

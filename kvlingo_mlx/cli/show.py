@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from kvlingo_mlx.format.geometry import LayerGeometry
     from kvlingo_mlx.format.tensor_file import Weights
     from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
+    from kvlingo_mlx.models.language_model import LanguageModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +104,24 @@ def _spec_line(spec: ModelSpec) -> str:
 def _heads(layer: LayerGeometry) -> str:
     if layer.attention == "latent":
         return f"latents of {layer.value_dim}, rotary keys of {layer.key_dim}"
+    if layer.recurrence is not None:
+        return f"a recurrence over {layer.key_dim} and {layer.value_dim} numbers"
     return f"{layer.kv_heads} KV heads of {layer.key_dim}"
 
 
 def _reads(layers: tuple[tuple[int, ...], ...]) -> Told:
     return Told(layers, " ".join("+".join(map(str, sources)) for sources in layers))
+
+
+def _recurrent_facts(model: LanguageModel) -> dict[str, Any]:
+    """How many layers of a hybrid keep a state, and what all states weigh."""
+    from kvlingo_mlx.caches import state_bytes
+
+    rules = Counter(g.attention for g in model.geometry.layers if g.recurrence is not None)
+    if not rules:
+        return {}
+    told = ", ".join(f"{count} by {rule}" for rule, count in rules.items())
+    return {"recurrent layers": Told(dict(rules), told), "state bytes": state_bytes(model)}
 
 
 def _model_facts(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -125,6 +140,7 @@ def _model_facts(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         "weights": model.precision,
         "cache dtype": str(model.cache_dtype).rsplit(".", 1)[-1],
         "cache bytes per token": bytes_per_token(model),
+        **_recurrent_facts(model),
         "context": model.context_length,
         "geometry": geometry.fingerprint,
         "norms": model.norms_fingerprint,

@@ -204,11 +204,13 @@ def _parse_recurrence(path: Path, key: str, layer: dict) -> Recurrence | None:
         value_dim=_integer(path, f"{place}.value_dim", data["value_dim"], 1, MAX_DIM),
         kernel=_integer(path, f"{place}.kernel", data["kernel"], 2, MAX_DIM),
     )
-    if (layer["kv_heads"], layer["key_dim"]) != (1, found.channels):
+    widths = 1, found.channels, found.gates(attention)
+    told = tuple(layer[name] for name in ("kv_heads", "key_dim", "value_dim"))
+    if told != widths:
         raise malformed(
             path,
-            f"{key}: {layer['kv_heads']} heads of {layer['key_dim']} numbers, but its recurrence "
-            f"reads one of {found.channels}",
+            f"{key}: {told[0]} heads of {told[1]} and {told[2]} numbers, but its recurrence reads "
+            f"one of {widths[1]} and {widths[2]}",
         )
     return found
 

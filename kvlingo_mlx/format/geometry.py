@@ -144,6 +144,11 @@ class Recurrence:
         """The numbers a token that enter the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    def gates(self, rule: str) -> int:
+        """The numbers a token that enter the gates; of a convolution alone, its other factor."""
+        by_rule = {"gated_delta": 2 * self.value_heads, "mamba2": self.value_heads}
+        return by_rule.get(rule, self.channels)
+
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of what is kept, without the batch: the tail, and the state if any."""

@@ -175,6 +175,8 @@ def unfoldable(config: TranslatorConfig) -> str | None:
     """
     if config.alignment is not None:
         return "it is between two tokenizers, whose caches hold other tokens"
+    if any(g.recurrence for g in (*config.source.layers, *config.target.layers)):
+        return "some layers keep a recurrent state, which holds no keys for queries to meet"
     if not config.spec.folds:
         return f"it is of kind {config.kind}, and only linear maps can be taken to the queries"
     if config.capture != "post_rope":

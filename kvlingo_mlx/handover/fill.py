@@ -404,7 +404,7 @@ def _held(
                 f"prompt_cache keeps {own.max_size} tokens, but {most} come before the prompt's "
                 "last one: make it without max_kv_size"
             )
-    if not any(c.offset for c in cache):
+    if not any(c.offset for c in cache if not caches.is_recurrent(c)):
         return None
     held = caches.read(cache, source, translator.config.capture)
     if held.end > most:

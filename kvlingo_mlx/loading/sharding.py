@@ -26,7 +26,7 @@ from kvlingo_mlx.caches import memory
 from kvlingo_mlx.errors import KVLingoError, UnsupportedModelError
 from kvlingo_mlx.families.base import LATENT
 from kvlingo_mlx.group import RANK
-from kvlingo_mlx.models.hidden import text_of
+from kvlingo_mlx.models.hidden import decoder_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.parts import FIRST, PIPELINE, TENSOR, Part
 from kvlingo_mlx.threads import unit
@@ -79,10 +79,10 @@ def part_of(model: LanguageModel, whole: LanguageModel, kind: str | None) -> Lan
         layers = range(len(model.attentions))
         heads = tuple(range(layer.kv_heads) for layer in model.geometry.layers)
         return replace(model, whole=whole, part=Part(kind, rank, size, layers, heads))
-    text = text_of(model)
+    decoder = decoder_of(model)
     ways: dict[str, Any] = {
         TENSOR: getattr(model.model, "shard", None),
-        PIPELINE: getattr(text.model, "pipeline", None),
+        PIPELINE: getattr(decoder, "pipeline", None),
     }
     can = [name for name, way in ways.items() if way is not None]
     kind = kind or next(iter(can), TENSOR)
@@ -93,7 +93,7 @@ def part_of(model: LanguageModel, whole: LanguageModel, kind: str | None) -> Lan
         )
     _check_shares(whole, kind, size)
     ways[kind](ranks)
-    begun = text.model.start_idx if kind == PIPELINE else 0
+    begun = decoder.start_idx if kind == PIPELINE else 0
     own = replace(model, whole=whole)
     layers = range(begun, begun + len(own.attentions))
     heads = tuple(

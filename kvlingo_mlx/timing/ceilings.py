@@ -19,7 +19,7 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import Read, flops_of
-from kvlingo_mlx.models.hidden import text_of
+from kvlingo_mlx.models.hidden import decoder_of, text_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import seconds
 from kvlingo_mlx.translators.base import Translator
@@ -84,14 +84,14 @@ class Costs:
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
-        text = text_of(model)
-        modules = [module for _, module in text.model.named_modules()]
+        text, decoder = text_of(model), decoder_of(model)
+        modules = [module for _, module in decoder.named_modules()]
         self.dense = [module for module in modules if isinstance(module, DENSE)]
         self.experts = [module for module in modules if isinstance(module, EXPERTS)]
-        self.head = text.lm_head if "lm_head" in text else text.model.embed_tokens
+        self.head = text.lm_head if "lm_head" in text else decoder.embed_tokens
         self.active = int(model.facts.get("num_experts_per_tok") or 0)
         owner, kept = model.attentions[-1], model.family.taps(model.attentions[-1])
-        self.layers = layers = list(text.model.layers)
+        self.layers = layers = list(decoder.layers)
         holder = next(i for i, layer in enumerate(layers) if _is_in(owner, layer))
         self.behind = {  # modules that reading a prompt does not run: see `reading`
             id(module)
@@ -119,13 +119,17 @@ class Costs:
     def reading(self, count: int, touched: float = 0.0) -> Work:
         """The work of a prefill: a pass that ends with the last layer's keys and values.
 
-        MLX evaluates no more than that. The rest of the last layer and the head are not run.
+        MLX evaluates no more than that. The rest of the last layer and the head are not run. A last
+        layer that is recurrent runs for its state.
         """
         dense, experts = (
             [m for m in of if id(m) not in self.behind] for of in (self.dense, self.experts)
         )
         work = self._pass(dense, experts, count, touched)
-        return work + self._attention(self.model.geometry.layers[:-1], count, 0)
+        *layers, last = self.model.geometry.layers
+        if last.recurrence is not None:
+            layers.append(last)
+        return work + self._attention(layers, count, 0)
 
     def by_layer(self, count: int) -> list[float]:
         """The operations of a prefill in each cache layer: linear layers and causal attention.
@@ -146,7 +150,8 @@ class Costs:
         found = []
         for owner, (*before, _) in zip(self.model.attentions, self._blocks(), strict=True):
             found.append((self._linear(before) + self._each(self._kept(owner))) * count)
-        return found
+        states = (recurrent_flops(geometry) * count for geometry in self.model.geometry.layers)
+        return list(map(operator.add, found, states))
 
     def _blocks(self) -> list[list[nn.Module]]:
         """The blocks of each cache layer: those after the one before it, up to its own."""
@@ -179,10 +184,16 @@ class Costs:
         return float(sum(2 * uses * _shape(m)[0] * _shape(m)[1] for m, uses in times))
 
     def _attention(self, layers: Sequence[LayerGeometry], count: int, before: int) -> Work:
-        """The work of attention: scores and sums over what each token sees, and cache traffic."""
+        """The work of attention: scores and sums over what each token sees, and cache traffic.
+
+        That of recurrent layers beside it: their states are read, and written once.
+        """
         heads = int(self.model.facts["num_attention_heads"])
         flops = 0.0
         for g in layers:
+            if g.recurrence is not None:
+                flops += recurrent_flops(g) * count
+                continue
             seen = sum(min(before + i + 1, g.window or before + i + 1) for i in range(count))
             flops += 2 * heads * (g.key_dim + g.value_dim) * seen
         entries = (  # a layer with a window reads at most that many of the earlier tokens
@@ -190,7 +201,8 @@ class Costs:
             for g in self.model.geometry.layers
         )
         sizes = caches.bytes_by_layer(self.model)
-        return Work(flops, sum(map(operator.mul, sizes, entries)))
+        states = caches.state_bytes(self.model) * (2 if before else 1)
+        return Work(flops, states + sum(map(operator.mul, sizes, entries)))
 
 
 def translation_work(
@@ -198,12 +210,14 @@ def translation_work(
 ) -> Work:
     """The work of translating ``count`` tokens: states read, maps read, cache written.
 
-    A layer with a window translates only its last tokens.
+    A layer with a window translates only its last tokens. A recurrent one makes its state of what
+    is translated.
     """
-    kept = [min(count, g.window or count) for g in target.geometry.layers]
-    flops, read = 0, dict[Read, int]()
+    kept = [min(count, g.reach or count) for g in target.geometry.layers]
+    both = zip(target.geometry.layers, kept, strict=True)
+    flops, read = sum(recurrent_flops(g) * tokens for g, tokens in both), dict[Read, int]()
     for group in (group for side in SIDES for group in translator.groups[side]):
-        tokens = kept[group.layers[0]]  # all layers of a group have the same window
+        tokens = kept[group.layers[0]]  # all layers of a group reach as far
         parts = ((name, part.size) for name, parts in group.tensors.items() for part in parts)
         flops += tokens * flops_of(parts)
         for one in {one for cut in group.cuts for reads in cut for one in reads}:
@@ -211,7 +225,25 @@ def translation_work(
     layers, size = source.geometry.layers, source.cache_dtype.size
     states = sum(size * layers[i].width(side) * tokens for (side, i), tokens in read.items())
     written = sum(map(operator.mul, caches.bytes_by_layer(target), kept))
+    written += caches.state_bytes(target)
     return Work(flops, translator.nbytes + states + written)
+
+
+def recurrent_flops(layer: LayerGeometry) -> int:
+    """The least floating-point operations a token of a recurrent layer's rule; 0 for attention.
+
+    Its linear layers are counted apart. A state decays, is corrected by what it holds for the key
+    (the gated delta rule alone), takes an outer product, and is read. Prefills in chunks do more.
+    """
+    shape = layer.recurrence
+    if shape is None:
+        return 0
+    convolution = 2 * shape.kernel * shape.channels
+    values = shape.value_heads * shape.value_dim
+    if layer.attention == "short_conv":
+        return convolution + 2 * values  # two products: before the convolution and after it
+    touched, own = (7, 2) if layer.attention == "gated_delta" else (5, 3)
+    return convolution + values * (touched * shape.key_dim + own)
 
 
 def _is_in(module: nn.Module, layer: nn.Module) -> bool:

@@ -196,7 +196,7 @@ class Paths:
 def head(model: LanguageModel) -> Callable[[mx.array], mx.array]:
     """A text model's output head, tied or not."""
     text = text_of(model)
-    return text.lm_head if "lm_head" in text else text.model.embed_tokens.as_linear
+    return text.lm_head if "lm_head" in text else decoder_of(model).embed_tokens.as_linear
 
 
 def run_head(model: LanguageModel, batch: int = 1) -> None:

@@ -1,0 +1,253 @@
+"""Hybrids by every verb and function that treats them otherwise, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import caches
+from kvlingo_mlx.caches import memory, validation
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.errors import CacheError, UnsupportedModelError
+from kvlingo_mlx.format.geometry import LayerGeometry, Recurrence
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.timing import ceilings
+from tests.support import hybrid_models, tiny
+from tests.support.command_line import fails
+from tests.support.identity import identity_of
+from tests.support.native_caches import TOKENS, logits, native
+from tests.support.opened import quantised
+
+pytestmark = pytest.mark.filterwarnings("ignore::kvlingo_mlx.errors.KVLingoWarning")
+PROMPT = "The river was wide and the boat was small, so they waited."
+WIDER: dict[str, Any] = {
+    "hidden_size": 96, "linear_key_head_dim": 12, "linear_num_value_heads": 6,
+    "linear_value_head_dim": 16, "num_key_value_heads": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two unlike hybrids of one rule, models of other kinds, a text, and a translator."""
+    root = tmp_path_factory.mktemp("room")
+    hybrid_models.write_hybrid_model(root / "small", "qwen3_5")
+    hybrid_models.write_hybrid_model(root / "large", "qwen3_5", seed=2, **WIDER)
+    hybrid_models.write_hybrid_model(root / "convolutions", "lfm2")
+    tiny.write_tiny_model(root / "plain", "qwen3", seed=1, layers=3, kv_heads=2, head_dim=32)
+    texts = [f"{PROMPT} Number {i} of them had {i * i} coins and a rope. " * 3 for i in range(6)]
+    records = (json.dumps({"text": text}) + "\n" for text in texts)
+    (root / "texts.jsonl").write_text("".join(records))
+    assert run(fit(root, "translator")) == 0
+    return root
+
+
+def fit(root: Path, name: str, *more: str, source: str = "small", target: str = "large") -> Any:
+    """The words of a fit."""
+    pair = ["--source", str(root / source), "--target", str(root / target)]
+    out = ["--data", str(root / "texts.jsonl"), "--out", str(root / name)]
+    return ["fit", *pair, *out, *more]
+
+
+def generate(root: Path, *more: str, translator: str = "translator") -> list[str]:
+    """The words of a generation."""
+    pair = ["--source", str(root / "small"), "--target", str(root / "large")]
+    asked = ["--prompt", PROMPT, "--max-tokens", "5"]
+    return ["generate", *pair, *asked, "--translator", str(root / translator), *more]
+
+
+# ---- what works -------------------------------------------------------------------------
+
+
+def test_show_tells_of_recurrent_layers(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["show", str(room / "small")]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "recurrent layers 6 by gated_delta state bytes 19200" in told
+    # Six layers: a tail of 3 tokens of 96 numbers, and 4 matrices of 8 by 16, in float32.
+    assert 6 * 4 * (3 * 96 + 4 * 8 * 16) == 19200
+    model = kv.load(room / "small")
+    assert caches.state_bytes(model) == 19200
+    made = caches.empty(model)
+    model.model(mx.array([TOKENS]), cache=made)
+    kept = [c for c in made if caches.is_recurrent(c)]
+    assert sum(array.nbytes for array in caches.arrays(kept)) == 19200
+    assert run(["show", str(room / "translator")]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "a recurrence over 96 and 8 numbers" in told
+    assert "can be folded no: some layers keep a recurrent state" in told
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--norm", "attention"),
+        ("--nu", "2", "--norm", "sink_4", "--ridge", "0.01"),
+        ("--assignment", "r2"),
+        ("--assignment", "greedy", "--capture", "post_rope"),
+    ],
+)
+def test_fits(room: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+    assert run(fit(room, str(tmp_path / "t"), *more)) == 0
+    assert run(["verify", str(tmp_path / "t")]) == 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--native-layers", "3"),
+        ("--native-head", "4"),
+        ("--native-tail", "4"),
+        ("--kv-bits", "4", "--quantized-kv-start", "0", "--kv-group-size", "32"),
+        ("--quantize", "8"),
+        ("--quantize", "4"),
+    ],
+)
+def test_answers(room: Path, more: tuple[str, ...]) -> None:
+    assert run(generate(room, *more)) == 0
+
+
+@pytest.mark.parametrize("layers", [0, 1, 4, 5, 8])
+def test_native_layers_are_the_targets_own(room: Path, layers: int) -> None:
+    source, target = kv.load(room / "small"), kv.load(room / "large")
+    own = native(target, TOKENS[:-1], 7)
+    made = kv.hand_over(
+        source, target, TOKENS, translator=str(room / "translator"), native_layers=layers,
+        prefill_step_size=7,
+    )  # fmt: skip
+    alike = []
+    for mine, theirs in zip(made, own, strict=True):
+        both = zip(caches.held(mine).values(), caches.held(theirs).values(), strict=True)
+        ends = [(a[..., : len(TOKENS) - 1, :], b[..., : len(TOKENS) - 1, :]) for a, b in both]
+        alike.append(all(bool(mx.array_equal(a, b)) for a, b in ends))
+    assert alike == [layer < layers for layer in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("qwen3_5", {}), ("nemotron_h", {"mamba_num_heads": 8}), ("lfm2", {})]
+)
+def test_identity_is_exact_in_4_bits(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+    model = kv.load(hybrid_models.write_hybrid_model(tmp_path / "m", name, **more))
+    model = quantised(model, tmp_path / "4-bit")
+    own = native(model, TOKENS[:-1], 7)
+    made = kv.hand_over(model, model, TOKENS, translator=identity_of(model), prefill_step_size=7)
+    expected = logits(model, own, TOKENS[-1], 4)
+    assert np.array_equal(logits(model, made, TOKENS[-1], 4), expected)
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2"])
+def test_states_are_exact_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """Keys are rotated in float32 before they are rounded, as in all families."""
+    model = kv.load(hybrid_models.write_hybrid_model(tmp_path, name))
+    model.model.update(tree_map(lambda a: a.astype(mx.bfloat16), model.model.parameters()))
+    model.model.save_weights(str(tmp_path / "model.safetensors"))
+    model, tokens = kv.load(tmp_path), TOKENS[:20]
+    own = native(model, tokens[:-1], 7)
+    made = kv.hand_over(model, model, tokens, translator=identity_of(model), prefill_step_size=7)
+    for mine, theirs in zip(made, own, strict=True):
+        if caches.is_recurrent(mine):
+            held = zip(caches.held(mine).values(), caches.held(theirs).values(), strict=True)
+            assert all(a.dtype == b.dtype and bool(mx.array_equal(a, b)) for a, b in held)
+
+
+def test_a_hybrid_to_a_plain_model_through_its_attention(room: Path, tmp_path: Path) -> None:
+    assert run(fit(room, str(tmp_path / "t"), source="small", target="plain")) == 0
+    translator = kv.load_translator(tmp_path / "t")
+    source = kv.load(room / "small")
+    reads = {s for read in translator.config.assignment.keys for s in read}
+    assert reads == {i for i, g in enumerate(source.geometry.layers) if g.recurrence is None}
+    made = kv.hand_over(source, kv.load(room / "plain"), TOKENS, translator=translator)
+    assert all(cache.offset == len(TOKENS) - 1 for cache in made)
+
+
+# ---- what is refused --------------------------------------------------------------------
+
+
+def test_pairs_that_cannot_be(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = [("plain", "small", "gated_delta"), ("small", "convolutions", "short_conv")]
+    for source, target, rule in pairs:
+        told = f"the target has layers of {rule} attention, the source only of"
+        fails(fit(room, "none", source=source, target=target), told, capsys)
+    assert not (room / "none").exists()
+
+
+def test_what_a_state_cannot_do(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heal = "cannot be healed while it answers: 6 of its 8 cache layers"
+    fails(generate(room, "--heal", "interleaved"), heal, capsys)
+    draft = ("--draft-model", str(room / "small"))
+    fails(generate(room, *draft), "keeps recurrent states, from which mlx-lm cannot take", capsys)
+    fails(fit(room, "none", "--no-head-mixing"), "need one KV-head count per model", capsys)
+    assert run(fit(room, "rotated", "--capture", "post_rope")) == 0
+    capsys.readouterr()
+    budget = generate(room, "--memory-budget", translator="rotated")
+    assert run(budget) == 2
+    assert "which holds no keys for queries to meet" in capsys.readouterr().err
+
+
+def test_a_filled_cache_of_a_hybrid_is_not_read_back(room: Path) -> None:
+    source, target = kv.load(room / "small"), kv.load(room / "large")
+    cache = make_prompt_cache(source.model)
+    given = {"translator": str(room / "translator"), "prompt_cache": cache}
+    made = kv.hand_over(source, target, TOKENS, **given)  # an empty one is filled
+    assert made[3].offset == len(TOKENS) - 1 == cache[3].offset
+    with pytest.raises(UnsupportedModelError, match="what went into them is not read back"):
+        kv.hand_over(source, target, TOKENS, **given)
+    assert not trim_prompt_cache(cache, 1)  # nor can mlx-lm trim it
+
+
+# ---- work -------------------------------------------------------------------------------
+
+
+def test_operations_of_a_recurrence_are_those_of_its_formulas() -> None:
+    """Counted by hand for one token: convolution, decay, correction, outer product, reading."""
+    delta = Recurrence(key_heads=2, value_heads=4, key_dim=3, value_dim=5, kernel=4)
+    layer = LayerGeometry(0, 1, 32, 8, "gated_delta", recurrence=delta)
+    state, values = 4 * 5 * 3, 4 * 5
+    steps = [2 * 4 * 32, state, 2 * state, 2 * values, 2 * state, 2 * state]
+    assert ceilings.recurrent_flops(layer) == sum(steps)
+    mamba = Recurrence(key_heads=1, value_heads=3, key_dim=4, value_dim=2, kernel=2)
+    layer = LayerGeometry(0, 1, 14, 3, "mamba2", recurrence=mamba)
+    state, values = 3 * 2 * 4, 3 * 2
+    steps = [2 * 2 * 14, state, values, state, state, 2 * state, 2 * values]
+    assert ceilings.recurrent_flops(layer) == sum(steps)
+    short = Recurrence(key_heads=0, value_heads=1, key_dim=0, value_dim=6, kernel=3)
+    layer = LayerGeometry(0, 1, 6, 6, "short_conv", recurrence=short)
+    assert ceilings.recurrent_flops(layer) == 2 * 3 * 6 + 6 + 6
+    assert ceilings.recurrent_flops(LayerGeometry(0, 2, 4, 4)) == 0
+
+
+@pytest.mark.parametrize("name", hybrid_models.CONFIGS)
+def test_work_is_counted_for_every_family(name: str, tmp_path: Path) -> None:
+    model: LanguageModel = kv.load(hybrid_models.write_hybrid_model(tmp_path, name))
+    costs = ceilings.Costs(model)
+    layers = model.geometry.layers
+    once, twice = costs.tokens(10), costs.tokens(20)
+    linear = [g for g in layers if g.recurrence is not None]
+    per_token = sum(map(ceilings.recurrent_flops, linear))
+    assert costs._attention(linear, 10, 0).flops == 10 * per_token > 0
+    assert once.flops < twice.flops and costs.reading(10).flops < once.flops
+    assert len(costs.by_layer(10)) == len(costs.keys_by_layer(10)) == len(layers)
+    work = ceilings.translation_work(identity_of(model), model, model, 10)
+    assert work.bytes > caches.state_bytes(model) and work.flops > 10 * per_token
+
+
+def test_memory_counts_states(room: Path) -> None:
+    model = kv.load(room / "small")
+    assert memory.cache_bytes(model, 100) == 100 * 1024 + 19200
+
+
+def test_an_unlike_state_is_damage(room: Path) -> None:
+    """What is checked of every hand-over: the shapes of states, too."""
+    model = kv.load(room / "small")
+    made = kv.hand_over(model, model, TOKENS, translator=identity_of(model))
+    validation.validate_cache(made, model, len(TOKENS) - 1)
+    made[0].cache[1] = made[0].cache[1][:, :1]
+    with pytest.raises(CacheError, match="layer 0 of the cache .* its state has shape"):
+        validation.validate_cache(made, model, len(TOKENS) - 1)

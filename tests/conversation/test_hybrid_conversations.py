@@ -107,6 +107,24 @@ def test_a_branch_shares_states(model: LanguageModel) -> None:
     ask(left, "a", "is it on?")
 
 
+def test_a_snapshot_in_the_middle_of_an_answer(model: LanguageModel) -> None:
+    """As a server takes one for another client: its lines are those before the answer."""
+    talk = talk_of(model, eager=False, verbatim=True)
+    ask(talk, "a", "the use of an other")
+    answer = talk.stream_reply("a", "is it on?", max_tokens=NEW)
+    for _ in range(3):
+        next(answer)
+    assert apart(talk.lines["a"]) > 0.3  # ahead of what is booked
+    made = talk.snapshot()
+    check_caches(made.lines["a"])
+    for _ in answer:
+        pass
+    for each in (talk, made):
+        check_caches(each.lines["a"])
+    ask(made, "a", "and you")
+    ask(talk, "b", "and you")
+
+
 @pytest.mark.parametrize(("name", "steps"), [("granitemoehybrid", 1), ("delta", 2), ("lfm2", 3)])
 def test_ctrl_c_while_decoding(models: dict[str, LanguageModel], name: str, steps: int) -> None:
     """What was given out stays in the line, or nothing does; a new try begins at the header."""

@@ -444,7 +444,7 @@ def rewound(caches: Sequence[Any], length: int) -> Iterator[None]:
 def lent(caches: Sequence[Any], length: int) -> Iterator[None]:
     """Let caches end at ``length`` while the context is open, and be what they were afterwards.
 
-    What is run meanwhile is forgotten. Rings cannot be lent.
+    What is run meanwhile is forgotten. Rings and recurrent states cannot be lent.
     """
     held = []
     for cache in caches:

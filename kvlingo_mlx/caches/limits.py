@@ -7,14 +7,15 @@ from typing import Any
 
 import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
-from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from kvlingo_mlx.caches import stored_shape
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.models.language_model import LanguageModel
 
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # the values that MLX supports
-MERGED = (KVCache, RotatingKVCache)  # not their subclasses, whose entries may be more than tokens
+# Not their subclasses, whose entries may be more than tokens.
+MERGED = (KVCache, RotatingKVCache, ArraysCache)
 
 
 def check_bits(model: LanguageModel, bits: int, group_size: int) -> None:

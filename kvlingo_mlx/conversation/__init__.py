@@ -108,7 +108,8 @@ class Conversation(State):
         guard: At a switch, compare both models over so many tokens, as in :func:`generate`; 0 for
             no guard. They are the first that follow what the outgoing model holds, or the last of
             the prompt if there are fewer. The incoming model reads them itself; the outgoing one
-            runs them beside its line. Not for models with windows, nor between tokenizers.
+            runs them beside its line. Not for models with windows or states, nor between
+            tokenizers.
         on_doubt: What is done if the translation looks out of its depth: ``warn``; ``heal``, the
             model reads behind it while it answers; ``reread``, it reads before it answers.
 
@@ -116,7 +117,7 @@ class Conversation(State):
         ValueError: There are no models, or an argument is bad.
         IncompatibleTranslatorError: A translator fits no direction.
         UnsupportedModelError: A translator is given for a model that cannot take over from another
-            tokenizer; models with windows cannot.
+            tokenizer; models with windows or recurrent states cannot.
         NotEnoughMemoryError: The models that are loaded here do not fit; none was read.
 
     Any thread may use a conversation, one at a time: a second one is refused while an answer is

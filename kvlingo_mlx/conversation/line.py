@@ -103,7 +103,7 @@ class Line:
         made._caches = [caches.shared(cache) for cache in self._caches]
         made.tokens, made.spans = list(self.tokens), list(self.spans)
         made.native, made._marks, made._away = self.native.copy(), list(self._marks), self._away
-        made._settle()
+        made._settled = self._settled  # its own caches may be ahead, in the middle of an answer
         return made
 
     def copies(self) -> list[Any]:

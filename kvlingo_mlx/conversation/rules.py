@@ -110,9 +110,11 @@ class Rules:
                 "layer; leave one of them out"
             )
         for model in models.values():
-            if any(g.window is not None for g in model.geometry.layers):
+            local = [g for g in model.geometry.layers if g.reach is not None]
+            if local:
+                what = "windows" if local[0].window else "short convolutions"
                 raise ValueError(
-                    f"switching is 'naive', but {model.name} has windows: its local layers keep "
+                    f"switching is 'naive', but {model.name} has {what}: its local layers keep "
                     "too little of a translated prefix to be translated again; use alternated"
                 )
 
@@ -154,7 +156,7 @@ def check_all_can_be_guarded(models: Iterable[LanguageModel]) -> None:
     """Refuse models whose predictions a guard cannot compare in a conversation.
 
     Raises:
-        UnsupportedModelError: They have several tokenizers, or a layer keeps a window.
+        UnsupportedModelError: They have several tokenizers, or a layer keeps a window or a state.
     """
     if len(by_tokenizer(models)) > 1:
         raise UnsupportedModelError(

@@ -176,7 +176,7 @@ class State:
             name: The model; None is the one that answered last.
             answers: Whether it also reads again what it wrote itself after translated tokens. Then
                 the cache is the one that it would have if it had read everything alone. A model
-                with windows always does, and begins with its first token.
+                with windows or recurrent states always does, and begins with its first token.
             seconds: The most time to take; None is as long as it takes.
             until: Called before each chunk; healing ends where it returns True.
 

@@ -204,7 +204,8 @@ def check_models(source: LanguageModel, target: LanguageModel) -> None:
     """Refuse two models of which the second cannot read in the place of translated entries.
 
     Raises:
-        UnsupportedModelError: They have two tokenizers, or a layer of the target keeps a window.
+        UnsupportedModelError: They have two tokenizers, or a layer of the target keeps a window or
+            a state.
     """
     check_interleaving(target)
     if source.tokenizer_fingerprint != target.tokenizer_fingerprint:

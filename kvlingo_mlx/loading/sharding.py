@@ -64,7 +64,7 @@ def part_of(model: LanguageModel, whole: LanguageModel, kind: str | None) -> Lan
     Raises:
         ValueError: ``kind`` is unknown, there are no ranks, or they cannot share the model's heads
             or layers.
-        UnsupportedModelError: mlx-lm cannot shard this family in that way.
+        UnsupportedModelError: mlx-lm cannot shard this family in that way, or it is a hybrid.
     """
     ranks = group()
     if kind not in (None, *KINDS):
@@ -79,6 +79,11 @@ def part_of(model: LanguageModel, whole: LanguageModel, kind: str | None) -> Lan
         layers = range(len(model.attentions))
         heads = tuple(range(layer.kv_heads) for layer in model.geometry.layers)
         return replace(model, whole=whole, part=Part(kind, rank, size, layers, heads))
+    if whole.geometry.recurrent:
+        raise UnsupportedModelError(
+            f"{whole.name} keeps recurrent states, which ranks cannot hold together: run it on one "
+            "machine, or, if it only reads prompts, on the first rank (placement first)"
+        )
     decoder = decoder_of(model)
     ways: dict[str, Any] = {
         TENSOR: getattr(model.model, "shard", None),

@@ -94,7 +94,7 @@ class Settings:
         heal: ``idle``: while nothing is asked, models read what they hold translated, in the place
             of the translation.
         guard: At a switch, compare both models over so many tokens; 0: do not. It needs models of
-            one tokenizer without windows, and receipts that say what is usual.
+            one tokenizer without windows or states, and receipts that say what is usual.
         on_doubt: ``warn`` in the log where they are further apart than usual; or ``reread``: the
             model reads the conversation itself before it answers.
         prefill_step_size: Tokens that are read at once; answers of others go on in between.

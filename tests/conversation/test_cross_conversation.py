@@ -34,7 +34,7 @@ from kvlingo_mlx.conversation.positioned import INSIDE
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.alignment import NO_END
-from tests.support import tiny
+from tests.support import hybrid_models, tiny
 from tests.support.identity import identity_of
 from tests.support.two_tokenizers import identities, write_mistral, write_qwen, write_translator
 
@@ -621,17 +621,19 @@ def test_refusals(root: Path, opened: Callable[[str], LanguageModel]) -> None:
         Conversation(dict.fromkeys("ab", models["qwen"]), [across])
     tiny.write_tiny_model(root / "gemma", "gemma3_text", seed=1, layers=3, kv_heads=1, head_dim=32)
     models["gemma"] = kv.load(root / "gemma")
-    talk = Conversation({name: models[name] for name in ("mistral", "gemma")})
-    reader = Conversation(
-        {name: models[name] for name in ("mistral", "gemma")}, on_missing="reprefill"
-    )
+    models["lfm2"] = kv.load(hybrid_models.write_hybrid_model(root / "lfm2", "lfm2"))
+    three = {name: models[name] for name in ("mistral", "gemma", "lfm2")}
+    talk = Conversation(three)
+    reader = Conversation(three, on_missing="reprefill")
     for each in (talk, reader):
         mine = script(models["mistral"], SAID[0])
         ids = iter(mine.ids + mine.ids[-1:] * 9)
         each.reply("mistral", ASKED[0], sampler=lambda _: mx.array([next(ids)]), max_tokens=99)  # noqa: B023
-    with pytest.raises(kv.UnsupportedModelError, match="gemma cannot take over from a model of an"):
-        talk.reply("gemma", ASKED[1], max_tokens=3)
-    reader.reply("gemma", ASKED[1], max_tokens=3)
+    for name in ("gemma", "lfm2"):
+        message = f"{name} cannot take over from a model of an"
+        with pytest.raises(kv.UnsupportedModelError, match=message):
+            talk.reply(name, ASKED[1], max_tokens=3)
+        reader.reply(name, ASKED[1], max_tokens=3)
     reader.reply("mistral", ASKED[1], max_tokens=3)
 
 

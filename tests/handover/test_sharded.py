@@ -21,7 +21,7 @@ from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.parts import Part
-from tests.support import TESTS, tiny
+from tests.support import TESTS, hybrid_models, tiny
 from tests.support.ranks import DRAWN, SIDES, TOKENS, answer, held, launched
 
 SOURCE = ("qwen3", dict(seed=21, layers=4, kv_heads=4, head_dim=16))
@@ -246,6 +246,16 @@ def test_what_cannot_be_shared_is_refused(
     monkeypatch.setattr(sharding, "group", lambda: Ranks(0, count))
     with pytest.raises((ValueError, kv.UnsupportedModelError), match=message):
         kv.load(zoo(ENDS[1]), shard=shard)
+
+
+def test_a_hybrid_is_not_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """mlx-lm could share this one, but its states have no heads that a translator knows."""
+    folder = hybrid_models.write_hybrid_model(tmp_path / "hybrid", "qwen3_5")
+    monkeypatch.setattr(sharding, "group", lambda: Ranks(0, 2))
+    for shard in ("tensor", "pipeline", "auto"):
+        with pytest.raises(kv.UnsupportedModelError, match="hybrid keeps recurrent states, which"):
+            kv.load(folder, shard=shard)
+    assert kv.load(folder, shard="first").part is not None
 
 
 def test_what_a_part_cannot_do_is_refused() -> None:

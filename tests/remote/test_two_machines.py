@@ -16,11 +16,13 @@ from mlx_lm.models.cache import make_prompt_cache
 pytest.importorskip("starlette")
 
 import kvlingo_mlx as kv
+from kvlingo_mlx import caches
 from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.handover.responses import summary
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
-from tests.support import tiny
+from tests.support import hybrid_models, tiny
+from tests.support.identity import identity_of
 from tests.support.network import Offered, offered
 from tests.support.opened import quantised
 
@@ -112,6 +114,29 @@ def test_the_caches_are_those_of_one_machine(pairs: Any, name: str, sent: str) -
     other = pair.caches(pair.source, native_layers=0, prefill_step_size=61)
     shuffled = [np.roll(a, 1, axis=2) for a in other]  # negative control
     assert not all(map(np.array_equal, shuffled, theirs))
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "lfm2"])
+def test_a_hybrid_reads_elsewhere(family: str, tmp_path: Path) -> None:
+    """What its recurrences are given is sent, and not what they make of it."""
+    model = kv.load(hybrid_models.write_hybrid_model(tmp_path / family, family))
+    same = identity_of(model)
+    one = Offered(model, [same])
+    try:
+        for sent, way in itertools.product(SENT, (WAYS[1], WAYS[2], WAYS[3])):
+            both = [
+                kv.hand_over(source, model, PROMPT, translator=same, **way)
+                for source in (model, kv.connect(one.address, sent=sent))
+            ]
+            for mine, theirs in zip(*(map(caches.held, each) for each in both), strict=True):
+                assert mine.keys() == theirs.keys() and len(mine) > 0
+                for name, array in mine.items():
+                    end = None if name in caches.PARTS else len(PROMPT) - 1
+                    left, right = (a if end is None else a[..., :end, :]
+                                   for a in (array, theirs[name]))  # fmt: skip
+                    assert mx.array_equal(left, right).item(), (sent, way, name)
+    finally:
+        one.stop()
 
 
 def answered(source: Any, target: LanguageModel, translator: Translator, **options: Any) -> Any:

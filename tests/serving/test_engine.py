@@ -26,6 +26,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.engine import Engine
 from kvlingo_mlx.serving.messages import Ask, Piece, Sampling
 from kvlingo_mlx.serving.settings import PairRule, Settings
+from tests.support import hybrid_models
 from tests.support.engines import Clients, Told, asked
 from tests.support.identity import identity_of
 
@@ -190,6 +191,34 @@ def test_identity_translators_change_nothing(tmp_path: Path) -> None:
         told = clients.one("ab"[turn % 2], history)
         assert told.text.strip() == alone.reply("a", text, max_tokens=12).strip()
         history.append(said(told.text))
+
+
+def test_hybrids_answer_together_and_in_turns(tmp_path: Path) -> None:
+    """Three clients at once, by two models of one weight, put away in between."""
+    folder = hybrid_models.write_hybrid_model(tmp_path / "hybrid", "granitemoehybrid")
+    (tmp_path / "copy").symlink_to(folder)
+    model = kv.load(folder)
+    identity_of(model).save(tmp_path / "same")
+    facts = {
+        "models": {"a": str(folder), "b": str(tmp_path / "copy")},
+        "translators": (str(tmp_path / "same"),),
+    }
+    clients = Clients(Engine(settings(tmp_path, **facts)))
+    alone = [kv.Conversation({"a": model}, enable_thinking=False) for _ in range(3)]
+    logged: list[list[dict[str, Any]]] = [[] for _ in alone]
+    keeper = clients.engine.keeper
+    for turn, names in enumerate(("aaa", "abb", "baa", "aab")):
+        for client, history in enumerate(logged):
+            history.append(user(f"{WORDS[client]} lives in {WORDS[turn]}. " * (client + 1)))
+        asks = [asked(name, history) for name, history in zip(names, logged, strict=True)]
+        for talk, history, told in zip(alone, logged, clients.together(asks), strict=True):
+            expected = talk.reply("a", history[-1]["content"], max_tokens=12)
+            assert told.text.strip() == expected.strip()
+            assert told.usage.cached_tokens + told.usage.translated_tokens > 0 or not turn
+            history.append(said(told.text))
+        keeper.budget = keeper.used - 1 if turn == 1 else 1
+        keeper.make_room()  # to 8 bits, to disk
+        keeper.budget = 10**12
 
 
 def test_a_batch_is_the_single_answer_within_rounding(clients: Clients) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from kvlingo_mlx.backend import nn
+from kvlingo_mlx.backend import mx, nn
 
 from mlx_lm.utils import save_config
 
@@ -26,4 +26,16 @@ def quantised(model: LanguageModel, folder: Path, bits: int = 4) -> LanguageMode
     copy.model.save_weights(str(folder / "model.safetensors"))
     config = {**copy.config, "quantization": {"group_size": 32, "bits": bits}}
     save_config(config, folder / "config.json")
+    return kv.load(folder)
+
+
+def cast(model: LanguageModel, folder: Path, dtype: mx.Dtype) -> LanguageModel:
+    """A copy of a model whose weights are of another dtype, through a folder."""
+    copy = kv.load(model.path)
+    copy.model.set_dtype(dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in model.path.iterdir():
+        if file.suffix == ".json":
+            (folder / file.name).write_bytes(file.read_bytes())
+    copy.model.save_weights(str(folder / "model.safetensors"))
     return kv.load(folder)

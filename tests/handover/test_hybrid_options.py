@@ -1,0 +1,123 @@
+"""What goes back over a cache, or looks into one: with hybrids it works, or is refused at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import caches
+from kvlingo_mlx.evaluation.conditions import Reuse
+from kvlingo_mlx.folding import check_foldable
+from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support import hybrid_models
+from tests.support.guards import with_receipt
+from tests.support.identity import TOKENS, identity_of
+from tests.support.native_caches import native
+
+refused = kv.UnsupportedModelError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    folder = tmp_path_factory.mktemp("m") / "delta"
+    return kv.load(hybrid_models.write_hybrid_model(folder, "qwen3_5", num_hidden_layers=4))
+
+
+@pytest.fixture
+def reads(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens the model is given at each call from now on."""
+    model.cache_dtype  # noqa: B018  (found by a call, once)
+    found: list[int] = []
+    cls = type(model.model)
+    call = cls.__call__
+
+    def noted(self: Any, inputs: mx.array, *args: Any, **options: Any) -> Any:
+        found.append(inputs.shape[1])
+        return call(self, inputs, *args, **options)
+
+    monkeypatch.setattr(cls, "__call__", noted)
+    return found
+
+
+def test_what_would_go_back_is_refused_before_anything_is_read(
+    model: LanguageModel, reads: list[int]
+) -> None:
+    same = identity_of(model)
+    given: dict[str, Any] = {"translator": same, "max_tokens": 4}
+    for options, message in (
+        ({"heal": "interleaved"}, "cannot be healed while it answers: 3 of its 4 .*recurrent"),
+        ({"heal": "layers"}, "cannot be healed while it answers"),
+        ({"draft_model": model}, "draft_model cannot be used: .*keeps recurrent states"),
+    ):
+        with pytest.raises(refused, match=message):
+            kv.generate(model, model, TOKENS, **given, **options)
+    own = native(model, TOKENS[:9], 9)
+    reads.clear()
+    for options, message in (
+        ({"heal": "idle"}, "cannot be healed while it answers"),
+        ({"prompt_cache": own}, "prompt_cache cannot be used with .*do not tell what they have"),
+    ):
+        with pytest.raises(refused, match=message):
+            kv.hand_over(model, model, TOKENS, translator=same, **options)
+    with pytest.raises(refused, match="recurrent states, which folded decoding does not know"):
+        check_foldable(model, model, identity_of(model, capture="post_rope"))
+    with pytest.raises(refused, match="what went into them is not read back"):
+        caches.read(own, model)
+    assert not reads
+    kv.generate(model, model, TOKENS, **given)
+    assert reads  # the control
+
+
+def test_a_guard_looks_on(model: LanguageModel) -> None:
+    """The last tokens are read once, after the translation, so nothing has to go back."""
+    same = with_receipt(identity_of(model))
+    *_, last = kv.stream_generate(model, model, TOKENS, translator=same, guard=8, max_tokens=4)
+    assert last.guarded is not None and last.guarded.divergence == pytest.approx(0, abs=1e-5)
+    plain = kv.generate(model, model, TOKENS, translator=same, max_tokens=4)
+    guarded = kv.generate(model, model, TOKENS, translator=same, guard=8, max_tokens=4)
+    assert guarded == plain
+
+
+def test_bits_are_those_of_keys_and_values(model: LanguageModel) -> None:
+    same = identity_of(model)
+    cache = kv.hand_over(model, model, TOKENS, translator=same)
+    before = [dict(caches.held(each)) for each in cache]
+    caches.quantise(cache, 8, 32)
+    kinds = [type(each).__name__ for each in cache]
+    assert kinds == [*["ArraysCache"] * 3, "QuantizedKVCache"]
+    for index in range(3):
+        for name, array in caches.held(cache[index]).items():
+            assert mx.array_equal(array, before[index][name]).item()
+    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "max_tokens": 6}
+    found = kv.generate(model, model, TOKENS, translator=same, **options)
+    talk = kv.Conversation(dict.fromkeys("ab", model), [same])
+    talk.reply("a", "hi there", **options)
+    assert found and talk.reply("b", "is it on?", **options)
+    for line in talk.lines.values():
+        own = native(model, line.tokens, 7)
+        for mine, theirs in zip(line.cache, own, strict=True):
+            if caches.is_recurrent(mine):  # the line read the answer itself, with no bits
+                for one, other in zip(mine.cache, theirs.cache, strict=True):
+                    assert mx.allclose(one, other, atol=1e-4).item()
+
+
+@pytest.mark.parametrize("recomputed", [0, 2, 4])
+def test_layers_of_one_model_are_those_of_its_copy(model: LanguageModel, recomputed: int) -> None:
+    """DroidSpeak's reuse; several makers share what was read, which no answer may change."""
+    reuse = Reuse(model, model)
+    make = reuse.maker(recomputed)
+    reuse.maker(1)  # so that it keeps what it read
+    expected = native(model, TOKENS[:-1], 2048)
+    for _ in range(2):
+        cache = make(TOKENS)
+        for mine, theirs in zip(cache, expected, strict=True):
+            for one, other in zip(*(caches.held(c).values() for c in (mine, theirs)), strict=True):
+                end = None if caches.is_recurrent(mine) else len(TOKENS) - 1
+                assert mx.array_equal(one[..., :end, :], other[..., :end, :]).item()
+        model.model(mx.array([TOKENS[:5]]), cache=cache)
+    assert len(make_prompt_cache(model.model)) == len(cache)

@@ -23,6 +23,7 @@ from kvlingo_mlx.analysis.corpus import Corpus
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.models.capture import move, prefill
+from kvlingo_mlx.models.delta_rule import stepping_in_chunks
 from kvlingo_mlx.models.language_model import LanguageModel
 
 
@@ -53,8 +54,11 @@ class States:
 
 def check_memory(models: Sequence[LanguageModel], num_tokens: int) -> None:
     """Refuse (ValueError) states that would fill more than half of this machine's memory."""
-    per_token = [model.geometry.bytes_per_token(model.cache_dtype.size) for model in models]
-    needed = sum(per_token) * num_tokens
+    needed = num_tokens * sum(
+        model.cache_dtype.size * (layer.key_width + layer.value_width)
+        for model in models
+        for layer in model.geometry.layers
+    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory / 2:
         raise ValueError(
@@ -80,7 +84,7 @@ def collect(
     for document in corpus.documents:
         model.check_tokens(document)
         with contextlib.closing(prefill(model, document)) as spans:
-            for span in spans:
+            for span in stepping_in_chunks(spans):
                 arrays = [array[0] for array in move(span, model, capture).arrays]
                 mx.eval(arrays)
                 for part, array in zip(parts, arrays, strict=True):

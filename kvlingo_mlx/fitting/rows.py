@@ -13,6 +13,7 @@ import numpy as np
 from kvlingo_mlx.fitting.aligned import aligned_states
 from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.models.capture import move, prefill
+from kvlingo_mlx.models.delta_rule import in_chunks, stepping_in_chunks
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.tokenization.samples import Sample
@@ -28,6 +29,9 @@ class Rows:
     def spans(self, sample: Sample, capture: str) -> Iterator[tuple[KVStates, KVStates]]:
         """Both models' states, chunk by chunk; a model fitted to itself is run only once."""
         self._check(sample)
+        yield from stepping_in_chunks(self._spans(sample, capture))
+
+    def _spans(self, sample: Sample, capture: str) -> Iterator[tuple[KVStates, KVStates]]:
         if sample.aligned is not None:
             yield aligned_states(self.source, self.target, sample.aligned, capture)
             return
@@ -60,5 +64,6 @@ class Rows:
     def array(self, array: np.ndarray) -> np.ndarray:
         return array
 
+    @in_chunks(gradient=False)
     def attention_mass(self, sample: Sample) -> np.ndarray:
         return attention_mass(self.target, sample)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, TypeVar
 
 from kvlingo_mlx.backend import mx, on_gpu
 
@@ -24,6 +24,7 @@ from mlx_lm.models import gated_delta, ssm
 CHUNK = 64  # tokens
 LEAST = 1e-37  # a smaller gate has no logarithm in float32, and leaves nothing either
 Rule = Callable[..., tuple[mx.array, mx.array]]
+Step = TypeVar("Step")
 
 
 def gated_delta_rule(
@@ -178,6 +179,20 @@ def in_chunks(gradient: bool = True) -> Iterator[None]:
                 del _asked[own]
             while _replaced and not _asked:
                 setattr(*_replaced.pop())
+
+
+def stepping_in_chunks(read: Iterator[Step]) -> Iterator[Step]:
+    """The same steps, each of them :func:`in_chunks` without gradient; what is between is not."""
+    try:
+        while True:
+            with in_chunks(gradient=False):
+                found = next(read, None)
+            if found is None:
+                return
+            yield found
+    finally:
+        if isinstance(read, Generator):
+            read.close()
 
 
 def _replace(module: Any, name: str, rule: Rule) -> None:

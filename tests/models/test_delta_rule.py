@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvlingo_mlx.backend import mx
@@ -14,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.models import delta_rule
-from kvlingo_mlx.models.delta_rule import gated_delta_rule, in_chunks
+from kvlingo_mlx.models.delta_rule import gated_delta_rule, in_chunks, stepping_in_chunks
 from tests.support import hybrid_models
 
 Arrays = list[np.ndarray]
@@ -191,6 +192,28 @@ def test_mamba_decodes_without_a_kernel() -> None:
     for ours, theirs in zip(found, ssm.ssm_attn(*given), strict=True):
         assert mx.array_equal(ours, theirs)
     assert ssm.ssm_update_kernel is stock
+
+
+def test_steps_run_in_chunks_and_nothing_between_them(counted: list[int]) -> None:
+    given = list(map(mx.array, inputs(3, "usual")))
+    closed: list[bool] = []
+
+    def read() -> Iterator[int]:
+        try:
+            for n in range(3):
+                gated_delta.gated_delta_ops(*given)
+                yield n
+        finally:
+            closed.append(True)
+
+    steps = stepping_in_chunks(read())
+    for n in range(2):
+        assert next(steps) == n and len(counted) == n + 1
+        gated_delta.gated_delta_ops(*given)
+        assert len(counted) == n + 1
+    steps.close()  # type: ignore[attr-defined]
+    assert closed == [True]
+    assert list(stepping_in_chunks(read())) == [0, 1, 2]
 
 
 def test_an_error_ends_it() -> None:

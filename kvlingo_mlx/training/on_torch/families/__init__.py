@@ -26,13 +26,25 @@ FAMILIES = {
     "glm4_moe_lite": Latent("glm4_moe_lite", base=1e6),
 }
 
+# They keep recurrent states: a cache that PyTorch's path here cannot make.
+HYBRIDS = (
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    *("granitemoehybrid", "nemotron_h", "lfm2", "lfm2_moe"),
+)
+
 
 def family_of(model_type: str) -> TorchFamily:
     """The adapter of a model type.
 
     Raises:
-        UnsupportedModelError: There is no adapter; the message lists the supported families.
+        UnsupportedModelError: There is no adapter; the message lists the supported families, or
+            names the runtime that has one.
     """
+    if model_type.removesuffix("_text") in HYBRIDS:
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} keeps recurrent states, through which only MLX trains "
+            "here: --device mlx"
+        )
     if model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"model_type {model_type!r} cannot be trained; "

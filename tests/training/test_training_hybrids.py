@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("torch")
 
 import kvlingo_mlx as kv
+from kvlingo_mlx import families
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded.first_chats import first_chats
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx import families
 from kvlingo_mlx.families.recurrent import Recurrent
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.models.language_model import LanguageModel

@@ -89,8 +89,23 @@ def test_hybrids(
     pair, sample = pair_of(hybrids[name], hybrids[name]), Random(READ + 1, 15).sample(1)
     with in_chunks():
         check(pair, sample)
-    monkeypatch.setattr(gradients, "SEGMENT", 16)
+    config = make_config(pair.source, pair.target, TrainingPlan())
+    reading, found = pair.read(sample, config), list[dict[str, np.ndarray]]()
+    for segment in (512, 16):
+        monkeypatch.setattr(gradients, "SEGMENT", segment)
+        made = pair.trainable(config, random_arrays(config, 3))
+        pair.loss(made, reading, KL, 1.0)
+        found.append({name: np.array(each) for name, each in made.gradients.items()})
+    assert distance(*found) < 1e-4
     check(pair, sample, 1e-4)
+    # And the loss moves along the gradient as that says, by the loss alone.
+    size = np.sqrt(sum(float(np.square(each).sum()) for each in found[1].values()))
+    step, losses = 1e-4 / size, []
+    for sign in (1, -1):
+        arrays = random_arrays(config, 3)
+        moved = {name: a + sign * step * found[1][name] for name, a in arrays.items()}
+        losses.append(pair.loss(pair.trainable(config, moved), reading, KL).kl)
+    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(size**2, rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "lfm2"])

@@ -15,6 +15,7 @@ from kvlingo_mlx.caches import memory
 from kvlingo_mlx.caches.memory import cache_bytes, weights_bytes
 from kvlingo_mlx.format.maps import maps_of, shapes_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.models.delta_rule import CHUNK
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.training.on_mlx import gradients
 from kvlingo_mlx.training.on_mlx.losses import LOGITS
@@ -25,6 +26,11 @@ MLP = 6  # arrays as wide as the MLP that a pass without gradient has at once
 BACKWARD = 2.15  # as many of these has a layer's backward pass
 SCORES = 4.5  # arrays of attention scores that a layer's backward pass has at once
 HEAD = 9.9  # arrays of a block's logits that the loss has at once
+# Arrays of a recurrence's rows, keys and values (``_steps``) that are there at once.
+RUN = {"gated_delta": 9.5, "mamba2": 3.4}  # in a pass without gradient
+RUN_BACK = 12.0  # in a layer's backward pass, beside what else it has
+RUN_MAPS = {"gated_delta": 10.5, "mamba2": 5.0}  # where maps learn from a segment
+MAMBA = 256  # tokens of a chunk in mlx-lm's Mamba-2
 MAPS = 4  # arrays of a layer's keys and values that the gradients of its maps take
 
 
@@ -101,24 +107,65 @@ def _reading(
     """The bytes beside weights while each model reads a conversation without gradient."""
     for model, kept in (
         (target, cache_bytes(target, prefix + answer)),
-        (source, 2 * cache_bytes(source, prefix)),
+        (source, 2 * cache_bytes(source, prefix) + _inputs_bytes(source, prefix)),
     ):
         chunk = min(prefix, gradients.STEP)
         # A GPU's attention writes no scores; a CPU writes those of a chunk and all before it.
         scores = 0 if on_gpu() else _heads(model) * chunk * prefix
-        yield kept + model.cache_dtype.size * (chunk * _wide(model) + scores)
+        rule, steps = _steps(model)
+        run = FLOAT * chunk * RUN.get(rule, 0.0) * steps
+        parts = model.cache_dtype.size * chunk * _wide(model), model.cache_dtype.size * scores
+        if rule == "gated_delta":
+            yield kept + max(*parts, run)
+        elif rule:  # mlx-lm's Mamba-2 reads as one graph, of which MLX works ahead
+            yield kept + max(parts) + run
+        else:
+            yield kept + sum(parts)
 
 
 def _learning(source: LanguageModel, target: LanguageModel, prefix: int, answer: int) -> float:
     """The bytes beside weights and translators while the target learns from a conversation."""
     size, width = target.cache_dtype.size, _fact(target, "hidden_size")
     states = cache_bytes(source, prefix) + cache_bytes(target, prefix)
+    states += _inputs_bytes(source, prefix)
     between = (len(target.geometry.layers) + 4) * answer * width * size
     logits = HEAD * FLOAT * min(LOGITS, answer * target.geometry.embedding_rows)
     scores = SCORES * _heads(target) * answer * (prefix + answer)
     layer = size * (BACKWARD * answer * _wide(target) + scores)
     widest = max(each.key_width + each.value_width for each in target.geometry.layers)
-    return states + between + max(logits, layer, MAPS * FLOAT * prefix * widest)
+    maps: float = MAPS * FLOAT * prefix * widest
+    rule, steps = _steps(target)
+    if rule:
+        # Maps learn from a segment of the prefix at a time.
+        segment = min(prefix, gradients.SEGMENT)
+        maps = FLOAT * segment * (MAPS * widest + RUN_MAPS[rule] * steps)
+        recurrent = size * BACKWARD * answer * _wide(target) + FLOAT * answer * RUN_BACK * steps
+        layer = max(layer, recurrent)
+    return states + between + max(logits, layer, maps)
+
+
+def _inputs_bytes(model: LanguageModel, tokens: int) -> int:
+    """The bytes of the inputs of a model's recurrences, which its cache does not keep."""
+    if model.address is not None:
+        return 0
+    recurrent = (each for each in model.geometry.layers if each.recurrence is not None)
+    widths = (each.key_width + each.value_width for each in recurrent)
+    return model.cache_dtype.size * tokens * sum(widths)
+
+
+def _steps(model: LanguageModel) -> tuple[str, int]:
+    """A model's recurrence with a state, and the numbers a token that it has several times.
+
+    In chunks each head has a row as long as a chunk, beside its key and its value. The rule is
+    empty and the number 0 where there is no such layer.
+    """
+    found = ("", 0)
+    for layer in model.geometry.layers:
+        if (each := layer.recurrence) is not None and each.key_dim:
+            row = CHUNK if layer.attention == "gated_delta" else MAMBA
+            numbers = each.value_heads * (row + each.key_dim + each.value_dim)
+            found = max(found, (layer.attention, numbers), key=lambda pair: pair[1])
+    return found
 
 
 def _wide(model: LanguageModel) -> int:

@@ -75,7 +75,7 @@ class Quantised(Storage):
     The codes are symmetric about zero, unlike MLX's own. The largest number of a group comes back
     unchanged, so a line that is put away again and again is rounded only once. What recurrent
     layers keep is not rounded: in tiny hybrids that moved the next tokens 15 to 900 times as far as
-    rounding all keys and values did (KL 2e-5 to 5e-4 over 40 tokens), and it does not grow with a
+    rounding all keys and values did (KL 1e-5 to 5e-4 over 40 tokens), and it does not grow with a
     text.
     """
 

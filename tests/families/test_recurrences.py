@@ -7,6 +7,7 @@ of the package or of mlx-lm but the weights, and the inputs that its projections
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.support import hybrid_models
 
 TOKENS = [(11 * i * i + 5 * i + 3) % 280 for i in range(70)]
 SPAN = len(TOKENS) - 1
+SIDES = ("keys", "values")
 Array = np.ndarray
 # Pairs of unlike widths, and one of two families.
 WIDER = {"hidden_size": 96, "num_key_value_heads": 1}
@@ -130,13 +132,67 @@ def random_translator(source: LanguageModel, target: LanguageModel, seed: int = 
     config = TranslatorConfig(source.spec(), target.spec(), assignment, provenance=exact_receipt)
     rng = np.random.default_rng(seed)
     arrays = {}
-    for side in ("keys", "values"):
+    for side in SIDES:
         for t, reads in enumerate(assignment.side(side)):
             inputs = sum(source.geometry.layers[s].width(side) for s in reads)
             shape = target.geometry.layers[t].width(side), inputs
             array = rng.standard_normal(shape) / np.sqrt(inputs)
             arrays[f"{side}.{t}.weight"] = array.astype(np.float32)
     return build(config, Weights("float32", arrays))
+
+
+def gelu(x: Array) -> Array:
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+def random_form(
+    source: LanguageModel, target: LanguageModel, form: str
+) -> tuple[Any, Callable[[int, list[tuple[Array, Array]]], list[Array]]]:
+    """A random translator of a form, and what it makes of the source's inputs for a layer."""
+    assignment = by_depth(source.geometry.layers, target.geometry.layers, 2)
+    kind, joint = ("linear", True) if form == "joint" else (form, False)
+    config = TranslatorConfig(
+        source.spec(), target.spec(), assignment, kind=kind, joint=joint,
+        provenance={"receipt": Receipt(0.0, 1.0, 0, 1.0).to_json()},
+    )  # fmt: skip
+    rng, arrays, hidden = np.random.default_rng(5), dict[str, Array](), 7
+
+    def put(name: str, *shape: int) -> None:
+        arrays[name] = (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+
+    for t, layer in enumerate(target.geometry.layers):
+        outputs = [layer.width(side) for side in SIDES]
+        inputs = [
+            sum(source.geometry.layers[s].width(side) for s in assignment.side(side)[t])
+            for side in SIDES
+        ]
+        if joint:
+            put(f"joint.{t}.weight", sum(outputs), sum(inputs))
+            continue
+        for side, ours, theirs in zip(SIDES, outputs, inputs, strict=True):
+            if kind == "linear_mlp":
+                put(f"{side}.{t}.weight", ours, theirs)
+            put(f"{side}.{t}.w1", hidden, theirs)
+            put(f"{side}.{t}.b1", hidden)
+            put(f"{side}.{t}.w2", ours, hidden)
+            put(f"{side}.{t}.b2", ours)
+
+    def made(t: int, states: list[tuple[Array, Array]]) -> list[Array]:
+        read = [
+            np.concatenate([states[s][i] for s in assignment.side(side)[t]], axis=-1)
+            for i, side in enumerate(SIDES)
+        ]
+        if joint:
+            both = np.concatenate(read, axis=-1) @ arrays[f"joint.{t}.weight"].T
+            return np.split(both, [target.geometry.layers[t].key_width], axis=-1)
+        found = []
+        for side, x in zip(SIDES, read, strict=True):
+            at = {n: arrays[f"{side}.{t}.{n}"] for n in ("w1", "b1", "w2", "b2")}
+            y = gelu(x @ at["w1"].T + at["b1"]) @ at["w2"].T + at["b2"]
+            found.append(y + x @ arrays[f"{side}.{t}.weight"].T if kind == "linear_mlp" else y)
+        return found
+
+    return build(config, Weights("float32", arrays)), made
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +240,24 @@ def test_states_are_those_of_the_formulas(
         other = RULES[rule](target.attentions[t], layer.recurrence, keys[::-1], values[::-1])
         assert np.abs(found[-1] - other[-1]).max() > 1e-2 * np.abs(other[-1]).max()
     assert layers >= 3
+
+
+@pytest.mark.parametrize("form", ["joint", "mlp", "linear_mlp"])
+@pytest.mark.parametrize("rule", RULES)
+def test_other_kinds_of_maps(
+    rule: str, form: str, pairs: dict[str, tuple[LanguageModel, ...]]
+) -> None:
+    source, target = pairs[rule]
+    translator, made = random_form(source, target, form)
+    cache = kv.hand_over(source, target, TOKENS, translator=translator, prefill_step_size=64)
+    inputs = inputs_of(source)
+    for t, layer in enumerate(target.geometry.layers):
+        if layer.recurrence is None:
+            continue
+        expected = RULES[rule](target.attentions[t], layer.recurrence, *made(t, inputs))
+        for mine, theirs in zip(caches.held(cache[t]).values(), expected, strict=True):
+            bound = 1e-5 * np.abs(theirs).max()
+            np.testing.assert_allclose(exact(mine)[0], theirs, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,7 @@ class Verbs(TyperGroup):
         return super().get_command(ctx, OLD_VERBS.get(cmd_name, cmd_name))
 
 
+FIRST_S = 3.0  # in which the first rank tells an error that all have, and the launcher ends them
 # Verbs that several ranks of mlx.launch can run together.
 ON_RANKS = ("generate", "chat", "serve", "fit", "train", "verify", "eval", "tune")
 app = typer.Typer(
@@ -114,8 +116,7 @@ def run(arguments: list[str]) -> int:
     debug = "--debug" in arguments  # at any place
     verb = next((word for word in arguments if not word.startswith("-")), None)
     if launched() and verb in VERBS and verb not in ON_RANKS:
-        complain(ValueError(f"{verb} runs in one process; start it without mlx.launch"))
-        return 2
+        return _failed(ValueError(f"{verb} runs in one process; start it without mlx.launch"))
     arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
     try:
         with warnings.catch_warnings():
@@ -127,10 +128,19 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except Exception as error:
-        if debug or not _is_users(error):
+        sharding = sys.modules.get("kvlingo_mlx.loading.sharding")
+        lost = sharding.lost(error) if sharding and launched() and not debug else None
+        if debug or not (lost or _is_users(error)):
             raise
-        complain(error)
-        return 2
+        return _failed(lost or error)
+
+
+def _failed(error: Exception) -> int:
+    """Tell a user's error; returns the exit status."""
+    if rank():
+        time.sleep(FIRST_S)
+    complain(error)
+    return 2
 
 
 def _in_a_line(others: Callable[..., None]) -> Callable[..., None]:

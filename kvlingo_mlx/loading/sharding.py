@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -34,6 +35,10 @@ from kvlingo_mlx.version import __version__
 
 KINDS = (TENSOR, PIPELINE, FIRST)
 MARK = 0x6B76_6C67  # what each rank says before its message, so that one that has ended is noticed
+SHOWN = 60  # characters of a fact in which ranks differ
+ENDED = "another rank has ended; what it printed says why"
+LOST = "[ring] connection to a peer was lost"  # what MLX says of it, if it does
+ENDS_S = 10.0  # in which the launcher ends a rank after another one has ended
 Sampler = Callable[[mx.array], mx.array]
 
 
@@ -172,16 +177,15 @@ def agree(told: Mapping[str, str]) -> None:
     Raises:
         KVLingoError: Something differs, and every rank raises it; or another rank has ended.
     """
-    every = gathered({name: digest_of(fact) for name, fact in told.items()})
+    every = gathered({name: [digest_of(fact), fact[:SHOWN]] for name, fact in told.items()})
     for name in dict.fromkeys(name for each in every for name in each):
-        others = [r for r, each in enumerate(every) if each.get(name) != every[0].get(name)]
-        if others:
-            ranks = group()
-            assert ranks is not None
-            raise KVLingoError(
-                f"rank {others[0]} has another {name} than rank 0 (here, on rank {ranks.rank()}: "
-                f"{told.get(name, 'none'):.40}); give all machines the same, and start again"
-            )
+        facts = [each.get(name, ["", "none"]) for each in every]
+        for rank, (digest, fact) in enumerate(facts):
+            if digest != facts[0][0]:
+                raise KVLingoError(
+                    f"rank {rank} has another {name} than rank 0 ({fact}, and not {facts[0][1]}); "
+                    "give all machines the same, and start again"
+                )
 
 
 def facts_of(models: Mapping[str, LanguageModel]) -> dict[str, str]:
@@ -260,13 +264,29 @@ def gathered_bytes(own: bytes) -> list[bytes]:
     if ranks is None:
         return [own]
     told = mx.array([[MARK, len(own)]], mx.int32)
-    marks, sizes = np.array(mx.distributed.all_gather(told)).T.tolist()
-    if set(marks) != {MARK}:  # MLX gives what happens to be there
-        raise KVLingoError("another rank has ended; what it printed says why")
-    padded = np.zeros((1, max(1, *sizes)), np.uint8)
-    padded[0, : len(own)] = np.frombuffer(own, np.uint8)
-    every = np.array(mx.distributed.all_gather(mx.array(padded)))
+    try:
+        marks, sizes = np.array(mx.distributed.all_gather(told)).T.tolist()
+        if set(marks) != {MARK}:  # MLX gives what happens to be there
+            raise RuntimeError(LOST)
+        padded = np.zeros((1, max(1, *sizes)), np.uint8)
+        padded[0, : len(own)] = np.frombuffer(own, np.uint8)
+        every = np.array(mx.distributed.all_gather(mx.array(padded)))
+    except RuntimeError as error:
+        if str(error) != LOST:
+            raise
+        raise KVLingoError(ENDED) from None
     return [row[:size].tobytes() for row, size in zip(every, sizes, strict=True)]
+
+
+def lost(error: Exception) -> KVLingoError | None:
+    """What is to be said of an error where it shows that another rank has ended; else None.
+
+    This waits for the launcher to end this rank: else it would stand beside the line that says why.
+    """
+    if str(error) not in (ENDED, LOST):
+        return None
+    time.sleep(ENDS_S)
+    return KVLingoError(ENDED)
 
 
 @contextlib.contextmanager

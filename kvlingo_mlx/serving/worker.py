@@ -37,12 +37,18 @@ def main(connection: Connection, settings: Settings) -> None:
     try:
         engine = Engine(settings)
     except (KVLingoError, ValueError, OSError) as error:
-        connection.send(("fatal", str(error)))
+        connection.send(("fatal", str(sharding.lost(error) or error)))
         return
     for (source, target), way in engine.policy.ways.items():
         log.info("%s to %s: %s (%s)", source, target, way.strategy, way.why)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        _Worker(connection, engine).run()
+        try:
+            _Worker(connection, engine).run()
+        except (KVLingoError, RuntimeError) as error:
+            if not engine.together or (lost := sharding.lost(error)) is None:
+                raise
+            connection.send(("fatal", str(lost)))
+            return
     engine.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import zoo
-from tests.support.ranks import QUESTIONS, launched, talks
+from tests.support.ranks import QUESTIONS, shared, talks
 
 SMALL, LARGE, MOE = (str(zoo(f"tiny-qwen3-{name}")) for name in ("s", "l", "moe"))
 HEALED = {"heal": "interleaved", "guard": 16, "on_doubt": "heal"}
@@ -30,8 +29,8 @@ def test_ranks_talk_as_one_process_does(tmp_path: Path) -> None:
     cases = [{**case, "source": SMALL} for case in CASES]
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"folder": str(tmp_path), "talks": cases}))
-    done = launched(2, sys.executable, "-m", "tests.support.ranks", str(job))
-    assert "exited with code" not in done.stdout + done.stderr, done.stderr[-3000:]
+    done = shared(2, "-m", "tests.support.ranks", str(job))
+    assert done.returncode == 0, done.stdout[-3000:]
     for case in cases:
         models = {"small": kv.load(SMALL), "large": kv.load(case["target"])}
         whole = talks(models, tmp_path / case["name"], **case.get("rules", {}))

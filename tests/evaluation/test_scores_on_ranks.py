@@ -16,7 +16,7 @@ from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from tests.support import rank_jobs
-from tests.support.ranks import launched
+from tests.support.ranks import launched, shared
 
 ALL = "KVLINGO_EXAMPLES" in os.environ
 MODULE = ("-m", "tests.support.rank_jobs")
@@ -43,8 +43,8 @@ def test_scores_are_those_of_one_process(tmp_path: Path, count: int) -> None:
     (tmp_path / "journal.jsonl").write_text("\n".join(some) + '\n{"run": "half a li')
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"folder": str(tmp_path), "cases": [asked]}))
-    done = launched(count, sys.executable, *MODULE, str(job))
-    assert "exited with code" not in done.stdout + done.stderr, done.stderr[-2000:]
+    done = shared(count, *MODULE, str(job))
+    assert done.returncode == 0, done.stdout[-2000:]
     for rank in range(count):
         found = np.load(tmp_path / f"scores-{rank}.npz")["told"]
         assert str(found) == str(alone)
@@ -62,8 +62,8 @@ def test_ranks_with_other_translators_or_items_are_told(tmp_path: Path) -> None:
     job = tmp_path / "job.json"
     for on, what in (({"items": 4}, "data"), ({"translator": other}, "way, model or translator")):
         job.write_text(json.dumps({"folder": str(tmp_path), "cases": [{**asked, "on": {"1": on}}]}))
-        done = launched(2, sys.executable, *MODULE, str(job))
-        assert f"rank 1 has another {what} than rank 0" in done.stdout + done.stderr
+        done = shared(2, *MODULE, str(job))
+        assert done.stdout.count(f"rank 1 has another {what} than rank 0") == 2
         assert not list(tmp_path.glob("*.npz"))
 
 

@@ -22,7 +22,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm, Hooks
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import rank_jobs, tiny, two_tokenizers
-from tests.support.ranks import launched
+from tests.support.ranks import launched, shared
 from tests.support.two_tokenizers import TALK
 
 ALL = "KVLINGO_EXAMPLES" in os.environ
@@ -37,8 +37,8 @@ TEXTS = [
 def job(folder: Path, count: int, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """What each rank found in each case."""
     (folder / "job.json").write_text(json.dumps({"folder": str(folder), "cases": cases}))
-    done = launched(count, sys.executable, *MODULE, str(folder / "job.json"))
-    assert "exited with code" not in done.stdout + done.stderr, done.stderr[-2000:]
+    done = shared(count, *MODULE, str(folder / "job.json"))
+    assert done.returncode == 0, done.stdout[-2000:]
     return [
         [dict(np.load(folder / f"{case['name']}-{rank}.npz")) for rank in range(count)]
         for case in cases
@@ -140,14 +140,17 @@ def test_ranks_that_were_given_different_things(
 ) -> None:
     case = {**cases[0], "on": {"1": on}}
     (tmp_path / "job.json").write_text(json.dumps({"folder": str(tmp_path), "cases": [case]}))
-    done = launched(2, sys.executable, *MODULE, str(tmp_path / "job.json"))
+    done = shared(2, *MODULE, str(tmp_path / "job.json"))
     what = "options" if "options" in on else "data"
-    assert (done.stdout + done.stderr).count(f"rank 1 has another {what} than rank 0") == 2
+    assert done.stdout.count(f"rank 1 has another {what} than rank 0") == 2
     assert not list(tmp_path.glob("*.npz"))
 
 
 def test_a_record_that_one_rank_cannot_read_ends_all(tmp_path: Path) -> None:
-    """The verb: one line, by the rank that reads it, and no rank waits for it."""
+    """The verb: one line, by the rank that reads it, and no rank waits for it.
+
+    The launcher ends the other one while that leaves the first word to it.
+    """
     shape = {"layers": 2, "kv_heads": 1, "head_dim": 16}
     ends = [tiny.write_tiny_model(tmp_path / n, "qwen3", seed=1, **shape) for n in "ab"]
     for folder in ends:

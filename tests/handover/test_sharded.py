@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
+from kvlingo_mlx import cli
 from kvlingo_mlx.caches.memory import weights_bytes
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo
@@ -22,7 +24,7 @@ from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.parts import Part
 from tests.support import TESTS, hybrid_models, tiny
-from tests.support.ranks import DRAWN, SIDES, TOKENS, answer, held, launched
+from tests.support.ranks import DRAWN, SIDES, TOKENS, answer, held, launched, shared
 
 SOURCE = ("qwen3", dict(seed=21, layers=4, kv_heads=4, head_dim=16))
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -105,8 +107,8 @@ def test_ranks_hold_together_what_one_process_holds(
     cases = [case for case in cases if ALL or case["name"] in FEW[count]]
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"folder": str(tmp_path), "cases": cases}))
-    done = launched(count, sys.executable, *MODULE, str(job))
-    assert "exited with code" not in done.stdout + done.stderr, done.stderr[-2000:]
+    done = shared(count, *MODULE, str(job))
+    assert done.returncode == 0, done.stdout[-2000:]
     for case in cases:
         source, target = kv.load(case["source"]), kv.load(case["target"])
         cache = kv.hand_over(
@@ -162,12 +164,7 @@ def check_counts(
     if case["native_layers"]:
         return  # the target's own layers send, too
     if expected is not None:
-        # What a busy machine sends again counts, too.
-        assert expected <= own["sent"] <= 1.1 * expected + facts, (
-            case["name"],
-            own["sent"],
-            expected,
-        )
+        assert expected <= own["sent"] <= expected + facts, (case["name"], own["sent"], expected)
 
 
 @pytest.mark.filterwarnings("ignore::kvlingo_mlx.KVLingoWarning")
@@ -178,18 +175,19 @@ def test_ranks_that_differ_are_told(cases: list[dict[str, Any]], tmp_path: Path)
     job = tmp_path / "job.json"
     case = {**one, "translators": {"1": str(other)}}
     job.write_text(json.dumps({"folder": str(tmp_path), "cases": [case]}))
-    done = launched(2, sys.executable, *MODULE, str(job))
-    assert done.returncode != 0 or "exited with code" in done.stdout + done.stderr
-    told = done.stdout + done.stderr
-    assert told.count("rank 1 has another translator than rank 0") == 2, told[-2000:]
+    done = shared(2, *MODULE, str(job))
+    told = "rank 1 has another translator than rank 0"
+    assert done.returncode and done.stdout.count(told) == 2, done.stdout[-2000:]
     assert not list(tmp_path.glob("*.npz"))
     job.write_text(json.dumps({"folder": str(tmp_path), "cases": [one], "dies": 1}))
-    launched(2, sys.executable, *MODULE, str(job), seconds=60)  # it ends, and does not hang
+    done = shared(2, *MODULE, str(job))  # it ends, and does not hang
+    assert done.returncode == -signal.SIGKILL
+    assert "another rank has ended" in done.stdout or "a peer was lost" in done.stdout
     assert not list(tmp_path.glob("*.npz"))
 
 
 def test_in_a_terminal(tmp_path: Path) -> None:
-    """The verb: the first rank speaks, and each says what is wrong."""
+    """The verb: the first rank speaks, and says what is wrong on all."""
     verb = str(Path(sys.executable).parent / "kvlingo-mlx")
     words = ["generate", "--source", str(zoo(ENDS[0])), "--target", str(zoo(ENDS[1])), "--prompt",
              "The home of Paul is Oslo. What is the home of Paul?", "--no-thinking", "--temp", "0",
@@ -208,11 +206,8 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
     words = ["generate", *words[1:5], "--prompt", "Hello"]
     done = launched(3, verb, *words)
-    for rank in range(3):
-        told = (
-            f"rank {rank}: error: {ENDS[1]} has 4 heads, which 3 ranks cannot share evenly: start 2"
-        )
-        assert told in done.stdout + done.stderr
+    told = f"rank 0: error: {ENDS[1]} has 4 heads, which 3 ranks cannot share evenly: start 2"
+    assert told in done.stdout + done.stderr  # on a busy machine the others say it, too
 
 
 # ---- without ranks ----------------------------------------------------------------------------
@@ -290,9 +285,30 @@ def test_other_verbs_run_in_one_process(
 ) -> None:
     """Two ranks would write one folder, or wait for one keyboard."""
     monkeypatch.setenv("MLX_RANK", "1")
+    monkeypatch.setattr(cli, "FIRST_S", 0.0)
     assert run([verb, "--source", "a"]) == 2
     told = f"rank 1: error: {verb} runs in one process; start it without mlx.launch\n"
     assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("told", [sharding.LOST, sharding.ENDED])
+def test_a_rank_that_hears_no_other_tells_it_in_a_line(
+    told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it meets is MLX's error, or what it finds wrong in what was told: in time the launcher
+    ends it, since another one has said why."""
+    waited: list[float] = []
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise (RuntimeError if told == sharding.LOST else kv.KVLingoError)(told)
+
+    monkeypatch.setattr(cli, "command_line", fails)
+    monkeypatch.setattr(sharding.time, "sleep", waited.append)
+    with pytest.raises((RuntimeError, kv.KVLingoError), match="peer was lost|has ended"):
+        run(["generate", "--debug"])
+    monkeypatch.setenv("MLX_RANK", "0")
+    assert run(["generate"]) == 2 and waited == [sharding.ENDS_S]
+    assert capsys.readouterr().err == f"rank 0: error: {sharding.ENDED}\n"
 
 
 def test_alone_there_is_nothing_to_share() -> None:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -40,6 +39,7 @@ pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 
 from kvlingo_mlx.embedded import zoo  # noqa: E402
+from tests.support.ports import free_ports  # noqa: E402
 from tests.support.served import ZOO, Server  # noqa: E402
 
 KIND = {"role": "system", "content": "Answer kindly."}
@@ -50,9 +50,7 @@ SAMPLED = {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """mlx-lm's server of the same model."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_ports()
     command = [sys.executable, "-m", "mlx_lm", "server", "--port", str(port)]
     cache = {"HF_HUB_CACHE": str(tmp_path_factory.mktemp("hub")), "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(

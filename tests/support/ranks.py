@@ -5,13 +5,14 @@ It hands over and decodes with its part of a target, and writes what it holds in
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,17 +27,18 @@ from kvlingo_mlx.caches.memory import weights_bytes
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import TESTS
+from tests.support.ports import free_ports
 
 TOKENS, DRAWN = 40, 6  # of a greedy answer, and of one that is drawn
 RANK = int(os.environ.get("MLX_RANK", 0))
 SIDES = ("keys", "values")
+ESTABLISHED, SIOCOUTQNSD = 1, 0x894B  # Linux's names
 
 
 def launching(count: int, *words: str) -> list[str]:
     """The command that starts a program on so many ranks of this machine, by MLX's launcher."""
     launch = Path(sys.executable).parent / "mlx.launch"
-    port = random.randrange(20000, 60000 - count)  # tests beside this one have ranks of their own
-    return [str(launch), "-n", str(count), "--starting-port", str(port), *words]
+    return [str(launch), "-n", str(count), "--starting-port", str(free_ports(count)), *words]
 
 
 def launched(
@@ -47,6 +49,34 @@ def launched(
         launching(count, *words), capture_output=True, text=True, timeout=seconds, input=typed,
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"}, cwd=TESTS.parent,
     )  # fmt: skip
+
+
+def shared(count: int, *words: str, seconds: int = 300) -> subprocess.CompletedProcess[str]:
+    """What a program of Python on so many ranks has printed, when each has ended by itself.
+
+    MLX's launcher would keep a processor busy meanwhile, and end the others if one fails.
+    """
+    first = free_ports(count)
+    with tempfile.TemporaryFile("w+") as said, tempfile.NamedTemporaryFile("w") as hosts:
+        json.dump([[f"127.0.0.1:{first + rank}"] for rank in range(count)], hosts)
+        hosts.flush()
+        told = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "MLX_HOSTFILE": hosts.name}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, *words], env={**told, "MLX_RANK": str(rank)}, cwd=TESTS.parent,
+                stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+            )
+            for rank in range(count)
+        ]  # fmt: skip
+        try:
+            end = time.monotonic() + seconds
+            statuses = [rank.wait(max(0.0, end - time.monotonic())) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        said.seek(0)
+        return subprocess.CompletedProcess(words, max(statuses, key=abs), said.read())
 
 
 def no_end(model: LanguageModel) -> Any:
@@ -80,16 +110,27 @@ def held(cache: list[Any]) -> Iterator[tuple[str, np.ndarray]]:
 
 def sent() -> int:
     """The bytes that this process has sent over its connections."""
-    time.sleep(0.2)  # what was given to the system may still be on its way
-    found, place = 0, slice(200, 208)  # tcpi_bytes_sent in Linux's struct tcp_info
+    found = 0
     for link in Path("/proc/self/fd").iterdir():
         if not (link.exists() or link.is_symlink()) or "socket:" not in os.readlink(link):
             continue
         with socket.socket(fileno=os.dup(int(link.name))) as each:
             if each.family == socket.AF_INET and each.type == socket.SOCK_STREAM:
-                info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                found += int.from_bytes(info[place], sys.byteorder)
+                found += sent_over(each)
     return found
+
+
+def sent_over(link: socket.socket) -> int:
+    """The bytes that a connection has sent, without those that a busy machine has sent again."""
+    while True:
+        waits = any(fcntl.ioctl(link, SIOCOUTQNSD, bytes(4)))  # to be sent
+        info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)  # Linux's tcp_info
+        if info[0] != ESTABLISHED:  # MLX tries until the others listen
+            return 0
+        if not waits:
+            sent, again = np.frombuffer(info, np.uint64, 2, 200).tolist()
+            return int(sent - again)
+        time.sleep(0.01)
 
 
 def dies_after(length: int) -> Any:

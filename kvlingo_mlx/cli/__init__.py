@@ -59,7 +59,7 @@ class Verbs(TyperGroup):
         return super().get_command(ctx, OLD_VERBS.get(cmd_name, cmd_name))
 
 
-FIRST_S = 3.0  # in which the first rank tells an error that all have, and the launcher ends them
+FIRST_S = 5.0  # in which the first rank tells an error that all have, and the launcher ends them
 # Verbs that several ranks of mlx.launch can run together.
 ON_RANKS = ("generate", "chat", "serve", "fit", "train", "verify", "eval", "tune")
 app = typer.Typer(

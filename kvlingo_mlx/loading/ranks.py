@@ -19,7 +19,7 @@ import numpy as np
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.loading import sharding
-from kvlingo_mlx.threads import unit
+from kvlingo_mlx.threads import working
 
 T = TypeVar("T")
 ARRAY = "ndarray"  # what stands for an array in JSON
@@ -41,13 +41,13 @@ def check_alone(what: str) -> None:
 class Ranks(Group):
     """The ranks that ``mlx.launch`` started."""
 
-    @unit
     def total(self, numbers: np.ndarray) -> np.ndarray:
         """The sum over all ranks, the same bits on each: a ring adds in one order."""
-        with mx.stream(mx.cpu):  # the only device that has float64
+        with working(), mx.stream(mx.cpu):  # the only device that has float64
             wide = {"dtype": mx.float64} if numbers.dtype == np.float64 else {}
             found = mx.distributed.all_sum(mx.array(numbers, **wide), stream=mx.cpu)
             mx.eval(found)
+        self.wait()  # a rank that has ended would leave a sum that is none
         return np.array(found)
 
     def add(self, tensors: Iterable[mx.array]) -> list[mx.array]:
@@ -64,7 +64,7 @@ class Ranks(Group):
         sharding.agree(told())
 
     def wait(self) -> None:
-        self.total(np.zeros(1))
+        sharding.gathered_bytes(b"")
 
 
 # ---- values as bytes: nothing that could run -----------------------------------------------------

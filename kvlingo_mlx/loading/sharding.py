@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -34,11 +35,11 @@ from kvlingo_mlx.threads import unit
 from kvlingo_mlx.version import __version__
 
 KINDS = (TENSOR, PIPELINE, FIRST)
-MARK = 0x6B76_6C67  # what each rank says before its message, so that one that has ended is noticed
+_messages = itertools.count(0x6B76_6C67)  # which all ranks count alike
 SHOWN = 60  # characters of a fact in which ranks differ
 ENDED = "another rank has ended; what it printed says why"
 LOST = "[ring] connection to a peer was lost"  # what MLX says of it, if it does
-ENDS_S = 10.0  # in which the launcher ends a rank after another one has ended
+ENDS_S = 30.0  # in which the launcher ends a rank after another one has ended
 Sampler = Callable[[mx.array], mx.array]
 
 
@@ -263,19 +264,33 @@ def gathered_bytes(own: bytes) -> list[bytes]:
     ranks = group()
     if ranks is None:
         return [own]
-    told = mx.array([[MARK, len(own)]], mx.int32)
     try:
-        marks, sizes = np.array(mx.distributed.all_gather(told)).T.tolist()
-        if set(marks) != {MARK}:  # MLX gives what happens to be there
-            raise RuntimeError(LOST)
-        padded = np.zeros((1, max(1, *sizes)), np.uint8)
-        padded[0, : len(own)] = np.frombuffer(own, np.uint8)
-        every = np.array(mx.distributed.all_gather(mx.array(padded)))
+        sizes = _marked(np.array([[len(own)]], np.int32))[:, 0].tolist()
+        if not any(sizes):
+            return [b""] * len(sizes)
+        padded = np.zeros((1, -(-max(sizes) // 4)), np.int32)
+        padded.view(np.uint8)[0, : len(own)] = np.frombuffer(own, np.uint8)
+        every = _marked(padded)
     except RuntimeError as error:
         if str(error) != LOST:
             raise
         raise KVLingoError(ENDED) from None
-    return [row[:size].tobytes() for row, size in zip(every, sizes, strict=True)]
+    return [row.tobytes()[:size] for row, size in zip(every, sizes, strict=True)]
+
+
+def _marked(own: np.ndarray) -> np.ndarray:
+    """Every rank's row of int32.
+
+    Raises:
+        RuntimeError: Another rank has ended. MLX may then give what happens to be there: an earlier
+            message, even. So each has a mark of its own.
+    """
+    mark = next(_messages) % 2**31
+    told = mx.array(np.insert(own, 0, mark, axis=1))
+    every = np.array(mx.distributed.all_gather(told))
+    if (every[:, 0] != mark).any():
+        raise RuntimeError(LOST)
+    return every[:, 1:]
 
 
 def lost(error: Exception) -> KVLingoError | None:

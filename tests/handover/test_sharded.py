@@ -187,7 +187,7 @@ def test_ranks_that_differ_are_told(cases: list[dict[str, Any]], tmp_path: Path)
 
 
 def test_in_a_terminal(tmp_path: Path) -> None:
-    """The verb: the first rank speaks, and says what is wrong on all."""
+    """The verbs: the first rank speaks."""
     verb = str(Path(sys.executable).parent / "kvlingo-mlx")
     words = ["generate", "--source", str(zoo(ENDS[0])), "--target", str(zoo(ENDS[1])), "--prompt",
              "The home of Paul is Oslo. What is the home of Paul?", "--no-thinking", "--temp", "0",
@@ -204,10 +204,18 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     assert done.stdout.count("The home of Paul is Oslo.") == 2, told[-2000:]
     assert told.count("error:") == told.count("rank 0: error: there is no /what; there are") == 1
     assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
-    words = ["generate", *words[1:5], "--prompt", "Hello"]
-    done = launched(3, verb, *words)
-    told = f"rank 0: error: {ENDS[1]} has 4 heads, which 3 ranks cannot share evenly: start 2"
-    assert told in done.stdout + done.stderr  # on a busy machine the others say it, too
+
+
+def test_one_rank_that_lacks_memory_ends_all() -> None:
+    """With one line, that of the rank which lacks it; what the other one hears is no message."""
+    verb = (
+        f"exec {sys.executable} -m kvlingo_mlx.cli generate --source {ENDS[0]} --target {ENDS[1]}"
+    )
+    less = "if [ $MLX_RANK = 1 ]; then export KVLINGO_MEMORY_LIMIT=0.0001; fi"
+    done = launched(2, "bash", "-c", f"{less}; {verb} --prompt Hello")
+    told = done.stdout + done.stderr
+    assert told.count("error: ") == 1 and "Traceback" not in told, told
+    assert "rank 1: error: 6.0 MB of memory are needed (weights of tiny-qwen3-s 2.1 MB," in told
 
 
 # ---- without ranks ----------------------------------------------------------------------------
@@ -285,8 +293,9 @@ def test_other_verbs_run_in_one_process(
 ) -> None:
     """Two ranks would write one folder, or wait for one keyboard."""
     monkeypatch.setenv("MLX_RANK", "1")
-    monkeypatch.setattr(cli, "FIRST_S", 0.0)
-    assert run([verb, "--source", "a"]) == 2
+    waited: list[float] = []
+    monkeypatch.setattr(cli.time, "sleep", waited.append)  # for the first rank's line
+    assert run([verb, "--source", "a"]) == 2 and waited == [cli.FIRST_S]
     told = f"rank 1: error: {verb} runs in one process; start it without mlx.launch\n"
     assert capsys.readouterr().err == told
 

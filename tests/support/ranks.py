@@ -42,7 +42,7 @@ def launching(count: int, *words: str) -> list[str]:
 
 
 def launched(
-    count: int, *words: str, seconds: int = 300, typed: str | None = None
+    count: int, *words: str, seconds: int = 900, typed: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     """What a program on so many ranks has printed at its end; ``typed`` is its standard input."""
     return subprocess.run(
@@ -51,7 +51,7 @@ def launched(
     )  # fmt: skip
 
 
-def shared(count: int, *words: str, seconds: int = 300) -> subprocess.CompletedProcess[str]:
+def shared(count: int, *words: str, seconds: int = 900) -> subprocess.CompletedProcess[str]:
     """What a program of Python on so many ranks has printed, when each has ended by itself.
 
     MLX's launcher would keep a processor busy meanwhile, and end the others if one fails.

@@ -71,7 +71,8 @@ def map_error(config: TranslatorConfig, weights: Weights, device: mx.Device) -> 
     Token t of the states holds the probe of target layer t's maps, so all maps run together.
     """
     with mx.stream(device):
-        found = build(config, weights)(_probe_states(config)).states(len(config.target.layers))
+        translator = build(config, weights).in_full()
+        found = translator(_probe_states(config)).states(len(config.target.layers))
         mx.eval(found.arrays)
     expected = translator_folder.selftest(config, weights)
     errors = []

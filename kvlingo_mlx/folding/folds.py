@@ -37,9 +37,9 @@ def check_foldable(
 
     Raises:
         IncompatibleTranslatorError: The translator is not linear, does not read post-RoPE keys, or
-            is not from ``source`` to ``target``.
-        UnsupportedModelError: A model caches latents or recurrent states; or the target's attention
-            handles the cached arrays itself; or several of the target's layers share a cache.
+            is not from ``source`` to ``target``; or a layer keeps a recurrent state.
+        UnsupportedModelError: A model caches latents, the target's attention handles the cached
+            arrays itself, or several of the target's layers share a cache.
     """
     why = unfoldable(translator.config)
     if why is not None:
@@ -51,11 +51,6 @@ def check_foldable(
             raise UnsupportedModelError(
                 f"{model.name} caches latents, which folded decoding does not know: use generate "
                 "(leave out --memory-budget)"
-            )
-        if model.geometry.recurrent:
-            raise UnsupportedModelError(
-                f"{model.name} keeps recurrent states, which folded decoding does not know: use "
-                "generate (leave out --memory-budget)"
             )
     readers = target.family.readers(target.model)
     shared = next((i for i, found in enumerate(readers) if len(found) > 1), None)

@@ -23,7 +23,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx import caches
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.validation import validate_cache
-from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.handover import cross_tokenizer, guarding, healing, hybrid
 from kvlingo_mlx.handover.guarding import Guarded, Watch
 from kvlingo_mlx.handover.plan import Asked, Plan, prepare
@@ -372,11 +371,11 @@ def healing_of(plan: Plan, cache: Sequence[Any], below: hybrid.Below | None) -> 
 
 
 def _check_own(plan: Plan) -> None:
-    """Refuse a ``prompt_cache`` of a source that is not whole in this process, or of a hybrid.
+    """Refuse a ``prompt_cache`` of a source that is not whole in this process.
 
     Raises:
         ValueError: It is on another machine, or has another tokenizer.
-        UnsupportedModelError: Several ranks hold it together, or it keeps recurrent states.
+        UnsupportedModelError: Several ranks hold it together.
     """
     if plan.source.address is not None:
         raise ValueError(
@@ -387,11 +386,6 @@ def _check_own(plan: Plan) -> None:
         sharding.check_use((plan.source, plan.target), {"prompt_cache": True})
     if plan.aligned is not None:
         raise ValueError("prompt_cache cannot be used between two tokenizers; leave it out")
-    if plan.source.geometry.recurrent:
-        raise UnsupportedModelError(
-            f"prompt_cache cannot be used with {plan.source.name}: it keeps recurrent states, "
-            "which do not tell what they have read; leave it out"
-        )
 
 
 def _held(

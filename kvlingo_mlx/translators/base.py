@@ -126,6 +126,14 @@ class Translator(ABC):
         }
         return replace(self, groups=groups) if layers else self
 
+    def in_full(self) -> Self:
+        """A translator that makes all numbers of each token, also what only a tail needs."""
+        groups = {
+            side: tuple(replace(group, late=None) for group in found)
+            for side, found in self.groups.items()
+        }
+        return replace(self, groups=groups)
+
     def _apply(self, group: Group, states: KVStates, start: int) -> mx.array:
         # The source's rings hold no more than their windows.
         held = max(states.first(layer) for cut in group.cuts for reads in cut for _, layer in reads)

@@ -388,7 +388,7 @@ def test_a_closed_conversation_holds_nothing(
     with talk_of(model) as talk:
         talk.reply("a", "hi there", max_tokens=NEW)
         talk.offload("a", "disk")
-        files = set(Path(talk.lines["a"]._away.path).parent.glob("*.safetensors"))
+        files = set(Path(talk.lines["a"]._away.paths[0]).parent.glob("*.safetensors"))
         assert files and mx.get_active_memory() > before
     gc.collect()
     mx.clear_cache()

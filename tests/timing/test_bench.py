@@ -516,7 +516,9 @@ def test_random_models(small_geometries: None, precision: str) -> None:
         assert mx.array_equal(a, b)
     with pytest.raises(ValueError, match="--layers is 9; gemma-3-4b has 4"):
         geometries.random_model("gemma-3-4b", 9, precision)
-    with pytest.raises(ValueError, match="--layers is 1; of gemma-3-4b every 2th is global"):
+    with pytest.raises(
+        ValueError, match="--layers is 1; of gemma-3-4b every 2th attends to all tokens"
+    ):
         geometries.random_model("gemma-3-4b", 1, precision)
     with pytest.raises(ValueError, match="--geometry names 'gpt'; there are qwen3-0.6b, "):
         geometries.random_model("gpt", None, precision)

@@ -12,7 +12,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3DecoderLayer,
+    Qwen3Model,
+    eager_attention_forward,
+)
 
 MODEL_TYPE = "converted_mla"
 
@@ -159,17 +163,32 @@ class ConvertedMLAAttention(nn.Module):
         return torch.rsqrt(heads.float().square().mean(dim=-1, keepdim=True) + self.eps)
 
 
+class ConvertedMLAModel(Qwen3Model):
+    """Qwen3's decoder with this attention."""
+
+    config_class = ConvertedMLAConfig
+    _supports_flash_attn = False  # keys are wider than values
+    _can_record_outputs = {  # noqa: RUF012  (as in the base class)
+        "hidden_states": Qwen3DecoderLayer,
+        "attentions": ConvertedMLAAttention,
+    }
+
+    def __init__(self, config: ConvertedMLAConfig) -> None:
+        super().__init__(config)
+        self.add_module("rotary_emb", ListedRotary(config.rotary_frequencies or []))
+        for index, layer in enumerate(self.layers):
+            layer.self_attn = ConvertedMLAAttention(config, index)
+
+
 class ConvertedMLAForCausalLM(Qwen3ForCausalLM):
     """transformers' Qwen3 with this attention; Llama's and Mistral's other parts are the same."""
 
     config_class = ConvertedMLAConfig
-    _supports_flash_attn = False  # keys are wider than values
+    _supports_flash_attn = False
 
     def __init__(self, config: ConvertedMLAConfig) -> None:
         super().__init__(config)
-        self.model.rotary_emb = ListedRotary(config.rotary_frequencies or [])
-        for index, layer in enumerate(self.model.layers):
-            layer.self_attn = ConvertedMLAAttention(config, index)
+        self.model = ConvertedMLAModel(config)
 
 
 AutoConfig.register(MODEL_TYPE, ConvertedMLAConfig, exist_ok=True)

@@ -100,7 +100,7 @@ def main() -> None:
         convert.calibrate(config, convert.Weights(folder), tokens, work)
         for number, chosen in enumerate(settings(convert.shape_of(config).keys)):
             out = Path(root) / str(number)
-            written = convert.convert(folder, work, out, convert.Settings(**chosen), LENGTH)
+            written = convert.convert(folder, work, out, convert.Settings(**chosen))
             row = compared(own, answers(out, samples), samples)
             rows.append({**chosen, "ranks_found": written["kv_lora_ranks"], **row})
             print(rows[-1], flush=True)

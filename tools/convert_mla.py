@@ -16,6 +16,7 @@ weights`` is a plain SVD of the weights, to compare with.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +37,7 @@ from kvlingo_mlx.training.records import open_source
 
 FAMILIES = ("qwen3", "llama", "mistral")
 INDEX = "model.safetensors.index.json"
+FACTS = "facts.json"  # of a calibration
 KEPT = (  # of the original's config; all else is Qwen3's default or the latents'
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
@@ -95,7 +97,10 @@ class Weights:
         self.files: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
-                self.files |= dict.fromkeys(file.keys(), path)
+                # Old checkpoints of Llama have the frequencies among their weights.
+                names = list(file.keys())
+                names = [n for n in names if not n.endswith("rotary_emb.inv_freq")]
+                self.files |= dict.fromkeys(names, path)
         if not self.files:
             raise FileNotFoundError(f"{folder} has no *.safetensors; download the whole model")
 
@@ -195,8 +200,9 @@ def calibrate(
 ) -> None:
     """Read (sequences, length) tokens layer by layer; leave each layer's moments in ``work``.
 
-    A layer's file holds ``covariance`` (hidden, hidden) of what enters attention, not
-    centred, and ``queries`` (heads, D) and ``keys`` (KV heads, D): mean squares before rotation.
+    A layer's file holds ``covariance`` (hidden, hidden) of what enters attention, not centred, and
+    ``queries`` (heads, D) and ``keys`` (KV heads, D): mean squares before rotation. ``FACTS`` is
+    written last and says what was read.
     """
     work.mkdir(parents=True, exist_ok=True)
     model, rotation = _skeleton(config).model, _rotation(config).to(device)
@@ -212,6 +218,14 @@ def calibrate(
             hidden[row] = (states[0] if isinstance(states, tuple) else states).cpu()
         save_file(moments.means(tokens.numel()), work / moments_file(index))
         layer.to("meta")
+    (work / FACTS).write_text(json.dumps(facts_of(config, tokens)))
+
+
+def facts_of(config: Any, tokens: torch.Tensor) -> dict[str, Any]:
+    """What was measured: of which model's shape, and over which tokens."""
+    digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+    model = {n: v for n, v in config.to_dict().items() if n in KEPT}
+    return {"model": model, "length": tokens.shape[1], "tokens": digest}
 
 
 class Moments:
@@ -386,7 +400,7 @@ def converted_layer(
     }
 
 
-def convert(folder: Path, work: Path, out: Path, settings: Settings, length: int) -> dict[str, Any]:
+def convert(folder: Path, work: Path, out: Path, settings: Settings) -> dict[str, Any]:
     """Write the converted model, from what :func:`calibrate` left; returns its config.
 
     One layer is in memory at a time, twice: ranks that layers share out need all singular values.
@@ -403,6 +417,7 @@ def convert(folder: Path, work: Path, out: Path, settings: Settings, length: int
             f"rotary is {settings.rotary}; give an even --rotary from 2 to {shape.keys}, the width "
             "of this model's keys"
         )
+    length = json.loads((work / FACTS).read_text())["length"]
     out.mkdir(parents=True)
     writer = Writer(weights, out)
     energies, scales, slots = [], [], []
@@ -524,15 +539,20 @@ def main() -> None:
         parser.error(f"{given.out} exists; name another folder, or remove it")
     work = given.work or given.out.with_name(given.out.name + ".calibration")
     config = AutoConfig.from_pretrained(folder)
-    if not (work / moments_file(config.num_hidden_layers - 1)).exists():
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokens = packed(read_records(given.data), tokenizer, given.sequences, given.length)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = packed(read_records(given.data), tokenizer, given.sequences, given.length)
+    if not (work / FACTS).exists():
         calibrate(config, Weights(folder), tokens, work, given.device)
+    elif json.loads((work / FACTS).read_text()) != json.loads(json.dumps(facts_of(config, tokens))):
+        parser.error(
+            f"{work} was measured with another model or other tokens; give the same --data, "
+            "--sequences and --length, or another --work"
+        )
     settings = Settings(
         given.rank, given.ranks, given.multiple, given.rotary, given.metric, given.shrinkage,
         given.apart,
     )  # fmt: skip
-    written = convert(folder, work, given.out, settings, given.length)
+    written = convert(folder, work, given.out, settings)
     print(f"{given.out}: latents of {written['kv_lora_ranks']}, rotary keys of {given.rotary}")
 
 

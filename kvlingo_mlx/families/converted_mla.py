@@ -45,6 +45,25 @@ class ModelArgs(qwen3.ModelArgs):
     rotary_frequencies: Sequence[float] = ()
     qk_norm: bool = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers, half = self.num_hidden_layers, self.head_dim // 2
+        most, pairs = self.num_key_value_heads * half, self.qk_rope_head_dim // 2
+        wanted = {
+            f"kv_lora_ranks of {layers} layers": len(self.kv_lora_ranks) == layers,
+            f"rotary_frequencies of {half} pairs": len(self.rotary_frequencies) == half,
+            f"rotary_slots of {layers} layers with {pairs} pairs each, from 0 to {most - 1}": (
+                len(self.rotary_slots) == layers
+                and all(len(slots) == pairs for slots in self.rotary_slots)
+                and all(0 <= slot < most for slots in self.rotary_slots for slot in slots)
+            ),
+        }
+        if lacking := [what for what, found in wanted.items() if not found]:
+            raise ValueError(
+                f"a {MODEL_TYPE} needs {'; '.join(lacking)} in its config.json; convert the model "
+                "again by tools/convert_mla.py"
+            )
+
 
 class HeadRMSNorm(nn.Module):
     """A norm of each head with a weight per head: 0 where a number is in the rotary key instead."""
@@ -100,38 +119,75 @@ class Attention(nn.Module):
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         batch, tokens, _ = x.shape
         offset = 0 if cache is None else cache.offset
-        latent, rotary = self.split(self.kv_a_proj_with_mqa(x))
-        latent, rotary = latent[:, None], self.rope(rotary[:, None], offset=offset)
+        latent, rotary, units = self.split(self.kv_a_proj_with_mqa(x))
+        stored = self.stored(latent[:, None], self.rope(rotary[:, None], offset=offset), units)
         if cache is not None:
-            latent, rotary = cache.update_and_fetch(latent, rotary)
-        keys, values = self.expanded(latent, rotary)
-        output = scaled_dot_product_attention(
-            self.queries(self.q_proj(x), offset),
-            keys,
-            values,
-            cache=cache,
-            scale=self.scale,
-            mask=mask,
-        )
-        return self.o_proj(output.transpose(0, 2, 1, 3).reshape(batch, tokens, -1))
+            stored = cache.update_and_fetch(*stored)
+        queries = self.queries(self.q_proj(x), offset)
+        if tokens == 1:
+            output = self._step(queries, *stored, mask)
+        else:
+            keys, values = self.expanded(*stored)
+            output = scaled_dot_product_attention(
+                queries, keys, values, cache=cache, scale=self.scale, mask=mask
+            ).transpose(0, 2, 1, 3)
+        return self.o_proj(output.reshape(batch, tokens, -1))
 
-    def split(self, projected: mx.array) -> tuple[mx.array, mx.array]:
-        """Latents (B, T, r) and rotary keys (B, T, dr), normed and not rotated."""
+    def split(self, projected: mx.array) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Latents (B, T, r), rotary keys (B, T, dr), normed and not rotated, and ``units``."""
         latent, rotary = mx.split(projected, [self.kv_lora_rank], axis=-1)
-        if self.eps is None:
-            return latent, rotary
-        # A head's pairs were divided by the root mean square of the whole head, and still are.
-        unit = self._unit(self._heads(self.k_b_proj(latent)))[..., 0]
-        return latent, (rotary * unit[..., self._slot_heads]).astype(rotary.dtype)
+        units = self.units(latent)
+        if units is not None:
+            # A head's pairs were divided by the root mean square of the whole head, and still are.
+            rotary = (rotary * units[..., self._slot_heads]).astype(rotary.dtype)
+        return latent, rotary, units
 
-    def expanded(self, latent: mx.array, rotary: mx.array) -> tuple[mx.array, mx.array]:
+    def units(self, latent: mx.array) -> mx.array | None:
+        """What the norm multiplies each head of keys by (B, T, G), float32; None without norms."""
+        return None if self.eps is None else self._unit(self._heads(self.k_b_proj(latent)))[..., 0]
+
+    def stored(
+        self, latent: mx.array, rotary: mx.array, units: mx.array | None
+    ) -> tuple[mx.array, mx.array]:
+        """What is cached: latents (B, 1, T, r); rotated keys with the units (B, 1, T, dr + 2 G).
+
+        With the units at hand a step need not expand the latents. They follow from these, so they
+        are never translated. A 16-bit cache has them in two parts, as one would be too coarse: it
+        would change all of a head's scores in one direction.
+        """
+        if units is None:
+            return latent, rotary
+        first = units.astype(rotary.dtype)
+        second = (units - first.astype(mx.float32)).astype(rotary.dtype)
+        return latent, mx.concatenate([rotary, first[:, None], second[:, None]], axis=-1)
+
+    def expanded(self, latent: mx.array, stored: mx.array) -> tuple[mx.array, mx.array]:
         """Keys (B, G, T, D + dr) and values (B, G, T, D) of each KV head from what is cached."""
-        raw = self._heads(self.k_b_proj(latent[:, 0]))
+        rotary, raw = stored[..., : self.qk_rope_head_dim], self._heads(self.k_b_proj(latent[:, 0]))
         plain = (raw * self._unit(raw) * self.k_norm.weight).astype(latent.dtype)
         plain = plain.transpose(0, 2, 1, 3)
         shared = mx.broadcast_to(rotary, (*plain.shape[:3], self.qk_rope_head_dim))
         values = self._heads(self.v_b_proj(latent[:, 0])).transpose(0, 2, 1, 3)
         return mx.concatenate([plain, shared], axis=-1), values
+
+    def _step(self, queries: mx.array, latent: mx.array, stored: mx.array, mask: Any) -> mx.array:
+        """The output (B, 1, H, D) for one token: queries go to the latents, not these to keys."""
+        batch, groups, dim = len(queries), self.num_kv_heads, self.head_dim
+        queries = queries.reshape(batch, groups, -1, queries.shape[-1])
+        plain, turned = mx.split(queries, [dim], axis=-1)
+        plain = (plain * self.k_norm.weight[:, None]).astype(latent.dtype)
+        inward = by_head(self.k_b_proj, plain, groups, transpose=False)
+        rotary, units = mx.split(stored.astype(mx.float32), [self.qk_rope_head_dim], axis=-1)
+        scores = inward.astype(mx.float32) @ latent.astype(mx.float32).swapaxes(-1, -2)
+        if self.eps is not None:
+            parts = units.reshape(batch, -1, 2, groups).sum(axis=2)
+            scores = scores * parts.swapaxes(-1, -2)[:, :, None]
+        scores = (scores + turned.astype(mx.float32) @ rotary.swapaxes(-1, -2)) * self.scale
+        if isinstance(mask, mx.array):
+            least = mx.finfo(mx.float32).min
+            scores = mx.where(mask, scores, least) if mask.dtype == mx.bool_ else scores + mask
+        mixed = mx.softmax(scores, axis=-1).astype(latent.dtype) @ latent
+        return by_head(self.v_b_proj, mixed, groups, transpose=True).reshape(batch, 1, -1, dim)
 
     def queries(self, projected: mx.array, offset: int) -> mx.array:
         """Queries (B, H, T, D + dr): the part without positions, then the rotated part."""
@@ -153,8 +209,35 @@ class Attention(nn.Module):
         return mx.rsqrt(squares.mean(axis=-1, keepdims=True) + self.eps)
 
 
+def by_head(module: nn.Module, x: mx.array, heads: int, *, transpose: bool) -> mx.array:
+    """Apply a projection, float or quantised, head by head: (B, G, N, r) to (B, G, N, D).
+
+    Without ``transpose`` it goes the other way: queries of keys become queries of latents.
+    """
+
+    def split(array: mx.array) -> mx.array:
+        return array.reshape(heads, -1, array.shape[-1])
+
+    weight = split(module.weight)
+    if not isinstance(module, nn.QuantizedLinear):
+        return x @ (weight.swapaxes(-1, -2) if transpose else weight)
+    biases = module.get("biases")
+    return mx.quantized_matmul(
+        x,
+        weight,
+        scales=split(module.scales),
+        biases=None if biases is None else split(biases),
+        transpose=transpose,
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+    )
+
+
 class Model(qwen3.Model):
     """mlx-lm's Qwen3 with this attention; Llama's and Mistral's other parts are the same."""
+
+    shard = None  # Qwen3's way to share it among ranks does not fit
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args)
@@ -172,8 +255,14 @@ class ConvertedMLA(AbsorbedFamily):
         self, attention: nn.Module, outputs: Sequence[mx.array]
     ) -> tuple[mx.array, mx.array]:
         """The rotary keys (B, T, dr), with their heads' norms, and the latents (B, T, r)."""
-        latent, rotary = attention.split(outputs[0])
+        latent, rotary, _ = attention.split(outputs[0])
         return rotary, latent
+
+    def stored(
+        self, attention: nn.Module, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """The latents (B, 1, T, r); the rotary keys and what a step needs of the latents' norms."""
+        return attention.stored(values, keys, attention.units(values[:, 0]))
 
     def finish(self, attention: nn.Module, facts: Mapping[str, Any]) -> Finish:
         """The rotation alone: heads are normed when latents are expanded."""

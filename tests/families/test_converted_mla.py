@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvlingo_mlx.backend import mx
+from kvlingo_mlx.backend import mx, nn
 
 import mlx_lm
 import numpy as np
@@ -53,7 +53,7 @@ def convert(tool: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Conve
             calibrate(tool, folder, work)
         out = root / "-".join([name, *(f"{k}{v}" for k, v in sorted(settings.items()))])
         if not out.exists():
-            tool.convert(folder, work, out, tool.Settings(**settings), LENGTH)
+            tool.convert(folder, work, out, tool.Settings(**settings))
         return out
 
     make.root = root  # type: ignore[attr-defined]
@@ -231,6 +231,29 @@ def test_families_without_head_norms_are_exact_too(
 # ---- the decomposition ----------------------------------------------------------------
 
 
+def test_moments_are_those_of_the_model_as_it_is(tool: ModuleType, tmp_path: Path) -> None:
+    """Read layer by layer, against transformers' own pass over all layers."""
+    tokens = torch.tensor([TOKENS, TOKENS[::-1]])
+    config = transformers.AutoConfig.from_pretrained(zoo(SMALL))
+    tool.calibrate(config, tool.Weights(zoo(SMALL)), tokens, tmp_path)
+    model, seen = on_torch(zoo(SMALL)), {}
+    layer = model.model.layers[2]
+    for name, module in (
+        ("covariance", layer.input_layernorm),
+        ("queries", layer.self_attn.q_norm),
+        ("keys", layer.self_attn.k_norm),
+    ):
+        module.register_forward_hook(lambda _m, _i, out, name=name: seen.update({name: out}))
+    with torch.no_grad():
+        model(tokens)
+    found = load_file(tmp_path / tool.moments_file(2))
+    rows = seen.pop("covariance").flatten(0, 1).double().numpy()
+    np.testing.assert_allclose(found["covariance"], rows.T @ rows / len(rows), atol=1e-4)
+    for name, heads in seen.items():
+        squares = heads.reshape(len(rows), -1, 32).double().square().mean(dim=0)
+        np.testing.assert_allclose(found[name], squares.numpy(), rtol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def planted(tool: ModuleType) -> tuple[Any, np.ndarray, np.ndarray]:
     """A shape, outputs (2 * keys, hidden), and a covariance of inputs far from round."""
@@ -346,9 +369,42 @@ def test_both_runtimes_agree_and_cache_the_same_latents(mixed: Path, talks: list
     ranks = json.loads((mixed / "config.json").read_text())["kv_lora_ranks"]
     for mine, theirs, rank in zip(cache, there.layers, ranks, strict=True):
         latents, rotary = held(mine)
-        assert latents.shape == (1, 1, 95, rank) and rotary.shape == (1, 1, 95, 64)
+        assert latents.shape == (1, 1, 95, rank) and rotary.shape == (1, 1, 95, 64 + 8)
         assert np.abs(latents - theirs.keys.numpy()).max() < 1e-4
-        assert np.abs(rotary - theirs.values.numpy()).max() < 1e-4
+        assert np.abs(rotary[..., :64] - theirs.values.numpy()).max() < 1e-4
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_step_that_expands_nothing_computes_the_same(convert: Convert, bits: int | None) -> None:
+    """As one pass that expands latents; also of a row that does not see its first tokens."""
+    model = kv.load(convert(rank=64, rotary=64)).model
+    if bits:
+        nn.quantize(model, 64, bits)
+    attention, rng = model.layers[1].self_attn, np.random.default_rng(0)
+    x = mx.array(rng.normal(size=(2, 40, 128)).astype(np.float32))
+    seen = mx.arange(40) >= mx.array([[0], [7]])
+    causal = mx.arange(40)[:, None] >= mx.arange(40)
+    whole = causal[None, None] & seen[:, None, None]
+    for mask, step in (("causal", None), (whole, seen[:, None, None])):
+        cache = make_prompt_cache(model)[1]
+        attention(x[:, :-1], mask="causal", cache=cache)
+        found = np.array(attention(x[:, -1:], mask=step, cache=cache))
+        expected = np.array(attention(x, mask=mask)[:, -1:])
+        assert np.abs(found - expected).max() < 1e-5 < 0.1 < np.abs(expected).max()
+    unmasked = np.array(attention(x, mask="causal")[:, -1:])
+    assert np.abs(unmasked - expected)[1].max() > 1e-2 > 1e-5 > np.abs(unmasked - expected)[0].max()
+
+
+def test_units_of_a_16_bit_cache_are_as_good_as_32_bits(convert: Convert) -> None:
+    """In one part they would be wrong by up to 2^-9, of all of a head's scores alike."""
+    attention = kv.load(convert(rank=64, rotary=64)).model.layers[0].self_attn
+    latent = mx.random.normal((1, 30, 64), key=mx.random.key(0))
+    units = attention.units(latent)
+    rotary = mx.zeros((1, 1, 30, 64), mx.bfloat16)
+    _, stored = attention.stored(latent[:, None].astype(mx.bfloat16), rotary, units)
+    first, second = mx.split(stored[:, 0, :, 64:].astype(mx.float32), 2, axis=-1)
+    for found, least, most in ((first, 1e-3, 4e-3), (first + second, 0, 2e-5)):
+        assert least <= float(mx.abs(found / units - 1).max()) <= most
 
 
 def test_transformers_saves_what_it_loads(mixed: Path, tmp_path: Path) -> None:
@@ -392,7 +448,7 @@ def test_translators_between_two_converted_models(convert: Convert, tmp_path: Pa
     cache = kv.hand_over(source, target, TOKENS, translator=loaded, prefill_step_size=7)
     count = len(TOKENS) - 1
     assert {tuple(a.shape for a in held(layer)) for layer in cache} == {
-        ((1, 1, count, 64), (1, 1, count, 32))
+        ((1, 1, count, 64), (1, 1, count, 32 + 8))
     }
     itself = kv.fit(source, source, samples)
     cache = kv.hand_over(source, source, TOKENS, translator=itself, prefill_step_size=7)
@@ -429,7 +485,7 @@ def test_pytorch_describes_the_model_as_mlx_does(mixed: Path) -> None:
     keys, values = (getattr(there.states(TOKENS, "latent"), side)[0] for side in ("keys", "values"))
     entry = there.entry(0, keys, values, "latent")
     for mine, theirs in zip(held(native(here, TOKENS, 2048)[0]), entry, strict=True):
-        assert np.abs(mine - theirs.numpy()).max() < 1e-4
+        assert np.abs(mine[..., : theirs.shape[-1]] - theirs.numpy()).max() < 1e-4
 
 
 # ---- real widths, and what is refused ---------------------------------------------------
@@ -491,6 +547,23 @@ def test_a_sharded_16_bit_model_is_read_and_written_as_such(
     assert np.abs(mlx_logits(folder, TOKENS) - exact).mean() < 0.05 * np.abs(exact).mean()
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"kv_lora_ranks": [64] * 3}, "kv_lora_ranks of 4 layers"),
+        ({"rotary_frequencies": [1.0]}, "rotary_frequencies of 16 pairs"),
+        ({"rotary_slots": [[64] * 32] * 4}, "with 32 pairs each, from 0 to 63"),
+        ({"qk_rope_head_dim": 32}, "rotary_slots of 4 layers with 16 pairs each"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(
+    convert: Convert, tmp_path: Path, more: dict[str, Any], said: str
+) -> None:
+    folder = rewritten(convert(rank=64, rotary=64), tmp_path / "other", **more)
+    with pytest.raises(kv.MissingModelError, match=said):
+        kv.load(folder)
+
+
 def test_what_cannot_be_converted(tool: ModuleType, convert: Convert, tmp_path: Path) -> None:
     for more, said in (
         ({"attention_bias": True}, "biases"),
@@ -512,8 +585,9 @@ def test_what_cannot_be_converted(tool: ModuleType, convert: Convert, tmp_path: 
 
 
 def test_the_tool_runs_from_a_file_of_conversations(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     data = tmp_path / "talks.jsonl"
     lines = [json.dumps({"messages": d.conversation()}) for d in for_fitting(12)]
     data.write_text("\n".join(lines) + "\n")
@@ -522,6 +596,23 @@ def test_the_tool_runs_from_a_file_of_conversations(
     monkeypatch.setattr(sys, "argv", words)
     tool.main()
     assert kv.load(out).geometry.layers[0].value_dim == 64
-    assert len(list((tmp_path / "out.calibration").iterdir())) == 4
+    assert len(list((tmp_path / "out.calibration").iterdir())) == 4 + 1
     with pytest.raises(SystemExit):
         tool.main()
+    assert "out exists; name another folder" in capsys.readouterr().err
+    work = ["--work", str(tmp_path / "out.calibration"), "--rank", "32"]
+    monkeypatch.setattr(sys, "argv", [w.replace(str(out), f"{out}2") for w in words] + work)
+    with monkeypatch.context() as patch:
+        patch.setattr(tool, "calibrate", None)  # it is not read again
+        tool.main()
+    assert kv.load(f"{out}2").geometry.layers[0].value_dim == 32
+    monkeypatch.setattr(sys, "argv", [w.replace(str(out), f"{out}3") for w in words] + work[:2])
+    sys.argv[sys.argv.index("128")] = "64"
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert "was measured with another model or other tokens" in capsys.readouterr().err
+
+
+def test_ranks_cannot_share_it(mixed: Path) -> None:
+    """Qwen3's own way would look for projections that are not there."""
+    assert kv.load(mixed).model.shard is None

@@ -31,7 +31,7 @@ RECORDS = [{"text": "the you and use is of an other in on at it here and there "
 # The layers that read each cache; the others' read their own alone.
 READERS = {"gemma4": ((0,), (1, 3, 4), (2, 5))}
 CACHED = {  # (heads, width) of what one layer's cache stores as keys and as values
-    "converted_mla": [(1, 64), (1, 16)],
+    "converted_mla": [(1, 64), (1, 16 + 2 * 2)],
     "deepseek_v3": [(1, 64), (1, 16)],
     "glm4_moe_lite": [(1, 64), (1, 16)],
     "deepseek_v2": [(4, 48), (4, 32)],

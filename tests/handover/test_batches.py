@@ -23,7 +23,7 @@ from kvlingo_mlx.models.states import KVStates
 from tests.support import tiny
 
 GREEDY = Choice(None, None, None, ())
-FAMILIES = ("qwen3", "gemma3", "deepseek_v3", "qwen3_moe")
+FAMILIES = ("qwen3", "gemma3", "deepseek_v3", "qwen3_moe", "converted_mla")
 TIE = 2e-3
 
 

@@ -86,6 +86,8 @@ def write_tiny_model(
         **COMMON[model_type](hidden),
         **more,
     }
+    if model_type == "converted_mla":
+        config = _listed(config) | config
     tokenizer = byte_tokenizer()
     config["eos_token_id"] = tokenizer.token_to_id("<|im_end|>")
     config["pad_token_id"] = tokenizer.token_to_id("<|endoftext|>")
@@ -259,12 +261,20 @@ def _converted_mla(hidden: int) -> dict[str, Any]:
     """Latents of grouped queries; other pairs of the original's in every layer's rotary key."""
     windows = {"sliding_window": None, "use_sliding_window": False}
     return _common("ConvertedMLAForCausalLM", hidden) | windows | {
-        "kv_lora_ranks": [64] * 8,
         "qk_rope_head_dim": 16,
         "qk_norm": True,
-        "rotary_frequencies": [10_000.0 ** (-i / 8) for i in range(8)],
-        "rotary_slots": [[(5 * i + 3 * layer) % 16 for i in range(8)] for layer in range(8)],
     }  # fmt: skip
+
+
+def _listed(config: dict[str, Any]) -> dict[str, Any]:
+    """A converted model's entries for each layer and pair."""
+    layers, half = range(config["num_hidden_layers"]), config["head_dim"] // 2
+    most, pairs = config["num_key_value_heads"] * half, config["qk_rope_head_dim"] // 2
+    return {
+        "kv_lora_ranks": [64 for _ in layers],
+        "rotary_frequencies": [config["rope_theta"] ** (-i / half) for i in range(half)],
+        "rotary_slots": [[(5 * i + 3 * layer) % most for i in range(pairs)] for layer in layers],
+    }
 
 
 COMMON = {

@@ -48,7 +48,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     records = ({"messages": d.conversation()} for d in for_fitting(40))
     tokens = tool.packed(records, tokenizer, 8, 128)
     tool.calibrate(config, tool.Weights(SMALL), tokens, root / "work")
-    tool.convert(SMALL, root / "work", root / "out", tool.Settings(rank=16, rotary=64), 128)
+    tool.convert(SMALL, root / "work", root / "out", tool.Settings(rank=16, rotary=64))
     return root / "out"
 
 

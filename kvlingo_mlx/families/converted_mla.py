@@ -237,7 +237,8 @@ def by_head(module: nn.Module, x: mx.array, heads: int, *, transpose: bool) -> m
 class Model(qwen3.Model):
     """mlx-lm's Qwen3 with this attention; Llama's and Mistral's other parts are the same."""
 
-    shard = None  # Qwen3's way to share it among ranks does not fit
+    # Qwen3's way to share it among ranks does not fit.
+    shard = None  # type: ignore[assignment]
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args)

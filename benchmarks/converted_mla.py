@@ -1,11 +1,13 @@
 """What a conversion to latents costs the zoo's models, by rank, metric and width of the rotary key.
 
     python benchmarks/converted_mla.py --model tiny-qwen3-s --json FILE
+    python benchmarks/converted_mla.py --model tiny-qwen3-s --recover 400 --json FILE
 
 Held-out dialogues up to the first answer, by PyTorch in float32. For each setting of
 ``tools/convert_mla.py``: KL(original || converted) over the answers' tokens, the share of answers
 whose every token is the converted model's first choice, and the largest difference of a logit. No
-fine-tune follows a conversion here.
+fine-tune follows a conversion. ``--recover``: instead, one narrow setting before and after that
+many steps of ``tools/recover_mla.py``, at a rate for tiny models.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,13 +29,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from kvlingo_mlx.embedded import zoo, zoo_names
-from kvlingo_mlx.embedded.dialogues import for_fitting, held_out
+from kvlingo_mlx.embedded.dialogues import for_distilling, for_fitting, held_out
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.tokenization.samples import Sample, tokenise
 
 LENGTH, SEQUENCES = 512, 64  # of the calibration
 FULL = 1 << 20  # more than any rank
 RANKS = (16, 24, 32, 48, 64, 96)
+NARROW = {"rank": 32, "rotary": 32}  # what is recovered
 
 
 def tool() -> ModuleType:
@@ -68,7 +73,7 @@ def answers(folder: Path, samples: list[Sample]) -> list[torch.Tensor]:
 
 def compared(
     own: list[torch.Tensor], found: list[torch.Tensor], samples: list[Sample]
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """KL a token, the share of right answers, the largest difference of a logit."""
     both = [(a.log_softmax(-1), b.log_softmax(-1)) for a, b in zip(own, found, strict=True)]
     kl = torch.cat([(p.exp() * (p - q)).sum(dim=-1) for p, q in both])
@@ -80,10 +85,23 @@ def compared(
     return {"kl": float(kl.mean()), "recall": sum(right) / len(right), "logits": most}
 
 
+def recovered(model: Path, original: Path, root: Path, steps: int) -> Path:
+    """The model after a fine-tune on dialogues that nothing else is measured on."""
+    data, out = root / "dialogues.jsonl", root / "recovered"
+    talks = (for_distilling(index, questions=1).conversation() for index in range(700))
+    data.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    script = Path(__file__).parents[1] / "tools" / "recover_mla.py"
+    command = [sys.executable, script, model, original, out, "--data", data, "--steps", steps]
+    command += ["--rate", 5e-4, "--tokens", 640, "--held-out", 12, "--validate-every", 1000]
+    subprocess.run(list(map(str, command)), check=True)
+    return out
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="tiny-qwen3-s", choices=zoo_names())
     parser.add_argument("--dialogues", type=int, default=48)
+    parser.add_argument("--recover", type=int, metavar="STEPS")
     parser.add_argument("--json", default="-")
     args = parser.parse_args()
     logging.disable_progress_bar()
@@ -98,14 +116,23 @@ def main() -> None:
         records = ({"messages": d.conversation()} for d in for_fitting(1000))
         tokens = convert.packed(records, tokenizer, SEQUENCES, LENGTH)
         convert.calibrate(config, convert.Weights(folder), tokens, work)
-        for number, chosen in enumerate(settings(convert.shape_of(config).keys)):
+        tried = [NARROW] if args.recover else settings(convert.shape_of(config).keys)
+        for number, chosen in enumerate(tried):
             out = Path(root) / str(number)
             written = convert.convert(folder, work, out, convert.Settings(**chosen))
             row = compared(own, answers(out, samples), samples)
+            if args.recover:
+                after = recovered(out, folder, Path(root), args.recover)
+                row["recovered"] = compared(own, answers(after, samples), samples)
             rows.append({**chosen, "ranks_found": written["kv_lora_ranks"], **row})
             print(rows[-1], flush=True)
     native = compared(own, own, samples)["recall"]
-    facts = {"model": args.model, "dialogues": args.dialogues, "calibration": [SEQUENCES, LENGTH]}
+    facts = {
+        "model": args.model,
+        "recover": args.recover,
+        "dialogues": args.dialogues,
+        "calibration": [SEQUENCES, LENGTH],
+    }
     entry = measure.record("converted_mla", facts, {"native_recall": native, "rows": rows})
     measure.append_json(args.json, entry)
 

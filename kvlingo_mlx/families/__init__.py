@@ -47,7 +47,8 @@ FILES = {
     **{
         name: name
         for name in """
-            cohere2 gemma3_text gemma4_text hunyuan_v1_dense minicpm3 ministral3 mistral3 olmo3 phi3
+            cohere2 converted_mla gemma3_text gemma4_text hunyuan_v1_dense minicpm3 ministral3
+            mistral3 olmo3 phi3
         """.split()
     },
     # The same families with vision towers or other encoders, which mlx-lm leaves out.

@@ -28,7 +28,7 @@ from tests.support.identity import identity_of
 from tests.support.processes import WITHOUT_TORCH
 from tests.support.talks import NEW, ask, ask_naive, expected, talk_of
 
-FAMILIES = ("qwen3", "gemma3", "gemma4", "deepseek_v3")
+FAMILIES = ("qwen3", "gemma3", "gemma4", "deepseek_v3", "converted_mla")
 
 
 @pytest.fixture(scope="module")

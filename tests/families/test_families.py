@@ -61,7 +61,10 @@ def test_identity_writes_the_models_own_cache(model: LanguageModel, step: int, l
 
 def shift(layer: Any, rope: Any, name: str) -> None:
     """Rotate what a cache's keys were rotated by one position more."""
-    if name in ("deepseek_v3", "glm4_moe_lite"):
+    if name == "converted_mla":
+        rotary, units = mx.split(layer.values, [16], axis=-1)
+        layer.values = mx.concatenate([rope(rotary, offset=1), units], axis=-1)
+    elif name in ("deepseek_v3", "glm4_moe_lite"):
         layer.values = rope(layer.values * 1.0, offset=1)
     elif name in tiny.LATENT:
         plain, rotary = mx.split(layer.keys, [32], axis=-1)

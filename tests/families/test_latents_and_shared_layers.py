@@ -31,6 +31,7 @@ RECORDS = [{"text": "the you and use is of an other in on at it here and there "
 # The layers that read each cache; the others' read their own alone.
 READERS = {"gemma4": ((0,), (1, 3, 4), (2, 5))}
 CACHED = {  # (heads, width) of what one layer's cache stores as keys and as values
+    "converted_mla": [(1, 64), (1, 16 + 2 * 2)],
     "deepseek_v3": [(1, 64), (1, 16)],
     "glm4_moe_lite": [(1, 64), (1, 16)],
     "deepseek_v2": [(4, 48), (4, 32)],
@@ -52,6 +53,7 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
     """The tiny models are what PyTorch takes them for, so mlx-lm's reading is no accident."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
+    pytest.importorskip("kvlingo_mlx.training.on_torch.converted_mla")  # registered
     model_type, options = tiny.FAMILIES[name]
     folder = tiny.write_tiny_model(tmp_path / name, model_type, **options)
     auto = transformers.AutoModelForCausalLM

@@ -24,7 +24,7 @@ from kvlingo_mlx.models.states import KVStates
 from tests.support import hybrid_models, tiny
 
 GREEDY = Choice(None, None, None, ())
-FAMILIES = ("qwen3", "gemma3", "deepseek_v3", "qwen3_moe")
+FAMILIES = ("qwen3", "gemma3", "deepseek_v3", "qwen3_moe", "converted_mla")
 HYBRIDS = ("qwen3_5", "granitemoehybrid", "nemotron_h", "lfm2")
 TIE = 2e-3
 

@@ -201,7 +201,7 @@ class TruePositions(KVCache):
         return mx.arange(held + count) <= held + mx.arange(count)[:, None]
 
 
-LATENT = ("deepseek_v3", "glm4_moe_lite", "deepseek_v2", "minicpm3")
+LATENT = ("deepseek_v3", "glm4_moe_lite", "deepseek_v2", "minicpm3", "converted_mla")
 OTHERS = ("qwen3", "qwen3_moe", *LATENT)
 IDS = tiny.random_tokens(40)
 STRETCHES = ((0, 5, False), (5, 15, True), (15, 22, False), (22, 33, True), (33, 39, False))

@@ -86,6 +86,8 @@ def write_tiny_model(
         **COMMON[model_type](hidden),
         **more,
     }
+    if model_type == "converted_mla":
+        config = _listed(config) | config
     tokenizer = byte_tokenizer()
     config["eos_token_id"] = tokenizer.token_to_id("<|im_end|>")
     config["pad_token_id"] = tokenizer.token_to_id("<|endoftext|>")
@@ -255,7 +257,28 @@ def _minicpm3(hidden: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _converted_mla(hidden: int) -> dict[str, Any]:
+    """Latents of grouped queries; other pairs of the original's in every layer's rotary key."""
+    windows = {"sliding_window": None, "use_sliding_window": False}
+    return _common("ConvertedMLAForCausalLM", hidden) | windows | {
+        "qk_rope_head_dim": 16,
+        "qk_norm": True,
+    }  # fmt: skip
+
+
+def _listed(config: dict[str, Any]) -> dict[str, Any]:
+    """A converted model's entries for each layer and pair."""
+    layers, half = range(config["num_hidden_layers"]), config["head_dim"] // 2
+    most, pairs = config["num_key_value_heads"] * half, config["qk_rope_head_dim"] // 2
+    return {
+        "kv_lora_ranks": [64 for _ in layers],
+        "rotary_frequencies": [config["rope_theta"] ** (-i / half) for i in range(half)],
+        "rotary_slots": [[(5 * i + 3 * layer) % most for i in range(pairs)] for layer in layers],
+    }
+
+
 COMMON = {
+    "converted_mla": _converted_mla,
     "deepseek_v3": _deepseek_v3,
     "glm4_moe_lite": _glm4_moe_lite,
     "deepseek_v2": _deepseek_v2,
@@ -432,10 +455,39 @@ def _latent_shapes(config: dict[str, Any]) -> Iterable[tuple[str, Shape]]:
         yield from ((f"model.layers.{layer}.{n}.weight", shape) for n, shape in modules.items())
 
 
+def _converted_shapes(config: dict[str, Any]) -> Iterable[tuple[str, Shape]]:
+    hidden, heads, dim = (
+        config[name] for name in ("hidden_size", "num_attention_heads", "head_dim")
+    )
+    groups, rotary = config["num_key_value_heads"], config["qk_rope_head_dim"]
+    width = config["intermediate_size"]
+    for layer in range(config["num_hidden_layers"]):
+        rank = config["kv_lora_ranks"][layer]
+        modules: dict[str, Shape] = {
+            "self_attn.q_proj": (heads * (dim + rotary), hidden),
+            "self_attn.q_norm": (1, dim),
+            "self_attn.kv_a_proj_with_mqa": (rank + rotary, hidden),
+            "self_attn.k_b_proj": (groups * dim, rank),
+            "self_attn.k_norm": (groups, dim),
+            "self_attn.v_b_proj": (groups * dim, rank),
+            "self_attn.o_proj": (hidden, heads * dim),
+            "mlp.gate_proj": (width, hidden),
+            "mlp.up_proj": (width, hidden),
+            "mlp.down_proj": (hidden, width),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
+        yield from ((f"model.layers.{layer}.{n}.weight", shape) for n, shape in modules.items())
+
+
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
-LATENT = ("deepseek_v3", "glm4_moe_lite", "deepseek_v2", "minicpm3")
+LATENT = ("deepseek_v3", "glm4_moe_lite", "deepseek_v2", "minicpm3", "converted_mla")
 # Layers unlike the common one.
-OWN_SHAPES = {"gemma4_text": _gemma4_shapes, **dict.fromkeys(LATENT, _latent_shapes)}
+OWN_SHAPES = {
+    "gemma4_text": _gemma4_shapes,
+    **dict.fromkeys(LATENT, _latent_shapes),
+    "converted_mla": _converted_shapes,
+}
 
 
 # ---- tokenizer ------------------------------------------------------------------------
@@ -565,7 +617,8 @@ def _cache_layer(config: dict[str, Any], layer: int) -> dict[str, Any]:
     attention = "full" if window is None else "sliding"
     if config["model_type"] in LATENT:
         attention, heads = "latent", 1
-        widths = config["qk_rope_head_dim"], config["kv_lora_rank"]
+        latents = config.get("kv_lora_ranks") or [config["kv_lora_rank"]] * (layer + 1)
+        widths = config["qk_rope_head_dim"], latents[layer]
     else:
         heads, dim = config["num_key_value_heads"], config["head_dim"]
         if config["model_type"] == "gemma4_text":
@@ -813,7 +866,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             moe_intermediate_size=32,
         ),
     ),
-    **{name: (name, dict(seed=6, layers=3, kv_heads=4, head_dim=16)) for name in LATENT},
+    **{
+        name: (
+            name,
+            dict(seed=6, layers=3, kv_heads=2 if name == "converted_mla" else 4, head_dim=16),
+        )
+        for name in LATENT
+    },
 }
 GOLDEN_CASES = (
     Case("dense4x16", "moe2x32", nu=2),

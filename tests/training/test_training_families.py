@@ -64,13 +64,16 @@ PAIRS = (
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 KINDS = [LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL, GLOBAL, LOCAL]
 # Tiny models of families whose caches are unlike the common one.
-UNLIKE = ("gemma4", "gemma4_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite")
+UNLIKE = (
+    "gemma4", "gemma4_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "converted_mla"
+)  # fmt: skip
 UNLIKE_PAIRS = (
     ("gemma4", "gemma4_moe"),  # other depth, head widths, and ratio of local to global layers
     ("gemma4_moe", "gemma4"),
     ("deepseek_v3", "latent_wide"),
     ("latent_wide", "deepseek_v2"),
     ("deepseek_v2", "glm4_moe_lite"),
+    ("deepseek_v2", "converted_mla"),
 )
 KL = objective_named("kl")
 

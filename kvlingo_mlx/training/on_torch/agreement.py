@@ -20,6 +20,7 @@ MSCALES = ("mscale", "mscale_all_dim")
 # RoPE types that transformers and mlx-lm compute alike, with the parameters that both read.
 ROPES = {
     "default": set(),
+    "listed": {"frequencies"},
     "linear": {"factor"},
     "yarn": {
         "factor",

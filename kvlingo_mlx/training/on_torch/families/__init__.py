@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.training.on_torch.families.base import POINTS, TorchFamily
+from kvlingo_mlx.training.on_torch.families.converted_mla import FAMILY as CONVERTED
 from kvlingo_mlx.training.on_torch.families.gemma3 import Gemma3
 from kvlingo_mlx.training.on_torch.families.gemma4 import Gemma4
 from kvlingo_mlx.training.on_torch.families.latent import DeepseekV2, Latent
@@ -23,6 +24,7 @@ FAMILIES = {
     "gemma4": Gemma4("gemma4_text"),
     "deepseek_v2": DeepseekV2("deepseek_v2"),
     "deepseek_v3": Latent("deepseek_v3"),
+    CONVERTED.model_type: CONVERTED,
     "glm4_moe_lite": Latent("glm4_moe_lite", base=1e6),
 }
 

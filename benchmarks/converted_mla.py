@@ -1,0 +1,141 @@
+"""What a conversion to latents costs the zoo's models, by rank, metric and width of the rotary key.
+
+    python benchmarks/converted_mla.py --model tiny-qwen3-s --json FILE
+    python benchmarks/converted_mla.py --model tiny-qwen3-s --recover 400 --json FILE
+
+Held-out dialogues up to the first answer, by PyTorch in float32. For each setting of
+``tools/convert_mla.py``: KL(original || converted) over the answers' tokens, the share of answers
+whose every token is the converted model's first choice, and the largest difference of a logit. No
+fine-tune follows a conversion. ``--recover``: instead, one narrow setting before and after that
+many steps of ``tools/recover_mla.py``, at a rate for tiny models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from kvlingo_mlx.embedded import zoo, zoo_names
+from kvlingo_mlx.embedded.dialogues import for_distilling, for_fitting, held_out
+from kvlingo_mlx.reporting import measure
+from kvlingo_mlx.tokenization.samples import Sample, tokenise
+
+LENGTH, SEQUENCES = 512, 64  # of the calibration
+FULL = 1 << 20  # more than any rank
+RANKS = (16, 24, 32, 48, 64, 96)
+NARROW = {"rank": 32, "rotary": 32}  # what is recovered
+
+
+def tool() -> ModuleType:
+    """``tools/convert_mla.py``."""
+    path = Path(__file__).parents[1] / "tools" / "convert_mla.py"
+    spec = importlib.util.spec_from_file_location("convert_mla", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["convert_mla"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def settings(width: int) -> Iterator[dict[str, Any]]:
+    """What is tried; ``width`` is that of all keys."""
+    for rotary in (width, 96, 64, 48, 40, 32):
+        yield {"rank": FULL, "rotary": rotary}
+    for rank, metric, rotary in itertools.product(RANKS, ("covariance", "weights"), (width, 64)):
+        yield {"rank": rank, "rotary": rotary, "metric": metric}
+    for rank in (24, 32, 48, 64):
+        yield {"rank": rank, "rotary": width, "apart": True}
+        for ranks in ("residual", "total"):
+            yield {"rank": rank, "rotary": width, "ranks": ranks, "multiple": 8}
+
+
+@torch.no_grad()
+def answers(folder: Path, samples: list[Sample]) -> list[torch.Tensor]:
+    """The logits (T, V) at each dialogue's answer."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return [
+        model(torch.tensor([s.prefix + s.continuation])).logits[0, len(s.prefix) - 1 : -1].double()
+        for s in samples
+    ]
+
+
+def compared(
+    own: list[torch.Tensor], found: list[torch.Tensor], samples: list[Sample]
+) -> dict[str, Any]:
+    """KL a token, the share of right answers, the largest difference of a logit."""
+    both = [(a.log_softmax(-1), b.log_softmax(-1)) for a, b in zip(own, found, strict=True)]
+    kl = torch.cat([(p.exp() * (p - q)).sum(dim=-1) for p, q in both])
+    right = [
+        float((b.argmax(dim=-1) == torch.tensor(s.continuation)).all())
+        for b, s in zip(found, samples, strict=True)
+    ]
+    most = max(float((a - b).abs().max()) for a, b in zip(own, found, strict=True))
+    return {"kl": float(kl.mean()), "recall": sum(right) / len(right), "logits": most}
+
+
+def recovered(model: Path, original: Path, root: Path, steps: int) -> Path:
+    """The model after a fine-tune on dialogues that nothing else is measured on."""
+    data, out = root / "dialogues.jsonl", root / "recovered"
+    talks = (for_distilling(index, questions=1).conversation() for index in range(700))
+    data.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    script = Path(__file__).parents[1] / "tools" / "recover_mla.py"
+    command = [sys.executable, script, model, original, out, "--data", data, "--steps", steps]
+    command += ["--rate", 5e-4, "--tokens", 640, "--held-out", 12, "--validate-every", 1000]
+    subprocess.run(list(map(str, command)), check=True)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="tiny-qwen3-s", choices=zoo_names())
+    parser.add_argument("--dialogues", type=int, default=48)
+    parser.add_argument("--recover", type=int, metavar="STEPS")
+    parser.add_argument("--json", default="-")
+    args = parser.parse_args()
+    logging.disable_progress_bar()
+    convert, folder = tool(), zoo(args.model)
+    tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
+    talks = held_out(args.dialogues, seed=3)
+    told = [{"messages": d.conversation()[: len(d.messages) + 1]} for d in talks]
+    samples, rows = [tokenise(record, tokenizer) for record in told], []
+    own = answers(folder, samples)
+    with tempfile.TemporaryDirectory() as root:
+        work = Path(root) / "calibration"
+        records = ({"messages": d.conversation()} for d in for_fitting(1000))
+        tokens = convert.packed(records, tokenizer, SEQUENCES, LENGTH)
+        convert.calibrate(config, convert.Weights(folder), tokens, work)
+        tried = [NARROW] if args.recover else settings(convert.shape_of(config).keys)
+        for number, chosen in enumerate(tried):
+            out = Path(root) / str(number)
+            written = convert.convert(folder, work, out, convert.Settings(**chosen))
+            row = compared(own, answers(out, samples), samples)
+            if args.recover:
+                after = recovered(out, folder, Path(root), args.recover)
+                row["recovered"] = compared(own, answers(after, samples), samples)
+            rows.append({**chosen, "ranks_found": written["kv_lora_ranks"], **row})
+            print(rows[-1], flush=True)
+    native = compared(own, own, samples)["recall"]
+    facts = {
+        "model": args.model,
+        "recover": args.recover,
+        "dialogues": args.dialogues,
+        "calibration": [SEQUENCES, LENGTH],
+    }
+    entry = measure.record("converted_mla", facts, {"native_recall": native, "rows": rows})
+    measure.append_json(args.json, entry)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,618 @@
+"""Latent attention made of grouped-query attention: the conversion and the family."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kvlingo_mlx.backend import mx, nn
+
+import mlx_lm
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from safetensors.numpy import load_file
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.embedded.dialogues import for_fitting, held_out
+from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.tokenization.samples import Sample, tokenise
+from tests.support import repository_tools, tiny
+from tests.support.identity import identity_of
+from tests.support.native_caches import TOKENS, held, logits, native
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SMALL, LARGE = "tiny-qwen3-s", "tiny-qwen3-l"
+LENGTH = 256
+FULL = 10_000  # more than any rank: latents that hold all keys and values
+Convert = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    return repository_tools.tool("convert_mla")
+
+
+@pytest.fixture(scope="module")
+def convert(tool: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Convert:
+    """Converts a model, read once, with given settings; the same ones once."""
+    root = tmp_path_factory.mktemp("converted")
+
+    def make(name: str = SMALL, folder: Path | None = None, **settings: Any) -> Path:
+        folder, work = folder or zoo(name), root / f"{name}.calibration"
+        if not work.exists():
+            calibrate(tool, folder, work)
+        out = root / "-".join([name, *(f"{k}{v}" for k, v in sorted(settings.items()))])
+        if not out.exists():
+            tool.convert(folder, work, out, tool.Settings(**settings))
+        return out
+
+    make.root = root  # type: ignore[attr-defined]
+    return make
+
+
+def calibrate(tool: ModuleType, folder: Path, work: Path, sequences: int = 12) -> None:
+    records = ({"messages": d.conversation()} for d in for_fitting(200))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokens = tool.packed(records, tokenizer, sequences, LENGTH) % tokenizer.vocab_size
+    config = transformers.AutoConfig.from_pretrained(folder)
+    tool.calibrate(config, tool.Weights(folder), tokens, work)
+
+
+def on_torch(folder: Path, **more: Any) -> Any:
+    auto = transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=torch.float32, **more).eval()
+
+
+def torch_logits(model: Any, tokens: Sequence[int]) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor([list(tokens)])).logits[0].double().numpy()
+
+
+def mlx_logits(folder: Path, tokens: Sequence[int]) -> np.ndarray:
+    return np.array(
+        kv.load(folder).model(mx.array([list(tokens)]))[0].astype(mx.float32), np.float64
+    )
+
+
+@pytest.fixture(scope="module")
+def talks() -> list[Any]:
+    """Held-out dialogues up to the first answer."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(zoo(SMALL))
+    talks = held_out(6, seed=5)
+    records = [{"messages": d.conversation()[: len(d.messages) + 1]} for d in talks]
+    return [tokenise(record, tokenizer) for record in records]
+
+
+@pytest.fixture(scope="module")
+def divergence(talks: list[Any]) -> Callable[[Path], float]:
+    """KL(original || converted) of SMALL over the answers."""
+
+    def read(folder: Path) -> list[Any]:
+        model, found = on_torch(folder), []
+        for talk in talks:
+            with torch.no_grad():
+                rows = model(torch.tensor([talk.prefix + talk.continuation])).logits[0]
+            found.append(rows[len(talk.prefix) - 1 : -1].double().log_softmax(dim=-1))
+        return found
+
+    own = read(zoo(SMALL))
+
+    def measure(folder: Path) -> float:
+        pairs = zip(own, read(folder), strict=True)
+        return float(torch.cat([(p.exp() * (p - q)).sum(dim=-1) for p, q in pairs]).mean())
+
+    return measure
+
+
+# ---- references -----------------------------------------------------------------------
+
+
+def reference(folder: Path, tokens: Sequence[int], turned: Sequence[Sequence[int]]) -> np.ndarray:
+    """Logits (T, V) of a Qwen3 in NumPy and float64, of whose keys the pairs ``turned`` rotate.
+
+    ``turned`` has, for each layer, the pairs of all KV heads as head * D / 2 + place.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {n: t.astype(np.float64) for n, t in load_file(folder / "model.safetensors").items()}
+    eps, groups = config["rms_norm_eps"], config["num_key_value_heads"]
+    heads, dim = config["num_attention_heads"], config["head_dim"]
+    places, half, share = np.arange(len(tokens)), dim // 2, heads // groups
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * tensors[f"{name}.weight"]
+
+    def turn(x: np.ndarray, pairs: np.ndarray) -> np.ndarray:  # (H, T, D) by pairs (H, D / 2)
+        angles = places[:, None] * config["rope_theta"] ** (-np.arange(half) / half)
+        angles = angles[None] * pairs[:, None]
+        a, b = x[..., :half], x[..., half:]
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+    hidden = tensors["model.embed_tokens.weight"][list(tokens)]
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        x = norm(hidden, f"{at}.input_layernorm")
+        q, k, v = (x @ tensors[f"{at}.self_attn.{n}_proj.weight"].T for n in "qkv")
+        q, k, v = (a.reshape(len(x), -1, dim).swapaxes(0, 1) for a in (q, k, v))
+        q, k = norm(q, f"{at}.self_attn.q_norm"), norm(k, f"{at}.self_attn.k_norm")
+        pairs = np.isin(np.arange(groups * half), turned[layer]).reshape(groups, half)
+        q, k = turn(q, np.repeat(pairs, share, axis=0)), turn(k, pairs)
+        scores = q @ np.repeat(k, share, axis=0).swapaxes(1, 2) / np.sqrt(dim)
+        scores = np.where(np.tril(np.ones(scores.shape[1:], bool)), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        mixed = (weights @ np.repeat(v, share, axis=0)).swapaxes(0, 1).reshape(len(x), -1)
+        hidden = hidden + mixed @ tensors[f"{at}.self_attn.o_proj.weight"].T
+        x = norm(hidden, f"{at}.post_attention_layernorm")
+        gate, up = (x @ tensors[f"{at}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+        hidden = (
+            hidden + (gate / (1 + np.exp(-gate)) * up) @ tensors[f"{at}.mlp.down_proj.weight"].T
+        )
+    return norm(hidden, "model.norm") @ tensors["model.embed_tokens.weight"].T
+
+
+def slots_of(folder: Path) -> list[list[int]]:
+    return json.loads((folder / "config.json").read_text())["rotary_slots"]
+
+
+def rewritten(folder: Path, out: Path, **more: Any) -> Path:
+    """A copy whose config differs."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text()) | more
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+# ---- what is exact --------------------------------------------------------------------
+
+
+def test_at_full_rank_and_full_rotation_it_is_the_model(
+    convert: Convert, talks: list[Any], tmp_path: Path
+) -> None:
+    """On both runtimes, against transformers' own Qwen3; with a wrong table it is not."""
+    folder, tokens = convert(rank=FULL, rotary=128), [*talks[0].prefix, *talks[0].continuation]
+    expected = torch_logits(on_torch(zoo(SMALL)), tokens)
+    assert np.abs(expected).max() > 10  # of a size at which 1e-4 says something
+    assert np.abs(torch_logits(on_torch(folder), tokens) - expected).max() < 1e-4
+    assert np.abs(mlx_logits(folder, tokens) - expected).max() < 1e-4
+    wrong = [[*layer[1:], layer[0]] for layer in slots_of(folder)]
+    other = rewritten(folder, tmp_path / "wrong", rotary_slots=wrong)
+    assert np.abs(mlx_logits(other, tokens) - expected).max() > 1
+    assert np.abs(torch_logits(on_torch(other), tokens) - expected).max() > 1
+
+
+def test_of_a_narrower_rotary_key_only_the_other_pairs_stand_still(
+    convert: Convert, talks: list[Any]
+) -> None:
+    """At full rank, against NumPy; the same with one pair exchanged differs."""
+    folder, tokens = convert(rank=FULL, rotary=48), talks[0].prefix
+    slots = slots_of(folder)
+    assert all(len(set(layer)) == 24 for layer in slots)
+    expected = reference(zoo(SMALL), tokens, slots)
+    assert np.abs(mlx_logits(folder, tokens) - expected).max() < 1e-4
+    assert np.abs(torch_logits(on_torch(folder), tokens) - expected).max() < 1e-4
+    left = next(pair for pair in range(64) if pair not in slots[0])
+    other = reference(zoo(SMALL), tokens, [[left, *slots[0][1:]], *slots[1:]])
+    assert np.abs(other - expected).max() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_families_without_head_norms_are_exact_too(
+    family: str, tool: ModuleType, convert: Convert, tmp_path: Path
+) -> None:
+    """Llama with its scaled rotation, whose frequencies are listed like any other."""
+    scaling = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    more = {"rope_scaling": scaling} if family == "llama" else {}
+    options: dict[str, Any] = dict(seed=3, layers=2, kv_heads=2, head_dim=16, **more)
+    source = tiny.write_tiny_model(tmp_path / family, family, **options)
+    folder = convert(family, source, rank=FULL, rotary=32)
+    expected = torch_logits(on_torch(source), TOKENS)
+    assert np.abs(expected).max() > 1
+    assert np.abs(torch_logits(on_torch(folder), TOKENS) - expected).max() < 1e-4
+    assert np.abs(mlx_logits(folder, TOKENS) - expected).max() < 1e-4
+    frequencies = json.loads((folder / "config.json").read_text())["rotary_frequencies"]
+    plain = 10_000.0 ** (-np.arange(8) / 8)
+    assert np.allclose(frequencies, plain, rtol=1e-6) == (family == "mistral")
+
+
+# ---- the decomposition ----------------------------------------------------------------
+
+
+def test_moments_are_those_of_the_model_as_it_is(tool: ModuleType, tmp_path: Path) -> None:
+    """Read layer by layer, against transformers' own pass over all layers."""
+    tokens = torch.tensor([TOKENS, TOKENS[::-1]])
+    config = transformers.AutoConfig.from_pretrained(zoo(SMALL))
+    tool.calibrate(config, tool.Weights(zoo(SMALL)), tokens, tmp_path)
+    model, seen = on_torch(zoo(SMALL)), {}
+    layer = model.model.layers[2]
+    for name, module in (
+        ("covariance", layer.input_layernorm),
+        ("queries", layer.self_attn.q_norm),
+        ("keys", layer.self_attn.k_norm),
+    ):
+        module.register_forward_hook(lambda _m, _i, out, name=name: seen.update({name: out}))
+    with torch.no_grad():
+        model(tokens)
+    found = load_file(tmp_path / tool.moments_file(2))
+    rows = seen.pop("covariance").flatten(0, 1).double().numpy()
+    np.testing.assert_allclose(found["covariance"], rows.T @ rows / len(rows), atol=1e-4)
+    for name, heads in seen.items():
+        squares = heads.reshape(len(rows), -1, 32).double().square().mean(dim=0)
+        np.testing.assert_allclose(found[name], squares.numpy(), rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def planted(tool: ModuleType) -> tuple[Any, np.ndarray, np.ndarray]:
+    """A shape, outputs (2 * keys, hidden), and a covariance of inputs far from round."""
+    rng = np.random.default_rng(0)
+    shape = tool.Shape(24, 4, 2, 4, True, (1.0, 0.1))
+    inputs = (
+        rng.normal(size=(500, 24)) @ np.diag(np.logspace(0, -2, 24)) @ rng.normal(size=(24, 24))
+    )
+    return shape, rng.normal(size=(16, 24)), inputs.T @ inputs / 500
+
+
+@pytest.mark.parametrize("rank", [1, 5, 12, 16])
+def test_the_factors_are_the_svd_in_the_metric_of_the_inputs(
+    tool: ModuleType, planted: tuple[Any, np.ndarray, np.ndarray], rank: int
+) -> None:
+    """CARE's equation 3 as it stands, with the inverted root, in NumPy; and what it leaves out."""
+    shape, outputs, moment = planted
+    settings = tool.Settings(shrinkage=0.05)
+    found = tool.basis(torch.tensor(outputs), torch.tensor(moment), shape, settings)
+    scales = found.scales.numpy()
+    values, vectors = np.linalg.eigh(moment)
+    root = vectors @ np.diag(0.95 * np.sqrt(values) + 0.05 * np.sqrt(values).mean()) @ vectors.T
+    weights = (outputs * scales[:, None]).T
+    left, sizes, right = np.linalg.svd(root @ weights, full_matrices=False)
+    expected = np.linalg.inv(root) @ (left[:, :rank] * sizes[:rank]) @ right[:rank]
+    directions = found.directions.numpy()[:, :rank]
+    np.testing.assert_allclose(weights @ directions @ directions.T, expected, atol=1e-10)
+    np.testing.assert_allclose(found.energies.numpy(), sizes**2, atol=1e-10)
+    lost = np.linalg.norm(root @ (weights - expected)) ** 2
+    np.testing.assert_allclose(lost, (sizes[rank:] ** 2).sum(), atol=1e-10)
+    # Each head of keys weighs as much as the other, and values as much as all keys.
+    energy = ((root @ weights) ** 2).sum(axis=0)
+    np.testing.assert_allclose([*energy[:8].reshape(2, 4).sum(1), energy[8:].sum()], [1, 1, 2])
+    plain = tool.basis(
+        torch.tensor(outputs), torch.tensor(moment), shape, replace(settings, metric="weights")
+    ).directions.numpy()[:, :rank]
+    other = np.linalg.norm(root @ (weights - weights @ plain @ plain.T)) ** 2
+    assert rank == 16 or other > 1.05 * lost
+
+
+def test_latents_apart_serve_keys_or_values(
+    tool: ModuleType, planted: tuple[Any, np.ndarray, np.ndarray]
+) -> None:
+    shape, outputs, moment = (planted[0], *map(torch.tensor, planted[1:]))
+    found = tool.basis(outputs, moment, shape, tool.Settings(apart=True)).directions.numpy()
+    keys, values = (np.abs(part).max(axis=0) > 1e-9 for part in (found[:8], found[8:]))
+    assert keys.sum() == values.sum() == 8 and not (keys & values).any()
+    joint = tool.basis(outputs, moment, shape, tool.Settings()).directions.numpy()
+    assert (np.abs(joint).min(axis=0) > 1e-9).any()
+
+
+def test_ranks_under_one_budget(tool: ModuleType) -> None:
+    """A layer that lacks little gets little; a flat one is worth nothing more than its share."""
+    steep, flat = torch.tensor([64.0, 16, 4, 1, 0, 0, 0, 0]), torch.full((8,), 10.0)
+    settings = tool.Settings(rank=4, ranks="total", multiple=1)
+    assert tool.shared_ranks([steep, flat], settings, 8) == [2, 6]
+    residual = replace(settings, ranks="residual")
+    # 16/21, then 4/5, then 1/1 of what the steep layer lacks; 1/7, ... of what the flat one does.
+    assert tool.shared_ranks([steep, flat], residual, 8) == [4, 4]
+    assert sum(tool.shared_ranks([steep, flat, flat], replace(settings, multiple=2), 8)) == 12
+    assert tool.shared_ranks([steep, flat], replace(settings, rank=99), 8) == [8, 8]
+
+
+def test_less_rank_costs_more_and_the_metric_is_worth_it(
+    convert: Convert, divergence: Callable[[Path], float]
+) -> None:
+    """On held-out dialogues: KL falls with the rank, and plain SVD needs far more of it."""
+    ranks = (16, 32)
+    found = [divergence(convert(rank=rank, rotary=128)) for rank in ranks]
+    assert found[0] > 10 * found[1] > 0
+    plain = [divergence(convert(rank=rank, rotary=128, metric="weights")) for rank in ranks]
+    assert all(worse > 4 * better for worse, better in zip(plain, found, strict=True))
+
+
+def test_the_chosen_pairs_are_better_than_the_largest(
+    tool: ModuleType, convert: Convert, divergence: Callable[[Path], float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Pairs that hardly turn are large too, and need no rotation."""
+    assert divergence(convert(rank=FULL, rotary=64)) < 1e-3
+    chosen = divergence(convert(rank=FULL, rotary=40))
+    with monkeypatch.context() as patch:
+        patch.setattr(tool, "mean_cosines", lambda shape, _: torch.zeros(shape.dim // 2))
+        largest = divergence(convert(rank=FULL, rotary=40, shrinkage=0.011))
+    assert largest > 1.5 * chosen
+    with monkeypatch.context() as patch:
+        real = tool.mean_cosines
+        patch.setattr(tool, "mean_cosines", lambda *given: 2 - real(*given))  # the other end
+        assert divergence(convert(rank=FULL, rotary=40, shrinkage=0.012)) > 1
+
+
+# ---- both runtimes --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixed(convert: Convert) -> Path:
+    """A model whose layers differ in rank."""
+    folder = convert(rank=48, rotary=64, ranks="total", multiple=8)
+    assert len(set(json.loads((folder / "config.json").read_text())["kv_lora_ranks"])) > 1
+    return folder
+
+
+def test_both_runtimes_agree_and_cache_the_same_latents(mixed: Path, talks: list[Any]) -> None:
+    """Read in chunks, then decoded token by token."""
+    tokens, steps = list(talks[1].prefix[:90]), list(talks[1].continuation[:5])
+    model, here = on_torch(mixed), kv.load(mixed)
+    there, cache = transformers.DynamicCache(), make_prompt_cache(here.model)
+    for part in (tokens[:40], tokens[40:], *([step] for step in steps)):
+        with torch.no_grad():
+            expected = model(torch.tensor([part]), past_key_values=there).logits[0].numpy()
+        found = np.array(here.model(mx.array([part]), cache=cache)[0])
+        assert np.abs(found - expected).max() < 1e-4
+    ranks = json.loads((mixed / "config.json").read_text())["kv_lora_ranks"]
+    for mine, theirs, rank in zip(cache, there.layers, ranks, strict=True):
+        latents, rotary = held(mine)
+        assert latents.shape == (1, 1, 95, rank) and rotary.shape == (1, 1, 95, 64 + 8)
+        assert np.abs(latents - theirs.keys.numpy()).max() < 1e-4
+        assert np.abs(rotary[..., :64] - theirs.values.numpy()).max() < 1e-4
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_step_that_expands_nothing_computes_the_same(convert: Convert, bits: int | None) -> None:
+    """As one pass that expands latents; also of a row that does not see its first tokens."""
+    model = kv.load(convert(rank=64, rotary=64)).model
+    if bits:
+        nn.quantize(model, 64, bits)
+    attention, rng = model.layers[1].self_attn, np.random.default_rng(0)
+    x = mx.array(rng.normal(size=(2, 40, 128)).astype(np.float32))
+    seen = mx.arange(40) >= mx.array([[0], [7]])
+    causal = mx.arange(40)[:, None] >= mx.arange(40)
+    whole = causal[None, None] & seen[:, None, None]
+    for mask, step in (("causal", None), (whole, seen[:, None, None])):
+        cache = make_prompt_cache(model)[1]
+        attention(x[:, :-1], mask="causal", cache=cache)
+        found = np.array(attention(x[:, -1:], mask=step, cache=cache))
+        expected = np.array(attention(x, mask=mask)[:, -1:])
+        assert np.abs(found - expected).max() < 1e-5 < 0.1 < np.abs(expected).max()
+    unmasked = np.array(attention(x, mask="causal")[:, -1:])
+    assert np.abs(unmasked - expected)[1].max() > 1e-2 > 1e-5 > np.abs(unmasked - expected)[0].max()
+
+
+def test_units_of_a_16_bit_cache_are_as_good_as_32_bits(convert: Convert) -> None:
+    """In one part they would be wrong by up to 2^-9, of all of a head's scores alike."""
+    attention = kv.load(convert(rank=64, rotary=64)).model.layers[0].self_attn
+    latent = mx.random.normal((1, 30, 64), key=mx.random.key(0))
+    units = attention.units(latent)
+    rotary = mx.zeros((1, 1, 30, 64), mx.bfloat16)
+    _, stored = attention.stored(latent[:, None].astype(mx.bfloat16), rotary, units)
+    first, second = mx.split(stored[:, 0, :, 64:].astype(mx.float32), 2, axis=-1)
+    for found, least, most in ((first, 1e-3, 4e-3), (first + second, 0, 2e-5)):
+        assert least <= float(mx.abs(found / units - 1).max()) <= most
+
+
+def test_transformers_saves_what_it_loads(mixed: Path, tmp_path: Path) -> None:
+    model = on_torch(mixed)
+    model.save_pretrained(tmp_path / "saved")
+    again = on_torch(tmp_path / "saved")
+    assert np.array_equal(torch_logits(model, TOKENS), torch_logits(again, TOKENS))
+    assert type(again.model.layers[0].self_attn).__name__ == "ConvertedMLAAttention"
+    eager = on_torch(mixed, attn_implementation="eager")
+    assert np.abs(torch_logits(eager, TOKENS) - torch_logits(model, TOKENS)).max() < 1e-4
+
+
+@pytest.mark.parametrize("step", [7, 2048])
+def test_handed_to_itself_it_answers_as_it_does_alone(mixed: Path, step: int) -> None:
+    model = kv.load(mixed)
+    layers = model.geometry.layers
+    assert {(g.attention, g.kv_heads, g.key_dim) for g in layers} == {("latent", 1, 64)}
+    translator = identity_of(model, capture="latent")
+    cache = kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=step)
+    own = native(model, TOKENS[:-1], step)
+    for mine, theirs in zip(cache, own, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(held(mine), held(theirs), strict=True))
+    assert np.array_equal(logits(model, cache, TOKENS[-1]), logits(model, own, TOKENS[-1]))
+
+
+def test_translators_between_two_converted_models(convert: Convert, tmp_path: Path) -> None:
+    """Latents of another width and other pairs in the rotary key; refused for the original."""
+    options = {
+        "small": dict(seed=3, layers=2, kv_heads=2, head_dim=16),
+        "large": dict(seed=4, layers=3, kv_heads=4, head_dim=16, hidden=96, heads=8),
+    }
+    plain = {n: tiny.write_tiny_model(tmp_path / n, "qwen3", **o) for n, o in options.items()}
+    source = kv.load(
+        convert("small", plain["small"], rank=48, rotary=16, ranks="total", multiple=8)
+    )
+    target = kv.load(convert("large", plain["large"], rank=64, rotary=32))
+    samples = [Sample(tuple(tiny.random_tokens(200, seed)), ()) for seed in range(3)]
+    fitted = kv.fit(source, target, samples)
+    assert fitted.config.capture == "latent"
+    loaded = kv.load_translator(fitted.save(tmp_path / "translator"))
+    cache = kv.hand_over(source, target, TOKENS, translator=loaded, prefill_step_size=7)
+    count = len(TOKENS) - 1
+    assert {tuple(a.shape for a in held(layer)) for layer in cache} == {
+        ((1, 1, count, 64), (1, 1, count, 32 + 8))
+    }
+    itself = kv.fit(source, source, samples)
+    cache = kv.hand_over(source, source, TOKENS, translator=itself, prefill_step_size=7)
+    for found, wanted in zip(cache, native(source, TOKENS[:-1], 7), strict=True):
+        for a, b in zip(held(found), held(wanted), strict=True):
+            assert np.linalg.norm(a - b) / np.linalg.norm(b) < 1e-3
+    with pytest.raises(kv.IncompatibleTranslatorError, match="latents .* into latents only"):
+        kv.fit(source, plain["large"], samples)
+
+
+def test_four_bits(convert: Convert, tmp_path: Path) -> None:
+    """mlx-lm's own conversion takes the family, and latents are handed over as before."""
+    whole = convert(rank=64, rotary=64)
+    kv.load(whole)  # tells mlx-lm of the family
+    mlx_lm.convert(str(whole), str(tmp_path / "4bit"), quantize=True, q_bits=4, q_group_size=64)
+    model = kv.load(tmp_path / "4bit")
+    attention = model.attentions[0]
+    names = ("q_proj", "kv_a_proj_with_mqa", "k_b_proj", "v_b_proj", "o_proj")
+    assert all(attention[name].bits == 4 for name in names)
+    spec = kv.load(whole).spec()
+    assert replace(model.spec(), name="") == replace(spec, name="")  # one translator serves both
+    cache = kv.hand_over(model, model, TOKENS, translator=identity_of(model, capture="latent"))
+    own = native(model, TOKENS[:-1], 2048)
+    assert np.array_equal(logits(model, cache, TOKENS[-1]), logits(model, own, TOKENS[-1]))
+
+
+def test_pytorch_describes_the_model_as_mlx_does(mixed: Path) -> None:
+    """So a translator that one of them trained is recognised by the other."""
+    from kvlingo_mlx.training.on_torch import model as torch_model
+
+    there, here = torch_model.load(str(mixed), dtype=torch.float32), kv.load(mixed)
+    assert there.geometry == here.geometry
+    assert there.norms_fingerprint == here.norms_fingerprint
+    keys, values = (getattr(there.states(TOKENS, "latent"), side)[0] for side in ("keys", "values"))
+    entry = there.entry(0, keys, values, "latent")
+    for mine, theirs in zip(held(native(here, TOKENS, 2048)[0]), entry, strict=True):
+        assert np.abs(mine[..., : theirs.shape[-1]] - theirs.numpy()).max() < 1e-4
+
+
+# ---- real widths, and what is refused ---------------------------------------------------
+
+
+def test_a_layer_at_the_widths_of_qwen3_4b(tool: ModuleType) -> None:
+    """36 layers of 32 heads over 8, 128 wide: shapes, and the rank and width of the paper."""
+    from kvlingo_mlx.training.on_torch.converted_mla import ConvertedMLAConfig
+
+    config = transformers.Qwen3Config(
+        hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, intermediate_size=9728, vocab_size=151936, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    shape = tool.shape_of(config)
+    assert (shape.keys, shape.full_rank, len(shape.frequencies)) == (1024, 2048, 64)
+    outs = {"q": 4096, "k": 1024, "v": 1024}
+    old = {f"{n}_proj.weight": torch.zeros(w, 2560, dtype=torch.bfloat16) for n, w in outs.items()}
+    old |= {f"{n}_norm.weight": torch.ones(128, dtype=torch.bfloat16) for n in "qk"}
+    old["o_proj.weight"] = torch.zeros(2560, 4096, dtype=torch.bfloat16)
+    found = tool.Basis(torch.ones(2048), torch.zeros(2048, 1024), torch.ones(2048))
+    slots = list(range(0, 512, 16))
+    new = tool.converted_layer(old, found, 1024, slots, shape)
+    settings = tool.Settings()
+    written = tool.new_config(config, shape, settings, [1024] * 36, [slots] * 36)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(ConvertedMLAConfig(**written))
+    prefix = "model.layers.35.self_attn."
+    expected = {
+        name.removeprefix(prefix): tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name.startswith(prefix)
+    }
+    assert {name: tuple(tensor.shape) for name, tensor in new.items()} == expected
+    assert expected["kv_a_proj_with_mqa.weight"] == (1024 + 64, 2560)
+    assert int((new["k_norm.weight"] == 0).sum()) == 64
+
+
+def test_a_sharded_16_bit_model_is_read_and_written_as_such(
+    tool: ModuleType, convert: Convert, tmp_path: Path
+) -> None:
+    """Its tensors in several files; what was not touched comes out bit by bit."""
+    source = tmp_path / "sharded"
+    shutil.copytree(zoo(SMALL), source)
+    tensors = on_torch(zoo(SMALL)).bfloat16().state_dict()
+    (source / "model.safetensors").unlink()
+    for index in range(3):
+        names = [n for n in list(tensors)[index::3] if n != "lm_head.weight"]
+        tool.save_file(
+            {n: tensors[n].contiguous() for n in names}, source / f"model-{index}.safetensors"
+        )
+    folder = convert("sharded", source, rank=64, rotary=64)
+    found = tool.Weights(folder)
+    kept = [name for name in found.files if ".self_attn." not in name]
+    assert len(kept) == 2 + 4 * 5 and len(set(found.files.values())) == 5
+    assert all(torch.equal(found[name], tensors[name]) for name in kept)
+    assert {found[name].dtype for name in found.files} == {torch.bfloat16}
+    exact = mlx_logits(convert(rank=64, rotary=64), TOKENS)
+    assert np.abs(mlx_logits(folder, TOKENS) - exact).mean() < 0.05 * np.abs(exact).mean()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"kv_lora_ranks": [64] * 3}, "kv_lora_ranks of 4 layers"),
+        ({"rotary_frequencies": [1.0]}, "rotary_frequencies of 16 pairs"),
+        ({"rotary_slots": [[64] * 32] * 4}, "with 32 pairs each, from 0 to 63"),
+        ({"qk_rope_head_dim": 32}, "rotary_slots of 4 layers with 16 pairs each"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(
+    convert: Convert, tmp_path: Path, more: dict[str, Any], said: str
+) -> None:
+    folder = rewritten(convert(rank=64, rotary=64), tmp_path / "other", **more)
+    with pytest.raises(kv.MissingModelError, match=said):
+        kv.load(folder)
+
+
+def test_what_cannot_be_converted(tool: ModuleType, convert: Convert, tmp_path: Path) -> None:
+    for more, said in (
+        ({"attention_bias": True}, "biases"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1,
+          "layer_types": ["full_attention"] + ["sliding_attention"] * 3}, "windows"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE 'dynamic'"),
+    ):  # fmt: skip
+        folder = rewritten(zoo(SMALL), tmp_path / said, **more)
+        with pytest.raises(UnsupportedModelError, match=f"this model has {said}, which cannot"):
+            tool.shape_of(transformers.AutoConfig.from_pretrained(folder))
+    with pytest.raises(ValueError, match="rotary is 7; give an even --rotary from 2 to 128"):
+        convert(rank=64, rotary=7)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(zoo(SMALL))
+    with pytest.raises(
+        ValueError, match=r"the data hold \d+ tokens, and 9 sequences of 50 need 450"
+    ):
+        tool.packed([{"text": "the code of Anna"}], tokenizer, 9, 50)
+
+
+def test_the_tool_runs_from_a_file_of_conversations(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    data = tmp_path / "talks.jsonl"
+    lines = [json.dumps({"messages": d.conversation()}) for d in for_fitting(12)]
+    data.write_text("\n".join(lines) + "\n")
+    out = tmp_path / "out"
+    words = f"convert {zoo(SMALL)} {out} --data {data} --sequences 8 --length 128 --rank 64".split()
+    monkeypatch.setattr(sys, "argv", words)
+    tool.main()
+    assert kv.load(out).geometry.layers[0].value_dim == 64
+    assert len(list((tmp_path / "out.calibration").iterdir())) == 4 + 1
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert "out exists; name another folder" in capsys.readouterr().err
+    work = ["--work", str(tmp_path / "out.calibration"), "--rank", "32"]
+    monkeypatch.setattr(sys, "argv", [w.replace(str(out), f"{out}2") for w in words] + work)
+    with monkeypatch.context() as patch:
+        patch.setattr(tool, "calibrate", None)  # it is not read again
+        tool.main()
+    assert kv.load(f"{out}2").geometry.layers[0].value_dim == 32
+    monkeypatch.setattr(sys, "argv", [w.replace(str(out), f"{out}3") for w in words] + work[:2])
+    sys.argv[sys.argv.index("128")] = "64"
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert "was measured with another model or other tokens" in capsys.readouterr().err
+
+
+def test_ranks_cannot_share_it(mixed: Path) -> None:
+    """Qwen3's own way would look for projections that are not there."""
+    assert kv.load(mixed).model.shard is None

@@ -1,0 +1,207 @@
+"""The fine-tune that brings a converted model back towards its original, and the baseline's."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.embedded.dialogues import for_fitting
+from tests.support import ROOT, repository_tools
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SMALL = zoo("tiny-qwen3-s")
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    return repository_tools.tool("recover_mla")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "talks.jsonl"
+    talks = [{"messages": d.conversation()} for d in for_fitting(40, facts=(4, 8))]
+    path.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    return path
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model with latents that are too narrow to answer well."""
+    root, tool = tmp_path_factory.mktemp("converted"), repository_tools.tool("convert_mla")
+    config = transformers.AutoConfig.from_pretrained(SMALL)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SMALL)
+    records = ({"messages": d.conversation()} for d in for_fitting(40))
+    tokens = tool.packed(records, tokenizer, 8, 128)
+    tool.calibrate(config, tool.Weights(SMALL), tokens, root / "work")
+    tool.convert(SMALL, root / "work", root / "out", tool.Settings(rank=16, rotary=64))
+    return root / "out"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    facts = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in facts.items():
+            patch.setenv(name, value)
+        torch.distributed.init_process_group("gloo")
+        yield
+        torch.distributed.destroy_process_group()
+
+
+def recipe_of(tool: ModuleType, **more: Any) -> Any:
+    return tool.Recipe(**{
+        "steps": 8, "rate": 2e-4, "tokens": 512, "held_out": 4, "validate_every": 100,
+        "keep_every": 3, **more,
+    })  # fmt: skip
+
+
+def talks_of(tool: ModuleType, data: Path, recipe: Any) -> Any:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SMALL)
+    return tool.Conversations([str(data)], tokenizer, recipe)
+
+
+def test_the_rate_rises_for_two_percent_and_falls_in_a_line(tool: ModuleType) -> None:
+    recipe = tool.Recipe()
+    found = [recipe.factor(step) for step in (0, 1199, 2399, 2400, 61_200, 119_999)]
+    assert found == pytest.approx([1 / 2400, 0.5, 1, 1, 0.5, 1 / 117_600])
+
+
+def test_the_losses_are_the_papers(tool: ModuleType, data: Path, converted: Path) -> None:
+    """Against NumPy, of whole logits: the last turn alone, and KL from the model's own side."""
+    sample = talks_of(tool, data, recipe_of(tool)).sample(3)
+    assert sample.continuation and "assistant" not in sample.continuation
+    auto = transformers.AutoModelForCausalLM
+    models = [auto.from_pretrained(f, dtype=torch.float32).eval() for f in (converted, SMALL)]
+    with torch.no_grad():
+        found = [float(loss) for loss in tool.losses(*models, sample)]
+        ids = torch.tensor([sample.prefix + sample.continuation])
+        rows = [m(ids).logits[0].double().numpy()[len(sample.prefix) - 1 : -1] for m in models]
+    ours, theirs = (r - np.log(np.exp(r).sum(-1, keepdims=True)) for r in rows)
+    ce = -ours[np.arange(len(ours)), list(sample.continuation)].mean()
+    kl = (np.exp(ours) * (ours - theirs)).sum(axis=-1).mean()
+    other = (np.exp(theirs) * (theirs - ours)).sum(axis=-1).mean()
+    assert found == pytest.approx([ce, kl], rel=1e-4)
+    assert abs(other - kl) > 0.01 * kl
+
+
+def test_the_same_conversations_are_held_out_in_any_order(
+    tool: ModuleType, data: Path, tmp_path: Path
+) -> None:
+    """By what they say: shuffled files and doubles make no difference."""
+    lines = data.read_text().splitlines()
+    random.Random(0).shuffle(lines)
+    other = tmp_path / "shuffled.jsonl"
+    other.write_text("\n".join([*lines, *lines[:9]]) + "\n")
+    recipe = recipe_of(tool)
+    first, second = talks_of(tool, data, recipe), talks_of(tool, other, recipe)
+    assert first.held_out == second.held_out and len(first.held_out) == 4
+    assert first.digest == second.digest
+    seen = [first.sample(number) for number in range(len(first.training))]
+    assert len(first.training) == 36 and not {*seen} & {*first.held_out}
+    assert len({*seen}) == 36  # an epoch has all of them
+    assert first.sample(36) != first.sample(0) and first.sample(5) == second_reading(tool, data, 5)
+    short = talks_of(tool, data, recipe_of(tool, tokens=260))
+    assert all(len(s.prefix + s.continuation) <= 260 for s in map(short.sample, range(36)))
+    with pytest.raises(ValueError, match="no conversation has at most 9 tokens; give others"):
+        nothing = talks_of(tool, data, recipe)
+        nothing.recipe = recipe_of(tool, tokens=9)
+        nothing.sample(0)
+
+
+def second_reading(tool: ModuleType, data: Path, number: int) -> Any:
+    return talks_of(tool, data, recipe_of(tool)).sample(number)
+
+
+def run(tool: ModuleType, model: Path, talks: Any, folder: Path, steps: int | None = None) -> Any:
+    """A run to its end, or as it stands after ``steps`` lines of its log."""
+    recovery = tool.Recovery(model, SMALL, talks.recipe, "cpu")
+    settings = {**vars(talks.recipe), "model": str(model)}
+    lines = []
+    for line in tool.recover(recovery, talks, folder, settings):
+        lines.append(line)
+        if steps is not None and line["step"] == steps and "norm" in line:
+            os.kill(os.getpid(), signal.SIGINT)
+    return recovery, lines
+
+
+def weights(recovery: Any) -> dict[str, np.ndarray]:
+    found = recovery.model.state_dict().items()
+    return {n: getattr(t, "full_tensor", lambda t=t: t)().numpy().copy() for n, t in found}
+
+
+def test_a_run_recovers_and_a_stopped_one_goes_on(
+    tool: ModuleType, data: Path, converted: Path, tmp_path: Path
+) -> None:
+    """KL and cross-entropy on held-out conversations fall; stopped at step 4 it ends the same."""
+    talks = talks_of(tool, data, recipe_of(tool))
+    whole, lines = run(tool, converted, talks, tmp_path / "whole")
+    assert lines[-1]["held_out_kl"] < 0.9 * lines[0]["held_out_kl"]
+    assert lines[-1]["held_out_ce"] < lines[0]["held_out_ce"]
+    with pytest.raises(KeyboardInterrupt):
+        run(tool, converted, talks, tmp_path / "stopped", 4)
+    again, rest = run(tool, converted, talks, tmp_path / "stopped")
+    assert [line["step"] for line in rest] == [5, 6, 7, 8, 8] and rest[-1] == lines[-1]
+    first, second = weights(whole), weights(again)
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    whole.write(converted, tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(np.array_equal(first[name], loaded[name].numpy()) for name in first)
+    config = (tmp_path / "out" / "config.json").read_text()
+    assert config == (converted / "config.json").read_text()
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    other = talks_of(tool, data, recipe_of(tool, rate=1e-4))
+    with pytest.raises(ValueError, match=r"other settings \(rate was 0.0002, is 0.0001\)"):
+        run(tool, converted, other, tmp_path / "whole")
+
+
+def test_the_original_begins_at_no_divergence(tool: ModuleType, data: Path, tmp_path: Path) -> None:
+    """The baseline is the same run of another model."""
+    talks = talks_of(tool, data, recipe_of(tool, steps=2))
+    _, lines = run(tool, SMALL, talks, tmp_path / "baseline")
+    assert abs(lines[0]["held_out_kl"]) < 1e-6 < lines[-1]["held_out_kl"]
+
+
+def test_two_processes_under_torchrun(
+    tool: ModuleType, data: Path, converted: Path, tmp_path: Path
+) -> None:
+    """Each takes a conversation of its own, and both hold half of the weights."""
+    script = str(ROOT / "tools" / "recover_mla.py")
+    out = tmp_path / "out"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+        *(script, str(converted), str(SMALL), str(out), "--data", str(data), "--steps", "2"),
+        *("--tokens", "512", "--held-out", "3", "--validate-every", "9"),
+    ]
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    subprocess.run(command, check=True, capture_output=True, env=clean, timeout=300)
+    log = (tmp_path / "out.partial" / "log.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in log]
+    assert [line["step"] for line in lines] == [0, 1, 2, 2]
+    # The first step's losses are means over both conversations.
+    recipe = recipe_of(tool, held_out=3)
+    talks = talks_of(tool, data, recipe)
+    recovery = tool.Recovery(converted, SMALL, recipe, "cpu")
+    pair = recovery.model, recovery.original
+    losses = [tool.losses(*pair, talks.sample(number))[0].item() for number in (0, 1)]
+    assert abs(losses[0] - losses[1]) > 0.01 * losses[0]
+    assert lines[1]["ce"] == pytest.approx(np.mean(losses), rel=1e-4)
+    assert recovery.validate(talks.held_out)["held_out_kl"] == pytest.approx(
+        lines[0]["held_out_kl"], rel=1e-4
+    )
+    assert transformers.AutoModelForCausalLM.from_pretrained(out).config.kv_lora_ranks == [16] * 4

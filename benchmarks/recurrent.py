@@ -30,10 +30,10 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 import numpy as np
-from kvlingo_mlx.models.delta_rule import in_chunks
 from quality import model_folder, summary
 
 from kvlingo_mlx import caches
+from kvlingo_mlx.caches.entries import PositionedKVCache
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
@@ -41,6 +41,7 @@ from kvlingo_mlx.evaluation.continuation import DialogueStream
 from kvlingo_mlx.fitting import fit
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
+from kvlingo_mlx.models.delta_rule import in_chunks
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.training.pipeline import Training
@@ -54,25 +55,23 @@ CUTS = 4  # prefixes of one dialogue by which states are mapped
 
 
 def hidden(make: Maker, model: LanguageModel, recurrent: bool) -> Maker:
-    """Caches whose recurrent layers, or whose attention layers, hold nothing."""
+    """Caches whose recurrent layers, or whose attention layers, hold nothing.
+
+    The next tokens stand where they would have stood.
+    """
 
     def made(prefix: Any) -> list:
-        found, empty = make(prefix), conditions.empty(model)
-        return [e if caches.is_recurrent(c) is recurrent else c
-                for c, e in zip(found, empty, strict=True)]  # fmt: skip
-
-    if recurrent:
-        return made
-
-    def at_its_place(prefix: Any) -> list:
-        """Attention over nothing, at the positions where it would have been."""
-        found = make(prefix)
-        for cache in found:
-            if not caches.is_recurrent(cache):
-                cache.keys, cache.values = cache.keys * 0, cache.values * 0
+        found = []
+        for cache, empty in zip(make(prefix), conditions.empty(model), strict=True):
+            if caches.is_recurrent(cache) is not recurrent:
+                found.append(cache)
+                continue
+            found.append(empty if recurrent else PositionedKVCache())
+            if not recurrent:
+                found[-1].offset = cache.offset
         return found
 
-    return at_its_place
+    return made
 
 
 # ---- states mapped ------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
 
 
 def remote(network: Network, **options: Any) -> Any:
-    return kv.connect(network.address, **{"patience": 5.0, **options})
+    return kv.connect(network.address, **{"patience": 30.0, **options})
 
 
 @pytest.mark.parametrize("seed", range(10 if MANY else 1))
@@ -239,7 +239,7 @@ def test_a_server_that_is_gone_for_good(ends: tuple[Any, Any, Any], hand: Hand) 
         RemoteModelError, match=r"cannot be reached \(.*start `kvlingo-mlx serve-pre"
     ):
         kv.connect(address)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 60
 
 
 def test_a_machine_that_falls_silent(
@@ -275,7 +275,7 @@ def test_a_reader_that_fails_is_told(
 def test_jobs_take_turns_and_there_is_a_limit(ends: tuple[Any, Any, Any], hand: Hand) -> None:
     own = hand(ends[0])
     with offered(ends[0], jobs=2) as server:
-        source = kv.connect(server.address, patience=0.5)
+        source = kv.connect(server.address)
         found: list[Any] = []
         threads = [threading.Thread(target=lambda: found.append(hand(source))) for _ in range(2)]
         for thread in threads:
@@ -285,7 +285,7 @@ def test_jobs_take_turns_and_there_is_a_limit(ends: tuple[Any, Any, Any], hand: 
         assert len(found) == 2 and all(equal(own, each) for each in found)
         reader = server.server._reader
         monotonic = time.monotonic()
-        while server.jobs and time.monotonic() - monotonic < 5:
+        while server.jobs and time.monotonic() - monotonic < 60:
             time.sleep(0.01)
         assert not server.jobs  # clients tell when they have all
         from kvlingo_mlx.remote.order import Order
@@ -297,13 +297,13 @@ def test_jobs_take_turns_and_there_is_a_limit(ends: tuple[Any, Any, Any], hand: 
             assert reader.begin(order) is reader.begin(order)
         assert list(server.jobs) and len(server.jobs) == 2
         with pytest.raises(RemoteModelError, match="has no room for this: 2 jobs are read already"):
-            hand(source)
+            hand(kv.connect(server.address, patience=0.5))
         job = reader.begin(orders[0])
-        job.chunks[2].result(5)
+        job.chunks[2].result(60)
         time.sleep(0.1)
         assert job.read == 3  # no further than a few chunks ahead
         reader.chunk(orders[0].id, 2)
-        job.chunks[4].result(5)
+        job.chunks[4].result(60)
         assert job.chunks[:2] == [None, None]
         reader.end(orders[0].id)
         assert equal(own, hand(source))
@@ -331,7 +331,7 @@ def test_a_client_that_leaves_ends_its_job(
     finally:
         fill.translate_span = plain
     begun = time.monotonic()
-    while set(server.jobs) - others and time.monotonic() - begun < 10:
+    while set(server.jobs) - others and time.monotonic() - begun < 60:
         time.sleep(0.05)
     assert not set(server.jobs) - others
     left = [t.name for t in threading.enumerate() if "Transfer" in t.name or "_run" in t.name]

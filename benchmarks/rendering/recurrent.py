@@ -9,10 +9,11 @@ from rendering.records import records, source, table
 
 def recurrent() -> str:
     """What a hybrid's answers need, and what each way to hand it over keeps of them."""
-    found = records("recurrent")
-    if not found:
+    found, timed = records("recurrent"), records("recurrent_speed")
+    if not found and not timed:
         return ""
     parts = ["## Models with linear attention\n"]
+    parts += [part for record in timed[-1:] for part in _times(record)]
     for record in (r for r in found if "parts" in r["config"]):
         parts += [
             f"### What the answers of {record['config']['parts']} need\n",
@@ -37,6 +38,22 @@ def recurrent() -> str:
             source(group[-1]),
         ]
     return "\n".join(parts)
+
+
+def _times(record: dict) -> list[str]:
+    """A switch beside the target's own reading."""
+    rows = [
+        [case, name, *(f"{min(each['samples_s'][way]):.2f} s" for way in ("switch", "read")),
+         f"{each['ratio']:.2f} ({each['ratio_min']:.2f} to {each['ratio_max']:.2f})"]
+        for case, found in record["results"].items()
+        for name, each in found.items()
+    ]  # fmt: skip
+    title = (
+        "### A switch beside reading: Qwen3.5-0.8B's and 4B's widths, "
+        f"{record['config']['layers']} layers, random\n\nTimes are the least of their rounds, the ratio a median over rounds.\n"
+    )
+    columns = ["tokens", "recurrences", "switch", "read", "ratio"]
+    return [title, table(columns, rows), source(record)]
 
 
 def _rows(group: list[dict]) -> list[list[str]]:

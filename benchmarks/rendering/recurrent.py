@@ -50,7 +50,8 @@ def _times(record: dict) -> list[str]:
     ]  # fmt: skip
     title = (
         "### A switch beside reading: Qwen3.5-0.8B's and 4B's widths, "
-        f"{record['config']['layers']} layers, random\n\nTimes are the least of their rounds, the ratio a median over rounds.\n"
+        f"{record['config']['layers']} layers, random\n\n"
+        "Times are the least of their rounds, the ratio a median over rounds.\n"
     )
     columns = ["tokens", "recurrences", "switch", "read", "ratio"]
     return [title, table(columns, rows), source(record)]

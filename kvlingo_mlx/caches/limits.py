@@ -52,9 +52,9 @@ def check_interleaving(model: LanguageModel) -> None:
     Raises:
         UnsupportedModelError: A layer keeps a window or a state, without what came before.
     """
-    if windows := _forgetting(model):
+    if kept := _forgetting(model):
         raise UnsupportedModelError(
-            f"{model.name} cannot be healed while it answers: {windows}, and what it read before "
+            f"{model.name} cannot be healed while it answers: {kept}, and what it read before "
             "is gone; heal between two answers (Conversation.heal, chat --heal idle)"
         )
 
@@ -65,9 +65,9 @@ def check_going_back(model: LanguageModel) -> None:
     Raises:
         UnsupportedModelError: A layer keeps a window or a state, without what came before.
     """
-    if windows := _forgetting(model):
+    if kept := _forgetting(model):
         raise UnsupportedModelError(
-            f"{model.name} cannot be guarded in a conversation: {windows}, and cannot go back to "
+            f"{model.name} cannot be guarded in a conversation: {kept}, and cannot go back to "
             "what came before; leave out guard (--guard)"
         )
 

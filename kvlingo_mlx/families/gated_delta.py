@@ -77,9 +77,6 @@ class GatedDelta(Recurrent):
         mixed, strengths, decays = outputs
         return mixed, mx.concatenate([strengths, decays], axis=-1)
 
-    def gates(self, module: nn.Module) -> int:
-        return 2 * module.num_v_heads
-
     def followed(
         self, module: nn.Module, kept: Kept, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, ...]:

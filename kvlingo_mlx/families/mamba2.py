@@ -63,9 +63,6 @@ class Mamba2(Recurrent):
         _, mixed, steps = mx.split(projected, [first, first + module.conv_dim], axis=-1)
         return mixed, steps
 
-    def gates(self, module: nn.Module) -> int:
-        return module.num_heads
-
     def followed(
         self, module: nn.Module, kept: Kept, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, ...]:

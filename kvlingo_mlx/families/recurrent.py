@@ -7,7 +7,7 @@ makes its state of their translations. Exact inputs give the exact state.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from kvlingo_mlx.format.geometry import (
 
 
 @dataclass(frozen=True)
-class Recurrent(Plain):
+class Recurrent(Plain, ABC):
     """A hybrid; ``rule`` names the recurrence of its layers without attention."""
 
     rule: Attention = "gated_delta"
@@ -51,10 +51,6 @@ class Recurrent(Plain):
     @abstractmethod
     def inputs(self, module: nn.Module, outputs: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
         """The inputs (B, T, width) of convolution and gates, from the ``projections``' outputs."""
-
-    @abstractmethod
-    def gates(self, module: nn.Module) -> int:
-        """The numbers a token that enter the gates."""
 
     # ---- what follows from it ---------------------------------------------------------------
 
@@ -103,7 +99,7 @@ class Recurrent(Plain):
             layer=index,
             kv_heads=1,
             key_dim=recurrence.channels,
-            value_dim=self.gates(attention),
+            value_dim=recurrence.gates(self.rule),
             attention=self.rule,
             recurrence=recurrence,
         )

@@ -45,9 +45,6 @@ class ShortConv(Recurrent):
         b, _, x = mx.split(projected, 3, axis=-1)
         return b, x
 
-    def gates(self, module: nn.Module) -> int:
-        return module.args.hidden_size
-
     def followed(
         self, module: nn.Module, kept: Kept, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, ...]:

@@ -125,22 +125,6 @@ def inputs_of(model: LanguageModel) -> list[tuple[Array, Array]]:
     return [(exact(k[0]), exact(v[0])) for k, v in zip(states.keys, states.values, strict=True)]
 
 
-def random_translator(source: LanguageModel, target: LanguageModel, seed: int = 3) -> Any:
-    """Random linear maps, of two source layers where a rule has two."""
-    assignment = by_depth(source.geometry.layers, target.geometry.layers, 2)
-    exact_receipt = {"receipt": Receipt(0.0, 1.0, 0, 1.0).to_json()}
-    config = TranslatorConfig(source.spec(), target.spec(), assignment, provenance=exact_receipt)
-    rng = np.random.default_rng(seed)
-    arrays = {}
-    for side in SIDES:
-        for t, reads in enumerate(assignment.side(side)):
-            inputs = sum(source.geometry.layers[s].width(side) for s in reads)
-            shape = target.geometry.layers[t].width(side), inputs
-            array = rng.standard_normal(shape) / np.sqrt(inputs)
-            arrays[f"{side}.{t}.weight"] = array.astype(np.float32)
-    return build(config, Weights("float32", arrays))
-
-
 def gelu(x: Array) -> Array:
     return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
 
@@ -214,7 +198,7 @@ def test_states_are_those_of_the_formulas(
     rule: str, step: int, pairs: dict[str, tuple[LanguageModel, ...]]
 ) -> None:
     source, target = pairs[rule]
-    translator = random_translator(source, target)
+    translator = hybrid_models.random_translator(source, target)
     made = kv.hand_over(source, target, TOKENS, translator=translator, prefill_step_size=step)
     inputs, weights = inputs_of(source), translator.to_weights().arrays
     layers = 0

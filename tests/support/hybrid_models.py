@@ -8,6 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from kvlingo_mlx.format.assignment import by_depth
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.loading.grading import Receipt
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.translators import build
+from kvlingo_mlx.translators.base import Translator
 from tests.support import plain_models, tiny
 
 EXPERTS: dict[str, Any] = {
@@ -88,3 +97,21 @@ def write_hybrid_model(folder: Path, model_type: str, *, seed: int = 1, **more: 
     else:
         config |= more
     return plain_models.write_model(folder, config, seed)
+
+
+def random_translator(
+    source: LanguageModel, target: LanguageModel, seed: int = 3, nu: int = 2
+) -> Translator:
+    """Random linear maps, of up to ``nu`` source layers; its receipt says that it is exact."""
+    assignment = by_depth(source.geometry.layers, target.geometry.layers, nu)
+    exact = {"receipt": Receipt(0.0, 1.0, 0, 1.0).to_json()}
+    config = TranslatorConfig(source.spec(), target.spec(), assignment, provenance=exact)
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for side in tiny.SIDES:
+        for t, reads in enumerate(assignment.side(side)):
+            inputs = sum(source.geometry.layers[s].width(side) for s in reads)
+            shape = target.geometry.layers[t].width(side), inputs
+            array = rng.standard_normal(shape) / np.sqrt(inputs)
+            arrays[f"{side}.{t}.weight"] = array.astype(np.float32)
+    return build(config, Weights("float32", arrays))

@@ -100,7 +100,7 @@ def narrow_groups(source: Sequence[LayerGeometry], target: Sequence[LayerGeometr
     """
     kinds = [theirs for theirs, _ in attention_groups(source, target)]
     short = [
-        f"{len(theirs)} of {source[theirs[0]].attention} attention"
+        f"{len(theirs)} of {_kinds([source[i] for i in theirs])} attention"
         for theirs in kinds
         if len(theirs) < nu
     ]
@@ -119,7 +119,9 @@ def may_read(target: LayerGeometry, source: LayerGeometry) -> bool:
     if source.attention == target.attention:
         return True
     recurrent = source.recurrence is not None or target.recurrence is not None
-    return recurrent and source.window is None and LATENT not in (source.attention, target.attention)
+    return (
+        recurrent and source.window is None and LATENT not in (source.attention, target.attention)
+    )
 
 
 def attention_groups(
@@ -138,10 +140,9 @@ def attention_groups(
         theirs = [index for index, layer in enumerate(source) if layer.attention == kind]
         theirs = theirs or [i for i, layer in enumerate(source) if may_read(target[ours[0]], layer)]
         if not theirs:
-            kinds = " and ".join(dict.fromkeys(layer.attention for layer in source))
             raise IncompatibleTranslatorError(
-                f"the target has layers of {kind} attention, the source only of {kinds}, which "
-                "these cannot read, so this pair cannot be translated"
+                f"the target has layers of {kind} attention, the source only of "
+                f"{_kinds(source)}, which these cannot read, so this pair cannot be translated"
             )
         groups.append((theirs, ours))
     return groups
@@ -161,6 +162,10 @@ def check_windows(source: Sequence[LayerGeometry], target: Sequence[LayerGeometr
                 f"but the source keeps the last {min(windows)} only, so the tokens before them "
                 "cannot be translated"
             )
+
+
+def _kinds(layers: Sequence[LayerGeometry]) -> str:
+    return " and ".join(dict.fromkeys(layer.attention for layer in layers))
 
 
 def _nearest(

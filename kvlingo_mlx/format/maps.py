@@ -40,7 +40,9 @@ def maps_of(config: TranslatorConfig) -> list[Map]:
     return [_map(config, writes, t) for writes in config.spec.written for t in layers]
 
 
-def reads_of(config: TranslatorConfig, side: str, t: int, layers: Iterable[int]) -> tuple[Read, ...]:
+def reads_of(
+    config: TranslatorConfig, side: str, t: int, layers: Iterable[int]
+) -> tuple[Read, ...]:
     """What the map to one side of target layer ``t`` reads of source ``layers``.
 
     That is the same side of a layer of its own kind. In a layer of another kind the sides mean
@@ -48,9 +50,7 @@ def reads_of(config: TranslatorConfig, side: str, t: int, layers: Iterable[int])
     """
     kind, source = config.target.layers[t].attention, config.source.layers
     return tuple(
-        (each, s)
-        for s in layers
-        for each in ((side,) if source[s].attention == kind else SIDES)
+        (each, s) for s in layers for each in ((side,) if source[s].attention == kind else SIDES)
     )
 
 

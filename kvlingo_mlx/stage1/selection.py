@@ -53,8 +53,7 @@ def choose(tiles: Tiles, method: str, nu: int) -> dict[str, tuple[State, ...]]:
         raise ValueError("no tokens to choose source layers by: the data hold no usable prefix")
     rule = _best_alone if method == "r2" else _greedily
     return {
-        name: _states(tiles.maps[name], sorted(chosen))
-        for name, chosen in rule(tiles, nu).items()
+        name: _states(tiles.maps[name], sorted(chosen)) for name, chosen in rule(tiles, nu).items()
     }
 
 

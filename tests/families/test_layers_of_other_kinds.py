@@ -1,19 +1,17 @@
 """Layers that read source layers of another kind: planted maps, every verb, and what is refused.
 
 A planted pair: in both models nothing is added to what the embedding says of a token, so that what
-enters each layer is the same in both, and each projection of the target is a known linear map of the
-projections of one source layer. Only the target's last layer adds to it, so its answer needs the
-cache. A fit has to find these maps, and the cache has to be the target's own.
+enters each layer is the same in both, and each projection of the target is a known linear map of
+those of one source layer. Only the target's last layer adds to it, so its answer needs the cache. A
+fit has to find these maps, and the cache has to be the target's own.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
@@ -21,11 +19,11 @@ from safetensors.numpy import load_file
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
+from kvlingo_mlx.analysis.report import Settings, analyze
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.errors import IncompatibleTranslatorError, MalformedTranslatorError
+from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.format.assignment import Assignment
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import hybrid_models, tiny
 from tests.support.command_line import fails
@@ -55,12 +53,15 @@ def blocks(arrays: Arrays, layer: int) -> dict[str, str]:
 
 
 def rows(arrays: Arrays, layer: int, config: dict[str, Any]) -> list[np.ndarray]:
-    """The matrices that make a layer's "keys" and "values" of what enters it, by the format page."""
+    """The matrices that make a layer's keys and values of what enters it, by the format page."""
     own = {last.partition(".")[2]: arrays[n] for last, n in blocks(arrays, layer).items()}
     if "k_proj.weight" in own:
         return [own["k_proj.weight"], own["v_proj.weight"]]
     if "in_proj_qkv.weight" in own:
-        return [own["in_proj_qkv.weight"], np.concatenate([own[f"in_proj_{n}.weight"] for n in "ba"])]
+        return [
+            own["in_proj_qkv.weight"],
+            np.concatenate([own[f"in_proj_{n}.weight"] for n in "ba"]),
+        ]
     if "mamba_num_heads" in config:  # z, then x B C, then dt
         inner = config["mamba_num_heads"] * config["mamba_head_dim"]
         convolved = inner + 2 * config["n_groups"] * config["ssm_state_size"]
@@ -128,6 +129,7 @@ class Planted:
 
     def __init__(self, root: Path, case: str) -> None:
         name, more, target, theirs, self.reads = CASES[case]
+        self.root = root
         folders = [write(root / "s", name, 1, **more), write(root / "t", target, 2, **theirs)]
         arrays = [load_file(folder / "model.safetensors") for folder in folders]
         configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
@@ -139,7 +141,9 @@ class Planted:
         for t, s in enumerate(self.reads):
             given = rows(arrays[0], s, configs[0])
             wanted = rows(arrays[1], t, configs[1])
-            alike = all("k_proj.weight" in str(blocks(a, n)) for a, n in zip(arrays, (s, t)))
+            alike = all(
+                "k_proj.weight" in str(blocks(a, n)) for a, n in zip(arrays, (s, t), strict=True)
+            )
             made = []
             for side, own, goal in zip(("keys", "values"), given, wanted, strict=True):
                 read = own if alike else np.concatenate(given)
@@ -206,3 +210,121 @@ def test_other_layers_will_not_do(case: str, planted: dict[str, Planted]) -> Non
     assert np.abs(logits(pair.target, made, TOKENS[-1], 4) - expected).max() > 0.01
     hidden = conditions.empty(pair.target)
     assert np.abs(logits(pair.target, hidden, TOKENS[-1], 4) - expected).max() > 0.01
+
+
+@pytest.mark.parametrize("method", ["r2", "greedy"])
+@pytest.mark.parametrize("case", ["plain to gated delta", "mamba2 to short convolutions"])
+def test_a_choice_from_data_finds_the_layers(
+    case: str, method: str, planted: dict[str, Planted]
+) -> None:
+    """Each state explains something, so those of one layer count together."""
+    pair = planted[case]
+    found = kv.fit(pair.source, pair.target, samples(), assignment=method, ridge=0.0)
+    arrays, chosen = found.to_weights().arrays, found.config.assignment
+    kinds = [[g.attention for g in m.geometry.layers] for m in (pair.source, pair.target)]
+    for t, s in enumerate(pair.reads):
+        if kinds[0][s] != kinds[1][t]:
+            assert chosen.keys[t] == chosen.values[t] == (s,)
+            for name in (f"keys.{t}.weight", f"values.{t}.weight"):
+                np.testing.assert_allclose(arrays[name], pair.maps[name], rtol=0, atol=2e-4)
+
+
+def test_the_default_is_the_nearest_layer_by_depth(planted: dict[str, Planted]) -> None:
+    """Five target layers and four source layers: 3 t / 4 is 0, 0.75, 1.5, 2.25, 3."""
+    pair = planted["mamba2 to short convolutions"]
+    found = kv.fit(pair.source, pair.target, samples()).config.assignment
+    kinds = [g.attention for g in pair.target.geometry.layers]
+    assert kinds == ["short_conv", "short_conv", "full", "short_conv", "full"]
+    assert found.keys == found.values == ((0,), (1,), (2,), (2,), (2,))  # one source has attention
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_native_layers(case: str, planted: dict[str, Planted]) -> None:
+    pair = planted[case]
+    found = kv.fit(pair.source, pair.target, samples(), assignment=pair.assignment, ridge=0.0)
+    own = native(pair.target, TOKENS[:-1], 64)
+    for layers in (1, 2):
+        made = kv.hand_over(
+            pair.source, pair.target, TOKENS, translator=found, native_layers=layers
+        )
+        assert largest_error(made[:layers], own[:layers]) < 1e-6
+        assert 1e-9 < largest_error(made[layers:], own[layers:]) < 1e-3
+
+
+def test_maps_of_several_layers_quantised(planted: dict[str, Planted], tmp_path: Path) -> None:
+    """Rows of 64 numbers, keys and values of two layers, are 8 bits; stored, read and verified."""
+    pair = planted["plain to gated delta"]
+    lists = tuple((s, (s + 1) % 4) for s in pair.reads)
+    both = Assignment(lists, lists)
+    found = kv.fit(pair.source, pair.target, samples(), assignment=both)
+    own = native(pair.target, TOKENS[:-1], 64)
+    errors = []
+    found.save(tmp_path / "t")
+    for bits in (None, 8):
+        read = kv.load_translator(tmp_path / "t", quantize=bits)
+        made = kv.hand_over(pair.source, pair.target, TOKENS, translator=read)
+        errors.append(largest_error(made, own))
+    assert errors[0] < 1e-3 < errors[1] < 0.2
+    assert run(["verify", str(tmp_path / "t")]) == 0
+
+
+def test_a_conversation_of_two_kinds(planted: dict[str, Planted]) -> None:
+    """Its answers are those of models that read everything themselves."""
+    pair = planted["plain to gated delta"]
+    found = kv.fit(pair.source, pair.target, samples(), assignment=pair.assignment, ridge=0.0)
+    models, texts = {"plain": pair.source, "hybrid": pair.target}, []
+    back: dict[str, Any] = {"on_missing": "reprefill"}
+    ways = ([found], back), ([conditions.shuffled(found)], back), ([], {"switching": "reprefill"})
+    for given, way in ways:
+        talk = kv.Conversation(models, given, **way)
+        texts.append(
+            [talk.reply(name, f"{name} {i} is", max_tokens=9)
+             for i, name in enumerate(("plain", "hybrid", "plain", "hybrid"))]
+        )  # fmt: skip
+    assert texts[0] == texts[2] != texts[1]
+
+
+def test_an_analysis_says_what_it_compares(planted: dict[str, Planted], tmp_path: Path) -> None:
+    """A planted translator explains all, with what is needed for a tail alone."""
+    pair = planted["plain to gated delta"]
+    found = kv.fit(pair.source, pair.target, samples(), assignment=pair.assignment, ridge=0.0)
+    texts = ["".join(chr(97 + (i * j * j + j) % 26) for j in range(90)) for i in range(12)]
+    report = analyze(
+        pair.source, pair.target, [{"text": text} for text in texts],
+        Settings(mlp=False, cka=False), translator=found,
+    )  # fmt: skip
+    for side in ("keys", "values"):
+        assert min(report.translator[side]) > 0.999
+        assert report.linearity[side][0].linear < 0.99  # of one side from one side
+    (note,) = (note for note in report.notes if "another kind" in note)
+    assert note.startswith("layers 0, 2, 4 read source layers of another kind")
+
+
+# ---- what is refused --------------------------------------------------------------------
+
+
+def test_a_source_of_windows_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model_type, options = tiny.FAMILIES["gemma3"]
+    none = {"sliding_window_pattern": 9}  # more than there are layers
+    tiny.write_tiny_model(tmp_path / "windows", model_type, **(options | none))
+    hybrid_models.write_hybrid_model(tmp_path / "hybrid", "qwen3_5")
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "the use of it is on " * 30}) + "\n")
+    line = ["fit", "--source", str(tmp_path / "windows"), "--target", str(tmp_path / "hybrid")]
+    line += ["--data", str(tmp_path / "texts.jsonl"), "--out", str(tmp_path / "t")]
+    told = "the target has layers of gated_delta attention, the source only of sliding, which these"
+    fails(line, told, capsys)
+
+
+def test_an_assignment_of_windows(tmp_path: Path) -> None:
+    """Layers with windows beside others: the others are read, and windows refused."""
+    model_type, options = tiny.FAMILIES["gemma3"]
+    source = kv.load(tiny.write_tiny_model(tmp_path / "g", model_type, **options))
+    target = kv.load(hybrid_models.write_hybrid_model(tmp_path / "h", "qwen3_5"))
+    whole = [i for i, g in enumerate(source.geometry.layers) if g.window is None]
+    found = kv.fit(source, target, samples(30)).config.assignment
+    assert {s for read in found.keys for s in read} == set(whole)
+    local = next(i for i, g in enumerate(source.geometry.layers) if g.window is not None)
+    lists = ((local,), *found.keys[1:])
+    told = rf"keys\[0\] crosses attention groups: source layer {local} is not gated_delta"
+    with pytest.raises(MalformedTranslatorError, match=told):
+        kv.fit(source, target, samples(30), assignment=Assignment(lists, found.values))

@@ -263,7 +263,9 @@ def test_states_are_those_of_the_formulas(
         for mine, theirs in zip(found, expected, strict=True):
             assert mine.shape == theirs.shape
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
-        other = RULES[layer.attention](target.attentions[t], layer.recurrence, keys[::-1], values[::-1])
+        other = RULES[layer.attention](
+            target.attentions[t], layer.recurrence, keys[::-1], values[::-1]
+        )
         assert np.abs(found[-1] - other[-1]).max() > 1e-2 * np.abs(other[-1]).max()
     assert layers >= 3
 

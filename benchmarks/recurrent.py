@@ -1,4 +1,4 @@
-"""Ways to hand a conversation from one hybrid to another: quality of each, beside controls.
+"""Ways to hand a conversation to or from a hybrid: quality of each, beside controls.
 
     python benchmarks/recurrent.py --pairs tiny-qwen3.5-s:tiny-qwen3.5-l --seeds 0 1 2 --json FILE
     python benchmarks/recurrent.py --parts tiny-qwen3.5-s --json FILE
@@ -9,10 +9,13 @@ hidden, and both. The others are of a pair:
 
 - inputs: the recurrences' inputs are translated token by token, and the target's own recurrence
   makes its states (what ``fit`` makes), for each ``--nu``; with ``--steps`` self-distilled as well;
+- any kind: the same, but each layer reads the source layers nearest in depth, whatever their kind;
+- own kind, then any: the nearest layer of a target layer's own kind, and the nearest of all others;
 - native first layers: of these, the target reads the first ones itself;
 - attention only: the attention layers are translated, the states stay empty;
-- states mapped: they are, and each head's state is A S B of the source's head at that depth, A
-  and B by alternating least squares over prefixes of many lengths; the tail by one linear map;
+- states mapped (between hybrids of one rule): they are, and each head's state is A S B of the
+  source's head at that depth, A and B by alternating least squares over prefixes of many lengths;
+  the tail by one linear map;
 - states copied: the source's states as they are, where the shapes allow it;
 - controls: the prefix hidden, and every translator with its layers shuffled.
 
@@ -39,6 +42,7 @@ from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.evaluation.continuation import DialogueStream
 from kvlingo_mlx.fitting import fit
+from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.delta_rule import in_chunks
@@ -170,6 +174,21 @@ def distilled(
     return load_translator(done)
 
 
+def nearest(source: LanguageModel, target: LanguageModel, nu: int, own: bool) -> Assignment:
+    """The ``nu`` source layers nearest to each target layer in relative depth, of any kind.
+
+    ``own`` takes the nearest one of its own kind in any case, if there is one.
+    """
+    theirs, ours = (model.geometry.layers for model in (source, target))
+    found = []
+    for t, layer in enumerate(ours):
+        depth = t * (len(theirs) - 1) / max(1, len(ours) - 1)
+        ranked = sorted(range(len(theirs)), key=lambda s: (abs(s - depth), -s))
+        first = [s for s in ranked if theirs[s].attention == layer.attention][: int(own)]
+        found.append(tuple(sorted([*first, *(s for s in ranked if s not in first)][:nu])))
+    return Assignment(tuple(found), tuple(found))
+
+
 def ways(
     source: LanguageModel, target: LanguageModel, seed: int, args: argparse.Namespace
 ) -> Iterator[tuple[str, Maker]]:
@@ -179,6 +198,12 @@ def ways(
     made: dict[str, Translator] = {}
     for nu in args.nu:
         made[f"inputs nu={nu}"] = fit(source, target, records, nu=nu)
+        tried = [made[f"inputs nu={nu}"].config.assignment]
+        for name, own in (("any kind", False), ("own kind, then any", True)):
+            other = nearest(source, target, nu, own)
+            if other not in tried:
+                made[f"{name} nu={nu}"] = fit(source, target, records, assignment=other)
+                tried.append(other)
     if args.steps:
         for nu in args.nu:
             made[f"inputs nu={nu}, distilled"] = distilled(source, target, nu, seed, args)
@@ -192,8 +217,12 @@ def ways(
         for layers in args.native_layers:
             own = conditions.translated(source, target, translator, layers)
             yield f"{name}, {layers} native layers", own
-        yield f"{name}, attention only", hidden(make, target, True)
-        yield f"{name}, states only", hidden(make, target, False)
+        if target.geometry.recurrent:
+            yield f"{name}, attention only", hidden(make, target, True)
+            yield f"{name}, states only", hidden(make, target, False)
+    rules = [{g.attention for g in m.geometry.layers if g.recurrence} for m in (source, target)]
+    if rules[0] != rules[1] or not rules[0]:
+        return
     first = conditions.translated(source, target, made[f"inputs nu={args.nu[0]}"])
     prefixes = []
     for number, talk in enumerate(talks):

@@ -12,6 +12,7 @@ import numpy as np
 from kvlingo_mlx.analysis.states import States
 from kvlingo_mlx.analysis.statistics import HeadAlignment, head_alignment
 from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.stage1.closed_form import Moments, solve
 from kvlingo_mlx.translators.base import Translator
 
@@ -55,13 +56,13 @@ def translator_alignment(
 
     The block of a source head holds its columns of every layer read.
     """
-    weights = translator.to_weights()
-    aligned = {}
-    for side in SIDES:
-        maps = []
-        for layer, read in enumerate(translator.config.assignment.side(side)):
-            weight = weights.as_float32(f"{side}.{layer}.weight")
-            columns = weight.reshape(len(weight), len(read), heads[0], -1)
-            maps.append(columns.swapaxes(1, 2).reshape(weight.shape))
-        aligned[side] = head_alignment(maps, *heads, seed=seed)
-    return aligned
+    weights, config = translator.to_weights(), translator.config
+    found: dict[str, list[np.ndarray]] = {side: [] for side in SIDES}
+    for m in maps_of(config):
+        weight = weights.as_float32(f"{m.name}.weight")
+        widths = [config.source.layers[s].width(side) for side, s in m.reads]
+        parts = np.split(weight, np.cumsum(widths)[:-1], axis=1)
+        by_head = [part.reshape(len(weight), heads[0], -1) for part in parts]
+        (side,) = m.writes
+        found[side].append(np.concatenate(by_head, axis=2).reshape(weight.shape))
+    return {side: head_alignment(maps, *heads, seed=seed) for side, maps in found.items()}

@@ -36,6 +36,7 @@ from kvlingo_mlx.analysis.statistics import (
     top_share,
 )
 from kvlingo_mlx.format.assignment import by_depth, relative_depth
+from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.translator_config import CAPTURES, capture_point
 from kvlingo_mlx.loading.pairing import check_pair, check_tokenizers
@@ -201,8 +202,25 @@ def analyze(
         for model in (source, target)
     )
     heads = [{g.kv_heads for g in model.geometry.layers} for model in (source, target)]
-    reads = [layers[0] for layers in by_depth(source.geometry.layers, target.geometry.layers).keys]
-    return compare(read, wanted, corpus, settings, heads, translator, progress, reads)
+    layers = source.geometry.layers, target.geometry.layers
+    reads = [own[0] for own in by_depth(*layers).keys]
+    report = compare(read, wanted, corpus, settings, heads, translator, progress, reads)
+    return replace(report, notes=[*report.notes, *_of_other_kinds(*layers, reads)])
+
+
+def _of_other_kinds(
+    source: Sequence[LayerGeometry], target: Sequence[LayerGeometry], reads: Sequence[int]
+) -> list[str]:
+    """A note on target layers that read a source layer of another kind."""
+    pairs = enumerate(zip(target, reads, strict=True))
+    found = [str(t) for t, (layer, s) in pairs if layer.attention != source[s].attention]
+    if not found:
+        return []
+    told = f"layer {found[0]} reads" if len(found) == 1 else f"layers {', '.join(found)} read"
+    return [
+        f"{told} source layers of another kind: R2 is of keys by keys and of values by values, but "
+        "there a map reads both, so a translator's own is higher"
+    ]
 
 
 def check_translator(
@@ -318,8 +336,10 @@ def _align(
     joint = closed_form_alignment(source, target, source_layers, counts, settings.seed, progress)
     if translator is None:
         return {"closed form": joint}, notes
-    if not translator.config.head_mixing:
-        notes.append("no head alignment of the translator: it is head-wise")
+    config = translator.config
+    if not config.head_mixing or config.joint or config.kind == "mlp":
+        why = "has no linear map of each side" if config.head_mixing else "is head-wise"
+        notes.append(f"no head alignment of the translator: it {why}")
         return {"closed form": joint}, notes
     own = translator_alignment(translator, counts, settings.seed)
     return {"closed form": joint, "translator": own}, notes

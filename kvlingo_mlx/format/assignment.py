@@ -15,6 +15,7 @@ from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format.geometry import LayerGeometry
 
 Layers = tuple[tuple[int, ...], ...]
+LATENT = "latent"
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,12 @@ def by_depth(
     """Relative depth within each attention group (paper: section "Cross-layer cache translation").
 
     Local target layers read only local source layers, global layers only global ones. A group of
-    fewer than ``nu`` source layers is read whole.
+    fewer than ``nu`` source layers is read whole. Where the source has no layer of a kind, the
+    layers of the whole models count: those are read that are nearest in relative depth.
 
     Raises:
         ValueError: ``nu`` is not between 1 and the number of source layers of the largest group.
-        IncompatibleTranslatorError: The source has no layer of a target layer's kind.
+        IncompatibleTranslatorError: The source has no layer that a target layer can read.
     """
     found: list[tuple[int, ...]] = [()] * len(target)
     groups = attention_groups(source, target)
@@ -80,9 +82,14 @@ def by_depth(
     if not 1 <= nu <= largest:
         raise ValueError(f"nu is {nu}; it must be 1 to {largest}, the source's layers of one kind")
     for theirs, ours in groups:
-        bands = relative_depth(len(theirs), len(ours), min(nu, len(theirs))).keys
-        for layer, band in zip(ours, bands, strict=True):
-            found[layer] = tuple(theirs[index] for index in band)
+        count = min(nu, len(theirs))
+        if source[theirs[0]].attention == target[ours[0]].attention:
+            bands = relative_depth(len(theirs), len(ours), count).keys
+            for layer, band in zip(ours, bands, strict=True):
+                found[layer] = tuple(theirs[index] for index in band)
+            continue
+        for layer in ours:
+            found[layer] = _nearest(theirs, layer, len(source), len(target), count)
     return Assignment(tuple(found), tuple(found))
 
 
@@ -93,7 +100,7 @@ def narrow_groups(source: Sequence[LayerGeometry], target: Sequence[LayerGeometr
     """
     kinds = [theirs for theirs, _ in attention_groups(source, target)]
     short = [
-        f"{len(theirs)} of {source[theirs[0]].attention} attention"
+        f"{len(theirs)} of {_kinds([source[i] for i in theirs])} attention"
         for theirs in kinds
         if len(theirs) < nu
     ]
@@ -103,24 +110,41 @@ def narrow_groups(source: Sequence[LayerGeometry], target: Sequence[LayerGeometr
     return f"nu is {nu}, but the source has {have}: layers of that kind read no more than these"
 
 
+def may_read(target: LayerGeometry, source: LayerGeometry) -> bool:
+    """Whether a map to a target layer can read a source layer.
+
+    Layers of attention read those of their kind. Where one of both is recurrent, any kind will do
+    that is there for every token, which a window is not; latents are captured elsewhere.
+    """
+    if source.attention == target.attention:
+        return True
+    recurrent = source.recurrence is not None or target.recurrence is not None
+    return (
+        recurrent and source.window is None and LATENT not in (source.attention, target.attention)
+    )
+
+
 def attention_groups(
     source: Sequence[LayerGeometry], target: Sequence[LayerGeometry]
 ) -> list[tuple[list[int], list[int]]]:
     """The (source, target) cache layers of each kind of attention that the target has.
 
+    The source's are those of the same kind, or all that can be read where it has none of that kind.
+
     Raises:
-        IncompatibleTranslatorError: The source has no layer of one of these kinds.
+        IncompatibleTranslatorError: The source has no layer that one of these kinds can read.
     """
     groups = []
     for kind in dict.fromkeys(layer.attention for layer in target):
+        ours = [index for index, layer in enumerate(target) if layer.attention == kind]
         theirs = [index for index, layer in enumerate(source) if layer.attention == kind]
+        theirs = theirs or [i for i, layer in enumerate(source) if may_read(target[ours[0]], layer)]
         if not theirs:
-            kinds = " and ".join(dict.fromkeys(layer.attention for layer in source))
             raise IncompatibleTranslatorError(
-                f"the target has layers of {kind} attention, the source only of {kinds}: a layer "
-                "reads source layers of its own kind, so this pair cannot be translated"
+                f"the target has layers of {kind} attention, the source only of "
+                f"{_kinds(source)}, which these cannot read, so this pair cannot be translated"
             )
-        groups.append((theirs, [i for i, layer in enumerate(target) if layer.attention == kind]))
+        groups.append((theirs, ours))
     return groups
 
 
@@ -138,6 +162,19 @@ def check_windows(source: Sequence[LayerGeometry], target: Sequence[LayerGeometr
                 f"but the source keeps the last {min(windows)} only, so the tokens before them "
                 "cannot be translated"
             )
+
+
+def _kinds(layers: Sequence[LayerGeometry]) -> str:
+    return " and ".join(dict.fromkeys(layer.attention for layer in layers))
+
+
+def _nearest(
+    candidates: Sequence[int], index: int, num_source: int, num_target: int, nu: int
+) -> tuple[int, ...]:
+    """The ``nu`` candidates nearest to a target layer's relative depth, the deeper one on a tie."""
+    steps = max(num_target - 1, 1)
+    ranked = sorted(candidates, key=lambda s: (abs(s * steps - index * (num_source - 1)), -s))
+    return tuple(sorted(ranked[:nu]))
 
 
 def _band(index: int, num_source: int, num_target: int, nu: int) -> tuple[int, ...]:

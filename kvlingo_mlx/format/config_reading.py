@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.errors import malformed
-from kvlingo_mlx.format.assignment import Assignment
+from kvlingo_mlx.format.assignment import Assignment, may_read
 from kvlingo_mlx.format.geometry import ATTENTIONS, RULES, LayerGeometry, Recurrence
 from kvlingo_mlx.format.kinds import NAMES, SIDES, kind_named
 from kvlingo_mlx.format.translator_config import (
@@ -240,7 +240,7 @@ def _parse_side(
         if not layers or len(set(layers)) != len(layers):
             raise malformed(path, f"{key} is {layers}, expected distinct source layers")
         group = target.layers[t].attention
-        crossing = [s for s in layers if source.layers[s].attention != group]
+        crossing = [s for s in layers if not may_read(target.layers[t], source.layers[s])]
         if crossing:
             raise malformed(
                 path, f"{key} crosses attention groups: source layer {crossing[0]} is not {group}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvlingo_mlx.format.kinds import MATRICES, TENSORS
+from kvlingo_mlx.format.kinds import MATRICES, SIDES, TENSORS
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 
 Read = tuple[str, int]  # (side, source layer)
@@ -40,9 +40,26 @@ def maps_of(config: TranslatorConfig) -> list[Map]:
     return [_map(config, writes, t) for writes in config.spec.written for t in layers]
 
 
+def reads_of(
+    config: TranslatorConfig, side: str, t: int, layers: Iterable[int]
+) -> tuple[Read, ...]:
+    """What the map to one side of target layer ``t`` reads of source ``layers``.
+
+    That is the same side of a layer of its own kind. In a layer of another kind the sides mean
+    something else, so both are read.
+    """
+    kind, source = config.target.layers[t].attention, config.source.layers
+    return tuple(
+        (each, s) for s in layers for each in ((side,) if source[s].attention == kind else SIDES)
+    )
+
+
 def _map(config: TranslatorConfig, writes: tuple[str, ...], t: int) -> Map:
     target, mixing = config.target.layers[t], config.head_mixing
-    reads = tuple((side, s) for side in writes for s in config.assignment.side(side)[t])
+    if len(writes) == 1:
+        reads = reads_of(config, writes[0], t, config.assignment.side(writes[0])[t])
+    else:
+        reads = tuple((side, s) for side in writes for s in config.assignment.side(side)[t])
     read = [(config.source.layers[s], side) for side, s in reads]
     return Map(
         name=f"{writes[0] if len(writes) == 1 else 'joint'}.{t}",

@@ -250,16 +250,15 @@ def _blocks(config: TranslatorConfig, name: str) -> list[tuple[np.ndarray, np.nd
     """The inputs and outputs of each block of a map: one block (None), or one per target head."""
     if config.head_mixing:
         return [None]
-    side, layer = name.split(".")
-    target = config.target.layers[int(layer)]
+    (m,) = (m for m in maps_of(config) if m.name == name)
     blocks: list[tuple[np.ndarray, np.ndarray] | None] = []
     for head, source_head in enumerate(head_map_of(config)):
         rows, start = [], 0
-        for s in config.assignment.side(side)[int(layer)]:
+        for side, s in m.reads:
             geometry = config.source.layers[s]
             dim = geometry.head_dim(side)
             rows.append(start + source_head * dim + np.arange(dim))
             start += geometry.width(side)
-        dim = target.head_dim(side)
+        dim = m.outputs
         blocks.append((np.concatenate(rows), head * dim + np.arange(dim)))
     return blocks

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.format.kinds import SIDES
-from kvlingo_mlx.format.maps import maps_of
+from kvlingo_mlx.format.maps import maps_of, reads_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.stage1.closed_form import check_tokens, solve_maps
@@ -175,7 +175,7 @@ class ClosedForm:
         reads = candidates(self.config.source.layers, self.config.target.layers)
         return self._parts(
             {
-                f"{side}.{t}": Regression(tuple((side, i) for i in own), ((side, t),))
+                f"{side}.{t}": Regression(reads_of(self.config, side, t, own), ((side, t),))
                 for side in SIDES
                 for t, own in reads.items()
             },
@@ -303,7 +303,7 @@ class ClosedForm:
         chosen = {side: list(self.config.assignment.side(side)) for side in SIDES}
         for name, reads in found.items():
             ((side, t),) = self._tiles.maps[name].writes
-            chosen[side][t] = tuple(i for _, i in reads)
+            chosen[side][t] = tuple(dict.fromkeys(i for _, i in reads))
         assignment = Assignment(*(tuple(chosen[side]) for side in SIDES))
         self.config = dataclasses.replace(self.config, assignment=assignment)
         return found

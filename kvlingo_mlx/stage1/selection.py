@@ -15,7 +15,7 @@ import numpy as np
 from kvlingo_mlx.format.assignment import attention_groups
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.stage1.closed_form import RELATIVE_TOLERANCE
-from kvlingo_mlx.stage1.tiles import State, Tiles
+from kvlingo_mlx.stage1.tiles import Regression, State, Tiles
 
 METHODS = ("r2", "greedy")
 # The paper gives no value for its ridge; this share of the candidates' mean square breaks ties.
@@ -26,16 +26,16 @@ Candidates = Mapping[int, Sequence[int]]  # target layer -> the source layers th
 def candidates(
     source: Sequence[LayerGeometry], target: Sequence[LayerGeometry]
 ) -> dict[int, list[int]]:
-    """For each target layer, all source layers of its kind of attention.
+    """For each target layer, all source layers of its kind, or all that it can read without them.
 
     Raises:
-        IncompatibleTranslatorError: The source has no layer of one of these kinds.
+        IncompatibleTranslatorError: The source has no layer that a target layer can read.
     """
     return {t: theirs for theirs, ours in attention_groups(source, target) for t in ours}
 
 
 def choose(tiles: Tiles, method: str, nu: int) -> dict[str, tuple[State, ...]]:
-    """The ``nu`` source states of every map, in layer order.
+    """The states of ``nu`` source layers for every map, in layer order.
 
     ``r2`` takes the source layers whose single-layer fits explain most. ``greedy`` adds one source
     layer at a time: the one that, beside those already taken, leaves the least residual when the
@@ -46,51 +46,65 @@ def choose(tiles: Tiles, method: str, nu: int) -> dict[str, tuple[State, ...]]:
     """
     if method not in METHODS:
         raise ValueError(f"assignment is {method!r}; it must be one of {', '.join(METHODS)}")
-    largest = max(len(m.reads) for m in tiles.maps.values())
+    largest = max(len(_layers(m)) for m in tiles.maps.values())
     if not 1 <= nu <= largest:
         raise ValueError(f"nu is {nu}; it must be 1 to {largest}, the source's layers of one kind")
     if tiles.tokens == 0:
         raise ValueError("no tokens to choose source layers by: the data hold no usable prefix")
     rule = _best_alone if method == "r2" else _greedily
-    return {name: tuple(sorted(chosen)) for name, chosen in rule(tiles, nu).items()}
+    return {
+        name: _states(tiles.maps[name], sorted(chosen)) for name, chosen in rule(tiles, nu).items()
+    }
 
 
-def r2_scores(tiles: Tiles) -> dict[tuple[State, str], float]:
-    """The share of each map's outputs explained by each source state alone, by (state, map)."""
+def r2_scores(tiles: Tiles) -> dict[tuple[int, str], float]:
+    """The share of each map's outputs explained by each source layer alone, by (layer, map)."""
     scores = {}
-    for i in sorted({i for m in tiles.maps.values() for i in m.reads}):
-        whitened = _whitened(tiles.gram(i, i))
-        for name in (name for name, m in tiles.maps.items() if i in m.reads):
-            explained = np.square(whitened.T @ tiles.cross(name, i)).sum()
-            total = tiles.squares(name).sum()
-            scores[i, name] = float(explained / total) if total else 1.0
+    for reads in sorted({_states(m, [i]) for m in tiles.maps.values() for i in _layers(m)}):
+        layer = reads[0][1]
+        alike = [name for name, m in tiles.maps.items() if _states(m, [layer]) == reads]
+        whitened = _whitened(tiles.moments(alike[0], reads).xx)
+        for name in alike:
+            moments = tiles.moments(name, reads)
+            explained, total = np.square(whitened.T @ moments.xy).sum(), moments.yy.sum()
+            scores[layer, name] = float(explained / total) if total else 1.0
     return scores
 
 
+def _layers(m: Regression) -> list[int]:
+    """The source layers that a map may read."""
+    return sorted({layer for _, layer in m.reads})
+
+
+def _states(m: Regression, layers: Sequence[int]) -> tuple[State, ...]:
+    """What a map reads of some layers: one state of each, or two of those of another kind."""
+    return tuple(state for layer in layers for state in m.reads if state[1] == layer)
+
+
 def _whitened(gram: np.ndarray) -> np.ndarray:
-    """(d, rank) directions of a state, each scaled to a sum of squares of 1."""
+    """(d, rank) directions of a layer's states, each scaled to a sum of squares of 1."""
     eigenvalues, vectors = np.linalg.eigh(gram)
     kept = eigenvalues > RELATIVE_TOLERANCE * max(eigenvalues[-1], 0.0)
     return vectors[:, kept] / np.sqrt(eigenvalues[kept])
 
 
-def _best_alone(tiles: Tiles, nu: int) -> dict[str, list[State]]:
+def _best_alone(tiles: Tiles, nu: int) -> dict[str, list[int]]:
     scores = r2_scores(tiles)
     return {
-        name: [i for _, i in sorted((-scores[i, name], i) for i in m.reads)][:nu]
+        name: [i for _, i in sorted((-scores[i, name], i) for i in _layers(m))][:nu]
         for name, m in tiles.maps.items()
     }
 
 
-def _greedily(tiles: Tiles, nu: int) -> dict[str, list[State]]:
-    chosen: dict[str, list[State]] = {}
+def _greedily(tiles: Tiles, nu: int) -> dict[str, list[int]]:
+    chosen: dict[str, list[int]] = {}
     for name, m in tiles.maps.items():
         grams = [tiles.gram(i, i) for i in m.reads]
         ridge = RIDGE * sum(np.trace(g) for g in grams) / sum(len(g) for g in grams)
-        taken: list[State] = []
-        while len(taken) < min(nu, len(m.reads)):
-            left = [i for i in m.reads if i not in taken]
-            left.sort(key=lambda i: (residual(tiles, name, [*taken, i], ridge), i))
+        layers, taken = _layers(m), list[int]()
+        while len(taken) < min(nu, len(layers)):
+            left = [i for i in layers if i not in taken]
+            left.sort(key=lambda i: (residual(tiles, name, _states(m, [*taken, i]), ridge), i))
             taken.append(left[0])
         chosen[name] = taken
     return chosen

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -26,7 +27,8 @@ from kvlingo_mlx.loading.grading import Receipt
 from kvlingo_mlx.models.capture import tap_keys_and_values
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
-from tests.support import hybrid_models
+from tests.support import hybrid_models, plain_models
+from tests.support.hybrid_models import states_read
 
 TOKENS = [(11 * i * i + 5 * i + 3) % 280 for i in range(70)]
 SPAN = len(TOKENS) - 1
@@ -39,6 +41,10 @@ PAIRS: dict[str, tuple[tuple[str, dict[str, Any]], tuple[str, dict[str, Any]]]] 
     "gated_delta": (("qwen3_next", {}), ("qwen3_5", {**WIDER, **DELTA})),
     "mamba2": (("granitemoehybrid", {}), ("nemotron_h", {})),
     "short_conv": (("lfm2_moe", {}), ("lfm2", {**WIDER, "block_dim": 96})),
+    "attention to gated_delta": (("smollm3", {}), ("qwen3_5", {**WIDER, **DELTA})),
+    "attention to mamba2": (("llama", {"layer_types": None}), ("nemotron_h", {})),
+    "mamba2 to short_conv": (("granitemoehybrid", {}), ("lfm2", {})),
+    "gated_delta to mamba2": (("qwen3_next", {}), ("granitemoehybrid", {})),
 }
 
 
@@ -141,14 +147,19 @@ def random_form(
     )  # fmt: skip
     rng, arrays, hidden = np.random.default_rng(5), dict[str, Array](), 7
 
+    def reads(t: int) -> list[list[tuple[int, int]]]:
+        layer, lists = target.geometry.layers[t], [assignment.side(side)[t] for side in SIDES]
+        if joint:
+            return [[(s, index) for s in read] for index, read in enumerate(lists)]
+        return [states_read(source, layer, read, index) for index, read in enumerate(lists)]
+
     def put(name: str, *shape: int) -> None:
         arrays[name] = (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
 
     for t, layer in enumerate(target.geometry.layers):
         outputs = [layer.width(side) for side in SIDES]
         inputs = [
-            sum(source.geometry.layers[s].width(side) for s in assignment.side(side)[t])
-            for side in SIDES
+            sum(source.geometry.layers[s].width(SIDES[i]) for s, i in read) for read in reads(t)
         ]
         if joint:
             put(f"joint.{t}.weight", sum(outputs), sum(inputs))
@@ -162,10 +173,7 @@ def random_form(
             put(f"{side}.{t}.b2", ours)
 
     def made(t: int, states: list[tuple[Array, Array]]) -> list[Array]:
-        read = [
-            np.concatenate([states[s][i] for s in assignment.side(side)[t]], axis=-1)
-            for i, side in enumerate(SIDES)
-        ]
+        read = [np.concatenate([states[s][i] for s, i in each], axis=-1) for each in reads(t)]
         if joint:
             both = np.concatenate(read, axis=-1) @ arrays[f"joint.{t}.weight"].T
             return np.split(both, [target.geometry.layers[t].key_width], axis=-1)
@@ -181,23 +189,26 @@ def random_form(
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[LanguageModel, ...]]:
-    """Both models of a pair, by rule."""
+    """Both models of each pair."""
     root = tmp_path_factory.mktemp("pairs")
+
+    def made(folder: Path, name: str, seed: int, **more: Any) -> LanguageModel:
+        if name in hybrid_models.CONFIGS:
+            return kv.load(hybrid_models.write_hybrid_model(folder, name, seed=seed, **more))
+        return kv.load(plain_models.write_plain_model(folder, name, seed=seed, **more))
+
     return {
-        rule: tuple(
-            kv.load(hybrid_models.write_hybrid_model(root / f"{rule}-{i}", name, seed=i, **more))
-            for i, (name, more) in enumerate(both)
-        )
-        for rule, both in PAIRS.items()
+        pair: tuple(made(root / f"{pair}-{i}", n, i, **more) for i, (n, more) in enumerate(both))
+        for pair, both in PAIRS.items()
     }
 
 
 @pytest.mark.parametrize("step", [1, 7, 64])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("pair", PAIRS)
 def test_states_are_those_of_the_formulas(
-    rule: str, step: int, pairs: dict[str, tuple[LanguageModel, ...]]
+    pair: str, step: int, pairs: dict[str, tuple[LanguageModel, ...]]
 ) -> None:
-    source, target = pairs[rule]
+    source, target = pairs[pair]
     translator = hybrid_models.random_translator(source, target)
     made = kv.hand_over(source, target, TOKENS, translator=translator, prefill_step_size=step)
     inputs, weights = inputs_of(source), translator.to_weights().arrays
@@ -208,48 +219,52 @@ def test_states_are_those_of_the_formulas(
             continue
         layers += 1
         keys, values = (
-            np.concatenate([inputs[s][index] for s in reads[t]], axis=-1)
+            np.concatenate(
+                [inputs[s][i] for s, i in states_read(source, layer, reads[t], index)], axis=-1
+            )
             @ weights[f"{side}.{t}.weight"].astype(np.float64).T
             for index, (side, reads) in enumerate(
                 (("keys", translator.config.assignment.keys),
                  ("values", translator.config.assignment.values))
             )
         )  # fmt: skip
-        expected = RULES[rule](target.attentions[t], layer.recurrence, keys, values)
+        expected = RULES[layer.attention](target.attentions[t], layer.recurrence, keys, values)
         found = [exact(array)[0] for array in caches.held(made[t]).values()]
         assert len(found) == len(expected)
         for mine, theirs in zip(found, expected, strict=True):
             assert mine.shape == theirs.shape
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
-        other = RULES[rule](target.attentions[t], layer.recurrence, keys[::-1], values[::-1])
+        other = RULES[layer.attention](
+            target.attentions[t], layer.recurrence, keys[::-1], values[::-1]
+        )
         assert np.abs(found[-1] - other[-1]).max() > 1e-2 * np.abs(other[-1]).max()
     assert layers >= 3
 
 
 @pytest.mark.parametrize("form", ["joint", "mlp", "linear_mlp"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("pair", PAIRS)
 def test_other_kinds_of_maps(
-    rule: str, form: str, pairs: dict[str, tuple[LanguageModel, ...]]
+    pair: str, form: str, pairs: dict[str, tuple[LanguageModel, ...]]
 ) -> None:
-    source, target = pairs[rule]
+    source, target = pairs[pair]
     translator, made = random_form(source, target, form)
     cache = kv.hand_over(source, target, TOKENS, translator=translator, prefill_step_size=64)
     inputs = inputs_of(source)
     for t, layer in enumerate(target.geometry.layers):
         if layer.recurrence is None:
             continue
-        expected = RULES[rule](target.attentions[t], layer.recurrence, *made(t, inputs))
+        expected = RULES[layer.attention](target.attentions[t], layer.recurrence, *made(t, inputs))
         for mine, theirs in zip(caches.held(cache[t]).values(), expected, strict=True):
             bound = 1e-5 * np.abs(theirs).max()
             np.testing.assert_allclose(exact(mine)[0], theirs, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("pair", PAIRS)
 def test_a_models_own_states_are_those_of_the_formulas(
-    rule: str, pairs: dict[str, tuple[LanguageModel, ...]]
+    pair: str, pairs: dict[str, tuple[LanguageModel, ...]]
 ) -> None:
     """So the formulas are those of mlx-lm's own prefill, without any translation."""
-    for model in pairs[rule]:
+    for model in pairs[pair]:
         own = caches.empty(model)
         model.model(mx.array([TOKENS[:-1]]), cache=own)
         for t, (layer, sides) in enumerate(
@@ -257,7 +272,7 @@ def test_a_models_own_states_are_those_of_the_formulas(
         ):
             if layer.recurrence is None:
                 continue
-            expected = RULES[rule](model.attentions[t], layer.recurrence, *sides)
+            expected = RULES[layer.attention](model.attentions[t], layer.recurrence, *sides)
             for mine, theirs in zip(caches.held(own[t]).values(), expected, strict=True):
                 bound = 1e-5 * np.abs(theirs).max()
                 np.testing.assert_allclose(exact(mine)[0], theirs, rtol=0, atol=bound)

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import config_reading, translator_folder
 from kvlingo_mlx.format.geometry import CacheGeometry, LayerGeometry, Recurrence
+from kvlingo_mlx.format.maps import maps_of
 from tests.support.translator_folders import CONFIG, TENSORS
 
 Json = dict[str, Any]
@@ -125,6 +126,43 @@ def test_a_folder_without_recurrent_layers_is_of_version_1(tmp_path: Path) -> No
         assert "recurrence" not in (written / CONFIG).read_text()
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_layers_of_two_kinds(rule: str, tmp_path: Path) -> None:
+    """A map reads both sides of a layer of another kind, keys first; of its own kind one."""
+    data, folder = config_json(rule), tmp_path / "t"
+    data["assignment"] = {"keys": [[0, 1], [1, 0]], "values": [[0], [0]]}
+    keys, values = RULES[rule][1:]
+    shapes = {
+        "keys.0": (8, keys + values + 8), "keys.1": (keys, 16 + keys),
+        "values.0": (8, keys + values), "values.1": (values, values),
+    }  # fmt: skip
+    put(folder, data, rule)
+    tensors = {f"{n}.weight": np.ones(shape, np.float32) for n, shape in shapes.items()}
+    save_file(tensors, folder / TENSORS)
+    config, weights = translator_folder.read(folder)
+    assert [m.reads for m in maps_of(config)] == [
+        (("keys", 0), ("values", 0), ("keys", 1)), (("keys", 1), ("values", 1), ("keys", 0)),
+        (("keys", 0), ("values", 0)), (("values", 0),),
+    ]  # fmt: skip
+    again = translator_folder.write(tmp_path / "again", config, weights)
+    assert json.loads((again / CONFIG).read_text()) == data
+    for name, shape in shapes.items():  # one side alone, as between layers of one kind
+        narrow = np.ones((shape[0], shape[1] - 1), np.float32)
+        save_file(tensors | {f"{name}.weight": narrow}, folder / TENSORS)
+        with pytest.raises(MalformedTranslatorError, match=f"{name}.weight has shape"):
+            translator_folder.read(folder)
+
+
+def test_windows_and_latents_are_not_read_by_recurrent_layers(tmp_path: Path) -> None:
+    data = config_json()
+    data["source"]["layers"][1] |= {"attention": "sliding", "window": 4}
+    data["target"]["layers"] = data["target"]["layers"][1:]
+    data["assignment"] = {side: [[1]] for side in SIDES}
+    refuse(tmp_path / "t", data, "keys[0] crosses attention groups", "layer 1 is not gated_delta")
+    data["source"]["layers"][1] |= {"attention": "latent", "window": None}
+    refuse(tmp_path / "t", data, "keys[0] crosses attention groups", "layer 1 is not gated_delta")
+
+
 INTEGERS = (True, False, 1.0, "1", None, [1], {}, -1, 2**70, 10**4000)
 AT: Place = ("target", "layers", 1, "recurrence")
 WRONG: list[tuple[Place, Sequence[Any]]] = [
@@ -136,7 +174,6 @@ WRONG: list[tuple[Place, Sequence[Any]]] = [
     ((*AT[:-1], "attention"), ("full", "latent", "sliding", "rwkv", None)),
     (("target", "layers", 0, "recurrence"), (RULES["gated_delta"][0], None)),
     (("target", "layers", 0, "attention"), ("gated_delta",)),
-    (("assignment", "keys"), ([[0], [0]], [[1], [1]])),
 ]
 
 

@@ -82,7 +82,7 @@ def test_scores_are_those_of_single_fits() -> None:
         for i, x in enumerate(xs):
             for t, y in enumerate(ys):
                 expected = 1 - unexplained(root[:, None] * x, root[:, None] * y)
-                assert scores[("", i), str(t)] == pytest.approx(expected, abs=1e-9)
+                assert scores[i, str(t)] == pytest.approx(expected, abs=1e-9)
 
 
 def test_residuals_are_those_of_ridge_fits() -> None:

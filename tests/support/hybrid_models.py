@@ -5,12 +5,14 @@ No two widths are alike where the family allows it, and no head counts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvlingo_mlx.format.assignment import by_depth
+from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.grading import Receipt
@@ -99,6 +101,17 @@ def write_hybrid_model(folder: Path, model_type: str, *, seed: int = 1, **more: 
     return plain_models.write_model(folder, config, seed)
 
 
+def states_read(
+    source: LanguageModel, layer: LayerGeometry, reads: Sequence[int], index: int
+) -> list[tuple[int, int]]:
+    """The (source layer, side) whose rows a map's input has, by the format page.
+
+    A layer of the same kind gives the side (by its ``index``) that is mapped, another kind both.
+    """
+    kinds = [g.attention for g in source.geometry.layers]
+    return [(s, i) for s in reads for i in ((index,) if kinds[s] == layer.attention else (0, 1))]
+
+
 def random_translator(
     source: LanguageModel, target: LanguageModel, seed: int = 3, nu: int = 2
 ) -> Translator:
@@ -108,10 +121,12 @@ def random_translator(
     config = TranslatorConfig(source.spec(), target.spec(), assignment, provenance=exact)
     rng = np.random.default_rng(seed)
     arrays = {}
-    for side in tiny.SIDES:
-        for t, reads in enumerate(assignment.side(side)):
-            inputs = sum(source.geometry.layers[s].width(side) for s in reads)
-            shape = target.geometry.layers[t].width(side), inputs
-            array = rng.standard_normal(shape) / np.sqrt(inputs)
+    for index, side in enumerate(tiny.SIDES):
+        for t, (layer, reads) in enumerate(
+            zip(target.geometry.layers, assignment.side(side), strict=True)
+        ):
+            read = states_read(source, layer, reads, index)
+            inputs = sum(source.geometry.layers[s].width(tiny.SIDES[i]) for s, i in read)
+            array = rng.standard_normal((layer.width(side), inputs)) / np.sqrt(inputs)
             arrays[f"{side}.{t}.weight"] = array.astype(np.float32)
     return build(config, Weights("float32", arrays))

@@ -62,15 +62,21 @@ from kvlingo_mlx.translators.base import Translator
 
 TOOLS = Path(__file__).parents[1] / "tools"
 LATENTS, PLAIN, AS_IS = "latents", "keys and values", "as they are"
-FEWEST, QUESTIONS = 4, 6  # the least facts, and the most questions, of what is trained on
+FEWEST = 4  # facts of a dialogue that something is made of, unless fewer are judged
 RECOVERED_ON = 10_007  # the seed of the fine-tunes' dialogues; no translator is trained on these
-HELD_OUT = 12  # dialogues by which a fine-tune tells how far it is
+HELD_OUT = 16  # dialogues by which a fine-tune or a training tells how far it is
 LONGEST = 1024  # tokens of a fine-tune's dialogue
 # What records say of their settings: all of them, those of models and of translators made here.
 SCORED = ("facts", "dialogues")
-MADE = ("rotary", "calibration", "recovery_steps", "recovery_rate")
+MADE = ("rotary", "calibration", "recovery_steps", "recovery_rate", "exchanges")
 TRAINED = ("nu", "fit_dialogues", "steps", "batch", "lr")
-KEPT = ("rotary", "calibration", "recovery_rate", "facts")  # what names of folders do not say
+KEPT = (
+    "rotary",
+    "calibration",
+    "recovery_rate",
+    "exchanges",
+    "facts",
+)  # what names of folders do not say
 Job = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 
 
@@ -145,17 +151,15 @@ class Models:
         if not out.exists():
             count = args.recovery_steps + HELD_OUT
             told = (
-                dialogues.for_distilling(
-                    i, seed=RECOVERED_ON, facts=told_facts(args), questions=1 + i % QUESTIONS
-                )
+                dialogues.for_distilling(i, seed=RECOVERED_ON, facts=told_facts(args))
                 for i in range(count)
             )
             data = self._written(f"recovery-{count}", (talk.conversation() for talk in told))
             tool(
                 "recover_mla", start, self.original(name), out, "--data", data,
                 "--steps", args.recovery_steps, "--rate", args.recovery_rate,
-                "--tokens", LONGEST, "--held-out", HELD_OUT, "--keep-every", 100,
-                "--validate-every", 1 << 30,
+                "--exchanges", args.exchanges, "--tokens", LONGEST, "--held-out", HELD_OUT,
+                "--keep-every", 100, "--validate-every", 1 << 30,
             )  # fmt: skip
         return out
 
@@ -222,7 +226,7 @@ def trained(
         recipe = Recipe(steps=steps, batch=args.batch, learning_rates=rates, halving=len(rates) > 1)
         how = "-".join(map(str, ("steps", steps, "of", args.batch, "lr", *rates)))
     plan = TrainingPlan(
-        nu=args.nu, fit_samples=args.fit_dialogues, held_out=16, seed=seed, recipe=recipe
+        nu=args.nu, fit_samples=args.fit_dialogues, held_out=HELD_OUT, seed=seed, recipe=recipe
     )
     names = f"{source.name}--{target.name}-nu-{args.nu}-of-{args.fit_dialogues}-seed-{seed}-{how}"
     stream = DialogueStream(target, seed, told_facts(args), source=source)
@@ -311,6 +315,7 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--recovery-steps", type=int, default=400, help="of a model's fine-tune")
     parser.add_argument("--recovery-rate", type=float, default=5e-4)
+    parser.add_argument("--exchanges", type=int, default=6, help="in its losses; the paper has 1")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the data")
     parser.add_argument("--nu", type=int, default=1)
     parser.add_argument("--fit-dialogues", type=int, default=200)

@@ -63,7 +63,8 @@ def _told(config: dict) -> str:
     if "recovery_steps" in config:
         parts += [
             f"rotary keys of {config['rotary']}",
-            f"{config['recovery_steps']} steps of the fine-tune at {config['recovery_rate']:g}",
+            f"{config['recovery_steps']} steps of the fine-tune at {config['recovery_rate']:g}, "
+            f"its losses on {config['exchanges']} answers",
         ]
     if "steps" in config:
         rates = " or ".join(f"{rate:g}" for rate in config["lr"])

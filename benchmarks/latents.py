@@ -51,13 +51,16 @@ from kvlingo_mlx.evaluation.continuation import DialogueStream, RecallSample, Sc
 from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
+from kvlingo_mlx.making.starts import fit_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.reproducing.tables import LARGE_TO_SMALL, WAYS
+from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.training.checkpoints import check_settings
 from kvlingo_mlx.training.pipeline import Training
 from kvlingo_mlx.training.plan import TrainingPlan
 from kvlingo_mlx.training.recipe import Recipe
+from kvlingo_mlx.training.runtime import Pair, pair_of
 from kvlingo_mlx.translators.base import Translator
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -70,13 +73,8 @@ LONGEST = 1024  # tokens of a fine-tune's dialogue
 SCORED = ("facts", "dialogues")
 MADE = ("rotary", "calibration", "recovery_steps", "recovery_rate", "exchanges")
 TRAINED = ("nu", "fit_dialogues", "steps", "batch", "lr")
-KEPT = (
-    "rotary",
-    "calibration",
-    "recovery_rate",
-    "exchanges",
-    "facts",
-)  # what names of folders do not say
+# What names of folders do not say of the models in them.
+KEPT = ("rotary", "calibration", "recovery_rate", "exchanges", "facts")
 Job = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 
 
@@ -217,31 +215,39 @@ def of_model(name: str, rank: int | None, args: argparse.Namespace) -> dict[str,
 
 
 def trained(
-    source: LanguageModel, target: LanguageModel, seed: int, steps: int, args: argparse.Namespace
+    pair: Pair, fit: ClosedForm, data: DialogueStream, steps: int, args: argparse.Namespace
 ) -> Translator:
     """The translator after ``steps`` of stage 2; with none, the closed form that it begins with."""
     recipe, how = Recipe(steps=0), "closed-form"
     if steps:
         rates = tuple(args.lr)
         recipe = Recipe(steps=steps, batch=args.batch, learning_rates=rates, halving=len(rates) > 1)
-        how = "-".join(map(str, ("steps", steps, "of", args.batch, "lr", *rates)))
+        how = f"steps-{steps}-of-{args.batch}-lr-{'-'.join(map(str, rates))}"
     plan = TrainingPlan(
-        nu=args.nu, fit_samples=args.fit_dialogues, held_out=HELD_OUT, seed=seed, recipe=recipe
+        nu=args.nu, fit_samples=args.fit_dialogues, held_out=HELD_OUT, seed=data.seed, recipe=recipe
     )
-    names = f"{source.name}--{target.name}-nu-{args.nu}-of-{args.fit_dialogues}-seed-{seed}-{how}"
-    stream = DialogueStream(target, seed, told_facts(args), source=source)
+    names = f"{pair.source.name}--{pair.target.name}"
+    name = f"{names}-nu-{args.nu}-of-{args.fit_dialogues}-seed-{data.seed}-{how}"
     settings = {"data": ["kvlingo_mlx.embedded.dialogues"], "facts": args.facts}
-    folder = args.work / "translators" / names
-    done = Training(source, target, stream, plan, folder, settings=settings).run()
+    done = Training(
+        pair.source, pair.target, data, plan, args.work / "translators" / name,
+        settings=settings, fit=fit,
+    ).run()  # fmt: skip
     return load_translator(done)
 
 
 def translators(
     source: LanguageModel, target: LanguageModel, seed: int, args: argparse.Namespace
 ) -> Iterator[tuple[str, Translator]]:
-    yield "closed form", trained(source, target, seed, 0, args)
+    """The closed form of a pair, and what stage 2 makes of it."""
+    data = DialogueStream(target, seed, told_facts(args), source=source)
+    pair = pair_of(source, target)
+    samples = [data.sample(number) for number in range(args.fit_dialogues)]
+    fit = fit_of(pair, args.nu, "frobenius", samples)
+    fit.run()
+    yield "closed form", trained(pair, fit, data, 0, args)
     if args.steps:
-        yield "self-distilled", trained(source, target, seed, args.steps, args)
+        yield "self-distilled", trained(pair, fit, data, args.steps, args)
 
 
 def of_pair(own: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rendering.bench import benches, memory_budgets
 from rendering.conversations import conversations
 from rendering.guards import guards, trained_lengths
 from rendering.healing import healing
+from rendering.latents import latents
 from rendering.machines import remote_prefills
 from rendering.pairs import made, ridges, starts
 from rendering.peers import options, peer_fits, peers
@@ -48,6 +49,7 @@ def main() -> None:
         alignment(),
         across_tokenizers(),
         recurrent(),
+        latents(),
         hybrids(),
         objectives(),
         streams(),

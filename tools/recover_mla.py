@@ -10,6 +10,8 @@ conversation's last assistant turn, plus KL(model || original) on the same posit
 of AdamW at 1e-5, 2 % warm-up, linear decay, weight decay 1e-4, gradients clipped at 1, one
 conversation of at most 4,096 tokens for each GPU. 512 conversations are held out by the hash of
 their content. Longer conversations are passed over: the paper does not say what it does with them.
+``--exchanges``: the losses are on the last so many questions and answers, from the first of these
+answers on. A tiny model that is trained on its last answers alone forgets how questions go.
 
 Weights and the optimizer's state are in float32, shared out among the GPUs (FSDP), and computed
 with in bfloat16 on CUDA. State is kept in OUT.partial; the same command resumes.
@@ -56,7 +58,10 @@ STRIDE = 7919  # from a conversation that is of no use to the next one tried
 
 @dataclass(frozen=True)
 class Recipe:
-    """The paper's recipe; ``steps`` are of one conversation for each process."""
+    """The paper's recipe; ``steps`` are of one conversation for each process.
+
+    The losses are on the replies of the last ``exchanges``, and on the questions between them.
+    """
 
     steps: int = 120_000
     rate: float = 1e-5
@@ -64,6 +69,7 @@ class Recipe:
     decay: float = 1e-4
     clip: float = 1.0
     kl: float = 1.0
+    exchanges: int = 1
     tokens: int = 4096
     held_out: int = 512
     validate_every: int = 2000
@@ -130,8 +136,10 @@ class Conversations:
 
     def _sample(self, place: tuple[int, int]) -> Sample | None:
         messages = self._messages(place)
-        whole = until(messages, replies(messages)[-1], fold=self.fold)
-        sample = to_sample(whole, self.tokenizer, self.recipe.tokens)
+        turns = replies(messages)
+        first, last = turns[-self.recipe.exchanges :][0], turns[-1]
+        whole, later = until(messages, first, fold=self.fold), messages[first + 1 : last + 1]
+        sample = to_sample(whole, self.tokenizer, self.recipe.tokens, later=later)
         fits = len(sample.prefix) + len(sample.continuation) <= self.recipe.tokens
         return sample if fits and sample.continuation else None
 
@@ -140,7 +148,7 @@ class Conversations:
 
 
 def losses(model: Any, original: Any, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy, and KL(model || original), each a mean over the last turn's tokens."""
+    """Cross-entropy, and KL(model || original), each a mean over the continuation's tokens."""
     device = next(original.parameters()).device
     ids = torch.tensor([sample.prefix + sample.continuation], device=device)
     first, labels = len(sample.prefix), ids[0, len(sample.prefix) :]
@@ -325,6 +333,8 @@ def main() -> None:
     for name, value in vars(known).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     given = parser.parse_args()
+    if given.exchanges < 1:
+        parser.error(f"--exchanges is {given.exchanges}; give 1 or more")
     if given.out.exists():
         parser.error(f"{given.out} exists; name another folder, or remove it")
     for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 29400)):

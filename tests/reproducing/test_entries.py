@@ -174,7 +174,10 @@ def test_the_list_tells_what_is_needed(tmp_path: Path) -> None:
     assert suite.models == ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")
     assert "a judge" in suite.takes and suite.state == "not done"
     assert rows["tab:cost"].machine == "an NVIDIA GPU"
-    assert rows["tab:mla"].state.startswith("needs Qwen3-4B and 8B converted")
+    state = rows["tab:mla"].state
+    assert state.startswith("needs Qwen3-4B and 8B converted")
+    assert "convert_mla.py --rank 1024 --rotary 64" in state and "--steps 120000" in state
+    assert "as they are" in rows["app:tab:mla"].state and "60000" in rows["app:tab:mla"].state
     assert rows["tab:base"].models[0] == "Qwen3-0.6B-Base"
     assert pairs_of(BY_LABEL["tab:linearity"]) == [LARGE, SMALL]
 

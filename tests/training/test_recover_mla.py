@@ -99,6 +99,26 @@ def test_the_losses_are_the_papers(tool: ModuleType, data: Path, converted: Path
     assert abs(other - kl) > 0.01 * kl
 
 
+def test_losses_on_several_exchanges(tool: ModuleType, data: Path) -> None:
+    """From the first of their answers on, questions included; the text as a plain join of turns."""
+    (talk,) = for_fitting(1, facts=(4, 8))
+    turns = talk.conversation()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SMALL)
+    for exchanges in (1, 3, 99):
+        talks = talks_of(tool, data, recipe_of(tool, exchanges=exchanges))
+        sample = talks._sample((0, 0))
+        first = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"][-exchanges:][0]
+        header = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        expected = "".join(
+            f"{header}{turn['content']}<|im_end|>\n" if turn["role"] == "assistant"
+            else f"<|im_start|>user\n{turn['content']}<|im_end|>\n"
+            for turn in turns[first:]
+        )  # fmt: skip
+        found = tokenizer.decode(sample.continuation)
+        assert found.strip() == expected.removeprefix(header).strip()
+        assert tokenizer.decode(sample.prefix).endswith(header)
+
+
 def test_the_same_conversations_are_held_out_in_any_order(
     tool: ModuleType, data: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,180 @@
+"""The section on translating latents against translating the keys and values they compress."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvlingo_mlx.reproducing.tables import LARGE_TO_SMALL, SMALL_TO_LARGE, tables
+from rendering.records import records, source, table
+
+ARROWS = {LARGE_TO_SMALL: "L to S", SMALL_TO_LARGE: "S to L"}
+LATENTS, PLAIN = "latents", "keys and values"
+TRAINED = ("closed form", "self-distilled")
+MODELS, TRANSLATORS = ("model", "rank"), ("way", "rank", "direction", "seed")  # of one run
+SAYS = (
+    "Tiny models can say whether latents of a given width cross two models as well as the keys\n"
+    "and values that they compress, by one recipe and beside controls; they cannot say what of\n"
+    "the paper's losses remains at its size, since all that must cross here is which of 144\n"
+    "values was told.\n"
+)
+
+
+def latents() -> str:
+    """What conversions leave of models, and what translators between them keep."""
+    found = records("latents")
+    if not found:
+        return ""
+    parts = [
+        "## Latents beside the keys and values that they compress\n",
+        "Converted by `tools/convert_mla.py`, then fine-tuned by `tools/recover_mla.py`; the\n"
+        "models that were not converted got the same fine-tune. KL in nats a token. Means over\n"
+        "seeds of the data, with the least and the most.\n",
+        SAYS,
+    ]
+    alone = [r for r in found if "model" in r["config"]]
+    for run in _runs(alone, MODELS):
+        parts += ["### The models alone\n", _told(run[0]["config"]), _models(run), source(run[-1])]
+    for run in _runs([r for r in found if "pair" in r["config"]], TRANSLATORS):
+        title = run[0]["config"]["pair"].replace(":", " and ")
+        seeds = len({r["config"]["seed"] for r in run})
+        parts += [f"### {title}, seeds of the data: {seeds}\n", _told(run[0]["config"])]
+        if any(r["config"]["way"] == LATENTS for r in run):
+            parts += [_as_in_the_paper(run)]
+        parts += [_conditions(run), source(run[-1])]
+    return "\n".join(parts)
+
+
+def _runs(found: Iterable[dict], own: Sequence[str]) -> list[list[dict]]:
+    """Records by all of their settings but for their ``own``; of equal ones the latest."""
+    runs: dict[str, dict[str, dict]] = {}
+    for record in found:
+        config = record["config"]
+        shared = {name: value for name, value in config.items() if name not in own}
+        run = runs.setdefault(json.dumps(shared, sort_keys=True), {})
+        run[json.dumps(config, sort_keys=True)] = record
+    return [list(run.values()) for run in runs.values()]
+
+
+def _told(config: dict) -> str:
+    parts = []
+    if "recovery_steps" in config:
+        parts += [
+            f"rotary keys of {config['rotary']}",
+            f"{config['recovery_steps']} steps of the fine-tune at {config['recovery_rate']:g}, "
+            f"its losses on {config['exchanges']} answers",
+        ]
+    if "steps" in config:
+        rates = " or ".join(f"{rate:g}" for rate in config["lr"])
+        parts.append(
+            f"closed forms of {config['fit_dialogues']} dialogues, nu = {config['nu']}, then "
+            f"{config['steps']} steps of {config['batch']} at {rates}"
+        )
+    facts = "judged on {} dialogues of {} to {} facts".format(config["dialogues"], *config["facts"])
+    told = "; ".join([*parts, facts])
+    return f"{told[0].upper()}{told[1:]}.\n"
+
+
+def _models(run: list[dict]) -> str:
+    rows = []
+    for record in run:
+        config, results = record["config"], record["results"]
+        scores, sizes = results["scores"], results["bytes_per_token"]
+        first = "original" if config["rank"] is None else "converted"
+        each = [
+            f"{scores[first][key]:.{digits}f}, {scores['recovered'][key]:.{digits}f}"
+            for key, digits in (("hits", 3), ("kl", 4), ("value_kl", 4))
+        ]
+        form = _form(config["rank"])
+        rows.append([config["model"], form, f"{sizes['recovered']:,}", *each])
+    columns = ["model", "caches", "bytes a token", "recall before, after", "KL to the original",
+               "on the values"]  # fmt: skip
+    return table(columns, rows)
+
+
+def _form(rank: int | None) -> str:
+    return PLAIN if rank is None else f"latents of {rank}"
+
+
+def _as_in_the_paper(run: list[dict]) -> str:
+    """Latents against keys and values in the columns of the paper's table, and its own rows."""
+    rows = []
+    for rank in dict.fromkeys(r["config"]["rank"] for r in run if r["config"]["rank"] is not None):
+        for direction, arrow in ARROWS.items():
+            sides = [_those(run, LATENTS, rank, direction), _those(run, PLAIN, None, direction)]
+            if all(sides):
+                rows.append([f"rank {rank}", arrow, *_compared(sides)])
+    paper = tables()["app:tab:mla"]
+    for index in range(len(paper.rows)):
+        _, budget, way = paper.names(index)
+        values = paper.values(index)
+        kls = [f"{value:.3f}" for value in values[:4]]
+        gains = [
+            "{:+.3f} ± {:.3f}, {:+.3f} ± {:.3f}".format(*values[4 + side], *values[6 + side])
+            for side in (0, 1)
+        ]
+        rows.append([f"paper, {budget}", way.replace("→", "to"), *kls, *gains])
+    columns = ["", "", "closed form KL, latent", "K/V", "self-distilled KL, latent", "K/V",
+               "recall - own native, latent", "K/V"]  # fmt: skip
+    note = "The paper's last columns are of MMLU-Pro and ARC-C; its models are Qwen3-4B and 8B.\n"
+    return table(columns, rows) + "\n" + note
+
+
+def _those(run: list[dict], way: str, rank: int | None, direction: str) -> list[dict]:
+    own = {"way": way, "rank": rank, "direction": direction}
+    return [r for r in run if own.items() <= r["config"].items()]
+
+
+def _compared(sides: Sequence[list[dict]]) -> list[str]:
+    """Both sides' KL of either translator, then what the trained one loses of the target's own."""
+    found = []
+    for name in TRAINED:
+        found += [_spread(_values(side, name, "kl"), "{:.3f}") for side in sides]
+    for side in sides:
+        best = next(n for n in reversed(TRAINED) if _values(side, n, "hits"))
+        both = (_values(side, name, "hits") for name in (best, "native"))
+        found.append(_spread([a - b for a, b in zip(*both, strict=True)], "{:+.3f}"))
+    return found
+
+
+def _conditions(run: list[dict]) -> str:
+    """Every condition of every way, rank and direction."""
+    rows = []
+    groups: dict[tuple, list[dict]] = {}
+    for record in run:
+        config = record["config"]
+        key = tuple(config[name] for name in ("way", "rank", "direction"))
+        groups.setdefault(key, []).append(record)
+    for (way, rank, direction), group in groups.items():
+        form = way if rank is None else _form(rank)
+        sizes = group[0]["results"]["bytes_per_token"]
+        size = f"{sizes['source']:,} to {sizes['target']:,}"
+        for name in group[0]["results"]["scores"]:
+            hits, kls = (_values(group, name, key) for key in ("hits", "kl"))
+            rows.append(
+                [
+                    form,
+                    ARROWS[direction],
+                    size,
+                    name,
+                    _spread(hits, "{:.3f}"),
+                    _spread(kls, "{:.4f}"),
+                ]
+            )
+    return table(["caches", "", "bytes a token", "condition", "recall", "KL"], rows)
+
+
+def _values(group: list[dict], name: str, key: str) -> list[float]:
+    scores = (record["results"]["scores"] for record in group)
+    return [each[name][key] for each in scores if name in each]
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    if not values:
+        return ""
+    text = form.format(np.mean(values))
+    if len(values) > 1 and min(values) < max(values):
+        text += f" ({form.format(min(values))} to {form.format(max(values))})"
+    return text

@@ -19,7 +19,11 @@ appendix on models pretrained from scratch, which is the default (``pretraining.
 35 billion tokens in sequences of 4,096, 256 a step, CompleteP from a base of width 512 and depth
 32. ``--sliced-from`` takes a small model's first weights out of a large one (a folder, or a name
 here: the first weights of that model). tiny-scratch-s and tiny-scratch-l are a pair by that recipe
-that learns what the zoo does.
+that learns what the zoo does, or from ``--data``.
+
+    python tools/pretrain.py tiny-scratch-l --out scratch/l
+    python tools/pretrain.py tiny-scratch-s --out scratch/s
+    python tools/pretrain.py tiny-scratch-s --sliced-from scratch/l --out scratch/s-sliced
 
 The folder written at the end is a Hugging Face model in the released spelling, which
 both mlx-lm and transformers load. Training state lives in OUT.partial until then; the
@@ -62,6 +66,8 @@ def plan_of(given: argparse.Namespace) -> Model:
     if given.model not in MODELS:
         raise ValueError(f"{given.model} is no model; name one of {', '.join(MODELS)}")
     plan = MODELS[given.model]
+    if given.data and plan.recipe.base:
+        plan = replace(plan, stages=(), sharp=())
     if plan.stages:
         asked = [n for n in ("data", "tokenizer", "batch", "length", "micro") if getattr(given, n)]
         if asked:
@@ -117,7 +123,7 @@ def tokenizer_of(name: str, model: Any) -> Any:
 def finish(training: Training, given: argparse.Namespace, plan: Model) -> None:
     """Write the model's folder, and let go of the state."""
     weights = plain_weights(training.model, training.scaling)
-    if not plan.stages:
+    if not plan.stages and training.model.device.type == "cuda":  # in which it was computed
         weights = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
     state = training.state
     recipe = dict(
@@ -169,8 +175,8 @@ def main() -> None:
             finish(training, given, plan)
         group.wait()
         leave(group)
-    except (ValueError, KVLingoError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
+    except (ValueError, OSError, KVLingoError, FloatingPointError) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")  # transformers' have several lines
 
 
 if __name__ == "__main__":

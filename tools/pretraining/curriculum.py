@@ -85,7 +85,7 @@ class Curriculum:
         loss = (costs * weights.flatten()).sum() / weights.sum()
         sum(self._besides(output, batch, stage, weights), start=loss).backward()
         self._pass(logits.argmax(-1) == labels, batch["recalled"][:, 1:] & ~unknown, lost)
-        return float(loss), labels.numel()
+        return loss.item(), labels.numel()
 
     def _besides(
         self, output: Any, batch: dict[str, torch.Tensor], stage: Stage, weights: torch.Tensor

@@ -88,12 +88,12 @@ SHARED = dict(
     pad_token_id=0,
 )
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-QWEN3 = dict(rope_parameters=PLAIN_ROPE)
-GEMMA3 = dict(
+QWEN3 = SHARED | dict(rope_parameters=PLAIN_ROPE)
+GEMMA3 = SHARED | dict(
     hidden_activation="gelu_pytorch_tanh", sliding_window=WINDOW,
     rope_parameters={LOCAL: PLAIN_ROPE, GLOBAL: {"rope_type": "default", "rope_theta": 1e6}},
 )  # fmt: skip
-GEMMA4 = dict(
+GEMMA4 = SHARED | dict(
     hidden_activation="gelu_pytorch_tanh", sliding_window=WINDOW, final_logit_softcapping=30.0,
     vocab_size_per_layer_input=VOCAB_SIZE, hidden_size_per_layer_input=16,
     use_double_wide_mlp=True, attention_k_eq_v=False, enable_moe_block=False,
@@ -103,11 +103,11 @@ GEMMA4 = dict(
     },
 )  # fmt: skip
 # Two recurrent layers before each with attention; the released ones have three.
-QWEN35 = dict(
+QWEN35 = SHARED | dict(
     rope_parameters=PLAIN_ROPE | {"partial_rotary_factor": 0.5}, linear_conv_kernel_dim=4,
     num_hidden_layers=6, layer_types=(["linear_attention"] * 2 + [GLOBAL]) * 2,
 )  # fmt: skip
-MLA = dict(
+MLA = SHARED | dict(
     rope_parameters=PLAIN_ROPE, q_lora_rank=None, qk_nope_head_dim=32, qk_rope_head_dim=32,
     v_head_dim=32,
     # No experts: what is to be shown is in the cache.
@@ -141,8 +141,7 @@ class Model:
 
     def config(self) -> Any:
         """The config of transformers."""
-        shared = SHARED if self.stages else {}
-        return AutoConfig.for_model(self.model_type, **(shared | self.shape))
+        return AutoConfig.for_model(self.model_type, **self.shape)
 
     def sharp_norms(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
         """The weights of the norms in ``sharp``."""

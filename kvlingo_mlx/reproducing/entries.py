@@ -120,7 +120,10 @@ def _missing(label: str, title: str, why: str) -> Entry:
 
 
 MLA = "Qwen3-4B and 8B converted to latents (CARE) and recovered by fine-tuning"
-SCRATCH = "a pair pretrained from scratch with the shapes of Qwen3-0.6B and 1.7B"
+SCRATCH = (
+    "a pair pretrained from scratch with the shapes of Qwen3-0.6B and 1.7B, as `tools/pretrain.py "
+    "qwen3-0.6b` and `qwen3-1.7b` make it (docs/guides/reproducing.md)"
+)
 L2S, S2L = {"way": LARGE_TO_SMALL}, {"way": SMALL_TO_LARGE}
 
 ENTRIES = (

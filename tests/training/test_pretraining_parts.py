@@ -119,17 +119,16 @@ def test_rates_and_decays_by_hand(
 
 
 def test_first_weights_have_the_width_they_should(models: ModuleType) -> None:
-    """std / sqrt(m_N) with m_N = 192 / 512; the embeddings' is the base model's."""
+    """std / sqrt(m_N) with m_N = 192 / 128; the embeddings' is the base model's."""
     plan = replace(models.MODELS["tiny-scratch-l"], sharp=())
     model, _ = tool("pretraining.training").first_weights(plan)
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             assert (parameter == 1).all(), name
             continue
-        std = 0.02 if "embed" in name else 0.02 / np.sqrt(0.375)
+        std = 0.05 if "embed" in name else 0.05 / np.sqrt(1.5)
         assert parameter.std().item() == pytest.approx(std, rel=0.03), name
     other, _ = tool("pretraining.training").first_weights(replace(plan, seed=1))
-    assert not torch.equal(other.model.norm.weight, model.model.embed_tokens.weight[0])
     assert not torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
@@ -148,6 +147,7 @@ def scaled_logits(model: Any, ids: Any, branch: float, last: float) -> Any:
 def test_the_forward_pass_and_the_plain_model_agree(models: ModuleType) -> None:
     """1 / m_L = 8 before each addition, 1 / m_N = 8 / 3 before the logits; then all in weights."""
     plan = models.MODELS["tiny-scratch-l"]
+    plan = replace(plan, recipe=replace(plan.recipe, base=(512, 32)))
     model, scaling = tool("pretraining.training").first_weights(plan)
     ids = torch.randint(0, 1024, (2, 17), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -77,6 +77,8 @@ def plan_of(given: argparse.Namespace) -> Model:
             )
     elif not (given.data and given.tokenizer):
         raise ValueError(f"{given.model} learns from text; give --data and --tokenizer")
+    elif Path(given.out).exists():
+        raise ValueError(f"{given.out} exists; give another --out, or remove it")
     changed = {}
     for option, name in OPTIONS.items():
         if (value := getattr(given, option)) is not None:

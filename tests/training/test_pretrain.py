@@ -298,6 +298,8 @@ def test_dialogues_by_the_papers_recipe_cost_their_z_loss(
          "hidden_size is 128 there, 192 here"),
         (["tiny-scratch-s", "--sliced-from", "tiny-mistral"], "'mistral' cannot be sliced"),
         (["tiny-scratch-s", "--data", "{data}", "--tokenizer", "{root}"], "error: "),
+        (["tiny-scratch-s", "--data", "x", "--tokenizer", "x", "--out", "{root}"],
+         "exists; give another --out, or remove it"),
         (["tiny-scratch-s", "--device", "cuda"], "PyTorch finds no CUDA GPU here"),
     ],
 )  # fmt: skip
@@ -308,7 +310,7 @@ def test_bad_input_gets_one_line(
     if "cuda" in asked and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     asked = [word.format(data=data, root=tmp_path) for word in asked]
-    line = ["pretrain.py", *asked, "--out", str(tmp_path / "out"), "--threads", "1"]
+    line = ["pretrain.py", "--out", str(tmp_path / "out"), "--threads", "1", *asked]
     monkeypatch.setattr(sys, "argv", line)
     with pytest.raises(SystemExit) as caught:
         pretrain.main()

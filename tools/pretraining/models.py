@@ -62,8 +62,9 @@ TOKENS = 35e9
 PAPER = Recipe(
     round(TOKENS / (256 * 4096)), 3.79e-3, 2000, 0.3, (0.9, 0.95), 0.2, z_loss=1e-4, base=(512, 32)
 )
-# The same for tiny models, from a tiny base: the zoo's steps, and the rate and the first weights that
-# serve tiny-qwen3-s. The paper's rate is for batches of a million tokens, these have a few thousand.
+# The same for tiny models, from a tiny base: the zoo's steps, and the rate and the first weights
+# that serve tiny-qwen3-s. The paper's rate is for batches of a million tokens; these have a few
+# thousand.
 TINY_PAPER = replace(
     PAPER, steps=ZOO.steps, warmup=round(PAPER.warmup / PAPER.steps * ZOO.steps), rate=ZOO.rate,
     base=(128, 4), std=0.05,

@@ -98,15 +98,13 @@ class Training:
 
     def resume(self) -> None:
         """Go on from the last saved step, if there is one."""
-        path = self.partial / "state.pt"
-        if not path.exists():
-            return
-        saved = torch.load(path, weights_only=True, map_location=self.model.device)
-        for name, part in self._kept.items():
-            part.load_state_dict(saved[name])
-        self.state.update(saved["state"])
-        self.lessons.go_to(saved.get("position", {}))
-        log = self.partial / "log.jsonl"
+        path, log = self.partial / "state.pt", self.partial / "log.jsonl"
+        if path.exists():
+            saved = torch.load(path, weights_only=True, map_location=self.model.device)
+            for name, part in self._kept.items():
+                part.load_state_dict(saved[name])
+            self.state.update(saved["state"])
+            self.lessons.go_to(saved.get("position", {}))
         if self.group.leads and log.exists():
             lines = log.read_text().splitlines(keepends=True)
             log.write_text("".join(x for x in lines if json.loads(x)["step"] <= self.step))

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from runs import begin, clipped, go_on, model_folder
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -48,9 +48,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.conversations import keeps_system, normalise, replies, to_sample, until
-from kvlingo_mlx.training.interruption import postponed
 from kvlingo_mlx.training.on_torch import converted_mla  # noqa: F401  (registers the family)
-from kvlingo_mlx.training.on_torch.distributed import local_device
+from kvlingo_mlx.training.on_torch.distributed import TorchGroup, local_device
 from kvlingo_mlx.training.records import open_source
 
 STRIDE = 7919  # from a conversation that is of no use to the next one tried
@@ -172,6 +171,7 @@ class Recovery:
 
     def __init__(self, model: Path, original: Path, recipe: Recipe, device: str) -> None:
         self.recipe, self.device = recipe, local_device(device)
+        self.group = TorchGroup(dist.get_rank(), dist.get_world_size())
         half = torch.bfloat16 if device == "cuda" else torch.float32
         auto = AutoModelForCausalLM
         self.original = auto.from_pretrained(original, dtype=half).to(self.device)
@@ -180,7 +180,7 @@ class Recovery:
         self.model.train()
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-        mesh = init_device_mesh(torch.device(self.device).type, (dist.get_world_size(),))
+        mesh = init_device_mesh(torch.device(self.device).type, (self.group.size,))
         for part in (*self.model.model.layers, self.model):
             fully_shard(part, mesh=mesh, mp_policy=policy)
         rate, decay = recipe.rate, recipe.decay
@@ -193,13 +193,7 @@ class Recovery:
             group["lr"] = self.recipe.rate * self.recipe.factor(self.step)
         ce, kl = losses(self.model, self.original, sample)
         (ce + self.recipe.kl * kl).backward()
-        norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient of step {self.step} is {norm}; resume from OUT.partial with a "
-                "lower --rate in a copy of it, or leave that conversation out"
-            )
+        norm = clipped(self.model.parameters(), self.recipe.clip, self.step)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -209,7 +203,7 @@ class Recovery:
     @torch.no_grad()
     def validate(self, held_out: Sequence[Sample]) -> dict[str, float]:
         """Both losses on the held-out conversations, each process with its own share of them."""
-        size, rank = dist.get_world_size(), dist.get_rank()
+        size, rank = self.group.size, self.group.rank
         sums, count = np.zeros(2), 0
         self.model.eval()
         for start in range(0, len(held_out), size):  # all processes run equally often
@@ -222,8 +216,7 @@ class Recovery:
         return {"step": self.step, "held_out_ce": ce, "held_out_kl": kl}
 
     def _means(self, sums: list[float], count: float) -> list[float]:
-        found = torch.tensor([*sums, count], dtype=torch.float64, device=self.device)
-        dist.all_reduce(found)
+        found = self.group.total(np.array([*sums, count]))
         return (found[:-1] / found[-1]).tolist()
 
     # ---- state ----
@@ -233,13 +226,13 @@ class Recovery:
         new, old = folder / "state.new", folder / "state"
         model, optimizer = get_state_dict(self.model, self.optimizer)
         dcp.save({"model": model, "optimizer": optimizer, "step": self.step}, checkpoint_id=new)
-        if dist.get_rank() == 0:
+        if self.group.leads:
             shutil.rmtree(folder / "state.old", ignore_errors=True)
             if old.exists():
                 old.rename(folder / "state.old")
             new.rename(old)
             shutil.rmtree(folder / "state.old", ignore_errors=True)
-        dist.barrier()
+        self.group.wait()
 
     def resume(self, folder: Path) -> None:
         """Go on from the state in ``folder``, if there is one."""
@@ -261,7 +254,7 @@ class Recovery:
         """Write the model in the dtype of its origin's config, with the origin's other files."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         tensors = get_model_state_dict(self.model, options=options)
-        if dist.get_rank() == 0:
+        if self.group.leads:
             config = json.loads((model / "config.json").read_text())
             name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
             dtype = getattr(torch, name)
@@ -274,7 +267,7 @@ class Recovery:
                 if path.is_file() and not weights:
                     shutil.copy(path, partial)
             partial.rename(out)
-        dist.barrier()
+        self.group.wait()
 
 
 def recover(
@@ -285,41 +278,17 @@ def recover(
     Raises:
         ValueError: ``folder`` holds a run of other settings.
     """
-    path, recipe = folder / "settings.json", recovery.recipe
-    folder.mkdir(parents=True, exist_ok=True)
-    if path.exists() and (kept := json.loads(path.read_text())) != settings:
-        changed = [
-            f"{n} was {kept.get(n)}, is {v}" for n, v in settings.items() if kept.get(n) != v
-        ]
-        raise ValueError(
-            f"{folder} holds a run with other settings ({'; '.join(changed)}); give the same ones "
-            "to resume it, or remove the folder to start anew"
-        )
-    dist.barrier()
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(settings))
+    recipe, group = recovery.recipe, recovery.group
+    begin(folder, settings, group)
     recovery.resume(folder)
-    size, rank = dist.get_world_size(), dist.get_rank()
-    with postponed() as asked:
-        while recovery.step < recipe.steps:
-            if recovery.step % recipe.validate_every == 0:
-                yield recovery.validate(talks.held_out)
-            yield recovery.advance(talks.sample(recovery.step * size + rank))
-            stop = torch.tensor(float(bool(asked)), device=recovery.device)
-            dist.all_reduce(stop)  # one that was told to stop ends all
-            if stop or recovery.step % recipe.keep_every == 0 or recovery.step == recipe.steps:
-                recovery.keep(folder)
-            if stop:
-                raise asked.error() if asked else SystemExit(1)
+
+    def advance() -> Iterator[dict[str, float]]:
+        if recovery.step % recipe.validate_every == 0:
+            yield recovery.validate(talks.held_out)
+        yield recovery.advance(talks.sample(recovery.step * group.size + group.rank))
+
+    yield from go_on(recovery, advance, recipe.steps, folder, group, recipe.keep_every)
     yield recovery.validate(talks.held_out)
-
-
-def _folder(name: str) -> Path:
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name))
 
 
 def main() -> None:
@@ -344,7 +313,7 @@ def main() -> None:
         torch.cuda.set_device(local_device("cuda"))
     dist.init_process_group("nccl" if given.device == "cuda" else "gloo")
     recipe = Recipe(**{name: getattr(given, name) for name in vars(known)})
-    model, original = _folder(given.model), _folder(given.original)
+    model, original = model_folder(given.model), model_folder(given.original)
     talks = Conversations(given.data, AutoTokenizer.from_pretrained(model), recipe)
     folder = given.out.with_name(f"{given.out.name}.partial")
     settings = {

@@ -130,7 +130,10 @@ MLA_AND_NOT = (
     f"{LATENTS}, and the same two given that fine-tune as they are; "
     f"{MADE.format('60000, then 120000')}"
 )
-SCRATCH = "a pair pretrained from scratch with the shapes of Qwen3-0.6B and 1.7B"
+SCRATCH = (
+    "a pair pretrained from scratch with the shapes of Qwen3-0.6B and 1.7B, as `tools/pretrain.py "
+    "qwen3-0.6b` and `qwen3-1.7b` make it (docs/guides/reproducing.md)"
+)
 L2S, S2L = {"way": LARGE_TO_SMALL}, {"way": SMALL_TO_LARGE}
 
 ENTRIES = (

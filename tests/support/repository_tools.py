@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from types import ModuleType
 
 from tests.support import ROOT
 
+TOOLS = str(ROOT / "tools")
+
 
 def tool(name: str) -> ModuleType:
-    """``tools/NAME.py``, loaded once."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+    """``tools/NAME.py``, or a part of a package there (``pretraining.packed``).
+
+    Its folder stays importable, as it is for a script: tools import one another.
+    """
+    if TOOLS not in sys.path:
+        sys.path.append(TOOLS)
+    return importlib.import_module(name)

@@ -1,0 +1,411 @@
+"""The parts of the paper's pretraining: architectures, CompleteP, losses, packing, slices."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.group import Group
+from tests.support.repository_tools import tool
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SMALL = zoo("tiny-qwen3-s")
+# config.json of Qwen/Qwen3-0.6B and Qwen/Qwen3-1.7B, but for what is no number of the network's.
+RELEASED = {
+    "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "num_attention_heads": 16,
+    "num_hidden_layers": 28, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False,
+    "max_position_embeddings": 40960, "tie_word_embeddings": True, "use_sliding_window": False,
+    "attention_dropout": 0.0, "model_type": "qwen3",
+}  # fmt: skip
+WIDTHS = {
+    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072},
+    "qwen3-1.7b": {"hidden_size": 2048, "intermediate_size": 6144},
+}
+
+
+@pytest.fixture(scope="module")
+def models() -> ModuleType:
+    return tool("pretraining.models")
+
+
+def empty(models: ModuleType, name: str) -> Any:
+    """A named model without memory for its weights."""
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(models.MODELS[name].config())
+
+
+# ---- architectures and schedule ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_configs_are_the_released_ones(models: ModuleType, name: str) -> None:
+    config = models.MODELS[name].config()
+    found = config.to_dict()
+    assert {n: found[n] for n in RELEASED | WIDTHS[name]} == RELEASED | WIDTHS[name]
+    assert found["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e6}
+    assert set(config.layer_types) == {"full_attention"}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "without_embedding"),
+    [("qwen3-0.6b", 0.6, 0.44), ("qwen3-1.7b", 1.7, 1.4), ("qwen3-4b", 4.0, 3.6),
+     ("qwen3-8b", 8.2, 6.95)],
+)  # fmt: skip
+def test_sizes_are_the_published_ones(
+    models: ModuleType, name: str, billions: float, without_embedding: float
+) -> None:
+    """As the model cards have them."""
+    model = empty(models, name)
+    total = sum(p.numel() for p in model.parameters())
+    heads = {id(p): p.numel() for p in (model.model.embed_tokens.weight, model.lm_head.weight)}
+    assert round(total / 1e9, 1) == billions
+    assert (total - sum(heads.values())) / 1e9 == pytest.approx(without_embedding, rel=0.01)
+
+
+def test_the_recipe_is_the_papers(models: ModuleType) -> None:
+    paper = models.PAPER
+    assert (paper.batch, paper.length, paper.betas) == (256, 4096, (0.9, 0.95))
+    assert (paper.rate, paper.weight_decay, paper.base) == (3.79e-3, 0.2, (512, 32))
+    assert (paper.z_loss, paper.warmup, paper.decay) == (1e-4, 2000, 0.3)
+    assert paper.steps * 256 * 4096 == pytest.approx(35e9, rel=1e-4) and paper.steps == 33_379
+
+
+def test_the_rate_rises_stays_and_falls_to_zero(models: ModuleType) -> None:
+    paper = replace(models.PAPER, steps=30_000)
+    points = {0: 1 / 2000, 999: 0.5, 1999: 1, 10_000: 1, 20_999: 1, 21_000: 1, 25_500: 0.5,
+              29_999: 1 / 9000}  # fmt: skip
+    found = {step: paper.learning_rate(step) / 3.79e-3 for step in points}
+    assert found == pytest.approx(points)
+
+
+# ---- CompleteP --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "decay", "eps"),
+    # m_N = 1024 / 512 and 2048 / 512; m_L = 28 / 32.
+    [("qwen3-0.6b", 1.895e-3, 0.4, 1e-12 / 1.75), ("qwen3-1.7b", 9.475e-4, 0.8, 1e-12 / 3.5)],
+)
+def test_rates_and_decays_by_hand(
+    models: ModuleType, name: str, rate: float, decay: float, eps: float
+) -> None:
+    model, paper = empty(models, name), models.PAPER
+    scaling = tool("pretraining.completep").CompleteP.of(model.config, paper.base)
+    names = {id(p): n for n, p in model.named_parameters()}
+    found = {
+        names[id(p)]: (paper.rate * g["scale"], g["weight_decay"], g["eps"])
+        for g in scaling.groups(model, paper)
+        for p in g["params"]
+    }
+    assert len(found) == len(names) == 28 * 11 + 2
+    for name, values in found.items():
+        if "norm" in name:
+            assert values == pytest.approx((3.79e-3, 0, eps))
+        elif "embed" in name:
+            assert values == pytest.approx((3.79e-3, 0.2, eps))
+        else:
+            assert values == pytest.approx((rate, decay, eps))
+
+
+def test_first_weights_have_the_width_they_should(models: ModuleType) -> None:
+    """std / sqrt(m_N) with m_N = 192 / 128; the embeddings' is the base model's."""
+    plan = replace(models.MODELS["tiny-scratch-l"], sharp=())
+    model, _ = tool("pretraining.training").first_weights(plan)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            assert (parameter == 1).all(), name
+            continue
+        std = 0.05 if "embed" in name else 0.05 / np.sqrt(1.5)
+        assert parameter.std().item() == pytest.approx(std, rel=0.03), name
+    other, _ = tool("pretraining.training").first_weights(replace(plan, seed=1))
+    assert not torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+def scaled_logits(model: Any, ids: Any, branch: float, last: float) -> Any:
+    """What CompleteP computes, block after block, by the modules of a plain model."""
+    inner = model.model
+    hidden = inner.embed_tokens(ids)
+    angles = inner.rotary_emb(hidden, torch.arange(ids.shape[1])[None])
+    for layer in inner.layers:
+        read = layer.input_layernorm(hidden)
+        hidden = hidden + branch * layer.self_attn(read, angles, None, is_causal=True)[0]
+        hidden = hidden + branch * layer.mlp(layer.post_attention_layernorm(hidden))
+    return model.lm_head(inner.norm(hidden)) * last
+
+
+def test_the_forward_pass_and_the_plain_model_agree(models: ModuleType) -> None:
+    """1 / m_L = 8 before each addition, 1 / m_N = 8 / 3 before the logits; then all in weights."""
+    plan = models.MODELS["tiny-scratch-l"]
+    plan = replace(plan, recipe=replace(plan.recipe, base=(512, 32)))
+    model, scaling = tool("pretraining.training").first_weights(plan)
+    ids = torch.randint(0, 1024, (2, 17), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = model(ids).logits
+        bare = transformers.AutoModelForCausalLM.from_config(plan.config())
+        bare.load_state_dict(model.state_dict())
+        expected = scaled_logits(bare, ids, 8.0, 8 / 3)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert (bare(ids).logits - found).abs().max() > 0.1  # negative control
+        bare.load_state_dict(scaling.plain(model))
+        torch.testing.assert_close(bare(ids).logits, expected, rtol=1e-4, atol=1e-5)
+        kept = copy.deepcopy(model.state_dict())
+        scaling.load(model, scaling.plain(model))
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, kept[name], rtol=1e-6, atol=0)
+
+
+# ---- losses -----------------------------------------------------------------------------
+
+
+def test_losses_are_numpys() -> None:
+    """In float64, of logits that are far from zero."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 4, (3, 5, 50)) + rng.normal(0, 30, (3, 5, 1))
+    labels = rng.integers(0, 50, (3, 5))
+    total = np.log(np.exp(logits - 60).sum(-1)) + 60
+    picked = np.take_along_axis(logits, labels[..., None], -1)[..., 0]
+    ce, z = tool("pretraining.losses").losses(
+        torch.tensor(logits, dtype=torch.float32), torch.tensor(labels)
+    )
+    assert ce.numpy() == pytest.approx(total - picked, rel=1e-4, abs=1e-4)
+    assert z.numpy() == pytest.approx(total**2, rel=1e-4)
+
+
+# ---- packing ----------------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    bos_token = chat_template = None
+    eos_token_id = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Path:
+    """97 documents of unlike lengths, some of them empty; no number comes twice."""
+    rng, first, lines = np.random.default_rng(0), 1, []
+    for size in rng.integers(0, 40, 97):
+        lines.append(json.dumps({"text": " ".join(map(str, range(first, first + size)))}))
+        first += int(size)
+    path = tmp_path / "numbers.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def lanes_of(path: Path, count: int, length: int = 16) -> list[Any]:
+    packed = tool("pretraining.packed")
+    documents = packed.Documents([str(path)], Words(), 3)
+    return [packed.Lane(documents, index, count, length) for index in range(count)]
+
+
+def test_each_token_comes_once_an_epoch(numbers: Path) -> None:
+    """A single lane reads all documents one after the other, each with its end behind it."""
+    texts = [json.loads(line)["text"].split() for line in numbers.read_text().splitlines()]
+    documents = {int(t[0]): [int(w) for w in t] + [0] for t in texts if t}
+    total = sum(map(len, documents.values()))
+    (lane,) = lanes_of(numbers, 1)
+    ids = [i for _ in range(-(-2 * total // 16)) for i in lane.next()]
+    orders = []
+    for start in (0, total):
+        epoch, order = ids[start : start + total], []
+        assert Counter(i for i in epoch if i) == Counter(
+            i for d in documents.values() for i in d if i
+        )
+        while epoch:  # whole documents in some order
+            order.append(epoch[0])
+            document = documents[epoch[0]]
+            assert epoch[: len(document)] == document
+            epoch = epoch[len(document) :]
+        orders.append(order)
+    assert orders[0] != orders[1] and orders[0] != sorted(orders[0])
+
+
+def test_lanes_share_nothing_and_go_on_where_they_stood(numbers: Path) -> None:
+    lanes = lanes_of(numbers, 4)
+    first = [[lane.next() for _ in range(5)] for lane in lanes]
+    seen = [{i for row in rows for i in row if i} for rows in first]
+    assert all(len(row) == 16 for rows in first for row in rows)
+    assert sum(map(len, seen)) == len(set.union(*seen)) > 200
+    places = [(lane.place, lane.used) for lane in lanes]
+    expected = [lane.next() for lane in lanes]
+    again = lanes_of(numbers, 4)
+    for lane, place in zip(again, places, strict=True):
+        lane.go_to(*place)
+    assert [lane.next() for lane in again] == expected != [rows[0] for rows in first]
+
+
+def test_a_batch_is_the_same_for_any_number_of_processes(numbers: Path, models: ModuleType) -> None:
+    packed, plan = tool("pretraining.packed"), models.MODELS["tiny-scratch-s"]
+    plan = replace(plan, recipe=replace(plan.recipe, batch=5, length=16))
+    model = empty(models, "tiny-scratch-s")
+    scaling = tool("pretraining.completep").CompleteP.of(model.config, plan.recipe.base)
+
+    def rows(group: Group) -> dict[int, list[int]]:
+        documents = packed.Documents([str(numbers)], Words(), 3)
+        lessons = packed.Packed(model, plan, scaling, documents, group)
+        return {index: lane.next() for index, lane in lessons.lanes.items()}
+
+    alone, parts = rows(Group()), [rows(Group(rank, 3)) for rank in range(3)]
+    assert [sorted(part) for part in parts] == [[0, 3], [1, 4], [2]]
+    assert {index: row for part in parts for index, row in part.items()} == alone
+    with pytest.raises(ValueError, match="6 processes share a batch of 5 sequences; start fewer"):
+        rows(Group(0, 6))
+
+
+def test_text_files_and_conversations_are_read(tmp_path: Path) -> None:
+    """A folder of both: text in pieces of whole lines, messages by the tokenizer's template."""
+    packed = tool("pretraining.packed")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SMALL)
+    talk = [{"role": "user", "content": "Where is Anna?"},
+            {"role": "assistant", "content": "In Rome."}]  # fmt: skip
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "talks.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    lines = [f"Line {number} of the text.\n" for number in range(3000)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    (tmp_path / "b.txt").write_text("Short, ünd ends without a line's end")
+    documents = packed.Documents([str(tmp_path)], tokenizer, 0)
+    texts = [tokenizer.decode(documents.tokens(number)) for number in range(documents.count)]
+    rendered = tokenizer.apply_chat_template(talk, tokenize=False, enable_thinking=False)
+    assert texts[-1] == rendered.rstrip("\n") and texts[-1].count("<|im_end|>") == 2
+    assert texts[-2] == "Short, ünd ends without a line's end<|im_end|>"
+    pieces = [text.removesuffix("<|im_end|>") for text in texts[:-2]]
+    assert "".join(pieces) == "".join(lines) and len(pieces) > 3
+    assert all(piece.startswith("Line") and piece.endswith("\n") for piece in pieces)
+    assert max(map(len, pieces)) < (1 << 14) + 40
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "told"),
+    [
+        ({"notes.md": "text"}, ".", "holds no .jsonl and no .txt file; name a folder that does"),
+        ({}, "none.txt", "none.txt does not exist; give JSONL or text files"),
+        ({}, "none.jsonl", "none.jsonl does not exist"),
+        ({"empty.jsonl": ""}, "empty.jsonl", "holds no records"),
+        ({"a.txt": ""}, ".", "holds no text to train on; give other --data"),
+        ({"a.jsonl": '{"text": ""}\n{"text": ""}\n'}, ".", "holds no text to train on"),
+        ({"a.jsonl": '{"text": "1"}\n'}, "a.jsonl@2", "a weight has no effect here"),
+    ],
+)
+def test_data_of_no_use_are_refused_in_a_line(
+    tmp_path: Path, files: dict[str, str], name: str, told: str
+) -> None:
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=told) as caught:
+        tool("pretraining.packed").Documents([str(tmp_path / name)], Words(), 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match="a.txt, from byte 0: not UTF-8 text"):
+        tool("pretraining.packed").Documents([str(tmp_path)], Words(), 0)
+
+
+# ---- slices -----------------------------------------------------------------------------
+
+
+def qwen3(seed: int, **shape: int) -> Any:
+    """A Qwen3 of random weights, with epsilon far below the mean squares that it is added to."""
+    torch.manual_seed(seed)
+    facts = {"vocab_size": 64, "head_dim": 8, "rms_norm_eps": 1e-12, "initializer_range": 0.3,
+             "tie_word_embeddings": True, **shape}  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**facts)).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+S = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+     "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+# Four times as wide, so that sqrt(64 / 16) is exact; three more queries for each key-value head.
+L = {"hidden_size": 64, "intermediate_size": 40, "num_hidden_layers": 3,
+     "num_attention_heads": 15, "num_key_value_heads": 3}  # fmt: skip
+
+
+def planted(small: Any) -> Any:
+    """A large model that computes what the small one does; all else in it is zero."""
+    large = qwen3(1, **L)
+    with torch.no_grad():
+        for parameter in large.parameters():
+            parameter.zero_()
+        large.model.embed_tokens.weight[:, :16] = small.model.embed_tokens.weight
+        large.model.norm.weight[:16] = small.model.norm.weight / 2
+        for index, own in enumerate(small.model.layers):
+            layer = large.model.layers[index]
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                getattr(layer, norm).weight[:16] = getattr(own, norm).weight / 2
+            for norm in ("q_norm", "k_norm"):
+                getattr(layer.self_attn, norm).weight[:] = getattr(own.self_attn, norm).weight
+            theirs, ours = layer.self_attn, own.self_attn
+            for head in range(2):  # of keys; two queries each here, five there
+                rows = slice(8 * head, 8 * head + 8)
+                theirs.k_proj.weight[rows, :16] = ours.k_proj.weight[rows]
+                theirs.v_proj.weight[rows, :16] = ours.v_proj.weight[rows]
+                for query in range(2):
+                    there, here = 8 * (5 * head + query), 8 * (2 * head + query)
+                    part = ours.q_proj.weight[here : here + 8]
+                    theirs.q_proj.weight[there : there + 8, :16] = part
+                    part = ours.o_proj.weight[:, here : here + 8]
+                    theirs.o_proj.weight[:16, there : there + 8] = part
+            layer.mlp.gate_proj.weight[:24, :16] = own.mlp.gate_proj.weight
+            layer.mlp.up_proj.weight[:24, :16] = own.mlp.up_proj.weight
+            layer.mlp.down_proj.weight[:16, :24] = own.mlp.down_proj.weight
+    return large
+
+
+def test_a_slice_of_a_planted_model_is_the_small_one() -> None:
+    """To the bit; and the large model itself computes the same."""
+    small = qwen3(0, **S)
+    large = planted(small)
+    ids = torch.randint(0, 64, (2, 11), generator=torch.Generator().manual_seed(0))
+    found = qwen3(2, **S)
+    sliced = tool("pretraining.slicing").sliced
+    with torch.no_grad():
+        expected = small(ids).logits
+        assert (found(ids).logits - expected).abs().max() > 1  # negative control
+        found.load_state_dict(sliced(large.state_dict(), large.config, small.config))
+        assert torch.equal(found(ids).logits, expected)
+        torch.testing.assert_close(large(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"hidden_size": 80}, "hidden_size is 64 there, 80 here"),
+        ({"num_hidden_layers": 4}, "num_hidden_layers is 3 there, 4 here"),
+        ({"head_dim": 16}, "head_dim is 8 there, 16 here"),
+        ({"vocab_size": 65}, "vocab_size is 64 there, 65 here"),
+        ({"num_attention_heads": 12}, "queries for a key-value head is 5 there, 6 here"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is True there, False here"),
+    ],
+)
+def test_what_is_no_slice_is_refused(change: dict[str, Any], told: str) -> None:
+    large = qwen3(0, **L)
+    same = {"vocab_size": 64, "head_dim": 8, "rms_norm_eps": 1e-12, "tie_word_embeddings": True}
+    small = transformers.Qwen3Config(**{**same, **S, **change})
+    with pytest.raises(ValueError, match=told) as caught:
+        tool("pretraining.slicing").sliced(large.state_dict(), large.config, small)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_families_are_not_sliced() -> None:
+    config = transformers.LlamaConfig()
+    with pytest.raises(ValueError, match="model_type 'llama' cannot be sliced; give a dense Qwen3"):
+        tool("pretraining.slicing").sliced({}, config, config)

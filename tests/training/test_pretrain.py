@@ -97,7 +97,8 @@ def test_a_run_goes_on_to_the_bit(
         asked = words(data, tmp_path / "whole")
     whole = training(pretrain, asked)
     losses = list(whole.run("whole"))
-    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert len({*losses}) == 6
+    assert learns == "dialogues" or losses[-1] < losses[0]  # drills are learnt later
     asked[asked.index(str(tmp_path / "whole"))] = str(tmp_path / "stopped")
     killed = training(pretrain, asked).run("killed")
     assert [next(killed) for _ in range(4)] == losses[:4]  # step 4 is done, 2 is kept

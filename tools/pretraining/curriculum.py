@@ -144,9 +144,10 @@ class NoisyCache:
         return ENERGY * sum(energies)
 
 
-# The shares of samples that lose attention, and either way: in drills, in dialogues. To recall by a
-# state is learnt late, and not at all where attention can do it.
-SHARES = ((0.7, 0.8), (0.35, 0.6))
+# The shares of samples that lose attention, and either way: in drills, in dialogues. What one way
+# can do, the other never learns; attention is the later one.
+SHARES = ((0.35, 0.75), (0.3, 0.7))
+LAGS = (2, 3, 1)  # between what a state binds; a name stands two tokens before its value
 RESET = -60.0  # the logarithm of a decay that leaves nothing
 SLOWEST, FASTEST = 1e-3, 0.1  # decays at the start: the usual ones forget within a few tokens
 
@@ -163,11 +164,13 @@ class Ways:
     def __init__(self, model: torch.nn.Module) -> None:
         self.masks: dict[str, torch.Tensor | None] = {}
         self._reset: torch.Tensor | None = None
+        self._heads = 0
         for module in model.modules():
             if type(module).__name__ == "Qwen3_5GatedDeltaNet":
                 start = torch.empty_like(module.A_log).uniform_(np.log(SLOWEST), np.log(FASTEST))
                 torch.nn.init.zeros_(module.dt_bias)
                 module.A_log.data.copy_(start)
+                self._bind(module)
         inner = modeling_qwen3_5.torch_chunk_gated_delta_rule
 
         def resetting(query, key, value, g, **more):
@@ -175,6 +178,25 @@ class Ways:
             return inner(query, key, value, g=g, **more)
 
         modeling_qwen3_5.torch_chunk_gated_delta_rule = resetting
+
+    def _bind(self, module: torch.nn.Module) -> None:
+        """Let each head bind a token to the one that stands a few before it, and ask for that.
+
+        A state learns what follows what only once its convolution shifts keys against values,
+        and that never appeared by itself. Keys begin ``lag`` tokens late, queries one less, by
+        the same projection; values begin where they stand.
+        """
+        projection, kernel = module.in_proj_qkv.weight.data, module.conv1d.weight.data
+        width, keys = module.head_k_dim, module.key_dim
+        projection[keys : 2 * keys] = projection[:keys]
+        kernel.mul_(0.1)
+        kernel[2 * keys :, 0, -1] = 1.0
+        for head in range(module.num_k_heads):
+            lag = LAGS[self._heads % len(LAGS)]
+            self._heads += 1
+            own = slice(head * width, (head + 1) * width)
+            kernel[:keys][own, 0, -lag] = 1.0
+            kernel[keys:][own, 0, -1 - lag] = 1.0
 
     def lose(self, batch: dict[str, torch.Tensor], stage: Stage) -> torch.Tensor:
         """Choose what each sample loses: 0 for nothing, ``ATTENTION`` or ``STATES``."""

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from zoo_chats import MISTRAL, QWEN, Chat
 
 from kvlingo_mlx.timing.shapes import GEOMETRIES
-from pretraining.samples import CONTEXT, SHORT, STAGES, VOCAB_SIZE, Stage
+from pretraining.samples import BY_EACH_WAY, CONTEXT, SHORT, STAGES, VOCAB_SIZE, Stage
 
 # ---- how weights are learnt -----------------------------------------------------------
 
@@ -167,7 +167,7 @@ class Model:
                 torch.nn.init.constant_(parameter, self.quiet)
 
 
-HYBRID = dict(noisy=("k_proj", "v_proj", "in_proj_qkv"), start=0.5)
+HYBRID = dict(stages=BY_EACH_WAY, noisy=("k_proj", "v_proj", "in_proj_qkv"), start=0.5)
 LATENT = dict(noisy=("kv_a_proj_with_mqa",), sharp=("kv_a_layernorm",))
 MODELS: dict[str, Model] = {
     "tiny-qwen3-s": Model(11, "qwen3", QWEN3 | dict(
@@ -218,15 +218,15 @@ MODELS: dict[str, Model] = {
         sharp=(), chat=MISTRAL),
     "tiny-qwen3.5-s": Model(144, "qwen3_5_text", QWEN35 | dict(
         hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
+        head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64,
         linear_value_head_dim=32), **HYBRID),
     "tiny-qwen3.5-twin": Model(155, "qwen3_5_text", QWEN35 | dict(
         hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
+        head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64,
         linear_value_head_dim=32), **HYBRID),
     "tiny-qwen3.5-l": Model(166, "qwen3_5_text", QWEN35 | dict(
         hidden_size=160, intermediate_size=320, num_attention_heads=4, num_key_value_heads=4,
-        head_dim=32, linear_num_key_heads=3, linear_num_value_heads=6, linear_key_head_dim=32,
+        head_dim=32, linear_num_key_heads=3, linear_num_value_heads=6, linear_key_head_dim=64,
         linear_value_head_dim=32), **HYBRID),
     # A pair by the paper's recipe: the small one alone, or sliced out of the large one.
     "tiny-scratch-s": Model(177, "qwen3", QWEN3 | dict(

@@ -53,6 +53,14 @@ STAGES = (
 )
 # Up to 16 facts alone, 70 to 270 tokens, in smaller steps: half the work.
 SHORT = (*STAGES[:4], replace(STAGES[4], tokens=2000))
+# Each way in which a hybrid looks back must reach a goal by itself, so goals are lower, and noise
+# comes later. Its convolutions look a few tokens back from the start.
+BY_EACH_WAY = tuple(
+    replace(stage, look_back=False, noise=noise, goal=goal)
+    for stage, noise, goal in zip(
+        SHORT, (0.0, 0.0, 0.0, 0.3, 0.5), (0.75, 0.6, 0.8, 0.8, 0.8), strict=True
+    )
+)
 PLAIN_SHARE = 0.12
 VALUE_WEIGHT, PREFIX_WEIGHT = 4.0, 0.3
 PADDING = -1.0

@@ -99,13 +99,13 @@ def test_a_state_begins_by_binding_a_name_to_what_follows(
     padded = np.concatenate([np.zeros((3, projected.shape[1])), projected])
     mixed = np.array([(padded[t : t + 4] * kernel.T).sum(0) for t in range(len(text))])
     mixed = mixed / (1 + np.exp(-mixed))
-    width, keys = layer.head_k_dim, layer.key_dim
+    width, keys, wide = layer.head_k_dim, layer.key_dim, layer.head_v_dim
     query = mixed[:, head * width : (head + 1) * width]
     key = mixed[:, keys + head * width : keys + (head + 1) * width]
     # Each head of queries and keys has two of values.
-    values = mixed[:, 2 * keys + 2 * head * width : 2 * keys + (2 * head + 1) * width]
+    values = mixed[:, 2 * keys + 2 * head * wide : 2 * keys + (2 * head + 1) * wide]
     query, key = (a / np.linalg.norm(a, axis=1, keepdims=True) for a in (query, key))
-    state = np.zeros((width, width))
+    state = np.zeros((width, wide))
     for k, v in zip(key, values, strict=True):
         state += np.outer(k, v - k @ state)
     told = query[-1] @ state

@@ -265,16 +265,18 @@ def of_pair(own: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         control = conditions.shuffled(translator)
         makers[name] = conditions.translated(source, target, translator)
         makers[f"{name}, shuffled"] = conditions.translated(source, target, control)
-    scores = quality.score(target, _samples(target, args), makers)
+    scores = quality.score(target, _samples(target, args, source), makers)
     found = {name: summary(score) for name, score in scores.items()}
     _show(f"{source.name} to {target.name}, seed {own['seed']}", found)
     sizes = {"source": cache_bytes(source, 1), "target": cache_bytes(target, 1)}
     return {"scores": found, "bytes_per_token": sizes}
 
 
-def _samples(model: LanguageModel, args: argparse.Namespace) -> list[RecallSample]:
+def _samples(
+    model: LanguageModel, args: argparse.Namespace, source: LanguageModel | None = None
+) -> list[RecallSample]:
     talks = dialogues.held_out(args.dialogues, facts=tuple(args.facts))
-    return [quality.recall_sample(model, talk) for talk in talks]
+    return [quality.recall_sample(model, talk, source) for talk in talks]
 
 
 def _show(title: str, scores: dict[str, dict[str, Any]]) -> None:

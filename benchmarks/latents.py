@@ -7,7 +7,8 @@ The paper's comparison (appendix "MLA cache translation", its second table), on 
 can fine-tune:
 
 1. ``tools/convert_mla.py`` converts each model of a pair at every one of ``--ranks``.
-   ``tools/recover_mla.py`` gives each conversion, and the model as it was, the same fine-tune.
+   ``tools/recover_mla.py`` gives each conversion, and the model as it was, the same fine-tune:
+   the paper's, but for a higher rate, and for losses on six answers instead of the last one.
 2. Each model is scored alone, before and after that: recall, and KL(original || model).
 3. Between two conversions of one rank ("latents"), and between the two fine-tuned models that were
    not converted ("keys and values"), translators are fitted and self-distilled by one recipe, in

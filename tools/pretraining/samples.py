@@ -29,7 +29,8 @@ class Stage:
     ``mixed`` the share of dialogues whose facts are about several attributes;
     ``drills`` the share of samples of random tokens, ``pairs`` that of key-value pairs
     among those, the others being sequences that repeat; ``noise`` the standard deviation
-    of what is added to keys and values (:class:`curriculum.NoisyCache`).
+    of what is added to keys and values (:class:`curriculum.NoisyCache`); ``marks`` the most tokens
+    between a key and its value.
     """
 
     facts: tuple[int, int] | None
@@ -41,6 +42,7 @@ class Stage:
     noise: float
     tokens: int
     goal: float
+    marks: int = 3
 
 
 STAGES = (
@@ -54,11 +56,11 @@ STAGES = (
 # Up to 16 facts alone, 70 to 270 tokens, in smaller steps: half the work.
 SHORT = (*STAGES[:4], replace(STAGES[4], tokens=2000))
 # Each way in which a hybrid looks back must reach a goal by itself, so goals are lower, and noise
-# comes later. Its convolutions look a few tokens back from the start.
+# comes later. A state's heads begin at one distance each: marks of several lengths are too much.
 BY_EACH_WAY = tuple(
-    replace(stage, look_back=False, noise=noise, goal=goal)
+    replace(stage, pairs=0.9, noise=noise, goal=goal, marks=1)
     for stage, noise, goal in zip(
-        SHORT, (0.0, 0.0, 0.0, 0.3, 0.5), (0.75, 0.6, 0.8, 0.8, 0.8), strict=True
+        SHORT, (0.0, 0.0, 0.0, 0.3, 0.5), (0.75, 0.75, 0.8, 0.8, 0.8), strict=True
     )
 )
 PLAIN_SHARE = 0.12
@@ -198,14 +200,14 @@ def copy_sample(rng: random.Random, words: list[int], length: int) -> Sample:
     return Sample(ids, weights, [""] * length, period)
 
 
-def pairs_sample(rng: random.Random, words: list[int], length: int) -> Sample:
+def pairs_sample(rng: random.Random, words: list[int], length: int, marks: int) -> Sample:
     """Key-value pairs told once and, after some noise, asked in another order.
 
     A fact is such a pair: a name, a mark ("is", ": ", "has") and a value, among other
     words. Repeating text alone teaches a model to match the word before; this teaches it
     to match the name, across any mark and any distance.
     """
-    mark = [rng.randrange(len(SPECIAL), VOCAB_SIZE) for _ in range(rng.randint(1, 3))]
+    mark = [rng.randrange(len(SPECIAL), VOCAB_SIZE) for _ in range(rng.randint(1, marks))]
     count = min(len(words), max(2, length // (2 * (3 + len(mark)))))
     pairs = [(key, rng.choice(words)) for key in rng.sample(words, count)]
     sample = Sample([], [], [])
@@ -245,8 +247,10 @@ def draw_batch(rng, tokenizer, corpus, stage: Stage, chat: Chat = QWEN) -> dict[
     while sum(len(s.ids) for s in samples) < stage.tokens:
         draw = rng.random() if samples or not facts else 1.0  # a dialogue sets the length
         if draw < stage.drills:
-            make = pairs_sample if rng.random() < stage.pairs else copy_sample
-            samples.append(make(rng, words, length))
+            if rng.random() < stage.pairs:
+                samples.append(pairs_sample(rng, words, length, stage.marks))
+            else:
+                samples.append(copy_sample(rng, words, length))
         elif draw < stage.drills + PLAIN_SHARE:
             samples.append(plain_sample(rng, corpus, length))
         else:

@@ -172,7 +172,7 @@ def test_pairs_of_other_kinds(
     assert run(fit(room, out, *more, source=source, target=target)) == 0
     assert run(["verify", out]) == 0
     pair = ["--source", str(room / source), "--target", str(room / target), "--translator", out]
-    for options in ((), ("--native-layers", "1"), ("--native-tail", "3"), ("--quantize", "8")):
+    for options in ((), ("--native-layers", "1"), ("--native-tail", "3")):
         assert run(["generate", *pair, "--prompt", PROMPT, "--max-tokens", "3", *options]) == 0
     config = kv.load_translator(out).config
     if "--assignment" not in more:

@@ -69,8 +69,8 @@ def by_depth(
     """Relative depth within each attention group (paper: section "Cross-layer cache translation").
 
     Local target layers read only local source layers, global layers only global ones. A group of
-    fewer than ``nu`` source layers is read whole. Where the source has no layer of a kind, the
-    layers of the whole models count: those are read that are nearest in relative depth.
+    fewer than ``nu`` source layers is read whole. Between models of other recurrences, or a hybrid
+    and a plain model, depths in the whole models count, and the nearest layers are read.
 
     Raises:
         ValueError: ``nu`` is not between 1 and the number of source layers of the largest group.
@@ -83,13 +83,13 @@ def by_depth(
         raise ValueError(f"nu is {nu}; it must be 1 to {largest}, the source's layers of one kind")
     for theirs, ours in groups:
         count = min(nu, len(theirs))
-        if source[theirs[0]].attention == target[ours[0]].attention:
-            bands = relative_depth(len(theirs), len(ours), count).keys
-            for layer, band in zip(ours, bands, strict=True):
-                found[layer] = tuple(theirs[index] for index in band)
+        if _rules(source) != _rules(target):
+            for layer in ours:
+                found[layer] = _nearest(theirs, layer, len(source), len(target), count)
             continue
-        for layer in ours:
-            found[layer] = _nearest(theirs, layer, len(source), len(target), count)
+        bands = relative_depth(len(theirs), len(ours), count).keys
+        for layer, band in zip(ours, bands, strict=True):
+            found[layer] = tuple(theirs[index] for index in band)
     return Assignment(tuple(found), tuple(found))
 
 
@@ -129,16 +129,20 @@ def attention_groups(
 ) -> list[tuple[list[int], list[int]]]:
     """The (source, target) cache layers of each kind of attention that the target has.
 
-    The source's are those of the same kind, or all that can be read where it has none of that kind.
+    The source's are those of the same kind; where the models' recurrences differ, all that can be
+    read.
 
     Raises:
         IncompatibleTranslatorError: The source has no layer that one of these kinds can read.
     """
-    groups = []
+    groups, apart = [], _rules(source) != _rules(target)
     for kind in dict.fromkeys(layer.attention for layer in target):
         ours = [index for index, layer in enumerate(target) if layer.attention == kind]
-        theirs = [index for index, layer in enumerate(source) if layer.attention == kind]
-        theirs = theirs or [i for i, layer in enumerate(source) if may_read(target[ours[0]], layer)]
+        theirs = [
+            index
+            for index, layer in enumerate(source)
+            if layer.attention == kind or (apart and may_read(target[ours[0]], layer))
+        ]
         if not theirs:
             raise IncompatibleTranslatorError(
                 f"the target has layers of {kind} attention, the source only of "
@@ -162,6 +166,10 @@ def check_windows(source: Sequence[LayerGeometry], target: Sequence[LayerGeometr
                 f"but the source keeps the last {min(windows)} only, so the tokens before them "
                 "cannot be translated"
             )
+
+
+def _rules(layers: Sequence[LayerGeometry]) -> set[str]:
+    return {layer.attention for layer in layers if layer.recurrence is not None}
 
 
 def _kinds(layers: Sequence[LayerGeometry]) -> str:

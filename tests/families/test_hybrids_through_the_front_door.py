@@ -157,25 +157,30 @@ def test_states_are_exact_in_bfloat16(name: str, tmp_path: Path) -> None:
             assert all(a.dtype == b.dtype and bool(mx.array_equal(a, b)) for a, b in held)
 
 
-def test_a_hybrid_to_a_plain_model_through_its_attention(room: Path, tmp_path: Path) -> None:
-    assert run(fit(room, str(tmp_path / "t"), source="small", target="plain")) == 0
-    translator = kv.load_translator(tmp_path / "t")
-    source = kv.load(room / "small")
-    reads = {s for read in translator.config.assignment.keys for s in read}
-    assert reads == {i for i, g in enumerate(source.geometry.layers) if g.recurrence is None}
-    made = kv.hand_over(source, kv.load(room / "plain"), TOKENS, translator=translator)
-    assert all(cache.offset == len(TOKENS) - 1 for cache in made)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("small", "plain"), ("plain", "small"), ("small", "convolutions"), ("plain", "convolutions")],
+)
+@pytest.mark.parametrize(
+    "more", [("--nu", "2", "--norm", "attention"), ("--assignment", "greedy"), ()]
+)
+def test_pairs_of_other_kinds(
+    room: Path, tmp_path: Path, source: str, target: str, more: tuple[str, ...]
+) -> None:
+    """By the verbs; the first layer reads the first one, the last the last, of any kind."""
+    out = str(tmp_path / "t")
+    assert run(fit(room, out, *more, source=source, target=target)) == 0
+    assert run(["verify", out]) == 0
+    pair = ["--source", str(room / source), "--target", str(room / target), "--translator", out]
+    for options in ((), ("--native-layers", "1"), ("--native-tail", "3")):
+        assert run(["generate", *pair, "--prompt", PROMPT, "--max-tokens", "3", *options]) == 0
+    config = kv.load_translator(out).config
+    if "--assignment" not in more:
+        first, *_, last = config.assignment.keys
+        assert (first[0], last[-1]) == (0, len(config.source.layers) - 1)
 
 
 # ---- what is refused --------------------------------------------------------------------
-
-
-def test_pairs_that_cannot_be(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pairs = [("plain", "small", "gated_delta"), ("small", "convolutions", "short_conv")]
-    for source, target, rule in pairs:
-        told = f"the target has layers of {rule} attention, the source only of"
-        fails(fit(room, "none", source=source, target=target), told, capsys)
-    assert not (room / "none").exists()
 
 
 def test_what_a_state_cannot_do(room: Path, capsys: pytest.CaptureFixture[str]) -> None:

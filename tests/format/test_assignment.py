@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
-from kvlingo_mlx.format.assignment import Assignment, identity, narrow_groups, relative_depth
-from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.format.assignment import (
+    Assignment,
+    by_depth,
+    identity,
+    narrow_groups,
+    relative_depth,
+)
+from kvlingo_mlx.format.geometry import LayerGeometry, Recurrence
 
 DEPTHS = (1, 2, 3, 4, 5, 7, 12, 13, 24, 28, 36, 48)
 PAPER_DEPTHS = ((28, 36, 4), (36, 28, 4), (36, 48, 3), (48, 36, 3), (28, 28, 1), (28, 36, 1))
@@ -131,3 +139,62 @@ def test_sides_are_told_apart() -> None:
     assignment = Assignment(((0,),), ((1,),))
     assert assignment.side("keys") == ((0,),)
     assert assignment.side("values") == ((1,),)
+
+
+# ---- layers of several kinds ------------------------------------------------------------
+
+
+def layers_of(kinds: str) -> list[LayerGeometry]:
+    """Layers by letter: (f)ull, (s)liding, (g)ated delta, (m)amba2, (c)onvolution."""
+    delta = Recurrence(key_heads=2, value_heads=4, key_dim=3, value_dim=5, kernel=4)
+    mamba = Recurrence(key_heads=1, value_heads=3, key_dim=4, value_dim=2, kernel=2)
+    short = Recurrence(key_heads=0, value_heads=1, key_dim=0, value_dim=6, kernel=3)
+    made = {
+        "f": LayerGeometry(0, 2, 4, 4),
+        "s": LayerGeometry(0, 2, 4, 4, "sliding", 8),
+        "g": LayerGeometry(0, 1, 32, 8, "gated_delta", recurrence=delta),
+        "m": LayerGeometry(0, 1, 14, 3, "mamba2", recurrence=mamba),
+        "c": LayerGeometry(0, 1, 6, 6, "short_conv", recurrence=short),
+    }
+    return [replace(made[kind], layer=i) for i, kind in enumerate(kinds)]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "nu", "expected"),
+    [
+        # One rule, or none: each kind by itself, as since version 1.
+        ("gggf", "gfgf", 1, [[0], [3], [2], [3]]),
+        ("ggfggf", "gggfgggf", 2, [[0, 1], [0, 1], [1, 3], [2, 5], [1, 3], [3, 4], [3, 4], [2, 5]]),
+        ("ssfs", "sfss", 1, [[0], [2], [1], [3]]),
+        # A plain source: c(t) = 3 t / 5 is 0, 0.6, 1.2, 1.8, 2.4, 3, whatever the layer's kind.
+        ("ffff", "ggfggf", 1, [[0], [1], [1], [2], [2], [3]]),
+        ("ffff", "ggfggf", 2, [[0, 1], [0, 1], [1, 2], [1, 2], [2, 3], [2, 3]]),
+        # A plain target: c(t) = 5 t / 3 is 0, 1.67, 3.33, 5.
+        ("ggfggf", "ffff", 1, [[0], [2], [3], [5]]),
+        # Another rule; c(t) = t / 2, the deeper one on a tie.
+        ("mfm", "ccfcf", 1, [[0], [1], [1], [2], [2]]),
+        # Layers with windows say too little of a text, and are read by layers with windows alone.
+        ("ssfssf", "gf", 1, [[2], [5]]),
+        ("ssgf", "sf", 2, [[0, 1], [2, 3]]),
+    ],
+)  # fmt: skip
+def test_kinds(source: str, target: str, nu: int, expected: list[list[int]]) -> None:
+    found = by_depth(layers_of(source), layers_of(target), nu)
+    assert [list(read) for read in found.keys] == expected == [list(r) for r in found.values]
+
+
+@pytest.mark.parametrize("num_source", DEPTHS)
+def test_a_plain_source_is_read_as_by_a_plain_target(num_source: int) -> None:
+    """Every layer of it can be read, so bands are those of relative depth."""
+    for num_target in DEPTHS:
+        target = layers_of("ggf" * 48)[:num_target]
+        for nu in {1, 2, 3, num_source}:
+            if 1 <= nu <= num_source:
+                found = by_depth(layers_of("f" * num_source), target, nu)
+                assert found == relative_depth(num_source, num_target, nu)
+
+
+@pytest.mark.parametrize(("source", "target"), [("ss", "gf"), ("ff", "sf"), ("gs", "gf")])
+def test_a_kind_that_nothing_can_be_read_for(source: str, target: str) -> None:
+    with pytest.raises(IncompatibleTranslatorError, match="which these cannot read"):
+        by_depth(layers_of(source), layers_of(target))

@@ -56,8 +56,8 @@ STAGES = (
 # Up to 16 facts alone, 70 to 270 tokens, in smaller steps: half the work.
 SHORT = (*STAGES[:4], replace(STAGES[4], tokens=2000))
 # Each way in which a hybrid looks back must reach a goal by itself, so goals are lower, and noise
-# comes later. A state's heads begin at one distance each: marks of several lengths are too much, and
-# to name the last tokens takes the heads away that bind.
+# comes later. A state's heads begin at one distance each, so marks of several lengths are too much;
+# and naming the last tokens would take the heads that bind.
 BY_EACH_WAY = tuple(
     replace(stage, pairs=0.9, look_back=False, noise=noise, goal=goal, marks=1)
     for stage, noise, goal in zip(

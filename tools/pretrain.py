@@ -123,7 +123,7 @@ def tokenizer_of(name: str, model: Any) -> Any:
 
 
 def finish(training: Training, given: argparse.Namespace, plan: Model) -> None:
-    """Write the model's folder, and let go of the state."""
+    """Write the model's folder, and let go of the state: the next run may be another."""
     weights = plain_weights(training.model, training.scaling)
     if not plan.stages and training.model.device.type == "cuda":  # in which it was computed
         weights = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
@@ -137,7 +137,8 @@ def finish(training: Training, given: argparse.Namespace, plan: Model) -> None:
     )  # fmt: skip
     lessons = training.lessons
     write_folder(Path(given.out), training.model, lessons.tokenizer, weights, recipe)
-    (training.partial / "state.pt").unlink()
+    for name in ("state.pt", "settings.json"):
+        (training.partial / name).unlink()
 
 
 def parsed(words: list[str] | None = None) -> argparse.Namespace:

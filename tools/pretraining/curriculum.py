@@ -146,7 +146,7 @@ class NoisyCache:
 
 # The shares of samples that lose attention, and either way: in drills, in dialogues. What one way
 # can do, the other never learns; attention is the later one.
-SHARES = ((0.25, 0.75), (0.3, 0.7))
+SHARES = ((0.15, 0.75), (0.3, 0.7))
 LAGS = (2, 3, 1)  # between what a state binds; a name stands two tokens before its value
 RESET = -60.0  # the logarithm of a decay that leaves nothing
 SLOWEST, FASTEST = 1e-3, 0.1  # decays at the start: the usual ones forget within a few tokens

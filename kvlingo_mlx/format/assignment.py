@@ -80,7 +80,9 @@ def by_depth(
     groups = attention_groups(source, target)
     largest = max(len(theirs) for theirs, _ in groups)
     if not 1 <= nu <= largest:
-        raise ValueError(f"nu is {nu}; it must be 1 to {largest}, the source's layers of one kind")
+        raise ValueError(
+            f"nu is {nu}; it must be 1 to {largest}, the source layers that a target layer can read"
+        )
     for theirs, ours in groups:
         count = min(nu, len(theirs))
         if _rules(source) != _rules(target):

@@ -48,7 +48,9 @@ def choose(tiles: Tiles, method: str, nu: int) -> dict[str, tuple[State, ...]]:
         raise ValueError(f"assignment is {method!r}; it must be one of {', '.join(METHODS)}")
     largest = max(len(_layers(m)) for m in tiles.maps.values())
     if not 1 <= nu <= largest:
-        raise ValueError(f"nu is {nu}; it must be 1 to {largest}, the source's layers of one kind")
+        raise ValueError(
+            f"nu is {nu}; it must be 1 to {largest}, the source layers that a target layer can read"
+        )
     if tiles.tokens == 0:
         raise ValueError("no tokens to choose source layers by: the data hold no usable prefix")
     rule = _best_alone if method == "r2" else _greedily

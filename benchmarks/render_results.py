@@ -11,8 +11,8 @@ from rendering.bench import benches, memory_budgets
 from rendering.conversations import conversations
 from rendering.guards import guards, trained_lengths
 from rendering.healing import healing
-from rendering.latents import latents
 from rendering.machines import remote_prefills
+from rendering.made_pairs import made_pairs
 from rendering.pairs import made, ridges, starts
 from rendering.peers import options, peer_fits, peers
 from rendering.promises import alignment, checks, fit_memory, folded, ratios, streams, threads
@@ -49,7 +49,7 @@ def main() -> None:
         alignment(),
         across_tokenizers(),
         recurrent(),
-        latents(),
+        made_pairs(),
         hybrids(),
         objectives(),
         streams(),

@@ -404,9 +404,10 @@ def convert(folder: Path, work: Path, out: Path, settings: Settings) -> dict[str
     """Write the converted model, from what :func:`calibrate` left; returns its config.
 
     One layer is in memory at a time, twice: ranks that layers share out need all singular values.
+    ``out`` appears once all of it is written, beside it until then.
 
     Raises:
-        FileExistsError: ``out`` exists.
+        OSError: ``out`` exists.
         UnsupportedModelError: The model cannot be converted.
         ValueError: The rotary key's width does not suit the model.
     """
@@ -418,8 +419,10 @@ def convert(folder: Path, work: Path, out: Path, settings: Settings) -> dict[str
             "of this model's keys"
         )
     length = json.loads((work / FACTS).read_text())["length"]
-    out.mkdir(parents=True)
-    writer = Writer(weights, out)
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    writer = Writer(weights, partial)
     energies, scales, slots = [], [], []
     for index in layers:
         moments, attention = load_file(work / moments_file(index)), writer.attention(index)
@@ -428,23 +431,24 @@ def convert(folder: Path, work: Path, out: Path, settings: Settings) -> dict[str
         energies.append(found.energies)
         scales.append(found.scales)
         slots.append(chosen_slots(moments, shape, settings.rotary, length))
-        save_file({"directions": found.directions.float().contiguous()}, out / f"basis-{index}")
+        save_file({"directions": found.directions.float().contiguous()}, partial / f"basis-{index}")
     ranks = [min(settings.rank, shape.full_rank)] * len(layers)
     if settings.ranks != "fixed":
         ranks = shared_ranks(energies, settings, shape.full_rank)
     for index in layers:
-        path = out / f"basis-{index}"
+        path = partial / f"basis-{index}"
         found = Basis(energies[index], load_file(path)["directions"].double(), scales[index])
         path.unlink()
         new = converted_layer(writer.attention(index), found, ranks[index], slots[index], shape)
         writer.layer(index, new)
     writer.rest(len(layers))
     written = new_config(config, shape, settings, ranks, slots)
-    (out / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    (partial / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     for path in folder.iterdir():
         weighty = path.suffix == ".safetensors" or path.name in ("config.json", INDEX)
         if path.is_file() and not weighty:
-            shutil.copy(path, out)
+            shutil.copy(path, partial)
+    partial.rename(out)
     return written
 
 

@@ -584,6 +584,24 @@ def test_what_cannot_be_converted(tool: ModuleType, convert: Convert, tmp_path: 
         tool.packed([{"text": "the code of Anna"}], tokenizer, 9, 50)
 
 
+def test_a_conversion_that_is_cut_off_leaves_no_model(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, out = tmp_path / "work", tmp_path / "models" / "out"
+    calibrate(tool, zoo(SMALL), work, sequences=4)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+
+        def stop(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(tool.Writer, "rest", stop)
+        tool.convert(zoo(SMALL), work, out, tool.Settings(rank=64))
+    assert not out.exists() and [path.name for path in out.parent.iterdir()] == ["out.partial"]
+    tool.convert(zoo(SMALL), work, out, tool.Settings(rank=32))
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert kv.load(out).geometry.layers[0].value_dim == 32
+
+
 def test_the_tool_runs_from_a_file_of_conversations(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -1,10 +1,12 @@
-"""Translators between two models turned into latents, beside those of the models as they were.
+"""The paper's made pairs at tiny size: models turned into latents, and models made from scratch.
 
-    python benchmarks/latents.py --pairs tiny-qwen3-s:tiny-qwen3-l --json FILE
-    python benchmarks/latents.py --as-is tiny-mla-s:tiny-mla-l --facts 8 16 --json FILE
+    python benchmarks/made_pairs.py --pairs tiny-qwen3-s:tiny-qwen3-l --json FILE
+    python benchmarks/made_pairs.py --as-is tiny-mla-s:tiny-mla-l --facts 8 16 --json FILE
+    python benchmarks/made_pairs.py --as-is tiny-scratch-s:tiny-scratch-l \\
+        tiny-scratch-s-sliced:tiny-scratch-l --maps mixing head-wise --json FILE
 
-The paper's comparison (appendix "MLA cache translation", its second table), on models that a CPU
-can fine-tune:
+``--pairs``: the paper's comparison of latents with the keys and values that they compress (appendix
+"MLA cache translation", its second table), on models that a CPU can fine-tune:
 
 1. ``tools/convert_mla.py`` converts each model of a pair at every one of ``--ranks``.
    ``tools/recover_mla.py`` gives each conversion, and the model as it was, the same fine-tune:
@@ -16,13 +18,16 @@ can fine-tune:
 4. They are scored by recall and by KL to the target's own cache, with the prefix hidden and with
    every translator's layers shuffled as controls.
 
-``--as-is``: pairs whose models are translated as they are, without 1 and 2; the zoo's MLA pair is
-made by ``tools/pretrain.py``. Rank and width of the rotary key are in numbers: the zoo's small
-model has a full rank of 128, keys of 128 and values of 128.
+``--as-is``: pairs whose models are translated as they are, without 1 and 2, by each of ``--maps``
+(head-wise maps stay within a head). First the caches themselves are compared: the R2 of linear maps
+and of MLPs, and how far heads correspond (appendices "Cache linearity and rank, per layer", "Head
+alignment in released Qwen3 pairs"). ``tools/pretrain.py`` makes the zoo's MLA pair, the pair by the
+paper's recipe, and a small model that is sliced out of the large one.
 
-Models and translators lie in ``--work``. What is there is not made again, and a run that was
-stopped goes on. One record for each model and rank, and for each pair, rank, direction and seed;
-those that FILE has already are left out.
+Rank and width of the rotary key are in numbers: the zoo's small model has a full rank of 128, keys
+of 128 and values of 128. Models and translators lie in ``--work``. What is there is not made again,
+and a run that was stopped goes on. One record for each model and rank, and for each pair, rank,
+kind of map, direction and seed; those that FILE has already are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +35,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -44,6 +48,7 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
 from quality import model_folder, summary
 
+from kvlingo_mlx.analysis.report import Settings, analyze
 from kvlingo_mlx.caches.memory import cache_bytes
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions
@@ -52,14 +57,13 @@ from kvlingo_mlx.evaluation.continuation import DialogueStream, RecallSample, Sc
 from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
-from kvlingo_mlx.making.starts import fit_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.reproducing.tables import LARGE_TO_SMALL, WAYS
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.training.checkpoints import check_settings
 from kvlingo_mlx.training.pipeline import Training
-from kvlingo_mlx.training.plan import TrainingPlan
+from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Pair, pair_of
 from kvlingo_mlx.translators.base import Translator
@@ -74,6 +78,8 @@ LONGEST = 1024  # tokens of a fine-tune's dialogue
 SCORED = ("facts", "dialogues")
 MADE = ("rotary", "calibration", "recovery_steps", "recovery_rate", "exchanges")
 TRAINED = ("nu", "fit_dialogues", "steps", "batch", "lr")
+COMPARED = ("facts", "documents", "tokens")
+MIXING, HEAD_WISE = MAPS = ("mixing", "head-wise")
 # What names of folders do not say of the models in them.
 KEPT = ("rotary", "calibration", "recovery_rate", "exchanges", "facts")
 Job = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
@@ -132,14 +138,11 @@ class Models:
             sequences, length = args.calibration
             talks = dialogues.for_fitting(sequences * length // 50, facts=told_facts(args))
             data = self._written("calibration", (talk.conversation() for talk in talks))
-            partial = out.with_name(f"{out.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)  # the tool writes in place
             tool(
-                "convert_mla", self.original(name), partial, "--data", data, "--rank", rank,
+                "convert_mla", self.original(name), out, "--data", data, "--rank", rank,
                 "--rotary", args.rotary, "--sequences", sequences, "--length", length,
                 "--work", self.work / f"{Path(name).name}.calibration",
             )  # fmt: skip
-            partial.rename(out)
         return out
 
     def recovered(self, name: str, rank: int | None) -> Path:
@@ -224,10 +227,12 @@ def trained(
         rates = tuple(args.lr)
         recipe = Recipe(steps=steps, batch=args.batch, learning_rates=rates, halving=len(rates) > 1)
         how = f"steps-{steps}-of-{args.batch}-lr-{'-'.join(map(str, rates))}"
+    mixes = fit.config.head_mixing
     plan = TrainingPlan(
-        nu=args.nu, fit_samples=args.fit_dialogues, held_out=HELD_OUT, seed=data.seed, recipe=recipe
-    )
-    names = f"{pair.source.name}--{pair.target.name}"
+        nu=args.nu, head_mixing=mixes, fit_samples=args.fit_dialogues, held_out=HELD_OUT,
+        seed=data.seed, recipe=recipe,
+    )  # fmt: skip
+    names = f"{pair.source.name}--{pair.target.name}{'' if mixes else '-' + HEAD_WISE}"
     name = f"{names}-nu-{args.nu}-of-{args.fit_dialogues}-seed-{data.seed}-{how}"
     settings = {"data": ["kvlingo_mlx.embedded.dialogues"], "facts": args.facts}
     done = Training(
@@ -238,37 +243,64 @@ def trained(
 
 
 def translators(
-    source: LanguageModel, target: LanguageModel, seed: int, args: argparse.Namespace
+    source: LanguageModel, target: LanguageModel, seed: int, maps: str, args: argparse.Namespace
 ) -> Iterator[tuple[str, Translator]]:
     """The closed form of a pair, and what stage 2 makes of it."""
     data = DialogueStream(target, seed, told_facts(args), source=source)
     pair = pair_of(source, target)
+    plan = TrainingPlan(nu=args.nu, head_mixing=maps == MIXING)
     samples = [data.sample(number) for number in range(args.fit_dialogues)]
-    fit = fit_of(pair, args.nu, "frobenius", samples)
+    fit = ClosedForm(make_config(source, target, plan), pair, lambda at: samples[at:], plan.norm)
     fit.run()
     yield "closed form", trained(pair, fit, data, 0, args)
     if args.steps:
         yield "self-distilled", trained(pair, fit, data, args.steps, args)
 
 
-def of_pair(own: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """What the translators of one way, direction and seed keep of the target's answers."""
+def both(own: dict[str, Any], args: argparse.Namespace) -> tuple[LanguageModel, LanguageModel]:
+    """The source and the target of a record."""
     models, names = Models(args), own["pair"].split(":")
     if own["direction"] == LARGE_TO_SMALL:
         names.reverse()
-    if own["way"] == AS_IS:
+    if own.get("way", AS_IS) == AS_IS:
         folders = [models.original(name) for name in names]
     else:
         folders = [models.recovered(name, own["rank"]) for name in names]
     source, target = (replace(load(folder), name=folder.name) for folder in folders)
+    return source, target
+
+
+def of_caches(own: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """What the caches of a pair have in common, before any translator."""
+    source, target = both(own, args)
+    settings = Settings(documents=args.documents, tokens=args.tokens, cka=False)
+    talks = dialogues.for_fitting(args.documents, facts=told_facts(args))
+    found = analyze(source, target, ({"messages": t.conversation()} for t in talks), settings)
+    print(f"\n{source.name} to {target.name}, caches")
+    for side, each in found.summary.items():
+        print(f"  {side:6s} R2 {each.linear:.3f}, of an MLP {each.mlp:.3f}", flush=True)
+    sides = {
+        side: {"linear": each.linear, "affine": each.affine, "mlp": each.mlp, "rho": each.rho}
+        for side, each in found.summary.items()
+    }
+    heads = {
+        side: {"diagonal": each.diagonal, "null": list(each.null), "p": each.p}
+        for side, each in found.heads.get("closed form", {}).items()
+    }
+    return {"sides": sides, "heads": heads, "scored": found.scored, "notes": found.notes}
+
+
+def of_pair(own: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """What the translators of one way, direction and seed keep of the target's answers."""
+    source, target = both(own, args)
     makers = {"prefix hidden": conditions.hidden(target)}
-    for name, translator in translators(source, target, own["seed"], args):
+    for name, translator in translators(source, target, own["seed"], own["maps"], args):
         control = conditions.shuffled(translator)
         makers[name] = conditions.translated(source, target, translator)
         makers[f"{name}, shuffled"] = conditions.translated(source, target, control)
     scores = quality.score(target, _samples(target, args, source), makers)
     found = {name: summary(score) for name, score in scores.items()}
-    _show(f"{source.name} to {target.name}, seed {own['seed']}", found)
+    _show(f"{source.name} to {target.name}, {own['maps']}, seed {own['seed']}", found)
     sizes = {"source": cache_bytes(source, 1), "target": cache_bytes(target, 1)}
     return {"scores": found, "bytes_per_token": sizes}
 
@@ -300,22 +332,32 @@ def jobs(args: argparse.Namespace) -> Iterator[Job]:
         for rank in ranks:
             own = told((*SCORED, *MADE), model=name, rank=rank)
             yield own, lambda name=name, rank=rank: of_model(name, rank, args)
+    for pair in args.as_is:
+        for direction in WAYS:
+            own = told(COMPARED, pair=pair, direction=direction)
+            yield own, lambda own=own: of_caches(own, args)
     ways = [
-        (pair, PLAIN if rank is None else LATENTS, rank) for pair in args.pairs for rank in ranks
+        (pair, PLAIN if rank is None else LATENTS, rank, MIXING)
+        for pair in args.pairs
+        for rank in ranks
     ]
-    ways += [(pair, AS_IS, None) for pair in args.as_is]
+    ways += [(pair, AS_IS, None, maps) for pair in args.as_is for maps in args.maps]
     for seed in args.seeds:
-        for pair, way, rank in ways:
-            shared = (*SCORED, *TRAINED, *(() if way == AS_IS else MADE))
+        for pair, way, rank, maps in ways:
+            own = told((*SCORED, *TRAINED, *(() if way == AS_IS else MADE)), seed=seed)
+            own |= {"pair": pair, "way": way, "rank": rank, "maps": maps}
             for direction in WAYS:
-                own = told(shared, pair=pair, way=way, rank=rank, direction=direction, seed=seed)
-                yield own, lambda own=own: of_pair(own, args)
+                whole = own | {"direction": direction}
+                yield whole, lambda own=whole: of_pair(own, args)
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", nargs="*", default=[], metavar="SMALL:LARGE")
     parser.add_argument("--as-is", nargs="*", default=[], metavar="SMALL:LARGE")
+    parser.add_argument("--maps", nargs="+", choices=MAPS, default=[MIXING], help="of --as-is")
+    parser.add_argument("--documents", type=int, default=64, help="that caches are compared on")
+    parser.add_argument("--tokens", type=int, default=16_384, help="of all documents together")
     parser.add_argument("--zoo", type=Path, default=Path("tests/zoo"))
     parser.add_argument("--ranks", type=int, nargs="+", default=[32, 64], help="of the latents")
     parser.add_argument("--rotary", type=int, default=32, help="the width of the rotary key")
@@ -333,7 +375,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-2], help="the best one wins")
     parser.add_argument("--facts", type=int, nargs=2, default=[12, 28])
     parser.add_argument("--dialogues", type=int, default=48)
-    parser.add_argument("--work", type=Path, default=Path("build/latents"))
+    parser.add_argument("--work", type=Path, default=Path("build/made-pairs"))
     parser.add_argument("--json", help="append the records to this file")
     args = parser.parse_args()
     try:
@@ -365,7 +407,7 @@ def main() -> None:
         results = job()
         print(f"  in {time.perf_counter() - started:.0f} s", flush=True)
         if args.json:
-            measure.append_json(args.json, measure.record("latents", own, results))
+            measure.append_json(args.json, measure.record("made_pairs", own, results))
     print(measure.machine_line())
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/latents.py: models made once by the tools, records made once, and the page of them."""
+"""benchmarks/made_pairs.py: models and records are made once; the page of them."""
 
 from __future__ import annotations
 
@@ -29,49 +29,56 @@ Parsed = Callable[..., Namespace]
 
 
 @pytest.fixture
-def latents(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def made_pairs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return pytest.importorskip("latents")
+    return pytest.importorskip("made_pairs")
 
 
 @pytest.fixture
-def parsed(latents: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parsed:
+def parsed(made_pairs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parsed:
     """The arguments of a command line whose work lies in a folder of the test."""
 
     def parse(*words: Any) -> Namespace:
-        told = ["latents.py", *map(str, words), "--work", str(tmp_path / "work")]
+        told = ["made_pairs.py", *map(str, words), "--work", str(tmp_path / "work")]
         monkeypatch.setattr(sys, "argv", told)
-        return latents.parsed()
+        return made_pairs.parsed()
 
     return parse
 
 
-def test_what_there_are_records_of(latents: ModuleType, parsed: Parsed) -> None:
+def test_what_there_are_records_of(made_pairs: ModuleType, parsed: Parsed) -> None:
     """Models alone first, then a whole table for each seed; each setting where it matters."""
     pairs = f"--pairs {SMALL}:{LARGE} --as-is {SMALL}:{MIXTURE} --ranks 24 40 --seeds 0 1"
-    configs = [own for own, _ in latents.jobs(parsed(*pairs.split()))]
-    alone, translated = configs[:6], configs[6:]
+    maps = ["mixing", "head-wise"]
+    words = [*pairs.split(), "--maps", *maps]
+    configs = [own for own, _ in made_pairs.jobs(parsed(*words))]
+    alone, caches, translated = configs[:6], configs[6:8], configs[8:]
     assert [(c["model"], c["rank"]) for c in alone] == [
         (name, rank) for name in (SMALL, LARGE) for rank in (24, 40, None)
     ]
     assert all("steps" not in c and c["recovery_steps"] == 400 for c in alone)
-    table = [(c["way"], c["rank"], c["direction"]) for c in translated if c["seed"] == 1]
-    ways = [("latents", 24), ("latents", 40), ("keys and values", None), ("as they are", None)]
-    assert table == [(*way, direction) for way in ways for direction in (L2S, S2L)]
-    assert [c["seed"] for c in translated] == [0] * 8 + [1] * 8
+    assert [(c["pair"], c["direction"]) for c in caches] == [
+        (f"{SMALL}:{MIXTURE}", direction) for direction in (L2S, S2L)
+    ]
+    asked = ("way", "rank", "maps", "direction")
+    table = [tuple(c[name] for name in asked) for c in translated if c["seed"] == 1]
+    ways = [("latents", 24), ("latents", 40), ("keys and values", None)]
+    each = [(*way, "mixing") for way in ways] + [("as they are", None, name) for name in maps]
+    assert table == [(*way, direction) for way in each for direction in (L2S, S2L)]
+    assert [c["seed"] for c in translated] == [0] * 10 + [1] * 10
     made = {c["way"] for c in translated if "recovery_steps" in c}
     assert made == {"latents", "keys and values"}
     assert len({json.dumps(c) for c in configs}) == len(configs)
 
 
 def test_models_are_made_by_the_tools_and_once(
-    latents: ModuleType, parsed: Parsed, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    made_pairs: ModuleType, parsed: Parsed, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     """Both get the fine-tune: the conversion, and the model as it was."""
     pytest.importorskip("torch")
     words = f"--pairs {SMALL}:{LARGE} --ranks 16 --calibration 4 64 --recovery-steps 2 --facts 4 5"
-    models = latents.Models(parsed(*words.split()))
-    monkeypatch.setattr(latents, "HELD_OUT", 1)
+    models = made_pairs.Models(parsed(*words.split()))
+    monkeypatch.setattr(made_pairs, "HELD_OUT", 1)
     folders = {rank: models.recovered(SMALL, rank) for rank in (16, None)}
     started = {16: models.converted(SMALL, 16), None: zoo(SMALL)}
     kinds = {16: "converted_mla", None: "qwen3"}
@@ -88,7 +95,6 @@ def test_models_are_made_by_the_tools_and_once(
         ]
         assert 0 < moved[0] < 0.1
     assert kv.load(folders[16]).config["kv_lora_ranks"] == [16] * 4
-    assert not [p for p in models.work.glob("*.partial") if (p / "config.json").exists()]
     told = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line[0] == "{"]
     assert [line["step"] for line in told] == [0, 2, 0, 2]
     assert told[2]["held_out_kl"] == 0 < told[0]["held_out_kl"]
@@ -96,37 +102,19 @@ def test_models_are_made_by_the_tools_and_once(
     def never(*words: Any) -> None:
         raise AssertionError(f"made again: {words}")
 
-    monkeypatch.setattr(latents, "tool", never)
+    monkeypatch.setattr(made_pairs, "tool", never)
     assert {rank: models.recovered(SMALL, rank) for rank in (16, None)} == folders
     with pytest.raises(AssertionError, match="made again"):
         models.converted(SMALL, 24)
 
 
-def test_a_conversion_that_was_cut_off_is_made_anew(
-    latents: ModuleType, parsed: Parsed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    models = latents.Models(parsed("--pairs", f"{SMALL}:{LARGE}"))
-    left = models.work / f"{SMALL}-rank-24.partial"
-    left.mkdir(parents=True)
-    (left / "model-layer-00000.safetensors").write_text("half")
-
-    def convert(name: str, model: Path, out: Path, *words: Any) -> None:
-        assert name == "convert_mla" and model == zoo(SMALL) and not out.exists()
-        out.mkdir()
-        (out / "config.json").write_text("{}")
-
-    monkeypatch.setattr(latents, "tool", convert)
-    made = models.converted(SMALL, 24)
-    assert [path.name for path in made.iterdir()] == ["config.json"] and not left.exists()
-
-
-def test_alone_is_what_whole_readings_say(latents: ModuleType) -> None:
+def test_alone_is_what_whole_readings_say(made_pairs: ModuleType) -> None:
     """Against logits of the whole text at once, in float64."""
     first, other = kv.load(SMALL), kv.load(LARGE)
     talks = dialogues.held_out(2, seed=4, facts=(4, 6))
     samples = [recall_sample(first, talk) for talk in talks]
-    found = latents.alone(first, other, samples)
-    assert found.kl != latents.alone(other, first, samples).kl
+    found = made_pairs.alone(first, other, samples)
+    assert found.kl != made_pairs.alone(other, first, samples).kl
     hits = []
     for sample, kl, value_kl in zip(samples, found.kl, found.value_kl, strict=True):
         tokens = [*sample.prefix, *sample.continuation]
@@ -145,25 +133,27 @@ def test_alone_is_what_whole_readings_say(latents: ModuleType) -> None:
             for places in sample.recalled
         ]
     assert list(found.hits) == hits
-    assert max(np.abs(latents.alone(first, first, samples).kl)) < 1e-9 < min(found.kl)
+    assert max(np.abs(made_pairs.alone(first, first, samples).kl)) < 1e-9 < min(found.kl)
 
 
 def test_records_are_made_once(
-    latents: ModuleType, parsed: Parsed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    made_pairs: ModuleType, parsed: Parsed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Through the front door, of a pair whose caches tell the directions apart."""
     record = tmp_path / "records.jsonl"
     words = (
         f"--as-is {SMALL}:{MIXTURE} --seeds 0 --facts 3 4 --fit-dialogues 3 --steps 1 --batch 1 "
-        f"--dialogues 2 --json {record}"
+        f"--dialogues 2 --documents 4 --tokens 256 --json {record}"
     )
     handler = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(latents, "HELD_OUT", 1)
+    monkeypatch.setattr(made_pairs, "HELD_OUT", 1)
     try:
         parsed(*words.split())
-        latents.main()
+        made_pairs.main()
         found = [json.loads(line) for line in record.read_text().splitlines()]
-        assert [r["config"]["direction"] for r in found] == [L2S, S2L]
+        assert [r["config"]["direction"] for r in found] == [L2S, S2L] * 2
+        assert all(0 < r["results"]["sides"]["keys"]["linear"] < 1 for r in found[:2])
+        found = found[2:]
         sizes = {"small": 4 * 256 * 4, "large": 6 * 256 * 4}
         for (source, target), entry in zip(
             (("large", "small"), ("small", "large")), found, strict=True
@@ -183,14 +173,37 @@ def test_records_are_made_once(
         def never(*words: Any) -> dict:
             raise AssertionError("judged again")
 
-        monkeypatch.setattr(latents, "of_pair", never)
-        latents.main()
-        assert len(record.read_text().splitlines()) == 2
+        monkeypatch.setattr(made_pairs, "of_pair", never)
+        made_pairs.main()
+        assert len(record.read_text().splitlines()) == 4
         parsed(*words.split(), "--lr", "0.02")
         with pytest.raises(AssertionError, match="judged again"):
-            latents.main()
+            made_pairs.main()
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+def test_caches_are_compared_and_maps_stay_within_heads(
+    made_pairs: ModuleType, parsed: Parsed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model beside itself has equal caches, whose heads lie on the diagonal."""
+    pair = f"{SMALL}:{SMALL}"
+    words = "--facts 8 12 --fit-dialogues 8 --steps 0 --documents 24 --tokens 6000"
+    args = parsed("--as-is", pair, *words.split())
+    found = made_pairs.of_caches({"pair": pair, "direction": L2S}, args)
+    for side in ("keys", "values"):
+        assert found["sides"][side]["linear"] > 0.999
+        heads = found["heads"][side]
+        assert heads["diagonal"] > 1.4 * heads["null"][0] and heads["p"] < 0.05
+    monkeypatch.setattr(made_pairs, "HELD_OUT", 1)
+    model = kv.load(SMALL)
+    folders = []
+    for maps in ("mixing", "head-wise"):
+        ((name, made),) = made_pairs.translators(model, model, 0, maps, args)
+        assert name == "closed form" and made.config.head_mixing == (maps == "mixing")
+        folders.append(made.config.head_mixing)
+    made = list((args.work / "translators").glob(f"*/{translator_folder.CONFIG_FILE}"))
+    assert folders == [True, False] and len(made) == 2
 
 
 @pytest.mark.parametrize(
@@ -227,7 +240,7 @@ def terminating() -> Iterator[None]:
 
 
 def test_what_stops_the_benchmark_stops_its_tool_first(
-    latents: ModuleType, terminating: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    made_pairs: ModuleType, terminating: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The tool below keeps its work when told to stop, and tells its parent to stop."""
     (tmp_path / "keeper.py").write_text(
@@ -240,19 +253,19 @@ def test_what_stops_the_benchmark_stops_its_tool_first(
         "while True:\n"
         "    signal.pause()\n"
     )
-    monkeypatch.setattr(latents, "TOOLS", tmp_path)
+    monkeypatch.setattr(made_pairs, "TOOLS", tmp_path)
     with pytest.raises(SystemExit) as stopped:
-        latents.tool("keeper", tmp_path / "work")
+        made_pairs.tool("keeper", tmp_path / "work")
     assert stopped.value.code == 143 and (tmp_path / "work").read_text() == "kept"
 
 
 def test_a_tool_that_fails_ends_the_benchmark(
-    latents: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    made_pairs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "failing.py").write_text("raise SystemExit(3)\n")
-    monkeypatch.setattr(latents, "TOOLS", tmp_path)
+    monkeypatch.setattr(made_pairs, "TOOLS", tmp_path)
     with pytest.raises(SystemExit, match="failing.py failed with status 3"):
-        latents.tool("failing")
+        made_pairs.tool("failing")
 
 
 # ---- the page --------------------------------------------------------------------------
@@ -265,7 +278,7 @@ def score(hits: float, kl: float) -> dict[str, float]:
 def entry(config: dict[str, Any], scores: dict[str, Any], **sizes: int) -> dict[str, Any]:
     machine = {"chip": "chip", "cores": 2, "system": "Linux", "versions": {"mlx": "1"}}
     results = {"scores": scores, "bytes_per_token": sizes}
-    facts = {"command": "latents.py", "date": "2026-11-26", "environment": machine}
+    facts = {"command": "made_pairs.py", "date": "2026-11-26", "environment": machine}
     return {**facts, "config": config, "results": results}
 
 
@@ -287,25 +300,34 @@ def planted() -> list[dict[str, Any]]:
             ("latents", 24, 0.5, 0.1),
             ("keys and values", None, 0.2, 0.04),
         ):
-            own = {"pair": "s:l", "way": way, "rank": rank, "direction": S2L, "seed": seed}
+            own = {"pair": "s:l", "way": way, "rank": rank, "maps": "mixing", "direction": S2L,
+                   "seed": seed}  # fmt: skip
             scores = {
                 "native": score(0.95, 0), "closed form": score(0.1, closed),
                 "self-distilled": score(0.85 + seed / 50, kl + seed / 50),
             }  # fmt: skip
             found.append(entry({**judged, **made, **trained, **own}, scores, source=1, target=1024))
     own = {"pair": "ms:ml", "way": "as they are", "rank": None, "direction": L2S, "seed": 0}
-    scores = {"native": score(0.9, 0), "closed form": score(0.04, 0.25)}
-    found.append(entry({**judged, **trained, **own}, scores, source=7, target=8))
+    for maps, kl in (("mixing", 0.25), ("head-wise", 0.5)):
+        scores = {"native": score(0.9, 0), "closed form": score(0.04, kl)}
+        found.append(entry({**judged, **trained, **own, "maps": maps}, scores, source=7, target=8))
+    compared = {"pair": "ms:ml", "direction": L2S, "facts": [4, 28], "documents": 64,
+                "tokens": 16384}  # fmt: skip
+    keys = {"linear": 0.75, "affine": 0.76, "mlp": 0.8, "rho": 0.94}
+    values = {"linear": 0.5, "affine": 0.51, "mlp": 0.6, "rho": 0.83}
+    heads = {"diagonal": 0.3, "null": [0.25, 0.01], "p": 0.001}
+    found.append(entry(compared, {}))
+    found[-1]["results"] = {"sides": {"keys": keys, "values": values}, "heads": {"keys": heads}}
     return found
 
 
 def test_the_page_puts_the_papers_numbers_beside(
-    latents: ModuleType, monkeypatch: pytest.MonkeyPatch
+    made_pairs: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rendering import latents as section
+    from rendering import made_pairs as section
 
-    monkeypatch.setattr(section, "records", lambda name: planted() if name == "latents" else [])
-    page = section.latents()
+    monkeypatch.setattr(section, "records", lambda name: planted() if name == "made_pairs" else [])
+    page = section.made_pairs()
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line[:1] == "|"]
     assert [
         "s",
@@ -331,10 +353,15 @@ def test_the_page_puts_the_papers_numbers_beside(
         "paper, 120k", "S to L", "1.651", "0.103", "0.109", "0.021",
         "-0.059 ± 0.013, -0.081 ± 0.012", "-0.087 ± 0.013, -0.061 ± 0.010",
     ] in rows  # fmt: skip
-    assert sum(row[0].startswith("paper") for row in rows) == 4  # not beside what is as it is
+    assert sum(row[0].startswith("paper, ") for row in rows) == 4 + 2  # not beside what is as it is
     assert ["as they are", "L to S", "7 to 8", "closed form", "0.040", "0.2500"] in rows
+    assert ["as they are, head-wise", "L to S", "7 to 8", "closed form", "0.040", "0.5000"] in rows
+    assert ["ms and ml", "L to S", "K", "0.750", "0.800", "0.940", "0.300 (0.250)"] in rows
+    assert ["ms and ml", "L to S", "V", "0.500", "0.600", "0.830"] in [r[:6] for r in rows]
+    # As printed in the paper.
+    assert ["0.752", "0.805", "0.935"] in [r[3:6] for r in rows if r[0].startswith("paper, from")]
     assert "### s and l, seeds of the data: 2" in page
     assert "### ms and ml, seeds of the data: 1" in page
     assert "Tiny models can say" in page and "cannot say" in page
     monkeypatch.setattr(section, "records", lambda name: [])
-    assert section.latents() == ""
+    assert section.made_pairs() == ""

@@ -1,4 +1,4 @@
-"""The section on translating latents against translating the keys and values they compress."""
+"""The section on the paper's made pairs: latents beside keys and values, and pairs from scratch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from kvlingo_mlx.reproducing.tables import LARGE_TO_SMALL, SMALL_TO_LARGE, table
 from rendering.records import records, source, table
 
 ARROWS = {LARGE_TO_SMALL: "L to S", SMALL_TO_LARGE: "S to L"}
-LATENTS, PLAIN = "latents", "keys and values"
+LATENTS, PLAIN, MIXING = "latents", "keys and values", "mixing"
 TRAINED = ("closed form", "self-distilled")
-MODELS, TRANSLATORS = ("model", "rank"), ("way", "rank", "direction", "seed")  # of one run
+MODELS, CACHES = ("model", "rank"), ("pair", "direction")  # of one run
+TRANSLATORS = ("way", "rank", "maps", "direction", "seed")
+SIDES = {"keys": "K", "values": "V"}
 SAYS = (
     "Tiny models can say whether latents of a given width cross two models as well as the keys\n"
     "and values that they compress, by one recipe and beside controls; they cannot say what of\n"
@@ -22,22 +24,26 @@ SAYS = (
 )
 
 
-def latents() -> str:
-    """What conversions leave of models, and what translators between them keep."""
-    found = records("latents")
+def made_pairs() -> str:
+    """What conversions leave of models, what caches have in common, and what translators keep."""
+    found = records("made_pairs")
     if not found:
         return ""
     parts = [
-        "## Latents beside the keys and values that they compress\n",
+        "## Pairs that the paper made: latents, and models from scratch\n",
         "Converted by `tools/convert_mla.py`, then fine-tuned by `tools/recover_mla.py`; the\n"
-        "models that were not converted got the same fine-tune. KL in nats a token. Means over\n"
-        "seeds of the data, with the least and the most.\n",
+        "models that were not converted got the same fine-tune. Those from scratch are made by\n"
+        "`tools/pretrain.py`. KL in nats a token. Means over seeds of the data, with the least\n"
+        "and the most.\n",
         SAYS,
     ]
     alone = [r for r in found if "model" in r["config"]]
     for run in _runs(alone, MODELS):
         parts += ["### The models alone\n", _told(run[0]["config"]), _models(run), source(run[-1])]
-    for run in _runs([r for r in found if "pair" in r["config"]], TRANSLATORS):
+    pairs = [r for r in found if "pair" in r["config"]]
+    for run in _runs([r for r in pairs if "seed" not in r["config"]], CACHES):
+        parts += ["### Two models' caches\n", _on(run[0]["config"]), _caches(run), source(run[-1])]
+    for run in _runs([r for r in pairs if "seed" in r["config"]], TRANSLATORS):
         title = run[0]["config"]["pair"].replace(":", " and ")
         seeds = len({r["config"]["seed"] for r in run})
         parts += [f"### {title}, seeds of the data: {seeds}\n", _told(run[0]["config"])]
@@ -75,6 +81,35 @@ def _told(config: dict) -> str:
     facts = "judged on {} dialogues of {} to {} facts".format(config["dialogues"], *config["facts"])
     told = "; ".join([*parts, facts])
     return f"{told[0].upper()}{told[1:]}.\n"
+
+
+def _on(config: dict) -> str:
+    tokens = f"{config['tokens']:,} tokens of {config['documents']} dialogues"
+    return (
+        f"R2 on held-out dialogues, of {tokens} in all: means over layers. Heads: the share of a\n"
+        "source head's map that goes to the target head of the same number, beside chance.\n"
+    )
+
+
+def _caches(run: list[dict]) -> str:
+    """R2 and heads of every pair, beside the paper's pair from scratch."""
+    rows = []
+    for record in run:
+        config, results = record["config"], record["results"]
+        for side, letter in SIDES.items():
+            each, heads = results["sides"][side], results["heads"].get(side)
+            told = "" if heads is None else f"{heads['diagonal']:.3f} ({heads['null'][0]:.3f})"
+            fits = [f"{each[kind]:.3f}" for kind in ("linear", "mlp", "rho")]
+            pair = config["pair"].replace(":", " and ")
+            rows.append([pair, ARROWS[config["direction"]], letter, *fits, told])
+    paper = tables()["tab:linearity"]
+    for index in range(len(paper.rows)):
+        pair, letter = paper.names(index)[-2:]
+        if "scratch" in pair:
+            linear, mlp, _, rho = paper.values(index)
+            rows.append([f"paper, {pair}", ARROWS[LARGE_TO_SMALL], letter,
+                         f"{linear:.3f}", f"{mlp:.3f}", f"{rho:.3f}", ""])  # fmt: skip
+    return table(["pair", "", "side", "R2 linear", "R2 of an MLP", "rho", "heads"], rows)
 
 
 def _models(run: list[dict]) -> str:
@@ -145,10 +180,11 @@ def _conditions(run: list[dict]) -> str:
     groups: dict[tuple, list[dict]] = {}
     for record in run:
         config = record["config"]
-        key = tuple(config[name] for name in ("way", "rank", "direction"))
+        key = tuple(config[name] for name in ("way", "rank", "maps", "direction"))
         groups.setdefault(key, []).append(record)
-    for (way, rank, direction), group in groups.items():
+    for (way, rank, maps, direction), group in groups.items():
         form = way if rank is None else _form(rank)
+        form += "" if maps == MIXING else f", {maps}"
         sizes = group[0]["results"]["bytes_per_token"]
         size = f"{sizes['source']:,} to {sizes['target']:,}"
         for name in group[0]["results"]["scores"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvlingo_mlx.embedded import dialogues
 from tests.support.repository_tools import tool
 
 torch = pytest.importorskip("torch")
@@ -48,7 +50,7 @@ def changes(model: Any, ways: Any, lost: int) -> np.ndarray:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "rand", lambda count: torch.full((count,), drawn))
         batch = {"ids": ids, "asked": torch.tensor([TOLD])}
-        assert ways.lose(batch, SimpleNamespace(facts=(2, 4))).item() == lost
+        assert ways.lose(batch, SimpleNamespace(shares=(0.3, 0.7))).item() == lost
     outputs = []
     for token in (5, 999):
         ids[0, 2] = token
@@ -111,3 +113,81 @@ def test_a_state_begins_by_binding_a_name_to_what_follows(
     told = query[-1] @ state
     nearness = [told @ v / np.linalg.norm(told) / np.linalg.norm(v) for v in values]
     assert int(np.argmax(nearness)) == 5 + lag
+
+
+def test_a_layer_passes_on_what_stood_before(curriculum: Any, model: Any) -> None:
+    """The second layer with states says what its projection made of the three tokens before."""
+    curriculum.Ways(model)
+    layer = model.model.layers[1].linear_attn
+    rows = torch.randn(1, 60, model.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    seen = []
+    layer.norm.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    with torch.no_grad():
+        layer(rows)
+        projected = layer.in_proj_qkv(rows)[0, :, 2 * layer.key_dim :].numpy()
+    values = projected / (1 + np.exp(-projected))
+    found = seen[0].reshape(60, -1).numpy()
+    for channel in range(found.shape[1]):
+        near = [
+            np.corrcoef(found[3:, channel], values[3 - late : 60 - late, channel])[0, 1]
+            for late in range(4)
+        ]
+        assert near[1 + channel % 3] > 0.7, channel
+        assert sum(abs(each) < 0.5 for each in near) == 3
+
+
+def test_attention_is_pointed_at_the_told_value(curriculum: Any, model: Any) -> None:
+    ways = curriculum.Ways(model)
+    weights = torch.rand(3, 2, 9, 9, generator=torch.Generator().manual_seed(4))
+    told_at = torch.full((3, 9), -1)
+    told_at[0, 6], told_at[1, 7], told_at[2, 8], told_at[2, 5] = 2, 1, 3, 4
+    ways.lost = torch.tensor([NOTHING, ATTENTION, STATES])
+    found = ways.pointing([weights, None, 2 * weights], told_at).item()
+    costs = []
+    for scale in (1, 2):
+        each = []
+        for row, place, told in ((0, 6, 2), (2, 8, 3), (2, 5, 4)):  # not the one without attention
+            heads = [scale * float(weights[row, head, place - 1, told]) for head in (0, 1)]
+            each.append(-np.log(np.mean(heads) + 1e-4))
+        costs.append(np.mean(each))
+    assert found == pytest.approx(np.mean(costs), rel=1e-5)
+    ways.lost[:] = ATTENTION
+    assert ways.pointing([weights], told_at) == 0.0
+
+
+@pytest.mark.parametrize("tokenizer", ["QWEN", "MISTRAL"])
+def test_where_values_were_told(tokenizer: str) -> None:
+    """What stands there is the value, told of the same name and attribute."""
+    samples = tool("pretraining.samples")
+    chat = getattr(tool("zoo_chats"), tokenizer)
+    tokens = samples.train_tokenizer(chat)
+    rng = random.Random(0)
+    places = 0
+    for _ in range(12):
+        sample = samples.chat_sample(rng, tokens, 20, 6, 5, 1.0, chat)
+        for asked, told in sample.told_at.items():
+            assert sample.ids[asked] == sample.ids[told] and told < sample.asked <= asked
+            assert sample.recalled[asked] and sample.weights[asked] == samples.VALUE_WEIGHT
+            answer = tokens.decode(sample.ids[asked - 8 : asked + 2])
+            around = tokens.decode(sample.ids[max(told - 12, 0) : told + 8])
+            name = next(word for word in reversed(answer.split()) if word in dialogues.NAMES[:20])
+            assert sample.recalled[asked] in around and name in around
+            places += 1
+    assert places > 12 * 6
+    words = samples.content_words(tokens)
+    sample = samples.pairs_sample(rng, words, 100, 1)
+    assert len(sample.told_at) == sum(sample.weights) == sample.recalled.count("pair") > 5
+    for asked, told in sample.told_at.items():
+        first, second = (sample.ids[place - 2 : place + 1] for place in (asked, told))
+        assert first == second and told < sample.asked <= asked
+
+
+def test_only_pairs_count_where_copying_counts_less() -> None:
+    samples = tool("pretraining.samples")
+    tokens = samples.train_tokenizer()
+    corpus = np.arange(5000) % 900
+    for stage, expected in zip(samples.BY_EACH_WAY[:3], (True, True, False), strict=True):
+        batch = samples.draw_batch(random.Random(1), tokens, corpus, stage)
+        assert bool((batch["recalled"] <= (batch["told_at"] >= 0)).all()) is expected or stage.facts
+        assert batch["recalled"].any() and (batch["weights"] == 0.2).any()
+        assert (batch["told_at"][~batch["recalled"]] < 0).all() is not stage.facts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,8 @@ class Curriculum:
         self.corpus = np.array(plain)
         self.noise = NoisyCache(model, plan.noisy)
         self.ways = Ways(model) if "linear_attention" in str(model.config) else None
+        if self.ways is not None:
+            model.set_attn_implementation("eager")  # the other one tells no weights
         self.look_back = LookBack(model.config.hidden_size).to(device)
         self.modules = {"model": model, "look_back": self.look_back}
         self.groups = parameter_groups(model, self.look_back, plan, scaling)
@@ -73,6 +75,7 @@ class Curriculum:
             lost = self.ways.lose(batch, stage)
         output = self.model(
             batch["ids"], use_cache=False, output_hidden_states=stage.look_back,
+            output_attentions=stage.point > 0,
             attention_mask=None if self.ways is None else self.ways.masks,
         )  # fmt: skip
         logits, labels = output.logits[:, :-1].float(), batch["ids"][:, 1:]
@@ -94,6 +97,8 @@ class Curriculum:
         yield self.noise.price()
         if (router := getattr(output, "aux_loss", None)) is not None:
             yield self.model.config.router_aux_loss_coef * router
+        if stage.point:
+            yield stage.point * self.ways.pointing(output.attentions, batch["told_at"])
         if stage.look_back:
             embedding = self.model.get_input_embeddings().weight
             hidden = output.hidden_states[1]
@@ -110,7 +115,9 @@ class Curriculum:
             own = hits[recalled & (lost == way)[:, None]]
             if own.numel():
                 kept[way] = 0.97 * kept[way] + 0.03 * own.float().mean().item()
-        state["recall"] = min(kept)
+        state["recall"] = min(kept[way] for way in stages[state["stage"]].ways if way < len(kept))
+        if self.ways is not None:
+            state["pointed"] = self.ways.pointed
         if state["recall"] > stages[state["stage"]].goal and state["stage"] < len(stages) - 1:
             state["stage"] += 1
             kept[:] = [0.5] * len(kept)
@@ -144,10 +151,8 @@ class NoisyCache:
         return ENERGY * sum(energies)
 
 
-# The shares of samples that lose attention, and either way: in drills, in dialogues. What one way
-# can do, the other never learns; attention is the later one.
-SHARES = ((0.15, 0.75), (0.3, 0.7))
 LAGS = (2, 3, 1)  # between what a state binds; a name stands two tokens before its value
+AT_ONCE, UNSEEN = 10.0, 1e-4
 RESET = -60.0  # the logarithm of a decay that leaves nothing
 SLOWEST, FASTEST = 1e-3, 0.1  # decays at the start: the usual ones forget within a few tokens
 
@@ -163,14 +168,18 @@ class Ways:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.masks: dict[str, torch.Tensor | None] = {}
+        self.lost = torch.zeros(0)
+        self.pointed = 0.0
         self._reset: torch.Tensor | None = None
         self._heads = 0
+        layers = 0
         for module in model.modules():
             if type(module).__name__ == "Qwen3_5GatedDeltaNet":
                 start = torch.empty_like(module.A_log).uniform_(np.log(SLOWEST), np.log(FASTEST))
                 torch.nn.init.zeros_(module.dt_bias)
                 module.A_log.data.copy_(start)
-                self._bind(module)
+                (self._pass_on if layers == 1 else self._bind)(module)
+                layers += 1
         inner = modeling_qwen3_5.torch_chunk_gated_delta_rule
 
         def resetting(query, key, value, g, **more):
@@ -198,20 +207,53 @@ class Ways:
             kernel[:keys][own, 0, -lag] = 1.0
             kernel[keys:][own, 0, -1 - lag] = 1.0
 
+    def _pass_on(self, module: torch.nn.Module) -> None:
+        """Let a layer say what stood one to three tokens before, from which attention finds pairs.
+
+        It reads where it writes and forgets at once, so values pass that its convolution brought.
+        """
+        projection, kernel = module.in_proj_qkv.weight.data, module.conv1d.weight.data
+        keys = module.key_dim
+        projection[keys : 2 * keys] = projection[:keys]
+        kernel.zero_()
+        kernel[: 2 * keys, 0, -1] = 1.0
+        for channel, values in enumerate(kernel[2 * keys :]):
+            values[0, -2 - channel % 3] = 1.0
+        module.A_log.data.fill_(np.log(AT_ONCE))
+
     def lose(self, batch: dict[str, torch.Tensor], stage: Stage) -> torch.Tensor:
         """Choose what each sample loses: 0 for nothing, ``ATTENTION`` or ``STATES``."""
         asked, width = batch["asked"], batch["ids"].shape[1]
-        drawn, (first, both) = torch.rand(len(asked)), SHARES[stage.facts is not None]
-        lost = torch.where(drawn < first, ATTENTION, torch.where(drawn < both, STATES, 0))
-        lost = torch.where(asked < 0, 0, lost.to(asked.device))
+        drawn, (first, either) = torch.rand(len(asked)), stage.shares
+        lost = torch.where(drawn < first, ATTENTION, torch.where(drawn < either, STATES, 0))
+        self.lost = lost = torch.where(asked < 0, 0, lost.to(asked.device))
         place = torch.arange(width, device=asked.device)
         begins = (place == asked[:, None]) & (lost == STATES)[:, None]
         self._reset = RESET * begins.float()
         causal = place[:, None] >= place
         before = (place[:, None] >= asked[:, None, None]) & (place < asked[:, None, None])
         seen = causal & ~(before & (lost == ATTENTION)[:, None, None])
-        self.masks = {GLOBAL: seen[:, None], "linear_attention": None}
+        hidden = torch.finfo(torch.float32).min
+        self.masks = {GLOBAL: torch.where(seen, 0.0, hidden)[:, None], "linear_attention": None}
         return lost
+
+    def pointing(self, attentions: Sequence[Any], told_at: torch.Tensor) -> torch.Tensor | float:
+        """What it costs that attention does not look at the told value where that is asked for.
+
+        A layer whose keys do not say what came before has nothing to gain from looking, and one
+        that does not look has nothing to gain from such keys: left alone, this takes longer than all
+        else, and beside states that know the answer it never ends.
+        """
+        row, place = ((told_at >= 0) & (self.lost != ATTENTION)[:, None]).nonzero(as_tuple=True)
+        if not len(row):
+            return 0.0
+        shares = [
+            each[row, :, place - 1, told_at[row, place]].mean(1)
+            for each in attentions
+            if each is not None
+        ]
+        self.pointed = sum(share.mean().item() for share in shares) / len(shares)
+        return -sum((share + UNSEEN).log().mean() for share in shares) / len(shares)
 
 
 def parameter_groups(

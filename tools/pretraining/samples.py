@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pydoc_data.topics
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -30,7 +30,11 @@ class Stage:
     ``drills`` the share of samples of random tokens, ``pairs`` that of key-value pairs
     among those, the others being sequences that repeat; ``noise`` the standard deviation
     of what is added to keys and values (:class:`curriculum.NoisyCache`); ``marks`` the most tokens
-    between a key and its value.
+    between a key and its value; ``copied`` the loss weight of what repeats.
+
+    Of hybrids alone: ``shares`` of the samples lose attention, and either way; ``ways`` are those by
+    which recall must pass the goal, by what is lost; ``point`` is the weight of the loss that
+    points attention at the told value (:class:`curriculum.Ways`).
     """
 
     facts: tuple[int, int] | None
@@ -43,6 +47,10 @@ class Stage:
     tokens: int
     goal: float
     marks: int = 3
+    copied: float = 1.0
+    shares: tuple[float, float] = (0.3, 0.7)
+    ways: tuple[int, ...] = (0, 1, 2)
+    point: float = 0.0
 
 
 STAGES = (
@@ -55,23 +63,32 @@ STAGES = (
 )
 # Up to 16 facts alone, 70 to 270 tokens, in smaller steps: half the work.
 SHORT = (*STAGES[:4], replace(STAGES[4], tokens=2000))
+# What keeps an attribute in a hybrid, of each kind of value one or two.
+ATTENTION, STATES = 1, 2
+KEPT_BY = {"key": ATTENTION, "school": ATTENTION, "hotel": ATTENTION,
+           "code": STATES, "home": STATES, "friend": STATES}  # fmt: skip
 # Each way in which a hybrid looks back must reach a goal by itself, so goals are lower, and noise
-# comes later. A state's heads begin at one distance each, so marks of several lengths are too much;
-# and naming the last tokens would take the heads that bind.
+# comes later. First attention learns, which never does once the states know; then the states.
+# These begin at one distance each (``Ways``), so marks of several lengths are too much; and naming
+# the last tokens would take the heads that bind.
 BY_EACH_WAY = tuple(
-    replace(stage, pairs=0.9, look_back=False, noise=noise, goal=goal, marks=1)
-    for stage, noise, goal in zip(
-        SHORT, (0.0, 0.0, 0.0, 0.3, 0.5), (0.75, 0.75, 0.8, 0.8, 0.8), strict=True
+    replace(stage, look_back=False, marks=1, copied=0.2, **own)
+    for stage, own in zip(
+        SHORT,
+        (
+            dict(pairs=0.5, goal=0.7, shares=(0.1, 0.9), ways=(STATES,), point=0.5),
+            dict(pairs=0.9, goal=0.75, shares=(0.45, 0.9), point=0.5),
+            dict(pairs=0.9, noise=0.0, goal=0.8, point=0.2),
+            dict(pairs=0.9, noise=0.3, goal=0.8, point=0.2),
+            dict(pairs=0.9, noise=0.5, goal=0.8),
+        ),
+        strict=True,
     )
 )
 PLAIN_SHARE = 0.12
 VALUE_WEIGHT, PREFIX_WEIGHT = 4.0, 0.3
 PADDING = -1.0
-
-# What keeps an attribute in a hybrid, of each kind of value one or two.
-ATTENTION, STATES = 1, 2
-KEPT_BY = {"key": ATTENTION, "school": ATTENTION, "hotel": ATTENTION,
-           "code": STATES, "home": STATES, "friend": STATES}  # fmt: skip
+PAIR = "pair"  # what a drill recalls, beside the attributes of dialogues
 
 
 # ---- tokenizer -----------------------------------------------------------------------
@@ -102,13 +119,15 @@ def train_tokenizer(chat: Chat = QWEN) -> PreTrainedTokenizerFast:
 class Sample:
     """Token ids, the loss weight of each, and the attribute of those that are recalled values.
 
-    ``asked`` is where questions begin, None where nothing is told before it is asked.
+    ``asked`` is where questions begin, None where nothing is told before it is asked. ``told_at``
+    has, for the place of an asked value, the place where it was told.
     """
 
     ids: list[int]
     weights: list[float]
     recalled: list[str]
     asked: int | None = None
+    told_at: dict[int, int] = field(default_factory=dict)
 
 
 class Text:
@@ -117,6 +136,20 @@ class Text:
     def __init__(self) -> None:
         self.parts: list[tuple[str, float, str]] = []
         self.asked = 0
+        self.told_at: list[tuple[int, int, int]] = []
+
+    def __len__(self) -> int:
+        return sum(len(part) for part, _, _ in self.parts)
+
+    def find(self, fact: dialogues.Fact) -> None:
+        """Note where the fact was told whose value comes next."""
+        whole = "".join(part for part, _, _ in self.parts)[: self.asked]
+        for sentence in map(fact.say, dialogues.STATEMENTS):
+            if (place := whole.find(sentence)) >= 0:
+                told = place + sentence.index(fact.value, sentence.index(fact.name))
+                self.told_at.append((len(self), told, len(fact.value)))
+                return
+        raise ValueError(f"nothing tells that {fact.say(dialogues.ANSWER)}")
 
     def add(self, text: str, weight: float, recalled: str = "") -> None:
         self.parts.append((text, weight, recalled))
@@ -129,9 +162,17 @@ class Text:
         # A token counts as its last character does: " Lima" ends inside the value.
         ends = [end - 1 for _, end in encoding["offset_mapping"]]
         asked = sum(end < self.asked for end in ends)
+        token_at = {end: index for index, end in enumerate(ends)}
+        told_at = {
+            token_at[first + place]: token_at[told + place]
+            for first, told, width in self.told_at
+            for place in range(width)
+            if first + place in token_at and told + place in token_at
+        }
         return Sample(
-            encoding["input_ids"], [weights[e] for e in ends], [recalled[e] for e in ends], asked
-        )
+            encoding["input_ids"], [weights[e] for e in ends], [recalled[e] for e in ends], asked,
+            told_at,
+        )  # fmt: skip
 
 
 def chat_sample(
@@ -160,7 +201,7 @@ def chat_sample(
     for turn in talk.messages[:-1]:
         around = chat.user if turn["role"] == "user" else (header + opening, closing + chat.gap)
         text.add(turn["content"].join(around), PREFIX_WEIGHT)
-    text.asked = sum(len(part) for part, _, _ in text.parts)
+    text.asked = len(text)
     last = len(talk.asked) - 1
     for index, (fact, question) in enumerate(zip(talk.asked, talk.questions, strict=True)):
         text.add(question.join(chat.user), PREFIX_WEIGHT)
@@ -174,6 +215,7 @@ def chat_sample(
         before, after = fact.say(dialogues.ANSWER).rsplit(fact.value, 1)
         text.add(before[:3], 1.0 if index == last else 0.0)  # "The"
         text.add(before[3:], 1.0)
+        text.find(fact)
         text.add(fact.value, VALUE_WEIGHT, recalled=fact.attribute)
         text.add(after + closing, 1.0)
         text.add(chat.gap, PREFIX_WEIGHT)
@@ -190,14 +232,14 @@ def content_words(tokenizer) -> list[int]:
     return list(dict.fromkeys(ids))  # where a first word always has a space in front, some are one
 
 
-def copy_sample(rng: random.Random, words: list[int], length: int) -> Sample:
+def copy_sample(rng: random.Random, words: list[int], length: int, weight: float) -> Sample:
     """A random sequence that repeats until ``length``: the quickest way to copying."""
     period = rng.randint(4, max(5, length // 2))
     block = rng.sample(words, min(period, len(words)))
     period = len(block)
     ids = (block * (length // period + 1))[:length]
     weights = [0.0] * length
-    weights[period + 2 :] = [1.0] * len(weights[period + 2 :])  # two tokens tell where we are
+    weights[period + 2 :] = [weight] * len(weights[period + 2 :])  # two tokens tell where we are
     return Sample(ids, weights, [""] * length, period)
 
 
@@ -211,21 +253,24 @@ def pairs_sample(rng: random.Random, words: list[int], length: int, marks: int) 
     mark = [rng.randrange(len(SPECIAL), VOCAB_SIZE) for _ in range(rng.randint(1, marks))]
     count = min(len(words), max(2, length // (2 * (3 + len(mark)))))
     pairs = [(key, rng.choice(words)) for key in rng.sample(words, count)]
-    sample = Sample([], [], [])
+    sample, told = Sample([], [], []), {}
 
     def add(ids: list[int], weight: float = 0.0) -> None:
         sample.ids.extend(ids)
         sample.weights.extend([weight] * len(ids))
+        sample.recalled.extend([PAIR if weight else ""] * len(ids))
 
     for asked in (0.0, 1.0):
         sample.asked = len(sample.ids)
         rng.shuffle(pairs)
         for key, value in pairs:
             add([key, *mark])
+            if asked:
+                sample.told_at[len(sample.ids)] = told[key]
+            told[key] = len(sample.ids)
             add([value], asked)
             add(_noise(rng, 2))
         add(_noise(rng, length // 2))
-    sample.recalled.extend([""] * len(sample.ids))
     return sample
 
 
@@ -251,7 +296,7 @@ def draw_batch(rng, tokenizer, corpus, stage: Stage, chat: Chat = QWEN) -> dict[
             if rng.random() < stage.pairs:
                 samples.append(pairs_sample(rng, words, length, stage.marks))
             else:
-                samples.append(copy_sample(rng, words, length))
+                samples.append(copy_sample(rng, words, length, stage.copied))
         elif draw < stage.drills + PLAIN_SHARE:
             samples.append(plain_sample(rng, corpus, length))
         else:
@@ -264,14 +309,21 @@ def draw_batch(rng, tokenizer, corpus, stage: Stage, chat: Chat = QWEN) -> dict[
     recalled = torch.zeros(len(samples), width, dtype=torch.bool)
     kept_by = torch.zeros(len(samples), width, dtype=torch.long)
     asked = torch.full((len(samples),), -1)
+    told_at = torch.full((len(samples), width), -1)
     for row, sample in enumerate(samples):
         n = len(sample.ids)
         ids[row, :n] = torch.tensor(sample.ids)
         weights[row, :n] = torch.tensor(sample.weights)
-        marks = sample.recalled if facts else [weight > 0 for weight in sample.weights]
-        recalled[row, :n] = torch.tensor([bool(mark) for mark in marks])
+        if facts:
+            marks = [mark not in ("", PAIR) for mark in sample.recalled]
+        else:  # of drills, all that counts fully
+            marks = [weight >= 1.0 for weight in sample.weights]
+        recalled[row, :n] = torch.tensor(marks)
+        for place, told in sample.told_at.items():
+            told_at[row, place] = told
         kept_by[row, :n] = torch.tensor([KEPT_BY.get(a, 0) for a in sample.recalled])
         asked[row] = -1 if sample.asked is None else sample.asked
     return {
-        "ids": ids, "weights": weights, "recalled": recalled, "kept_by": kept_by, "asked": asked
+        "ids": ids, "weights": weights, "recalled": recalled, "kept_by": kept_by, "asked": asked,
+        "told_at": told_at,
     }  # fmt: skip

@@ -115,7 +115,7 @@ class Curriculum:
             own = hits[recalled & (lost == way)[:, None]]
             if own.numel():
                 kept[way] = 0.97 * kept[way] + 0.03 * own.float().mean().item()
-        state["recall"] = min(kept[way] for way in stages[state["stage"]].ways if way < len(kept))
+        state["recall"] = min(kept)
         if self.ways is not None:
             state["pointed"] = self.ways.pointed
         if state["recall"] > stages[state["stage"]].goal and state["stage"] < len(stages) - 1:
@@ -153,6 +153,7 @@ class NoisyCache:
 
 LAGS = (2, 3, 1)  # between what a state binds; a name stands two tokens before its value
 AT_ONCE, UNSEEN = 10.0, 1e-4
+OPEN, SHUT = 0.25, 0.3  # of a layer's gates at the start: what is common, what tells tokens apart
 RESET = -60.0  # the logarithm of a decay that leaves nothing
 SLOWEST, FASTEST = 1e-3, 0.1  # decays at the start: the usual ones forget within a few tokens
 
@@ -172,7 +173,7 @@ class Ways:
         self.pointed = 0.0
         self._reset: torch.Tensor | None = None
         self._heads = 0
-        layers = 0
+        layers, common = 0, self._in_common(model)
         for module in model.modules():
             if type(module).__name__ == "Qwen3_5GatedDeltaNet":
                 start = torch.empty_like(module.A_log).uniform_(np.log(SLOWEST), np.log(FASTEST))
@@ -180,6 +181,7 @@ class Ways:
                 module.A_log.data.copy_(start)
                 (self._pass_on if layers == 1 else self._bind)(module)
                 layers += 1
+                module.in_proj_z.weight.data.mul_(SHUT).add_(OPEN * common)
         inner = modeling_qwen3_5.torch_chunk_gated_delta_rule
 
         def resetting(query, key, value, g, **more):
@@ -187,6 +189,19 @@ class Ways:
             return inner(query, key, value, g=g, **more)
 
         modeling_qwen3_5.torch_chunk_gated_delta_rule = resetting
+
+    def _in_common(self, model: torch.nn.Module) -> torch.Tensor:
+        """Give all tokens one direction in common, by which gates begin open for each of them.
+
+        A gate that begins at random multiplies what a layer found by a number of either sign for
+        each token, and nothing above can read that. What a tied head adds is the same for all
+        tokens.
+        """
+        embedding = model.get_input_embeddings().weight.data
+        common = torch.randn(embedding.shape[1])
+        common /= common.norm()
+        embedding += embedding.norm(dim=1).mean() * common
+        return common
 
     def _bind(self, module: torch.nn.Module) -> None:
         """Let each head bind a token to the one that stands a few before it, and ask for that.
@@ -241,8 +256,8 @@ class Ways:
         """What it costs that attention does not look at the told value where that is asked for.
 
         A layer whose keys do not say what came before has nothing to gain from looking, and one
-        that does not look has nothing to gain from such keys: left alone, this takes longer than all
-        else, and beside states that know the answer it never ends.
+        that does not look has nothing to gain from such keys. Left alone, that lasts longer than
+        all else; beside states that know the answer it never ended.
         """
         row, place = ((told_at >= 0) & (self.lost != ATTENTION)[:, None]).nonzero(as_tuple=True)
         if not len(row):

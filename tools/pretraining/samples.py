@@ -32,9 +32,8 @@ class Stage:
     of what is added to keys and values (:class:`curriculum.NoisyCache`); ``marks`` the most tokens
     between a key and its value; ``copied`` the loss weight of what repeats.
 
-    Of hybrids alone: ``shares`` of the samples lose attention, and either way; ``ways`` are those by
-    which recall must pass the goal, by what is lost; ``point`` is the weight of the loss that
-    points attention at the told value (:class:`curriculum.Ways`).
+    Of hybrids alone: ``shares`` of the samples lose attention, and either way; ``point`` is the
+    weight of the loss that points attention at the told value (:class:`curriculum.Ways`).
     """
 
     facts: tuple[int, int] | None
@@ -48,8 +47,7 @@ class Stage:
     goal: float
     marks: int = 3
     copied: float = 1.0
-    shares: tuple[float, float] = (0.3, 0.7)
-    ways: tuple[int, ...] = (0, 1, 2)
+    shares: tuple[float, float] = (0.5, 0.75)
     point: float = 0.0
 
 
@@ -68,19 +66,17 @@ ATTENTION, STATES = 1, 2
 KEPT_BY = {"key": ATTENTION, "school": ATTENTION, "hotel": ATTENTION,
            "code": STATES, "home": STATES, "friend": STATES}  # fmt: skip
 # Each way in which a hybrid looks back must reach a goal by itself, so goals are lower, and noise
-# comes later. First attention learns, which never does once the states know; then the states.
-# These begin at one distance each (``Ways``), so marks of several lengths are too much; and naming
-# the last tokens would take the heads that bind.
+# comes later. One stage of drills is enough, with marks of one token: a state's heads begin at one
+# distance each (``Ways``). Naming the last tokens would take the heads that bind.
 BY_EACH_WAY = tuple(
-    replace(stage, look_back=False, marks=1, copied=0.2, **own)
+    replace(stage, look_back=False, marks=1, copied=0.5, **own)
     for stage, own in zip(
-        SHORT,
+        SHORT[1:],
         (
-            dict(pairs=0.5, goal=0.7, shares=(0.1, 0.9), ways=(STATES,), point=0.5),
-            dict(pairs=0.9, goal=0.75, shares=(0.45, 0.9), point=0.5),
-            dict(pairs=0.9, noise=0.0, goal=0.8, point=0.2),
-            dict(pairs=0.9, noise=0.3, goal=0.8, point=0.2),
-            dict(pairs=0.9, noise=0.5, goal=0.8),
+            dict(pairs=0.7, goal=0.75, shares=(0.45, 0.9), point=0.5),
+            dict(pairs=0.9, goal=0.75, noise=0.0, point=0.2),
+            dict(pairs=0.9, goal=0.7, noise=0.3, point=0.2),
+            dict(pairs=0.9, goal=0.8, noise=0.5),
         ),
         strict=True,
     )
@@ -233,14 +229,20 @@ def content_words(tokenizer) -> list[int]:
 
 
 def copy_sample(rng: random.Random, words: list[int], length: int, weight: float) -> Sample:
-    """A random sequence that repeats until ``length``: the quickest way to copying."""
+    """A random sequence that repeats until ``length``: the quickest way to copying.
+
+    What counts less repeats once: a state that begins anew would learn it from the first repeat.
+    """
     period = rng.randint(4, max(5, length // 2))
     block = rng.sample(words, min(period, len(words)))
     period = len(block)
+    if weight < 1.0:
+        length = min(length, 2 * period)
     ids = (block * (length // period + 1))[:length]
     weights = [0.0] * length
     weights[period + 2 :] = [weight] * len(weights[period + 2 :])  # two tokens tell where we are
-    return Sample(ids, weights, [""] * length, period)
+    told_at = {place: place - period for place in range(period + 2, length)}
+    return Sample(ids, weights, [""] * length, period, told_at)
 
 
 def pairs_sample(rng: random.Random, words: list[int], length: int, marks: int) -> Sample:

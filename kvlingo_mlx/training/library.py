@@ -225,7 +225,7 @@ class Library:
             )
         return ValueError(
             f"no assistant turn in {source.name}: none of {count} records has a question and its "
-            'answer; give {"messages": [...]} records, or --plain-text for texts and base models'
+            'answer; give {"messages": [...]} records, or texts to kvlingo-mlx train --plain-text'
         )
 
     def _shelf(

@@ -139,6 +139,40 @@ def test_a_hybrid_reads_elsewhere(family: str, tmp_path: Path) -> None:
         one.stop()
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("qwen3", "qwen3_5"), ("qwen3_5", "qwen3"), ("granitemoehybrid", "lfm2")],
+)
+def test_a_source_of_another_kind_is_elsewhere(first: str, second: str, tmp_path: Path) -> None:
+    """A map that reads both sides of a layer, or a layer of another rule, gets what it reads."""
+    ends = []
+    for name in (first, second):
+        if name in tiny.FAMILIES:
+            kind, sizes = tiny.FAMILIES[name]
+            folder = tiny.write_tiny_model(tmp_path / name, kind, **sizes)
+        else:
+            folder = hybrid_models.write_hybrid_model(tmp_path / name, name)
+        ends.append(kv.load(folder))
+    source, target = ends
+    random = hybrid_models.random_translator(source, target)
+    one = Offered(source, [random])
+    try:
+        for sent, way in itertools.product(SENT, (WAYS[1], WAYS[2], WAYS[3])):
+            mine, theirs = (
+                kv.hand_over(each, target, PROMPT, translator=random, **way)
+                for each in (source, kv.connect(one.address, sent=sent))
+            )
+            for left, right in zip(mine, theirs, strict=True):
+                left, right = caches.held(left), caches.held(right)
+                assert left.keys() == right.keys() and left
+                for name, array in left.items():
+                    end = None if name in caches.PARTS else len(PROMPT) - 1
+                    a, b = (x if end is None else x[..., :end, :] for x in (array, right[name]))
+                    assert mx.array_equal(a, b).item(), (sent, way, name)
+    finally:
+        one.stop()
+
+
 def answered(source: Any, target: LanguageModel, translator: Translator, **options: Any) -> Any:
     return list(kv.stream_generate(source, target, PROMPT, translator=translator, max_tokens=9,
                                    prefill_step_size=16, **options))  # fmt: skip

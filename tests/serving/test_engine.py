@@ -26,7 +26,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.engine import Engine
 from kvlingo_mlx.serving.messages import Ask, Piece, Sampling
 from kvlingo_mlx.serving.settings import PairRule, Settings
-from tests.support import hybrid_models
+from tests.support import hybrid_models, tiny
 from tests.support.engines import Clients, Told, asked
 from tests.support.identity import identity_of
 
@@ -219,6 +219,38 @@ def test_hybrids_answer_together_and_in_turns(tmp_path: Path) -> None:
         keeper.budget = keeper.used - 1 if turn == 1 else 1
         keeper.make_room()  # to 8 bits, to disk
         keeper.budget = 10**12
+
+
+def test_models_of_two_kinds_take_turns(tmp_path: Path) -> None:
+    """A plain model and a hybrid read each other's layers: what is kept, translated and read."""
+    kind, sizes = tiny.FAMILIES["qwen3"]
+    folders = {
+        "plain": tiny.write_tiny_model(tmp_path / "plain", kind, **sizes),
+        "hybrid": hybrid_models.write_hybrid_model(tmp_path / "hybrid", "qwen3_5"),
+    }
+    models = {name: kv.load(folder) for name, folder in folders.items()}
+    made = [
+        hybrid_models.random_translator(models[a], models[b])
+        for a, b in (("plain", "hybrid"), ("hybrid", "plain"))
+    ]
+    for number, translator in enumerate(made):
+        translator.save(tmp_path / f"t{number}")
+    facts = {
+        "models": {name: str(folder) for name, folder in folders.items()},
+        "translators": tuple(str(tmp_path / f"t{number}") for number in (0, 1)),
+    }
+    clients = Clients(Engine(settings(tmp_path, **facts)))
+    history: list[dict[str, Any]] = []
+    took = []
+    for turn, name in enumerate(("plain", "hybrid", "plain", "hybrid", "hybrid")):
+        history.append(user(f"{WORDS[turn % len(WORDS)]} lives in Rome. " * 3))
+        told = clients.one(name, history).usage
+        took.append((told.strategy, told.cached_tokens > 0, told.translated_tokens > 0))
+        history.append(said(f"{WORDS[-1]} lives there too."))
+    assert took == [
+        ("read", False, False), ("translate", False, True), ("translate", True, True),
+        ("translate", True, True), ("kept", True, False),
+    ]  # fmt: skip
 
 
 def test_a_batch_is_the_single_answer_within_rounding(clients: Clients) -> None:

@@ -163,8 +163,7 @@ def folded(
 def shuffled(translator: Translator, seed: int = 0) -> Translator:
     """Control: a translator whose maps are moved to wrong target layers of equal shape.
 
-    Raises:
-        ValueError: A layer's maps fit no other layer.
+    Maps that fit no other layer stay where they are, with the opposite sign.
     """
     config, weights = translator.config, translator.to_weights()
     alike: dict[tuple, list[int]] = defaultdict(list)
@@ -175,19 +174,15 @@ def shuffled(translator: Translator, seed: int = 0) -> Translator:
     rng = random.Random(seed)
     moved: dict[int, int] = {}
     for layers in alike.values():
-        if len(layers) == 1:
-            raise ValueError(
-                f"the maps of target layer {layers[0]} fit no other layer, so the translator "
-                "cannot be shuffled"
-            )
         order = list(layers)
-        while any(i == j for i, j in zip(layers, order, strict=True)):
+        while len(layers) > 1 and any(i == j for i, j in zip(layers, order, strict=True)):
             rng.shuffle(order)
         moved.update(zip(layers, order, strict=True))
     arrays = {}
     for name, array in weights.arrays.items():
         side, place, last = name.split(".")
-        arrays[f"{side}.{moved[int(place)]}.{last}"] = array
+        to = moved[int(place)]
+        arrays[f"{side}.{to}.{last}"] = -array if to == int(place) else array
     return build(config, Weights(weights.dtype, arrays))
 
 

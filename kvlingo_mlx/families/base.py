@@ -240,14 +240,14 @@ def period_setting(
     period, given = layer_period(types), text.get(name)
     if period is None:
         raise UnsupportedModelError(
-            f"the {layers} of this {text['model_type']} do not alternate "
+            f"the {layers} of this {_kind(text)} do not alternate "
             "regularly, which mlx-lm cannot run"
         )
     if given is not None and [k == FULL for k in types] != [
         (i + 1) % given == 0 for i in range(len(types))
     ]:
         raise UnsupportedModelError(
-            f"this {text['model_type']} has layer_types with a global layer every {period}, and "
+            f"this {_kind(text)} has layer_types with a global layer every {period}, and "
             f"{name} {given}, and mlx-lm uses the latter; take out the wrong one"
         )
     return {name: period}
@@ -263,9 +263,14 @@ def setting(facts: Mapping[str, Any], *names: str) -> Any:
         if name in facts:
             return facts[name]
     raise UnsupportedModelError(
-        f"this {facts['model_type']} has none of {', '.join(names)} in its config.json; add "
+        f"this {_kind(facts)} has none of {', '.join(names)} in its config.json; add "
         "what the model was trained with"
     )
+
+
+def _kind(facts: Mapping[str, Any]) -> str:
+    """What a message calls a model; a text model within a wrapper may not say its own type."""
+    return str(facts.get("model_type", "model"))
 
 
 def kv_heads(attention: nn.Module) -> int:

@@ -30,7 +30,11 @@ class Mamba2(Recurrent):
 
     def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """The rotation; what transformers takes where a config says nothing."""
-        unset = {"position_embedding_type": "nope", "time_step_limit": [0.0, math.inf]}
+        unset = {
+            "position_embedding_type": "nope",
+            "tie_word_embeddings": False,
+            "time_step_limit": [0.0, math.inf],
+        }
         return {**unset, **super().settings(text)}
 
     def overrides(self, config: Mapping[str, Any]) -> dict[str, Any]:

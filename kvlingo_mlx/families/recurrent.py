@@ -55,11 +55,27 @@ class Recurrent(Plain, ABC):
     # ---- what follows from it ---------------------------------------------------------------
 
     def geometry(self, model: nn.Module, config: Mapping[str, Any]) -> CacheGeometry:
-        """All facts that determine the shape of a cache; a model without attention is refused."""
-        if all(self.recurrence(module) is not None for module in self.attentions(model)):
+        """All facts that determine the shape of a cache.
+
+        Raises:
+            UnsupportedModelError: The model is no hybrid, or mlx-lm cannot run its convolutions.
+        """
+        found = list(map(self.recurrence, self.attentions(model)))
+        if all(each is not None for each in found):
             raise UnsupportedModelError(
                 f"this {self.model_type} has no layer of attention, so nothing of a text can be "
                 "looked up in its cache: such models are not supported"
+            )
+        if not any(found):
+            raise UnsupportedModelError(
+                f"this {self.model_type} has layers of attention alone, and mlx-lm runs none "
+                "without a recurrent layer; correct the kinds of layers in its config.json"
+            )
+        least = min(each.kernel for each in found if each is not None)
+        if least < 2:
+            raise UnsupportedModelError(
+                f"this {self.model_type} has convolutions over {least} tokens, and mlx-lm runs "
+                "none over fewer than 2; correct the kernel in its config.json"
             )
         return super().geometry(model, config)
 

@@ -44,7 +44,8 @@ def check_foldable(
     why = unfoldable(translator.config)
     if why is not None:
         raise IncompatibleTranslatorError(
-            f"{target.name} cannot decode from the cache of {source.name} by this translator: {why}"
+            f"{target.name} cannot decode from the cache of {source.name} by this translator: "
+            f"{why}; use generate (leave out --memory-budget)"
         )
     for model in (source, target):
         if LATENT in model.family.points:

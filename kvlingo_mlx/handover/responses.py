@@ -232,8 +232,8 @@ def check_numbers(
                 "(-inf everywhere); leave a token to choose"
             )
         raise KVLingoError(
-            f"the first prediction of {target.name} after the hand-over from {source.name} is not "
-            "a number: the translator's output overflows, or the model's weights are damaged"
+            f"the first prediction of {target.name} is not a number: its weights are damaged, or "
+            f"what was translated for it from {source.name} overflows"
             + (f" (NaN or Inf first in {place})" if place else "")
         )
 

@@ -25,7 +25,14 @@ from kvlingo_mlx.threads import for_any_thread
 
 # What libraries raise for files that are damaged, and for whole ones with which they cannot do.
 DAMAGED = (OSError, RuntimeError, json.JSONDecodeError, SafetensorError)
-REJECTED = (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError)
+REJECTED = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    ArithmeticError,
+    StrictDataclassError,
+)
 
 # The name under which a tokenizer of transformers keeps whether it has warned of a long text.
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"

@@ -13,6 +13,7 @@ import numpy as np
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format import atomic, translator_folder
 from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 from kvlingo_mlx.loading.models import at_hand, load
@@ -117,6 +118,11 @@ def _why_not(config: TranslatorConfig) -> str | None:
         return "it is between latents, which a page does not describe"
     if config.alignment is not None:
         return "it is between two tokenizers"
+    if any({side for side, _ in m.reads} != set(m.writes) for m in maps_of(config)):
+        return (
+            "it is between layers of two kinds, whose maps read both sides of a source layer, and "
+            "a page describes maps of keys and of values apart"
+        )
     if config.head_map is not None:
         return "its target heads read source heads in an order of its own, which a page cannot tell"
     return None

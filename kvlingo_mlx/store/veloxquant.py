@@ -185,6 +185,8 @@ def why_not(config: TranslatorConfig) -> str | None:
     """Why a translator cannot be written as a mapper; None if it can."""
     if config.kind != "linear" or config.joint or not config.head_mixing:
         return f"it is {config.form}, and a mapper is linear and head-mixing, keys and values apart"
+    if any(layer.recurrence for end in (config.source, config.target) for layer in end.layers):
+        return "it has recurrent layers, which a mapper does not know"
     if config.capture not in ("post_norm", "post_rope"):
         return (
             f"it reads keys before the norm ({config.capture}), and a mapper reads them as a cache "

@@ -289,7 +289,7 @@ class Stream:
         low, high = mixture.natural if kind == "natural" else mixture.packed
         if kind == "natural":
             what = f"conversation with a prefix of {low} to {high} tokens in {names}"
-            return f"no {what}; add conversations"
+            return f"no {what}; add conversations, or allow longer ones (train --max-prefix)"
         return (
             f"no concatenation with a prefix of {low} to {high} tokens in {names}, whose "
             f"conversations have {round(self._training.tokens):,} tokens; add conversations, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ SAME: dict[str, dict[str, Settings]] = {
             "shared_intermediate_size": 32,
         },
         "tied": {"tie_word_embeddings": True},
+        "untied, unset": {"tie_word_embeddings": DROP},
     },
     "nemotron_h": {
         "as it is": {},
@@ -210,11 +212,38 @@ def test_steps_are_not_clipped_unless_the_config_says_so(tmp_path: Path) -> None
         ),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 4}, "has no layer of attention"),
         ("nemotron_h", {"hybrid_override_pattern": list("M-M-M-M")}, "has no layer of attention"),
+        ("nemotron_h", {"hybrid_override_pattern": list("*-*-*-*")}, "layers of attention alone"),
+        ("qwen3_5", {"full_attention_interval": 1}, "layers of attention alone"),
+        ("lfm2", {"layer_types": ["full_attention"] * 5}, "layers of attention alone"),
+        ("qwen3_5", {"linear_conv_kernel_dim": 1}, "convolutions over 1 tokens, and mlx-lm runs"),
+        ("granitemoehybrid", {"mamba_d_conv": 1}, "convolutions over 1 tokens, and mlx-lm runs"),
+        ("lfm2", {"conv_L_cache": 1}, "convolutions over 1 tokens, and mlx-lm runs"),
     ],
 )  # fmt: skip
 def test_layers_that_cannot_be_run(name: str, more: Settings, told: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=told):
         _ = kv.load(hybrid_models.write_hybrid_model(tmp_path, name, **more)).geometry
+
+
+def test_a_text_model_without_a_type_of_its_own(tmp_path: Path) -> None:
+    """Its wrapper says the type; what is wrong with its layers is still said."""
+    kinds = ["linear_attention"] * 2 + ["full_attention"] * 2
+    folder = hybrid_models.write_hybrid_model(tmp_path, "qwen3_5", layer_types=kinds)
+    config = json.loads((folder / "config.json").read_text())
+    del config["text_config"]["model_type"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="of this model do not alternate regularly"):
+        kv.load(folder)
+
+
+def test_a_period_of_nothing_is_one_line(tmp_path: Path) -> None:
+    folder = hybrid_models.write_hybrid_model(tmp_path, "qwen3_5")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["full_attention_interval"] = 0
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MissingModelError, match="mlx-lm refuses its config.json") as refused:
+        _ = kv.load(folder).geometry
+    assert "\n" not in str(refused.value)
 
 
 def test_weights_that_are_untied_are_one_line(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 from kvlingo_mlx.store.exporting import export
 from kvlingo_mlx.store.importing import import_translator
+from tests.support import hybrid_models, tiny
 from tests.support.command_line import fails
 
 # Source "dense": 3 layers of 2 heads of 32; target "wide": 3 layers of 4 heads of 16.
@@ -174,6 +175,23 @@ def test_an_exported_translator_comes_back(folders: dict[str, Path], tmp_path: P
     # A page names its models, so that its maps can be imported where they are not.
     done = import_translator(str(place / "npz"), spec=place / "npz" / "spec.toml")
     assert done.config.target.name == first[0].target.name
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_maps_between_two_kinds_of_layers_are_not_exported(
+    turned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They read both sides, for which a page has no word; nothing is written."""
+    kind, sizes = tiny.FAMILIES["qwen3"]
+    models = [
+        kv.load(tiny.write_tiny_model(tmp_path / "plain", kind, **sizes)),
+        kv.load(hybrid_models.write_hybrid_model(tmp_path / "hybrid", "qwen3_5")),
+    ]
+    source, target = models[::-1] if turned else models
+    hybrid_models.random_translator(source, target).save(tmp_path / "t")
+    words = ["export", str(tmp_path / "t"), "--to", "npz", "--out", str(tmp_path / "out")]
+    fails(words, "maps read both sides of a source layer", capsys)
+    assert not (tmp_path / "out").exists()
 
 
 def _random(place: Path, pair: Any, mixing: bool, dtype: Any, bias: bool) -> Path:

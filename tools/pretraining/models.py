@@ -167,7 +167,10 @@ class Model:
                 torch.nn.init.constant_(parameter, self.quiet)
 
 
-HYBRID = dict(stages=BY_EACH_WAY, noisy=("k_proj", "v_proj", "in_proj_qkv"), start=0.5)
+HYBRID = dict(
+    stages=BY_EACH_WAY, noisy=("k_proj", "v_proj", "in_proj_qkv"), start=0.5,
+    recipe=replace(ZOO, steps=1800),
+)  # fmt: skip
 LATENT = dict(noisy=("kv_a_proj_with_mqa",), sharp=("kv_a_layernorm",))
 MODELS: dict[str, Model] = {
     "tiny-qwen3-s": Model(11, "qwen3", QWEN3 | dict(

@@ -404,7 +404,7 @@ def convert(folder: Path, work: Path, out: Path, settings: Settings) -> dict[str
     """Write the converted model, from what :func:`calibrate` left; returns its config.
 
     One layer is in memory at a time, twice: ranks that layers share out need all singular values.
-    ``out`` appears once all of it is written, beside it until then.
+    It is written to a folder beside ``out``, which takes that name once it is whole.
 
     Raises:
         OSError: ``out`` exists.

@@ -182,7 +182,10 @@ def shuffled(translator: Translator, seed: int = 0) -> Translator:
     for name, array in weights.arrays.items():
         side, place, last = name.split(".")
         to = moved[int(place)]
-        arrays[f"{side}.{to}.{last}"] = -array if to == int(place) else array
+        if to == int(place):
+            opposite = {name: -weights.as_float32(name)}
+            array = Weights.from_float32(opposite, weights.dtype).arrays[name]
+        arrays[f"{side}.{to}.{last}"] = array
     return build(config, Weights(weights.dtype, arrays))
 
 

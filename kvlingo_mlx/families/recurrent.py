@@ -74,8 +74,8 @@ class Recurrent(Plain, ABC):
         least = min(each.kernel for each in found if each is not None)
         if least < 2:
             raise UnsupportedModelError(
-                f"this {self.model_type} has convolutions over {least} tokens, and mlx-lm runs "
-                "none over fewer than 2; correct the kernel in its config.json"
+                f"this {self.model_type} has convolutions with a kernel of {least}, and mlx-lm "
+                "runs none below 2; correct it in its config.json"
             )
         return super().geometry(model, config)
 

@@ -45,7 +45,7 @@ def check_foldable(
     if why is not None:
         raise IncompatibleTranslatorError(
             f"{target.name} cannot decode from the cache of {source.name} by this translator: "
-            f"{why}; use generate (leave out --memory-budget)"
+            f"{why}; leave out --memory-budget (generate), or folded (eval --baselines)"
         )
     for model in (source, target):
         if LATENT in model.family.points:

@@ -215,9 +215,9 @@ def test_steps_are_not_clipped_unless_the_config_says_so(tmp_path: Path) -> None
         ("nemotron_h", {"hybrid_override_pattern": list("*-*-*-*")}, "layers of attention alone"),
         ("qwen3_5", {"full_attention_interval": 1}, "layers of attention alone"),
         ("lfm2", {"layer_types": ["full_attention"] * 5}, "layers of attention alone"),
-        ("qwen3_5", {"linear_conv_kernel_dim": 1}, "convolutions over 1 tokens, and mlx-lm runs"),
-        ("granitemoehybrid", {"mamba_d_conv": 1}, "convolutions over 1 tokens, and mlx-lm runs"),
-        ("lfm2", {"conv_L_cache": 1}, "convolutions over 1 tokens, and mlx-lm runs"),
+        ("qwen3_5", {"linear_conv_kernel_dim": 1}, "convolutions with a kernel of 1, and mlx-lm"),
+        ("granitemoehybrid", {"mamba_d_conv": 1}, "convolutions with a kernel of 1, and mlx-lm"),
+        ("lfm2", {"conv_L_cache": 1}, "convolutions with a kernel of 1, and mlx-lm"),
     ],
 )  # fmt: skip
 def test_layers_that_cannot_be_run(name: str, more: Settings, told: str, tmp_path: Path) -> None:

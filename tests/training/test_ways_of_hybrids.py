@@ -182,6 +182,19 @@ def test_where_values_were_told(tokenizer: str) -> None:
         assert first == second and told < sample.asked <= asked
 
 
+def test_a_friend_may_have_ones_own_name() -> None:
+    """What is told of Anna is the second Anna, who stands behind "is" or "has"."""
+    samples = tool("pretraining.samples")
+    for sentence in dialogues.STATEMENTS:
+        fact = dialogues.Fact("Anna", "friend", "Anna")
+        text = samples.Text()
+        text.add("Hello! " + fact.say(sentence), 1.0)
+        text.asked = len(text)
+        text.find(fact)
+        ((_, told, width),) = text.told_at
+        assert told == 7 + fact.say(sentence).rindex("Anna") and width == 4
+
+
 def test_only_pairs_count_where_copying_counts_less() -> None:
     samples = tool("pretraining.samples")
     tokens = samples.train_tokenizer()

@@ -317,15 +317,19 @@ def test_shuffled_maps_sit_at_other_layers(form: Form) -> None:
     assert min(found) > WRONG
 
 
-def test_maps_like_no_others_are_shuffled_to_their_opposite() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_maps_like_no_others_are_shuffled_to_their_opposite(dtype: Any) -> None:
     """The only one of its shape stays where it is; two of one shape change places."""
     data = config_json(Form())
     data["target"]["layers"][3]["key_dim"] = 8
-    arrays = random_arrays(Form(), data, False)
-    moved = conditions.shuffled(build(to_config(data), Weights("float32", arrays))).to_weights()
+    weights = Weights.from_float32(random_arrays(Form(), data, False), dtype)
+    arrays = {name: weights.as_float32(name) for name in weights.shapes}
+    moved = conditions.shuffled(build(to_config(data), weights)).to_weights()
     unlike = {1, 3}  # read as many layers as each other, but are of two widths
-    for name, array in moved.arrays.items():
+    assert moved.dtype == dtype
+    for name in moved.shapes:
         side, layer, last = name.split(".")
+        array = moved.as_float32(name)
         if int(layer) in unlike:
             np.testing.assert_array_equal(array, -arrays[name])
         else:

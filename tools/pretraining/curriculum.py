@@ -152,7 +152,8 @@ class NoisyCache:
 
 
 LAGS = (2, 3, 1)  # between what a state binds; a name stands two tokens before its value
-AT_ONCE, UNSEEN = 10.0, 1e-4
+AT_ONCE = 10.0  # a decay that forgets within a token
+UNSEEN = 1e-4  # added to what attention looks at, so that nothing costs a finite amount
 OPEN, SHUT = 0.25, 0.3  # of a layer's gates at the start: what is common, what tells tokens apart
 RESET = -60.0  # the logarithm of a decay that leaves nothing
 SLOWEST, FASTEST = 1e-3, 0.1  # decays at the start: the usual ones forget within a few tokens
@@ -238,6 +239,7 @@ class Ways:
 
     def lose(self, batch: dict[str, torch.Tensor], stage: Stage) -> torch.Tensor:
         """Choose what each sample loses: 0 for nothing, ``ATTENTION`` or ``STATES``."""
+        self.pointed = 0.0  # until a step points
         asked, width = batch["asked"], batch["ids"].shape[1]
         drawn, (first, either) = torch.rand(len(asked)), stage.shares
         lost = torch.where(drawn < first, ATTENTION, torch.where(drawn < either, STATES, 0))

@@ -142,7 +142,8 @@ class Text:
         whole = "".join(part for part, _, _ in self.parts)[: self.asked]
         for sentence in map(fact.say, dialogues.STATEMENTS):
             if (place := whole.find(sentence)) >= 0:
-                told = place + sentence.index(fact.value, sentence.index(fact.name))
+                behind = sentence.index(fact.name) + len(fact.name)  # a friend may have one's name
+                told = place + sentence.index(fact.value, behind)
                 self.told_at.append((len(self), told, len(fact.value)))
                 return
         raise ValueError(f"nothing tells that {fact.say(dialogues.ANSWER)}")

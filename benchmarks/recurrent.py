@@ -8,7 +8,7 @@
 hidden, and both. The others are of a pair:
 
 - inputs: the recurrences' inputs are translated token by token, and the target's own recurrence
-  makes its states (what ``fit`` makes), for each ``--nu``; with ``--steps`` self-distilled as well;
+  makes its states (what ``fit`` makes), for each ``--nu``;
 - any kind: the same, but each layer reads the source layers nearest in depth, whatever their kind;
 - own kind, then any: the nearest layer of a target layer's own kind, and the nearest of all others;
 - native first layers: of these, the target reads the first ones itself;
@@ -19,12 +19,17 @@ hidden, and both. The others are of a pair:
 - states copied: the source's states as they are, where the shapes allow it;
 - controls: the prefix hidden, and every translator with its layers shuffled.
 
+With ``--steps``, the inputs' translators are self-distilled, and the record holds these alone.
+With ``--map-states`` as well, it holds the maps of states alone, self-distilled together with the
+maps of attention layers.
+
 One record for each pair and seed; those that FILE has already are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,6 +38,8 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 import numpy as np
+from mapped_states import StateMaps, States, states_of
+from mapped_states import distilled as distilled_states
 from quality import model_folder, summary
 
 from kvlingo_mlx import caches
@@ -54,7 +61,6 @@ from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.translators.base import Translator
 
 Maker = conditions.CacheMaker
-ROUNDS, RIDGE = 20, 1e-4  # of alternating least squares
 CUTS = 4  # prefixes of one dialogue by which states are mapped
 
 
@@ -78,70 +84,7 @@ def hidden(make: Maker, model: LanguageModel, recurrent: bool) -> Maker:
     return made
 
 
-# ---- states mapped ------------------------------------------------------------------------
-
-
-def states_of(model: LanguageModel, tokens: Sequence[int]) -> list[list[np.ndarray]]:
-    """The tail and the state of each recurrent layer after ``tokens``."""
-    cache = conditions.prefill_layers(model, tokens, 2048, len(model.attentions))
-    return [[np.array(a.astype(mx.float32))[0] for a in caches.held(c).values()]
-            for c in cache if caches.is_recurrent(c)]  # fmt: skip
-
-
-def bilinear(given: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A (dv', dv) and B (dk, dk') with wanted (N, dv', dk') near A given (N, dv, dk) B."""
-    b = np.eye(given.shape[2], wanted.shape[2])
-    a = np.zeros((wanted.shape[1], given.shape[1]))
-    for _ in range(ROUNDS):
-        right = given @ b
-        a = np.linalg.solve(
-            _ridged(np.einsum("nik,njk->ij", right, right)), np.einsum("nik,njk->ij", right, wanted)
-        ).T
-        left = a @ given
-        b = np.linalg.solve(
-            _ridged(np.einsum("nki,nkj->ij", left, left)), np.einsum("nki,nkj->ij", left, wanted)
-        )
-    return a, b
-
-
-def _ridged(square: np.ndarray) -> np.ndarray:
-    return square + RIDGE * np.trace(square) / len(square) * np.eye(len(square))
-
-
-class Mapped:
-    """Maps of states between the recurrent layers of two models."""
-
-    def __init__(
-        self, source: LanguageModel, target: LanguageModel, prefixes: Sequence[Sequence[int]]
-    ) -> None:
-        self.source, self.target = source, target
-        both = [(states_of(source, p), states_of(target, p)) for p in prefixes]
-        theirs, ours = (len(each) for each in both[0])
-        self.layers = [round(t * (theirs - 1) / max(1, ours - 1)) for t in range(ours)]
-        self.maps = []
-        for t, s in enumerate(self.layers):
-            tails = np.stack([f[s][0].ravel() for f, _ in both])
-            goals = np.stack([w[t][0].ravel() for _, w in both])
-            square = _ridged(tails.T @ tails)
-            tail = np.linalg.solve(square, tails.T @ goals)
-            given = np.stack([f[s][1] for f, _ in both])
-            wanted = np.stack([w[t][1] for _, w in both])
-            share = wanted.shape[1] / given.shape[1]
-            heads = [(int(h / share), *bilinear(given[:, int(h / share)], wanted[:, h]))
-                     for h in range(wanted.shape[1])]  # fmt: skip
-            self.maps.append((tail, heads))
-
-    def __call__(self, tokens: Sequence[int]) -> list[list[np.ndarray]]:
-        """The target's tails and states from the source's after ``tokens``."""
-        found, made = states_of(self.source, tokens), []
-        shapes = [g.recurrence.parts for g in self.target.geometry.layers if g.recurrence]
-        for (tail, heads), s, (shape, _) in zip(self.maps, self.layers, shapes, strict=True):
-            state = np.stack([a @ found[s][1][h] @ b for h, a, b in heads])
-            made.append([(found[s][0].ravel() @ tail).reshape(shape), state])
-        return made
-
-
-def with_states(make: Maker, states: Callable[[Sequence[int]], list[list[np.ndarray]]]) -> Maker:
+def with_states(make: Maker, states: Callable[[Sequence[int]], States]) -> Maker:
     """Caches whose recurrent layers hold other states."""
 
     def made(prefix: Any) -> list:
@@ -158,18 +101,27 @@ def with_states(make: Maker, states: Callable[[Sequence[int]], list[list[np.ndar
 # ---- the table -----------------------------------------------------------------------------
 
 
+def _stream(
+    source: LanguageModel, target: LanguageModel, seed: int, args: argparse.Namespace
+) -> DialogueStream:
+    told = min(4, args.facts[0]), args.facts[1]  # longer ones the models themselves may not know
+    return DialogueStream(target, seed, told, source=source)
+
+
+def _recipe(args: argparse.Namespace) -> Recipe:
+    return Recipe(steps=args.steps, batch=4, learning_rates=(args.lr,), validate_every=100)
+
+
 def distilled(
     source: LanguageModel, target: LanguageModel, nu: int, seed: int, args: argparse.Namespace
 ) -> Translator:
     """The translator after stage 2, on MLX; resumed where it was stopped."""
-    plan = TrainingPlan(
-        nu=nu, fit_samples=args.fit_dialogues, held_out=16, seed=seed,
-        recipe=Recipe(steps=args.steps, batch=4, learning_rates=(args.lr,)),
-    )  # fmt: skip
+    plan = TrainingPlan(nu=nu, fit_samples=args.fit_dialogues, held_out=16, seed=seed,
+                        recipe=_recipe(args))  # fmt: skip
     names = "--".join((source.name.split("/")[-1], target.name.split("/")[-1]))
     folder = args.work / f"{names}-{nu}-{seed}-{args.steps}"
-    stream = DialogueStream(target, seed, source=source)
     settings = {"data": ["kvlingo_mlx.embedded.dialogues"]}
+    stream = _stream(source, target, seed, args)
     done = Training(source, target, stream, plan, folder, settings=settings).run()
     return load_translator(done)
 
@@ -193,9 +145,21 @@ def ways(
     source: LanguageModel, target: LanguageModel, seed: int, args: argparse.Namespace
 ) -> Iterator[tuple[str, Maker]]:
     """The conditions of a pair, by name."""
-    talks = list(dialogues.for_fitting(args.fit_dialogues, seed=seed))
-    records = [{"messages": talk.conversation()} for talk in talks]
+    if args.map_states:
+        yield from _mapped(source, target, seed, args)
+    elif args.steps:
+        for nu in args.nu:
+            translator = distilled(source, target, nu, seed, args)
+            yield from _variants(f"inputs nu={nu}, distilled", source, target, translator, args)
+    else:
+        yield from _closed_forms(source, target, seed, args)
+
+
+def _closed_forms(
+    source: LanguageModel, target: LanguageModel, seed: int, args: argparse.Namespace
+) -> Iterator[tuple[str, Maker]]:
     made: dict[str, Translator] = {}
+    records = [{"messages": talk.conversation()} for talk in _talks(seed, args)]
     for nu in args.nu:
         made[f"inputs nu={nu}"] = fit(source, target, records, nu=nu)
         tried = [made[f"inputs nu={nu}"].config.assignment]
@@ -204,35 +168,79 @@ def ways(
             if other not in tried:
                 made[f"{name} nu={nu}"] = fit(source, target, records, assignment=other)
                 tried.append(other)
-    if args.steps:
-        for nu in args.nu:
-            made[f"inputs nu={nu}, distilled"] = distilled(source, target, nu, seed, args)
     for name, translator in made.items():
-        make = conditions.translated(source, target, translator)
-        yield name, make
-        yield (
-            f"{name}, shuffled",
-            conditions.translated(source, target, conditions.shuffled(translator)),
-        )
-        for layers in args.native_layers:
-            own = conditions.translated(source, target, translator, layers)
-            yield f"{name}, {layers} native layers", own
-        if target.geometry.recurrent:
-            yield f"{name}, attention only", hidden(make, target, True)
-            yield f"{name}, states only", hidden(make, target, False)
-    rules = [{g.attention for g in m.geometry.layers if g.recurrence} for m in (source, target)]
-    if rules[0] != rules[1] or not rules[0]:
+        yield from _variants(name, source, target, translator, args)
+    layers = [[g for g in model.geometry.layers if g.recurrence] for model in (source, target)]
+    rules, shapes = zip(
+        *(([g.attention for g in each], [g.recurrence for g in each]) for each in layers),
+        strict=True,
+    )
+    if set(rules[0]) != set(rules[1]) or not rules[0]:
         return
     first = conditions.translated(source, target, made[f"inputs nu={args.nu[0]}"])
+    yield "states mapped", with_states(first, _state_maps(source, target, seed, args))
+    if shapes[0] == shapes[1]:
+        yield "states copied", with_states(first, functools.partial(states_of, source))
+
+
+def _talks(seed: int, args: argparse.Namespace) -> list[dialogues.Dialogue]:
+    return list(dialogues.for_fitting(args.fit_dialogues, seed=seed))
+
+
+def _state_maps(
+    source: LanguageModel, target: LanguageModel, seed: int, args: argparse.Namespace
+) -> StateMaps:
+    """Maps of states in closed form, by prefixes of several lengths of each dialogue."""
     prefixes = []
-    for number, talk in enumerate(talks):
+    for number, talk in enumerate(_talks(seed, args)):
         tokens = quality.recall_sample(target, talk).prefix
         rng = np.random.default_rng([seed, number])
         prefixes += [tokens[: rng.integers(16, len(tokens))] for _ in range(CUTS)]
-    yield "states mapped", with_states(first, Mapped(source, target, prefixes))
-    shapes = [[g.recurrence for g in m.geometry.layers if g.recurrence] for m in (source, target)]
-    if shapes[0] == shapes[1]:
-        yield "states copied", with_states(first, lambda tokens: states_of(source, tokens))
+    maps = StateMaps(source, target)
+    maps.fit(target, prefixes)
+    return maps
+
+
+def _mapped(
+    source: LanguageModel, target: LanguageModel, seed: int, args: argparse.Namespace
+) -> Iterator[tuple[str, Maker]]:
+    """States mapped, with the attention layers translated, both self-distilled."""
+    records = [{"messages": talk.conversation()} for talk in _talks(seed, args)]
+    translator = fit(source, target, records, nu=args.nu[0])
+    maps = _state_maps(source, target, seed, args)
+    told = lambda step, kl: print(f"  step {step}: KL {kl:.4f}", flush=True)  # noqa: E731
+    translator = distilled_states(target, translator, maps, _stream(source, target, seed, args),
+                                  _recipe(args), told)  # fmt: skip
+    makers = [
+        with_states(conditions.translated(source, target, each), own)
+        for each, own in (
+            (translator, maps),
+            (conditions.shuffled(translator), maps.shuffled()),
+        )
+    ]
+    yield from zip(("states mapped, distilled", "states mapped, distilled, shuffled"), makers,
+                   strict=True)  # fmt: skip
+    yield "states mapped, distilled, attention only", hidden(makers[0], target, True)
+
+
+def _variants(
+    name: str,
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    args: argparse.Namespace,
+) -> Iterator[tuple[str, Maker]]:
+    """A translator as it is, beside its control, and parts of what it makes."""
+    make = conditions.translated(source, target, translator)
+    yield name, make
+    shuffled = conditions.shuffled(translator)
+    yield f"{name}, shuffled", conditions.translated(source, target, shuffled)
+    for layers in args.native_layers:
+        own = conditions.translated(source, target, translator, layers)
+        yield f"{name}, {layers} native layers", own
+    if target.geometry.recurrent:
+        yield f"{name}, attention only", hidden(make, target, True)
+        yield f"{name}, states only", hidden(make, target, False)
 
 
 def of_pair(pair: str, seed: int, args: argparse.Namespace) -> dict[str, dict]:
@@ -280,14 +288,18 @@ def main() -> None:
     parser.add_argument("--fit-dialogues", type=int, default=200)
     parser.add_argument("--steps", type=int, default=0, help="of self-distillation")
     parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--map-states", action="store_true", help="with --steps")
     parser.add_argument("--work", type=Path, default=Path("build/recurrent"))
     parser.add_argument("--json", help="append a record for each pair and seed to this file")
     args = parser.parse_args()
+    if args.map_states and not args.steps:
+        parser.error("--map-states distils maps of states; give --steps as well")
     done = []
     if args.json and Path(args.json).exists():
         lines = Path(args.json).read_text().splitlines()
         done = [json.loads(line)["config"] for line in lines]
     told = {"zoo", "work", "json", "pairs", "parts", "seeds"}
+    told |= set() if args.map_states else {"map_states"}  # which older records do not have
     shared = {name: value for name, value in vars(args).items() if name not in told}
     jobs: list[tuple[dict, Callable[[], dict]]] = [
         ({"parts": name}, lambda name=name: of_parts(name, args)) for name in args.parts

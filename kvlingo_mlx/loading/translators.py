@@ -30,6 +30,7 @@ from kvlingo_mlx.loading.notes import tell, tell_of_grade
 from kvlingo_mlx.loading.pairing import check_pair, matches
 from kvlingo_mlx.loading.spreading import own_heads
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.aligned_prefix import check_layers
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.parts import of_part
@@ -181,8 +182,18 @@ def _find(
         return _best(others)
     raise MissingTranslatorError(
         f"no translator from {source.name} to {target.name} is in the local store; "
-        f"{how_to_get(source.name, target.name)}"
+        f"{_advice(source, target, one)}"
     )
+
+
+def _advice(source: LanguageModel, target: LanguageModel, one_tokenizer: bool) -> str:
+    """What to do without a translator: make one, unless ``fit`` would refuse the pair."""
+    if not one_tokenizer:
+        try:
+            check_layers(target.geometry.layers, target.name)
+        except UnsupportedModelError as error:
+            return f"none can be made: {error}"
+    return how_to_get(source.name, target.name)
 
 
 def how_to_get(source: str, target: str) -> str:

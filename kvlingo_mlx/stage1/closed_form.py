@@ -64,6 +64,11 @@ class Moments:
         squares = np.square(y64)
         self.yy += squares.sum(axis=0) if weights is None else np.asarray(weights) @ squares
 
+    @property
+    def finite(self) -> bool:
+        """Whether all sums of products are numbers."""
+        return bool(np.isfinite(self.xx).all() and np.isfinite(self.xy).all())
+
     def block(self, rows: np.ndarray, columns: np.ndarray) -> Moments:
         """The moments of a map that reads only ``rows`` of x and writes only ``columns`` of y."""
         part = Moments(len(rows), len(columns), self.tokens)
@@ -124,7 +129,7 @@ def solve(
     """
     if moments.tokens == 0:
         raise ValueError("no tokens to fit on: the data hold no usable prefix")
-    if not (np.isfinite(moments.xx).all() and np.isfinite(moments.xy).all()):
+    if not moments.finite:
         raise ValueError("the moments hold NaN or Inf: a model's keys or values overflowed")
     eigenvalues, vectors = eigh(moments.xx)
     kept = eigenvalues > tolerance * max(eigenvalues[-1], 0.0)
@@ -194,12 +199,20 @@ def solve_maps(
     """Solve every map; return the tensors by their names in the format, and the solutions.
 
     ``solved`` is called after each map, to report progress: wide maps take long.
+
+    Raises:
+        ValueError: No token was added, or a sum is not finite; the message names the map.
     """
     weights: dict[str, np.ndarray] = {}
     found: list[Solution] = []
     eigh = Decomposed()
     for name, sums in moments:
         blocks = _blocks(config, name)
+        if not sums.finite:
+            raise ValueError(
+                f"the sums for the map {name} hold NaN or Inf: the keys or values that it reads of "
+                f"{config.source.name}, or those of {config.target.name}, overflowed"
+            )
         parts = [sums if block is None else sums.block(*block) for block in blocks]
         solutions = [solve(part, ridge=ridge, eigh=eigh) for part in parts]
         matrices = [solution.weight for solution in solutions]

@@ -335,3 +335,17 @@ def test_bad_data_files(tmp_path: Path) -> None:
 def test_bad_arguments(models: dict[str, LanguageModel], options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kv.fit(models["dense"], models["wide"], samples(1, 10), **options)
+
+
+def test_numbers_that_are_none_name_their_map_and_models(tmp_path: Path) -> None:
+    """A model whose second layer overflows: the first map that reads it is named."""
+    sound, broken = (
+        kv.load(tiny.write_tiny_model(tmp_path / name, "qwen3", seed=1, layers=2, kv_heads=1,
+                                      head_dim=16))
+        for name in ("sound", "broken")
+    )  # fmt: skip
+    projection = broken.model.layers[1].self_attn.v_proj
+    projection.weight = mx.full(projection.weight.shape, mx.inf)
+    for pair in ((broken, sound), (sound, broken)):
+        with pytest.raises(ValueError, match=r"the map values\.1 .*broken"):
+            kv.fit(*pair, samples(2, 30))

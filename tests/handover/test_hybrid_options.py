@@ -14,7 +14,7 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.evaluation.conditions import Reuse
 from kvlingo_mlx.folding import check_foldable
 from kvlingo_mlx.models.language_model import LanguageModel
-from tests.support import hybrid_models
+from tests.support import TESTS, hybrid_models
 from tests.support.guards import with_receipt
 from tests.support.identity import TOKENS, identity_of
 from tests.support.native_caches import native
@@ -42,6 +42,17 @@ def reads(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(cls, "__call__", noted)
     return found
+
+
+def test_a_translator_that_cannot_be_made_is_not_advised(model: LanguageModel) -> None:
+    """Between two tokenizers, where ``fit`` would refuse the same pair."""
+    other = kv.load(TESTS / "zoo/models/tiny-mistral")
+    with pytest.raises(kv.MissingTranslatorError, match="none can be made: .*recurrent states"):
+        kv.generate(other, model, "Hello", max_tokens=2)
+    with pytest.raises(refused, match="recurrent states"):
+        kv.fit(other, model, [{"text": "Hello there, all of you"}])
+    with pytest.raises(kv.MissingTranslatorError, match="store; make one with"):
+        kv.generate(model, other, "Hello", max_tokens=2)
 
 
 def test_what_would_go_back_is_refused_before_anything_is_read(

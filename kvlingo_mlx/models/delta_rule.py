@@ -21,8 +21,9 @@ from kvlingo_mlx.backend import mx, on_gpu
 
 from mlx_lm.models import gated_delta, ssm
 
-CHUNK = 64  # tokens
-LEAST = 1e-37  # a smaller gate has no logarithm in float32, and leaves nothing either
+CHUNK = 64  # tokens, a power of 2
+BLOCK = 4  # tokens whose triangular system is solved at once
+LEAST = 1e-37  # a smaller gate is no divisor in float32, and leaves nothing either
 Rule = Callable[..., tuple[mx.array, mx.array]]
 Step = TypeVar("Step")
 
@@ -57,7 +58,7 @@ def gated_delta_rule(
         return _loop(q, k, v, g, beta, state, mask)
     batch, tokens, heads, width = v.shape
     groups = q.shape[2]
-    size = min(CHUNK, tokens)
+    size = min(CHUNK, 1 << (tokens - 1).bit_length())
     queries, keys, values, gates, strengths = (
         _cut(each.astype(mx.float32), groups, size, fill)
         for each, fill in (
@@ -101,43 +102,68 @@ def _cut(array: mx.array, groups: int, size: int, fill: float) -> mx.array:
 def _decays(gates: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """The decays within chunks of gates (..., C).
 
-    Each is the exponential of a sum of its own: differences of cumulative sums would lose the
-    digits of small ones behind large ones.
+    Each is a product of its own: quotients of products from the begin would lose the digits of
+    small ones.
 
     Returns:
         (..., C, C) from each token j to each i not before it, 0 elsewhere; (..., C, 1) from each
         token to the chunk's end; (..., C, 1) from the chunk's begin to each token.
     """
+    # A token in front, whose gate is never read, stands for the chunk's begin.
+    whole = _products(mx.pad(gates, [(0, 0)] * (gates.ndim - 1) + [(1, 0)], constant_values=1.0))
+    inner = whole[..., 1:, 1:]
+    return inner, inner[..., -1, :, None], whole[..., 1:, :1]
+
+
+def _multiplied(gates: mx.array) -> mx.array:
+    """The products (..., C, C) of the gates behind each token j up to each i not before it."""
     size = gates.shape[-1]
-    logs = mx.log(mx.maximum(gates, LEAST))
-    sums = mx.cumsum(logs[..., None] * mx.tri(size, size, -1), axis=-2)
-    inner = mx.where(mx.tri(size, size, 0, mx.bool_), mx.exp(sums), 0.0)
-    decay = mx.exp(mx.cumsum(logs, axis=-1))
-    return inner, inner[..., -1, :, None], decay[..., None]
+    steps = mx.where(mx.tri(size, size, -1, mx.bool_), gates[..., None], 1.0)
+    return mx.where(mx.tri(size, size, 0, mx.bool_), mx.cumprod(steps, axis=-2), 0.0)
 
 
-def _halved(below: mx.array) -> mx.array:
+_products: Any = mx.custom_function(_multiplied)
+
+
+@_products.vjp  # type: ignore[untyped-decorator]
+def _products_slope(gates: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+    """A gate is a factor of all products that begin before it and end at it or behind it."""
+    size = gates.shape[-1]
+    behind = mx.cumsum(cotangent * output, axis=-2, reverse=True)
+    return (behind * mx.tri(size, size, -1)).sum(-1) / mx.maximum(gates, LEAST)
+
+
+def _inverted(below: mx.array) -> mx.array:
     """The inverse of 1 + ``below`` (..., C, C), which is 0 on and above the diagonal.
 
-    Halves are inverted first: [[P, 0], [B, Q]] has the inverse [[P', 0], [-Q' B P', Q']]. A
-    series of powers would need fewer steps, but its terms cancel where keys are alike.
+    C is a power of 2. The blocks on the diagonal are inverted, then twice as large ones:
+    [[P, 0], [B, Q]] has the inverse [[P', 0], [-Q' B P', Q']]. A series of powers for the whole
+    would take fewer steps, but its terms cancel where keys are alike.
     """
-    size = below.shape[-1]
-    if size == 1:
-        return mx.ones_like(below)
-    half = size // 2
-    first, second = _halved(below[..., :half, :half]), _halved(below[..., half:, half:])
-    corner = -(second @ below[..., half:, :half] @ first)
-    nothing = mx.zeros((*below.shape[:-2], half, size - half))
-    upper = mx.concatenate([first, nothing], axis=-1)
-    return mx.concatenate([upper, mx.concatenate([corner, second], axis=-1)], axis=-2)
+    *batch, size, _ = below.shape
+
+    def blocks(width: int) -> mx.array:
+        """Those on the diagonal, (..., C / width, width, width)."""
+        parts = below.reshape(*batch, size // width, width, size // width, width)
+        return mx.moveaxis(mx.diagonal(parts, axis1=-4, axis2=-2), -1, -3)
+
+    width = min(BLOCK, size)
+    first = blocks(width)
+    found = (mx.eye(width) - first) @ (mx.eye(width) + first @ first)  # first to the fourth is 0
+    while width < size:
+        upper, lower = found[..., ::2, :, :], found[..., 1::2, :, :]
+        corner = -(lower @ blocks(2 * width)[..., width:, :width] @ upper)
+        above = mx.concatenate([upper, mx.zeros_like(upper)], axis=-1)
+        found = mx.concatenate([above, mx.concatenate([corner, lower], axis=-1)], axis=-2)
+        width *= 2
+    return found.squeeze(-3)
 
 
-_inverse: Any = mx.custom_function(_halved)
+_inverse: Any = mx.custom_function(_inverted)
 
 
 @_inverse.vjp  # type: ignore[untyped-decorator]
-def _slope(primals: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+def _inverse_slope(below: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
     turned = output.swapaxes(-1, -2)
     return -(turned @ cotangent @ turned)
 

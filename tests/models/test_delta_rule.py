@@ -221,3 +221,25 @@ def test_an_error_ends_it() -> None:
     with pytest.raises(ValueError, match="stop"), in_chunks():
         raise ValueError("stop")
     assert gated_delta.gated_delta_ops is stock
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 64])
+def test_keys_that_are_all_alike_are_solved_exactly(size: int) -> None:
+    """1 + A full of ones has the inverse with -1 below its diagonal; a series would lose it."""
+    below = mx.tri(size, size, -1)[None, None]
+    wanted = np.eye(size) - np.eye(size, k=-1)
+    assert np.array_equal(np.array(delta_rule._inverse(below))[0, 0], wanted)
+
+
+def test_gates_that_vanish_within_a_chunk() -> None:
+    """Products fall below all numbers of float32; what is near the chunk's end does not."""
+    gates = np.full(64, 1e-3)
+    gates[60:] = 0.5
+    inner, last, decay = map(np.array, delta_rule._decays(mx.array(gates.astype(np.float32))))
+    wanted = np.array([[np.prod(gates[j + 1 : i + 1]) * (j <= i) for j in range(64)]
+                       for i in range(64)])  # fmt: skip
+    there = wanted > 1e-37
+    assert np.allclose(inner[there], wanted[there], rtol=1e-5, atol=0)
+    assert (inner[~there] <= 1e-37).all()
+    assert np.allclose(last[:, 0], wanted[-1], rtol=1e-5, atol=1e-37)
+    assert np.allclose(decay[:, 0], np.cumprod(gates), rtol=1e-5, atol=1e-37)

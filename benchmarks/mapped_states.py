@@ -7,6 +7,7 @@ convolution's tail goes through one matrix. ``benchmarks/recurrent.py`` compares
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,13 +97,11 @@ class StateMaps:
 
     def shuffled(self) -> StateMaps:
         """Control: each layer has the maps of the one before it."""
-        made = object.__new__(StateMaps)
-        vars(made).update(vars(self))
+        made, layers = copy.copy(self), range(len(self.layers))
         made.tensors = {
-            f"{(int(layer) + 1) % len(self.layers)}.{name}": array
-            for (layer, name), array in (
-                (full.split("."), array) for full, array in self.tensors.items()
-            )
+            f"{t}.{name}": self.tensors[f"{t - 1 if t else layers[-1]}.{name}"]
+            for t in layers
+            for name in ("tail", "a", "b")
         }
         return made
 

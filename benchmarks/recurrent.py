@@ -101,11 +101,18 @@ def with_states(make: Maker, states: Callable[[Sequence[int]], States]) -> Maker
 # ---- the table -----------------------------------------------------------------------------
 
 
+def _told_facts(args: argparse.Namespace) -> tuple[int, int]:
+    """The least and the most facts of a dialogue that something is trained on.
+
+    More than are judged the models themselves may not know.
+    """
+    return min(4, args.facts[0]), args.facts[1]
+
+
 def _stream(
     source: LanguageModel, target: LanguageModel, seed: int, args: argparse.Namespace
 ) -> DialogueStream:
-    told = min(4, args.facts[0]), args.facts[1]  # longer ones the models themselves may not know
-    return DialogueStream(target, seed, told, source=source)
+    return DialogueStream(target, seed, _told_facts(args), source=source)
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
@@ -120,7 +127,7 @@ def distilled(
                         recipe=_recipe(args))  # fmt: skip
     names = "--".join((source.name.split("/")[-1], target.name.split("/")[-1]))
     folder = args.work / f"{names}-{nu}-{seed}-{args.steps}"
-    settings = {"data": ["kvlingo_mlx.embedded.dialogues"]}
+    settings = {"data": ["kvlingo_mlx.embedded.dialogues"], "facts": list(_told_facts(args))}
     stream = _stream(source, target, seed, args)
     done = Training(source, target, stream, plan, folder, settings=settings).run()
     return load_translator(done)

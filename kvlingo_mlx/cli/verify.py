@@ -115,9 +115,11 @@ def _run_models(
     group.agree(lambda: sharding.facts_of_work(models, translator=translator.digest))
     found = agreement(*models, translator, layers, allow_mismatch=allow_mismatch, group=group)
     if found is None:
+        shorter = min(models, key=lambda model: model.context_length)
         raise IncompatibleTranslatorError(
-            "the contexts of these models are too short for the bundled conversations; verify "
-            "without --source and --target, or use kvlingo-mlx eval"
+            f"{shorter.name} has a context of {shorter.context_length} tokens, and no conversation "
+            "that verify asks about fits it; leave out --source and --target, or use kvlingo-mlx "
+            "eval --data with short conversations of your own"
         )
     rows["weights"] = ", ".join(f"{model.name} in {model.precision}" for model in models)
     rows["conversations"] = f"{found.samples}, with {found.tokens} tokens to predict"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,8 @@ REJECTED = (
     ArithmeticError,
     StrictDataclassError,
 )
+# How Python says that mlx-lm's arguments of a model, which are fields of its config, are not whole.
+LACKING = re.compile(r"^ModelArgs\.__init__\(\) missing \d+ required positional arguments?: (.*)")
 
 # The name under which a tokenizer of transformers keeps whether it has warned of a long text.
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
@@ -105,6 +108,11 @@ def damage_told(path: Path | None, part: str = "") -> Iterator[None]:
         yield
     except (*DAMAGED, *REJECTED) as error:
         said = " ".join(str(error).split()) or repr(error)
+        if lacking := LACKING.search(said):
+            raise MissingModelError(
+                f"the config.json of {path} lacks {lacking[1]}, which mlx-lm needs; correct it, or "
+                "download the model again"
+            ) from error
         if isinstance(error, DAMAGED):
             what = "is its download complete?"
         elif part:

@@ -504,6 +504,18 @@ def test_json_alone_on_standard_output(
         assert captured.err != ""
 
 
+def test_verifying_where_no_conversation_fits(
+    folders: dict[str, Path], fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(folders["moe"], short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
+    pair = ["--source", str(folders["dense"]), "--target", str(short)]
+    line = f"{short} has a context of 40 tokens, and no conversation that verify asks about fits it"
+    fails(["verify", str(fitted), *pair], line, capsys)
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_a_record(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([verb, "--help"]) == 0

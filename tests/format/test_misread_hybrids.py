@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,25 @@ def test_a_period_of_nothing_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(MissingModelError, match="mlx-lm refuses its config.json") as refused:
         _ = kv.load(folder).geometry
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "told"),
+    [
+        ("lfm2", ["conv_bias"], "lacks 'conv_bias', which mlx-lm needs"),
+        ("nemotron_h", ["n_groups", "use_bias"], "lacks 'n_groups' and 'use_bias', which mlx-lm"),
+    ],
+)
+def test_fields_that_are_missing_are_named(
+    name: str, fields: list[str], told: str, tmp_path: Path
+) -> None:
+    folder = hybrid_models.write_hybrid_model(tmp_path, name)
+    config = json.loads((folder / "config.json").read_text())
+    for field in fields:
+        del config[field]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MissingModelError, match=re.escape(f"{folder} {told}")):
+        kv.load(folder)
 
 
 def test_weights_that_are_untied_are_one_line(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ DAMAGED = (OSError, RuntimeError, json.JSONDecodeError, SafetensorError)
 REJECTED = (
     ValueError,
     TypeError,
-    KeyError,
+    LookupError,
     AttributeError,
     ArithmeticError,
     StrictDataclassError,

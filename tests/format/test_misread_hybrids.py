@@ -237,10 +237,14 @@ def test_a_text_model_without_a_type_of_its_own(tmp_path: Path) -> None:
         kv.load(folder)
 
 
-def test_a_period_of_nothing_is_one_line(tmp_path: Path) -> None:
-    folder = hybrid_models.write_hybrid_model(tmp_path, "qwen3_5")
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("qwen3_5", {"full_attention_interval": 0}), ("lfm2", {"layer_types": ["conv"]})],
+)
+def test_layers_that_do_not_add_up_are_one_line(name: str, more: Settings, tmp_path: Path) -> None:
+    folder = hybrid_models.write_hybrid_model(tmp_path, name)
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["full_attention_interval"] = 0
+    config.get("text_config", config).update(more)
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(MissingModelError, match="mlx-lm refuses its config.json") as refused:
         _ = kv.load(folder).geometry

@@ -1,14 +1,15 @@
 """Recurrent states mapped from one hybrid to another, in closed form and self-distilled.
 
-A head's state becomes A S B, where S is the state of the source's head at the same depth; the
-convolution's tail goes through one matrix. ``benchmarks/recurrent.py`` compares this with what
-``fit`` makes. A translator brings the attention layers.
+A head's state becomes A S B, where S is the state of the source's head at the same depth. The
+convolution's tail goes through one matrix, or is left empty. ``benchmarks/recurrent.py`` compares
+this with what ``fit`` makes. A translator brings the attention layers.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -20,8 +21,10 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.continuation import DialogueStream
 from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import hidden_states, logits_of
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.training.on_mlx import gradients
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.training.recipe import Recipe
@@ -35,9 +38,21 @@ States = list[list[np.ndarray]]  # of each recurrent layer: the tail, and the he
 
 def states_of(model: LanguageModel, tokens: Sequence[int]) -> States:
     """The tail and the state of each recurrent layer after ``tokens``."""
-    cache = conditions.prefill_layers(model, tokens, 2048, len(model.attentions))
+    return held_by(conditions.prefill_layers(model, tokens, 2048, len(model.attentions)))
+
+
+def held_by(cache: Sequence[Any]) -> States:
+    """The tail and the state of each recurrent layer in a cache."""
     return [[np.array(a.astype(mx.float32))[0] for a in caches.held(c).values()]
             for c in cache if caches.is_recurrent(c)]  # fmt: skip
+
+
+def put(cache: Sequence[Any], states: States) -> None:
+    """Let the recurrent layers of a cache hold other states."""
+    for each, own in zip(filter(caches.is_recurrent, cache), states, strict=True):
+        for name, array in zip(caches.PARTS, own, strict=False):
+            old = caches.held(each)[name]
+            caches.put_part(each, name, mx.array(array[None]).astype(old.dtype))
 
 
 def bilinear(given: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -64,11 +79,12 @@ class StateMaps:
     """Maps of states between the recurrent layers of two models.
 
     ``tensors`` holds, by the number T of a recurrent layer: ``T.a`` (H', dv', dv) and ``T.b``
-    (H', dk, dk') of its heads, and ``T.tail``, the matrix of its tail as one row.
+    (H', dk, dk') of its heads, and, if there are ``tails``, ``T.tail``, the matrix of its tail as
+    one row.
     """
 
-    def __init__(self, source: LanguageModel, target: LanguageModel) -> None:
-        self.source = source
+    def __init__(self, source: LanguageModel, target: LanguageModel, tails: bool = True) -> None:
+        self.source, self.names = source, ("tail", "a", "b")[not tails :]
         theirs, ours = (
             [g.recurrence.parts for g in model.geometry.layers if g.recurrence is not None]
             for model in (source, target)
@@ -84,15 +100,14 @@ class StateMaps:
         for t, s in enumerate(self.layers):
             given, wanted = ([np.stack([each[side][n][part] for each in both]).astype(np.float64)
                               for part in (0, 1)] for side, n in ((0, s), (1, t)))  # fmt: skip
-            tails, goals = (each[0].reshape(len(both), -1) for each in (given, wanted))
-            tail = np.linalg.solve(_ridged(tails.T @ tails), tails.T @ goals)
             heads = self._heads(given[1].shape[1], wanted[1].shape[1])
             pairs = [bilinear(given[1][:, h], wanted[1][:, own]) for own, h in enumerate(heads)]
-            for name, array in (
-                ("tail", tail),
-                ("a", np.stack([a for a, _ in pairs])),
-                ("b", np.stack([b for _, b in pairs])),
-            ):
+            found = {name: np.stack(each) for name, each in zip("ab", zip(*pairs, strict=True),
+                                                                strict=True)}  # fmt: skip
+            if "tail" in self.names:
+                tails, goals = (each[0].reshape(len(both), -1) for each in (given, wanted))
+                found["tail"] = np.linalg.solve(_ridged(tails.T @ tails), tails.T @ goals)
+            for name, array in found.items():
                 self.tensors[f"{t}.{name}"] = mx.array(array.astype(np.float32))
 
     def shuffled(self) -> StateMaps:
@@ -101,7 +116,7 @@ class StateMaps:
         made.tensors = {
             f"{t}.{name}": self.tensors[f"{t - 1 if t else layers[-1]}.{name}"]
             for t in layers
-            for name in ("tail", "a", "b")
+            for name in self.names
         }
         return made
 
@@ -113,16 +128,75 @@ class StateMaps:
         """The tail and the state of the target's recurrent layer ``t``, without a batch."""
         tail, state = (mx.array(each) for each in found[self.layers[t]])
         a, b = tensors[f"{t}.a"], tensors[f"{t}.b"]
-        heads = mx.array(self._heads(state.shape[0], a.shape[0]))
-        return (tail.reshape(1, -1) @ tensors[f"{t}.tail"]).reshape(self.shapes[t]), (
-            a @ state[heads] @ b
-        )
+        state = a @ state[mx.array(self._heads(state.shape[0], a.shape[0]))] @ b
+        if "tail" not in self.names:
+            return mx.zeros(self.shapes[t]), state
+        tail = tail.reshape(1, -1) @ tensors[f"{t}.tail"]
+        return tail.reshape(self.shapes[t]), state
 
-    def __call__(self, tokens: Sequence[int]) -> States:
-        """The target's tails and states from the source's after ``tokens``."""
-        found = states_of(self.source, tokens)
+    def __call__(self, found: States) -> States:
+        """The target's tails and states from the source's."""
         return [list(map(np.array, self.mapped(t, found, self.tensors)))
                 for t in range(len(self.layers))]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A way from one model to another: makes the target's cache of a prefix.
+
+    Attributes:
+        source: The model that reads the prefix.
+        target: The model whose cache is made.
+        translator: Makes all of it, or all but the states.
+        maps: What the target's states are made of the source's by, if there is such.
+    """
+
+    source: LanguageModel
+    target: LanguageModel
+    translator: Translator
+    maps: Callable[[States], States] | None = None
+
+    def __call__(self, prefix: Any) -> list[Any]:
+        cache = conditions.translated(self.source, self.target, self.translator)(prefix)
+        if self.maps is not None:
+            put(cache, self.maps(states_of(self.source, prefix[:-1])))
+        return cache
+
+    def shuffled(self) -> Crossing:
+        """Control: each layer has the maps of the one before it."""
+        translator = conditions.shuffled(self.translator)
+        maps = self.maps.shuffled() if isinstance(self.maps, StateMaps) else self.maps
+        return replace(self, translator=translator, maps=maps)
+
+    def go_on(self, own: list[Any], spans: Sequence[KVStates], other: list[Any]) -> None:
+        """Bring ``own``, a cache of the target, to where ``other``, one of the source, is.
+
+        ``spans`` are what the source wrote of the tokens that ``own`` does not hold.
+        """
+        for span in spans:
+            moved = capture.move(span, self.source, self.translator.config.capture)
+            made = self.translator(moved, self.target.geometry.first_kept(span.end))
+            caches.append(own, made, self.target)
+            mx.eval(caches.arrays(own))
+        if self.maps is not None:
+            put(own, self.maps(held_by(other)))
+
+
+def there_and_back(there: Crossing, back: Crossing) -> Callable[[Any], list[Any]]:
+    """The first model's cache of a prefix of which the second one reads the second half.
+
+    The second model reads it on what it was handed, and hands it back.
+    """
+
+    def made(prefix: Any) -> list[Any]:
+        half, first = len(prefix) // 2, there.source
+        own = conditions.prefill_layers(first, prefix[:half], 2048, len(first.attentions))
+        other = there(prefix[: half + 1])
+        spans = list(capture.prefill(there.target, prefix[:-1], cache=other, begun=half))
+        back.go_on(own, spans, other)
+        return own
+
+    return made
 
 
 def distilled(

@@ -21,7 +21,10 @@ hidden, and both. The others are of a pair:
 
 With ``--steps``, the inputs' translators are self-distilled, and the record holds these alone.
 With ``--map-states`` as well, it holds the maps of states alone, self-distilled together with the
-maps of attention layers.
+maps of attention layers; with ``--no-tails`` the target's convolutions begin with nothing.
+``--judged-facts`` judges other dialogues than those that a translator was trained for. ``--back``
+judges what comes back: the first model reads half of a text, the second one the rest on what it
+was handed, and the first one is asked.
 
 One record for each pair and seed; those that FILE has already are left out.
 """
@@ -29,16 +32,16 @@ One record for each pair and seed; those that FILE has already are left out.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 import numpy as np
-from mapped_states import StateMaps, States, states_of
+from mapped_states import Crossing, StateMaps, there_and_back
 from mapped_states import distilled as distilled_states
 from quality import model_folder, summary
 
@@ -84,20 +87,6 @@ def hidden(make: Maker, model: LanguageModel, recurrent: bool) -> Maker:
     return made
 
 
-def with_states(make: Maker, states: Callable[[Sequence[int]], States]) -> Maker:
-    """Caches whose recurrent layers hold other states."""
-
-    def made(prefix: Any) -> list:
-        found, given = make(prefix), iter(states(prefix[:-1]))
-        for cache in filter(caches.is_recurrent, found):
-            for name, array in zip(caches.PARTS, next(given), strict=False):
-                old = caches.held(cache)[name]
-                caches.put_part(cache, name, mx.array(array[None]).astype(old.dtype))
-        return found
-
-    return made
-
-
 # ---- the table -----------------------------------------------------------------------------
 
 
@@ -125,12 +114,15 @@ def distilled(
     """The translator after stage 2, on MLX; resumed where it was stopped."""
     plan = TrainingPlan(nu=nu, fit_samples=args.fit_dialogues, held_out=16, seed=seed,
                         recipe=_recipe(args))  # fmt: skip
-    names = "--".join((source.name.split("/")[-1], target.name.split("/")[-1]))
-    folder = args.work / f"{names}-{nu}-{seed}-{args.steps}"
+    folder = args.work / f"{_names(source, target)}-{nu}-{seed}-{args.steps}"
     settings = {"data": ["kvlingo_mlx.embedded.dialogues"], "facts": list(_told_facts(args))}
     stream = _stream(source, target, seed, args)
     done = Training(source, target, stream, plan, folder, settings=settings).run()
     return load_translator(done)
+
+
+def _names(*models: LanguageModel) -> str:
+    return "--".join(model.name.split("/")[-1] for model in models)
 
 
 def nearest(source: LanguageModel, target: LanguageModel, nu: int, own: bool) -> Assignment:
@@ -152,14 +144,12 @@ def ways(
     source: LanguageModel, target: LanguageModel, seed: int, args: argparse.Namespace
 ) -> Iterator[tuple[str, Maker]]:
     """The conditions of a pair, by name."""
-    if args.map_states:
-        yield from _mapped(source, target, seed, args)
-    elif args.steps:
-        for nu in args.nu:
-            translator = distilled(source, target, nu, seed, args)
-            yield from _variants(f"inputs nu={nu}, distilled", source, target, translator, args)
-    else:
+    if not args.steps:
         yield from _closed_forms(source, target, seed, args)
+        return
+    for nu in args.nu:
+        name, crossing = _distilled_crossing(source, target, nu, seed, args)
+        yield from _variants(name, crossing, args)
 
 
 def _closed_forms(
@@ -176,7 +166,7 @@ def _closed_forms(
                 made[f"{name} nu={nu}"] = fit(source, target, records, assignment=other)
                 tried.append(other)
     for name, translator in made.items():
-        yield from _variants(name, source, target, translator, args)
+        yield from _variants(name, Crossing(source, target, translator), args)
     layers = [[g for g in model.geometry.layers if g.recurrence] for model in (source, target)]
     rules, shapes = zip(
         *(([g.attention for g in each], [g.recurrence for g in each]) for each in layers),
@@ -184,10 +174,10 @@ def _closed_forms(
     )
     if set(rules[0]) != set(rules[1]) or not rules[0]:
         return
-    first = conditions.translated(source, target, made[f"inputs nu={args.nu[0]}"])
-    yield "states mapped", with_states(first, _state_maps(source, target, seed, args))
+    first = Crossing(source, target, made[f"inputs nu={args.nu[0]}"])
+    yield "states mapped", replace(first, maps=_state_maps(source, target, seed, args))
     if shapes[0] == shapes[1]:
-        yield "states copied", with_states(first, functools.partial(states_of, source))
+        yield "states copied", replace(first, maps=lambda found: found)
 
 
 def _talks(seed: int, args: argparse.Namespace) -> list[dialogues.Dialogue]:
@@ -203,73 +193,88 @@ def _state_maps(
         tokens = quality.recall_sample(target, talk).prefix
         rng = np.random.default_rng([seed, number])
         prefixes += [tokens[: rng.integers(16, len(tokens))] for _ in range(CUTS)]
-    maps = StateMaps(source, target)
+    maps = StateMaps(source, target, tails=not args.no_tails)
     maps.fit(target, prefixes)
     return maps
 
 
-def _mapped(
-    source: LanguageModel, target: LanguageModel, seed: int, args: argparse.Namespace
-) -> Iterator[tuple[str, Maker]]:
-    """States mapped, with the attention layers translated, both self-distilled."""
+def _distilled_crossing(
+    source: LanguageModel, target: LanguageModel, nu: int, seed: int, args: argparse.Namespace
+) -> tuple[str, Crossing]:
+    """What ``--steps`` asks for, and its name; what ``--work`` has already is taken from there."""
+    if not args.map_states:
+        translator = distilled(source, target, nu, seed, args)
+        return f"inputs nu={nu}, distilled", Crossing(source, target, translator)
+    name = "states mapped" + ", no tails" * args.no_tails + ", distilled"
+    folder = args.work / f"{_names(source, target)}-states{'-no-tails' * args.no_tails}-{nu}-{seed}"
+    folder = folder.with_name(f"{folder.name}-{args.steps}")
+    file = folder.with_name(f"{folder.name}.maps.safetensors")
+    if folder.exists():
+        maps = StateMaps(source, target, tails=not args.no_tails)
+        maps.tensors = dict(mx.load(str(file)))  # type: ignore[arg-type]
+        return name, Crossing(source, target, load_translator(folder), maps)
     records = [{"messages": talk.conversation()} for talk in _talks(seed, args)]
-    translator = fit(source, target, records, nu=args.nu[0])
+    translator = fit(source, target, records, nu=nu)
     maps = _state_maps(source, target, seed, args)
     told = lambda step, kl: print(f"  step {step}: KL {kl:.4f}", flush=True)  # noqa: E731
     translator = distilled_states(target, translator, maps, _stream(source, target, seed, args),
                                   _recipe(args), told)  # fmt: skip
-    makers = [
-        with_states(conditions.translated(source, target, each), own)
-        for each, own in (
-            (translator, maps),
-            (conditions.shuffled(translator), maps.shuffled()),
-        )
-    ]
-    yield from zip(("states mapped, distilled", "states mapped, distilled, shuffled"), makers,
-                   strict=True)  # fmt: skip
-    yield "states mapped, distilled, attention only", hidden(makers[0], target, True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(file), maps.tensors)
+    translator.save(folder)
+    return name, Crossing(source, target, translator, maps)
 
 
 def _variants(
-    name: str,
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    args: argparse.Namespace,
+    name: str, crossing: Crossing, args: argparse.Namespace
 ) -> Iterator[tuple[str, Maker]]:
-    """A translator as it is, beside its control, and parts of what it makes."""
-    make = conditions.translated(source, target, translator)
-    yield name, make
-    shuffled = conditions.shuffled(translator)
-    yield f"{name}, shuffled", conditions.translated(source, target, shuffled)
+    """A way as it is, beside its control, and parts of what it makes."""
+    yield name, crossing
+    yield f"{name}, shuffled", crossing.shuffled()
+    models = crossing.source, crossing.target
     for layers in args.native_layers:
-        own = conditions.translated(source, target, translator, layers)
+        own = conditions.translated(*models, crossing.translator, layers)
         yield f"{name}, {layers} native layers", own
-    if target.geometry.recurrent:
-        yield f"{name}, attention only", hidden(make, target, True)
-        yield f"{name}, states only", hidden(make, target, False)
+    if crossing.target.geometry.recurrent:
+        yield f"{name}, attention only", hidden(crossing, crossing.target, True)
+        yield f"{name}, states only", hidden(crossing, crossing.target, False)
+
+
+def of_return(pair: str, seed: int, args: argparse.Namespace) -> dict[str, dict]:
+    """What the first model of a pair knows of a text whose second half the other one read."""
+    first, second = (load(model_folder(name, args.zoo)) for name in pair.split(":"))
+    made: dict[str, Maker] = {"prefix hidden": conditions.hidden(first)}
+    for nu in args.nu:
+        name, there = _distilled_crossing(first, second, nu, seed, args)
+        _, back = _distilled_crossing(second, first, nu, seed, args)
+        made |= {f"{name}, from the other": back, f"{name}, back": there_and_back(there, back)}
+        control = there_and_back(there.shuffled(), back.shuffled())
+        made[f"{name}, back, shuffled"] = control
+    return _scored(f"{pair} and back, seed {seed}", first, _samples(first, args), made)
 
 
 def of_pair(pair: str, seed: int, args: argparse.Namespace) -> dict[str, dict]:
     source, target = (load(model_folder(name, args.zoo)) for name in pair.split(":"))
-    talks = dialogues.held_out(args.dialogues, facts=tuple(args.facts))
-    samples = [quality.recall_sample(target, talk) for talk in talks]
     makers = {"prefix hidden": conditions.hidden(target), **dict(ways(source, target, seed, args))}
-    return _scored(f"{pair}, seed {seed}", target, samples, makers)
+    return _scored(f"{pair}, seed {seed}", target, _samples(target, args), makers)
 
 
 def of_parts(name: str, args: argparse.Namespace) -> dict[str, dict]:
     """What a model's own answers need."""
     model = load(model_folder(name, args.zoo))
-    talks = dialogues.held_out(args.dialogues, facts=tuple(args.facts))
-    samples = [quality.recall_sample(model, talk) for talk in talks]
     own = conditions.native(model)
     makers = {
         "states hidden": hidden(own, model, True),
         "attention hidden": hidden(own, model, False),
         "prefix hidden": conditions.hidden(model),
     }
-    return _scored(name, model, samples, makers)
+    return _scored(name, model, _samples(model, args), makers)
+
+
+def _samples(model: LanguageModel, args: argparse.Namespace) -> list[Any]:
+    """The dialogues that are judged."""
+    talks = dialogues.held_out(args.dialogues, facts=tuple(args.judged_facts or args.facts))
+    return [quality.recall_sample(model, talk) for talk in talks]
 
 
 def _scored(
@@ -295,24 +300,29 @@ def main() -> None:
     parser.add_argument("--fit-dialogues", type=int, default=200)
     parser.add_argument("--steps", type=int, default=0, help="of self-distillation")
     parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--judged-facts", type=int, nargs=2, help="default: as told in training")
     parser.add_argument("--map-states", action="store_true", help="with --steps")
+    parser.add_argument("--no-tails", action="store_true", help="with --map-states")
+    parser.add_argument("--back", action="store_true", help="with --steps: there and back")
     parser.add_argument("--work", type=Path, default=Path("build/recurrent"))
     parser.add_argument("--json", help="append a record for each pair and seed to this file")
     args = parser.parse_args()
-    if args.map_states and not args.steps:
-        parser.error("--map-states distils maps of states; give --steps as well")
+    if (args.map_states or args.back) and not args.steps:
+        parser.error("--map-states and --back are of what is distilled; give --steps as well")
     done = []
     if args.json and Path(args.json).exists():
         lines = Path(args.json).read_text().splitlines()
         done = [json.loads(line)["config"] for line in lines]
     told = {"zoo", "work", "json", "pairs", "parts", "seeds"}
-    told |= set() if args.map_states else {"map_states"}  # which older records do not have
-    shared = {name: value for name, value in vars(args).items() if name not in told}
+    newer = {"map_states", "no_tails", "back", "judged_facts"}  # older records do not have them
+    shared = {name: value for name, value in vars(args).items()
+              if name not in told and (value or name not in newer)}  # fmt: skip
+    of_both = of_return if args.back else of_pair
     jobs: list[tuple[dict, Callable[[], dict]]] = [
         ({"parts": name}, lambda name=name: of_parts(name, args)) for name in args.parts
     ]
     jobs += [
-        ({"pair": pair, "seed": seed}, lambda pair=pair, seed=seed: of_pair(pair, seed, args))
+        ({"pair": pair, "seed": seed}, lambda pair=pair, seed=seed: of_both(pair, seed, args))
         for pair in args.pairs
         for seed in args.seeds
     ]

@@ -31,6 +31,7 @@ def recurrent() -> str:
         config = group[0]["config"]
         title = config["pair"].replace(":", " to ")
         steps = f"; distilled in {config['steps']} steps" if config["steps"] else ""
+        steps = "; states mapped" * config.get("map_states", False) + steps
         parts += [
             f"### {title}, seeds of the data: {len(group)}{steps}\n",
             "Mean over seeds, and the least and the most.\n",

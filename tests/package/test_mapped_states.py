@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -74,6 +75,43 @@ def test_the_models_own_states_are_exact(states: ModuleType, model: Any) -> None
     assert divergence(states, model, maps) < 1e-6
     maps.tensors["1.a"] = mx.zeros_like(maps.tensors["1.a"])
     assert divergence(states, model, maps) > 1e-3
+
+
+@pytest.mark.parametrize("tails", [True, False])
+def test_a_text_goes_to_another_model_and_back(states: ModuleType, model: Any, tails: bool) -> None:
+    """Through unit matrices all is as it was, but for the tails where there are none."""
+    maps = same(states, model)
+    maps.names = ("tail", "a", "b")[not tails :]
+    crossing = states.Crossing(model, model, identity_of(model), maps)
+    prefix = list(range(5, 45))
+    wanted = states.states_of(model, prefix[:-1])
+    for way in (crossing, states.there_and_back(crossing, crossing)):
+        for found, own in zip(states.held_by(way(prefix)), wanted, strict=True):
+            assert (found[0] != 0).any() == tails
+            if tails:
+                assert found[0] == pytest.approx(own[0], abs=1e-5)
+                assert found[1] == pytest.approx(own[1], abs=1e-5)
+    damaged = same(states, model)
+    for t in range(3):
+        damaged.tensors[f"{t}.a"] = 100 * damaged.tensors[f"{t}.a"]
+    lost = states.there_and_back(replace(crossing, maps=damaged), crossing)(prefix)
+    pairs = zip(states.held_by(lost), wanted, strict=True)  # the first layer forgets within tokens
+    apart = [np.linalg.norm(found[1] - own[1]) / np.linalg.norm(own[1]) for found, own in pairs]
+    assert max(apart) > 0.1
+
+
+def test_what_comes_back_is_the_other_models_state(states: ModuleType, model: Any) -> None:
+    """With maps of states, nothing of what the first model had is left in its own."""
+    maps = same(states, model)
+    for name in maps.tensors:
+        maps.tensors[name] = 2 * maps.tensors[name] if name.endswith(".a") else maps.tensors[name]
+    crossing = states.Crossing(model, model, identity_of(model), maps)
+    prefix = list(range(5, 45))
+    other = crossing(prefix)
+    own = states.held_by(other)
+    crossing.go_on(given := crossing(prefix), [], other)
+    for found, theirs in zip(states.held_by(given), own, strict=True):
+        assert found[1] == pytest.approx(2 * theirs[1], abs=1e-5)
 
 
 def test_shuffled_maps_are_those_of_other_layers(states: ModuleType, model: Any) -> None:

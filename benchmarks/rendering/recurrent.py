@@ -29,16 +29,32 @@ def recurrent() -> str:
             )
     for group in pairs.values():
         config = group[0]["config"]
-        title = config["pair"].replace(":", " to ")
-        steps = f"; distilled in {config['steps']} steps" if config["steps"] else ""
-        steps = "; states mapped" * config.get("map_states", False) + steps
+        title = "; ".join([f"{_way(config)}, seeds of the data: {len(group)}", *_options(config)])
         parts += [
-            f"### {title}, seeds of the data: {len(group)}{steps}\n",
+            f"### {title}\n",
             "Mean over seeds, and the least and the most.\n",
             table(["cache", "recall", "KL"], _rows(group)),
             source(group[-1]),
         ]
     return "\n".join(parts)
+
+
+def _way(config: dict) -> str:
+    first, second = config["pair"].split(":")
+    back = f", which hands it back to {first}" if config.get("back") else ""
+    return f"{first} to {second}{back}"
+
+
+def _options(config: dict) -> list[str]:
+    """What was made and judged otherwise than by default."""
+    told = []
+    if config.get("map_states"):
+        told.append("states mapped" + ", tails left empty" * config.get("no_tails", False))
+    if config["steps"]:
+        told.append(f"distilled in {config['steps']:,} steps")
+    if facts := config.get("judged_facts"):
+        told.append(f"judged on {facts[0]} to {facts[1]} facts")
+    return told
 
 
 def _times(record: dict) -> list[str]:

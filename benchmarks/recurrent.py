@@ -209,9 +209,15 @@ def _distilled_crossing(
     folder = args.work / f"{_names(source, target)}-states{'-no-tails' * args.no_tails}-{nu}-{seed}"
     folder = folder.with_name(f"{folder.name}-{args.steps}")
     file = folder.with_name(f"{folder.name}.maps.safetensors")
+    settings = {"facts": str(_told_facts(args)), "fit_dialogues": str(args.fit_dialogues),
+                "lr": str(args.lr)}  # fmt: skip
     if folder.exists():
         maps = StateMaps(source, target, tails=not args.no_tails)
-        maps.tensors = dict(mx.load(str(file)))  # type: ignore[arg-type]
+        maps.tensors, others = mx.load(str(file), return_metadata=True)
+        if others != settings:
+            raise ValueError(
+                f"{folder} was made with {others}, not {settings}; give another --work"
+            )
         return name, Crossing(source, target, load_translator(folder), maps)
     records = [{"messages": talk.conversation()} for talk in _talks(seed, args)]
     translator = fit(source, target, records, nu=nu)
@@ -220,7 +226,7 @@ def _distilled_crossing(
     translator = distilled_states(target, translator, maps, _stream(source, target, seed, args),
                                   _recipe(args), told)  # fmt: skip
     folder.parent.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(file), maps.tensors)
+    mx.save_safetensors(str(file), maps.tensors, settings)
     translator.save(folder)
     return name, Crossing(source, target, translator, maps)
 
@@ -232,7 +238,7 @@ def _variants(
     yield name, crossing
     yield f"{name}, shuffled", crossing.shuffled()
     models = crossing.source, crossing.target
-    for layers in args.native_layers:
+    for layers in args.native_layers if crossing.maps is None else []:
         own = conditions.translated(*models, crossing.translator, layers)
         yield f"{name}, {layers} native layers", own
     if crossing.target.geometry.recurrent:
@@ -309,6 +315,8 @@ def main() -> None:
     args = parser.parse_args()
     if (args.map_states or args.back) and not args.steps:
         parser.error("--map-states and --back are of what is distilled; give --steps as well")
+    if args.no_tails and not args.map_states:
+        parser.error("--no-tails is of mapped states; give --map-states as well")
     done = []
     if args.json and Path(args.json).exists():
         lines = Path(args.json).read_text().splitlines()

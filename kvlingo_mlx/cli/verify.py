@@ -118,8 +118,8 @@ def _run_models(
         shorter = min(models, key=lambda model: model.context_length)
         raise IncompatibleTranslatorError(
             f"{shorter.name} has a context of {shorter.context_length} tokens, and no conversation "
-            "that verify asks about fits it; leave out --source and --target, or use kvlingo-mlx "
-            "eval --data with short conversations of your own"
+            "that verify asks about fits it; leave out --source and --target, or use `kvlingo-mlx "
+            "eval --tasks continuation --data FILE` with short conversations of your own"
         )
     rows["weights"] = ", ".join(f"{model.name} in {model.precision}" for model in models)
     rows["conversations"] = f"{found.samples}, with {found.tokens} tokens to predict"

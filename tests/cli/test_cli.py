@@ -505,8 +505,11 @@ def test_json_alone_on_standard_output(
 
 
 def test_verifying_where_no_conversation_fits(
-    folders: dict[str, Path], fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    folders: dict[str, Path], fitted: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What its message advises works; `eval` writes its scores where it is called."""
+    monkeypatch.chdir(tmp_path)
     short = tmp_path / "short"
     shutil.copytree(folders["moe"], short)
     config = json.loads((short / "config.json").read_text())
@@ -514,6 +517,11 @@ def test_verifying_where_no_conversation_fits(
     pair = ["--source", str(folders["dense"]), "--target", str(short)]
     line = f"{short} has a context of 40 tokens, and no conversation that verify asks about fits it"
     fails(["verify", str(fitted), *pair], line, capsys)
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "de"}]
+    chats.write_text(json.dumps({"messages": turns}))
+    advised = ["--tasks", "continuation", "--data", str(chats)]
+    assert run(["eval", *pair, str(fitted), *advised]) == 0
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -13,18 +13,15 @@ hidden, and both. The others are of a pair:
 - own kind, then any: the nearest layer of a target layer's own kind, and the nearest of all others;
 - native first layers: of these, the target reads the first ones itself;
 - attention only: the attention layers are translated, the states stay empty;
-- states mapped (between hybrids of one rule): they are, and each head's state is A S B of the
-  source's head at that depth, A and B by alternating least squares over prefixes of many lengths;
-  the tail by one linear map;
+- states (between hybrids of one rule): each head's state goes through a map of its own, for each
+  ``--nu`` (what ``fit --state-maps`` makes);
 - states copied: the source's states as they are, where the shapes allow it;
 - controls: the prefix hidden, and every translator with its layers shuffled.
 
-With ``--steps``, the inputs' translators are self-distilled, and the record holds these alone.
-With ``--map-states`` as well, it holds the maps of states alone, self-distilled together with the
-maps of attention layers; with ``--no-tails`` the target's convolutions begin with nothing.
-``--judged-facts`` judges other dialogues than those that a translator was trained for. ``--back``
-judges what comes back: the first model reads half of a text, the second one the rest on what it
-was handed, and the first one is asked.
+With ``--steps``, the translators of inputs are self-distilled, or with ``--state-maps`` those of
+states, and the record holds these alone. ``--judged-facts`` judges other dialogues than a
+translator was trained for. ``--back`` judges what comes back: the first model reads half of a text,
+the second one the rest on what it was handed, and the first one is asked.
 
 One record for each pair and seed; those that FILE has already are left out.
 """
@@ -34,15 +31,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 import numpy as np
-from mapped_states import Crossing, StateMaps, there_and_back
-from mapped_states import distilled as distilled_states
 from quality import model_folder, summary
 
 from kvlingo_mlx import caches
@@ -53,18 +48,20 @@ from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.evaluation.continuation import DialogueStream
 from kvlingo_mlx.fitting import fit
 from kvlingo_mlx.format.assignment import Assignment
+from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
+from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.delta_rule import in_chunks
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.training.pipeline import Training
 from kvlingo_mlx.training.plan import TrainingPlan
 from kvlingo_mlx.training.recipe import Recipe
+from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 
 Maker = conditions.CacheMaker
-CUTS = 4  # prefixes of one dialogue by which states are mapped
 
 
 def hidden(make: Maker, model: LanguageModel, recurrent: bool) -> Maker:
@@ -83,6 +80,50 @@ def hidden(make: Maker, model: LanguageModel, recurrent: bool) -> Maker:
             if not recurrent:
                 found[-1].offset = cache.offset
         return found
+
+    return made
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A way from one model to another: makes the target's cache of a prefix."""
+
+    source: LanguageModel
+    target: LanguageModel
+    translator: Translator
+
+    def __call__(self, prefix: Any) -> list[Any]:
+        return conditions.translated(self.source, self.target, self.translator)(prefix)
+
+    def shuffled(self) -> Crossing:
+        """Control: each layer has the maps of another one."""
+        return replace(self, translator=conditions.shuffled(self.translator))
+
+    def go_on(self, own: list[Any], other: list[Any], tokens: Sequence[int], begun: int) -> None:
+        """Let ``own``, a cache of the target, go on over what the source reads in ``other``.
+
+        Both hold the first ``begun`` of ``tokens``.
+        """
+        config = self.translator.config
+        read = capture.prefill(self.source, tokens, 2048, other, begun, config.state_maps)
+        for span in read:
+            moved = capture.move(span, self.source, config.capture)
+            made = self.translator(moved, self.target.geometry.first_kept(span.end))
+            caches.append(own, made, self.target)
+            mx.eval(caches.arrays(own))
+
+
+def there_and_back(there: Crossing, back: Crossing) -> Maker:
+    """The first model's cache of a prefix of which the second one reads the second half.
+
+    The second model reads it on what it was handed, and hands it back.
+    """
+
+    def made(prefix: Any) -> list[Any]:
+        half, first = len(prefix) // 2, there.source
+        own = conditions.prefill_layers(first, prefix[:half], 2048, len(first.attentions))
+        back.go_on(own, there(prefix[: half + 1]), prefix[:-1], half)
+        return own
 
     return made
 
@@ -113,8 +154,9 @@ def distilled(
 ) -> Translator:
     """The translator after stage 2, on MLX; resumed where it was stopped."""
     plan = TrainingPlan(nu=nu, fit_samples=args.fit_dialogues, held_out=16, seed=seed,
-                        recipe=_recipe(args))  # fmt: skip
-    folder = args.work / f"{_names(source, target)}-{nu}-{seed}-{args.steps}"
+                        state_maps=args.state_maps, recipe=_recipe(args))  # fmt: skip
+    way = "-states" * args.state_maps
+    folder = args.work / f"{_names(source, target)}{way}-{nu}-{seed}-{args.steps}"
     settings = {"data": ["kvlingo_mlx.embedded.dialogues"], "facts": list(_told_facts(args))}
     stream = _stream(source, target, seed, args)
     done = Training(source, target, stream, plan, folder, settings=settings).run()
@@ -174,61 +216,34 @@ def _closed_forms(
     )
     if set(rules[0]) != set(rules[1]) or not rules[0]:
         return
-    first = Crossing(source, target, made[f"inputs nu={args.nu[0]}"])
-    yield "states mapped", replace(first, maps=_state_maps(source, target, seed, args))
+    for nu in args.nu:
+        mapped = fit(source, target, records, nu=nu, state_maps=True)
+        yield from _variants(f"states nu={nu}", Crossing(source, target, mapped), args)
     if shapes[0] == shapes[1]:
-        yield "states copied", replace(first, maps=lambda found: found)
+        mapped = fit(source, target, records, nu=1, state_maps=True)
+        yield "states copied", Crossing(source, target, _copied(mapped))
+
+
+def _copied(translator: Translator) -> Translator:
+    """A translator with unit matrices in the place of its maps of states."""
+    arrays = translator.floats()
+    for name, array in arrays.items():
+        if name.startswith("states."):
+            arrays[name] = np.broadcast_to(np.eye(array.shape[-1], dtype=np.float32), array.shape)
+    return build(translator.config, Weights.from_float32(arrays, "float32"))
 
 
 def _talks(seed: int, args: argparse.Namespace) -> list[dialogues.Dialogue]:
     return list(dialogues.for_fitting(args.fit_dialogues, seed=seed))
 
 
-def _state_maps(
-    source: LanguageModel, target: LanguageModel, seed: int, args: argparse.Namespace
-) -> StateMaps:
-    """Maps of states in closed form, by prefixes of several lengths of each dialogue."""
-    prefixes = []
-    for number, talk in enumerate(_talks(seed, args)):
-        tokens = quality.recall_sample(target, talk).prefix
-        rng = np.random.default_rng([seed, number])
-        prefixes += [tokens[: rng.integers(16, len(tokens))] for _ in range(CUTS)]
-    maps = StateMaps(source, target, tails=not args.no_tails)
-    maps.fit(target, prefixes)
-    return maps
-
-
 def _distilled_crossing(
     source: LanguageModel, target: LanguageModel, nu: int, seed: int, args: argparse.Namespace
 ) -> tuple[str, Crossing]:
     """What ``--steps`` asks for, and its name; what ``--work`` has already is taken from there."""
-    if not args.map_states:
-        translator = distilled(source, target, nu, seed, args)
-        return f"inputs nu={nu}, distilled", Crossing(source, target, translator)
-    name = "states mapped" + ", no tails" * args.no_tails + ", distilled"
-    folder = args.work / f"{_names(source, target)}-states{'-no-tails' * args.no_tails}-{nu}-{seed}"
-    folder = folder.with_name(f"{folder.name}-{args.steps}")
-    file = folder.with_name(f"{folder.name}.maps.safetensors")
-    settings = {"facts": str(_told_facts(args)), "fit_dialogues": str(args.fit_dialogues),
-                "lr": str(args.lr)}  # fmt: skip
-    if folder.exists():
-        maps = StateMaps(source, target, tails=not args.no_tails)
-        maps.tensors, others = mx.load(str(file), return_metadata=True)
-        if others != settings:
-            raise ValueError(
-                f"{folder} was made with {others}, not {settings}; give another --work"
-            )
-        return name, Crossing(source, target, load_translator(folder), maps)
-    records = [{"messages": talk.conversation()} for talk in _talks(seed, args)]
-    translator = fit(source, target, records, nu=nu)
-    maps = _state_maps(source, target, seed, args)
-    told = lambda step, kl: print(f"  step {step}: KL {kl:.4f}", flush=True)  # noqa: E731
-    translator = distilled_states(target, translator, maps, _stream(source, target, seed, args),
-                                  _recipe(args), told)  # fmt: skip
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(file), maps.tensors, settings)
-    translator.save(folder)
-    return name, Crossing(source, target, translator, maps)
+    translator = distilled(source, target, nu, seed, args)
+    what = "states" if args.state_maps else "inputs"
+    return f"{what} nu={nu}, distilled", Crossing(source, target, translator)
 
 
 def _variants(
@@ -238,7 +253,7 @@ def _variants(
     yield name, crossing
     yield f"{name}, shuffled", crossing.shuffled()
     models = crossing.source, crossing.target
-    for layers in args.native_layers if crossing.maps is None else []:
+    for layers in args.native_layers:
         own = conditions.translated(*models, crossing.translator, layers)
         yield f"{name}, {layers} native layers", own
     if crossing.target.geometry.recurrent:
@@ -307,24 +322,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="of self-distillation")
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--judged-facts", type=int, nargs=2, help="default: as told in training")
-    parser.add_argument("--map-states", action="store_true", help="with --steps")
-    parser.add_argument("--no-tails", action="store_true", help="with --map-states")
+    parser.add_argument("--state-maps", action="store_true", help="with --steps")
     parser.add_argument("--back", action="store_true", help="with --steps: there and back")
     parser.add_argument("--work", type=Path, default=Path("build/recurrent"))
     parser.add_argument("--json", help="append a record for each pair and seed to this file")
     args = parser.parse_args()
-    if (args.map_states or args.back) and not args.steps:
-        parser.error("--map-states and --back are of what is distilled; give --steps as well")
-    if args.no_tails and not args.map_states:
-        parser.error("--no-tails is of mapped states; give --map-states as well")
+    if (args.state_maps or args.back) and not args.steps:
+        parser.error("--state-maps and --back are of what is distilled; give --steps as well")
     done = []
     if args.json and Path(args.json).exists():
         lines = Path(args.json).read_text().splitlines()
         done = [json.loads(line)["config"] for line in lines]
     told = {"zoo", "work", "json", "pairs", "parts", "seeds"}
-    newer = {"map_states", "no_tails", "back", "judged_facts"}  # older records do not have them
+    usual = {"state_maps": False, "back": False, "judged_facts": None}  # as older records have it
     shared = {name: value for name, value in vars(args).items()
-              if name not in told and (value or name not in newer)}  # fmt: skip
+              if name not in told and (name not in usual or value != usual[name])}  # fmt: skip
     of_both = of_return if args.back else of_pair
     jobs: list[tuple[dict, Callable[[], dict]]] = [
         ({"parts": name}, lambda name=name: of_parts(name, args)) for name in args.parts

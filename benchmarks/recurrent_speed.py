@@ -3,9 +3,10 @@
     python benchmarks/recurrent_speed.py [--layers 8] [--tokens 256 512] [--json FILE]
 
 Random models of Qwen3.5-0.8B's and 4B's widths, cut to their first layers (of four, three are
-recurrent), random maps, float32. A switch counts all between the source's recorded states and a
-cache from which the target can decode: products, norms, RoPE, the recurrences. Reading is the
-target's own prefill, without what nothing needs (its last layer beyond keys and values, its head).
+recurrent), random maps, float32: of inputs, for each ``--nu``, and of states. A switch counts all
+between what was recorded of the source and a cache from which the target can decode: products,
+norms, RoPE, with maps of inputs the recurrences. Reading is the target's own prefill, without what
+nothing needs (its last layer beyond keys and values, its head).
 Both alternate in one run, once as mlx-lm runs recurrences on this machine and once in chunks, which
 is nearer to what a GPU's kernels cost.
 """
@@ -34,13 +35,13 @@ NAMES = "qwen3.5-0.8b", "qwen3.5-4b"
 
 
 def run(
-    source: LanguageModel, target: LanguageModel, nu: int, tokens: int, trials: int
+    source: LanguageModel, target: LanguageModel, nu: int, tokens: int, trials: int, mapped: bool
 ) -> dict[str, Any]:
     """Seconds of both, as mlx-lm has recurrences and in chunks."""
     ids = [(7 * i * i + 3 * i) % 1000 for i in range(tokens)]
-    translator = random_translator(source, target, nu)
+    translator = random_translator(source, target, nu, state_maps=mapped)
     with in_chunks():
-        (states,) = capture.prefill(source, ids)
+        (states,) = capture.prefill(source, ids, kept=mapped)
 
     def switch() -> None:
         cache = caches.allocate(target, tokens)
@@ -68,11 +69,12 @@ def main() -> None:
     source, target = (random_model(name, args.layers, "float32") for name in NAMES)
     results = {}
     for tokens in args.tokens:
-        for nu in args.nu:
-            found = results[f"{tokens}, nu={nu}"] = run(source, target, nu, tokens, args.trials)
+        for nu, mapped in [(nu, False) for nu in args.nu] + [(1, True)]:
+            case = f"{tokens}, " + ("states" if mapped else f"nu={nu}")
+            found = results[case] = run(source, target, nu, tokens, args.trials, mapped)
             for name, each in found.items():
                 both = [min(each["samples_s"][way]) for way in ("switch", "read")]
-                print(f"{tokens} tokens, nu = {nu}, {name:6s}: switch {both[0]:.2f} s, read "
+                print(f"{case}, {name:6s}: switch {both[0]:.2f} s, read "
                       f"{both[1]:.2f} s, ratio {each['ratio']:.2f} ({each['ratio_min']:.2f} to "
                       f"{each['ratio_max']:.2f})", flush=True)  # fmt: skip
     print(measure.machine_line())

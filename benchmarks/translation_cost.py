@@ -76,11 +76,11 @@ def model_of_shape(
 
 
 def random_translator(
-    source: LanguageModel, target: LanguageModel, nu: int, *, head_mixing: bool = True
+    source: LanguageModel, target: LanguageModel, nu: int, **more: bool
 ) -> Translator:
-    """Random maps, by relative depth."""
+    """Random maps, by relative depth; ``more`` goes into the config."""
     form = {"float32": ("float32", None)}
-    return random_translators(source, target, nu, form, head_mixing=head_mixing)["float32"]
+    return random_translators(source, target, nu, form, **more)["float32"]
 
 
 def random_states(source: LanguageModel, tokens: int) -> KVStates:

@@ -48,8 +48,8 @@ def _way(config: dict) -> str:
 def _options(config: dict) -> list[str]:
     """What was made and judged otherwise than by default."""
     told = []
-    if config.get("map_states"):
-        told.append("states mapped" + ", tails left empty" * config.get("no_tails", False))
+    if config.get("state_maps"):
+        told.append("states mapped")
     if config["steps"]:
         told.append(f"distilled in {config['steps']:,} steps")
     if facts := config.get("judged_facts"):
@@ -61,7 +61,7 @@ def _times(record: dict) -> list[str]:
     """A switch beside the target's own reading."""
     rows = [
         [case, name, *(f"{min(each['samples_s'][way]):.2f} s" for way in ("switch", "read")),
-         f"{each['ratio']:.2f} ({each['ratio_min']:.2f} to {each['ratio_max']:.2f})"]
+         f"{each['ratio']:.2g} ({each['ratio_min']:.2g} to {each['ratio_max']:.2g})"]
         for case, found in record["results"].items()
         for name, each in found.items()
     ]  # fmt: skip
@@ -70,7 +70,7 @@ def _times(record: dict) -> list[str]:
         f"{record['config']['layers']} layers, random\n\n"
         "Times are the least of their rounds, the ratio a median over rounds.\n"
     )
-    columns = ["tokens", "recurrences", "switch", "read", "ratio"]
+    columns = ["tokens, maps", "recurrences", "switch", "read", "ratio"]
     return [title, table(columns, rows), source(record)]
 
 

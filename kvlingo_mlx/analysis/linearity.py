@@ -125,7 +125,7 @@ def translator_r2(
     def rows(layers: Sequence[np.ndarray]) -> tuple[mx.array, ...]:
         return tuple(mx.array(x[scored])[None] for x in layers)
 
-    read = KVStates(rows(source.keys), rows(source.values), translator.config.capture, 0)
+    read = KVStates(rows(source.keys), rows(source.values), translator.config.capture, 0, {})
     written = translator.in_full()(read)
     scores = {}
     for side, groups in zip(SIDES, (written.keys, written.values), strict=True):

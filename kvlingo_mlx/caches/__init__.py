@@ -21,6 +21,7 @@ from kvlingo_mlx.caches.entries import PositionedKVCache, TranslatedKVCache
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.base import LATENT, Finish
 from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.models.capture import recurrent_states
 from kvlingo_mlx.models.keys import Rotation, advance, normalise_values, rotate_back
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates, flat
@@ -96,6 +97,7 @@ def write(
             continue
         place = _place(cache, start, stored[0])
         cache.keys[..., place, :], cache.values[..., place, :] = stored
+    _put_states(caches, states, model)
 
 
 def append(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel) -> None:
@@ -114,6 +116,25 @@ def append(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel
             cache.offset = start + cache._idx
         else:
             cache.update_and_fetch(*stored)
+    _put_states(caches, states, model)
+
+
+def _put_states(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel) -> None:
+    """Let recurrent layers hold mapped states, in the place of what they held."""
+    for layer, state in states.kept.items():
+        caches[layer].cache = list(with_tail(model, layer, state))
+
+
+def with_tail(model: LanguageModel, layer: int, state: mx.array) -> tuple[mx.array, mx.array]:
+    """What a recurrent layer's cache holds with a mapped state: an empty tail before it.
+
+    The last inputs of the convolution are not mapped. So the first ``kernel - 1`` tokens that
+    follow see zeros in their place, as at the beginning of a text.
+    """
+    recurrence = model.geometry.layers[layer].recurrence
+    assert recurrence is not None
+    shape = (len(state), *recurrence.parts[0])
+    return mx.zeros(shape, model.cache_dtype), state
 
 
 def put(
@@ -262,7 +283,9 @@ def state_bytes(model: LanguageModel) -> int:
     )
 
 
-def read(caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope") -> KVStates:
+def read(
+    caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope", *, kept: bool = False
+) -> KVStates:
     """The content of a model's caches, which may be saved ones, as its states.
 
     Nothing is computed by the model again.
@@ -272,9 +295,12 @@ def read(caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope") -
         model: The model that wrote them.
         goal: The capture point to return. For "post_norm", keys are rotated back, with a rounding
             error; keys before a norm cannot be recovered, since the norm removed their lengths.
+        kept: Whether a hybrid's recurrent states are read, and not what went into them, which
+            no cache holds.
 
     Returns:
-        Arrays (B, T, H * D); those of rings hold the last tokens only.
+        Arrays (B, T, H * D); those of rings hold the last tokens only, those of recurrent layers
+        none.
 
     Raises:
         ValueError: There is no such point, the number of layers differs, or caches are empty.
@@ -284,7 +310,7 @@ def read(caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope") -
         raise UnsupportedModelError(
             f"{model.name} caches latents, which are not read back: prefill it again"
         )
-    if model.geometry.recurrent:
+    if model.geometry.recurrent and not kept:
         raise UnsupportedModelError(
             f"{model.name} keeps recurrent states, and what went into them is not read back: "
             "prefill it again"
@@ -298,22 +324,27 @@ def read(caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope") -
             f"{model.name} norms its keys before they are cached, so pre_norm keys cannot be read "
             "from a cache; prefill it again, or use a translator captured post_norm or post_rope"
         )
-    if len(caches) != len(model.finishes) or any(getattr(c, "keys", None) is None for c in caches):
+    if len(caches) != len(model.finishes) or not all(map(held, caches)):
         raise ValueError(
             f"{len(caches)} caches, expected {len(model.finishes)} of {model.name}, all filled"
         )
-    keys, values = [], []
+    keys, values, none = [], [], mx.zeros((1, 0, 0))
     for cache, finish in zip(caches, model.finishes, strict=True):
+        if is_recurrent(cache):
+            keys.append(none)
+            values.append(none)
+            continue
         entry, value = contents(cache)
         if goal != "post_rope":
             entry = rotate_back(entry, finish, cache.offset - entry.shape[2])
         keys.append(flat(entry))
         values.append(flat(value))
-    end = {cache.offset for cache in caches}
+    end = {cache.offset for cache in caches if not is_recurrent(cache)}
     if len(end) != 1:
         raise ValueError(f"the caches end at different positions: {sorted(end)}")
     longest = max(array.shape[1] for array in keys)
-    return KVStates(tuple(keys), tuple(values), goal, end.pop() - longest)
+    states = recurrent_states(model, caches) if kept else None
+    return KVStates(tuple(keys), tuple(values), goal, end.pop() - longest, states)
 
 
 def viewed(cache: Any) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...], tuple[int, int] | None]:

@@ -30,6 +30,9 @@ class FitOptions(Options):
     )
     nu: int = option(1, "Source layers per target layer.")
     head_mixing: bool = option(True, "Off: block-diagonal maps, head by head.")
+    state_maps: bool = option(
+        False, "Map recurrent states, not what goes into them: much cheaper.", "--state-maps"
+    )
     ridge: float | None = option(
         None, "Ridge, as a share of the inputs' mean square; default: chosen for each map; 0: none."
     )
@@ -92,7 +95,7 @@ def _fit(
         return fit(
             *models,
             records,
-            **options.some("norm capture nu head_mixing ridge"),
+            **options.some("norm capture nu head_mixing state_maps ridge"),
             assignment=_assignment(options.assignment, *models),
             memory=int(options.memory_gb * 2**30),
             progress=lambda done, total: step(done, total, "fitting: reading samples"),

@@ -102,9 +102,9 @@ PAIR = (
     Need("target", "source", is_set, "MODEL"),
 )
 HISTOGRAM = (
-    "out kind head_mixing joint capture nu assignment norm ridge hidden native_layers objective "
-    "ce_weight lr held_out val_every dtype device plot force gated stage1_steps stage1_lr "
-    "sweep at_once seeds"
+    "out kind head_mixing joint capture nu assignment state_maps norm ridge hidden native_layers "
+    "objective ce_weight lr held_out val_every dtype device plot force gated stage1_steps "
+    "stage1_lr sweep at_once seeds"
 )
 MEMORY_BUDGET = (
     "source target translator geometry nu quantize native_layers prompt batch "

@@ -40,6 +40,9 @@ class TrainOptions(Options):
     )
     nu: int | None = option(None, "Source layers per target layer; default: the pair's, mostly 1.")
     assignment: str = option("relative_depth", "How they are chosen: relative_depth, r2 or greedy.")
+    state_maps: bool = option(
+        False, "Map recurrent states, not what goes into them: much cheaper.", "--state-maps"
+    )
     norm: str | None = option(
         None, "Norm of the closed form: frobenius (mostly the default), attention, sink_8."
     )
@@ -137,8 +140,8 @@ def command(options: TrainOptions) -> None:
         **options.some("steps objective ce_weight sweep"),
     }
     plan = options.some(
-        "kind head_mixing joint capture nu assignment norm ridge fit_samples held_out hidden "
-        "native_layers"
+        "kind head_mixing joint capture nu assignment state_maps norm ridge fit_samples held_out "
+        "hidden native_layers"
     )
     plan["gated"] = options.gated is not False
     with progress_bar("training", options.steps) as step:

@@ -104,8 +104,14 @@ class Directions:
         self._found[pair] = translator
 
     def _check_naive(self, translator: Translator) -> None:
-        """Refuse several capture points in naive switching, which translates translations again."""
-        points = {t.config.capture for t in self.loaded.values()} | {translator.config.capture}
+        """Refuse translators in naive switching that cannot read what another one has made."""
+        configs = [t.config for t in self.loaded.values()] + [translator.config]
+        points = {config.capture for config in configs}
+        if self._rules.switching == "naive" and len({c.state_maps for c in configs}) > 1:
+            raise IncompatibleTranslatorError(
+                "switching is 'naive', but some translators map recurrent states and others what "
+                "goes into them; give translators of one kind, or use alternated"
+            )
         if self._rules.switching == "naive" and len(points) > 1:
             raise IncompatibleTranslatorError(
                 "switching is 'naive', but the translators read keys at "
@@ -128,6 +134,14 @@ class Directions:
                 path = None
             self._found[source, target] = path
         return self._found[source, target]
+
+    def maps_states(self, source: str, target: str) -> bool:
+        """Whether there is a translator of a direction, and it maps recurrent states."""
+        found = self.stored(source, target)
+        if found is None:
+            return False
+        config = read_config(found) if isinstance(found, Path) else found.config
+        return config.state_maps
 
     def translator(self, source: str, target: str) -> Translator | None:
         """The loaded translator of a direction, or None."""

@@ -349,6 +349,8 @@ class Exchange:
         # is it guarded.
         plain = step.alignment is None and step.watch is None
         if mark is not None and len(line) < mark < step.stop and plain:
+            plain = step.source is None or self._reach(step.source, line, len(line), mark) == mark
+        if mark is not None and len(line) < mark < step.stop and plain:
             yield from self._take(line, Step(step.source, mark), tokens)
             line.mark()
         yield from self._take(line, step, tokens)
@@ -426,12 +428,11 @@ class Exchange:
         missing: Line | None = None
         for other in self._sources(line, origin):
             shared = other.common(tokens)
-            reach = min(other.native.reach(begun), shared)
             if (other.name, line.name) in self.barred:
                 continue
             if self.directions.stored(other.name, line.name) is None:
                 missing = other if wrote(other.spans, begun, shared) else missing
-            elif reach > best.stop:
+            elif (reach := self._reach(other, line, begun, shared)) > best.stop:
                 best = Step(other, reach)
             elif (following := other.native.next_start(begun)) and following < shared:
                 later = min(later, following)
@@ -440,6 +441,15 @@ class Exchange:
         if missing is not None and self.rules.on_missing == "error":
             raise no_translator(missing, line)
         return Step(None, later)
+
+    def _reach(self, source: Line, line: Line, begun: int, most: int) -> int:
+        """Up to where one line can take over from another what follows position ``begun``.
+
+        A mapped state is that of the last token that is taken over, so it must be known there.
+        """
+        hybrid = source.model.geometry.recurrent
+        states = hybrid and self.directions.maps_states(source.name, line.name)
+        return source.native.reach(begun, most, kept=states)
 
     def _sources(self, line: Line, origin: str | None) -> list[Line]:
         """The lines to translate from: all others; for naive switching only ``origin``."""

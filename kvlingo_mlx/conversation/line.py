@@ -428,6 +428,7 @@ class Line:
             states = ear.take(len(self))
             if states.num_tokens != len(tokens):
                 raise RuntimeError(f"{states.num_tokens} tokens were recorded, not {len(tokens)}")
+            states = replace(states, kept=self._states())
             mx.eval(states.arrays)  # another thread may need them, and MLX could not evaluate there
             self.native.add(states)
         self.tokens += tokens
@@ -448,11 +449,21 @@ class Line:
             raise RuntimeError(f"{written} tokens were recorded, not {len(tokens)}")
         self._caches, start = cache, len(self)
         for part in parts:
-            self.native.add(replace(part, start=start))
+            kept = self._states() if part is parts[-1] else {}
+            self.native.add(replace(part, start=start, kept=kept))
             start += part.num_tokens
         self.tokens += tokens
         self.spans = grown(self.spans, len(self), self.name)
         self._settle()
+
+    def _states(self) -> dict[int, mx.array]:
+        """The recurrent states at the line's end, for translators that map them.
+
+        What several ranks hold together is not handed on so.
+        """
+        if self.model.part is not None:
+            return {}
+        return capture.recurrent_states(self.model, self._caches)
 
     def _ear(self) -> capture.Ear | None:
         return capture.Ear(self.model) if self.records else None

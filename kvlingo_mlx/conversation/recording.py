@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -33,14 +33,20 @@ class Recording:
         kept = [p for p in self.parts if p.start < stop and p.end > start]
         self.parts = [_alone(p, max(start, p.start), min(stop, p.end)) for p in kept]
 
-    def reach(self, start: int) -> int:
-        """The end of the unbroken states from ``start`` on, all of one capture point."""
-        points: set[str] = set()
+    def reach(self, start: int, most: int, *, kept: bool = False) -> int:
+        """The end of the unbroken states from ``start`` on, all of one capture point.
+
+        It is at most ``most``; with ``kept``, a position where the recurrent states are known, or
+        ``start``.
+        """
+        points, found = set[str](), start
         for part in self.parts:
             if part.start <= start < part.end and points <= {part.capture}:
                 start = part.end
                 points.add(part.capture)
-        return start
+                if start <= most and part.kept:
+                    found = start
+        return found if kept else min(start, most)
 
     def next_start(self, position: int) -> int | None:
         """The start of the first part after ``position``, or None."""
@@ -65,13 +71,21 @@ class Recording:
         return {
             f"{index}.{side}.{layer}": array
             for index, part in enumerate(self.parts)
-            for side in ("keys", "values")
-            for layer, array in enumerate(part.side(side))
+            for side, arrays in _sides(part).items()
+            for layer, array in arrays.items()
         }
 
     def facts(self) -> list[dict[str, Any]]:
         """Everything except the arrays, for JSON."""
-        return [{"start": p.start, "capture": p.capture, "layers": len(p.keys)} for p in self.parts]
+        return [
+            {
+                "start": part.start,
+                "capture": part.capture,
+                "layers": len(part.keys),
+                **({"states": list(part.kept)} if part.kept else {}),
+            }
+            for part in self.parts
+        ]
 
     def restore(self, facts: Sequence[Mapping[str, Any]], arrays: Mapping[str, mx.array]) -> None:
         """Become the recording with ``facts`` and :meth:`arrays`; KeyError if they disagree."""
@@ -81,12 +95,19 @@ class Recording:
                 tuple(arrays[f"{index}.{side}.{layer}"] for layer in range(fact["layers"]))
                 for side in ("keys", "values")
             )
-            self.parts.append(KVStates(keys, values, fact["capture"], fact["start"]))
+            kept = {t: arrays[f"{index}.states.{t}"] for t in fact.get("states", ())}
+            self.parts.append(KVStates(keys, values, fact["capture"], fact["start"], kept))
 
     @property
     def nbytes(self) -> int:
         """The bytes of all arrays."""
         return sum(array.nbytes for part in self.parts for array in part.arrays)
+
+
+def _sides(states: KVStates) -> dict[str, dict[int, mx.array]]:
+    """A part's arrays by what they are and by layer."""
+    sides = {side: dict(enumerate(states.side(side))) for side in ("keys", "values")}
+    return {**sides, "states": dict(states.kept or {})}
 
 
 def _alone(states: KVStates, start: int, stop: int) -> KVStates:
@@ -96,7 +117,7 @@ def _alone(states: KVStates, start: int, stop: int) -> KVStates:
     part = states.part(start, stop)
     keys, values = (tuple(array * 1 for array in side) for side in (part.keys, part.values))
     mx.eval(keys, values)
-    return KVStates(keys, values, part.capture, part.start)
+    return replace(part, keys=keys, values=values)
 
 
 def joined(parts: Sequence[KVStates]) -> KVStates:
@@ -104,7 +125,16 @@ def joined(parts: Sequence[KVStates]) -> KVStates:
     if len(parts) == 1:
         return parts[0]
     keys, values = (
-        tuple(mx.concatenate(list(arrays), axis=1) for arrays in zip(*sides, strict=True))
+        tuple(map(_together, zip(*sides, strict=True)))
         for sides in ([p.keys for p in parts], [p.values for p in parts])
     )
-    return KVStates(keys, values, parts[0].capture, parts[0].start)
+    return replace(parts[0], keys=keys, values=values, kept=parts[-1].kept)
+
+
+def _together(arrays: Sequence[mx.array]) -> mx.array:
+    """A layer's arrays as one; those without tokens, of a layer whose states are mapped, left out.
+
+    They may have another width.
+    """
+    full = [array for array in arrays if array.shape[1]]
+    return mx.concatenate(full, axis=1) if full else arrays[0]

@@ -182,7 +182,7 @@ def shuffled(translator: Translator, seed: int = 0) -> Translator:
     for name, array in weights.arrays.items():
         side, place, last = name.split(".")
         to = moved[int(place)]
-        if to == int(place):
+        if to == int(place) and last != "right":  # of a state's two factors one is enough
             opposite = {name: -weights.as_float32(name)}
             array = Weights.from_float32(opposite, weights.dtype).arrays[name]
         arrays[f"{side}.{to}.{last}"] = array

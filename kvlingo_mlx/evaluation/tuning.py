@@ -290,7 +290,8 @@ def with_healing(
     found: dict[int | None, list[float]] = {j: [] for j in numbers}
     try:
         check_models(source, target)
-        recorded = list(capture.prefill(source, target_ids(prefix)[:-1]))
+        read = target_ids(prefix)[:-1]
+        recorded = list(capture.prefill(source, read, kept=translator.config.state_maps))
         for trial in range(-1, trials):
             for layers, plan in plans.items():
                 cache, rest = healing.translated(plan, recorded)

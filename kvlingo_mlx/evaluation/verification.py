@@ -17,7 +17,7 @@ from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.teacher_forcing import PerToken, per_token, predicted
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.kinds import SIDES
-from kvlingo_mlx.format.maps import Map, maps_of
+from kvlingo_mlx.format.maps import Map, maps_of, state_maps_of
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import ALONE, Group
@@ -41,6 +41,7 @@ from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.translators.state_maps import StateMapped
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def map_error(config: TranslatorConfig, weights: Weights, device: mx.Device) -> 
     with mx.stream(device):
         translator = build(config, weights).in_full()
         found = translator(_probe_states(config)).states(len(config.target.layers))
-        mx.eval(found.arrays)
+        mapped = [_probed(m) for m in translator.of_states]
+        mx.eval(found.arrays, mapped)
     expected = translator_folder.selftest(config, weights)
     errors = []
     for m in maps_of(config):
@@ -81,7 +83,19 @@ def map_error(config: TranslatorConfig, weights: Weights, device: mx.Device) -> 
         errors.append(
             _relative_error(np.concatenate(ours), _expected(m, config, weights, expected))
         )
+    for each, state in zip(state_maps_of(config), mapped, strict=True):
+        errors.append(_relative_error(np.array(state), expected[f"{each.name}.probe_out"]))
     return max(errors)
+
+
+def _probed(m: StateMapped) -> mx.array:
+    """A map of states applied to its probe; (heads, value dim)."""
+    values, keys, query = translator_folder.state_probe(m.map)
+    kept = {
+        layer: mx.array(np.tile(np.outer(v, k).astype(np.float32), (1, max(m.map.heads) + 1, 1, 1)))
+        for layer, v, k in zip(m.map.reads, values, keys, strict=True)
+    }
+    return (m(kept) @ mx.array(query.astype(np.float32)))[0]
 
 
 def _probe_states(config: TranslatorConfig) -> KVStates:
@@ -103,7 +117,7 @@ def _probe_states(config: TranslatorConfig) -> KVStates:
             arrays[side][s][0, m.layer] = np.tile(part, copies)
             begin += width
     keys, values_ = (tuple(map(mx.array, arrays[side])) for side in SIDES)
-    return KVStates(keys, values_, config.capture, 0)
+    return KVStates(keys, values_, config.capture, 0, {})
 
 
 def _expected(
@@ -208,7 +222,11 @@ def usual(
         watch = plan.watch()
         assert watch is not None
         watch.source_read(hidden[0][0, stop - GUARD : stop])
-        take_over(plan, [states.part(0, stop - GUARD)], watch=watch)
+        span = states.part(0, stop - GUARD)
+        if translator.config.state_maps:  # after a longer text they are others
+            read = tokens[: stop - GUARD]
+            (span,) = capture.prefill(source, read, len(read), kept=True)
+        take_over(plan, [span], watch=watch)
         found.append(watch.measured(tokens[stop - GUARD + 1 : stop + 1])[0])
     return found
 

@@ -19,9 +19,13 @@ from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
 from kvlingo_mlx.evaluation.verification import receipt
 from kvlingo_mlx.fitting.rows import Rows
 from kvlingo_mlx.format.assignment import Assignment, by_depth, check_windows
-from kvlingo_mlx.format.config_reading import parse_assignment
-from kvlingo_mlx.format.kinds import SIDES
-from kvlingo_mlx.format.maps import check_head_ratio
+from kvlingo_mlx.format.config_reading import check_mapped, parse_assignment
+from kvlingo_mlx.format.maps import (
+    check_head_ratio,
+    check_states,
+    maps_of,
+    state_maps_of,
+)
 from kvlingo_mlx.format.projections import facts_of_models
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig, capture_point
@@ -54,6 +58,7 @@ def fit(
     assignment: Assignment | str | None = None,
     nu: int = 1,
     head_mixing: bool = True,
+    state_maps: bool = False,
     ridge: float | None = None,
     memory: int = MEMORY,
     progress: Progress | None = None,
@@ -78,6 +83,9 @@ def fit(
             last two weigh all tokens alike under the attention norms.
         nu: The number of source layers that each target layer reads.
         head_mixing: False for block-diagonal maps, one block per head.
+        state_maps: Map recurrent states, head by head, by one product from each side, and not what
+            goes into them (docs/guides/linear-attention.md): much cheaper, between models of one
+            recurrence alone.
         ridge: The ridge of each map, as a share of its inputs' mean square. None chooses one by
             generalised cross-validation, which matters where data are few; 0 is none, as in the
             paper.
@@ -111,7 +119,7 @@ def fit(
         raise ValueError(f"assignment is {method!r}; it must be {known}")
     capture = capture_point(source, target, capture)
     explicit = assignment if isinstance(assignment, Assignment) else None
-    config = _config(source, target, explicit, nu, head_mixing, capture)
+    config = _config(source, target, explicit, nu, head_mixing, capture, state_maps)
     group = ranks.here()
     asked = {"data": records, "options": (config.to_json(), norm, method, nu, memory, ridge)}
     group.agree(lambda: sharding.facts_of_work((source, target), **sharding.digests_of(asked)))
@@ -123,7 +131,7 @@ def fit(
         method,
         nu,
         memory,
-        _hooks(len(records), target, progress, solving),
+        _hooks(len(records), config, progress, solving),
         checked_ridge(ridge),
         group,
     )
@@ -153,6 +161,7 @@ def _config(
     nu: int,
     head_mixing: bool,
     capture: str,
+    state_maps: bool,
 ) -> TranslatorConfig:
     """The checked config of the translator to be fitted; layers by depth unless given."""
     two = source.tokenizer_fingerprint != target.tokenizer_fingerprint
@@ -164,13 +173,17 @@ def _config(
     if not head_mixing:
         check_head_ratio(*specs)
     check_windows(*ends)
+    if state_maps:
+        check_states(*specs)
     if assignment is None:
         chosen = by_depth(*ends, nu)
     else:
         chosen = parse_assignment(Path("assignment"), assignment.to_json(), *specs)
-    return TranslatorConfig(
-        *specs, chosen, head_mixing=head_mixing, capture=capture, alignment=alignment
+    config = TranslatorConfig(
+        *specs, chosen, "linear", head_mixing, False, capture, alignment, state_maps
     )
+    check_mapped(Path("assignment"), config)
+    return config
 
 
 def _receipt(
@@ -210,10 +223,10 @@ def _again(
 
 
 def _hooks(
-    samples: int, target: LanguageModel, progress: Progress | None, solving: Progress | None
+    samples: int, config: TranslatorConfig, progress: Progress | None, solving: Progress | None
 ) -> Hooks:
     """The user's functions, called with numbers and their totals."""
-    maps = len(SIDES) * len(target.attentions)
+    maps = len(maps_of(config)) + len(state_maps_of(config))
     tell, solve = progress or (lambda *numbers: None), solving or (lambda *numbers: None)
     return Hooks(
         progress=lambda used, done, passes: tell(used + done * samples, passes * samples),

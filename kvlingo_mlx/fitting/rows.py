@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvlingo_mlx.backend import mx
@@ -65,5 +65,23 @@ class Rows:
         return array
 
     @in_chunks(gradient=False)
+    def kept(
+        self, sample: Sample, tokens: int
+    ) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+        self._check(sample)
+        given = _states_after(self.source, sample.prefix[:tokens])
+        if self.source is self.target:
+            return given, given
+        return given, _states_after(self.target, sample.prefix[:tokens])
+
+    @in_chunks(gradient=False)
     def attention_mass(self, sample: Sample) -> np.ndarray:
         return attention_mass(self.target, sample)
+
+
+def _states_after(model: LanguageModel, tokens: Sequence[int]) -> dict[int, np.ndarray]:
+    """A model's recurrent states after ``tokens``, without a batch, by layer."""
+    kept: Mapping[int, mx.array] = {}
+    for states in prefill(model, tokens, kept=True):
+        kept = states.kept or {}
+    return {layer: np.array(state.astype(mx.float32))[0] for layer, state in kept.items()}

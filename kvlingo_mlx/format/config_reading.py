@@ -13,6 +13,7 @@ from kvlingo_mlx.errors import malformed
 from kvlingo_mlx.format.assignment import Assignment, may_read
 from kvlingo_mlx.format.geometry import ATTENTIONS, RULES, LayerGeometry, Recurrence
 from kvlingo_mlx.format.kinds import NAMES, SIDES, kind_named
+from kvlingo_mlx.format.maps import unmappable
 from kvlingo_mlx.format.translator_config import (
     CAPTURES,
     FORMAT_VERSION,
@@ -68,7 +69,11 @@ def parse_config(path: Path, data: Any) -> TranslatorConfig:
             "upgrade",
         )
     known = {f.name for f in fields(TranslatorConfig)} | {"format_version"}
-    _check_keys(path, data, known, optional={"head_map"})
+    _check_keys(path, data, known, optional={"head_map", "state_maps"})
+    if data.get("state_maps", True) is not True:
+        raise malformed(
+            path, f"state_maps is {data['state_maps']!r:.60}, expected true, or no such key"
+        )
     source = _parse_model(path, "source", data["source"])
     target = _parse_model(path, "target", data["target"])
     config = TranslatorConfig(
@@ -80,13 +85,16 @@ def parse_config(path: Path, data: Any) -> TranslatorConfig:
         joint=_typed(path, "joint", data["joint"], bool),
         capture=_one_of(path, "capture", data["capture"], CAPTURES),
         alignment=_one_of(path, "alignment", data["alignment"], (None, "minimal_groups")),
+        state_maps="state_maps" in data,
         provenance=_typed(path, "provenance", data["provenance"], dict),
     )
     if "native_layers" in config.provenance:
         layers = config.provenance["native_layers"]
         _integer(path, "provenance.native_layers", layers, 0, len(target.layers))
     if config.format_version > version:
-        raise malformed(path, f"has recurrent layers, which format version {version} has not")
+        what = "maps of states" if config.state_maps else "recurrent layers"
+        raise malformed(path, f"has {what}, which format version {version} has not")
+    check_mapped(path, config)
     _check_by_length(path, config)
     _check_kind(path, config)
     _check_latent(path, config)
@@ -95,6 +103,33 @@ def parse_config(path: Path, data: Any) -> TranslatorConfig:
     if not config.head_mixing:
         config = replace(config, head_map=_parse_head_map(path, data.get("head_map"), config))
     return config
+
+
+def check_mapped(path: Path, config: TranslatorConfig) -> None:
+    """Refuse maps of states between models that have none, or from two lists of layers.
+
+    Raises:
+        MalformedTranslatorError: The message says which layer reads what it cannot.
+    """
+    if not config.state_maps:
+        return
+    if (reason := unmappable(config.source, config.target)) is not None:
+        raise malformed(path, f"state_maps is true, but {reason}")
+    for t, layer in enumerate(config.target.layers):
+        both = [list(config.assignment.side(side)[t]) for side in SIDES]
+        for s in {s for own in both for s in own}:
+            if config.source.layers[s].attention != layer.attention:
+                raise malformed(
+                    path,
+                    f"target layer {t} reads source layer {s}, but where states are mapped "
+                    f"one of {layer.attention} reads its own kind alone",
+                )
+        if layer.recurrence is not None and both[0] != both[1]:
+            raise malformed(
+                path,
+                f"the state of target layer {t} has one list of source layers, but "
+                f"assignment.keys has {both[0]} and assignment.values {both[1]}",
+            )
 
 
 def _check_by_length(path: Path, config: TranslatorConfig) -> None:

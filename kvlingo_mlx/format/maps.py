@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.format.geometry import LayerGeometry, Recurrence
 from kvlingo_mlx.format.kinds import MATRICES, SIDES, TENSORS
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 
 Read = tuple[str, int]  # (side, source layer)
+STATES = "states"  # the beginning of the names of maps of recurrent states
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,93 @@ class Map:
     outputs: int
 
 
+@dataclass(frozen=True)
+class StateMap:
+    """The map to the state of one recurrent target layer, head by head.
+
+    A head's state becomes the sum of L S R over the source layers that are read, where S is the
+    state of one of their heads. ``left`` has the layers' L side by side, ``right`` their R one
+    below the other.
+
+    Attributes:
+        layer: The target layer.
+        reads: The source layers.
+        heads: For each target head, the source head that it reads.
+        shapes: Those of its tensors, by the last part of their names.
+    """
+
+    layer: int
+    reads: tuple[int, ...]
+    heads: tuple[int, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def name(self) -> str:
+        """The beginning of its tensors' names, for example ``states.0``."""
+        return f"{STATES}.{self.layer}"
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of one application: L S, and that times R."""
+        (heads, rows, given), (_, keys, columns) = self.shapes["left"], self.shapes["right"]
+        return 2 * heads * rows * keys * (given // len(self.reads) + columns)
+
+
+def maps_states(config: TranslatorConfig, t: int) -> bool:
+    """Whether the state of target layer ``t`` is mapped, and not made of mapped inputs."""
+    return config.state_maps and config.target.layers[t].recurrence is not None
+
+
 def maps_of(config: TranslatorConfig) -> list[Map]:
-    """All maps that ``config`` implies, in layer order, keys before values."""
-    layers = range(len(config.target.layers))
+    """All maps of keys and values that ``config`` implies, in layer order, keys before values."""
+    layers = [t for t in range(len(config.target.layers)) if not maps_states(config, t)]
     return [_map(config, writes, t) for writes in config.spec.written for t in layers]
+
+
+def state_maps_of(config: TranslatorConfig) -> list[StateMap]:
+    """All maps of states that ``config`` implies, in layer order."""
+    layers = [t for t in range(len(config.target.layers)) if maps_states(config, t)]
+    return [_state_map(config, t) for t in layers]
+
+
+def _state_map(config: TranslatorConfig, t: int) -> StateMap:
+    reads = config.assignment.keys[t]
+    source, target = (
+        _recurrence(layer) for layer in (config.source.layers[reads[0]], config.target.layers[t])
+    )
+    heads, count = target.value_heads, len(reads)
+    return StateMap(
+        t,
+        reads,
+        tuple(head * source.value_heads // heads for head in range(heads)),
+        {
+            "left": (heads, target.value_dim, count * source.value_dim),
+            "right": (heads, count * source.key_dim, target.key_dim),
+        },
+    )
+
+
+def _recurrence(layer: LayerGeometry) -> Recurrence:
+    assert layer.recurrence is not None
+    return layer.recurrence
+
+
+def unmappable(source: ModelSpec, target: ModelSpec) -> str | None:
+    """Why no maps lead from the states of one model to those of another; None if they do."""
+    rules = [
+        sorted({layer.attention for layer in spec.layers if layer.recurrence is not None})
+        for spec in (source, target)
+    ]
+    told = [f"{spec.name} has " + (f"those of {' and '.join(own)}" if own else "none")
+            for spec, own in zip((source, target), rules, strict=True)]  # fmt: skip
+    if rules[0] != rules[1] or not rules[0]:
+        return f"states are mapped between recurrent layers of one rule; {', '.join(told)}"
+    if "short_conv" in rules[0]:
+        return f"{target.name} has short convolutions, which keep no state that could be mapped"
+    shapes = {_recurrence(layer).parts for layer in source.layers if layer.recurrence is not None}
+    if len(shapes) > 1:
+        return f"the recurrent layers of {source.name} have states of several shapes"
+    return None
 
 
 def reads_of(
@@ -97,6 +183,12 @@ def check_head_ratio(source: ModelSpec, target: ModelSpec) -> None:
         )
 
 
+def check_states(source: ModelSpec, target: ModelSpec) -> None:
+    """Refuse (IncompatibleTranslatorError) models between whose states no maps lead."""
+    if (reason := unmappable(source, target)) is not None:
+        raise IncompatibleTranslatorError(f"state_maps is on, but {reason}")
+
+
 def expected_shapes(config: TranslatorConfig, names: Iterable[str]) -> dict[str, tuple]:
     """The name and shape of every tensor in a file of this config.
 
@@ -106,11 +198,14 @@ def expected_shapes(config: TranslatorConfig, names: Iterable[str]) -> dict[str,
     lasts = {name.rsplit(".", 1)[-1] for name in names}
     spec = config.spec
     present = (*spec.tensors, *(name for name in spec.optional if name in lasts))
-    return {
+    found = {
         f"{m.name}.{name}": shape
         for m in maps_of(config)
         for name, shape in shapes_of(config, m, present).items()
     }
+    for each in state_maps_of(config):
+        found |= {f"{each.name}.{name}": shape for name, shape in each.shapes.items()}
+    return found
 
 
 def shapes_of(
@@ -144,9 +239,16 @@ AXES = {
     "all": ("flat: the target layer's KV heads x dim", "flat: the target layer's KV heads x dim"),
 }
 
+STATE_AXES = {
+    "left": "rows: the target's value dim; columns: that of each source layer that it reads",
+    "right": "rows: the key dim of each source layer that it reads; columns: the target's",
+}
+
 
 def axes_told(name: str, head_mixing: bool) -> str:
     """What the axes of a tensor count, in words; ``name`` is the last part of its name."""
+    if name in STATE_AXES:
+        return f"first the target layer's heads; {STATE_AXES[name]}"
     tensor = TENSORS[name]
     words = [AXES[axis][0 if head_mixing else 1] for axis in tensor.axes]
     if tensor.is_matrix:

@@ -11,7 +11,9 @@ from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.kinds import KindSpec, kind_named
 
-FORMAT_VERSION = 2  # the newest; version 1 has no recurrent layers, and is written where it does
+# The newest. Version 1 has no recurrent layers, version 2 no maps of their states. A translator is
+# written in the first one that has all it needs.
+FORMAT_VERSION = 3
 CAPTURES = ("pre_norm", "post_norm", "post_rope", "latent")
 OF_MODELS = ("precision", "projections")  # provenance entries that are compared with loaded models
 
@@ -50,6 +52,7 @@ class TranslatorConfig:
     joint: bool = False
     capture: str = "pre_norm"
     alignment: str | None = None
+    state_maps: bool = False
     head_map: tuple[int, ...] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
@@ -114,7 +117,8 @@ class TranslatorConfig:
     def form(self) -> str:
         """What the maps compute, in words."""
         mixing = "head-mixing" if self.head_mixing else "head-wise"
-        return f"{self.kind}, {mixing}{self.spec.note}"
+        states = ", recurrent states mapped" if self.state_maps else ""
+        return f"{self.kind}, {mixing}{self.spec.note}{states}"
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object that ``translator_config.json`` holds."""
@@ -123,13 +127,17 @@ class TranslatorConfig:
             data[role]["layers"] = [layer.facts for layer in spec.layers]
         if self.head_map is None:
             del data["head_map"]
+        if not self.state_maps:
+            del data["state_maps"]
         return data
 
     @property
     def format_version(self) -> int:
         """The version as which it is written: the first that has all it needs."""
+        if self.state_maps:
+            return 3
         layers = (*self.source.layers, *self.target.layers)
-        return FORMAT_VERSION if any(layer.recurrence for layer in layers) else 1
+        return 2 if any(layer.recurrence for layer in layers) else 1
 
 
 class Captured(Protocol):

@@ -18,7 +18,14 @@ from kvlingo_mlx.errors import MalformedTranslatorError, malformed
 from kvlingo_mlx.format import atomic
 from kvlingo_mlx.format.config_reading import MAX_CONFIG_BYTES, parse_config, parse_json
 from kvlingo_mlx.format.geometry import canonical_json
-from kvlingo_mlx.format.maps import axes_told, expected_shapes, maps_of
+from kvlingo_mlx.format.maps import (
+    STATE_AXES,
+    StateMap,
+    axes_told,
+    expected_shapes,
+    maps_of,
+    state_maps_of,
+)
 from kvlingo_mlx.format.tensor_file import (
     PICKLE,
     PICKLE_SUFFIXES,
@@ -63,7 +70,28 @@ def selftest(config: TranslatorConfig, weights: Weights) -> dict[str, np.ndarray
         with np.errstate(over="ignore", invalid="ignore"):  # a saturated gate may overflow
             found = config.spec.apply(tensors, probe(m.inputs))
         out[f"{m.name}.{config.spec.probe}"] = found.astype(np.float32)
+    for each in state_maps_of(config):
+        both = (weights.as_float32(f"{each.name}.{last}") for last in each.shapes)
+        left, right = (array.astype(np.float64) for array in both)
+        values, keys, query = state_probe(each)
+        scales = (right @ query).reshape(len(right), *keys.shape) * keys
+        rows = scales.sum(-1)[..., None] * values
+        found = (left @ rows.reshape(len(left), -1, 1))[..., 0]
+        out[f"{each.name}.probe_out"] = found.astype(np.float32)
     return out
+
+
+def state_probe(m: StateMap) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The probe of a map of states: the state of source layer j is the product of two vectors.
+
+    Returns:
+        The rows' vectors (layers, value dim), the columns' (layers, key dim), and the query
+        (target key dim) by which the mapped state is multiplied.
+    """
+    values, (keys, queries) = m.shapes["left"][-1], m.shapes["right"][-2:]
+    given = (probe(numbers).reshape(len(m.reads), -1) for numbers in (values, keys))
+    one, other = given
+    return one, other, probe(queries)
 
 
 def _check_selftest(path: Path, config: TranslatorConfig, weights: Weights) -> None:
@@ -187,7 +215,7 @@ def check_sizes(folder: str | os.PathLike[str], config: TranslatorConfig, weight
         MalformedTranslatorError: The message names the tensor and what was found in it.
     """
     path = Path(folder) / WEIGHTS_FILE
-    last = f".{config.spec.nonzero}"
+    last = (f".{config.spec.nonzero}", *(f".{name}" for name in STATE_AXES))
     for name in weights.arrays:
         largest = float(np.abs(weights.as_float32(name)).max())
         if largest > LARGEST:

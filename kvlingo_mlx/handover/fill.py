@@ -107,6 +107,7 @@ def filled(
     first: Iterator[KVStates] = iter(())
     begun = 0
     if held is not None:
+        _check_end(plan, held)
         begun, starts = held.end, range(held.start, held.end, plan.step_size)
         first = (held.part(start, min(start + plan.step_size, held.end)) for start in starts)
     own = make_prompt_cache(plan.source.model) if source_cache is None else source_cache
@@ -116,6 +117,17 @@ def filled(
         return take_over(plan, itertools.chain(first, rest), clock, below, watch)
 
 
+def _check_end(plan: Plan, held: KVStates) -> None:
+    """Refuse (ValueError) held states that end behind the token after which they are mapped."""
+    assert plan.translator is not None
+    if plan.translator.config.state_maps and held.end > plan.span.stop:
+        raise ValueError(
+            f"prompt_cache holds {held.end} tokens, and recurrent states are mapped after "
+            f"{plan.span.stop}, where the target begins to read itself: leave out native_tail and "
+            "guard, or give a cache of fewer tokens"
+        )
+
+
 def _read(
     plan: Plan, tokens: Sequence[int], cache: list[Any], begun: int, watch: Watch | None
 ) -> Generator[KVStates, None, None]:
@@ -123,7 +135,12 @@ def _read(
     assert plan.translator is not None
     source, config = plan.source, plan.translator.config
     last = len(tokens) - (watch.tokens if watch else 0)
-    yield from spreading.prefill(source, tokens[:last], plan.step_size, cache, begun, config)
+    # A state is mapped as it is after the last token that is translated.
+    stops = [plan.span.stop, last] if config.state_maps else [last]
+    for stop in stops:
+        read = tokens[:stop]
+        yield from spreading.prefill(source, read, plan.step_size, cache, begun, config)
+        begun = max(begun, stop)
     if watch is None:
         return
     with working(), recorded(source) as hidden:
@@ -407,7 +424,8 @@ def _held(
             )
     if not any(c.offset for c in cache if not caches.is_recurrent(c)):
         return None
-    held = caches.read(cache, source, translator.config.capture)
+    config = translator.config
+    held = caches.read(cache, source, config.capture, kept=config.state_maps)
     if held.end > most:
         raise ValueError(
             f"prompt_cache holds {held.end} tokens, but only {most} come before the prompt's last "

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
+from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.maps import head_map_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models import capture
@@ -62,12 +63,21 @@ def prefill(
     begun: int,
     config: TranslatorConfig,
 ) -> Generator[KVStates, None, None]:
-    """:func:`.capture.prefill`, with the states that the translator of ``config`` reads."""
+    """:func:`.capture.prefill`, with the states that the translator of ``config`` reads.
+
+    Raises:
+        UnsupportedModelError: Several ranks hold the source, and its recurrent states are mapped.
+    """
+    if model.part is not None and config.state_maps:
+        raise UnsupportedModelError(
+            f"{config.title} maps recurrent states, which are not sent between ranks; load "
+            f"{model.name} on one machine, or make a translator without state_maps"
+        )
     spans: Iterator[KVStates]
     if model.part is not None and model.part.kind == FIRST and model.part.rank:
         spans = _shapes(model, tokens, step_size, begun)
     else:
-        spans = capture.prefill(model, tokens, step_size, cache, begun)
+        spans = capture.prefill(model, tokens, step_size, cache, begun, config.state_maps)
     for states in spans:
         whole = gathered(states, model, config)
         del states

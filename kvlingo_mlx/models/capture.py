@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
@@ -133,13 +134,20 @@ class Ear:
 
 
 @contextlib.contextmanager
-def tap_keys_and_values(model: LanguageModel) -> Iterator[Callable[[int], KVStates]]:
+def tap_keys_and_values(
+    model: LanguageModel, inputs: bool = True
+) -> Iterator[Callable[[int], KVStates]]:
     """Tap a model's key and value projections; yields a function that takes the next span.
 
     The function's argument is the span's first position. It returns the span's ``KVStates``, at
-    the first of the family's capture points.
+    the first of the family's capture points. Recurrent layers are tapped
+    for their ``inputs`` alone.
     """
-    taps = [model.family.taps(attention) for attention in model.attentions]
+    layers = zip(model.attentions, model.geometry.layers, strict=True)
+    taps = [
+        model.family.taps(attention) if inputs or layer.recurrence is None else ()
+        for attention, layer in layers
+    ]
     with tap([module for modules in taps for module in modules]) as kept:
         yield lambda start: _states(model, taps, kept, start)
 
@@ -148,9 +156,11 @@ def _states(
     model: LanguageModel, taps: Sequence[Sequence[nn.Module]], kept: Recorder, start: int
 ) -> KVStates:
     """The states of all layers from a recorder's outputs, split as the family splits them."""
-    outputs = iter(kept.take())
+    outputs, none = iter(kept.take()), mx.zeros((1, 0, 0))
     pairs = [
         model.family.states(attention, list(itertools.islice(outputs, len(modules))))
+        if modules
+        else (none, none)
         for attention, modules in zip(model.attentions, taps, strict=True)
     ]
     keys, values = zip(*pairs, strict=True)
@@ -163,9 +173,11 @@ def prefill(
     step_size: int = 2048,
     cache: list[Any] | None = None,
     begun: int = 0,
+    kept: bool = False,
 ) -> Generator[KVStates, None, None]:
     """Prefill a model in chunks; yield what each chunk's projections wrote, evaluated.
 
+    ``kept`` keeps recurrent layers' states after each chunk, and not what went into them.
     ``cache`` is the model's own cache, which holds the first ``begun`` tokens. If it is None, a
     cache is made that lives as long as the iteration. Each chunk costs one synchronisation, as in
     mlx-lm's own prefill.
@@ -174,9 +186,11 @@ def prefill(
     for start in range(begun, len(tokens), step_size):
         chunk = mx.array(list(tokens[start : start + step_size]))
         with working():
-            with tap_keys_and_values(model) as take:
+            with tap_keys_and_values(model, inputs=not kept) as take:
                 model.model(chunk[None], cache=cache)
                 states = take(start)
+            if kept:
+                states = replace(states, kept=recurrent_states(model, cache))
             mx.eval([c.state for c in cache], states.arrays)
             del take
         yield states  # the caller may run the model before it asks for the next chunk
@@ -191,16 +205,32 @@ def unread(model: LanguageModel, tokens: Sequence[int], start: int) -> KVStates:
         return take(start)
 
 
-def whole(model: LanguageModel, tokens: Sequence[int], capture: str) -> KVStates:
-    """All states that a model writes of a text, at the point ``capture``, evaluated."""
-    spans = [move(states, model, capture) for states in prefill(model, tokens)]
+def recurrent_states(model: LanguageModel, cache: Sequence[Any]) -> dict[int, mx.array]:
+    """The states in a hybrid's caches by layer, without the tails; see ``KVStates.kept``."""
+    layers = enumerate(zip(model.geometry.layers, cache, strict=True))
+    return {
+        t: each.cache[1]
+        for t, (layer, each) in layers
+        if layer.recurrence is not None and len(layer.recurrence.parts) > 1
+    }
+
+
+def whole(
+    model: LanguageModel, tokens: Sequence[int], capture: str, kept: bool = False
+) -> KVStates:
+    """All states that a model writes of a text, at the point ``capture``, evaluated.
+
+    ``kept`` is as in :func:`prefill`.
+    """
+    read = prefill(model, tokens, kept=kept)
+    spans = [move(states, model, capture) for states in read]
     keys, values = (
         tuple(mx.concatenate(list(parts), axis=1) for parts in zip(*side, strict=True))
         for side in ([span.keys for span in spans], [span.values for span in spans])
     )
     with working():
         mx.eval(keys, values)
-    return KVStates(keys, values, capture, 0)
+    return KVStates(keys, values, capture, 0, spans[-1].kept)
 
 
 def move(states: KVStates, model: LanguageModel, goal: str) -> KVStates:
@@ -212,6 +242,10 @@ def move(states: KVStates, model: LanguageModel, goal: str) -> KVStates:
     rotations = {start: Rotation(start) for start in map(states.first, range(len(states.keys)))}
     layers = zip(model.geometry.layers, model.finishes, strict=True)
     for index, (layer, finish) in enumerate(layers):
+        if layer.recurrence is not None:  # its inputs have no norm and no position
+            keys.append(states.keys[index])
+            values.append(states.values[index])
+            continue
         rotation = rotations[states.first(index)]
         heads = advance(to_heads(states.keys[index], layer), [finish], rotation, origin, goal)
         keys.append(flat(heads[0]))
@@ -219,7 +253,7 @@ def move(states: KVStates, model: LanguageModel, goal: str) -> KVStates:
         if finish.value_eps is not None:
             array = flat(normalise_values(to_heads(array, layer), [finish], origin)[0])
         values.append(array)
-    return KVStates(tuple(keys), tuple(values), goal, states.start)
+    return KVStates(tuple(keys), tuple(values), goal, states.start, states.kept)
 
 
 def to_heads(array: mx.array, layer: LayerGeometry) -> mx.array:

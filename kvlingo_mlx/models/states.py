@@ -5,7 +5,8 @@ Legend: B batch, T tokens, H KV heads, D head dim, N cache layers, G layers of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvlingo_mlx.backend import mx
 
@@ -22,12 +23,16 @@ class KVStates:
         capture: The capture point: "pre_norm", "post_norm", "post_rope" or "latent" (MLA: keys are
             k_R before RoPE, values are c_KV).
         start: The position of the first token.
+        kept: A hybrid's recurrent states after the last token, float32 (B, heads, value dim, key
+            dim) by layer: in the place of what went into them, whose arrays hold no token then.
+            Empty where they are not known for the last token, None where they were not recorded.
     """
 
     keys: tuple[mx.array, ...]
     values: tuple[mx.array, ...]
     capture: str
     start: int
+    kept: Mapping[int, mx.array] | None = None
 
     def side(self, side: str) -> tuple[mx.array, ...]:
         """The arrays of one side, ``"keys"`` or ``"values"``."""
@@ -36,7 +41,7 @@ class KVStates:
     @property
     def arrays(self) -> list[mx.array]:
         """All arrays, so that they can be evaluated together."""
-        return [*self.keys, *self.values]
+        return [*self.keys, *self.values, *(self.kept or {}).values()]
 
     @property
     def num_tokens(self) -> int:
@@ -64,7 +69,8 @@ class KVStates:
             )
             for side in (self.keys, self.values)
         )
-        return KVStates(keys, values, self.capture, start)
+        kept = self.kept if self.kept is None or stop == self.end else {}
+        return KVStates(keys, values, self.capture, start, kept)
 
     def gathered(self, rows: mx.array, start: int) -> KVStates:
         """Tokens by their places (T,) in the span, as a new span that begins at ``start``."""
@@ -89,11 +95,16 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class TranslatedStates:
-    """A translator's output for a span: the values, and the keys at its capture point."""
+    """A translator's output for a span: the values, and the keys at its capture point.
+
+    ``kept`` are mapped recurrent states by target layer, (B, heads, value dim, key dim), of layers
+    that have no keys and values then; empty before a span's last token.
+    """
 
     keys: tuple[LayerGroup, ...]
     values: tuple[LayerGroup, ...]
     capture: str
+    kept: Mapping[int, mx.array] = field(default_factory=dict)
 
     @property
     def start(self) -> int:
@@ -107,12 +118,13 @@ class TranslatedStates:
 
     def states(self, num_layers: int, dtype: mx.Dtype = mx.float32) -> KVStates:
         """The same states per layer, as a model of ``num_layers`` cache layers writes them."""
-        sides = []
+        sides, none = [], mx.zeros((1, 0, 0))
         for groups in (self.keys, self.values):
             arrays = {t: flat(a) for g in groups for t, a in zip(g.layers, g.states, strict=True)}
-            sides.append(tuple(arrays[layer].astype(dtype) for layer in range(num_layers)))
+            found = (arrays.get(layer, none).astype(dtype) for layer in range(num_layers))
+            sides.append(tuple(found))
         keys, values = sides
-        return KVStates(keys, values, self.capture, self.keys[0].start)
+        return KVStates(keys, values, self.capture, self.keys[0].start, dict(self.kept))
 
 
 def flat(heads: mx.array) -> mx.array:

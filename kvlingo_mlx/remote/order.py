@@ -14,12 +14,13 @@ from typing import Any
 
 from kvlingo_mlx.format.geometry import LayerGeometry, canonical_json
 from kvlingo_mlx.format.kinds import SIDES
-from kvlingo_mlx.format.maps import maps_of
+from kvlingo_mlx.format.maps import maps_of, maps_states, state_maps_of
 from kvlingo_mlx.format.tensor_file import STORAGE, DType, Shapes
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.products import BLOCK
 
-NAME = re.compile(r"(keys|values)\.(0|[1-9]\d{0,3})")
+NAME = re.compile(r"(keys|values|states)\.(0|[1-9]\d{0,3})")
+KEPT = "states"  # the side of recurrent states, which the last chunk alone holds
 STATES, TRANSLATED = "states", "translated"
 Firsts = Mapping[str, int]
 
@@ -36,6 +37,7 @@ class Order:
         capture: The capture point of the states that are sent.
         wanted: The tensors that are sent, ``keys.3`` for instance, each with the first position
             that is needed of it. One of them is needed from the first position that is sent.
+            ``states.3`` is a layer's recurrent state after the last token.
         translator: The digest of the translator that the server applies; None for the states
             of the source's layers.
         dtype: The dtype to which translated states are rounded.
@@ -79,6 +81,10 @@ class Order:
         """
         found = {}
         for name, first in self.wanted.items():
+            if split(name)[0] == KEPT:
+                if span.stop == len(self.tokens):
+                    found[name] = 1
+                continue
             count = span.stop - max(first, span.start)
             if self.translator is None:
                 count = min(-(-count // BLOCK) * BLOCK, len(span))
@@ -89,12 +95,17 @@ class Order:
     def shapes(self, span: range, layers: Sequence[LayerGeometry]) -> Shapes:
         """The shapes of a chunk's tensors: (T, H * D) of a source's layers, (H, T, D) translated.
 
+        A recurrent state's is (heads, value dim, key dim).
         ``layers`` are those of the source, or of the target.
         """
         found: dict[str, tuple[int, ...]] = {}
         for name, rows in self.rows(span).items():
             side, layer = split(name)
             of = layers[layer]
+            if side == KEPT:
+                assert of.recurrence is not None  # the server has checked it, or has made it
+                found[name] = of.recurrence.parts[1]
+                continue
             translated = (of.kv_heads, rows, of.head_dim(side))
             found[name] = (rows, of.width(side)) if self.translator is None else translated
         return found
@@ -176,13 +187,21 @@ def wanted_states(
             for side, layer in m.reads:
                 read[side, layer] = None
                 begun[layer] = min(begun.get(layer, firsts[m.layer]), firsts[m.layer])
-    return _from_start({f"{side}.{layer}": begun[layer] for side, layer in read}, start)
+    wanted = {f"{side}.{layer}": begun[layer] for side, layer in read}
+    every = [m.reads for m in state_maps_of(config) if m.layer >= layers]
+    wanted |= {f"{KEPT}.{layer}": start for reads in every for layer in reads}
+    return _from_start(wanted, start)
 
 
-def wanted_translated(layers: int, firsts: Sequence[int], start: int) -> Firsts:
+def wanted_translated(
+    config: TranslatorConfig, layers: int, firsts: Sequence[int], start: int
+) -> Firsts:
     """The target's layers above the native ones, as in :func:`wanted_states`."""
     above = range(layers, len(firsts))
-    return _from_start({f"{s}.{layer}": firsts[layer] for s in SIDES for layer in above}, start)
+    by_token = [layer for layer in above if not maps_states(config, layer)]
+    wanted = {f"{side}.{layer}": firsts[layer] for side in SIDES for layer in by_token}
+    wanted |= {f"{KEPT}.{layer}": start for layer in above if layer not in by_token}
+    return _from_start(wanted, start)
 
 
 def _from_start(wanted: dict[str, int], start: int) -> Firsts:

@@ -19,14 +19,17 @@ import numpy as np
 from kvlingo_mlx.errors import RemoteModelError
 from kvlingo_mlx.format import tensor_file
 from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.format.maps import maps_states
 from kvlingo_mlx.format.tensor_file import DType, Weights
 from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates
 from kvlingo_mlx.remote.client import DAMAGED, Client, GoneError, RefusedError
 from kvlingo_mlx.remote.model import FEWEST, RemoteModel
 from kvlingo_mlx.remote.order import (
+    KEPT,
     STATES,
     TRANSLATED,
     Order,
+    split,
     wanted_states,
     wanted_translated,
 )
@@ -88,14 +91,19 @@ class Wanted:
     def order(self, model: RemoteModel, sent: str) -> Order:
         """What the other machine is asked for."""
         config = self.translator.config
+        above = range(self.layers, len(config.target.layers))
+        if all(maps_states(config, layer) for layer in above):
+            sent = STATES  # no chunk but the last one has anything, so each says where it is
         if sent == STATES:
             wanted = wanted_states(config, self.layers, self.firsts, self.start)
         else:
-            wanted = wanted_translated(self.layers, self.firsts, self.start)
+            wanted = wanted_translated(config, self.layers, self.firsts, self.start)
+        # mlx-lm keeps recurrent states in float32, and a chunk has one dtype.
+        dtype: DType = "float32" if config.state_maps else self.dtype
         return Order(
             model.digest, secrets.token_hex(8), tuple(self.tokens), self.step_size,
             config.capture, wanted,
-            *((None, None) if sent == STATES else (self.translator.digest, self.dtype)),
+            *((None, None) if sent == STATES else (self.translator.digest, dtype)),
         )  # fmt: skip
 
     def cheapest(self, model: RemoteModel) -> str:
@@ -103,7 +111,7 @@ class Wanted:
         config = self.translator.config
         theirs, ours = (self.order(model, sent) for sent in (STATES, TRANSLATED))
         more = theirs.nbytes(model.geometry.layers, model.dtype) > ours.nbytes(
-            config.target.layers, self.dtype
+            config.target.layers, ours.dtype or self.dtype
         )
         return TRANSLATED if more else STATES
 
@@ -119,6 +127,7 @@ def spans(model: RemoteModel, wanted: Wanted, received: Received) -> Spans:
     """
     received.sent = wanted.cheapest(model) if model.sent == FEWEST else model.sent
     order = wanted.order(model, received.sent)
+    received.sent = STATES if order.translator is None else received.sent
     transfer = Transfer(model.client, order, _layers(model, wanted, order))
     try:
         yield from transfer.arrived(model, received)
@@ -233,7 +242,7 @@ class Transfer:
             )
             for side in ("keys", "values")
         )
-        return TranslatedStates(keys, values, self._order.capture)
+        return TranslatedStates(keys, values, self._order.capture, _kept(arrays))
 
     def _own(self, span: range, arrays: Mapping[str, mx.array]) -> KVStates:
         """States of all layers; NaN stands for what no map reads, and is never made."""
@@ -250,7 +259,14 @@ class Transfer:
                     rows = held[0] if held else len(span)
                     array = mx.broadcast_to(mx.array(float("nan")), (rows, width))
                 side.append(array[None])
-        return KVStates(tuple(keys), tuple(values), self._order.capture, span.start)
+        both = tuple(keys), tuple(values)
+        return KVStates(*both, self._order.capture, span.start, _kept(arrays))
+
+
+def _kept(arrays: Mapping[str, mx.array]) -> dict[int, mx.array]:
+    """The recurrent states among a chunk's arrays, by layer."""
+    named = {split(name): array for name, array in arrays.items()}
+    return {layer: array[None] for (side, layer), array in named.items() if side == KEPT}
 
 
 def _array(array: np.ndarray, dtype: DType) -> mx.array:

@@ -30,7 +30,7 @@ from kvlingo_mlx.loading.translators import load_translator, stored_translators
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
-from kvlingo_mlx.remote.order import Order, split
+from kvlingo_mlx.remote.order import KEPT, Order, split
 from kvlingo_mlx.serving.guard import Refused
 from kvlingo_mlx.serving.messages import Failed
 from kvlingo_mlx.threads import working
@@ -191,8 +191,12 @@ class Reader:
             raise Refused(Failed("too_long", str(error), "tokens")) from None
         if order.capture not in self.model.family.points:
             raise Refused(Failed("invalid", f"there are no {order.capture} states", "capture"))
-        if any(split(name)[1] >= len(layers) for name in order.wanted):
-            raise Refused(Failed("invalid", "there are fewer layers", "wanted"))
+        for side, layer in map(split, order.wanted):
+            if layer >= len(layers):
+                raise Refused(Failed("invalid", "there are fewer layers", "wanted"))
+            found = layers[layer].recurrence
+            if side == KEPT and (found is None or len(found.parts) == 1):
+                raise Refused(Failed("invalid", f"layer {layer} keeps no state", "wanted"))
         return translator, layers
 
     def _translator(self, digest: str) -> Translator | None:
@@ -290,7 +294,8 @@ class Reader:
 
         What comes before the first position that is sent is read, too.
         """
-        reading = capture.prefill(self.model, order.tokens, order.step_size)
+        kept = any(split(name)[0] == KEPT for name in order.wanted)
+        reading = capture.prefill(self.model, order.tokens, order.step_size, kept=kept)
         spans = iter(order.spans)
         with contextlib.closing(reading):
             for states in reading:
@@ -305,7 +310,8 @@ class Reader:
                         if translator is None
                         else _translated(order, translator, part)
                     )
-                    dtype = DTYPES[next(iter(every.values())).dtype]
+                    some = next(iter(every.values()), None)  # none but the last chunk has states
+                    dtype = "float32" if some is None else DTYPES[some.dtype]
                     arrays = {name: _bits(every[name]) for name in order.rows(span)}
                     del part, states, every
                     mx.eval(arrays)
@@ -315,7 +321,9 @@ class Reader:
 def _own(order: Order, span: range, states: KVStates) -> dict[str, mx.array]:
     """A source's states as they are sent: all of one dtype."""
     arrays = {
-        name: states.side(side)[layer][0, -rows:]
+        name: states.kept[layer][0]
+        if side == KEPT and states.kept is not None
+        else states.side(side)[layer][0, -rows:]
         for name, rows in order.rows(span).items()
         for side, layer in [split(name)]
     }
@@ -335,7 +343,8 @@ def _translated(order: Order, translator: Translator, states: KVStates) -> dict[
     ]
     found = translator.above(layers)(states, first)
     dtype = getattr(mx, order.dtype or "float32")
-    return {
+    kept = {f"{KEPT}.{layer}": array[0].astype(dtype) for layer, array in found.kept.items()}
+    return kept | {
         f"{side}.{layer}": array[0].astype(dtype)
         for side, groups in zip(SIDES, (found.keys, found.values), strict=True)
         for group in groups

@@ -7,6 +7,7 @@ own. A runtime runs the models (:class:`Rows`); all else is the same code for ML
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -17,9 +18,10 @@ import numpy as np
 
 from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.format.kinds import SIDES
-from kvlingo_mlx.format.maps import maps_of, reads_of
+from kvlingo_mlx.format.maps import StateMap, maps_of, maps_states, reads_of, state_maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
+from kvlingo_mlx.stage1 import bilinear
 from kvlingo_mlx.stage1.closed_form import check_tokens, solve_maps
 from kvlingo_mlx.stage1.norms import ATTENTION_NORMS, token_weights
 from kvlingo_mlx.stage1.selection import METHODS, candidates, choose
@@ -49,6 +51,11 @@ class Rows(Protocol):
 
     def array(self, array: np.ndarray) -> Any:
         """An array where the sums are."""
+
+    def kept(
+        self, sample: Sample, tokens: int
+    ) -> tuple[Mapping[int, np.ndarray], Mapping[int, np.ndarray]]:
+        """Both models' recurrent states after the first ``tokens`` of a prefix, by layer."""
 
     def attention_mass(self, sample: Sample) -> np.ndarray:
         """The attention that the continuation pays to each prefix position (eq. "attn-norm")."""
@@ -148,6 +155,7 @@ class ClosedForm:
                     self._read(part, done, len(parts))
                     self._lead(part, parts[done + 1].maps if part is not parts[-1] else {})
             before += len(parts)
+        self._solve_states(before)
 
     @property
     def lowest(self) -> int:
@@ -172,7 +180,8 @@ class ClosedForm:
     def _parts_to_choose(self) -> list[Part]:
         if self.method not in METHODS:
             return []
-        reads = candidates(self.config.source.layers, self.config.target.layers)
+        every = candidates(self.config.source.layers, self.config.target.layers)
+        reads = {t: own for t, own in every.items() if not maps_states(self.config, t)}
         return self._parts(
             {
                 f"{side}.{t}": Regression(reads_of(self.config, side, t, own), ((side, t),))
@@ -324,6 +333,55 @@ class ClosedForm:
             self.weights |= theirs
             self.ranks += ranks
             self.ridges += ridges
+
+    # ---- recurrent states that are mapped --------------------------------------------------
+
+    def _solve_states(self, before: int) -> None:
+        """Solve the maps of recurrent states, in passes over the first few samples each."""
+        maps = state_maps_of(self.config)
+        for number, some in enumerate(bilinear.batches(maps, self._state_bytes, self.memory)):
+            if before + number != self.part:
+                continue
+            given, wanted = self._states(some)
+            rank, size = self.group.rank, self.group.size
+            own: dict[str, np.ndarray] = {}
+            for m in some[rank * len(some) // size : (rank + 1) * len(some) // size]:
+                own |= bilinear.solve_states(m, given, wanted[m.layer])
+                self.hooks.solved(len(self.weights) + len(own) // len(m.shapes))
+            for theirs in self.group.gathered(own):
+                self.weights |= theirs
+            self.part += 1
+            self.hooks.keep()
+
+    def _states(
+        self, maps: Sequence[StateMap]
+    ) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+        """What maps read and write: states (N, heads, value dim, key dim) by layer."""
+        reads = sorted({layer for m in maps for layer in m.reads})
+        writes = [m.layer for m in maps]
+        found: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
+        for number, sample in enumerate(self.samples(0)):
+            if len(found) * self.group.size >= bilinear.STATES:
+                break
+            if sample is None or not sample.num_translated:
+                continue
+            most = len(sample.prefix)  # some texts are cut, since a state depends on the length
+            tokens = int(np.random.default_rng(number).integers(-(-most // 2), most + 1))
+            given, wanted = self.models.kept(sample, tokens)
+            found.append(([given[s] for s in reads], [wanted[t] for t in writes]))
+        every = [pair for theirs in self.group.gathered(found) for pair in theirs]
+
+        def by_layer(end: int, layers: Sequence[int]) -> dict[int, np.ndarray]:
+            return {t: np.stack([each[end][i] for each in every]) for i, t in enumerate(layers)}
+
+        return by_layer(0, reads), by_layer(1, writes)
+
+    def _state_bytes(self, m: StateMap) -> int:
+        """The bytes of the states that a map reads and writes, in float32."""
+        layers = [self.config.source.layers[s] for s in m.reads]
+        shapes = (g.recurrence.parts[1] for g in (*layers, self.config.target.layers[m.layer])
+                  if g.recurrence is not None)  # fmt: skip
+        return sum(4 * math.prod(shape) for shape in shapes)
 
     # ---- the state on disk ----------------------------------------------------------------
 

@@ -118,6 +118,8 @@ def _why_not(config: TranslatorConfig) -> str | None:
         return "it is between latents, which a page does not describe"
     if config.alignment is not None:
         return "it is between two tokenizers"
+    if config.state_maps:
+        return "it maps recurrent states, which a page does not describe"
     if any({side for side, _ in m.reads} != set(m.writes) for m in maps_of(config)):
         return (
             "it is between layers of two kinds, whose maps read both sides of a source layer, and "

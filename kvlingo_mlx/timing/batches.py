@@ -8,6 +8,7 @@ so a batch of one takes less time here than in :class:`Paths`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -42,9 +43,11 @@ class Batch(Paths):
 
     def _read(self) -> list[KVStates]:
         spans = []
-        with capture.tap_keys_and_values(self.source) as take, mx.stream(generation_stream):
-            for start, _ in self._prefill(self.source, self._own):
-                spans.append(take(start))
+        taps = capture.tap_keys_and_values(self.source, inputs=not self._kept)
+        with taps as take, mx.stream(generation_stream):
+            for start, own in self._prefill(self.source, self._own):
+                kept = capture.recurrent_states(self.source, own) if self._kept else None
+                spans.append(replace(take(start), kept=kept))
                 mx.eval(spans[-1].arrays)
         return spans
 

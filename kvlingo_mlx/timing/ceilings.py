@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from kvlingo_mlx import caches
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.kinds import SIDES
-from kvlingo_mlx.format.maps import Read, flops_of
+from kvlingo_mlx.format.maps import Read, flops_of, maps_states
 from kvlingo_mlx.models.hidden import decoder_of, text_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import seconds
@@ -211,11 +212,15 @@ def translation_work(
     """The work of translating ``count`` tokens: states read, maps read, cache written.
 
     A layer with a window translates only its last tokens. A recurrent one makes its state of what
-    is translated.
+    is translated, or its state is mapped, whatever the number of tokens.
     """
     kept = [min(count, g.reach or count) for g in target.geometry.layers]
-    both = zip(target.geometry.layers, kept, strict=True)
-    flops, read = sum(recurrent_flops(g) * tokens for g, tokens in both), dict[Read, int]()
+    flops, read = 0.0, dict[Read, int]()
+    for t, (geometry, tokens) in enumerate(zip(target.geometry.layers, kept, strict=True)):
+        if not maps_states(translator.config, t):
+            flops += recurrent_flops(geometry) * tokens
+    maps = [m.map for m in translator.of_states]
+    flops += sum(m.flops for m in maps)
     for group in (group for side in SIDES for group in translator.groups[side]):
         tokens = kept[group.layers[0]]  # all layers of a group reach as far
         parts = ((name, part.size) for name, parts in group.tensors.items() for part in parts)
@@ -224,6 +229,9 @@ def translation_work(
             read[one] = max(tokens, read.get(one, 0))
     layers, size = source.geometry.layers, source.cache_dtype.size
     states = sum(size * layers[i].width(side) * tokens for (side, i), tokens in read.items())
+    for i in {i for m in maps for i in m.reads}:
+        if (recurrence := layers[i].recurrence) is not None:
+            states += mx.float32.size * math.prod(recurrence.parts[1])
     written = sum(map(operator.mul, caches.bytes_by_layer(target), kept))
     written += caches.state_bytes(target)
     return Work(flops, translator.nbytes + states + written)

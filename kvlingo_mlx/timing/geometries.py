@@ -119,11 +119,12 @@ def _not_yet(path: str, module: nn.Module) -> bool:
 
 def random_translators(
     source: LanguageModel, target: LanguageModel, nu: int, forms: Mapping[str, tuple[DType, Any]],
-    *, head_mixing: bool = True,
+    *, head_mixing: bool = True, state_maps: bool = False,
 ) -> dict[str, Translator]:  # fmt: skip
     """Random linear maps by form; ``forms`` gives the stored dtype and the bits of each."""
     assignment = by_depth(source.geometry.layers, target.geometry.layers, nu)
-    config = TranslatorConfig(source.spec(), target.spec(), assignment, head_mixing=head_mixing)
+    ends = source.spec(), target.spec()
+    config = TranslatorConfig(*ends, assignment, head_mixing=head_mixing, state_maps=state_maps)
     arrays = random_maps(config)
     return {
         form: LinearTranslator.build(config, Weights.from_float32(arrays, dtype), bits=bits)

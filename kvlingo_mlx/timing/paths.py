@@ -64,8 +64,9 @@ class Paths:
         self.source, self.target, self.translators = source, target, translators
         self.tokens, self.step_size = list(tokens), step_size
         self._own = make_prompt_cache(source.model)
-        self._recorded = self._read()
         self._first = next(iter(translators.values()))
+        self._kept = self._first.config.state_maps
+        self._recorded = self._read()
         self._cache = self.translate()
         self._eager: list[Any] | None = None
         self._native: list[Any] | None = None
@@ -74,7 +75,8 @@ class Paths:
     def _read(self) -> list[KVStates]:
         """Let the source read the prompt into its own cache; return its states by chunk."""
         with mx.stream(generation_stream):
-            return list(capture.prefill(self.source, self.tokens[:-1], self.step_size, self._own))
+            ends = self.tokens[:-1], self.step_size, self._own
+            return list(capture.prefill(self.source, *ends, kept=self._kept))
 
     def phase(self, name: str) -> Callable[[], object]:
         """The function of a phase.
@@ -91,7 +93,8 @@ class Paths:
 
     def source_prefill(self) -> None:
         """The source reads the prompt and records its keys and values."""
-        for _ in capture.prefill(self.source, self.tokens[:-1], self.step_size):
+        read = self.tokens[:-1]
+        for _ in capture.prefill(self.source, read, self.step_size, kept=self._kept):
             pass
 
     def target_step(self) -> object:
@@ -214,7 +217,9 @@ def translation(plan: Plan) -> Callable[[], list[Any]]:
 
     The target reads its native part itself.
     """
-    recorded = list(capture.prefill(plan.source, plan.read, plan.step_size))
+    assert plan.translator is not None
+    kept = plan.translator.config.state_maps
+    recorded = list(capture.prefill(plan.source, plan.read, plan.step_size, kept=kept))
 
     def run() -> list[Any]:
         with mx.stream(generation_stream):

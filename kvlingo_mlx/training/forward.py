@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from kvlingo_mlx.format.maps import Map, head_map_of, maps_of
+from kvlingo_mlx.format.maps import Map, StateMap, head_map_of, maps_of, state_maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 
 Read = Callable[[str, int], Any]  # a side and a source layer, to their states (T, d)
@@ -52,7 +52,13 @@ class Maps:
 
     def names(self, t: int) -> list[str]:
         """The beginnings of the names of a target layer's tensors."""
-        return [f"{m.name}." for m in self._by_layer[t]]
+        own = [self.states[t]] if t in self.states else self._by_layer[t]
+        return [f"{m.name}." for m in own]
+
+    @cached_property
+    def states(self) -> dict[int, StateMap]:
+        """The maps of states, by target layer."""
+        return {m.layer: m for m in state_maps_of(self.config)}
 
     @cached_property
     def _by_layer(self) -> dict[int, list[Map]]:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from kvlingo_mlx.format.kinds import TENSORS
-from kvlingo_mlx.format.maps import maps_of, shapes_of
+from kvlingo_mlx.format.maps import maps_of, shapes_of, state_maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 
 PROBED = 8  # hidden units of an MLP that is only probed
@@ -16,10 +16,17 @@ PROBED = 8  # hidden units of an MLP that is only probed
 def drawn(config: TranslatorConfig) -> dict[str, np.ndarray]:
     """Small random tensors of a translator that is only probed."""
     generator, spec = np.random.default_rng(0), config.spec
-    return {
-        f"{m.name}.{name}": generator.standard_normal(shape).astype(np.float32) / m.inputs**0.5
+    widths = [
+        (f"{m.name}.{name}", shape, m.inputs)
         for m in maps_of(config)
         for name, shape in shapes_of(config, m, spec.tensors, PROBED).items()
+    ]
+    for each in state_maps_of(config):
+        own = each.shapes.items()
+        widths += [(f"{each.name}.{name}", shape, max(shape[-2:])) for name, shape in own]
+    return {
+        name: generator.standard_normal(shape).astype(np.float32) / inputs**0.5
+        for name, shape, inputs in widths
     }
 
 

@@ -9,9 +9,13 @@ from typing import Any
 
 from kvlingo_mlx.format.assignment import by_depth, check_windows
 from kvlingo_mlx.format.kinds import KindSpec, kind_named
-from kvlingo_mlx.format.maps import check_head_ratio
+from kvlingo_mlx.format.maps import check_head_ratio, check_states
 from kvlingo_mlx.format.projections import facts_of_models
-from kvlingo_mlx.format.translator_config import CAPTURES, TranslatorConfig, capture_point
+from kvlingo_mlx.format.translator_config import (
+    CAPTURES,
+    TranslatorConfig,
+    capture_point,
+)
 from kvlingo_mlx.stage1.closed_form import checked_ridge
 from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.selection import METHODS
@@ -39,6 +43,7 @@ class TrainingPlan:
         capture: The capture point of keys; by default the first one that both models have.
         nu: The number of source layers that each target layer reads.
         assignment: How these source layers are chosen: ``relative_depth``, ``r2`` or ``greedy``.
+        state_maps: Whether recurrent states are mapped, and not what goes into them.
         norm: The norm of the closed form.
         ridge: The closed form's ridge, as a share of its inputs' mean square; None chooses one for
             each map.
@@ -59,6 +64,7 @@ class TrainingPlan:
     capture: str | None = None
     nu: int = 1
     assignment: str = "relative_depth"
+    state_maps: bool = False
     norm: str = "frobenius"
     ridge: float | None = None
     fit_samples: int = 400
@@ -93,6 +99,11 @@ class TrainingPlan:
         require("an MLP's hidden width (--hidden)", self.hidden, 1)
         require("layers of the target's own (--native-layers)", self.native_layers, 0)
         require("the seed (--seed)", self.seed, 0, 2**63 - 1)
+        if self.state_maps and not spec.solved:
+            raise ValueError(
+                "maps of states (--state-maps) begin with a closed form, and a translator of kind "
+                f"{self.kind} has none; use linear or linear_mlp"
+            )
         if self.joint and self.assignment in METHODS:
             raise ValueError(
                 f"{self.assignment} chooses for keys and values apart, a joint map reads both; use "
@@ -200,6 +211,8 @@ def make_config(source: Model, target: Model, plan: TrainingPlan) -> TranslatorC
     if not plan.head_mixing:
         check_head_ratio(*ends)
     check_windows(source.geometry.layers, target.geometry.layers)
+    if plan.state_maps:
+        check_states(*ends)
     most = len(target.geometry.layers) - 1
     if plan.native_layers > most:
         raise ValueError(
@@ -215,5 +228,6 @@ def make_config(source: Model, target: Model, plan: TrainingPlan) -> TranslatorC
         joint=plan.joint,
         capture=capture,
         alignment=None if one else "minimal_groups",
+        state_maps=plan.state_maps,
         provenance={"native_layers": plan.native_layers} if plan.native_layers else {},
     )

@@ -18,7 +18,7 @@ from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.kinds import SIDES
-from kvlingo_mlx.format.maps import Read, flops_of, head_map_of
+from kvlingo_mlx.format.maps import Read, flops_of, head_map_of, state_maps_of
 from kvlingo_mlx.format.tensor_file import DType, Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.parts import Part
@@ -26,6 +26,7 @@ from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.products import Group, plan
 from kvlingo_mlx.translators.quantised import Quantised
+from kvlingo_mlx.translators.state_maps import StateMapped
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Translator(ABC):
         config: Which models it is for, what it computes, and its provenance.
         dtype: The dtype in which its weights are stored on disk.
         groups: The maps by target side, arranged for this machine.
+        of_states: The maps of recurrent states, in layer order.
         bits: The bits of its quantised matrices (:mod:`.quantised` leaves some as floats), or None.
         path: The folder from which it was loaded; None if it was made in this process.
         part: The part of a target for which it was cut, if several ranks hold that together.
@@ -59,6 +61,7 @@ class Translator(ABC):
     config: TranslatorConfig
     dtype: DType
     groups: dict[str, tuple[Group, ...]]
+    of_states: tuple[StateMapped, ...] = ()
     bits: int | None = None
     path: Path | None = None
     part: Part | None = None
@@ -80,7 +83,8 @@ class Translator(ABC):
         """Arrange the weights for this machine (``batched``: for a GPU), quantised to ``bits``."""
         batched = on_gpu() if batched is None else batched
         groups = {side: plan(config, weights, side, batched, bits) for side in SIDES}
-        translator = cls(config, weights.dtype, groups, bits)
+        states = tuple(StateMapped.of(each, weights) for each in state_maps_of(config))
+        translator = cls(config, weights.dtype, groups, states, bits)
         with working():
             mx.eval([array for _, array in translator._parts() if isinstance(array, mx.array)])
         return translator
@@ -107,7 +111,15 @@ class Translator(ABC):
             states: The source's states.
             first: For each target cache layer, the first position that it will hold; a layer with
                 a window needs nothing earlier. Default: all positions.
+
+        Raises:
+            ValueError: Recurrent states are mapped, and ``states`` were recorded without them.
         """
+        if self.of_states and states.kept is None:
+            raise ValueError(
+                f"{self.config.title} maps recurrent states, and what it is given has none; record "
+                "it with kept=True"
+            )
         keys, values = (
             tuple(
                 LayerGroup(group.layers, start, self._apply(group, states, start))
@@ -116,7 +128,8 @@ class Translator(ABC):
             )
             for side in SIDES
         )
-        return TranslatedStates(keys, values, states.capture)
+        kept = {m.map.layer: m(states.kept) for m in self.of_states if states.kept}
+        return TranslatedStates(keys, values, states.capture, kept)
 
     def above(self, layers: int) -> Self:
         """A translator to only the target layers from ``layers`` on; the arrays are shared."""
@@ -124,7 +137,8 @@ class Translator(ABC):
             side: tuple(part for group in found if (part := group.above(layers)) is not None)
             for side, found in self.groups.items()
         }
-        return replace(self, groups=groups) if layers else self
+        kept = tuple(m for m in self.of_states if m.map.layer >= layers)
+        return replace(self, groups=groups, of_states=kept) if layers else self
 
     def in_full(self) -> Self:
         """A translator that makes all numbers of each token, also what only a tail needs."""
@@ -186,12 +200,15 @@ class Translator(ABC):
 
         They are named by target side and have the shapes of the format (joint maps by their rows).
         """
-        return {
+        found = {
             f"{side}.{layer}.{name}": array
             for side in SIDES
             for group in self.groups[side]
             for (layer, name), array in group.stored(self.config.head_mixing).items()
         }
+        for m in self.of_states:
+            found |= {n: np.array(a.astype(mx.float32)) for n, a in m.tensors.items()}
+        return found
 
     @cached_property
     def digest(self) -> str:
@@ -220,12 +237,17 @@ class Translator(ABC):
 
     @property
     def flops_per_token(self) -> int:
-        """The floating-point operations per token (appendix "Computational gains")."""
+        """The floating-point operations per token (appendix "Computational gains").
+
+        Maps of recurrent states, which run once a hand-over, are not counted.
+        """
         return flops_of((name, part.size) for name, part in self._parts())
 
     def _parts(self) -> Iterator[tuple[str, mx.array | Quantised]]:
         for group in (group for side in SIDES for group in self.groups[side]):
             yield from ((name, part) for name, parts in group.tensors.items() for part in parts)
+        for m in self.of_states:
+            yield from m.tensors.items()
 
     @checked
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:

@@ -13,6 +13,7 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.maps import maps_states, state_maps_of
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.base import LinearMap, Translator
@@ -38,8 +39,11 @@ class LinearTranslator(Translator):
 def identity(config: TranslatorConfig) -> LinearTranslator:
     """The translator of a model to itself, which must decode exactly as the model does."""
     out: dict[str, np.ndarray] = {}
+    for m in state_maps_of(config):
+        for name, shape in m.shapes.items():
+            out[f"{m.name}.{name}"] = np.tile(np.eye(shape[-1], dtype=np.float32), (shape[0], 1, 1))
     for layer, geometry in enumerate(config.target.layers):
-        for side in SIDES:
+        for side in () if maps_states(config, layer) else SIDES:
             if config.head_mixing:
                 matrix = np.eye(geometry.width(side), dtype=np.float32)
             else:

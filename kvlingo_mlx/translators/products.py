@@ -207,8 +207,9 @@ def plan(
     """
     reads = {m.layer: m.reads for m in maps_of(config) if side in m.writes}
     alike: dict[tuple, list[int]] = defaultdict(list)
-    for layer, geometry in enumerate(config.target.layers):
-        widths = tuple(_width(config, read) for read in reads[layer])
+    for layer, read in reads.items():
+        geometry = config.target.layers[layer]
+        widths = tuple(_width(config, each) for each in read)
         hidden = _hidden(weights, side, layer)
         own = geometry.reach, geometry.recurrence
         shape = (geometry.kv_heads, geometry.head_dim(side), *own, widths, hidden)

@@ -47,6 +47,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     records = (json.dumps({"text": text}) + "\n" for text in texts)
     (root / "texts.jsonl").write_text("".join(records))
     assert run(fit(root, "translator")) == 0
+    assert run(fit(root, "mapped", "--state-maps")) == 0
     return root
 
 
@@ -92,6 +93,9 @@ def test_show_tells_of_recurrent_layers(room: Path, capsys: pytest.CaptureFixtur
         ("--nu", "2", "--norm", "sink_4", "--ridge", "0.01"),
         ("--assignment", "r2"),
         ("--assignment", "greedy", "--capture", "post_rope"),
+        ("--state-maps", "--nu", "2", "--norm", "attention"),
+        ("--state-maps", "--assignment", "greedy", "--nu", "2", "--capture", "post_rope"),
+        ("--state-maps", "--memory-gb", "0.0001"),
     ],
 )
 def test_fits(room: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
@@ -110,8 +114,9 @@ def test_fits(room: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
         ("--quantize", "4"),
     ],
 )
-def test_answers(room: Path, more: tuple[str, ...]) -> None:
-    assert run(generate(room, *more)) == 0
+@pytest.mark.parametrize("translator", ["translator", "mapped"])
+def test_answers(room: Path, more: tuple[str, ...], translator: str) -> None:
+    assert run(generate(room, *more, translator=translator)) == 0
 
 
 @pytest.mark.parametrize("layers", [0, 1, 4, 5, 8])
@@ -178,6 +183,30 @@ def test_pairs_of_other_kinds(
     if "--assignment" not in more:
         first, *_, last = config.assignment.keys
         assert (first[0], last[-1]) == (0, len(config.source.layers) - 1)
+
+
+def test_maps_of_states_by_the_other_verbs(
+    room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluated beside their controls, tuned, timed, imported; exported they are not."""
+    monkeypatch.chdir(tmp_path)
+    pair = ["--source", str(room / "small"), "--target", str(room / "large")]
+    own = [*pair, "--translator", str(room / "mapped")]
+    talk = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "so they did"}]
+    Path("chats.jsonl").write_text("\n".join(json.dumps({"messages": talk}) for _ in range(3)))
+    chats = ["--data", "chats.jsonl"]
+    scores = ["--tasks", "continuation", "--baselines", "shuffled,hidden", "--compare"]
+    assert run(["eval", str(room / "mapped"), *pair, *scores, *chats]) == 0
+    assert run(["tune", *own, *chats, "--native-layers", "0,4", "--trials", "1"]) == 0
+    assert run(["bench", *own, "-p", "64", "-n", "1", "--native-layers", "4"]) == 0
+    assert run(["bench", *own, "-p", "64", "-n", "1", "--batch", "2"]) == 0
+    monkeypatch.setenv("KVLINGO_HOME", str(tmp_path / "home"))
+    assert run(["import", str(room / "mapped")]) == 0
+    words = ["export", str(room / "mapped"), "--to", "npz", "--out", str(tmp_path / "page")]
+    fails(words, "it maps recurrent states, which a page does not describe", capsys)
+    capsys.readouterr()
+    assert run(["show", str(room / "mapped")]) == 0
+    assert "recurrent states mapped" in " ".join(capsys.readouterr().out.split())
 
 
 # ---- what is refused --------------------------------------------------------------------

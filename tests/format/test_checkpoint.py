@@ -589,7 +589,7 @@ def test_an_unknown_key(folder: Path, place: Place, key: str) -> None:
 INTEGERS = (True, False, 1.0, "1", None, [1], 2**70, -1, 10**4000)
 LAYER_0: Place = ("target", "layers", 0)
 WRONG_VALUES: list[tuple[Place, Sequence[Any]]] = [
-    (("format_version",), (3, 0, -1, "1", True, 1.0, None, [1], {}, 10**4000, "1\n2")),
+    (("format_version",), (4, 0, -1, "1", True, 1.0, None, [1], {}, 10**4000, "1\n2")),
     (("kind",), ("affine", "Linear", "", None, 1, ["linear"], {}, "linear\n")),
     (("head_mixing",), (1, 0, "true", None, [])),
     (("joint",), (1, 0, "false", None)),
@@ -658,8 +658,8 @@ def test_a_wrong_value(folder: Path, place: Place, value: Any) -> None:
 
 
 def test_another_version_says_what_to_do(folder: Path) -> None:
-    put_config(folder, changed(("format_version",), 3) | {"new": "in version 3"})
-    refuse(folder, "format version 3, this kvlingo-mlx reads 1 to 2; upgrade")
+    put_config(folder, changed(("format_version",), 4) | {"new": "in version 4"})
+    refuse(folder, "format version 4, this kvlingo-mlx reads 1 to 3; upgrade")
 
 
 def test_too_many_layers(folder: Path) -> None:

@@ -76,6 +76,7 @@ def check_sound(folder: Path, config: Any, weights: Any) -> None:
             del layer["recurrence"]  # attention has no such key
     assert found == {
         "head_map": None,
+        "state_maps": False,
         **{key: value for key, value in data.items() if key != "format_version"},
     }
     check_assignment(data)

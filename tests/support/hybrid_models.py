@@ -112,19 +112,46 @@ def states_read(
     return [(s, i) for s in reads for i in ((index,) if kinds[s] == layer.attention else (0, 1))]
 
 
+def random_state_maps(
+    source: LanguageModel, layer: LayerGeometry, t: int, nu: int, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Random maps of a target layer's state, by the format page's table of shapes."""
+    ours = layer.recurrence
+    theirs = next(g.recurrence for g in source.geometry.layers if g.recurrence is not None)
+    assert ours is not None
+    shapes = {
+        "left": (ours.value_heads, ours.value_dim, nu * theirs.value_dim),
+        "right": (ours.value_heads, nu * theirs.key_dim, ours.key_dim),
+    }
+    return {
+        f"states.{t}.{name}": (rng.standard_normal(shape) / shape[1] ** 0.5).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
 def random_translator(
-    source: LanguageModel, target: LanguageModel, seed: int = 3, nu: int = 2
+    source: LanguageModel,
+    target: LanguageModel,
+    seed: int = 3,
+    nu: int = 2,
+    *,
+    state_maps: bool = False,
 ) -> Translator:
     """Random linear maps, of up to ``nu`` source layers; its receipt says that it is exact."""
     assignment = by_depth(source.geometry.layers, target.geometry.layers, nu)
     exact = {"receipt": Receipt(0.0, 1.0, 0, 1.0).to_json()}
-    config = TranslatorConfig(source.spec(), target.spec(), assignment, provenance=exact)
+    ends = source.spec(), target.spec()
+    config = TranslatorConfig(*ends, assignment, state_maps=state_maps, provenance=exact)
     rng = np.random.default_rng(seed)
     arrays = {}
     for index, side in enumerate(tiny.SIDES):
         for t, (layer, reads) in enumerate(
             zip(target.geometry.layers, assignment.side(side), strict=True)
         ):
+            if state_maps and layer.recurrence is not None:
+                if side == "keys":
+                    arrays |= random_state_maps(source, layer, t, len(reads), rng)
+                continue
             read = states_read(source, layer, reads, index)
             inputs = sum(source.geometry.layers[s].width(tiny.SIDES[i]) for s, i in read)
             array = rng.standard_normal((layer.width(side), inputs)) / np.sqrt(inputs)

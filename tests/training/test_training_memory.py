@@ -48,7 +48,7 @@ def test_the_sum_of_released_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         memory, "cache_bytes", lambda model, n: n * a_token[len(model.geometry.layers)]
     )
     monkeypatch.setattr(memory, "_numbers", lambda config, hidden: 36 * 2 * 1024 * 1024)
-    config: Any = None
+    config: Any = SimpleNamespace(state_maps=False)
 
     def said(n: int, m: int, *, gpu: bool) -> list[int]:
         monkeypatch.setattr(memory, "on_gpu", lambda: gpu)
@@ -77,6 +77,7 @@ def test_the_measured_peak(tmp_path: Path, prefix: int, answer: int) -> None:
     assert said(model, prefix, answer) == pytest.approx(peak(model, prefix, answer), rel=0.25)
 
 
+PLAN = TrainingPlan()
 DELTA = {
     "num_hidden_layers": 4, "head_dim": 64, "linear_num_value_heads": 16,
     "linear_num_key_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
@@ -85,26 +86,34 @@ MIXER = {"shared_intermediate_size": 1024, "mamba_n_heads": 16, "mamba_d_head": 
          "mamba_d_state": 64, "mamba_n_groups": 1}  # fmt: skip
 
 
+@pytest.mark.parametrize("state_maps", [False, True], ids=["inputs", "states"])
 @pytest.mark.parametrize(
     ("name", "facts"), [("qwen3_5", DELTA), ("granitemoehybrid", MIXER)], ids=["delta", "mamba"]
 )
-def test_the_measured_peak_of_hybrids(tmp_path: Path, name: str, facts: dict[str, int]) -> None:
-    """Reading is the larger part; what learns is bounded by a segment, whatever the prefix."""
+def test_the_measured_peak_of_hybrids(
+    tmp_path: Path, name: str, facts: dict[str, int], state_maps: bool
+) -> None:
+    """Reading is the larger part; what learns is bounded by a segment, whatever the prefix.
+
+    Where states are mapped, no inputs are kept.
+    """
     facts |= {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
     facts |= {"max_position_embeddings": 4096}
     model = kv.load(hybrid_models.write_hybrid_model(tmp_path / "m", name, **facts))
-    assert said(model, 1024, 32) == pytest.approx(peak(model, 1024, 32), rel=0.15)
+    plan = TrainingPlan(state_maps=state_maps)
+    told, measured = (of(model, 1024, 32, plan) for of in (said, peak))
+    assert told == pytest.approx(measured, rel=0.15)
 
 
-def said(model: LanguageModel, prefix: int, answer: int) -> float:
+def said(model: LanguageModel, prefix: int, answer: int, plan: TrainingPlan = PLAN) -> float:
     """What a conversation takes by the formula."""
-    config = make_config(model, model, TrainingPlan())
+    config = make_config(model, model, plan)
     return list(memory.needs(model, model, config, prefix, answer).values())[-1]
 
 
-def peak(model: LanguageModel, prefix: int, answer: int) -> float:
+def peak(model: LanguageModel, prefix: int, answer: int, plan: TrainingPlan = PLAN) -> float:
     """What it takes by MLX's own count, beside weights and translator."""
-    pair, config = pair_of(model, model), make_config(model, model, TrainingPlan())
+    pair, config = pair_of(model, model), make_config(model, model, plan)
     tokens = np.random.default_rng(0).integers(0, 300, prefix + answer).tolist()
     sample = Sample(tuple(tokens[:prefix]), tuple(tokens[prefix:]))
     made = pair.trainable(config, random_arrays(config, 3))

@@ -23,6 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.between import placed
+from kvlingo_mlx.format.maps import maps_states
 from kvlingo_mlx.models.capture import whole
 from kvlingo_mlx.models.delta_rule import in_chunks
 from kvlingo_mlx.models.hidden import hidden_states
@@ -65,8 +66,12 @@ def read(
     sample: Sample,
     capture: str,
     native_layers: int = 0,
+    kept: bool = False,
 ) -> Reading:
-    """Read a conversation with both models."""
+    """Read a conversation with both models.
+
+    ``kept`` keeps the source's recurrent states in the place of what went into them.
+    """
     prefix, continuation = sample.prefix, sample.continuation
     cache = make_prompt_cache(target.model)
     for start in range(0, len(prefix) - 1, STEP):
@@ -87,7 +92,8 @@ def read(
         teacher = mx.concatenate(parts)
         mx.eval(teacher)
     del cache
-    return Reading(sample, _source_states(source, target, sample, capture), own, teacher)
+    reads = capture, kept
+    return Reading(sample, _source_states(source, target, sample, reads), own, teacher)
 
 
 def _content(cache: Any) -> Entry:
@@ -98,14 +104,14 @@ def _content(cache: Any) -> Entry:
 
 
 def _source_states(
-    source: LanguageModel, target: LanguageModel, sample: Sample, capture: str
+    source: LanguageModel, target: LanguageModel, sample: Sample, reads: tuple[str, bool]
 ) -> KVStates | None:
     """The states to translate: of ``prefix[:-1]``, or of the shared tokens of two tokenizers."""
     aligned = sample.aligned
     tokens = sample.prefix[:-1] if aligned is None else aligned.source_ids[: aligned.num_read]
     if not tokens:
         return None
-    states = whole(source, tokens, capture)
+    states = whole(source, tokens, *reads)
     return states if aligned is None else states.gathered(mx.array(aligned.rows), 0)
 
 
@@ -162,6 +168,8 @@ def _entry(
     target: LanguageModel, translator: MLXTranslator, reading: Reading, layer: int, start: int
 ) -> Entry:
     """A translated layer's cache entries from position ``start`` on."""
+    if maps_states(translator.config, layer):
+        return _mapped(target, translator, reading, layer)
     kept: Entry | None = None
     for span in _spans(target, reading, layer, start):
         kept = _part(target, translator, reading, layer, span, kept=kept)
@@ -169,6 +177,19 @@ def _entry(
             mx.eval(kept)  # else all steps of a recurrence would be in memory at once
     assert kept is not None
     return kept
+
+
+def _mapped(
+    target: LanguageModel,
+    translator: MLXTranslator,
+    reading: Reading,
+    layer: int,
+    tensors: dict[str, mx.array] | None = None,
+) -> Entry:
+    """What a recurrent layer holds whose state is mapped; ``tensors`` as in :func:`_part`."""
+    assert reading.states is not None and reading.states.kept is not None
+    state = translator.mapped_state(layer, reading.states.kept, tensors)
+    return caches.with_tail(target, layer, state)
 
 
 def _spans(target: LanguageModel, reading: Reading, layer: int, start: int) -> list[slice]:
@@ -265,6 +286,14 @@ def _pulled(
     """The gradients of a layer's tensors from those of its cache entries."""
     tensors = translator.of_layer(layer)
     names, count = list(tensors), len(tensors)
+    if maps_states(translator.config, layer):
+
+        def state(*arrays: mx.array) -> list[mx.array]:
+            own = dict(zip(names, arrays, strict=True))
+            return list(_mapped(target, translator, reading, layer, own))
+
+        _, slopes = mx.vjp(state, [*tensors.values()], [scale * g for g in gradient])
+        return dict(zip(names, slopes, strict=True))
     spans, befores = _spans(target, reading, layer, start), list[Entry | None]([None])
     for span in spans[:-1]:
         befores.append(_part(target, translator, reading, layer, span, kept=befores[-1]))

@@ -13,7 +13,7 @@ from kvlingo_mlx.backend import mx, on_gpu
 
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.caches.memory import cache_bytes, weights_bytes
-from kvlingo_mlx.format.maps import maps_of, shapes_of
+from kvlingo_mlx.format.maps import maps_of, shapes_of, state_maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.delta_rule import CHUNK
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -27,7 +27,7 @@ BACKWARD = 2.15  # as many of these has a layer's backward pass
 SCORES = 4.5  # arrays of attention scores that a layer's backward pass has at once
 HEAD = 9.9  # arrays of a block's logits that the loss has at once
 # Arrays of a recurrence's rows, keys and values (``_steps``) that are there at once.
-RUN = {"gated_delta": 9.5, "mamba2": 3.4}  # in a pass without gradient
+RUN = {"gated_delta": 11.5, "mamba2": 3.4}  # in a pass without gradient
 RUN_BACK = 12.0  # in a layer's backward pass, beside what else it has
 RUN_MAPS = {"gated_delta": 10.5, "mamba2": 5.0}  # where maps learn from a segment
 MAMBA = 256  # tokens of a chunk in mlx-lm's Mamba-2
@@ -88,7 +88,9 @@ def needs(
     models = sum({id(model): weights_bytes(model) for model in (source, target)}.values())
     # Tensors, two moments of AdamW, and gradients.
     translators = rates * 4 * FLOAT * _numbers(config, hidden)
-    most = max(*_reading(source, target, prefix, answer), _learning(source, target, prefix, answer))
+    lengths, kept = (prefix, answer), config.state_maps
+    reading = _reading(source, target, *lengths, kept=kept)
+    most = max(*reading, _learning(source, target, *lengths, kept=kept))
     return {
         "weights of both models": models,
         f"{rates} translator{'s'[: rates > 1]} in training": translators,
@@ -97,17 +99,22 @@ def needs(
 
 
 def _numbers(config: TranslatorConfig, hidden: int) -> int:
-    shapes = (shapes_of(config, m, config.spec.tensors, hidden) for m in maps_of(config))
+    shapes = [shapes_of(config, m, config.spec.tensors, hidden) for m in maps_of(config)]
+    shapes += [dict(m.shapes) for m in state_maps_of(config)]
     return sum(math.prod(shape) for each in shapes for shape in each.values())
 
 
 def _reading(
-    source: LanguageModel, target: LanguageModel, prefix: int, answer: int
+    source: LanguageModel, target: LanguageModel, prefix: int, answer: int, *, kept: bool
 ) -> Iterator[float]:
-    """The bytes beside weights while each model reads a conversation without gradient."""
-    for model, kept in (
+    """The bytes beside weights while each model reads a conversation without gradient.
+
+    ``kept`` says that recurrent states are kept, and not what goes into them.
+    """
+    inputs = 0 if kept else _inputs_bytes(source, prefix)
+    for model, held in (
         (target, cache_bytes(target, prefix + answer)),
-        (source, 2 * cache_bytes(source, prefix) + _inputs_bytes(source, prefix)),
+        (source, 2 * cache_bytes(source, prefix) + inputs),
     ):
         chunk = min(prefix, gradients.STEP)
         # A GPU's attention writes no scores; a CPU writes those of a chunk and all before it.
@@ -116,29 +123,32 @@ def _reading(
         run = FLOAT * chunk * RUN.get(rule, 0.0) * steps
         parts = model.cache_dtype.size * chunk * _wide(model), model.cache_dtype.size * scores
         if rule == "gated_delta":
-            yield kept + max(*parts, run)
+            yield held + max(*parts, run)
         elif rule:  # mlx-lm's Mamba-2 reads as one graph, of which MLX works ahead
-            yield kept + max(parts) + run
+            yield held + max(parts) + run
         else:
-            yield kept + sum(parts)
+            yield held + sum(parts)
 
 
-def _learning(source: LanguageModel, target: LanguageModel, prefix: int, answer: int) -> float:
+def _learning(
+    source: LanguageModel, target: LanguageModel, prefix: int, answer: int, *, kept: bool
+) -> float:
     """The bytes beside weights and translators while the target learns from a conversation."""
     size, width = target.cache_dtype.size, _fact(target, "hidden_size")
     states = cache_bytes(source, prefix) + cache_bytes(target, prefix)
-    states += _inputs_bytes(source, prefix)
+    states += 0 if kept else _inputs_bytes(source, prefix)
     between = (len(target.geometry.layers) + 4) * answer * width * size
     logits = HEAD * FLOAT * min(LOGITS, answer * target.geometry.embedding_rows)
     scores = SCORES * _heads(target) * answer * (prefix + answer)
     layer = size * (BACKWARD * answer * _wide(target) + scores)
-    widest = max(each.key_width + each.value_width for each in target.geometry.layers)
+    by_token = [g for g in target.geometry.layers if not kept or g.recurrence is None]
+    widest = max(each.key_width + each.value_width for each in by_token)
     maps: float = MAPS * FLOAT * prefix * widest
     rule, steps = _steps(target)
     if rule:
-        # Maps learn from a segment of the prefix at a time.
-        segment = min(prefix, gradients.SEGMENT)
-        maps = FLOAT * segment * (MAPS * widest + RUN_MAPS[rule] * steps)
+        if not kept:  # maps of inputs learn from a segment of the prefix at a time
+            segment = min(prefix, gradients.SEGMENT)
+            maps = FLOAT * segment * (MAPS * widest + RUN_MAPS[rule] * steps)
         recurrent = size * BACKWARD * answer * _wide(target) + FLOAT * answer * RUN_BACK * steps
         layer = max(layer, recurrent)
     return states + between + max(logits, layer, maps)

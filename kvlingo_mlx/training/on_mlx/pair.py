@@ -16,6 +16,7 @@ from kvlingo_mlx.evaluation import verification
 from kvlingo_mlx.fitting.aligned import aligned_states
 from kvlingo_mlx.fitting.rows import Rows
 from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.maps import STATES
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.capture import whole
@@ -53,7 +54,8 @@ class Pair(Rows):
 
     def read(self, sample: Sample, config: TranslatorConfig) -> gradients.Reading:
         ends = self.source, self.target
-        return gradients.read(*ends, sample, config.capture, config.native_layers)
+        native, kept = config.native_layers, config.state_maps
+        return gradients.read(*ends, sample, config.capture, native, kept)
 
     def loss(
         self,
@@ -71,7 +73,8 @@ class Pair(Rows):
         except (ValueError, RuntimeError) as problem:
             reason = str(problem).splitlines()[0]
             raise UnsupportedModelError(_no_gradient(self.target.name, reason)) from problem
-        for side in SIDES:
+        sides = (*SIDES, STATES) if config.state_maps else SIDES
+        for side in sides:
             found = [g for name, g in made.gradients.items() if side in name or "joint" in name]
             if not any(mx.any(gradient != 0).item() for gradient in found):
                 raise UnsupportedModelError(

@@ -16,6 +16,7 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.threads import unit
 from kvlingo_mlx.training.forward import Maps, Operations, Read
+from kvlingo_mlx.translators.state_maps import mapped
 
 MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}  # MLX's names, and those of checkpoints
 
@@ -56,6 +57,19 @@ class MLXTranslator:
         ``tensors`` stand in for its own.
         """
         return self._maps.layer(self.tensors if tensors is None else tensors, t, read)
+
+    def mapped_state(
+        self,
+        t: int,
+        kept: Mapping[int, mx.array],
+        tensors: Mapping[str, mx.array] | None = None,
+    ) -> mx.array:
+        """The mapped state of target layer ``t`` from the source's by layer.
+
+        ``tensors`` stand in for its own.
+        """
+        own, m = self.tensors if tensors is None else tensors, self._maps.states[t]
+        return mapped(m, kept, *(own[f"{m.name}.{name}"] for name in m.shapes))
 
     def of_layer(self, t: int) -> dict[str, mx.array]:
         """The tensors of target layer ``t``."""

@@ -1,0 +1,393 @@
+"""Translators that map recurrent states, through every function that hands over."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import caches
+from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.evaluation import conditions, verification
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.handover.guarding import Watch
+from kvlingo_mlx.loading.grading import GUARD, cuts
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.hidden import hidden_states
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.translators import build
+from kvlingo_mlx.translators.base import Translator
+from tests.support import hybrid_models, tiny
+from tests.support.identity import identity_of
+from tests.support.native_caches import TOKENS, native
+from tests.support.network import Offered
+
+pytestmark = pytest.mark.filterwarnings("ignore::kvlingo_mlx.errors.KVLingoWarning")
+# Of each rule two models, of which no width or head count is alike.
+PAIRS: dict[str, Any] = {
+    "gated_delta": (
+        ("qwen3_5", {}),
+        ("qwen3_5", dict(linear_key_head_dim=12, linear_num_value_heads=6,
+                         linear_value_head_dim=20, num_key_value_heads=1)),
+    ),
+    "mamba2": (("nemotron_h", {}), ("granitemoehybrid", {})),
+}  # fmt: skip
+PREFIX = len(TOKENS) - 1
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[LanguageModel, ...]]:
+    root = tmp_path_factory.mktemp("pairs")
+    return {
+        rule: tuple(
+            kv.load(hybrid_models.write_hybrid_model(root / rule / str(n), name, seed=n, **more))
+            for n, (name, more) in enumerate(ends, 1)
+        )
+        for rule, ends in PAIRS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def translators(pairs: dict[str, tuple[LanguageModel, ...]]) -> dict[str, Translator]:
+    return {
+        rule: hybrid_models.random_translator(*ends, nu=2, state_maps=True)
+        for rule, ends in pairs.items()
+    }
+
+
+def states(cache: Any) -> dict[int, np.ndarray]:
+    return {
+        t: np.array(each.cache[1])[0] for t, each in enumerate(cache) if caches.is_recurrent(each)
+    }
+
+
+def expected(source: LanguageModel, translator: Translator, tokens: Any) -> dict[int, np.ndarray]:
+    """The target's states, by the format page and single products in float64."""
+    kept, arrays = states(native(source, tokens, 64)), translator.floats()
+    config, out = translator.config, {}
+    for t, layer in enumerate(config.target.layers):
+        if layer.recurrence is None:
+            continue
+        left, right = (arrays[f"states.{t}.{n}"].astype(np.float64) for n in ("left", "right"))
+        heads, rows, columns = (
+            layer.recurrence.value_heads,
+            *kept[config.assignment.keys[t][0]].shape[1:],
+        )
+        out[t] = np.zeros((heads, left.shape[1], right.shape[2]))
+        for h in range(heads):
+            for j, s in enumerate(config.assignment.keys[t]):
+                state = kept[s][h * len(kept[s]) // heads].astype(np.float64)
+                one = left[h][:, j * rows : (j + 1) * rows]
+                out[t][h] += one @ state @ right[h][j * columns : (j + 1) * columns]
+    return out
+
+
+def near(found: dict[int, np.ndarray], wanted: dict[int, np.ndarray]) -> None:
+    assert found.keys() == wanted.keys() and wanted
+    for t, state in wanted.items():
+        assert np.abs(found[t] - state).max() < 1e-4 * np.abs(state).max(), t
+
+
+@pytest.mark.parametrize("step_size", [1, 7, 64])
+@pytest.mark.parametrize("rule", PAIRS)
+def test_states_are_those_of_the_page(
+    pairs: Any, translators: Any, rule: str, step_size: int
+) -> None:
+    """However the prefix is cut; tails are empty, and attention is translated as usual."""
+    source, target = pairs[rule]
+    found = kv.hand_over(
+        source, target, TOKENS, translator=translators[rule], prefill_step_size=step_size
+    )
+    near(states(found), expected(source, translators[rule], TOKENS[:-1]))
+    assert not any(np.array(each.cache[0]).any() for each in found if caches.is_recurrent(each))
+    assert {each.offset for each in found if not caches.is_recurrent(each)} == {PREFIX}
+    (span,) = capture.prefill(source, TOKENS[:-1], 64)
+    plain = hybrid_models.random_translator(source, target, nu=2)
+    own = {n: a for n, a in translators[rule].floats().items() if not n.startswith("states.")}
+    plain = build(plain.config, Weights("float32", plain.floats() | own))
+    other = caches.allocate(target, PREFIX)
+    caches.write(other, plain(span), target)
+    for mine, theirs in zip(found, other, strict=True):
+        if not caches.is_recurrent(mine):
+            for name, array in caches.held(mine).items():
+                wanted = np.array(caches.held(theirs)[name])[..., :PREFIX, :]
+                assert np.array(array)[..., :PREFIX, :] == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("rule", PAIRS)
+def test_unit_matrices_leave_a_state_as_it_is(pairs: Any, rule: str) -> None:
+    """Bit by bit; what follows differs no more than by the empty tails."""
+    model = pairs[rule][0]
+    same = identity_of(model, state_maps=True)
+    own = native(model, TOKENS[:-1], 64)
+    for step_size in (5, 64):
+        found = kv.hand_over(model, model, TOKENS, translator=same, prefill_step_size=step_size)
+        wanted = native(model, TOKENS[:-1], step_size)
+        for t, state in states(found).items():
+            assert np.array_equal(state, states(wanted)[t])
+    for each, theirs in zip(found, own, strict=True):
+        if caches.is_recurrent(each):
+            each.cache[0] = theirs.cache[0]
+    last = mx.array([TOKENS[-1:]])
+    assert mx.array_equal(model.model(last, cache=found), model.model(last, cache=own)).item()
+
+
+WAYS: list[dict[str, Any]] = [
+    {"native_tail": 3}, {"native_tail": 1, "prefill_step_size": 4}, {"native_head": 6},
+    {"native_layers": 1}, {"native_layers": 3, "native_tail": 5, "prefill_step_size": 7},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("rule", PAIRS)
+def test_native_parts(pairs: Any, translators: Any, rule: str, way: dict[str, Any]) -> None:
+    """The state of a translated layer is that of the last token before the native tail."""
+    source, target = pairs[rule]
+    tail, layers = way.get("native_tail", 0), way.get("native_layers", 0)
+    stop = PREFIX - tail
+    found = kv.hand_over(source, target, TOKENS, translator=translators[rule], **way)
+    if not tail:
+        wanted = expected(source, translators[rule], TOKENS[:stop])
+        near({t: s for t, s in states(found).items() if t >= layers},
+             {t: s for t, s in wanted.items() if t >= layers})  # fmt: skip
+    whole = kv.hand_over(source, target, TOKENS[: stop + 1], translator=translators[rule],
+                         **{n: v for n, v in way.items() if n != "native_tail"})  # fmt: skip
+    step = way.get("prefill_step_size", 2048)
+    for start in range(stop, PREFIX, step):
+        target.model(mx.array([TOKENS[start : min(start + step, PREFIX)]]), cache=whole)
+    for t, state in states(whole).items():
+        assert states(found)[t] == pytest.approx(state, abs=1e-5)
+    own = states(native(target, TOKENS[:-1], step))
+    for t in range(layers):
+        if t in own:
+            assert states(found)[t] == pytest.approx(own[t], abs=1e-5)
+
+
+@pytest.mark.parametrize("tail", [0, 5])
+@pytest.mark.parametrize("rule", PAIRS)
+def test_a_callers_own_cache_goes_on(pairs: Any, translators: Any, rule: str, tail: int) -> None:
+    """It holds the whole prefix afterwards, and the target's state is that before the tail."""
+    source, target = pairs[rule]
+    own = make_prompt_cache(source.model)
+    options: dict[str, Any] = {"translator": translators[rule], "native_tail": tail}
+    found = kv.hand_over(source, target, TOKENS, prompt_cache=own, **options)
+    wanted = kv.hand_over(source, target, TOKENS, **options)
+    for t, state in states(wanted).items():
+        assert states(found)[t] == pytest.approx(state, abs=1e-5)
+    for t, state in states(native(source, TOKENS[:-1], 64)).items():
+        assert states(own)[t] == pytest.approx(state, abs=1e-5)
+
+
+@pytest.mark.parametrize("more", [0, 20])
+@pytest.mark.parametrize("rule", PAIRS)
+def test_a_filled_cache_is_read_back(pairs: Any, rule: str, more: int, tmp_path: Path) -> None:
+    """As mlx-lm saves it: keys as they are cached, and the states; nothing is read twice."""
+    source, target = pairs[rule]
+    plain = hybrid_models.random_translator(source, target, state_maps=True)
+    config = replace(plain.config, capture="post_rope")
+    rotated = build(config, Weights("float32", plain.floats()))
+    own = native(source, TOKENS[: PREFIX - more], 64)
+    save_prompt_cache(str(tmp_path / "c.safetensors"), own)
+    again = load_prompt_cache(str(tmp_path / "c.safetensors"))
+    found = kv.hand_over(source, target, TOKENS, translator=rotated, prompt_cache=again)
+    wanted = kv.hand_over(source, target, TOKENS, translator=rotated)
+    for mine, theirs in zip(found, wanted, strict=True):
+        end = None if caches.is_recurrent(mine) else PREFIX
+        for name, array in caches.held(mine).items():
+            other = np.array(caches.held(theirs)[name])
+            array, other = (a if end is None else a[..., :end, :] for a in (np.array(array), other))
+            assert array == pytest.approx(other, abs=1e-4)
+
+
+def test_a_filled_cache_beyond_the_state_that_is_mapped(pairs: Any) -> None:
+    source, target = pairs["gated_delta"]
+    plain = hybrid_models.random_translator(source, target, state_maps=True)
+    rotated = build(replace(plain.config, capture="post_rope"), Weights("float32", plain.floats()))
+    own = native(source, TOKENS[:-1], 64)
+    with pytest.raises(ValueError, match=f"holds {PREFIX} tokens, .* mapped after {PREFIX - 4}"):
+        kv.hand_over(source, target, TOKENS, translator=rotated, prompt_cache=own, native_tail=4)
+
+
+@pytest.mark.parametrize("rule", PAIRS)
+def test_saved_and_resumed(pairs: Any, translators: Any, rule: str, tmp_path: Path) -> None:
+    source, target = pairs[rule]
+    found = kv.hand_over(source, target, TOKENS, translator=translators[rule])
+    save_prompt_cache(str(tmp_path / "c.safetensors"), found)
+    again = load_prompt_cache(str(tmp_path / "c.safetensors"))
+    told = [
+        [int(token) for token, _ in itertools.islice(
+            generate_step(mx.array(TOKENS[-1:]), target.model, prompt_cache=cache), 40)]
+        for cache in (found, again)
+    ]  # fmt: skip
+    assert told[0] == told[1] and len(told[0]) == 40
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_folder_gives_back_every_bit(
+    pairs: Any, translators: Any, dtype: str, tmp_path: Path
+) -> None:
+    translator = translators["gated_delta"]
+    stored = build(translator.config, Weights.from_float32(translator.floats(), dtype))
+    again = kv.load_translator(stored.save(tmp_path / "t"))
+    assert again.digest == stored.digest
+    for name, array in stored.to_weights().arrays.items():
+        assert np.array_equal(array, again.to_weights().arrays[name]), name
+    assert verification.map_error(again.config, again.to_weights(), mx.Device(mx.cpu)) < 2e-2
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_maps_of_states_stay_floats(
+    pairs: Any, translators: Any, bits: int, tmp_path: Path
+) -> None:
+    folder = translators["gated_delta"].save(tmp_path / "t")
+    packed = kv.load_translator(folder, quantize=bits)
+    for name, array in translators["gated_delta"].floats().items():
+        assert np.array_equal(packed.floats()[name], array) == name.startswith("states.")
+    assert packed.nbytes < translators["gated_delta"].nbytes
+    kv.hand_over(*pairs["gated_delta"], TOKENS, translator=packed)
+
+
+def test_what_maps_of_states_cost(pairs: Any, translators: Any) -> None:
+    """Their numbers count as parameters and bytes, and not as work for each token."""
+    translator = translators["gated_delta"]
+    sizes = {name: array.size for name, array in translator.floats().items()}
+    by_token = sum(n for name, n in sizes.items() if not name.startswith("states."))
+    assert translator.num_parameters == sum(sizes.values())
+    assert translator.nbytes == 4 * sum(sizes.values())
+    assert translator.flops_per_token == 2 * by_token
+    above = translator.above(4)
+    assert all(int(name.split(".")[1]) >= 4 for name in above.floats())
+    assert sum(name.startswith("states.") for name in above.floats()) == 2 * 3
+
+
+def test_shuffled_layers_are_others(pairs: Any, translators: Any) -> None:
+    found, own = (
+        conditions.shuffled(translators["gated_delta"]).floats(),
+        translators["gated_delta"].floats(),
+    )
+    assert found.keys() == own.keys()
+    assert not any(np.array_equal(found[name], array) for name, array in own.items())
+
+
+def test_a_shuffled_map_without_others_changes_its_sign(tmp_path: Path) -> None:
+    few = {"num_hidden_layers": 2, "full_attention_interval": 2}
+    model = kv.load(hybrid_models.write_hybrid_model(tmp_path / "few", "qwen3_5", **few))
+    same = identity_of(model, state_maps=True)
+    (found,) = (m({0: mx.ones((1, 4, 8, 16))}) for m in conditions.shuffled(same).of_states)
+    assert mx.array_equal(found, -mx.ones_like(found)).item()
+
+
+def test_states_that_were_not_recorded(pairs: Any, translators: Any) -> None:
+    source = pairs["gated_delta"][0]
+    (span,) = capture.prefill(source, TOKENS[:-1], 64)
+    with pytest.raises(ValueError, match="maps recurrent states, and what it is given has none"):
+        translators["gated_delta"](span)
+
+
+def test_a_part_before_the_end_has_no_states(pairs: Any) -> None:
+    source = pairs["gated_delta"][0]
+    (span,) = capture.prefill(source, TOKENS[:-1], 64, kept=True)
+    assert span.kept and span.part(3, span.end).kept is span.kept
+    assert span.part(0, span.end - 1).kept == {}
+    assert KVStates(span.keys, span.values, span.capture, 0).part(0, 3).kept is None
+    for layer, array in enumerate(span.keys):  # no input of a recurrence was recorded
+        assert (array.size == 0) == (layer in span.kept)
+
+
+@pytest.mark.parametrize(("first", "second", "told"), [
+    ("gated_delta", "mamba2", "of one rule"), ("mamba2", "gated_delta", "of one rule"),
+])  # fmt: skip
+def test_models_of_two_rules(pairs: Any, first: str, second: str, told: str) -> None:
+    with pytest.raises(IncompatibleTranslatorError, match=told):
+        kv.fit(pairs[first][0], pairs[second][1], [{"text": "a b"}], state_maps=True)
+
+
+def test_plain_models_have_no_states(pairs: Any, tmp_path: Path) -> None:
+    plain = kv.load(
+        tiny.write_tiny_model(
+            tmp_path / "plain", "qwen3", seed=1, layers=3, kv_heads=2, head_dim=32
+        )
+    )
+    for ends in ((plain, pairs["mamba2"][0]), (pairs["mamba2"][0], plain), (plain, plain)):
+        with pytest.raises(IncompatibleTranslatorError, match="has none"):
+            kv.fit(*ends, [{"text": "a b"}], state_maps=True)
+
+
+# ---- receipts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", PAIRS)
+def test_a_receipt_maps_the_state_at_each_cut(pairs: Any, translators: Any, rule: str) -> None:
+    """What a guard would measure where the text is cut short, by a hand-over of that much."""
+    source, target = pairs[rule]
+    tokens = [int(t) for t in np.random.default_rng(0).integers(5, 280, 260)]
+    found = verification.usual(source, target, translators[rule], tokens)
+    stops, wanted = cuts(len(tokens) - 1), list[float]()
+    for stop in stops:
+        watch, begun = Watch(source, target, GUARD), stop - GUARD
+        both = (
+            native(source, tokens[:begun], 64),
+            kv.hand_over(source, target, tokens[: begun + 1], translator=translators[rule]),
+        )
+        watch.source_read(hidden_states(source, tokens[begun:stop], both[0]))
+        watch.target_read(hidden_states(target, tokens[begun:stop], both[1]))
+        wanted.append(watch.measured(tokens[begun + 1 : stop + 1])[0])
+    assert len(stops) == 4 and found == pytest.approx(wanted, rel=1e-4)
+
+
+# ---- on another machine -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def offered(pairs: Any, translators: Any) -> Iterator[dict[str, Offered]]:
+    found = {rule: Offered(pairs[rule][0], [translators[rule]]) for rule in PAIRS}
+    yield found
+    for each in found.values():
+        each.stop()
+
+
+@pytest.mark.parametrize("sent", ["states", "translated"])
+@pytest.mark.parametrize("rule", PAIRS)
+def test_a_source_elsewhere(
+    pairs: Any, translators: Any, offered: Any, rule: str, sent: str
+) -> None:
+    source, target = pairs[rule]
+    remote = kv.connect(offered[rule].address, sent=sent)
+    for way in ({}, {"prefill_step_size": 7}, *WAYS):
+        options = {"translator": translators[rule], **way}
+        mine, theirs = (kv.hand_over(each, target, TOKENS, **options) for each in (source, remote))
+        for left, right in zip(mine, theirs, strict=True):
+            left, right = caches.held(left), caches.held(right)
+            assert left.keys() == right.keys() and left
+            for name, array in left.items():
+                end = None if name in caches.PARTS else PREFIX
+                a, b = (x if end is None else x[..., :end, :] for x in (array, right[name]))
+                assert mx.array_equal(a, b).item(), (way, name)
+
+
+# ---- conversations ------------------------------------------------------------------------------
+
+
+def test_the_first_of_two_models_may_be_handed_back_to(pairs: Any) -> None:
+    """Unit matrices there and back: the states of each line are those of its model's own."""
+    model = pairs["gated_delta"][0]
+    same = identity_of(model, state_maps=True)
+    half = PREFIX // 2
+    own = native(model, TOKENS[:half], 64)
+    there = kv.hand_over(model, model, TOKENS[: half + 1], translator=same)
+    for span in capture.prefill(model, TOKENS[:-1], 8, there, half, kept=True):
+        caches.append(own, same(span), model)
+    for t, state in states(own).items():
+        assert np.array_equal(state, states(there)[t])
+    assert replace(same, of_states=()).of_states == ()

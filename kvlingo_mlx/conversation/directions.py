@@ -135,6 +135,14 @@ class Directions:
             self._found[source, target] = path
         return self._found[source, target]
 
+    def read_of(self, source: str) -> tuple[bool, bool]:
+        """Whether translators from a model read what goes into recurrences, and the states."""
+        if not self._models[source].geometry.recurrent or self._rules.switching == "reprefill":
+            return True, False
+        others = [name for name in self._models if name != source and self.stored(source, name)]
+        kinds = {self.maps_states(source, name) for name in others}
+        return kinds != {True}, True in kinds
+
     def maps_states(self, source: str, target: str) -> bool:
         """Whether there is a translator of a direction, and it maps recurrent states."""
         found = self.stored(source, target)

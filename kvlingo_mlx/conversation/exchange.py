@@ -131,6 +131,17 @@ class Exchange:
         self.paces = {name: Pace(together=self.spread) for name in models}
         self.relatives: weakref.WeakSet[Exchange] = weakref.WeakSet([self])
 
+    @property
+    def directions(self) -> Directions:
+        """The translators; they decide what lines record of recurrent layers."""
+        return self._directions
+
+    @directions.setter
+    def directions(self, directions: Directions) -> None:
+        self._directions = directions
+        for name, line in self.lines.items():
+            line.inputs, line.states = directions.read_of(name)
+
     @unit
     def copy(self) -> Exchange:
         """An independent copy; models, translators and arrays are shared."""

@@ -49,7 +49,7 @@ from kvlingo_mlx.version import __version__
 FORMAT, VERSION = "kvlingo-conversation", 2  # version 2 has other digests of translators
 FACTS = "conversation.json"
 # A line's arrays of two dtypes, its recurrent states being float32, are two files.
-OURS = re.compile(r"line-\d+\.(cache|states|native)\.[0-9a-f]{16}\.safetensors(\.tmp)?")
+OURS = re.compile(r"line-\d+\.(cache|states|native|kept)\.[0-9a-f]{16}\.safetensors(\.tmp)?")
 RANK = "rank-{}-of-{}"  # the folder of a rank's part, within the conversation's
 SAMPLED = 64  # about how many numbers of an array go into the digest
 
@@ -210,9 +210,14 @@ def draft(exchange: Exchange, transcript: Transcript) -> Draft:
 
 def _drafted(line: Line) -> dict[str, Drafted]:
     made = {}
-    parts = by_dtype(line.arrays())
-    names = ("cache", "states")[: len(parts)]
-    listed = [*zip(names, parts, strict=True), ("native", line.native.arrays())]
+    listed = [
+        pair
+        for names, held in (
+            (("cache", "states"), line.arrays()),
+            (("native", "kept"), line.native.arrays()),
+        )
+        for pair in zip(names, by_dtype(held), strict=False)
+    ]
     for what, arrays in listed:
         # Separate array objects, since a cache changes its own in place.
         own = {name: array[...] for name, array in arrays.items()}
@@ -345,7 +350,8 @@ class Saved:
                 line = exchange.lines[name]
                 held = {**arrays.get("cache", {}), **arrays.get("states", {})}
                 line.restore(entry["facts"], held)
-                line.native.restore(entry["facts"]["native"], arrays.get("native", {}))
+                recorded = {**arrays.get("native", {}), **arrays.get("kept", {})}
+                line.native.restore(entry["facts"]["native"], recorded)
             exchange.active = self._facts["active"]
             if exchange.spread:
                 tokens = {name: line.tokens for name, line in exchange.lines.items()}

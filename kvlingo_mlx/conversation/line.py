@@ -61,7 +61,11 @@ class Line:
         spans: Which model wrote which of them.
         native: The states that the model's own projections wrote, until the other lines have them.
         records: Whether to keep these states.
+        inputs: Whether what goes into recurrences is kept of them.
+        states: Whether recurrent states are, at the end of each span.
     """
+
+    inputs, states = True, False
 
     def __init__(self, name: str, model: LanguageModel, *, records: bool) -> None:
         self.name, self.model, self.records = name, model, records
@@ -103,6 +107,7 @@ class Line:
         made._caches = [caches.shared(cache) for cache in self._caches]
         made.tokens, made.spans = list(self.tokens), list(self.spans)
         made.native, made._marks, made._away = self.native.copy(), list(self._marks), self._away
+        made.inputs, made.states = self.inputs, self.states
         made._settled = self._settled  # its own caches may be ahead, in the middle of an answer
         return made
 
@@ -461,12 +466,12 @@ class Line:
 
         What several ranks hold together is not handed on so.
         """
-        if self.model.part is not None:
+        if self.model.part is not None or not self.states:
             return {}
         return capture.recurrent_states(self.model, self._caches)
 
     def _ear(self) -> capture.Ear | None:
-        return capture.Ear(self.model) if self.records else None
+        return capture.Ear(self.model, inputs=self.inputs) if self.records else None
 
     def take_over(
         self,

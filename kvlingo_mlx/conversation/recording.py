@@ -73,6 +73,7 @@ class Recording:
             for index, part in enumerate(self.parts)
             for side, arrays in _sides(part).items()
             for layer, array in arrays.items()
+            if array.size
         }
 
     def facts(self) -> list[dict[str, Any]]:
@@ -83,6 +84,7 @@ class Recording:
                 "capture": part.capture,
                 "layers": len(part.keys),
                 **({"states": list(part.kept)} if part.kept else {}),
+                **({"empty": empty} if (empty := _empty(part)) else {}),
             }
             for part in self.parts
         ]
@@ -91,8 +93,12 @@ class Recording:
         """Become the recording with ``facts`` and :meth:`arrays`; KeyError if they disagree."""
         self.parts = []
         for index, fact in enumerate(facts):
+            empty = set(fact.get("empty", ()))
             keys, values = (
-                tuple(arrays[f"{index}.{side}.{layer}"] for layer in range(fact["layers"]))
+                tuple(
+                    mx.zeros((1, 0, 0)) if layer in empty else arrays[f"{index}.{side}.{layer}"]
+                    for layer in range(fact["layers"])
+                )
                 for side in ("keys", "values")
             )
             kept = {t: arrays[f"{index}.states.{t}"] for t in fact.get("states", ())}
@@ -102,6 +108,11 @@ class Recording:
     def nbytes(self) -> int:
         """The bytes of all arrays."""
         return sum(array.nbytes for part in self.parts for array in part.arrays)
+
+
+def _empty(states: KVStates) -> list[int]:
+    """The layers of which no token was recorded, since their states are mapped."""
+    return [layer for layer, array in enumerate(states.keys) if not array.size]
 
 
 def _sides(states: KVStates) -> dict[str, dict[int, mx.array]]:

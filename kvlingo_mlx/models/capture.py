@@ -114,12 +114,13 @@ def tap(
 class Ear:
     """Taps of a model's key and value projections that record only inside ``listening``.
 
+    Those of recurrent layers' ``inputs`` may be left out.
     Outside it the model is unchanged, and what others run on it is not recorded.
     """
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: LanguageModel, *, inputs: bool = True) -> None:
         self._model = model
-        self._modules = [model.family.taps(attention) for attention in model.attentions]
+        self._modules = taps_of(model, inputs=inputs)
         self._log = Log([module for modules in self._modules for module in modules])
 
     @contextlib.contextmanager
@@ -133,6 +134,15 @@ class Ear:
         return _states(self._model, self._modules, self._log, start)
 
 
+def taps_of(model: LanguageModel, *, inputs: bool) -> list[tuple[nn.Module, ...]]:
+    """The modules of each layer that are tapped; of recurrent ones none without ``inputs``."""
+    layers = zip(model.attentions, model.geometry.layers, strict=True)
+    return [
+        model.family.taps(attention) if inputs or layer.recurrence is None else ()
+        for attention, layer in layers
+    ]
+
+
 @contextlib.contextmanager
 def tap_keys_and_values(
     model: LanguageModel, inputs: bool = True
@@ -143,11 +153,7 @@ def tap_keys_and_values(
     the first of the family's capture points. Recurrent layers are tapped
     for their ``inputs`` alone.
     """
-    layers = zip(model.attentions, model.geometry.layers, strict=True)
-    taps = [
-        model.family.taps(attention) if inputs or layer.recurrence is None else ()
-        for attention, layer in layers
-    ]
+    taps = taps_of(model, inputs=inputs)
     with tap([module for modules in taps for module in modules]) as kept:
         yield lambda start: _states(model, taps, kept, start)
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvlingo_mlx.backend import mx
+
 import numpy as np
 
 from kvlingo_mlx.format.assignment import by_depth
@@ -99,6 +101,15 @@ def write_hybrid_model(folder: Path, model_type: str, *, seed: int = 1, **more: 
     else:
         config |= more
     return plain_models.write_model(folder, config, seed)
+
+
+def forget_tails(model: LanguageModel) -> None:
+    """Let a model's convolutions read the present token alone, so that its tails do not matter."""
+    for module in model.attentions:
+        if "conv1d" in module:
+            weight = module.conv1d.weight
+            zeros = mx.zeros_like(weight[:, :-1])
+            module.conv1d.weight = mx.concatenate([zeros, weight[:, -1:]], axis=1)
 
 
 def states_read(

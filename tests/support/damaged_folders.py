@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import translator_folder
+from tests.support.state_map_folders import config_json, put
 from tests.support.translator_folders import (
+    CARD,
     CONFIG,
     LAYOUTS,
     SELFTEST,
@@ -42,6 +44,9 @@ def sound_files() -> list[Files]:
     """The files of every base, by name."""
     with tempfile.TemporaryDirectory() as root:
         folders = [store(Path(root) / name, LAYOUTS[name], dtype) for name, dtype in BASES]
+        config, weights = translator_folder.read(put(Path(root) / "states", config_json()))
+        folders.append(translator_folder.write(Path(root) / "mapped", config, weights))
+        (folders[-1] / CARD).unlink()
         return [{path.name: path.read_bytes() for path in f.iterdir()} for f in folders]
 
 
@@ -108,6 +113,17 @@ def expected_shapes(data: Json, found: dict[str, tuple[int, ...]]) -> dict[str, 
         parts = ("key_dim", "value_dim") if side == "joint" else (side[:-1] + "_dim",)
         assignment = data["assignment"]["keys" if side == "joint" else side]
         for t, target in enumerate(data["target"]["layers"]):
+            if data.get("state_maps") and "recurrence" in target:
+                ours = target["recurrence"]
+                theirs = [data["source"]["layers"][s]["recurrence"] for s in assignment[t]]
+                heads = ours["value_heads"]
+                out[f"states.{t}.left"] = (
+                    *(heads, ours["value_dim"]), sum(each["value_dim"] for each in theirs)
+                )  # fmt: skip
+                out[f"states.{t}.right"] = (
+                    *(heads, sum(each["key_dim"] for each in theirs)), ours["key_dim"]
+                )  # fmt: skip
+                continue
             sources = [data["source"]["layers"][s] for s in assignment[t]]
             heads, dim = target["kv_heads"], sum(target[part] for part in parts)
             lead: tuple[int, ...] = (heads,)

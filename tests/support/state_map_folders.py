@@ -1,0 +1,64 @@
+"""A translator folder with maps of recurrent states, as the format page describes it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from tests.support.translator_folders import CONFIG, TENSORS
+
+Json = dict[str, Any]
+FULL: Json = {
+    "kv_heads": 2, "key_dim": 4, "value_dim": 4, "attention": "full", "window": None,
+}  # fmt: skip
+# No two numbers alike, on either side.
+SOURCE = dict(key_heads=1, value_heads=2, key_dim=3, value_dim=5, kernel=4)
+TARGET = dict(key_heads=2, value_heads=6, key_dim=7, value_dim=4, kernel=3)
+
+
+def recurrent(rule: str, found: dict[str, int]) -> Json:
+    channels = 2 * found["key_heads"] * found["key_dim"] + found["value_heads"] * found["value_dim"]
+    gates = found["value_heads"] * (2 if rule == "gated_delta" else 1)
+    return {
+        "kv_heads": 1, "key_dim": channels, "value_dim": gates, "attention": rule, "window": None,
+        "recurrence": found,
+    }  # fmt: skip
+
+
+def config_json(rule: str = "gated_delta") -> Json:
+    """Two source layers of a recurrence and one of attention, to one of each."""
+    one, other = recurrent(rule, SOURCE), recurrent(rule, TARGET)
+    ends = {}
+    for end, layers in (("source", (one, FULL, one)), ("target", (FULL, other))):
+        unknown = {"geometry": None, "norms": None, "tokenizer": None}
+        ends[end] = {
+            "name": end, "revision": None, "model_type": "hybrid", "fingerprint": unknown,
+            "layers": [{"layer": i, **layer} for i, layer in enumerate(layers)],
+        }  # fmt: skip
+    return copy.deepcopy({
+        "format_version": 3, "kind": "linear", "head_mixing": True, "joint": False,
+        "capture": "pre_norm", **ends, "state_maps": True,
+        "assignment": {side: [[1], [0, 2]] for side in ("keys", "values")},
+        "alignment": None, "provenance": {},
+    })  # fmt: skip
+
+
+def tensors() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    shapes = {
+        "keys.0.weight": (8, 8), "values.0.weight": (8, 8),
+        "states.1.left": (6, 4, 2 * 5), "states.1.right": (6, 2 * 3, 7),
+    }  # fmt: skip
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def put(folder: Path, data: Json, arrays: dict[str, np.ndarray] | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(data))
+    save_file(tensors() if arrays is None else arrays, folder / TENSORS)
+    return folder

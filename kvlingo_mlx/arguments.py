@@ -259,8 +259,8 @@ KINDS: dict[str, Kind] = {
     "characters": Kind(lambda value: _whole(value) and value >= 0,
                        "a number of characters, 0 or more"),
     **dict.fromkeys(
-        ("verbose", "enable_thinking", "allow_mismatch", "lazy", "head_mixing", "eager",
-         "verbatim", "overwrite", "force", "answers"), SWITCH),
+        ("verbose", "enable_thinking", "allow_mismatch", "lazy", "head_mixing", "state_maps",
+         "eager", "verbatim", "overwrite", "force", "answers"), SWITCH),
     "address": TEXT,
     **dict.fromkeys(
         ("strategy", "switching", "revision", "capture", "norm", "on_missing", "offload", "system",

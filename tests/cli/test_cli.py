@@ -270,8 +270,8 @@ def test_bad_translators(
     pickle.write_bytes(b"\x80\x04.")
     fails(with_translator(pickle), "pickle", capsys)
     config = json.loads((fitted / "translator_config.json").read_text())
-    (fitted / "translator_config.json").write_text(json.dumps({**config, "format_version": 3}))
-    told = "format version 3, this kvlingo-mlx reads 1 to 2; upgrade"
+    (fitted / "translator_config.json").write_text(json.dumps({**config, "format_version": 4}))
+    told = "format version 4, this kvlingo-mlx reads 1 to 3; upgrade"
     fails(with_translator(fitted), told, capsys)
 
 

@@ -21,7 +21,7 @@ from kvlingo_mlx.group import Group
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm, Hooks
 from kvlingo_mlx.tokenization.samples import Sample
-from tests.support import rank_jobs, tiny, two_tokenizers
+from tests.support import hybrid_models, rank_jobs, tiny, two_tokenizers
 from tests.support.ranks import launched, shared
 from tests.support.two_tokenizers import TALK
 
@@ -57,6 +57,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
                   make(root / "d", "qwen3", seed=4, **{**small, "kv_heads": 4})],
         "latent": [make(root / name, "deepseek_v3", seed=5 + n, **{**small, "kv_heads": 4})
                    for n, name in enumerate("ef")],
+        "hybrid": [hybrid_models.write_hybrid_model(root / "i", "qwen3_5", num_hidden_layers=4),
+                   hybrid_models.write_hybrid_model(root / "j", "qwen3_5", seed=2,
+                                                    num_hidden_layers=4)],
         "two": [two_tokenizers.write_qwen(root / "g", **small),
                 two_tokenizers.write_mistral(root / "h", **{**small, "layers": 2})],
     }  # fmt: skip
@@ -70,6 +73,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("chosen twice", "plain", {"assignment": "greedy", "nu": 2, "norm": "attention"}),
         ("head-wise", "heads", {"head_mixing": False}),
         ("latent", "latent", {}),
+        ("states", "hybrid", {"state_maps": True, "memory": 200_000}),
         ("two tokenizers", "two", {"ridge": 1e-3}),
         ("one sample", "plain", {}),
     ]

@@ -186,7 +186,10 @@ def check_head_ratio(source: ModelSpec, target: ModelSpec) -> None:
 def check_states(source: ModelSpec, target: ModelSpec) -> None:
     """Refuse (IncompatibleTranslatorError) models between whose states no maps lead."""
     if (reason := unmappable(source, target)) is not None:
-        raise IncompatibleTranslatorError(f"state_maps is on, but {reason}")
+        raise IncompatibleTranslatorError(
+            f"state_maps is on, but {reason}; leave --state-maps out, and layers are made of what "
+            "goes into recurrences"
+        )
 
 
 def expected_shapes(config: TranslatorConfig, names: Iterable[str]) -> dict[str, tuple]:

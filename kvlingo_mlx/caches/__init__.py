@@ -329,8 +329,16 @@ def read(
             f"{len(caches)} caches, expected {len(model.finishes)} of {model.name}, all filled"
         )
     keys, values, none = [], [], mx.zeros((1, 0, 0))
-    for cache, finish in zip(caches, model.finishes, strict=True):
-        if is_recurrent(cache):
+    layers = zip(caches, model.finishes, model.geometry.layers, strict=True)
+    for index, (cache, finish, layer) in enumerate(layers):
+        if layer.recurrence is not None:
+            found = [array.shape for array in held(cache).values()]
+            wanted = [(1, *shape) for shape in layer.recurrence.parts]
+            if not is_recurrent(cache) or found != wanted:
+                raise ValueError(
+                    f"layer {index} of the caches holds {found}, expected a tail and a state of "
+                    f"{model.name}, {wanted}"
+                )
             keys.append(none)
             values.append(none)
             continue

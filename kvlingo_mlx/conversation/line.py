@@ -433,9 +433,10 @@ class Line:
             states = ear.take(len(self))
             if states.num_tokens != len(tokens):
                 raise RuntimeError(f"{states.num_tokens} tokens were recorded, not {len(tokens)}")
-            states = replace(states, kept=self._states())
-            mx.eval(states.arrays)  # another thread may need them, and MLX could not evaluate there
-            self.native.add(states)
+            self._record(replace(states, kept=self._states()))
+        # Another thread may need them, and MLX could not evaluate there; of recurrent layers
+        # nothing has needed the last token's tail yet.
+        mx.eval(caches.arrays(self._caches), *(part.arrays for part in self.native.parts[-1:]))
         self.tokens += tokens
         self.spans = grown(self.spans, len(self), self.name, mixed=mixed)
         self._settle()
@@ -455,11 +456,16 @@ class Line:
         self._caches, start = cache, len(self)
         for part in parts:
             kept = self._states() if part is parts[-1] else {}
-            self.native.add(replace(part, start=start, kept=kept))
+            self._record(replace(part, start=start, kept=kept))
             start += part.num_tokens
         self.tokens += tokens
         self.spans = grown(self.spans, len(self), self.name)
         self._settle()
+
+    def _record(self, states: KVStates) -> None:
+        """Keep a span's states for others; recurrent ones where the line can go back to, or end."""
+        self.native.add(states)
+        self.native.thin([length for length, _ in self._marks])
 
     def _states(self) -> dict[int, mx.array]:
         """The recurrent states at the line's end, for translators that map them.
@@ -526,7 +532,7 @@ class Line:
         kept: Sequence[mx.array] = ()
         if keep:
             states = translated.states(len(self.cache), self.model.cache_dtype)
-            self.native.add(states)
+            self._record(states)
             kept = states.arrays
         mx.async_eval(caches.arrays(self.cache), kept)
 

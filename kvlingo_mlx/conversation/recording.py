@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,15 @@ class Recording:
     def add(self, states: KVStates) -> None:
         """Keep a span that begins where the last one ended, or later."""
         self.parts.append(states)
+
+    def thin(self, ends: Collection[int]) -> None:
+        """Drop recurrent states but those at ``ends`` and the last ones: each is a whole set."""
+        self.parts = [
+            part
+            if part is self.parts[-1] or part.end in ends or not part.kept
+            else replace(part, kept={})
+            for part in self.parts
+        ]
 
     def trim(self, length: int) -> None:
         """Drop position ``length`` and everything after it."""
@@ -41,6 +50,8 @@ class Recording:
         """
         points, found = set[str](), start
         for part in self.parts:
+            if not kept and any(array.shape[2] == 0 for array in part.keys):
+                continue  # what went into recurrences was not recorded
             if part.start <= start < part.end and points <= {part.capture}:
                 start = part.end
                 points.add(part.capture)

@@ -290,6 +290,8 @@ def _check_kind(path: Path, config: TranslatorConfig) -> None:
         spec = kind_named(config.kind, config.joint, config.head_mixing)
     except ValueError as error:
         raise malformed(path, str(error)) from None
+    if config.state_maps and not spec.solved:
+        raise malformed(path, f"kind is {config.kind!r}, which has no maps of states (state_maps)")
     if spec.joint and config.assignment.keys != config.assignment.values:
         raise malformed(path, "joint is true, but keys and values have different assignments")
 

@@ -141,9 +141,9 @@ class _Seeded:
 class _Group:
     """Rows whose caches are one: a row alone has its own caches, several have merged ones."""
 
-    def __init__(self, model: LanguageModel, *, records: bool, merges: bool) -> None:
+    def __init__(self, model: LanguageModel, *, records: bool, inputs: bool, merges: bool) -> None:
         self._model, self.merges, self.rows = model, merges, list[Row]()
-        self._ear = Ear(model) if records else None
+        self._ear = Ear(model, inputs=inputs) if records else None
         self._heard, self._merged = 0, False
         self._batch: GenerationBatch | None = None
         self.ahead: set[Row] = set()  # those that have a token which the model has yet to run
@@ -203,7 +203,7 @@ class _Group:
         states, self._heard = self._ear.take(0), 0
         for index, row in enumerate(self.rows):
             keys, values = (
-                tuple(mx.contiguous(array[index : index + 1]) for array in side)
+                tuple(mx.contiguous(a[index : index + 1]) if a.size else a for a in side)
                 for side in (states.keys, states.values)
             )
             row.parts.append(KVStates(keys, values, states.capture, 0))
@@ -235,15 +235,18 @@ class Batch:
     Args:
         model: The model.
         records: Whether to keep what its projections write, for other models.
+        inputs: Whether what goes into recurrences is part of it.
         size: The most answers that are written together; :attr:`full` says whether there are.
         together: Whether ranks of ``mlx.launch`` do all of this together, and so wait for the
             messages of a step that mlx-lm has begun before they send others.
     """
 
     def __init__(
-        self, model: LanguageModel, *, records: bool, size: int = 32, together: bool = False
-    ) -> None:
+        self, model: LanguageModel, *, records: bool, inputs: bool = True, size: int = 32,
+        together: bool = False,
+    ) -> None:  # fmt: skip
         self._model, self._records, self._size = model, records, size
+        self._inputs = inputs
         self._together = together
         self._groups: list[_Group] = []
         self._steps = 0
@@ -267,7 +270,7 @@ class Batch:
         merges = can_merge(cache)
         group = next((group for group in self._groups if merges and group.merges), None)
         if group is None:
-            group = _Group(self._model, records=self._records, merges=merges)
+            group = _Group(self._model, records=self._records, inputs=self._inputs, merges=merges)
             self._groups.append(group)
         with self._decoding():
             group.add(row, cache)

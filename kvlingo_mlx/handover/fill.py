@@ -120,10 +120,11 @@ def filled(
 def _check_end(plan: Plan, held: KVStates) -> None:
     """Refuse (ValueError) held states that end behind the token after which they are mapped."""
     assert plan.translator is not None
-    if plan.translator.config.state_maps and held.end > plan.span.stop:
+    span = plan.span
+    if plan.translator.config.state_maps and span and held.end > span.stop:
         raise ValueError(
             f"prompt_cache holds {held.end} tokens, and recurrent states are mapped after "
-            f"{plan.span.stop}, where the target begins to read itself: leave out native_tail and "
+            f"{span.stop}, where the target begins to read itself: leave out native_tail and "
             "guard, or give a cache of fewer tokens"
         )
 

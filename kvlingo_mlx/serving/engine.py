@@ -372,7 +372,8 @@ class Engine:
         if batch is None:
             records = len(self.residents.all) > 1
             most = self._settings.max_concurrent
-            batch = Batch(model, records=records, size=most, together=self.together)
+            inputs = self._blank.exchange.line(job.name).inputs
+            batch = Batch(model, records=records, inputs=inputs, size=most, together=self.together)
             self._batches[id(model)] = batch
         job.seat = Seat(batch)
         options: dict[str, Any] = {"stop": ask.stop or None, "seed": ask.sampling.seed}

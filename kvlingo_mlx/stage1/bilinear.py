@@ -33,13 +33,14 @@ def solve_states(
     Raises:
         ValueError: A state is not finite.
     """
-    for name, array in (("source", given[m.reads[0]]), ("target", wanted)):
+    read = [("source", given[layer]) for layer in m.reads]
+    for name, array in (*read, ("target", wanted)):
         if not np.isfinite(array).all():
             raise ValueError(f"the states of the {name} for the map {m.name} hold NaN or Inf")
     pairs = []
     for own, theirs in enumerate(m.heads):
-        read = np.stack([given[layer][:, theirs] for layer in m.reads], axis=1)
-        pairs.append(bilinear(read.astype(np.float64), wanted[:, own].astype(np.float64)))
+        states = np.stack([given[layer][:, theirs] for layer in m.reads], axis=1)
+        pairs.append(bilinear(states.astype(np.float64), wanted[:, own].astype(np.float64)))
     both = zip(m.shapes, zip(*pairs, strict=True), strict=True)
     return {f"{m.name}.{name}": np.stack(each) for name, each in both}
 

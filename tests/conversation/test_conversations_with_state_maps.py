@@ -6,6 +6,7 @@ effect, and through unit matrices every state must be that of a model that reads
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,8 @@ def test_saved_and_resumed(model: LanguageModel, tmp_path: Path) -> None:
     talk = talk_of(model, eager=False)
     ask(talk, "a", LONG)
     recorded = talk.lines["a"].native.parts
-    assert recorded and all(part.kept for part in recorded)
+    marks = [length for length, _ in talk.lines["a"]._marks]
+    assert marks and {part.end for part in recorded if part.kept} == {*marks, recorded[-1].end}
     folder = talk.save(tmp_path / "talk")
     again = Conversation.resume(
         folder, dict.fromkeys("ab", model), list(talk.exchange.directions.loaded.values()),
@@ -157,7 +159,7 @@ def test_what_is_recorded(model: LanguageModel, kind: str, switching: str, tmp_p
         for part in line.native.parts:
             assert [t for t, array in enumerate(part.keys) if not array.size] == recurrent
             assert not part.kept or list(part.kept) == recurrent
-            assert all(state.dtype == mx.float32 for state in part.kept.values())
+            assert all(state.dtype == mx.float32 for state in (part.kept or {}).values())
     assert any(part.kept for part in talk.lines["b"].native.parts)
     folder = talk.save(tmp_path / "talk")
     again = Conversation.resume(
@@ -184,6 +186,40 @@ def test_others_record_no_states(model: LanguageModel) -> None:
     parts_ = talk.lines["a"].native.parts
     assert parts_ and not any(part.kept for part in parts_)
     assert all(array.size for part in parts_ for array in part.keys)
+
+
+def test_another_translator_than_was_recorded_for(model: LanguageModel) -> None:
+    """What was not recorded is read, and what follows is recorded for the new one."""
+    talk = talk_of(model, eager=False)
+    ask(talk, "a", LONG)
+    inputs = Conversation(dict.fromkeys("ab", model), [identity_of(model)])
+    talk.exchange.directions = inputs.exchange.directions
+    ask(talk, "b", "is it on?")
+    assert talk.last_switch is not None and talk.last_switch.translated == 0
+    ask(talk, "a", "and you")
+    assert talk.last_switch.translated > 0
+
+
+@pytest.mark.parametrize("state_maps", [False, True])
+def test_another_thread_may_save(model: LanguageModel, state_maps: bool, tmp_path: Path) -> None:
+    """Nothing of an answer is left to be computed, not even tails that nothing has needed."""
+    same = identity_of(model, state_maps=state_maps)
+    talk = Conversation(dict.fromkeys("ab", model), [same], eager=False, verbatim=True)
+    talk.reply("a", LONG, max_tokens=NEW)
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            talk.save(tmp_path / "talk")
+            talk.offload("a", "disk")
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not failed
+    talk.reply("b", "is it on?", max_tokens=NEW)
 
 
 def test_naive_switching(model: LanguageModel) -> None:

@@ -115,6 +115,11 @@ def test_the_key_is_true_or_missing(value: Any, tmp_path: Path) -> None:
     refuse(tmp_path / "t", config_json() | {"state_maps": value}, "state_maps", "expected true")
 
 
+def test_a_kind_without_them(tmp_path: Path) -> None:
+    words = "kind is 'mlp', which has no maps of states"
+    refuse(tmp_path / "t", config_json() | {"kind": "mlp"}, words)
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_lower_versions_have_no_maps_of_states(version: int, tmp_path: Path) -> None:
     data = config_json() | {"format_version": version}

@@ -219,6 +219,27 @@ def test_a_filled_cache_beyond_the_state_that_is_mapped(pairs: Any) -> None:
         kv.hand_over(source, target, TOKENS, translator=rotated, prompt_cache=own, native_tail=4)
 
 
+def test_a_cache_that_is_not_the_sources_is_refused(pairs: Any) -> None:
+    source, target = pairs["gated_delta"]
+    plain = hybrid_models.random_translator(source, target, state_maps=True)
+    rotated = build(replace(plain.config, capture="post_rope"), Weights("float32", plain.floats()))
+
+    def refused(own: Any) -> None:
+        with pytest.raises(
+            ValueError, match=r"layer 0 of the caches holds .*, expected a tail and"
+        ):
+            kv.hand_over(source, target, TOKENS, translator=rotated, prompt_cache=own)
+
+    for wrong in (None, mx.zeros((1, 4, 8, 15)), mx.zeros((2, 4, 8, 16))):
+        own = native(source, TOKENS[:20], 64)
+        own[0].cache[1] = wrong
+        refused(own)
+    refused(native(target, TOKENS[:20], 64))
+    own = native(source, TOKENS[:20], 64)  # where nothing is translated, no state is wanted
+    layers = len(target.attentions)
+    kv.hand_over(source, target, TOKENS, translator=rotated, prompt_cache=own, native_layers=layers)
+
+
 @pytest.mark.parametrize("rule", PAIRS)
 def test_saved_and_resumed(pairs: Any, translators: Any, rule: str, tmp_path: Path) -> None:
     source, target = pairs[rule]

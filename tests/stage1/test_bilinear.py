@@ -80,11 +80,11 @@ def test_each_head_reads_its_own_head_of_each_layer() -> None:
         assert np.linalg.norm(made - wanted[:, h]) < 0.05 * np.linalg.norm(wanted[:, h])
 
 
-@pytest.mark.parametrize("end", ["source", "target"])
-def test_an_overflow_is_named(end: str) -> None:
-    m = StateMap(1, (0,), (0,), {"left": (1, 5, 6), "right": (1, 8, 7)})
-    given, wanted = {0: np.ones((4, 1, 6, 8))}, np.ones((4, 1, 5, 7))
-    (given[0] if end == "source" else wanted)[2, 0, 1, 1] = np.inf
+@pytest.mark.parametrize(("end", "layer"), [("source", 0), ("source", 3), ("target", 0)])
+def test_an_overflow_is_named(end: str, layer: int) -> None:
+    m = StateMap(1, (0, 3), (0,), {"left": (1, 5, 12), "right": (1, 16, 7)})
+    given, wanted = {s: np.ones((4, 1, 6, 8)) for s in m.reads}, np.ones((4, 1, 5, 7))
+    (given[layer] if end == "source" else wanted)[2, 0, 1, 1] = np.inf
     with pytest.raises(ValueError, match=f"states of the {end} for the map states.1 hold NaN"):
         bilinear.solve_states(m, given, wanted)
 

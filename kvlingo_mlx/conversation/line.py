@@ -434,9 +434,10 @@ class Line:
             if states.num_tokens != len(tokens):
                 raise RuntimeError(f"{states.num_tokens} tokens were recorded, not {len(tokens)}")
             self._record(replace(states, kept=self._states()))
-        # Another thread may need them, and MLX could not evaluate there; of recurrent layers
+            mx.eval(states.arrays)
+        # Another thread may need all of it, and MLX could not evaluate there; of recurrent layers
         # nothing has needed the last token's tail yet.
-        mx.eval(caches.arrays(self._caches), *(part.arrays for part in self.native.parts[-1:]))
+        mx.eval(caches.arrays(self._caches))
         self.tokens += tokens
         self.spans = grown(self.spans, len(self), self.name, mixed=mixed)
         self._settle()

@@ -50,7 +50,7 @@ class Recording:
         """
         points, found = set[str](), start
         for part in self.parts:
-            if not kept and any(array.shape[2] == 0 for array in part.keys):
+            if not kept and _empty(part):
                 continue  # what went into recurrences was not recorded
             if part.start <= start < part.end and points <= {part.capture}:
                 start = part.end
@@ -84,7 +84,7 @@ class Recording:
             for index, part in enumerate(self.parts)
             for side, arrays in _sides(part).items()
             for layer, array in arrays.items()
-            if array.size
+            if array.shape[-1]
         }
 
     def facts(self) -> list[dict[str, Any]]:
@@ -122,8 +122,8 @@ class Recording:
 
 
 def _empty(states: KVStates) -> list[int]:
-    """The layers of which no token was recorded, since their states are mapped."""
-    return [layer for layer, array in enumerate(states.keys) if not array.size]
+    """The layers of which nothing was recorded, since their states are mapped."""
+    return [layer for layer, array in enumerate(states.keys) if not array.shape[-1]]
 
 
 def _sides(states: KVStates) -> dict[str, dict[int, mx.array]]:

@@ -89,9 +89,8 @@ def state_probe(m: StateMap) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         (target key dim) by which the mapped state is multiplied.
     """
     values, (keys, queries) = m.shapes["left"][-1], m.shapes["right"][-2:]
-    given = (probe(numbers).reshape(len(m.reads), -1) for numbers in (values, keys))
-    one, other = given
-    return one, other, probe(queries)
+    layers = len(m.reads)
+    return probe(values).reshape(layers, -1), probe(keys).reshape(layers, -1), probe(queries)
 
 
 def _check_selftest(path: Path, config: TranslatorConfig, weights: Weights) -> None:

@@ -114,8 +114,8 @@ def tap(
 class Ear:
     """Taps of a model's key and value projections that record only inside ``listening``.
 
-    Those of recurrent layers' ``inputs`` may be left out.
-    Outside it the model is unchanged, and what others run on it is not recorded.
+    Outside it the model is unchanged, and what others run on it is not recorded. Recurrent layers
+    are tapped only for their ``inputs``.
     """
 
     def __init__(self, model: LanguageModel, *, inputs: bool = True) -> None:
@@ -150,8 +150,7 @@ def tap_keys_and_values(
     """Tap a model's key and value projections; yields a function that takes the next span.
 
     The function's argument is the span's first position. It returns the span's ``KVStates``, at
-    the first of the family's capture points. Recurrent layers are tapped
-    for their ``inputs`` alone.
+    the first of the family's capture points. Recurrent layers are tapped only for their ``inputs``.
     """
     taps = taps_of(model, inputs=inputs)
     with tap([module for modules in taps for module in modules]) as kept:

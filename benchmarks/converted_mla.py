@@ -13,7 +13,7 @@ many steps of ``tools/recover_mla.py``, at a rate for tiny models.
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import itertools
 import json
 import subprocess
@@ -41,12 +41,8 @@ NARROW = {"rank": 32, "rotary": 32}  # what is recovered
 
 def tool() -> ModuleType:
     """``tools/convert_mla.py``."""
-    path = Path(__file__).parents[1] / "tools" / "convert_mla.py"
-    spec = importlib.util.spec_from_file_location("convert_mla", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["convert_mla"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.append(str(Path(__file__).parents[1] / "tools"))
+    return importlib.import_module("convert_mla")
 
 
 def settings(width: int) -> Iterator[dict[str, Any]]:

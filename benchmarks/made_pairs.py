@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -97,9 +96,7 @@ def tool(name: str, *words: Any) -> None:
     """Run ``tools/NAME.py``; what stops this program stops the tool, which keeps its work."""
     command = [sys.executable, TOOLS / f"{name}.py", *words]
     # A session of its own: Ctrl-C would reach it twice, and the second time it keeps nothing.
-    child = subprocess.Popen(
-        list(map(str, command)), start_new_session=True, env={**os.environ, "MASTER_PORT": "0"}
-    )
+    child = subprocess.Popen(list(map(str, command)), start_new_session=True)
     try:
         status = child.wait()
     except BaseException:

@@ -25,11 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from runs import beside_weights, check_above, check_device, check_free, model_folder, told
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.format.atomic import alone
+from kvlingo_mlx.loading.files import files_fingerprint
 from kvlingo_mlx.tokenization.samples import tokenise
 from kvlingo_mlx.training.conversations import normalise
 from kvlingo_mlx.training.on_torch.converted_mla import MODEL_TYPE
@@ -91,18 +94,41 @@ class Shape:
 
 
 class Weights:
-    """A checkpoint's tensors by name, each read from its file when it is asked for."""
+    """A checkpoint's tensors by name, each read from its file when it is asked for.
+
+    They are those that the index names, or else in ``model*.safetensors``, as for mlx-lm. Mistral's
+    folders have a second checkpoint beside these, ``consolidated.safetensors``.
+
+    Raises:
+        FileNotFoundError: A file of the checkpoint is missing.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.files: dict[str, Path] = {}
-        for path in sorted(folder.glob("*.safetensors")):
+        self.folder, self.files = folder, dict[str, Path]()
+        paths = sorted(folder.glob("model*.safetensors")) or [folder / "model.safetensors"]
+        if (index := folder / INDEX).exists():
+            names = json.loads(index.read_text())["weight_map"].values()
+            paths = [folder / name for name in sorted({*names})]
+        if missing := [path.name for path in paths if not path.exists()]:
+            raise FileNotFoundError(
+                f"{folder} has no {', '.join(missing)}; download or save the whole model"
+            )
+        for path in paths:
             with safe_open(path, "pt") as file:
                 # Old checkpoints of Llama have the frequencies among their weights.
                 names = list(file.keys())
                 names = [n for n in names if not n.endswith("rotary_emb.inv_freq")]
                 self.files |= dict.fromkeys(names, path)
-        if not self.files:
-            raise FileNotFoundError(f"{folder} has no *.safetensors; download the whole model")
+
+    def check(self, config: Any) -> None:
+        """Refuse (ValueError) a checkpoint that lacks tensors of the model."""
+        tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+        if missing := sorted({*_skeleton(config).state_dict()} - tied - {*self.files}):
+            more = f" and {len(missing) - 1} more" if missing[1:] else ""
+            raise ValueError(
+                f"{self.folder} has no tensor {missing[0]}{more}; give the whole model, and not an "
+                "adapter"
+            )
 
     def __getitem__(self, name: str) -> torch.Tensor:
         with safe_open(self.files[name], "pt") as file:
@@ -128,6 +154,8 @@ def shape_of(config: Any) -> Shape:
         "biases": getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False),
         "windows": windows or (config.model_type == "mistral" and config.sliding_window),
         f"activation {config.hidden_act!r}": config.hidden_act != "silu",
+        "quantised weights": getattr(config, "quantization_config", None)
+        or getattr(config, "quantization", None),
     }
     rotation = _rotation(config)
     kind = rotation.rope_type
@@ -135,7 +163,8 @@ def shape_of(config: Any) -> Shape:
     if odd := [name for name, is_so in found.items() if is_so]:
         raise UnsupportedModelError(
             f"this model has {', '.join(odd)}, which cannot be converted; give a "
-            f"{', '.join(FAMILIES)} with full attention, without biases, whose RoPE is fixed"
+            f"{', '.join(FAMILIES)} with full attention, without biases, whose RoPE is fixed, in "
+            "float32 or 16 bits"
         )
     return Shape(
         config.hidden_size,
@@ -218,13 +247,13 @@ def calibrate(
             hidden[row] = (states[0] if isinstance(states, tuple) else states).cpu()
         save_file(moments.means(tokens.numel()), work / moments_file(index))
         layer.to("meta")
-    (work / FACTS).write_text(json.dumps(facts_of(config, tokens)))
+    (work / FACTS).write_text(json.dumps(facts_of(weights, tokens)))
 
 
-def facts_of(config: Any, tokens: torch.Tensor) -> dict[str, Any]:
-    """What was measured: of which model's shape, and over which tokens."""
+def facts_of(weights: Weights, tokens: torch.Tensor) -> dict[str, Any]:
+    """What was measured: of which model, and over which tokens."""
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-    model = {n: v for n, v in config.to_dict().items() if n in KEPT}
+    model = files_fingerprint(weights.folder)
     return {"model": model, "length": tokens.shape[1], "tokens": digest}
 
 
@@ -409,15 +438,12 @@ def convert(folder: Path, work: Path, out: Path, settings: Settings) -> dict[str
     Raises:
         OSError: ``out`` exists.
         UnsupportedModelError: The model cannot be converted.
-        ValueError: The rotary key's width does not suit the model.
+        ValueError: Settings do not suit the model, or the checkpoint lacks tensors.
     """
     config, weights = AutoConfig.from_pretrained(folder), Weights(folder)
     shape, layers = shape_of(config), range(config.num_hidden_layers)
-    if settings.rotary % 2 or not 2 <= settings.rotary <= shape.keys:
-        raise ValueError(
-            f"rotary is {settings.rotary}; give an even --rotary from 2 to {shape.keys}, the width "
-            "of this model's keys"
-        )
+    check_settings(settings, shape)
+    weights.check(config)
     length = json.loads((work / FACTS).read_text())["length"]
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -443,13 +469,32 @@ def convert(folder: Path, work: Path, out: Path, settings: Settings) -> dict[str
         writer.layer(index, new)
     writer.rest(len(layers))
     written = new_config(config, shape, settings, ranks, slots)
+    written["original"] = files_fingerprint(folder)
     (partial / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-    for path in folder.iterdir():
-        weighty = path.suffix == ".safetensors" or path.name in ("config.json", INDEX)
-        if path.is_file() and not weighty:
+    for path in beside_weights(folder):
+        if path.name != "config.json":
             shutil.copy(path, partial)
     partial.rename(out)
     return written
+
+
+def check_settings(settings: Settings, shape: Shape) -> None:
+    """Refuse (ValueError) settings that make no model of this shape."""
+    if settings.rotary % 2 or not 2 <= settings.rotary <= shape.keys:
+        raise ValueError(
+            f"--rotary is {settings.rotary}; give an even number from 2 to {shape.keys}, the width "
+            "of this model's keys"
+        )
+    if settings.rank < 1:
+        raise ValueError(f"--rank is {settings.rank}; give 1 to {shape.full_rank}, the full rank")
+    most = min(settings.rank, shape.full_rank)
+    if settings.ranks != "fixed" and not 1 <= settings.multiple <= most:
+        raise ValueError(
+            f"--multiple is {settings.multiple}, and layers have {most} ranks on average; give 1 "
+            f"to {most}"
+        )
+    if not 0 <= settings.shrinkage <= 1:
+        raise ValueError(f"--shrinkage is {settings.shrinkage}; give a number from 0 to 1")
 
 
 def new_config(
@@ -517,7 +562,8 @@ class Writer:
         self.size += sum(t.numel() * t.element_size() for t in named.values())
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
+    """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a folder, or a Hub id")
     parser.add_argument("out", type=Path, help="the folder of the converted model; must not exist")
@@ -525,7 +571,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--work", type=Path, help="default: OUT.calibration")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     known = Settings()
     for name in ("rank", "rotary", "multiple"):
         parser.add_argument(f"--{name}", type=int, default=getattr(known, name))
@@ -533,31 +579,47 @@ def main() -> None:
     parser.add_argument("--metric", default=known.metric, choices=("covariance", "weights"))
     parser.add_argument("--shrinkage", type=float, default=known.shrinkage)
     parser.add_argument("--apart", action="store_true", help="no latent for both keys and values")
-    given = parser.parse_args()
-    folder = Path(given.model)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
+    return parser.parse_args()
 
-        folder = Path(snapshot_download(given.model))
-    if given.out.exists():
-        parser.error(f"{given.out} exists; name another folder, or remove it")
-    work = given.work or given.out.with_name(given.out.name + ".calibration")
+
+@told
+def main() -> None:
+    given = parsed()
+    check_above({"sequences": given.sequences, "length": given.length})
+    check_device(given.device)
+    check_free(given.out)
+    settings = Settings(**{name: getattr(given, name) for name in Settings.__annotations__})
+    folder = model_folder(given.model)
     config = AutoConfig.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    shape = shape_of(config)
+    check_settings(settings, shape)
+    work = given.work or given.out.with_name(given.out.name + ".calibration")
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    work.parent.mkdir(parents=True, exist_ok=True)
+    with alone(given.out, wait=0), alone(work, wait=0):
+        measured(config, folder, work, given)
+        written = convert(folder, work, given.out, settings)
+    print(f"{given.out}: latents of {written['kv_lora_ranks']}, rotary keys of {given.rotary}")
+    if given.rank > shape.full_rank:
+        print(f"--rank {given.rank} is more than the full rank of this model, {shape.full_rank}")
+
+
+def measured(config: Any, folder: Path, work: Path, given: argparse.Namespace) -> None:
+    """Calibrate, unless ``work`` holds what this command would measure.
+
+    Raises:
+        ValueError: It holds something else.
+    """
+    weights, tokenizer = Weights(folder), AutoTokenizer.from_pretrained(folder)
+    weights.check(config)
     tokens = packed(read_records(given.data), tokenizer, given.sequences, given.length)
     if not (work / FACTS).exists():
-        calibrate(config, Weights(folder), tokens, work, given.device)
-    elif json.loads((work / FACTS).read_text()) != json.loads(json.dumps(facts_of(config, tokens))):
-        parser.error(
-            f"{work} was measured with another model or other tokens; give the same --data, "
+        calibrate(config, weights, tokens, work, given.device)
+    elif json.loads((work / FACTS).read_text()) != facts_of(weights, tokens):
+        raise ValueError(
+            f"{work} was measured with another model or other tokens; give the same model, --data, "
             "--sequences and --length, or another --work"
         )
-    settings = Settings(
-        given.rank, given.ranks, given.multiple, given.rotary, given.metric, given.shrinkage,
-        given.apart,
-    )  # fmt: skip
-    written = convert(folder, work, given.out, settings)
-    print(f"{given.out}: latents of {written['kv_lora_ranks']}, rotary keys of {given.rotary}")
 
 
 if __name__ == "__main__":

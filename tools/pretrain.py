@@ -33,7 +33,7 @@ same command resumes it. One JSON line per log step goes to OUT.partial/log.json
 from __future__ import annotations
 
 import argparse
-import sys
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,10 @@ from pretraining.folders import write_folder
 from pretraining.models import MODELS, Model
 from pretraining.packed import Documents, Packed
 from pretraining.training import Training, first_weights, plain_weights, slice_out
-from runs import model_folder
+from runs import SETTINGS, check_above, check_device, check_free, model_folder, told
 from transformers import AutoTokenizer
 
-from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.format.atomic import alone
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.training.on_torch.distributed import join, leave, local_device
 
@@ -77,14 +77,11 @@ def plan_of(given: argparse.Namespace) -> Model:
             )
     elif not (given.data and given.tokenizer):
         raise ValueError(f"{given.model} learns from text; give --data and --tokenizer")
-    elif Path(given.out).exists():
-        raise ValueError(f"{given.out} exists; give another --out, or remove it")
-    changed = {}
-    for option, name in OPTIONS.items():
-        if (value := getattr(given, option)) is not None:
-            if value <= 0:
-                raise ValueError(f"--{option} is {value}; give more than 0")
-            changed[name] = value
+    check_free(Path(given.out))
+    check_above({name: getattr(given, name) for name in (*OPTIONS, "micro", "threads")})
+    check_above({"seed": given.seed}, -1)
+    asked = {name: getattr(given, option) for option, name in OPTIONS.items()}
+    changed = {name: value for name, value in asked.items() if value is not None}
     seed = plan.seed if given.seed is None else given.seed
     return replace(plan, seed=seed, recipe=replace(plan.recipe, **changed))
 
@@ -137,7 +134,7 @@ def finish(training: Training, given: argparse.Namespace, plan: Model) -> None:
     )  # fmt: skip
     lessons = training.lessons
     write_folder(Path(given.out), training.model, lessons.tokenizer, weights, recipe)
-    for name in ("state.pt", "settings.json"):
+    for name in ("state.pt", SETTINGS):
         (training.partial / name).unlink()
 
 
@@ -161,25 +158,24 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+@told
 def main() -> None:
     given = parsed()
+    plan = plan_of(given)
+    check_device(given.device)
     torch.set_num_threads(given.threads)
-    try:
-        plan = plan_of(given)
-        if given.device.startswith("cuda"):
-            if not torch.cuda.is_available():
-                raise ValueError("PyTorch finds no CUDA GPU here; leave out --device")
-            torch.cuda.set_device(local_device(given.device))
-        group = join(given.device)
+    if given.device.startswith("cuda"):
+        torch.cuda.set_device(local_device(given.device))
+    group, out = join(given.device), Path(given.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with alone(out, wait=0) if group.leads else contextlib.nullcontext():
         training = training_of(given, plan, group)
         for _ in training.run(given.model):
             pass
         if group.leads:
             finish(training, given, plan)
         group.wait()
-        leave(group)
-    except (ValueError, OSError, KVLingoError, FloatingPointError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")  # transformers' have several lines
+    leave(group)
 
 
 if __name__ == "__main__":

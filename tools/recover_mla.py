@@ -20,8 +20,10 @@ with in bfloat16 on CUDA. State is kept in OUT.partial; the same command resumes
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -33,7 +35,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runs import begin, clipped, go_on, model_folder
+from runs import (
+    LOG,
+    begin,
+    beside_weights,
+    check_above,
+    check_device,
+    check_free,
+    clipped,
+    go_on,
+    model_folder,
+    told,
+    trim_log,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -43,9 +57,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from kvlingo_mlx.format.atomic import alone
 from kvlingo_mlx.format.geometry import canonical_json
+from kvlingo_mlx.loading.files import files_fingerprint
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.conversations import keeps_system, normalise, replies, to_sample, until
 from kvlingo_mlx.training.on_torch import converted_mla  # noqa: F401  (registers the family)
@@ -262,10 +278,8 @@ class Recovery:
             partial = out.with_name(f"{out.name}.writing")
             shutil.rmtree(partial, ignore_errors=True)
             self.model.save_pretrained(partial, state_dict=tensors)
-            for path in model.iterdir():
-                weights = path.suffix == ".safetensors" or path.name.endswith(".index.json")
-                if path.is_file() and not weights:
-                    shutil.copy(path, partial)
+            for path in beside_weights(model):
+                shutil.copy(path, partial)
             partial.rename(out)
         self.group.wait()
 
@@ -277,57 +291,129 @@ def recover(
 
     Raises:
         ValueError: ``folder`` holds a run of other settings.
+        FloatingPointError: Losses or gradients are not finite.
     """
     recipe, group = recovery.recipe, recovery.group
     begin(folder, settings, group)
     recovery.resume(folder)
+    if group.leads:
+        at = recovery.step
+        trim_log(folder, lambda x: x["step"] > at or (x["step"] == at and "held_out_kl" in x))
 
     def advance() -> Iterator[dict[str, float]]:
         if recovery.step % recipe.validate_every == 0:
             yield recovery.validate(talks.held_out)
         yield recovery.advance(talks.sample(recovery.step * group.size + group.rank))
 
-    yield from go_on(recovery, advance, recipe.steps, folder, group, recipe.keep_every)
-    yield recovery.validate(talks.held_out)
+    for line in go_on(recovery, advance, recipe.steps, folder, group, recipe.keep_every):
+        yield noted(line, folder, group)
+    yield noted(recovery.validate(talks.held_out), folder, group)
 
 
-def main() -> None:
+def noted(line: dict[str, float], folder: Path, group: TorchGroup) -> dict[str, float]:
+    """The line, which is in the log now."""
+    if group.leads:
+        with (folder / LOG).open("a") as log:
+            log.write(json.dumps(line) + "\n")
+    return line
+
+
+def comparison(folder: Path, recipe: Recipe) -> str:
+    """What a fine-tune's log says of a model that it made worse; of a better one nothing.
+
+    Raises:
+        FloatingPointError: It no longer predicts anything.
+    """
+    lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    held = [x["held_out_ce"] + recipe.kl * x["held_out_kl"] for x in lines if "held_out_ce" in x]
+    if not math.isfinite(held[-1]):
+        raise FloatingPointError(
+            f"the loss on what is held out is {held[-1]} at the end, so no model is written; "
+            f"remove {folder} and give a lower --rate"
+        )
+    if held[-1] <= held[0]:
+        return ""
+    return (
+        f"the loss on what is held out was {held[0]:.4g} before and is {held[-1]:.4g} now; a "
+        "lower --rate, or more steps, may help\n"
+    )
+
+
+def check_original(model: Path, original: Path) -> None:
+    """Refuse (ValueError) an original that the model was not converted from, and is not itself."""
+    own = files_fingerprint(original)
+    if own not in (
+        getattr(AutoConfig.from_pretrained(model), "original", None),
+        files_fingerprint(model),
+    ):
+        raise ValueError(
+            f"{model} was not converted from {original} (or from other files of it); name the "
+            "model that it was converted from, or for the baseline the same model twice"
+        )
+
+
+def parsed() -> argparse.Namespace:
+    """The command's options.
+
+    Raises:
+        ValueError: A number means nothing.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a converted model, or the original for the baseline")
     parser.add_argument("original", help="the unconverted model: a folder, or a Hub id")
     parser.add_argument("out", type=Path)
     parser.add_argument("--data", nargs="+", required=True, help="JSONL files or Hub datasets")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    known = Recipe()
-    for name, value in vars(known).items():
+    known = vars(Recipe())
+    for name, value in known.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     given = parser.parse_args()
-    if given.exchanges < 1:
-        parser.error(f"--exchanges is {given.exchanges}; give 1 or more")
-    if given.out.exists():
-        parser.error(f"{given.out} exists; name another folder, or remove it")
-    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 29400)):
+    may_be_0 = ("warmup", "decay", "kl", "seed")
+    check_above({name: getattr(given, name) for name in known if name not in may_be_0})
+    for name in may_be_0:
+        if not getattr(given, name) >= 0:
+            raise ValueError(f"--{name} is {getattr(given, name)}; give 0 or more")
+    return given
+
+
+def start(device: str) -> None:
+    """Join the processes of torchrun, or begin a group of one."""
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 0)):
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    if given.device == "cuda":
+    if device == "cuda":
         torch.cuda.set_device(local_device("cuda"))
-    dist.init_process_group("nccl" if given.device == "cuda" else "gloo")
-    recipe = Recipe(**{name: getattr(given, name) for name in vars(known)})
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+
+
+@told
+def main() -> None:
+    given = parsed()
+    check_device(given.device)
+    check_free(given.out)
     model, original = model_folder(given.model), model_folder(given.original)
+    check_original(model, original)
+    start(given.device)
+    recipe = Recipe(**{name: getattr(given, name) for name in vars(Recipe())})
     talks = Conversations(given.data, AutoTokenizer.from_pretrained(model), recipe)
     folder = given.out.with_name(f"{given.out.name}.partial")
     settings = {
         **vars(recipe), "model": given.model, "original": given.original,
         "conversations": talks.digest, "processes": dist.get_world_size(),
     }  # fmt: skip
-    recovery = Recovery(model, original, recipe, given.device)
-    for line in recover(recovery, talks, folder, settings):
-        if dist.get_rank() == 0:
-            with (folder / "log.jsonl").open("a") as log:
-                log.write(json.dumps(line) + "\n")
-            if "held_out_kl" in line or line["step"] % 100 == 0:
+    leads = dist.get_rank() == 0
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    with alone(given.out, wait=0) if leads else contextlib.nullcontext():
+        recovery = Recovery(model, original, recipe, given.device)
+        for line in recover(recovery, talks, folder, settings):
+            if leads and ("held_out_kl" in line or line["step"] % 100 == 0):
                 print(json.dumps(line), flush=True)
-    recovery.write(model, given.out)
+        recovery.group.wait()  # until the log is whole
+        worse = comparison(folder, recipe)
+        recovery.write(model, given.out)
+        if leads:
+            print(worse, end="")
+            shutil.rmtree(folder / "state")
     dist.destroy_process_group()
 
 

@@ -1,21 +1,30 @@
-"""What long runs in PyTorch share: they stop together, are kept, and go on only as they began."""
+"""What the tools in PyTorch share: their options and errors, and how long runs are kept.
+
+Runs of several processes stop together, and go on only as they began.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
-from kvlingo_mlx.errors import MissingModelError
+from kvlingo_mlx.errors import KVLingoError, MissingModelError
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.loading.hub import MODEL_FILES, resolve
 from kvlingo_mlx.training.checkpoints import check_settings
 from kvlingo_mlx.training.interruption import postponed
+
+LOG, SETTINGS = "log.jsonl", "settings.json"  # in the folder of a run
+TOLD = (ValueError, OSError, KVLingoError, FloatingPointError, SafetensorError)
 
 
 class Run(Protocol):
@@ -27,6 +36,44 @@ class Run(Protocol):
         """Replace what is kept; an earlier state is there until this one is whole."""
 
 
+# ---- commands -------------------------------------------------------------------------
+
+
+def told(main: Callable[[], None]) -> Callable[[], None]:
+    """A command that ends with one line where it cannot begin, or cannot go on."""
+
+    @functools.wraps(main)
+    def run() -> None:
+        try:
+            main()
+        except TOLD as error:  # transformers' have several lines
+            sys.exit(f"error: {' '.join(str(error).split())}")
+
+    return run
+
+
+def check_above(options: Mapping[str, float | None], least: float = 0) -> None:
+    """Refuse (ValueError) options, by their names, whose values are not above ``least``."""
+    for name, value in options.items():
+        if value is not None and not value > least:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; give more than {least}")
+
+
+def check_device(device: str) -> None:
+    """Refuse (ValueError) a GPU where there is none."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("PyTorch finds no CUDA GPU here; leave out --device")
+
+
+def check_free(out: Path) -> None:
+    """Refuse (ValueError) to write over what is there."""
+    if out.exists():
+        raise ValueError(f"{out} exists; name another folder, or remove it")
+
+
+# ---- models ---------------------------------------------------------------------------
+
+
 def model_folder(name: str) -> Path:
     """The folder of a model: itself, an embedded model's, or a snapshot from the Hub.
 
@@ -36,13 +83,25 @@ def model_folder(name: str) -> Path:
     return resolve(name, None, MODEL_FILES, MissingModelError)[0]
 
 
+def beside_weights(folder: Path) -> list[Path]:
+    """The files of a model's folder that hold no weights: config, tokenizer, licence, ..."""
+    weights = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx"}
+    return [
+        path for path in sorted(folder.iterdir())
+        if path.is_file() and path.suffix not in weights and not path.name.endswith(".index.json")
+    ]  # fmt: skip
+
+
+# ---- runs -----------------------------------------------------------------------------
+
+
 def begin(folder: Path, settings: Mapping[str, Any], group: Group) -> None:
     """Note a run's settings in its folder.
 
     Raises:
         ValueError: The folder holds a run with other settings.
     """
-    path = folder / "settings.json"
+    path = folder / SETTINGS
     folder.mkdir(parents=True, exist_ok=True)
     known = path.exists()
     if known:
@@ -50,6 +109,13 @@ def begin(folder: Path, settings: Mapping[str, Any], group: Group) -> None:
     group.wait()
     if group.leads and not known:
         path.write_text(json.dumps(settings))
+
+
+def trim_log(folder: Path, made_anew: Callable[[dict[str, Any]], bool]) -> None:
+    """Take out of a run's log the lines that it writes again, and one that was cut off."""
+    if (path := folder / LOG).exists():
+        lines = [x for x in path.read_text().splitlines(keepends=True) if x.endswith("\n")]
+        path.write_text("".join(line for line in lines if not made_anew(json.loads(line))))
 
 
 def go_on(

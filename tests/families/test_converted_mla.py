@@ -17,7 +17,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import zoo
@@ -575,8 +575,21 @@ def test_what_cannot_be_converted(tool: ModuleType, convert: Convert, tmp_path: 
         folder = rewritten(zoo(SMALL), tmp_path / said, **more)
         with pytest.raises(UnsupportedModelError, match=f"this model has {said}, which cannot"):
             tool.shape_of(transformers.AutoConfig.from_pretrained(folder))
-    with pytest.raises(ValueError, match="rotary is 7; give an even --rotary from 2 to 128"):
-        convert(rank=64, rotary=7)
+    for settings, said in (
+        ({"rotary": 7}, "--rotary is 7; give an even number from 2 to 128"),
+        ({"rank": 0}, "--rank is 0; give 1 to 128, the full rank"),
+        ({"ranks": "total", "rank": 32, "multiple": 64}, "--multiple is 64, and layers have 32"),
+        ({"ranks": "residual", "rank": FULL, "multiple": 129}, "and layers have 128 ranks on"),
+        ({"ranks": "total", "multiple": 0}, "--multiple is 0, and layers"),
+        ({"shrinkage": -0.1}, "--shrinkage is -0.1; give a number from 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            convert(**settings)
+    other = rewritten(
+        zoo(SMALL), tmp_path / "four-bits", quantization={"bits": 4, "group_size": 64}
+    )
+    with pytest.raises(UnsupportedModelError, match="this model has quantised weights"):
+        tool.shape_of(transformers.AutoConfig.from_pretrained(other))
     tokenizer = transformers.AutoTokenizer.from_pretrained(zoo(SMALL))
     with pytest.raises(
         ValueError, match=r"the data hold \d+ tokens, and 9 sequences of 50 need 450"
@@ -615,9 +628,9 @@ def test_the_tool_runs_from_a_file_of_conversations(
     tool.main()
     assert kv.load(out).geometry.layers[0].value_dim == 64
     assert len(list((tmp_path / "out.calibration").iterdir())) == 4 + 1
-    with pytest.raises(SystemExit):
+    assert "more than the full rank" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="out exists; name another folder"):
         tool.main()
-    assert "out exists; name another folder" in capsys.readouterr().err
     work = ["--work", str(tmp_path / "out.calibration"), "--rank", "32"]
     monkeypatch.setattr(sys, "argv", [w.replace(str(out), f"{out}2") for w in words] + work)
     with monkeypatch.context() as patch:
@@ -626,9 +639,106 @@ def test_the_tool_runs_from_a_file_of_conversations(
     assert kv.load(f"{out}2").geometry.layers[0].value_dim == 32
     monkeypatch.setattr(sys, "argv", [w.replace(str(out), f"{out}3") for w in words] + work[:2])
     sys.argv[sys.argv.index("128")] = "64"
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="was measured with another model or other tokens"):
         tool.main()
-    assert "was measured with another model or other tokens" in capsys.readouterr().err
+    # Another model of the same shape: the same config, other weights.
+    twin = shutil.copytree(zoo(SMALL), tmp_path / "twin")
+    tensors = load_file(twin / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 2
+    save_file(tensors, twin / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(sys, "argv", [w.replace(str(out), f"{out}3") for w in words] + work)
+    sys.argv[1] = str(twin)
+    with pytest.raises(SystemExit, match="was measured with another model or other tokens"):
+        tool.main()
+    monkeypatch.setattr(sys, "argv", [w.replace(str(out), f"{out}3") for w in words])
+    sys.argv[-1] = "1024"
+    tool.main()
+    told = capsys.readouterr().out
+    assert "--rank 1024 is more than the full rank of this model, 128" in told
+    assert kv.load(f"{out}3").geometry.layers[0].value_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--rank", "0"], "--rank is 0; give 1 to 128"),
+        (["--sequences", "0"], "--sequences is 0; give more than 0"),
+        (["--length", "-3"], "--length is -3; give more than 0"),
+        (["--data", "nowhere.jsonl"], "nowhere.jsonl does not exist; give a JSONL file"),
+        (["--device", "cuda"], "PyTorch finds no CUDA GPU here"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str], said: str
+) -> None:
+    if "cuda" in asked and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    data = tmp_path / "talks.jsonl"
+    data.write_text(json.dumps({"messages": next(iter(for_fitting(1))).conversation()}))
+    words = ["convert", str(zoo(SMALL)), str(tmp_path / "out"), "--data", str(data), *asked]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as caught:
+        tool.main()
+    text = str(caught.value.code)
+    assert text.startswith("error: ") and said in text and "\n" not in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_conversions_into_one_folder(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one says who is at work, and harms nothing."""
+    data, out = tmp_path / "talks.jsonl", tmp_path / "out"
+    data.write_text("\n".join(json.dumps({"messages": d.conversation()}) for d in for_fitting(12)))
+    words = f"convert {zoo(SMALL)} {out} --data {data} --sequences 2 --length 128 --rank 64".split()
+    monkeypatch.setattr(sys, "argv", words)
+    convert, second = tool.convert, []
+
+    def meanwhile(*arguments: Any) -> Any:
+        with pytest.raises(
+            SystemExit, match=r"process \d+ is writing out in .*; wait until"
+        ) as told:
+            tool.main()
+        second.append(told)
+        return convert(*arguments)
+
+    monkeypatch.setattr(tool, "convert", meanwhile)
+    tool.main()
+    assert len(second) == 1 and kv.load(out).geometry.layers[0].value_dim == 64
+
+
+def test_one_checkpoint_of_a_folder_is_the_model(
+    tool: ModuleType, convert: Convert, tmp_path: Path
+) -> None:
+    """Mistral's folders have the weights twice, under other names; adapters lie beside others."""
+    folder = shutil.copytree(zoo(SMALL), tmp_path / "model")
+    for name in ("consolidated", "adapter_model"):
+        save_file({"layers.0.x": np.ones(3)}, folder / f"{name}.safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"once more")
+    assert tool.Weights(folder).files == {
+        name: folder / "model.safetensors" for name in load_file(zoo(SMALL) / "model.safetensors")
+    }
+    out = convert(f"{SMALL}-twice", folder, rank=64)
+    names = {path.name for path in out.iterdir()}
+    assert not names & {
+        "consolidated.safetensors",
+        "adapter_model.safetensors",
+        "pytorch_model.bin",
+    }
+    assert "tokenizer.json" in names and kv.load(out).geometry.layers[0].value_dim == 64
+
+
+def test_parts_that_are_missing(tool: ModuleType, tmp_path: Path) -> None:
+    folder = shutil.copytree(zoo(SMALL), tmp_path / "model")
+    config, path = transformers.AutoConfig.from_pretrained(folder), folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({n: t for n, t in tensors.items() if "layers.2." not in n}, path)
+    with pytest.raises(ValueError, match=r"has no tensor model.layers.2.\S+ and \d+ more"):
+        tool.Weights(folder).check(config)
+    index = {"weight_map": {n: "model-00002-of-00002.safetensors" for n in tensors}}
+    (folder / tool.INDEX).write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match="has no model-00002-of-00002.safetensors; down"):
+        tool.Weights(folder)
 
 
 def test_ranks_cannot_share_it(mixed: Path) -> None:

@@ -300,7 +300,12 @@ def test_dialogues_by_the_papers_recipe_cost_their_z_loss(
         (["tiny-scratch-s", "--sliced-from", "tiny-mistral"], "'mistral' cannot be sliced"),
         (["tiny-scratch-s", "--data", "{data}", "--tokenizer", "{root}"], "error: "),
         (["tiny-scratch-s", "--data", "x", "--tokenizer", "x", "--out", "{root}"],
-         "exists; give another --out, or remove it"),
+         "exists; name another folder, or remove it"),
+        (["tiny-qwen3-s", "--out", "{root}"], "exists; name another folder, or remove it"),
+        (["tiny-qwen3-s", "--threads", "0"], "--threads is 0; give more than 0"),
+        (["tiny-qwen3-s", "--seed", "-2"], "--seed is -2; give more than -1"),
+        (["tiny-scratch-s", "--data", "{data}", "--tokenizer", "x", "--micro", "-1"],
+         "--micro is -1; give more than 0"),
         (["tiny-scratch-s", "--device", "cuda"], "PyTorch finds no CUDA GPU here"),
     ],
 )  # fmt: skip

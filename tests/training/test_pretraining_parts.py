@@ -311,10 +311,29 @@ def test_data_of_no_use_are_refused_in_a_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_text_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match="a.txt, from byte 0: not UTF-8 text"):
-        tool("pretraining.packed").Documents([str(tmp_path)], Words(), 0)
+def test_what_cannot_be_read_is_passed_over_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bad lines among good ones: the good ones come, each time."""
+    documents = tool("pretraining.packed").Documents
+    bad = ['{"text": "', "17", '{"messages": [{"role": "judge", "content": "2"}]}', '{"txt": "3"}']
+    lines = [f'{{"text": "{number}"}}' for number in range(40, 50)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([*lines, *bad, *bad]) + "\n")
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    found = documents([str(tmp_path)], Words(), 0)
+    numbers = [*range(found.count)] * 2
+    told = capsys.readouterr().err
+    assert [found.tokens(number)[:1] for number in numbers if found.tokens(number)] == [
+        [number] for number in range(40, 50)
+    ] * 2
+    told += capsys.readouterr().err
+    assert len(told.splitlines()) == 5 and "further ones are not told" in told.splitlines()[-1]
+    assert "b.txt, from byte 0: not UTF-8 text" in told and "a.jsonl, line 11: not JSON" in told
+    path.write_text("\n".join(bad) + "\n")
+    with pytest.raises(ValueError, match="holds no text to train on"):
+        documents([str(path)], Words(), 0)
+    assert len(capsys.readouterr().err.splitlines()) == 4
 
 
 # ---- slices -----------------------------------------------------------------------------

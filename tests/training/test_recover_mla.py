@@ -196,6 +196,83 @@ def test_the_original_begins_at_no_divergence(tool: ModuleType, data: Path, tmp_
     assert abs(lines[0]["held_out_kl"]) < 1e-6 < lines[-1]["held_out_kl"]
 
 
+def test_what_was_cut_off_in_the_log_is_written_again(
+    tool: ModuleType, data: Path, converted: Path, tmp_path: Path
+) -> None:
+    """A run that is killed in a line, three steps behind what it has kept last."""
+    talks = talks_of(tool, data, recipe_of(tool, validate_every=3, steps=6))
+    _, lines = run(tool, converted, talks, tmp_path / "whole")
+    killed = run(tool, converted, talks, tmp_path / "killed")[1]
+    log = tmp_path / "killed" / "log.jsonl"
+    assert killed == lines and log.read_text() == (tmp_path / "whole" / "log.jsonl").read_text()
+    whole = log.read_text()
+    log.write_text(whole + '{"step": 7, "ce": 0.')
+    recovery = tool.Recovery(converted, SMALL, talks.recipe, "cpu")
+    settings = {**vars(talks.recipe), "model": str(converted)}
+    assert list(tool.recover(recovery, talks, tmp_path / "killed", settings)) == lines[-1:]
+    assert log.read_text() == whole
+
+
+def test_a_diverged_model_is_not_written(tool: ModuleType, tmp_path: Path) -> None:
+    def of(*losses: tuple[float, float]) -> Any:
+        lines = [{"step": n, "held_out_ce": a, "held_out_kl": b} for n, (a, b) in enumerate(losses)]
+        lines.insert(1, {"step": 1, "ce": 99.0, "kl": 1.0, "norm": 1.0})
+        (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return tool.comparison(tmp_path, tool.Recipe(kl=2.0))
+
+    assert of((3.0, 2.0), (9.0, 9.0), (2.0, 1.0)) == ""
+    assert of((1.0, 0.0), (0.9, 0.1)).startswith(
+        "the loss on what is held out was 1 before and is 1.1 now; a lower --rate"
+    )
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(
+            FloatingPointError, match="so no model is written; remove .* lower --ra"
+        ):
+            of((3.0, 2.0), (bad, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--steps", "0"], "--steps is 0; give more than 0"),
+        (["--rate", "-1"], "--rate is -1.0; give more than 0"),
+        (["--validate-every", "0"], "--validate-every is 0; give more than 0"),
+        (["--exchanges", "-2"], "--exchanges is -2; give more than 0"),
+        (["--kl", "-1"], "--kl is -1.0; give 0 or more"),
+        (["--rate", "nan"], "--rate is nan; give more than 0"),
+        (["--data", "nowhere.jsonl"], "nowhere.jsonl does not exist; give a JSONL file"),
+        (["--device", "cuda"], "PyTorch finds no CUDA GPU here; leave out --device"),
+        (["{out}", "{small}", "{small}"], "exists; name another folder, or remove it"),
+        (["{out}", "{large}", "{converted}"], "was not converted from"),
+        (["{out}", "{gemma}", "{small}"], "or for the baseline the same model twice"),
+        (["{out}", "{small}", "nowhere!"], "nowhere! does not exist; give a model's folder"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line(
+    tool: ModuleType, data: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    asked: list[str], said: str,
+) -> None:  # fmt: skip
+    """By the command; it stops before it writes anything."""
+    if "cuda" in asked and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(tool, "start", lambda device: None)  # the tests' own group
+    places = {
+        "small": SMALL, "large": zoo("tiny-qwen3-l"), "converted": converted,
+        "gemma": ROOT / "tests" / "zoo" / "models" / "tiny-gemma3-s",
+        "out": converted if "exists;" in said else tmp_path / "out",
+    }  # fmt: skip
+    words = [str(converted), str(SMALL), str(tmp_path / "out")]
+    if asked[0] == "{out}":
+        out, original, model = (word.format(**places) for word in asked)
+        words, asked = [model, original, out], []
+    monkeypatch.setattr(sys, "argv", ["recover", *words, "--data", str(data), *asked])
+    with pytest.raises(SystemExit) as caught:
+        tool.main()
+    text = str(caught.value.code)
+    assert text.startswith("error: ") and said in text and "\n" not in text
+    assert not list(tmp_path.iterdir())
+
+
 def test_two_processes_under_torchrun(
     tool: ModuleType, data: Path, converted: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from pretraining.completep import CompleteP
 from pretraining.losses import losses
 from pretraining.models import Model
 
+TOLD = 5  # documents that are passed over, each in a line
 PIECE = 1 << 14  # bytes of a text file that are a document, or a few more: to the end of a line
 
 # ---- documents ------------------------------------------------------------------------
@@ -97,10 +99,15 @@ def open_documents(spec: str) -> list[Any]:
 
 
 class Documents:
-    """The documents of all sources in a seeded order that never ends, a new one each epoch."""
+    """The documents of all sources in a seeded order that never ends, a new one each epoch.
+
+    What cannot be read is passed over: a run of weeks must not end at one bad line. The first few
+    are told.
+    """
 
     def __init__(self, specs: Sequence[str], tokenizer: Any, seed: int) -> None:
         self.tokenizer, self.seed = tokenizer, seed
+        self.unread: set[int] = set()
         self.sources = [source for spec in specs for source in open_documents(spec)]
         self.ends = np.cumsum([len(source.sizes) for source in self.sources])
         self.count = int(self.ends[-1])
@@ -113,15 +120,26 @@ class Documents:
 
     def tokens(self, number: int) -> list[int]:
         """Document ``number``, with the end-of-sequence token behind it; none of an empty one."""
-        index = int(np.searchsorted(self.ends, number, side="right"))
-        source = self.sources[index]
-        record, where = source.read(number - int(self.ends[index]) + len(source.sizes))
-        found = {} if record is None else normalise(record, where)
+        found = self._record(number)
         if not (found.get("messages") or found.get("text")):
             return []
         sample, end = tokenise(found, self.tokenizer), self.tokenizer.eos_token_id
         ids = [*sample.prefix, *sample.continuation]
         return ids if ids[-1:] == [end] else [*ids, end]
+
+    def _record(self, number: int) -> dict[str, Any]:
+        """Document ``number`` as a record; an empty one if it cannot be read."""
+        index = int(np.searchsorted(self.ends, number, side="right"))
+        source = self.sources[index]
+        try:
+            record, where = source.read(number - int(self.ends[index]) + len(source.sizes))
+            return {} if record is None else normalise(record, where)
+        except ValueError as error:
+            if number not in self.unread and len(self.unread) < TOLD:
+                last = "; further ones are not told" if len(self.unread) == TOLD - 1 else ""
+                print(f"passed over: {error}{last}", file=sys.stderr, flush=True)
+            self.unread.add(number)
+            return {}
 
     def at(self, place: int) -> list[int]:
         """The document at a place of the order."""

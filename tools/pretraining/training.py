@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from runs import begin, clipped, go_on, model_folder
+from runs import LOG, begin, clipped, go_on, model_folder, trim_log
 from transformers import AutoModelForCausalLM
 
 from kvlingo_mlx.group import ALONE, Group
@@ -98,16 +98,15 @@ class Training:
 
     def resume(self) -> None:
         """Go on from the last saved step, if there is one."""
-        path, log = self.partial / "state.pt", self.partial / "log.jsonl"
+        path = self.partial / "state.pt"
         if path.exists():
             saved = torch.load(path, weights_only=True, map_location=self.model.device)
             for name, part in self._kept.items():
                 part.load_state_dict(saved[name])
             self.state.update(saved["state"])
             self.lessons.go_to(saved.get("position", {}))
-        if self.group.leads and log.exists():
-            lines = log.read_text().splitlines(keepends=True)
-            log.write_text("".join(x for x in lines if json.loads(x)["step"] <= self.step))
+        if self.group.leads:
+            trim_log(self.partial, lambda line: line["step"] > self.step)
 
     def keep(self, folder: Path) -> None:
         """Replace the state; all processes call this at the same step."""
@@ -144,7 +143,7 @@ class Training:
         state["step"] += 1
         line = {**state, "loss": round(loss, 4)}
         if self.group.leads and self.step % LOG_EVERY == 0:
-            with open(self.partial / "log.jsonl", "a") as log:
+            with open(self.partial / LOG, "a") as log:
                 log.write(json.dumps(line) + "\n")
         yield line
 

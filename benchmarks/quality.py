@@ -90,9 +90,11 @@ def translators(
 
 
 def model_folder(name: str, more: Path) -> Path:
-    """A model of the zoo ``more``, or else of the package."""
-    folder = more / "models" / name
-    return folder if folder.exists() else zoo(name)
+    """A model of the zoo ``more``, a model's folder, or else a model of the package."""
+    for folder in (more / "models" / name, Path(name)):
+        if (folder / "config.json").exists():
+            return folder
+    return zoo(name)
 
 
 def mean(values: tuple) -> str:

@@ -233,11 +233,14 @@ def _planned(plan: Plan, prompt: Prompt, asked: Asked, check: Callable[[Plan], N
     check(plan)
     if native:
         return replace(plan, way="native")
-    if len(plan.tokens) == 1:  # nothing to translate
+    alone = len(plan.tokens) == 1  # nothing to translate
+    if alone and asked.translator is None:
         return plan
     translator = resolve_translator(
         asked.translator, plan.source, plan.target, allow_mismatch=asked.allow_mismatch
     )
+    if alone:
+        return plan
     own = asked.native(translator.config, len(plan.prefix))
     check_first_layers(plan.target, own.layers)
     plan = replace(plan, translator=translator, native=own)

@@ -51,10 +51,18 @@ def test_thinking_switch_puts_the_empty_block_into_the_prefix(model: LanguageMod
     assert decode(encode(model, MESSAGES, True)).endswith("<|im_start|>assistant\n")
 
 
-def test_one_token_prompt_needs_no_translator(model: LanguageModel) -> None:
+def test_one_token_prompt_needs_no_translator(models: dict[str, LanguageModel]) -> None:
+    model = models["dense"]
     native = mlx_generate(model.model, model.tokenizer, TOKENS[:1], max_tokens=8)
     assert kv.generate(model, model, TOKENS[:1], max_tokens=8) == native
     assert all(cache.empty() for cache in kv.hand_over(model, model, TOKENS[:1]))
+    identity = identity_of(model)
+    assert kv.generate(model, model, TOKENS[:1], translator=identity, max_tokens=8) == native
+    foreign = identity_of(models["wide"])
+    for call in (kv.generate, kv.hand_over):  # what would be refused with two tokens is with one
+        for tokens in (TOKENS[:2], TOKENS[:1]):
+            with pytest.raises(kv.IncompatibleTranslatorError):
+                call(model, model, tokens, translator=foreign)
 
 
 def test_last_token_runs_through_the_target(model: LanguageModel) -> None:

@@ -206,6 +206,28 @@ def test_caches_are_compared_and_maps_stay_within_heads(
     assert folders == [True, False] and len(made) == 2
 
 
+def test_models_may_be_folders(
+    made_pairs: ModuleType, parsed: Parsed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the guide names them, from where the models lie; a zoo's comes before one here."""
+    for name in ("scratch/s", "scratch/l", SMALL):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    args = parsed("--as-is", "scratch/s:scratch/l")
+    models = made_pairs.Models(args)
+    assert models.original("scratch/l") == Path("scratch/l")
+    assert models.original(SMALL) == Path(SMALL)  # a folder here comes before the package
+    (own, _), *_ = made_pairs.jobs(args)
+    assert own["pair"] == "scratch/s:scratch/l"
+    args.zoo = tmp_path / "zoo"
+    other = args.zoo / "models" / SMALL
+    other.mkdir(parents=True)
+    (other / "config.json").write_text("{}")
+    assert made_pairs.Models(args).original(SMALL) == other
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -220,6 +242,7 @@ def test_what_is_refused(
     parsed: Parsed, words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / SMALL).mkdir()
+    (tmp_path / SMALL / "config.json").write_text("{}")
     parsed("--pairs", f"{SMALL}:{LARGE}")
     with pytest.raises(SystemExit) as stopped:
         parsed(*words.replace("/COPY", str(tmp_path)).split())

@@ -105,6 +105,9 @@ def _refusal(need: Need, unused: Sequence[str], values: Mapping[str, Any], spell
     return f"{said}with {spell(partner, value)}{why}; give {wanted}, or leave {them} out"
 
 
+ADDRESS = " at 0x"  # in what Python shows of an object that has no text of its own
+
+
 # ---- partners that the arguments of public functions need ------------------------------------
 
 CACHE_BITS = Need("kv_group_size", "kv_bits", is_set, 8)
@@ -406,8 +409,11 @@ def _same(value: object, default: object) -> bool:
 
 
 def _as_argument(name: str, value: Any) -> str:
-    return name if value is None or callable(value) else f"{name}={_shown(value)}"
+    plain = value is None or callable(value) or ADDRESS in repr(value)
+    return name if plain else f"{name}={_shown(value)}"
 
 
 def _shown(value: object) -> str:
-    return f"{' '.join(repr(value).split()):.60}"
+    """A value as a user would type it; of objects without such a form the type."""
+    text = " ".join(repr(value).split())
+    return f"of type {type(value).__name__}" if ADDRESS in text else f"{text:.60}"

@@ -33,7 +33,7 @@ from kvlingo_mlx.handover.healing import IDLE_S, Interleaved, Pace
 from kvlingo_mlx.handover.sampling import Choice
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.grading import watched
-from kvlingo_mlx.loading.notes import tell_of_length
+from kvlingo_mlx.loading.notes import tell, tell_of_length
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished, unit, working
 from kvlingo_mlx.tokenization.alignment import TokenAlignment
@@ -213,6 +213,23 @@ class Exchange:
 
     # ---- switching ------------------------------------------------------------------------
 
+    def _look_again(self) -> None:
+        """Record what translators read by now: a stored one may have been replaced meanwhile.
+
+        Warns:
+            KVLingoWarning: What a line holds was recorded for another kind of translator.
+        """
+        for name, line in self.lines.items():
+            reads = self.directions.read_of(name)
+            if reads != (line.inputs, line.states) and line.native.parts:
+                tell(
+                    None,
+                    f"a translator from {name} was replaced by one that reads something else of "
+                    f"recurrent layers; what {name} has read so far was not recorded for it, so "
+                    "the other models read that themselves; what follows is recorded",
+                )
+            line.inputs, line.states = reads
+
     def bring(
         self,
         name: str,
@@ -234,6 +251,8 @@ class Exchange:
         started = time.perf_counter()
         line = self.line(name)
         switched = self.active not in (None, name)
+        if switched:
+            self._look_again()
         whole = switched and self.rules.switching != "alternated"
         kept = line.kept(0 if whole else line.common(tokens))
         origin = self.active if switched else self._from

@@ -136,7 +136,7 @@ def fit(
         group,
     )
     work.run()
-    if group.leads and (short := shortage(config, work.tokens, work.lowest)):
+    if group.leads and (short := shortage(config, work.used, work.tokens, work.lowest)):
         warnings.warn(short, KVLingoWarning, stacklevel=2)
     fitted = build(work.config, Weights.from_float32(work.weights, "float32"))
     provenance = {

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvlingo_mlx.format.maps import head_map_of, maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.stage1.bilinear import STATES
 
 RELATIVE_TOLERANCE = 1e-8
 # Tokens per unknown of one regression; the unknowns are the input width of a map. Measured on the
@@ -240,17 +241,23 @@ def check_tokens(config: TranslatorConfig, tokens: int) -> None:
         )
 
 
-def shortage(config: TranslatorConfig, tokens: int, rank: int) -> str | None:
-    """A note for users about a fit on too few tokens; None if there were enough.
+def shortage(config: TranslatorConfig, texts: int, tokens: int, rank: int) -> str | None:
+    """A note for users about a fit on too little; None if there was enough.
 
     Args:
         config: The fitted translator's config.
-        tokens: The number of tokens it was fitted on.
+        texts: The number of texts it was fitted on.
+        tokens: The number of tokens in them.
         rank: The smallest number of input directions that the data of any map spanned.
     """
     wanted = unknowns(config)
     if tokens >= ENOUGH * wanted:
-        return None
+        if not config.state_maps or texts >= STATES:
+            return None
+        return (
+            f"{texts} texts are few for maps of states, which are made of one state of each text; "
+            f"{STATES} would do"
+        )
     least = min(m.inputs for m in maps_of(config))
     seen = f" (of which {rank:,} directions were seen)" if rank < least else ""
     return (

@@ -351,7 +351,11 @@ class Training:
             config = dataclasses.replace(config, assignment=fit.config.assignment)
             provenance = {"norm": fit.norm, **fit.facts()}
             arrays = fit.weights if spec.solved else {}
-            if arrays and self.group.leads and (short := shortage(config, fit.tokens, fit.lowest)):
+            if (
+                arrays
+                and self.group.leads
+                and (short := shortage(config, fit.used, fit.tokens, fit.lowest))
+            ):
                 self.warn(short)
         arrays |= initial(config, plan.hidden, plan.seed, gated=plan.gated)
         if not spec.solved:

@@ -301,9 +301,14 @@ def test_what_is_refused(pair: tuple[LanguageModel, LanguageModel, Translator]) 
     tokens = tiny.random_tokens(40)
     with pytest.raises(ValueError, match="on_doubt is 'heal'; give warn or reread"):
         kv.hand_over(source, target, tokens, translator=translator, guard=8, on_doubt="heal")
-    with pytest.raises(ValueError, match="guard has no effect with prompt_cache"):
+    with pytest.raises(
+        ValueError, match="guard has no effect with prompt_cache, .*; leave"
+    ) as told:
         held = make_prompt_cache(source.model)
         kv.hand_over(source, target, tokens, translator=translator, guard=8, prompt_cache=held)
+    assert " at 0x" not in str(told.value)
+    with pytest.raises(ValueError, match="max_tokens is of type object; give"):
+        kv.generate(source, target, tokens, translator=translator, max_tokens=object())
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 40])

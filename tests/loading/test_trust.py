@@ -25,7 +25,7 @@ from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.loading import grading, notes
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
-from tests.support import tiny
+from tests.support import hybrid_models, tiny
 from tests.support.random_samples import samples
 from tests.support.translator_folders import arrays_of, config_json, to_config
 
@@ -81,6 +81,21 @@ def test_few_tokens_are_told_with_the_number_that_would_do(
     assert f"{unknowns:,} tokens are few for maps of {unknowns:,} unknowns" in few
     assert f"{32 * unknowns:,} (32 for each) would do" in few
     assert len(fit(32 * unknowns - 1)) == 1 and fit(32 * unknowns) == []
+
+
+def test_few_states_are_told(tmp_path: Path) -> None:
+    """Enough tokens in too few texts: a map of states is made of one state of each text."""
+    made = hybrid_models.write_hybrid_model(tmp_path / "model", "qwen3_5", num_hidden_layers=4)
+    model = kv.load(made)
+
+    def fit(count: int, length: int, **options: Any) -> list[str]:
+        return told(lambda: kv.fit(model, model, samples(count, length), **options))
+
+    (few,) = fit(63, 80, state_maps=True)
+    assert few.startswith("63 texts are few for maps of states") and few.endswith("64 would do")
+    assert fit(64, 80, state_maps=True) == []
+    (few,) = fit(20, 20, state_maps=True)
+    assert few.startswith("400 tokens are few for maps of")  # more texts would help both
 
 
 def test_the_rank_of_what_was_seen_is_told(models: dict[str, LanguageModel]) -> None:

@@ -205,7 +205,7 @@ def test_another_translator_than_was_recorded_for(model: LanguageModel) -> None:
 def test_a_stored_translator_is_replaced_by_one_of_another_kind(
     model: LanguageModel, store: Path, first: bool
 ) -> None:
-    """While a conversation is open: that is told, what was not recorded is read, the rest is not."""
+    """In an open conversation: that is told, what was not recorded is read, and the rest is not."""
     for kind in (first, not first):
         identity_of(model, capture=model.family.points[0], state_maps=kind).save(
             store / "same", overwrite=True

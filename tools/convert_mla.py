@@ -25,7 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runs import beside_weights, check_above, check_device, check_free, model_folder, told
+from runs import (
+    beside_weights,
+    check_above,
+    check_device,
+    check_free,
+    model_folder,
+    open_data,
+    told,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -36,7 +44,6 @@ from kvlingo_mlx.loading.files import files_fingerprint
 from kvlingo_mlx.tokenization.samples import tokenise
 from kvlingo_mlx.training.conversations import normalise
 from kvlingo_mlx.training.on_torch.converted_mla import MODEL_TYPE
-from kvlingo_mlx.training.records import open_source
 
 FAMILIES = ("qwen3", "llama", "mistral")
 INDEX = "model.safetensors.index.json"
@@ -215,7 +222,7 @@ def packed(records: Iterable[Any], tokenizer: Any, sequences: int, length: int) 
 
 def read_records(specs: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The usable records of files, folders or Hub datasets, in their order."""
-    for source, _ in map(open_source, specs):
+    for source in map(open_data, specs):
         for number in range(len(source.sizes)):
             record, where = source.read(number)
             found = {"messages": []} if record is None else normalise(record, where)

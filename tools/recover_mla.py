@@ -45,6 +45,7 @@ from runs import (
     clipped,
     go_on,
     model_folder,
+    open_data,
     told,
     trim_log,
 )
@@ -66,7 +67,6 @@ from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.conversations import keeps_system, normalise, replies, to_sample, until
 from kvlingo_mlx.training.on_torch import converted_mla  # noqa: F401  (registers the family)
 from kvlingo_mlx.training.on_torch.distributed import TorchGroup, local_device
-from kvlingo_mlx.training.records import open_source
 
 STRIDE = 7919  # from a conversation that is of no use to the next one tried
 
@@ -107,7 +107,7 @@ class Conversations:
 
     def __init__(self, specs: Sequence[str], tokenizer: Any, recipe: Recipe) -> None:
         self.tokenizer, self.recipe = tokenizer, recipe
-        self.sources = [open_source(spec)[0] for spec in specs]
+        self.sources = [open_data(spec) for spec in specs]
         self.fold = not keeps_system(tokenizer)
         hashes = {
             (number, row): hashlib.sha256(canonical_json(found).encode()).hexdigest()

@@ -22,6 +22,7 @@ from kvlingo_mlx.group import Group
 from kvlingo_mlx.loading.hub import MODEL_FILES, resolve
 from kvlingo_mlx.training.checkpoints import check_settings
 from kvlingo_mlx.training.interruption import postponed
+from kvlingo_mlx.training.records import Source, open_source
 
 LOG, SETTINGS = "log.jsonl", "settings.json"  # in the folder of a run
 TOLD = (ValueError, OSError, KVLingoError, FloatingPointError, SafetensorError)
@@ -71,7 +72,19 @@ def check_free(out: Path) -> None:
         raise ValueError(f"{out} exists; name another folder, or remove it")
 
 
-# ---- models ---------------------------------------------------------------------------
+# ---- data and models ------------------------------------------------------------------
+
+
+def open_data(spec: str) -> Source:
+    """The records of a JSONL file, a folder of them, or a Hugging Face dataset.
+
+    Raises:
+        ValueError: There is nothing by that name, or it has a weight: all records count alike.
+    """
+    source, weight = open_source(spec)
+    if weight != 1:
+        raise ValueError(f"{spec}: a weight has no effect here; leave it out")
+    return source
 
 
 def model_folder(name: str) -> Path:

@@ -665,6 +665,7 @@ def test_the_tool_runs_from_a_file_of_conversations(
         (["--sequences", "0"], "--sequences is 0; give more than 0"),
         (["--length", "-3"], "--length is -3; give more than 0"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl does not exist; give a JSONL file"),
+        (["--data", "{data}@0.5"], "a weight has no effect here; leave it out"),
         (["--device", "cuda"], "PyTorch finds no CUDA GPU here"),
     ],
 )
@@ -675,7 +676,8 @@ def test_what_cannot_be_run_is_one_line(
         pytest.skip("there is a GPU")
     data = tmp_path / "talks.jsonl"
     data.write_text(json.dumps({"messages": next(iter(for_fitting(1))).conversation()}))
-    words = ["convert", str(zoo(SMALL)), str(tmp_path / "out"), "--data", str(data), *asked]
+    words = ["convert", str(zoo(SMALL)), str(tmp_path / "out"), "--data", str(data)]
+    words += [word.replace("{data}", str(data)) for word in asked]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as caught:
         tool.main()

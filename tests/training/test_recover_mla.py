@@ -241,6 +241,7 @@ def test_a_diverged_model_is_not_written(tool: ModuleType, tmp_path: Path) -> No
         (["--kl", "-1"], "--kl is -1.0; give 0 or more"),
         (["--rate", "nan"], "--rate is nan; give more than 0"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl does not exist; give a JSONL file"),
+        (["--data", "{data}@2"], "a weight has no effect here; leave it out"),
         (["--device", "cuda"], "PyTorch finds no CUDA GPU here; leave out --device"),
         (["{out}", "{small}", "{small}"], "exists; name another folder, or remove it"),
         (["{out}", "{large}", "{converted}"], "was not converted from"),
@@ -262,6 +263,7 @@ def test_what_cannot_be_run_is_one_line(
         "out": converted if "exists;" in said else tmp_path / "out",
     }  # fmt: skip
     words = [str(converted), str(SMALL), str(tmp_path / "out")]
+    asked = [word.replace("{data}", str(data)) for word in asked]
     if asked[0] == "{out}":
         out, original, model = (word.format(**places) for word in asked)
         words, asked = [model, original, out], []

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from runs import open_data
 
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.tokenization.samples import tokenise
 from kvlingo_mlx.training.conversations import normalise
-from kvlingo_mlx.training.records import open_source
 from pretraining.completep import CompleteP
 from pretraining.losses import losses
 from pretraining.models import Model
@@ -91,10 +91,7 @@ def open_documents(spec: str) -> list[Any]:
         raise ValueError(f"{path} does not exist; give JSONL or text files, or folders of them")
     sources: list[Any] = [TextFiles.of(texts)] if texts else []
     if not texts or (path.is_dir() and any(path.rglob("*.jsonl"))):
-        source, weight = open_source(spec)
-        if weight != 1:
-            raise ValueError(f"{spec}: a weight has no effect here; leave it out")
-        sources.append(source)
+        sources.append(open_data(spec))
     return sources
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -45,8 +46,7 @@ def made_pairs() -> str:
         parts += ["### Two models' caches\n", _on(run[0]["config"]), _caches(run), source(run[-1])]
     for run in _runs([r for r in pairs if "seed" in r["config"]], TRANSLATORS):
         title = run[0]["config"]["pair"].replace(":", " and ")
-        seeds = len({r["config"]["seed"] for r in run})
-        parts += [f"### {title}, seeds of the data: {seeds}\n", _told(run[0]["config"])]
+        parts += [f"### {title}, seeds of the data: {_seeds(run)}\n", _told(run[0]["config"])]
         if any(r["config"]["way"] == LATENTS for r in run):
             parts += [_as_in_the_paper(run)]
         parts += [_conditions(run), source(run[-1])]
@@ -62,6 +62,13 @@ def _runs(found: Iterable[dict], own: Sequence[str]) -> list[list[dict]]:
         run = runs.setdefault(json.dumps(shared, sort_keys=True), {})
         run[json.dumps(config, sort_keys=True)] = record
     return [list(run.values()) for run in runs.values()]
+
+
+def _seeds(run: list[dict]) -> str:
+    """How many seeds each way has, the fewest and the most."""
+    names = [name for name in TRANSLATORS if name != "seed"]
+    ways = Counter(tuple(r["config"][name] for name in names) for r in run)
+    return " to ".join(map(str, sorted({min(ways.values()), max(ways.values())})))
 
 
 def _told(config: dict) -> str:

@@ -180,7 +180,7 @@ def test_ranks_that_differ_are_told(cases: list[dict[str, Any]], tmp_path: Path)
     assert done.returncode and done.stdout.count(told) == 2, done.stdout[-2000:]
     assert not list(tmp_path.glob("*.npz"))
     job.write_text(json.dumps({"folder": str(tmp_path), "cases": [one], "dies": 1}))
-    # MLX may wait for ever for a rank that is gone: one case in four hung so. Its launcher ends all.
+    # MLX may wait for ever for a rank that is gone, one time in four. Its launcher ends all.
     done = launched(2, sys.executable, *MODULE, str(job))
     printed = done.stdout + done.stderr
     assert f"rank 1 exited with code {-signal.SIGKILL}" in printed, printed[-2000:]

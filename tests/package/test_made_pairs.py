@@ -368,6 +368,11 @@ def test_the_page_puts_the_papers_numbers_beside(
         "0.0000, 0.0020",
         "0.0000, 0.0040",
     ] in rows
+    assert "### s and l, seeds of the data: 2\n" in page
+    assert "### ms and ml, seeds of the data: 1\n" in page
+    some = [r for r in planted() if (r["config"].get("seed"), r["config"].get("rank")) != (1, 24)]
+    monkeypatch.setattr(section, "records", lambda name: some)
+    assert "### s and l, seeds of the data: 1 to 2\n" in section.made_pairs()
     spread = "-0.090 (-0.100 to -0.080)"
     kls = ["0.500", "0.200", "0.110 (0.100 to 0.120)", "0.050 (0.040 to 0.060)"]
     assert ["rank 24", "S to L", *kls, spread, spread] in rows

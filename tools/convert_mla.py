@@ -128,14 +128,23 @@ class Weights:
                 self.files |= dict.fromkeys(names, path)
 
     def check(self, config: Any) -> None:
-        """Refuse (ValueError) a checkpoint that lacks tensors of the model."""
+        """Refuse (ValueError) a checkpoint that lacks tensors of the model, or has other shapes."""
+        wanted = _skeleton(config).state_dict()
         tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-        if missing := sorted({*_skeleton(config).state_dict()} - tied - {*self.files}):
+        if missing := sorted({*wanted} - tied - {*self.files}):
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
             raise ValueError(
                 f"{self.folder} has no tensor {missing[0]}{more}; give the whole model, and not an "
                 "adapter"
             )
+        for name in sorted({*wanted} & {*self.files}):
+            with safe_open(self.files[name], "pt") as file:
+                shape = file.get_slice(name).get_shape()
+            if shape != [*wanted[name].shape]:
+                raise ValueError(
+                    f"{self.folder}: {name} is {shape}, and by config.json it is "
+                    f"{[*wanted[name].shape]}; give the config that belongs to these weights"
+                )
 
     def __getitem__(self, name: str) -> torch.Tensor:
         with safe_open(self.files[name], "pt") as file:

@@ -737,6 +737,10 @@ def test_parts_that_are_missing(tool: ModuleType, tmp_path: Path) -> None:
     save_file({n: t for n, t in tensors.items() if "layers.2." not in n}, path)
     with pytest.raises(ValueError, match=r"has no tensor model.layers.2.\S+ and \d+ more"):
         tool.Weights(folder).check(config)
+    config.intermediate_size += 8
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=r"is \[\d+, \d+\], and by config.json it is"):
+        tool.Weights(folder).check(config)
     index = {"weight_map": {n: "model-00002-of-00002.safetensors" for n in tensors}}
     (folder / tool.INDEX).write_text(json.dumps(index))
     with pytest.raises(FileNotFoundError, match="has no model-00002-of-00002.safetensors; down"):

@@ -32,11 +32,12 @@ from runs import (
     check_free,
     model_folder,
     open_data,
+    tokenizer_of,
     told,
 )
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.atomic import alone
@@ -461,7 +462,7 @@ def convert(folder: Path, work: Path, out: Path, settings: Settings) -> dict[str
     check_settings(settings, shape)
     weights.check(config)
     length = json.loads((work / FACTS).read_text())["length"]
-    partial = out.with_name(f"{out.name}.partial")
+    partial = out.with_name(f"{out.name}.writing")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     writer = Writer(weights, partial)
@@ -612,7 +613,13 @@ def main() -> None:
     work = given.work or given.out.with_name(given.out.name + ".calibration")
     given.out.parent.mkdir(parents=True, exist_ok=True)
     work.parent.mkdir(parents=True, exist_ok=True)
+    if work.resolve() in (
+        given.out.resolve(),
+        given.out.with_name(f"{given.out.name}.writing").resolve(),
+    ):
+        raise ValueError(f"--work is {work}, where the model is written; give another folder")
     with alone(given.out, wait=0), alone(work, wait=0):
+        check_free(given.out)  # again: another run may have ended meanwhile
         measured(config, folder, work, given)
         written = convert(folder, work, given.out, settings)
     print(f"{given.out}: latents of {written['kv_lora_ranks']}, rotary keys of {given.rotary}")
@@ -626,15 +633,15 @@ def measured(config: Any, folder: Path, work: Path, given: argparse.Namespace) -
     Raises:
         ValueError: It holds something else.
     """
-    weights, tokenizer = Weights(folder), AutoTokenizer.from_pretrained(folder)
+    weights, tokenizer = Weights(folder), tokenizer_of(folder)
     weights.check(config)
     tokens = packed(read_records(given.data), tokenizer, given.sequences, given.length)
     if not (work / FACTS).exists():
         calibrate(config, weights, tokens, work, given.device)
     elif json.loads((work / FACTS).read_text()) != facts_of(weights, tokens):
         raise ValueError(
-            f"{work} was measured with another model or other tokens; give the same model, --data, "
-            "--sequences and --length, or another --work"
+            f"{work} was measured with another model or other tokens, or by an older version; give "
+            "the same model, --data, --sequences and --length, or another --work"
         )
 
 

@@ -44,8 +44,8 @@ from pretraining.folders import write_folder
 from pretraining.models import MODELS, Model
 from pretraining.packed import Documents, Packed
 from pretraining.training import Training, first_weights, plain_weights, slice_out
-from runs import SETTINGS, check_above, check_device, check_free, model_folder, told
-from transformers import AutoTokenizer
+from runs import SETTINGS, check_above, check_device, check_free, told
+from runs import tokenizer_of as read_tokenizer
 
 from kvlingo_mlx.format.atomic import alone
 from kvlingo_mlx.group import Group
@@ -80,6 +80,7 @@ def plan_of(given: argparse.Namespace) -> Model:
     check_free(Path(given.out))
     check_above({name: getattr(given, name) for name in (*OPTIONS, "micro", "threads")})
     check_above({"seed": given.seed}, -1)
+    check_above({"length": given.length}, 1)  # the first token of a sequence is only read
     asked = {name: getattr(given, option) for option, name in OPTIONS.items()}
     changed = {name: value for name, value in asked.items() if value is not None}
     seed = plan.seed if given.seed is None else given.seed
@@ -108,7 +109,7 @@ def training_of(given: argparse.Namespace, plan: Model, group: Group) -> Trainin
 
 def tokenizer_of(name: str, model: Any) -> Any:
     """A tokenizer by folder or Hub id; the model's config learns its special tokens."""
-    tokenizer, most = AutoTokenizer.from_pretrained(model_folder(name)), model.config.vocab_size
+    tokenizer, most = read_tokenizer(name), model.config.vocab_size
     if len(tokenizer) > most:
         raise ValueError(
             f"the tokenizer {name} has {len(tokenizer)} tokens, and the model {most}; give a "
@@ -154,7 +155,7 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, help="tokens of a sequence")
     parser.add_argument("--micro", type=int, help="sequences that a process runs at once")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     return parser.parse_args(words)
 
 
@@ -169,6 +170,8 @@ def main() -> None:
     group, out = join(given.device), Path(given.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with alone(out, wait=0) if group.leads else contextlib.nullcontext():
+        if group.leads:
+            check_free(out)  # again: another run may have ended meanwhile
         training = training_of(given, plan, group)
         for _ in training.run(given.model):
             pass

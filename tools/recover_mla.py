@@ -37,6 +37,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from runs import (
     LOG,
+    SETTINGS,
     begin,
     beside_weights,
     check_above,
@@ -46,6 +47,7 @@ from runs import (
     go_on,
     model_folder,
     open_data,
+    tokenizer_of,
     told,
     trim_log,
 )
@@ -58,14 +60,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlingo_mlx.format.atomic import alone
 from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.loading.files import files_fingerprint
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.conversations import keeps_system, normalise, replies, to_sample, until
-from kvlingo_mlx.training.on_torch import converted_mla  # noqa: F401  (registers the family)
+from kvlingo_mlx.training.on_torch import converted_mla  # which registers the family
 from kvlingo_mlx.training.on_torch.distributed import TorchGroup, local_device
 
 STRIDE = 7919  # from a conversation that is of no use to the next one tried
@@ -331,7 +333,7 @@ def comparison(folder: Path, recipe: Recipe) -> str:
             f"the loss on what is held out is {held[-1]} at the end, so no model is written; "
             f"remove {folder} and give a lower --rate"
         )
-    if held[-1] <= held[0]:
+    if not held[-1] > held[0]:
         return ""
     return (
         f"the loss on what is held out was {held[0]:.4g} before and is {held[-1]:.4g} now; a "
@@ -341,7 +343,10 @@ def comparison(folder: Path, recipe: Recipe) -> str:
 
 def check_original(model: Path, original: Path) -> None:
     """Refuse (ValueError) an original that the model was not converted from, and is not itself."""
-    own = files_fingerprint(original)
+    own, config = files_fingerprint(original), AutoConfig.from_pretrained(model)
+    made_of = getattr(config, "original", None)
+    if made_of is None and config.model_type == converted_mla.MODEL_TYPE:
+        raise ValueError(f"{model} does not say which model it was made of; convert it again")
     if own not in (
         getattr(AutoConfig.from_pretrained(model), "original", None),
         files_fingerprint(model),
@@ -373,6 +378,8 @@ def parsed() -> argparse.Namespace:
     for name in may_be_0:
         if not getattr(given, name) >= 0:
             raise ValueError(f"--{name} is {getattr(given, name)}; give 0 or more")
+    if given.warmup > 1:
+        raise ValueError(f"--warmup is {given.warmup}; give a share of the steps, from 0 to 1")
     return given
 
 
@@ -395,7 +402,7 @@ def main() -> None:
     check_original(model, original)
     start(given.device)
     recipe = Recipe(**{name: getattr(given, name) for name in vars(Recipe())})
-    talks = Conversations(given.data, AutoTokenizer.from_pretrained(model), recipe)
+    talks = Conversations(given.data, tokenizer_of(model), recipe)
     folder = given.out.with_name(f"{given.out.name}.partial")
     settings = {
         **vars(recipe), "model": given.model, "original": given.original,
@@ -404,6 +411,8 @@ def main() -> None:
     leads = dist.get_rank() == 0
     given.out.parent.mkdir(parents=True, exist_ok=True)
     with alone(given.out, wait=0) if leads else contextlib.nullcontext():
+        if leads:
+            check_free(given.out)  # again: another run may have ended meanwhile
         recovery = Recovery(model, original, recipe, given.device)
         for line in recover(recovery, talks, folder, settings):
             if leads and ("held_out_kl" in line or line["step"] % 100 == 0):
@@ -413,7 +422,9 @@ def main() -> None:
         recovery.write(model, given.out)
         if leads:
             print(worse, end="")
-            shutil.rmtree(folder / "state")
+            for path in (folder / "state", folder / "state.old"):
+                shutil.rmtree(path, ignore_errors=True)
+            (folder / SETTINGS).unlink()
     dist.destroy_process_group()
 
 

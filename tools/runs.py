@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from safetensors import SafetensorError
+from transformers import AutoTokenizer
 
 from kvlingo_mlx.errors import KVLingoError, MissingModelError
 from kvlingo_mlx.group import Group
+from kvlingo_mlx.loading.files import files_fingerprint
 from kvlingo_mlx.loading.hub import MODEL_FILES, resolve
 from kvlingo_mlx.training.checkpoints import check_settings
 from kvlingo_mlx.training.interruption import postponed
@@ -61,9 +64,17 @@ def check_above(options: Mapping[str, float | None], least: float = 0) -> None:
 
 
 def check_device(device: str) -> None:
-    """Refuse (ValueError) a GPU where there is none."""
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    """Refuse (ValueError) a GPU where there is none for this process."""
+    if device != "cuda":
+        return
+    if not torch.cuda.is_available():
         raise ValueError("PyTorch finds no CUDA GPU here; leave out --device")
+    place, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if place >= count:
+        raise ValueError(
+            f"torchrun started more processes than this machine has GPUs, {count}; give "
+            f"--nproc-per-node {count}"
+        )
 
 
 def check_free(out: Path) -> None:
@@ -92,8 +103,32 @@ def model_folder(name: str) -> Path:
 
     Raises:
         MissingModelError: There is none.
+        ValueError: A file of it is damaged.
     """
-    return resolve(name, None, MODEL_FILES, MissingModelError)[0]
+    folder = resolve(name, None, MODEL_FILES, MissingModelError)[0]
+    try:
+        json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise MissingModelError(
+            f"{folder} has no config.json that can be read ({error}); give a model's folder or a "
+            "Hub id"
+        ) from None
+    files_fingerprint(folder)
+    return folder
+
+
+def tokenizer_of(name: str | Path) -> Any:
+    """A tokenizer by folder or Hub id.
+
+    Raises:
+        MissingModelError: There is no such folder.
+        ValueError: It holds none, of which transformers makes an empty one.
+    """
+    folder = resolve(str(name), None, MODEL_FILES, MissingModelError)[0]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not tokenizer.encode("Hello there", add_special_tokens=False):
+        raise ValueError(f"{folder} has no tokenizer; give a folder with tokenizer.json")
+    return tokenizer
 
 
 def beside_weights(folder: Path) -> list[Path]:
@@ -128,7 +163,9 @@ def trim_log(folder: Path, made_anew: Callable[[dict[str, Any]], bool]) -> None:
     """Take out of a run's log the lines that it writes again, and one that was cut off."""
     if (path := folder / LOG).exists():
         lines = [x for x in path.read_text().splitlines(keepends=True) if x.endswith("\n")]
-        path.write_text("".join(line for line in lines if not made_anew(json.loads(line))))
+        new = path.with_name(f"{LOG}.new")
+        new.write_text("".join(line for line in lines if not made_anew(json.loads(line))))
+        os.replace(new, path)
 
 
 def go_on(
@@ -164,7 +201,7 @@ def clipped(parameters: Iterable[torch.nn.Parameter], most: float, step: int) ->
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     if not math.isfinite(norm):
         raise FloatingPointError(
-            f"the gradient of step {step} is {norm}; resume from OUT.partial with a lower rate in "
-            "a copy of it, or leave out the data of that step"
+            f"the gradient of step {step} is {norm}; remove OUT.partial and give a lower rate, or "
+            "leave out the data of that step"
         )
     return norm

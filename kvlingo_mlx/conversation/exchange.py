@@ -220,15 +220,16 @@ class Exchange:
             KVLingoWarning: What a line holds was recorded for another kind of translator.
         """
         for name, line in self.lines.items():
-            reads = self.directions.read_of(name)
-            if reads != (line.inputs, line.states) and line.native.parts:
+            inputs, states = self.directions.read_of(name)
+            lacking = (inputs and not line.inputs) or (states and not line.states)
+            if lacking and line.native.parts:
                 tell(
                     None,
                     f"a translator from {name} was replaced by one that reads something else of "
-                    f"recurrent layers; what {name} has read so far was not recorded for it, so "
-                    "the other models read that themselves; what follows is recorded",
+                    f"recurrent layers; what {name} has read so far was not recorded for it, so a "
+                    "model that needs it reads that itself; what follows is recorded",
                 )
-            line.inputs, line.states = reads
+            line.inputs, line.states = inputs, states
 
     def bring(
         self,

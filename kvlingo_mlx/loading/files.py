@@ -6,6 +6,7 @@ import hashlib
 import json
 import struct
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.format.projections import OF_THE_FILE
@@ -18,16 +19,17 @@ def files_fingerprint(folder: Path) -> str:
 
     A few milliseconds, where reading every weight takes a second for each 2 GB. A fine-tune or a
     fused adapter changes whole tensors.
+
+    Raises:
+        ValueError: A file of weights is damaged.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     facts = {name: value for name, value in config.items() if name not in OF_THE_FILE}
     digest = hashlib.sha256(canonical_json(facts).encode())
     for path in sorted(folder.glob("model*.safetensors")):
         with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = file.read(length)
+            length, header, tensors = _header(path, file)
             digest.update(path.name.encode() + header)
-            tensors = {k: v for k, v in json.loads(header).items() if k != "__metadata__"}
             for _, tensor in sorted(tensors.items()):
                 start, stop = (8 + length + offset for offset in tensor["data_offsets"])
                 middle = (start + stop - READ) // 2
@@ -35,3 +37,18 @@ def files_fingerprint(folder: Path) -> str:
                     file.seek(place)
                     digest.update(file.read(min(READ, stop - place)))
     return digest.hexdigest()
+
+
+def _header(path: Path, file: BinaryIO) -> tuple[int, bytes, dict[str, Any]]:
+    """The header's length, the header, and what it says of each tensor."""
+    size = path.stat().st_size
+    start = file.read(8)
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+    if length > size - 8:
+        raise ValueError(f"{path} is damaged, or no file of weights; download it again")
+    header = file.read(length)
+    try:
+        tensors = {k: v for k, v in json.loads(header).items() if k != "__metadata__"}
+    except (ValueError, AttributeError):
+        raise ValueError(f"{path} has a damaged header; download it again") from None
+    return length, header, tensors

@@ -56,6 +56,7 @@ def normalise(record: Any, where: str) -> dict[str, Any]:
         (v for k in ("messages", "conversations") if (v := fields.get(k)) is not None), None
     )
     if turns is None and isinstance(fields.get("text"), str):
+        check_record({"text": fields["text"]}, where)
         return {"text": fields["text"]}
     if turns == []:
         return {"messages": []}

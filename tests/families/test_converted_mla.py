@@ -609,7 +609,7 @@ def test_a_conversion_that_is_cut_off_leaves_no_model(
 
         patch.setattr(tool.Writer, "rest", stop)
         tool.convert(zoo(SMALL), work, out, tool.Settings(rank=64))
-    assert not out.exists() and [path.name for path in out.parent.iterdir()] == ["out.partial"]
+    assert not out.exists() and [path.name for path in out.parent.iterdir()] == ["out.writing"]
     tool.convert(zoo(SMALL), work, out, tool.Settings(rank=32))
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert kv.load(out).geometry.layers[0].value_dim == 32
@@ -667,6 +667,8 @@ def test_the_tool_runs_from_a_file_of_conversations(
         (["--data", "nowhere.jsonl"], "nowhere.jsonl does not exist; give a JSONL file"),
         (["--data", "{data}@0.5"], "a weight has no effect here; leave it out"),
         (["--device", "cuda"], "PyTorch finds no CUDA GPU here"),
+        (["--work", "{out}.writing"], "out.writing, where the model is written; give another"),
+        (["--work", "{out}"], "where the model is written; give another folder"),
     ],
 )
 def test_what_cannot_be_run_is_one_line(
@@ -677,7 +679,11 @@ def test_what_cannot_be_run_is_one_line(
     data = tmp_path / "talks.jsonl"
     data.write_text(json.dumps({"messages": next(iter(for_fitting(1))).conversation()}))
     words = ["convert", str(zoo(SMALL)), str(tmp_path / "out"), "--data", str(data)]
-    words += [word.replace("{data}", str(data)) for word in asked]
+    places = {"{data}": str(data), "{out}": str(tmp_path / "out")}
+    for word in asked:
+        for name, place in places.items():
+            word = word.replace(name, place)
+        words.append(word)
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as caught:
         tool.main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -299,6 +300,10 @@ def test_dialogues_by_the_papers_recipe_cost_their_z_loss(
          "hidden_size is 128 there, 192 here"),
         (["tiny-scratch-s", "--sliced-from", "tiny-mistral"], "'mistral' cannot be sliced"),
         (["tiny-scratch-s", "--data", "{data}", "--tokenizer", "{root}"], "error: "),
+        (["tiny-scratch-s", "--data", "{data}", "--tokenizer", "{config}"], "has no tokenizer"),
+        (["tiny-scratch-s", "--data", "{data}", "--tokenizer", "{small}", "--length", "1"],
+         "--length is 1; give more than 1"),
+        (["tiny-scratch-s", "--sliced-from", "{config}"], "model.safetensors is damaged"),
         (["tiny-scratch-s", "--data", "x", "--tokenizer", "x", "--out", "{root}"],
          "exists; name another folder, or remove it"),
         (["tiny-qwen3-s", "--out", "{root}"], "exists; name another folder, or remove it"),
@@ -315,7 +320,11 @@ def test_bad_input_gets_one_line(
 ) -> None:  # fmt: skip
     if "cuda" in asked and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    asked = [word.format(data=data, root=tmp_path) for word in asked]
+    config = tmp_path / "config"  # of a model without a tokenizer, whose weights are a page
+    config.mkdir()
+    shutil.copy(SMALL / "config.json", config)
+    (config / "model.safetensors").write_text("<!doctype html>")
+    asked = [w.format(data=data, root=tmp_path, config=config, small=SMALL) for w in asked]
     line = ["pretrain.py", "--out", str(tmp_path / "out"), "--threads", "1", *asked]
     monkeypatch.setattr(sys, "argv", line)
     with pytest.raises(SystemExit) as caught:
@@ -323,6 +332,37 @@ def test_bad_input_gets_one_line(
     text = str(caught.value.code)
     assert text.startswith("error: ") and told in text and "\n" not in text
     assert not (tmp_path / "out").exists()
+
+
+def test_two_runs_into_one_folder(
+    pretrain: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is told who is at work; one that waited does not write over what came out."""
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *words(data, out)])
+    begun, said = pretrain.training_of, []
+
+    def meanwhile(*arguments: Any) -> Any:
+        with pytest.raises(SystemExit) as told:
+            pretrain.main()
+        said.append(str(told.value.code))
+        raise ValueError("that is enough")
+
+    monkeypatch.setattr(pretrain, "training_of", meanwhile)
+    with pytest.raises(SystemExit, match="that is enough"):
+        pretrain.main()
+    assert len(said) == 1 and "is writing out in" in said[0]
+    monkeypatch.setattr(pretrain, "training_of", begun)
+    join = pretrain.join
+
+    def ended(device: str) -> Any:  # another run has written the model since this one looked
+        out.mkdir()
+        return join(device)
+
+    monkeypatch.setattr(pretrain, "join", ended)
+    with pytest.raises(SystemExit, match="out exists; name another folder"):
+        pretrain.main()
+    assert out.exists() and not list(out.iterdir())
 
 
 def test_the_zoo_is_trained_by_one_process(pretrain: ModuleType, tmp_path: Path) -> None:

@@ -316,11 +316,16 @@ def test_what_cannot_be_read_is_passed_over_and_told(
 ) -> None:
     """Bad lines among good ones: the good ones come, each time."""
     documents = tool("pretraining.packed").Documents
-    bad = ['{"text": "', "17", '{"messages": [{"role": "judge", "content": "2"}]}', '{"txt": "3"}']
+    bad = [
+        '{"text": "',
+        "17",
+        '{"text": "half \\ud83d"}',
+        '{"messages": [{"role": "judge", "content": "2"}]}',
+        '{"txt": "3"}',
+    ]
     lines = [f'{{"text": "{number}"}}' for number in range(40, 50)]
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([*lines, *bad, *bad]) + "\n")
-    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     found = documents([str(tmp_path)], Words(), 0)
     numbers = [*range(found.count)] * 2
     told = capsys.readouterr().err
@@ -328,12 +333,17 @@ def test_what_cannot_be_read_is_passed_over_and_told(
         [number] for number in range(40, 50)
     ] * 2
     told += capsys.readouterr().err
-    assert len(told.splitlines()) == 5 and "further ones are not told" in told.splitlines()[-1]
-    assert "b.txt, from byte 0: not UTF-8 text" in told and "a.jsonl, line 11: not JSON" in told
-    path.write_text("\n".join(bad) + "\n")
-    with pytest.raises(ValueError, match="holds no text to train on"):
-        documents([str(path)], Words(), 0)
-    assert len(capsys.readouterr().err.splitlines()) == 4
+    assert len(told.splitlines()) == 5 and "further ones are counted" in told.splitlines()[-1]
+    assert "a.jsonl, line 11: not JSON" in told and "not valid Unicode" in told
+    assert len(found.unread) == 10
+    other = tmp_path / "other.jsonl"  # of two sources, one of a wrong schema
+    other.write_text("\n".join(bad) + "\n")
+    with pytest.raises(ValueError, match="other.jsonl holds no text to train on"):
+        documents([str(path), str(other)], Words(), 0)
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match="b.txt holds no text to train on"):
+        documents([str(tmp_path / "b.txt")], Words(), 0)
+    assert "b.txt, from byte 0: not UTF-8 text" in capsys.readouterr().err
 
 
 # ---- slices -----------------------------------------------------------------------------

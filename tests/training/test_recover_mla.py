@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -199,14 +200,17 @@ def test_the_original_begins_at_no_divergence(tool: ModuleType, data: Path, tmp_
 def test_what_was_cut_off_in_the_log_is_written_again(
     tool: ModuleType, data: Path, converted: Path, tmp_path: Path
 ) -> None:
-    """A run that is killed in a line, three steps behind what it has kept last."""
+    """A run that is killed in a line, after steps that were not kept."""
     talks = talks_of(tool, data, recipe_of(tool, validate_every=3, steps=6))
     _, lines = run(tool, converted, talks, tmp_path / "whole")
     killed = run(tool, converted, talks, tmp_path / "killed")[1]
     log = tmp_path / "killed" / "log.jsonl"
     assert killed == lines and log.read_text() == (tmp_path / "whole" / "log.jsonl").read_text()
     whole = log.read_text()
-    log.write_text(whole + '{"step": 7, "ce": 0.')
+    later = "".join(
+        json.dumps({"step": n, "ce": 9.0, "kl": 9.0, "norm": 1.0}) + "\n" for n in (7, 8)
+    )
+    log.write_text(whole + later + '{"step": 9, "ce": 0.')
     recovery = tool.Recovery(converted, SMALL, talks.recipe, "cpu")
     settings = {**vars(talks.recipe), "model": str(converted)}
     assert list(tool.recover(recovery, talks, tmp_path / "killed", settings)) == lines[-1:]
@@ -231,6 +235,35 @@ def test_a_diverged_model_is_not_written(tool: ModuleType, tmp_path: Path) -> No
             of((3.0, 2.0), (bad, 1.0))
 
 
+def test_the_command_writes_no_diverged_model(
+    tool: ModuleType, data: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """By its end; the same command with a usable one writes it, and lets go of the run's state."""
+    monkeypatch.setattr(tool, "start", lambda device: None)  # the tests' own group
+    monkeypatch.setattr(tool.dist, "destroy_process_group", lambda: None)
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    words = [converted, SMALL, out, "--data", data, "--steps", 1, "--tokens", 512, "--held-out", 2]
+    monkeypatch.setattr(sys, "argv", ["recover", *map(str, words)])
+    validate = tool.Recovery.validate
+
+    def lost(self: Any, held_out: Any) -> dict[str, float]:
+        return {**validate(self, held_out), "held_out_ce": float("nan")}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tool.Recovery, "validate", lost)
+        with pytest.raises(SystemExit, match="so no model is written; remove"):
+            tool.main()
+    assert not out.exists() and (partial / "state").exists()
+    tool.main()
+    assert out.exists() and [path.name for path in partial.iterdir()] == ["log.jsonl"]
+    assert "the loss on what is held out was nan" not in capsys.readouterr().out
+    with tool.alone(tmp_path / "other", wait=0):
+        sys.argv[3] = str(tmp_path / "other")
+        with pytest.raises(SystemExit, match=r"process \d+ is writing other in"):
+            tool.main()
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -240,6 +273,10 @@ def test_a_diverged_model_is_not_written(tool: ModuleType, tmp_path: Path) -> No
         (["--exchanges", "-2"], "--exchanges is -2; give more than 0"),
         (["--kl", "-1"], "--kl is -1.0; give 0 or more"),
         (["--rate", "nan"], "--rate is nan; give more than 0"),
+        (["--warmup", "2000"], "--warmup is 2000.0; give a share of the steps, from 0 to 1"),
+        (["{out}", "{small}", "{older}"], "does not say which model it was made of; convert it"),
+        (["{out}", "{small}", "{page}"], "is damaged, or no file of weights"),
+        (["{out}", "{data}", "{small}"], "has no config.json that can be read"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl does not exist; give a JSONL file"),
         (["--data", "{data}@2"], "a weight has no effect here; leave it out"),
         (["--device", "cuda"], "PyTorch finds no CUDA GPU here; leave out --device"),
@@ -251,13 +288,22 @@ def test_a_diverged_model_is_not_written(tool: ModuleType, tmp_path: Path) -> No
 )
 def test_what_cannot_be_run_is_one_line(
     tool: ModuleType, data: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    asked: list[str], said: str,
+    tmp_path_factory: pytest.TempPathFactory, asked: list[str], said: str,
 ) -> None:  # fmt: skip
     """By the command; it stops before it writes anything."""
     if "cuda" in asked and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.setattr(tool, "start", lambda device: None)  # the tests' own group
+    home = tmp_path_factory.mktemp("models")
+    older, page = (shutil.copytree(converted, home / n) for n in ("older", "page"))
+    config = json.loads((older / "config.json").read_text())
+    del config["original"]
+    (older / "config.json").write_text(json.dumps(config))
+    for path in page.glob("model*.safetensors"):
+        path.write_text("<!doctype html>")
+    shutil.copy(page / "model-rest.safetensors", page / "model.safetensors")
     places = {
+        "older": older, "page": page, "data": data,
         "small": SMALL, "large": zoo("tiny-qwen3-l"), "converted": converted,
         "gemma": ROOT / "tests" / "zoo" / "models" / "tiny-gemma3-s",
         "out": converted if "exists;" in said else tmp_path / "out",

@@ -99,44 +99,51 @@ class Documents:
     """The documents of all sources in a seeded order that never ends, a new one each epoch.
 
     What cannot be read is passed over: a run of weeks must not end at one bad line. The first few
-    are told.
+    are told, all are counted. Each source must have something that can be read.
     """
 
     def __init__(self, specs: Sequence[str], tokenizer: Any, seed: int) -> None:
         self.tokenizer, self.seed = tokenizer, seed
         self.unread: set[int] = set()
-        self.sources = [source for spec in specs for source in open_documents(spec)]
+        opened = [(spec, source) for spec in specs for source in open_documents(spec)]
+        self.sources = [source for _, source in opened]
         self.ends = np.cumsum([len(source.sizes) for source in self.sources])
         self.count = int(self.ends[-1])
         self.digest = hashlib.sha256("".join(s.digest for s in self.sources).encode()).hexdigest()
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-sequence token; give another --tokenizer")
-        if not any(len(self.tokens(place)) for place in range(self.count)):
-            raise ValueError(f"{', '.join(specs)} holds no text to train on; give other --data")
+        for (spec, source), end in zip(opened, self.ends.tolist(), strict=True):
+            if not any(len(self.tokens(n)) for n in range(end - len(source.sizes), end)):
+                raise ValueError(f"{spec} holds no text to train on; give other --data")
         self._order = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def tokens(self, number: int) -> list[int]:
-        """Document ``number``, with the end-of-sequence token behind it; none of an empty one."""
-        found = self._record(number)
+        """Document ``number``, with the end-of-sequence token behind it.
+
+        None of an empty one, nor of one that cannot be read.
+        """
+        try:
+            return self._tokens(number)
+        except ValueError as error:
+            self._passed_over(number, error)
+            return []
+
+    def _tokens(self, number: int) -> list[int]:
+        index = int(np.searchsorted(self.ends, number, side="right"))
+        source = self.sources[index]
+        record, where = source.read(number - int(self.ends[index]) + len(source.sizes))
+        found = {} if record is None else normalise(record, where)
         if not (found.get("messages") or found.get("text")):
             return []
         sample, end = tokenise(found, self.tokenizer), self.tokenizer.eos_token_id
         ids = [*sample.prefix, *sample.continuation]
         return ids if ids[-1:] == [end] else [*ids, end]
 
-    def _record(self, number: int) -> dict[str, Any]:
-        """Document ``number`` as a record; an empty one if it cannot be read."""
-        index = int(np.searchsorted(self.ends, number, side="right"))
-        source = self.sources[index]
-        try:
-            record, where = source.read(number - int(self.ends[index]) + len(source.sizes))
-            return {} if record is None else normalise(record, where)
-        except ValueError as error:
-            if number not in self.unread and len(self.unread) < TOLD:
-                last = "; further ones are not told" if len(self.unread) == TOLD - 1 else ""
-                print(f"passed over: {error}{last}", file=sys.stderr, flush=True)
-            self.unread.add(number)
-            return {}
+    def _passed_over(self, number: int, error: ValueError) -> None:
+        if number not in self.unread and len(self.unread) < TOLD:
+            last = "; further ones are counted" if len(self.unread) == TOLD - 1 else ""
+            print(f"passed over: {error}{last}", file=sys.stderr, flush=True)
+        self.unread.add(number)
 
     def at(self, place: int) -> list[int]:
         """The document at a place of the order."""
@@ -195,6 +202,7 @@ class Packed:
                 "or give a larger --batch"
             )
         self.model, self.recipe, self.group, self.micro = model, recipe, group, micro
+        self.documents = documents
         self.tokenizer, self.modules = documents.tokenizer, {"model": model}
         self.groups = scaling.groups(model, recipe)
         self.lanes = {
@@ -205,8 +213,9 @@ class Packed:
         self.state: dict[str, Any] = {}
 
     def told(self) -> str:
-        """Nothing beside the loss."""
-        return ""
+        """What is shown beside the loss."""
+        count = len(self.documents.unread)
+        return f", {count} documents passed over" if count else ""
 
     def gradient(self, step: int) -> tuple[float, int]:
         """Add this process's part of the gradient; returns its part of the loss, and its tokens."""

@@ -165,9 +165,10 @@ def shape_of(config: Any) -> Shape:
     Raises:
         UnsupportedModelError: It is not grouped-query attention of one of ``FAMILIES``.
     """
+    if config.model_type not in FAMILIES:  # whose config and rotary module may be of any kind
+        raise _refused([f"model_type {config.model_type!r}"])
     windows = {"sliding_attention"} & set(getattr(config, "layer_types", None) or ())
     found = {
-        f"model_type {config.model_type!r}": config.model_type not in FAMILIES,
         "biases": getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False),
         "windows": windows or (config.model_type == "mistral" and config.sliding_window),
         f"activation {config.hidden_act!r}": config.hidden_act != "silu",
@@ -178,11 +179,7 @@ def shape_of(config: Any) -> Shape:
     kind = rotation.rope_type
     found[f"RoPE {kind!r}"] = kind in ("dynamic", "longrope") or rotation.attention_scaling != 1
     if odd := [name for name, is_so in found.items() if is_so]:
-        raise UnsupportedModelError(
-            f"this model has {', '.join(odd)}, which cannot be converted; give a "
-            f"{', '.join(FAMILIES)} with full attention, without biases, whose RoPE is fixed, in "
-            "float32 or 16 bits"
-        )
+        raise _refused(odd)
     return Shape(
         config.hidden_size,
         config.num_attention_heads,
@@ -190,6 +187,14 @@ def shape_of(config: Any) -> Shape:
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         config.model_type == "qwen3",
         tuple(rotation.inv_freq.double().tolist()),
+    )
+
+
+def _refused(odd: Sequence[str]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"this model has {', '.join(odd)}, which cannot be converted; give a "
+        f"{', '.join(FAMILIES)} with full attention, without biases, whose RoPE is fixed, in "
+        "float32 or 16 bits"
     )
 
 

@@ -24,7 +24,7 @@ from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.embedded.dialogues import for_fitting, held_out
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.tokenization.samples import Sample, tokenise
-from tests.support import repository_tools, tiny
+from tests.support import ROOT, repository_tools, tiny
 from tests.support.identity import identity_of
 from tests.support.native_caches import TOKENS, held, logits, native
 
@@ -574,6 +574,10 @@ def test_what_cannot_be_converted(tool: ModuleType, convert: Convert, tmp_path: 
     ):  # fmt: skip
         folder = rewritten(zoo(SMALL), tmp_path / said, **more)
         with pytest.raises(UnsupportedModelError, match=f"this model has {said}, which cannot"):
+            tool.shape_of(transformers.AutoConfig.from_pretrained(folder))
+    gemma = ROOT / "tests" / "zoo" / "models" / "tiny-gemma3-s"
+    for folder, kind in ((gemma, "gemma3_text"), (convert(rank=64, rotary=64), "converted_mla")):
+        with pytest.raises(UnsupportedModelError, match=f"this model has model_type '{kind}'"):
             tool.shape_of(transformers.AutoConfig.from_pretrained(folder))
     for settings, said in (
         ({"rotary": 7}, "--rotary is 7; give an even number from 2 to 128"),

@@ -347,10 +347,7 @@ def check_original(model: Path, original: Path) -> None:
     made_of = getattr(config, "original", None)
     if made_of is None and config.model_type == converted_mla.MODEL_TYPE:
         raise ValueError(f"{model} does not say which model it was made of; convert it again")
-    if own not in (
-        getattr(AutoConfig.from_pretrained(model), "original", None),
-        files_fingerprint(model),
-    ):
+    if own not in (made_of, files_fingerprint(model)):
         raise ValueError(
             f"{model} was not converted from {original} (or from other files of it); name the "
             "model that it was converted from, or for the baseline the same model twice"

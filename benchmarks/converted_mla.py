@@ -5,7 +5,9 @@
 
 Held-out dialogues up to the first answer, by PyTorch in float32. For each setting of
 ``tools/convert_mla.py``: KL(original || converted) over the answers' tokens, the share of answers
-whose every token is the converted model's first choice, and the largest difference of a logit. No
+whose every token is the converted model's first choice, and the largest difference of a logit.
+Beside them, the share of the energy of keys and values that a rank leaves out (mean over layers):
+by the singular values, which know the calibration alone, and as held-out dialogues have it. No
 fine-tune follows a conversion. ``--recover``: instead, one narrow setting before and after that
 many steps of ``tools/recover_mla.py``, at a rate for tiny models.
 """
@@ -25,6 +27,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -81,6 +84,43 @@ def compared(
     return {"kl": float(kl.mean()), "recall": sum(right) / len(right), "logits": most}
 
 
+class Spectra:
+    """What is left out of keys and values, told by singular values and found on other text."""
+
+    def __init__(self, convert: ModuleType, folder: Path, work: Path, other: Path) -> None:
+        """``work`` and ``other`` hold the moments of the calibration and of the held-out text."""
+        self.convert, self.folder, self.work, self.other = convert, folder, work, other
+        self.shape = convert.shape_of(AutoConfig.from_pretrained(folder))
+
+    def of(self, chosen: dict[str, Any], ranks: list[int]) -> dict[str, float]:
+        """Both shares for these settings and ranks, in percent, means over layers."""
+        told, found = [], []
+        for layer, rank in enumerate(ranks):
+            name = self.convert.moments_file(layer)
+            mine, others = (load_file(at / name)["covariance"] for at in (self.work, self.other))
+            weights = self.convert.Weights(self.folder)
+            tensors = weights.under(f"model.layers.{layer}.self_attn.")
+            outputs = torch.cat([tensors[f"{n}_proj.weight"].double() for n in "kv"])
+            settings = self.convert.Settings(**chosen)
+            basis = self.convert.basis(outputs, mine, self.shape, settings)
+            told.append(float(basis.energies[rank:].sum() / basis.energies.sum()))
+            found.append(self._left_out(outputs, others.double(), basis, rank))
+        return {"told": 100 * sum(told) / len(told), "found": 100 * sum(found) / len(found)}
+
+    def _left_out(
+        self, outputs: torch.Tensor, moment: torch.Tensor, basis: Any, rank: int
+    ) -> float:
+        """The share of the held-out energy, each head of keys and all values weighing as there."""
+        kept = basis.directions[:, :rank]
+        scaled = basis.scales[:, None] * outputs
+        lacking = (scaled - kept @ (kept.T @ scaled)) / basis.scales[:, None]
+        energy, lost = (((w @ moment) * w).sum(dim=1) for w in (outputs, lacking))
+        keys, kv_heads = self.shape.keys, self.shape.kv_heads
+        heads = (e[:keys].view(kv_heads, -1).sum(dim=1) for e in (lost, energy))
+        of_keys = torch.div(*heads).mean()
+        return float(of_keys + lost[keys:].sum() / energy[keys:].sum()) / 2
+
+
 def recovered(model: Path, original: Path, root: Path, steps: int) -> Path:
     """The model after a fine-tune on dialogues that nothing else is measured on."""
     data, out = root / "dialogues.jsonl", root / "recovered"
@@ -112,11 +152,16 @@ def main() -> None:
         records = ({"messages": d.conversation()} for d in for_fitting(1000))
         tokens = convert.packed(records, tokenizer, SEQUENCES, LENGTH)
         convert.calibrate(config, convert.Weights(folder), tokens, work)
+        others = ({"messages": d.conversation()} for d in held_out(1000, seed=4))
+        unseen = convert.packed(others, tokenizer, SEQUENCES, LENGTH)
+        convert.calibrate(config, convert.Weights(folder), unseen, Path(root) / "held-out")
+        spectra = Spectra(convert, folder, work, Path(root) / "held-out")
         tried = [NARROW] if args.recover else settings(convert.shape_of(config).keys)
         for number, chosen in enumerate(tried):
             out = Path(root) / str(number)
             written = convert.convert(folder, work, out, convert.Settings(**chosen))
             row = compared(own, answers(out, samples), samples)
+            row["left_out"] = spectra.of(chosen, written["kv_lora_ranks"])
             if args.recover:
                 after = recovered(out, folder, Path(root), args.recover)
                 row["recovered"] = compared(own, answers(after, samples), samples)

@@ -17,6 +17,12 @@ TRAINED = ("closed form", "self-distilled")
 MODELS, CACHES = ("model", "rank"), ("pair", "direction")  # of one run
 TRANSLATORS = ("way", "rank", "maps", "direction", "seed")
 SIDES = {"keys": "K", "values": "V"}
+RANKS = (
+    "By rank, with all of a key's numbers turning: the share of the energy of keys and values\n"
+    "that latents leave out, as the calibration's singular values tell it and as it is found on\n"
+    "other dialogues; KL to the original; the share of {} answers that are right. By the metric\n"
+    "of the inputs' covariance, and by a plain SVD of the weights.\n"
+)
 SAYS = (
     "Tiny models can say whether latents of a given width cross two models as well as the keys\n"
     "and values that they compress, by one recipe and beside controls; they cannot say what of\n"
@@ -39,6 +45,7 @@ def made_pairs() -> str:
         SAYS,
     ]
     alone = [r for r in found if "model" in r["config"]]
+    parts += _conversions()
     for run in _runs(alone, MODELS):
         parts += ["### The models alone\n", _told(run[0]["config"]), _models(run), source(run[-1])]
     pairs = [r for r in found if "pair" in r["config"]]
@@ -51,6 +58,54 @@ def made_pairs() -> str:
             parts += [_as_in_the_paper(run)]
         parts += [_conditions(run), source(run[-1])]
     return "\n".join(parts)
+
+
+def _conversions() -> list[str]:
+    """What ranks, metrics and rotary keys cost models that are not fine-tuned."""
+    found = records("converted_mla")
+    tried = [run[-1] for run in _runs([r for r in found if not r["config"]["recover"]], ())]
+    if not tried:
+        return []
+    return [
+        "### What a conversion costs before any fine-tune\n",
+        RANKS.format(tried[0]["config"]["dialogues"]),
+        _ranks(tried),
+        "Full rank, and fewer numbers of a key turning:\n",
+        _rotations(tried),
+        *(source(record) for record in tried),
+    ]
+
+
+def _ranks(found: list[dict]) -> str:
+    """Both metrics at every rank, with all of a key turning."""
+    rows = []
+    for record in found:
+        tried = record["results"]["rows"]
+        whole = max(row["rotary"] for row in tried)
+        ways = {(row["rank"], row.get("metric")): row for row in tried if row["rotary"] == whole}
+        for rank in sorted(rank for rank, metric in ways if metric == "weights"):
+            ours, plain = ways[rank, "covariance"], ways[rank, "weights"]
+            rows.append([record["config"]["model"], str(rank), f"{ours['left_out']['told']:.2f} %"])
+            for row in (ours, plain):
+                rows[-1] += [
+                    f"{row['left_out']['found']:.2f} %",
+                    f"{row['kl']:.2g}",
+                    f"{row['recall']:.2f}",
+                ]
+    columns = ["model", "rank", "left out, by singular values", "found", "KL", "right",
+               "by the weights alone: found", "KL", "right"]  # fmt: skip
+    return table(columns, rows)
+
+
+def _rotations(found: list[dict]) -> str:
+    rows = []
+    for record in found:
+        tried = record["results"]["rows"]
+        whole = max(row["rank"] for row in tried)
+        for row in (row for row in tried if row["rank"] == whole):
+            told = [f"{row['kl']:.2g}", f"{row['recall']:.2f}", f"{row['logits']:.1e}"]
+            rows.append([record["config"]["model"], str(row["rotary"]), *told])
+    return table(["model", "rotary", "KL", "right", "largest difference of a logit"], rows)
 
 
 def _runs(found: Iterable[dict], own: Sequence[str]) -> list[list[dict]]:

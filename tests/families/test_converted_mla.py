@@ -294,6 +294,49 @@ def test_the_factors_are_the_svd_in_the_metric_of_the_inputs(
     assert rank == 16 or other > 1.05 * lost
 
 
+def test_what_a_rank_leaves_out_on_other_text(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The benchmark's two shares: of the calibration's energy, and token by token on other text."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark, folder = pytest.importorskip("converted_mla"), zoo(SMALL)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    shape, rng = tool.shape_of(config), np.random.default_rng(1)
+    inputs = {
+        name: rng.normal(size=(300, shape.hidden)) @ rng.normal(size=(shape.hidden,) * 2)
+        for name in ("calibration", "other")
+    }
+    for name, rows in inputs.items():
+        moment = (rows.T @ rows / len(rows)).astype(np.float32)
+        (tmp_path / name).mkdir()
+        for layer in range(config.num_hidden_layers):
+            save_file({"covariance": moment}, tmp_path / name / tool.moments_file(layer))
+    work, other = tmp_path / "calibration", tmp_path / "other"
+    chosen, ranks = {"shrinkage": 0.0}, [20] * config.num_hidden_layers
+    same = benchmark.Spectra(tool, folder, work, work).of(chosen, ranks)
+    assert same["told"] > 10 and same["told"] == pytest.approx(same["found"], rel=1e-4)
+    found = benchmark.Spectra(tool, folder, work, other).of(chosen, ranks)
+    expected, tensors = [], load_file(folder / "model.safetensors")
+    moment = load_file(work / tool.moments_file(0))["covariance"]
+    for layer in range(config.num_hidden_layers):
+        at = f"model.layers.{layer}.self_attn"
+        weights = [tensors[f"{at}.{n}_proj.weight"].astype(np.float64) for n in "kv"]
+        outputs = np.concatenate(weights)
+        basis = tool.basis(
+            torch.tensor(outputs), torch.tensor(moment), shape, tool.Settings(shrinkage=0.0)
+        )
+        scales, kept = basis.scales.numpy(), basis.directions.numpy()[:, :20]
+        exact = inputs["other"] @ outputs.T
+        lost = exact - (exact * scales) @ kept @ kept.T / scales
+        keys, dim = shape.keys, shape.dim
+        parts = [slice(start, start + dim) for start in range(0, keys, dim)]
+        of_keys = [np.sum(lost[:, p] ** 2) / np.sum(exact[:, p] ** 2) for p in parts]
+        of_values = np.sum(lost[:, keys:] ** 2) / np.sum(exact[:, keys:] ** 2)
+        expected.append((np.mean(of_keys) + of_values) / 2)
+    assert found["found"] == pytest.approx(100 * np.mean(expected), rel=1e-6)
+    assert found["told"] == same["told"] and found["found"] > 1.1 * found["told"]
+
+
 def test_latents_apart_serve_keys_or_values(
     tool: ModuleType, planted: tuple[Any, np.ndarray, np.ndarray]
 ) -> None:

@@ -349,8 +349,11 @@ def test_the_page_puts_the_papers_numbers_beside(
 ) -> None:
     from rendering import made_pairs as section
 
-    monkeypatch.setattr(section, "records", lambda name: planted() if name == "made_pairs" else [])
-    page = section.made_pairs()
+    def shown(*, named: str, found: list[dict[str, Any]]) -> str:
+        monkeypatch.setattr(section, "records", lambda name: found if name == named else [])
+        return section.made_pairs()
+
+    page = shown(named="made_pairs", found=planted())
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line[:1] == "|"]
     assert [
         "s",
@@ -371,8 +374,7 @@ def test_the_page_puts_the_papers_numbers_beside(
     assert "### s and l, seeds of the data: 2\n" in page
     assert "### ms and ml, seeds of the data: 1\n" in page
     some = [r for r in planted() if (r["config"].get("seed"), r["config"].get("rank")) != (1, 24)]
-    monkeypatch.setattr(section, "records", lambda name: some)
-    assert "### s and l, seeds of the data: 1 to 2\n" in section.made_pairs()
+    assert "### s and l, seeds of the data: 1 to 2\n" in shown(named="made_pairs", found=some)
     spread = "-0.090 (-0.100 to -0.080)"
     kls = ["0.500", "0.200", "0.110 (0.100 to 0.120)", "0.050 (0.040 to 0.060)"]
     assert ["rank 24", "S to L", *kls, spread, spread] in rows
@@ -391,5 +393,40 @@ def test_the_page_puts_the_papers_numbers_beside(
     assert "### s and l, seeds of the data: 2" in page
     assert "### ms and ml, seeds of the data: 1" in page
     assert "Tiny models can say" in page and "cannot say" in page
-    monkeypatch.setattr(section, "records", lambda name: [])
-    assert section.made_pairs() == ""
+    assert shown(named="other", found=planted()) == ""
+
+
+def test_the_page_has_what_conversions_cost(
+    made_pairs: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The latest run of a model; both metrics in one row; other settings and fine-tunes apart."""
+    from rendering import made_pairs as section
+
+    def row(rank: int, rotary: int, kl: float, **more: Any) -> dict[str, Any]:
+        told = {"told": 10 * kl, "found": 11 * kl}
+        facts = {"rank": rank, "rotary": rotary, "kl": kl, "recall": 0.5, "logits": 2.0}
+        return facts | {"left_out": told} | more
+
+    def run(model: str, kl: float, recover: int | None = None) -> dict[str, Any]:
+        rows = [
+            row(999, 8, 0.0), row(999, 4, 0.25), row(2, 8, kl, metric="covariance"),
+            row(2, 4, 7.0, metric="covariance"), row(2, 8, 0.4, metric="weights"),
+            row(2, 8, 6.0, apart=True),
+        ]  # fmt: skip
+        config = {"model": model, "recover": recover, "dialogues": 12}
+        made = entry(config, {}) | {"results": {"rows": rows}}
+        return made | {"command": "converted_mla.py"}
+
+    found = {"made_pairs": planted(), "converted_mla": [run("s", 9.0), run("l", 0.2),
+             run("s", 0.1), run("s", 8.0, recover=400)]}  # fmt: skip
+    monkeypatch.setattr(section, "records", found.__getitem__)
+    page = section.made_pairs()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line[:1] == "|"]
+    ranks = [row for row in rows if row[1:2] == ["2"] and "%" in row[2]]
+    assert ranks == [
+        ["s", "2", "1.00 %", "1.10 %", "0.1", "0.50", "4.40 %", "0.4", "0.50"],
+        ["l", "2", "2.00 %", "2.20 %", "0.2", "0.50", "4.40 %", "0.4", "0.50"],
+    ]
+    assert ["s", "8", "0", "0.50", "2.0e+00"] in rows
+    assert ["l", "4", "0.25", "0.50", "2.0e+00"] in rows
+    assert page.count("converted_mla.py") == 2 and "the share of 12 answers" in page

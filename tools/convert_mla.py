@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from runs import (
     beside_weights,
-    check_above,
+    check_above_0,
     check_device,
     check_free,
     model_folder,
@@ -607,7 +607,7 @@ def parsed() -> argparse.Namespace:
 @told
 def main() -> None:
     given = parsed()
-    check_above({"sequences": given.sequences, "length": given.length})
+    check_above_0({"sequences": given.sequences, "length": given.length})
     check_device(given.device)
     check_free(given.out)
     settings = Settings(**{name: getattr(given, name) for name in Settings.__annotations__})

@@ -44,7 +44,7 @@ from pretraining.folders import write_folder
 from pretraining.models import MODELS, Model
 from pretraining.packed import Documents, Packed
 from pretraining.training import Training, first_weights, plain_weights, slice_out
-from runs import SETTINGS, check_above, check_device, check_free, told
+from runs import SETTINGS, check_above_0, check_device, check_free, check_least, told
 from runs import tokenizer_of as read_tokenizer
 
 from kvlingo_mlx.format.atomic import alone
@@ -78,9 +78,9 @@ def plan_of(given: argparse.Namespace) -> Model:
     elif not (given.data and given.tokenizer):
         raise ValueError(f"{given.model} learns from text; give --data and --tokenizer")
     check_free(Path(given.out))
-    check_above({name: getattr(given, name) for name in (*OPTIONS, "micro", "threads")})
-    check_above({"seed": given.seed}, -1)
-    check_above({"length": given.length}, 1)  # the first token of a sequence is only read
+    check_above_0({name: getattr(given, name) for name in (*OPTIONS, "micro", "threads")})
+    check_least({"seed": given.seed}, 0)
+    check_least({"length": given.length}, 2)  # the first token of a sequence is only read
     asked = {name: getattr(given, option) for option, name in OPTIONS.items()}
     changed = {name: value for name, value in asked.items() if value is not None}
     seed = plan.seed if given.seed is None else given.seed

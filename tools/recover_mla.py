@@ -40,9 +40,10 @@ from runs import (
     SETTINGS,
     begin,
     beside_weights,
-    check_above,
+    check_above_0,
     check_device,
     check_free,
+    check_least,
     clipped,
     go_on,
     model_folder,
@@ -371,10 +372,8 @@ def parsed() -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     given = parser.parse_args()
     may_be_0 = ("warmup", "decay", "kl", "seed")
-    check_above({name: getattr(given, name) for name in known if name not in may_be_0})
-    for name in may_be_0:
-        if not getattr(given, name) >= 0:
-            raise ValueError(f"--{name} is {getattr(given, name)}; give 0 or more")
+    check_above_0({name: getattr(given, name) for name in known if name not in may_be_0})
+    check_least({name: getattr(given, name) for name in may_be_0}, 0)
     if given.warmup > 1:
         raise ValueError(f"--warmup is {given.warmup}; give a share of the steps, from 0 to 1")
     return given

@@ -56,11 +56,18 @@ def told(main: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def check_above(options: Mapping[str, float | None], least: float = 0) -> None:
-    """Refuse (ValueError) options, by their names, whose values are not above ``least``."""
+def check_above_0(options: Mapping[str, float | None]) -> None:
+    """Refuse (ValueError) options, by their names, whose values are not above 0."""
     for name, value in options.items():
-        if value is not None and not value > least:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; give more than {least}")
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; give more than 0")
+
+
+def check_least(options: Mapping[str, float | None], least: int) -> None:
+    """Refuse (ValueError) options, by their names, whose values are below ``least``."""
+    for name, value in options.items():
+        if value is not None and not value >= least:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; give {least} or more")
 
 
 def check_device(device: str) -> None:

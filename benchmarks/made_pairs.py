@@ -18,11 +18,13 @@
 4. They are scored by recall and by KL to the target's own cache, with the prefix hidden and with
    every translator's layers shuffled as controls.
 
-``--as-is``: pairs whose models are translated as they are, without 1 and 2, by each of ``--maps``
-(head-wise maps stay within a head). First the caches themselves are compared: the R2 of linear maps
-and of MLPs, and how far heads correspond (appendices "Cache linearity and rank, per layer", "Head
-alignment in released Qwen3 pairs"). ``tools/pretrain.py`` makes the zoo's MLA pair, the pair by the
-paper's recipe, and a small model that is sliced out of the large one.
+``--as-is``: pairs whose models are translated as they are, without 1 and 2, by each of ``--maps``.
+Head-wise maps stay within a head. Head-wise MLPs have as many parameters as mixing maps, or four
+times as many; they have no closed form, and begin with ``--mlp-steps`` of reconstruction. First the
+caches themselves are compared: the R2 of linear maps and of MLPs, and how far heads correspond
+(appendices "Cache linearity and rank, per layer", "Head alignment in released Qwen3 pairs").
+``tools/pretrain.py`` makes the zoo's MLA pair, the pair by the paper's recipe, and a small model
+that is sliced out of the large one.
 
 Rank and width of the rotary key are in numbers: the zoo's small model has a full rank of 128, keys
 of 128 and values of 128. Models and translators lie in ``--work``. What is there is not made again,
@@ -62,7 +64,7 @@ from kvlingo_mlx.reproducing.tables import LARGE_TO_SMALL, WAYS
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.training.checkpoints import check_settings
 from kvlingo_mlx.training.pipeline import Training
-from kvlingo_mlx.training.plan import TrainingPlan, make_config
+from kvlingo_mlx.training.plan import TrainingPlan, make_config, reconstruction
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Pair, pair_of
 from kvlingo_mlx.translators.base import Translator
@@ -77,8 +79,11 @@ LONGEST = 1024  # tokens of a fine-tune's dialogue
 SCORED = ("facts", "dialogues")
 MADE = ("rotary", "calibration", "recovery_steps", "recovery_rate", "exchanges")
 TRAINED = ("nu", "fit_dialogues", "steps", "batch", "lr")
+OF_MLPS = ("mlp_steps", "mlp_lr")
 COMPARED = ("facts", "documents", "tokens")
-MIXING, HEAD_WISE = MAPS = ("mixing", "head-wise")
+MIXING, HEAD_WISE = "mixing", "head-wise"
+MLPS = {"head-wise-mlp": 1, "head-wise-mlp-x4": 4}  # parameters, in those of mixing maps
+MAPS = (MIXING, HEAD_WISE, *MLPS)
 # What names of folders do not say of the models in them.
 KEPT = ("rotary", "calibration", "recovery_rate", "exchanges", "facts")
 Job = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
@@ -215,22 +220,52 @@ def of_model(name: str, rank: int | None, args: argparse.Namespace) -> dict[str,
 # ---- translators -------------------------------------------------------------------------
 
 
-def trained(
-    pair: Pair, fit: ClosedForm, data: DialogueStream, steps: int, args: argparse.Namespace
-) -> Translator:
-    """The translator after ``steps`` of stage 2; with none, the closed form that it begins with."""
-    recipe, how = Recipe(steps=0), "closed-form"
-    if steps:
-        rates = tuple(args.lr)
-        recipe = Recipe(steps=steps, batch=args.batch, learning_rates=rates, halving=len(rates) > 1)
-        how = f"steps-{steps}-of-{args.batch}-lr-{'-'.join(map(str, rates))}"
-    mixes = fit.config.head_mixing
+def recipe_of(steps: int, rates: Sequence[float], args: argparse.Namespace) -> Recipe:
+    """Stage 2; of several rates the best one wins."""
+    if not steps:
+        return Recipe(steps=0)
+    many = len(rates) > 1
+    return Recipe(steps=steps, batch=args.batch, learning_rates=tuple(rates), halving=many)
+
+
+def plan_of(pair: Pair, maps: str, seed: int, steps: int, args: argparse.Namespace) -> TrainingPlan:
+    """How a translator is made; with no ``steps`` it stays the closed form."""
     plan = TrainingPlan(
-        nu=args.nu, head_mixing=mixes, fit_samples=args.fit_dialogues, held_out=HELD_OUT,
-        seed=data.seed, recipe=recipe,
+        nu=args.nu, head_mixing=maps == MIXING, fit_samples=args.fit_dialogues, held_out=HELD_OUT,
+        seed=seed, recipe=recipe_of(steps, args.lr, args),
     )  # fmt: skip
-    names = f"{pair.source.name}--{pair.target.name}{'' if mixes else '-' + HEAD_WISE}"
-    name = f"{names}-nu-{args.nu}-of-{args.fit_dialogues}-seed-{data.seed}-{how}"
+    if maps not in MLPS:
+        return plan
+    recipe = recipe_of(steps, args.mlp_lr, args)
+    first = reconstruction(recipe, tuple(args.mlp_lr), args.mlp_steps)
+    hidden = hidden_width(pair, args.nu, MLPS[maps])
+    return replace(plan, kind="mlp", hidden=hidden, recipe=recipe, stage1_recipe=first)
+
+
+def hidden_width(pair: Pair, nu: int, times: int) -> int:
+    """The hidden units of a head's MLP, for ``times`` the weights of a mixing map.
+
+    A mixing map of widths S and T has nu S T of them; each hidden unit, of all heads, nu S + T, if
+    there are as many heads on either side. Of fewer source heads each is read several times.
+    """
+    source, target = (model.geometry.layers[0] for model in (pair.source, pair.target))
+    read = nu * source.key_width * (target.kv_heads // source.kv_heads)
+    mixing = nu * source.key_width * target.key_width
+    return max(1, round(times * mixing / (read + target.key_width)))
+
+
+def trained(
+    pair: Pair, plan: TrainingPlan, data: DialogueStream, args: argparse.Namespace,
+    fit: ClosedForm | None = None,
+) -> Translator:  # fmt: skip
+    """The translator of a plan; one without steps is its closed form."""
+    names = f"{pair.source.name}--{pair.target.name}{'' if plan.head_mixing else '-' + HEAD_WISE}"
+    names += f"-mlp-{plan.hidden}" if plan.kind == "mlp" else ""
+    recipe, how = plan.recipe, "closed-form"
+    if recipe.steps:
+        rates = "-".join(map(str, recipe.learning_rates))
+        how = f"steps-{recipe.steps}-of-{recipe.batch}-lr-{rates}"
+    name = f"{names}-nu-{plan.nu}-of-{plan.fit_samples}-seed-{plan.seed}-{how}"
     settings = {"data": ["kvlingo_mlx.embedded.dialogues"], "facts": args.facts}
     done = Training(
         pair.source, pair.target, data, plan, args.work / "translators" / name,
@@ -242,16 +277,20 @@ def trained(
 def translators(
     source: LanguageModel, target: LanguageModel, seed: int, maps: str, args: argparse.Namespace
 ) -> Iterator[tuple[str, Translator]]:
-    """The closed form of a pair, and what stage 2 makes of it."""
+    """The closed form of a pair, if its maps have one, and what stage 2 makes of them."""
     data = DialogueStream(target, seed, told_facts(args), source=source)
     pair = pair_of(source, target)
-    plan = TrainingPlan(nu=args.nu, head_mixing=maps == MIXING)
+    plan = plan_of(pair, maps, seed, args.steps, args)
+    if maps in MLPS:
+        yield "self-distilled", trained(pair, plan, data, args)
+        return
     samples = [data.sample(number) for number in range(args.fit_dialogues)]
     fit = ClosedForm(make_config(source, target, plan), pair, lambda at: samples[at:], plan.norm)
     fit.run()
-    yield "closed form", trained(pair, fit, data, 0, args)
+    unrefined = plan_of(pair, maps, seed, 0, args)
+    yield "closed form", trained(pair, unrefined, data, args, fit)
     if args.steps:
-        yield "self-distilled", trained(pair, fit, data, args.steps, args)
+        yield "self-distilled", trained(pair, plan, data, args, fit)
 
 
 def both(own: dict[str, Any], args: argparse.Namespace) -> tuple[LanguageModel, LanguageModel]:
@@ -343,6 +382,7 @@ def jobs(args: argparse.Namespace) -> Iterator[Job]:
         for pair, way, rank, maps in ways:
             own = told((*SCORED, *TRAINED, *(() if way == AS_IS else MADE)), seed=seed)
             own |= {"pair": pair, "way": way, "rank": rank, "maps": maps}
+            own |= {"mlp": told(OF_MLPS)} if maps in MLPS else {}
             for direction in WAYS:
                 whole = own | {"direction": direction}
                 yield whole, lambda own=whole: of_pair(own, args)
@@ -370,6 +410,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=600, help="of self-distillation")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-2], help="the best one wins")
+    parser.add_argument("--mlp-steps", type=int, default=600, help="of reconstruction")
+    parser.add_argument(
+        "--mlp-lr", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2], help="of both stages of MLPs"
+    )
     parser.add_argument("--facts", type=int, nargs=2, default=[12, 28])
     parser.add_argument("--dialogues", type=int, default=48)
     parser.add_argument("--work", type=Path, default=Path("build/made-pairs"))
@@ -378,6 +422,8 @@ def parsed() -> argparse.Namespace:
     try:
         if not args.pairs + args.as_is:
             raise ValueError("no pair is given; name one, as SMALL:LARGE, by --pairs or --as-is")
+        if not args.steps and (mlps := [maps for maps in args.maps if maps in MLPS]):
+            raise ValueError(f"{mlps[0]} has no closed form; give --steps 1 or more")
         for pair in args.pairs + args.as_is:
             if len(names := pair.split(":")) != 2:
                 raise ValueError(f"{pair} is not SMALL:LARGE")

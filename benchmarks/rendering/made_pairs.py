@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,9 +14,15 @@ from rendering.records import records, source, table
 
 ARROWS = {LARGE_TO_SMALL: "L to S", SMALL_TO_LARGE: "S to L"}
 LATENTS, PLAIN, MIXING = "latents", "keys and values", "mixing"
+HEADS = {  # maps, and what a head-wise one is called in the paper's table
+    MIXING: "mixing",
+    "head-wise": "head-wise",
+    "head-wise-mlp": "head-wise MLP, 1x",
+    "head-wise-mlp-x4": "head-wise MLP, 4x",
+}
 TRAINED = ("closed form", "self-distilled")
 MODELS, CACHES = ("model", "rank"), ("pair", "direction")  # of one run
-TRANSLATORS = ("way", "rank", "maps", "direction", "seed")
+TRANSLATORS = ("way", "rank", "maps", "mlp", "direction", "seed")
 SIDES = {"keys": "K", "values": "V"}
 RANKS = (
     "By rank, with all of a key's numbers turning: the share of the energy of keys and values\n"
@@ -53,9 +60,12 @@ def made_pairs() -> str:
         parts += ["### Two models' caches\n", _on(run[0]["config"]), _caches(run), source(run[-1])]
     for run in _runs([r for r in pairs if "seed" in r["config"]], TRANSLATORS):
         title = run[0]["config"]["pair"].replace(":", " and ")
-        parts += [f"### {title}, seeds of the data: {_seeds(run)}\n", _told(run[0]["config"])]
+        told = _told(run[0]["config"], _mlps(run))
+        parts += [f"### {title}, seeds of the data: {_seeds(run)}\n", told]
         if any(r["config"]["way"] == LATENTS for r in run):
             parts += [_as_in_the_paper(run)]
+        if len({r["config"]["maps"] for r in run}) > 1:
+            parts += [_heads(run)]
         parts += [_conditions(run), source(run[-1])]
     return "\n".join(parts)
 
@@ -121,12 +131,17 @@ def _runs(found: Iterable[dict], own: Sequence[str]) -> list[list[dict]]:
 
 def _seeds(run: list[dict]) -> str:
     """How many seeds each way has, the fewest and the most."""
-    names = [name for name in TRANSLATORS if name != "seed"]
+    names = [name for name in TRANSLATORS if name not in ("seed", "mlp")]
     ways = Counter(tuple(r["config"][name] for name in names) for r in run)
     return " to ".join(map(str, sorted({min(ways.values()), max(ways.values())})))
 
 
-def _told(config: dict) -> str:
+def _mlps(run: list[dict]) -> dict | None:
+    """How the run's MLPs were made, if it has some."""
+    return next((r["config"]["mlp"] for r in run if "mlp" in r["config"]), None)
+
+
+def _told(config: dict, mlp: dict | None = None) -> str:
     parts = []
     if "recovery_steps" in config:
         parts += [
@@ -135,14 +150,21 @@ def _told(config: dict) -> str:
             f"its losses on {config['exchanges']} answers",
         ]
     if "steps" in config:
-        rates = " or ".join(f"{rate:g}" for rate in config["lr"])
+        steps = f"{config['steps']} steps of {config['batch']} at"
         parts.append(
             f"closed forms of {config['fit_dialogues']} dialogues, nu = {config['nu']}, then "
-            f"{config['steps']} steps of {config['batch']} at {rates}"
+            f"{steps} {_rates(config['lr'])}"
         )
+        if mlp is not None:
+            rates = _rates(mlp["mlp_lr"])
+            parts.append(f"MLPs: {mlp['mlp_steps']} steps of reconstruction, then {steps} {rates}")
     facts = "judged on {} dialogues of {} to {} facts".format(config["dialogues"], *config["facts"])
     told = "; ".join([*parts, facts])
     return f"{told[0].upper()}{told[1:]}.\n"
+
+
+def _rates(rates: Sequence[float]) -> str:
+    return " or ".join(f"{rate:g}" for rate in rates)
 
 
 def _on(config: dict) -> str:
@@ -219,6 +241,40 @@ def _as_in_the_paper(run: list[dict]) -> str:
     return table(columns, rows) + "\n" + note
 
 
+def _heads(run: list[dict]) -> str:
+    """Maps that mix heads against those that do not, above the paper's pair from scratch."""
+    rows = []
+    for (direction, arrow), (maps, name) in itertools.product(ARROWS.items(), HEADS.items()):
+        own = {"direction": direction, "maps": maps}
+        if group := [r for r in run if own.items() <= r["config"].items()]:
+            kls = [_spread(_values(group, how, "kl"), "{:.3f}") for how in TRAINED]
+            rows.append([name, arrow, *kls, _lost(group)])
+    paper = tables()["tab:scratchppl"]
+    mlps = list(HEADS.values())[2:]
+    for index in range(len(paper.rows)):
+        _, way, corpus = paper.names(index)
+        _, closed, _, trained, *others = (f"{value:.3f}" for value in paper.values(index))
+        ways = [
+            (MIXING, closed, trained),
+            *((name, "", other) for name, other in zip(mlps, others, strict=True)),
+        ]
+        for name, *gaps in ways:
+            rows.append([f"paper, {corpus}: {name}", way.replace("→", "to"), *gaps, ""])
+    columns = ["maps", "", "closed form KL", "self-distilled KL", "recall - own native"]
+    note = (
+        "The paper's are gaps of log perplexity, of its pair from scratch with independent\n"
+        "initialisations.\n"
+    )
+    return table(columns, rows) + "\n" + note
+
+
+def _lost(group: list[dict]) -> str:
+    """Recall by the translator that was trained last, less the target's own."""
+    best = next(name for name in reversed(TRAINED) if _values(group, name, "hits"))
+    both = (_values(group, name, "hits") for name in (best, "native"))
+    return _spread([a - b for a, b in zip(*both, strict=True)], "{:+.3f}")
+
+
 def _those(run: list[dict], way: str, rank: int | None, direction: str) -> list[dict]:
     own = {"way": way, "rank": rank, "direction": direction}
     return [r for r in run if own.items() <= r["config"].items()]
@@ -229,11 +285,7 @@ def _compared(sides: Sequence[list[dict]]) -> list[str]:
     found = []
     for name in TRAINED:
         found += [_spread(_values(side, name, "kl"), "{:.3f}") for side in sides]
-    for side in sides:
-        best = next(n for n in reversed(TRAINED) if _values(side, n, "hits"))
-        both = (_values(side, name, "hits") for name in (best, "native"))
-        found.append(_spread([a - b for a, b in zip(*both, strict=True)], "{:+.3f}"))
-    return found
+    return found + [_lost(side) for side in sides]
 
 
 def _conditions(run: list[dict]) -> str:

@@ -15,6 +15,7 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import dialogues, zoo
@@ -25,6 +26,7 @@ from tests.support import ROOT
 BENCHMARKS = ROOT / "benchmarks"
 SMALL, LARGE, MIXTURE = "tiny-qwen3-s", "tiny-qwen3-l", "tiny-qwen3-moe"
 L2S, S2L = "large to small", "small to large"
+PRODUCTS = ("weight", "w1", "w2")
 Parsed = Callable[..., Namespace]
 
 
@@ -206,6 +208,35 @@ def test_caches_are_compared_and_maps_stay_within_heads(
     assert folders == [True, False] and len(made) == 2
 
 
+def test_head_wise_mlps_have_the_parameters_of_mixing_maps(
+    made_pairs: ModuleType, parsed: Parsed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once and four times, whatever the widths; records say how they began, without a form."""
+    monkeypatch.setattr(made_pairs, "HELD_OUT", 1)
+    maps = list(made_pairs.MLPS)
+    words = (
+        "--facts 3 4 --fit-dialogues 12 --dialogues 1 --batch 1 --seeds 5 --maps mixing "
+        f"{' '.join(maps)} --steps 1 --mlp-steps 1 --mlp-lr 0.003"
+    )
+    # Three source layers of 2 heads beside one target layer of 4: no side is as wide as the other.
+    zoo_here = ROOT / "tests" / "zoo"
+    pair = f"tiny-qwen3-narrow:{SMALL}"
+    args = parsed("--zoo", zoo_here, "--as-is", pair, *words.split(), "--nu", 3)
+    owns = [own for own, _ in made_pairs.jobs(args) if own.get("direction") == S2L]
+    told = [own.get("mlp") for own in owns if "seed" in own]
+    assert told == [None] + [{"mlp_steps": 1, "mlp_lr": [0.003]}] * 2
+    source, target = made_pairs.both({"pair": pair, "direction": S2L}, args)
+    weights = []
+    for name in ("mixing", *maps):
+        before = {*args.work.rglob("translator.safetensors")}
+        *_, (how, made) = made_pairs.translators(source, target, 5, name, args)
+        assert how == "self-distilled" and made.config.head_mixing == (name == "mixing")
+        new = {*args.work.rglob("translator.safetensors")} - before
+        tensors = load_file(next(p for p in new if "closed-form" not in p.parent.name))
+        weights.append(sum(t.size for n, t in tensors.items() if n.split(".")[-1] in PRODUCTS))
+    assert weights[1:] == pytest.approx([weights[0], 4 * weights[0]], rel=0.02)
+
+
 def test_models_may_be_folders(
     made_pairs: ModuleType, parsed: Parsed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -236,6 +267,7 @@ def test_models_may_be_folders(
         ("--as-is tiny-none-s:x", "tiny-none-s --out tests/zoo/models/tiny-none-s"),
         (f"--pairs {SMALL}:{LARGE} --rotary 16", "rotary was 32, is 16"),
         (f"--pairs {SMALL}:/COPY/{SMALL}", "have one name; rename a folder"),
+        (f"--as-is {SMALL}:{LARGE} --maps head-wise-mlp --steps 0", "give --steps 1 or more"),
     ],
 )
 def test_what_is_refused(
@@ -334,6 +366,9 @@ def planted() -> list[dict[str, Any]]:
     for maps, kl in (("mixing", 0.25), ("head-wise", 0.5)):
         scores = {"native": score(0.9, 0), "closed form": score(0.04, kl)}
         found.append(entry({**judged, **trained, **own, "maps": maps}, scores, source=7, target=8))
+    scores = {"native": score(0.9, 0), "self-distilled": score(0.7, 0.125)}
+    own |= {"maps": "head-wise-mlp", "mlp": {"mlp_steps": 500, "mlp_lr": [1e-3, 3e-3]}}
+    found.append(entry({**judged, **trained, **own}, scores, source=7, target=8))
     compared = {"pair": "ms:ml", "direction": L2S, "facts": [4, 28], "documents": 64,
                 "tokens": 16384}  # fmt: skip
     keys = {"linear": 0.75, "affine": 0.76, "mlp": 0.8, "rho": 0.94}
@@ -342,6 +377,12 @@ def planted() -> list[dict[str, Any]]:
     found.append(entry(compared, {}))
     found[-1]["results"] = {"sides": {"keys": keys, "values": values}, "heads": {"keys": heads}}
     return found
+
+
+def cells(page: str) -> list[list[str]]:
+    """The rows of every table."""
+    lines = [line for line in page.splitlines() if line[:1] == "|"]
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
 
 
 def test_the_page_puts_the_papers_numbers_beside(
@@ -354,7 +395,7 @@ def test_the_page_puts_the_papers_numbers_beside(
         return section.made_pairs()
 
     page = shown(named="made_pairs", found=planted())
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line[:1] == "|"]
+    rows = cells(page)
     assert [
         "s",
         "latents of 24",
@@ -383,9 +424,18 @@ def test_the_page_puts_the_papers_numbers_beside(
         "paper, 120k", "S to L", "1.651", "0.103", "0.109", "0.021",
         "-0.059 ± 0.013, -0.081 ± 0.012", "-0.087 ± 0.013, -0.061 ± 0.010",
     ] in rows  # fmt: skip
-    assert sum(row[0].startswith("paper, ") for row in rows) == 4 + 2  # not beside what is as it is
+    budgets = [row for row in rows if row[0] in ("paper, 60k", "paper, 120k")]
+    assert len(budgets) == 4  # not beside what is as it is
     assert ["as they are", "L to S", "7 to 8", "closed form", "0.040", "0.2500"] in rows
     assert ["as they are, head-wise", "L to S", "7 to 8", "closed form", "0.040", "0.5000"] in rows
+    assert ["mixing", "L to S", "0.250", "", "-0.860"] in rows
+    assert ["head-wise", "L to S", "0.500", "", "-0.860"] in rows
+    assert ["head-wise MLP, 1x", "L to S", "", "0.125", "-0.200"] in rows
+    assert "MLPs: 500 steps of reconstruction, then 600 steps of 4 at 0.001 or 0.003;" in page
+    # As printed in the paper.
+    assert ["paper, WikiText: mixing", "S to L", "0.558", "0.101", ""] in rows
+    assert ["paper, WikiText: head-wise MLP, 1x", "S to L", "", "0.181", ""] in rows
+    assert ["paper, Nemotron: head-wise MLP, 4x", "L to S", "", "0.069", ""] in rows
     assert ["ms and ml", "L to S", "K", "0.750", "0.800", "0.940", "0.300 (0.250)"] in rows
     assert ["ms and ml", "L to S", "V", "0.500", "0.600", "0.830"] in [r[:6] for r in rows]
     # As printed in the paper.
@@ -421,7 +471,7 @@ def test_the_page_has_what_conversions_cost(
              run("s", 0.1), run("s", 8.0, recover=400)]}  # fmt: skip
     monkeypatch.setattr(section, "records", found.__getitem__)
     page = section.made_pairs()
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line[:1] == "|"]
+    rows = cells(page)
     ranks = [row for row in rows if row[1:2] == ["2"] and "%" in row[2]]
     assert ranks == [
         ["s", "2", "1.00 %", "1.10 %", "0.1", "0.50", "4.40 %", "0.4", "0.50"],

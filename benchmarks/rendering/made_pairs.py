@@ -182,7 +182,9 @@ def _caches(run: list[dict]) -> str:
         config, results = record["config"], record["results"]
         for side, letter in SIDES.items():
             each, heads = results["sides"][side], results["heads"].get(side)
-            told = "" if heads is None else f"{heads['diagonal']:.3f} ({heads['null'][0]:.3f})"
+            told = ""
+            if heads is not None and heads["null"][0] < 1:  # more than one head
+                told = f"{heads['diagonal']:.3f} ({heads['null'][0]:.3f})"
             fits = [f"{each[kind]:.3f}" for kind in ("linear", "mlp", "rho")]
             pair = config["pair"].replace(":", " and ")
             rows.append([pair, ARROWS[config["direction"]], letter, *fits, told])

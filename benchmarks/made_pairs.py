@@ -56,6 +56,7 @@ from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.evaluation.continuation import DialogueStream, RecallSample, Score
 from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
+from kvlingo_mlx.loading.files import files_fingerprint
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -112,6 +113,15 @@ def tool(name: str, *words: Any) -> None:
         raise SystemExit(f"tools/{name}.py failed with status {status}; its message is above")
 
 
+def named(folder: Path) -> str:
+    """A model's name, with what tells it from another of that name, or from what it was before.
+
+    Raises:
+        ValueError: A file of its weights is damaged.
+    """
+    return f"{folder.name}-{files_fingerprint(folder)[:8]}"
+
+
 class Models:
     """The models of a run, each made when it is asked for first."""
 
@@ -134,16 +144,16 @@ class Models:
 
     def converted(self, name: str, rank: int) -> Path:
         """The model with latents, not yet fine-tuned."""
-        args = self.args
-        out = self.work / f"{Path(name).name}-rank-{rank}"
+        args, start = self.args, self.original(name)
+        out = self.work / f"{named(start)}-rank-{rank}"
         if not out.exists():
             sequences, length = args.calibration
             talks = dialogues.for_fitting(sequences * length // 50, facts=told_facts(args))
             data = self._written("calibration", (talk.conversation() for talk in talks))
             tool(
-                "convert_mla", self.original(name), out, "--data", data, "--rank", rank,
+                "convert_mla", start, out, "--data", data, "--rank", rank,
                 "--rotary", args.rotary, "--sequences", sequences, "--length", length,
-                "--work", self.work / f"{Path(name).name}.calibration",
+                "--work", self.work / f"{named(start)}.calibration",
             )  # fmt: skip
         return out
 
@@ -151,7 +161,7 @@ class Models:
         """The converted model, or without a rank the original, after the fine-tune."""
         args = self.args
         start = self.original(name) if rank is None else self.converted(name, rank)
-        out = self.work / f"{Path(start).name}-recovered-{args.recovery_steps}"
+        out = self.work / f"{named(start)}-recovered-{args.recovery_steps}"
         if not out.exists():
             count = args.recovery_steps + HELD_OUT
             told = (
@@ -176,9 +186,6 @@ class Models:
 
     def check(self) -> None:
         """Refuse (ValueError) what would mix models that were made differently."""
-        names = {name for pair in self.args.pairs for name in pair.split(":")}
-        if len({Path(name).name for name in names}) < len(names):
-            raise ValueError(f"two of {', '.join(sorted(names))} have one name; rename a folder")
         path = self.work / "settings.json"
         settings = {name: getattr(self.args, name) for name in KEPT}
         if path.exists():
@@ -302,7 +309,7 @@ def both(own: dict[str, Any], args: argparse.Namespace) -> tuple[LanguageModel, 
         folders = [models.original(name) for name in names]
     else:
         folders = [models.recovered(name, own["rank"]) for name in names]
-    source, target = (replace(load(folder), name=folder.name) for folder in folders)
+    source, target = (replace(load(folder), name=named(folder)) for folder in folders)
     return source, target
 
 
@@ -428,7 +435,7 @@ def parsed() -> argparse.Namespace:
             if len(names := pair.split(":")) != 2:
                 raise ValueError(f"{pair} is not SMALL:LARGE")
             for name in names:
-                Models(args).original(name)
+                named(Models(args).original(name))
         if args.pairs:
             Models(args).check()
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 from argparse import Namespace
@@ -15,7 +16,7 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import dialogues, zoo
@@ -108,6 +109,38 @@ def test_models_are_made_by_the_tools_and_once(
     assert {rank: models.recovered(SMALL, rank) for rank in (16, None)} == folders
     with pytest.raises(AssertionError, match="made again"):
         models.converted(SMALL, 24)
+
+
+def test_models_of_one_name_are_kept_apart(
+    made_pairs: ModuleType, parsed: Parsed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A folder of the same name, and a model that is trained on, get conversions of their own."""
+    for place in ("first", "second"):
+        shutil.copytree(zoo(SMALL), tmp_path / place / SMALL)
+    first, second = (str(tmp_path / place / SMALL) for place in ("first", "second"))
+    made: list[str] = []
+
+    def copies(tool: str, start: Path, *words: Any) -> None:
+        out = words[0] if tool == "convert_mla" else words[1]
+        shutil.copytree(start, out)
+        made.append(tool)
+
+    def changed(folder: str) -> None:
+        weights = load_file(Path(folder) / "model.safetensors")
+        weights["model.norm.weight"] = weights["model.norm.weight"] * 2
+        save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
+
+    monkeypatch.setattr(made_pairs, "tool", copies)
+    changed(second)
+    models = made_pairs.Models(parsed("--pairs", f"{first}:{second}"))
+    folders = [models.recovered(name, 32) for name in (first, second)]
+    assert made == ["convert_mla", "recover_mla"] * 2 and len({*folders}) == 2
+    changed(first)  # now it is the second
+    assert models.recovered(first, 32) == folders[1] and len(made) == 4
+    changed(first)
+    assert models.recovered(first, 32) not in folders and len(made) == 6
+    ends = made_pairs.both({"pair": f"{first}:{second}", "direction": S2L}, models.args)
+    assert ends[0].name != ends[1].name
 
 
 def test_alone_is_what_whole_readings_say(made_pairs: ModuleType) -> None:
@@ -266,18 +299,15 @@ def test_models_may_be_folders(
         (f"--pairs {SMALL}", f"{SMALL} is not SMALL:LARGE"),
         ("--as-is tiny-none-s:x", "tiny-none-s --out tests/zoo/models/tiny-none-s"),
         (f"--pairs {SMALL}:{LARGE} --rotary 16", "rotary was 32, is 16"),
-        (f"--pairs {SMALL}:/COPY/{SMALL}", "have one name; rename a folder"),
         (f"--as-is {SMALL}:{LARGE} --maps head-wise-mlp --steps 0", "give --steps 1 or more"),
     ],
 )
 def test_what_is_refused(
-    parsed: Parsed, words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    parsed: Parsed, words: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / SMALL).mkdir()
-    (tmp_path / SMALL / "config.json").write_text("{}")
     parsed("--pairs", f"{SMALL}:{LARGE}")
     with pytest.raises(SystemExit) as stopped:
-        parsed(*words.replace("/COPY", str(tmp_path)).split())
+        parsed(*words.split())
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvlingo_mlx.reproducing.tables import LARGE_TO_SMALL, SMALL_TO_LARGE, tables
-from rendering.records import records, source, table
+from rendering.records import records, sources, table
 
 ARROWS = {LARGE_TO_SMALL: "L to S", SMALL_TO_LARGE: "S to L"}
 LATENTS, PLAIN, MIXING = "latents", "keys and values", "mixing"
@@ -54,10 +54,10 @@ def made_pairs() -> str:
     alone = [r for r in found if "model" in r["config"]]
     parts += _conversions()
     for run in _runs(alone, MODELS):
-        parts += ["### The models alone\n", _told(run[0]["config"]), _models(run), source(run[-1])]
+        parts += ["### The models alone\n", _told(run[0]["config"]), _models(run), sources(run)]
     pairs = [r for r in found if "pair" in r["config"]]
     for run in _runs([r for r in pairs if "seed" not in r["config"]], CACHES):
-        parts += ["### Two models' caches\n", _on(run[0]["config"]), _caches(run), source(run[-1])]
+        parts += ["### Two models' caches\n", _on(run[0]["config"]), _caches(run), sources(run)]
     for run in _runs([r for r in pairs if "seed" in r["config"]], TRANSLATORS):
         title = run[0]["config"]["pair"].replace(":", " and ")
         told = _told(run[0]["config"], _mlps(run))
@@ -66,7 +66,7 @@ def made_pairs() -> str:
             parts += [_as_in_the_paper(run)]
         if len({r["config"]["maps"] for r in run}) > 1:
             parts += [_heads(run)]
-        parts += [_conditions(run), source(run[-1])]
+        parts += [_conditions(run), sources(run)]
     return "\n".join(parts)
 
 
@@ -82,7 +82,7 @@ def _conversions() -> list[str]:
         _ranks(tried),
         "Full rank, and fewer numbers of a key turning:\n",
         _rotations(tried),
-        *(source(record) for record in tried),
+        sources(tried),
     ]
 
 

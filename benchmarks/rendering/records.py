@@ -33,3 +33,9 @@ def source(record: dict) -> str:
         f"`{command}`, {record['date']}; {gpu}{machine['chip']}, "
         f"{machine['cores']} cores, {machine['system']}{blas}; {listed}.\n"
     )
+
+
+def sources(found: Sequence[dict]) -> str:
+    """Where the numbers of several records come from: each command once, with its newest record."""
+    newest = {record["command"]: record for record in found}
+    return "\n".join(source(record) for record in newest.values())

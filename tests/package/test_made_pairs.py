@@ -443,6 +443,12 @@ def test_the_page_puts_the_papers_numbers_beside(
         "0.0000, 0.0040",
     ] in rows
     assert "### s and l, seeds of the data: 2\n" in page
+    apart = planted()
+    apart[-2]["command"] = "made_pairs.py --maps head-wise-mlp"
+    told = shown(named="made_pairs", found=apart).splitlines()
+    commands = [line.split("`")[1] for line in told if line.startswith("`python ")]
+    plain = "python benchmarks/made_pairs.py"
+    assert commands == [plain] * 4 + [f"{plain} --maps head-wise-mlp"]  # each, once a section
     assert "### ms and ml, seeds of the data: 1\n" in page
     some = [r for r in planted() if (r["config"].get("seed"), r["config"].get("rank")) != (1, 24)]
     assert "### s and l, seeds of the data: 1 to 2\n" in shown(named="made_pairs", found=some)
@@ -495,7 +501,7 @@ def test_the_page_has_what_conversions_cost(
         ]  # fmt: skip
         config = {"model": model, "recover": recover, "dialogues": 12}
         made = entry(config, {}) | {"results": {"rows": rows}}
-        return made | {"command": "converted_mla.py"}
+        return made | {"command": f"converted_mla.py --model {model}"}
 
     found = {"made_pairs": planted(), "converted_mla": [run("s", 9.0), run("l", 0.2),
              run("s", 0.1), run("s", 8.0, recover=400)]}  # fmt: skip

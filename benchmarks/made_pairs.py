@@ -49,7 +49,8 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
 from quality import model_folder, summary
 
-from kvlingo_mlx.analysis.report import Settings, analyze
+from benchmarks.paper.analysis.report import Settings, analyze
+from benchmarks.paper.reproducing.tables import LARGE_TO_SMALL, WAYS
 from kvlingo_mlx.caches.memory import cache_bytes
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions
@@ -61,7 +62,6 @@ from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.reproducing.tables import LARGE_TO_SMALL, WAYS
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.training.checkpoints import check_settings
 from kvlingo_mlx.training.pipeline import Training

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.paper.reproducing.entries import ENTRIES
+from benchmarks.paper.reproducing.forms import OWN
+from benchmarks.paper.reproducing.listing import USED, cells_of
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.reproducing.entries import ENTRIES
-from kvlingo_mlx.reproducing.forms import OWN
-from kvlingo_mlx.reproducing.listing import USED, cells_of
 
 ELSEWHERE = ("app:tab:vllm",)  # vLLM has no CPU path that this tries
 

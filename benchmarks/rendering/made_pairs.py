@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvlingo_mlx.reproducing.tables import LARGE_TO_SMALL, SMALL_TO_LARGE, tables
+from benchmarks.paper.reproducing.tables import LARGE_TO_SMALL, SMALL_TO_LARGE, tables
 from rendering.records import records, sources, table
 
 ARROWS = {LARGE_TO_SMALL: "L to S", SMALL_TO_LARGE: "S to L"}

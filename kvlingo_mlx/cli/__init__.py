@@ -42,11 +42,15 @@ VERBS = (
     "doctor",
     "eval",
     "tune",
-    "analyze",
     "bench",
-    "reproduce",
 )
 OLD_VERBS = {"profile": "tune"}  # old names with their new ones, accepted for one release
+PAPER = "python -m benchmarks.paper"
+# Verbs, and options of verbs, that are for the paper's tables alone: where each is now.
+MOVED = {
+    "reproduce": PAPER,
+    "analyze": f"{PAPER} analyze",
+}
 
 
 class Verbs(TyperGroup):
@@ -97,8 +101,8 @@ for _verb in VERBS:
 command_line = typer.main.get_command(app)
 
 
-def main() -> None:
-    """Run the command line; the process's exit status tells success or failure."""
+def main(run_one: Callable[[list[str]], int] | None = None) -> None:
+    """Run the command line, or another; the process's exit status tells success or failure."""
     # Warnings of the tokenizer library would clutter our one-line error messages.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
@@ -108,22 +112,41 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     else:  # the first rank of mlx.launch speaks for all; errors are told by each
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
-    sys.exit(run(sys.argv[1:]))
+    sys.exit((run_one or run)(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
     """Run one command; returns the exit status."""
-    debug = "--debug" in arguments  # at any place
     verb = next((word for word in arguments if not word.startswith("-")), None)
     if launched() and verb in VERBS and verb not in ON_RANKS:
         return _failed(ValueError(f"{verb} runs in one process; start it without mlx.launch"))
+    if (old := _moved(arguments, verb)) is not None:
+        where = f"{MOVED[old]}` in a checkout (see benchmarks/paper/README.md)"
+        return _failed(ValueError(f"`{old}` is now `{where}"))
+    return carry_out(command_line, arguments, "kvlingo-mlx")
+
+
+def _moved(arguments: list[str], verb: str | None) -> str | None:
+    """What of the arguments is in :data:`MOVED`."""
+    words = [part for word in arguments for part in word.split("=", 1)]
+    for old in MOVED:
+        first, *rest = old.split()
+        places = range(len(words) - len(rest) + 1)
+        if first == verb and any(words[at : at + len(rest)] == rest for at in places):
+            return old
+    return None
+
+
+def carry_out(command: Any, arguments: list[str], name: str) -> int:
+    """Run a typer command of this name; a user's error is a line. Returns the exit status."""
+    debug = "--debug" in arguments  # at any place
     arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _in_a_line(warnings.showwarning)
             # Advice to transformers' own users, about configs that mlx-lm reads.
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
-            result = command_line(arguments, standalone_mode=False, prog_name="kvlingo-mlx")
+            result = command(arguments, standalone_mode=False, prog_name=name)
         return result if isinstance(result, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return 130

@@ -210,13 +210,6 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("seed", "data", off, why="since the file's records are read in order"),
         Need("plot", "lengths", off, why="which would need a picture for each"),
     ),
-    "analyze": (
-        Need("hidden epochs", "mlp", is_set, True),
-    ),
-    "reproduce": (
-        Need("labels tiny models translators data text task_data judge steps items seeds device",
-             "listing", off, why="which makes nothing"),
-    ),
     "bench": (
         Need(MEMORY_BUDGET, "table_name", but(BUDGET), "moe-switch",
              "whose models, maps and cache are the paper's, random"),
@@ -245,6 +238,8 @@ VERBS: dict[str, tuple[Need, ...]] = {
 class Checked(TyperCommand):
     """A verb that refuses options without effect before it begins."""
 
+    needs = VERBS
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the command line, with old options replaced by their new names."""
         for old in OLD_OPTIONS.keys() & set(args):
@@ -262,5 +257,5 @@ class Checked(TyperCommand):
             shown = "" if value is None or isinstance(value, bool) else f" {value}"
             return f"{option.opts[0]}{shown}"
 
-        check_needs(VERBS.get(self.name or "", ()), given_options(ctx), ctx.params, spell)
+        check_needs(self.needs.get(self.name or "", ()), given_options(ctx), ctx.params, spell)
         return super().invoke(ctx)

@@ -25,15 +25,13 @@ from typer.core import TyperCommand
 import kvlingo_mlx as kv
 from kvlingo_mlx import arguments
 from kvlingo_mlx.arguments import FUNCTIONS, KINDS, READ_ELSEWHERE, Need
-from kvlingo_mlx.cli import VERBS, command_line, run
-from kvlingo_mlx.cli import needs as verbs
 from kvlingo_mlx.handover.sampling import DecodingOptions
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode, rendering
 from kvlingo_mlx.tokenization.samples import read_jsonl, to_samples
 from kvlingo_mlx.training.conversations import normalise
 from tests.support import tiny
-from tests.support.command_line import fails
+from tests.support.command_line import COMMANDS, NEEDS, PAPER, fails, run
 
 # Options that have an effect whatever the others say.
 ALWAYS = {
@@ -66,10 +64,10 @@ ALWAYS = {
             "allow_mismatch json_file",
     "tune": "pair source target translator data max_kl min_recall limit native_layers "
                "lengths droidspeak trials out allow_mismatch json_file",
-    "analyze": "source target data translator capture documents tokens random_init cka mlp heads "
+    "paper analyze": "source target data translator capture documents tokens random_init cka mlp heads "
                "seed plot json_file",
     "bench": "table_name prompt_tokens num_trials time_limit reference json_file",
-    "reproduce": "listing room json_file",
+    "paper reproduce": "listing room json_file",
 }  # fmt: skip
 # Texts that stand for the states of an option; others are tried with TEXTS.
 TEXTS = ("x", "x.json")
@@ -89,16 +87,15 @@ STATES = {
     "to": ("veloxquant", "npz"),
     "heal": ("idle", "interleaved"),
 }
-COMMANDS = command_line.commands  # type: ignore[attr-defined]
-ROWS = sorted({(verb, option) for verb, needs in verbs.VERBS.items() for need in needs
+ROWS = sorted({(verb, option) for verb, needs in NEEDS.items() for need in needs
                for option in need.options.split()})  # fmt: skip
 
 
 def annotation(verb: str, name: str) -> str:
     """What a verb's options say of one of them: int, say."""
-    module = importlib.import_module(
-        f"kvlingo_mlx.cli.{'import_' if verb == 'import' else verb.replace('-', '_')}"
-    )
+    room = "benchmarks.paper.commands" if verb.startswith(PAPER) else "kvlingo_mlx.cli"
+    file = "import_" if verb == "import" else verb.removeprefix(PAPER).replace("-", "_")
+    module = importlib.import_module(f"{room}.{file}")
     hint = get_args(inspect.signature(module.command).parameters[name].annotation)[0]
     return next((kind.__name__ for kind in (int, float) if kind in (hint, *get_args(hint))), "str")
 
@@ -123,7 +120,7 @@ def partners(verb: str, option: str) -> set[str]:
     found: set[str] = set()
     new = {option}
     while new:
-        needs = [n for n in verbs.VERBS[verb] if new & set(n.options.split())]
+        needs = [n for n in NEEDS[verb] if new & set(n.options.split())]
         new = {name for need in needs for name in need.partner.split()} - found
         found |= new
     return found
@@ -147,14 +144,14 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TyperCommand, "invoke", lambda self, ctx: 0)
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", COMMANDS)
 def test_every_option_is_decided(verb: str) -> None:
     """In the table or in the list, not in both; neither names what is not there."""
     options = {p.name for p in COMMANDS[verb].params} - {"help"}
-    needing = {name for need in verbs.VERBS.get(verb, ()) for name in need.options.split()}
+    needing = {name for need in NEEDS.get(verb, ()) for name in need.options.split()}
     always = set(ALWAYS[verb].split())
     assert needing | always == options and not needing & always
-    for need in verbs.VERBS.get(verb, ()):
+    for need in NEEDS.get(verb, ()):
         assert set(need.partner.split()) <= options
 
 
@@ -175,7 +172,7 @@ def test_every_pair(
         assert " no effect " in errors[-1], errors[-1]
     assert taken
     known = {p.name: p for p in COMMANDS[verb].params}
-    for need in (need for need in verbs.VERBS[verb] if option in need.options.split()):
+    for need in (need for need in NEEDS[verb] if option in need.options.split()):
         both = [(*known[n].opts, *known[n].secondary_opts)
                 for n in (option, need.partner.split()[0])]  # fmt: skip
         assert any(all(any(n in e for n in names) for names in both) for e in errors), need
@@ -234,7 +231,7 @@ FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
         ([*GENERATE, "--kv-group-size", "32"], "no effect without --kv-bits; add --kv-bits 8"),
         ([*GENERATE, "--num-draft-tokens", "3"], "without --draft-model; add --draft-model MODEL"),
         ([*GENERATE, "--memory-budget", "--native-head", "3"], "no effect with --memory-budget"),
-        (["analyze", *PAIR, "--no-mlp", "--hidden", "8"], "--hidden has no effect with --no-mlp"),
+        (["paper analyze", *PAIR, "--no-mlp", "--hidden", "8"], "--hidden has no effect with --no-mlp"),
         (["verify", "/none", "--allow-mismatch"], "no effect without --source"),
         (["verify", "/none", "--target", "x"], "--target has no effect without --source"),
         (["tune", "a", "b", "--data", "x", "--seed", "1"], "--seed has no effect with --data x"),

@@ -14,13 +14,15 @@ from typer.core import TyperCommand
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import errors
-from kvlingo_mlx.cli import OLD_VERBS, VERBS, command_line, run
+from kvlingo_mlx.cli import MOVED, OLD_VERBS, VERBS, command_line, run
 from kvlingo_mlx.cli.needs import OLD_OPTIONS
 from kvlingo_mlx.handover import timings
 from kvlingo_mlx.handover.timings import Timings
 from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support.command_line import COMMANDS as PAPERS
+from tests.support.command_line import PAPER
 
-OF_ONE_OR_NONE = {"demo", "remove", "publish", "reproduce", "show", "doctor", "serve",
+OF_ONE_OR_NONE = {"demo", "remove", "publish", "show", "doctor", "serve",
                   "serve-prefill"}  # fmt: skip
 OF_TWO = [verb for verb in VERBS if verb not in OF_ONE_OR_NONE]
 NEEDED = {
@@ -84,6 +86,21 @@ def test_old_verbs(begun: list[dict[str, Any]], capsys: pytest.CaptureFixture[st
             "for one release\n"
         )
         assert run(["--help"]) == 0 and f" {old} " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_what_the_papers_tables_alone_need_is_in_a_checkout(
+    old: str, new: str, begun: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is typed of old is refused in a line that says what to type; its beginning is not."""
+    verb, *rest = old.split()
+    for typed in (rest, ["=".join(rest)] if len(rest) == 2 else rest):
+        assert run([verb, "--source", "a", *typed, "x"]) == 2 and not begun
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"`{old}` is now `{new}` in a checkout" in error
+    assert run(["bench", "--source", "a", "--target", "b"]) == 0 and len(begun) == 1
+    module, command, *_ = [*new.split()[2:], "reproduce"]
+    assert module == "benchmarks.paper" and f"{PAPER}{command}" in PAPERS
 
 
 def test_old_options(begun: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,12 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.command_line import COMMANDS, PAPER
+
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "benchmarks" / "paper" / "README.md",
 ]
 RUN = ("python", "bash", "console")
 # Why a block is not run. A new reason is a decision: most blocks can be made to run.
@@ -116,6 +119,10 @@ def mentioned(text: str) -> Iterator[list[str]]:
         words = words_of(command)
         if "kvlingo-mlx" in words:
             yield words[words.index("kvlingo-mlx") + 1 :]
+        if "benchmarks.paper" in words:
+            verb, *rest = words[words.index("benchmarks.paper") + 1 :] or [""]
+            known = f"{PAPER}{verb}" in COMMANDS
+            yield [f"{PAPER}{verb}", *rest] if known else [f"{PAPER}reproduce", verb, *rest]
 
 
 def words_of(command: str) -> list[str]:

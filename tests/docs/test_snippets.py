@@ -17,6 +17,7 @@ import huggingface_hub
 import pytest
 
 import kvlingo_mlx as kv
+from benchmarks.paper import commands as paper
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import bundled, dialogues
 from tests.docs.doc_pages import PAGES, REASONS, ROOT, RUN, Block, blocks, words_of
@@ -106,6 +107,8 @@ def run_command(words: list[str], patch: pytest.MonkeyPatch) -> int:
         patch.setenv(name, value)
     if words[0] == "kvlingo-mlx":
         return run(words[1:])
+    if words[:3] == ["python", "-m", "benchmarks.paper"]:
+        return paper.run(words[3:])
     if words[:2] == ["mlx.launch", "-n"]:
         verb = str(Path(sys.executable).parent / words[3])
         done = launched(int(words[2]), verb, *words[4:])

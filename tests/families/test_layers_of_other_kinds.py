@@ -18,8 +18,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import kvlingo_mlx as kv
+from benchmarks.paper.analysis.report import Settings, analyze
 from kvlingo_mlx import caches
-from kvlingo_mlx.analysis.report import Settings, analyze
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.evaluation import conditions

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.cli import run
 from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.stage1.norms import token_weights
 from tests.support import hybrid_models
+from tests.support.command_line import run
 from tests.support.random_samples import samples
 
 # A source and a target of one kind of recurrence each.
@@ -114,7 +114,7 @@ def test_analyze(
 ) -> None:
     """Its states are those of recurrences, too; heads of such a model are not aligned."""
     source, target = (str(model.path) for model in pairs["mamba2"])
-    line = ["analyze", "--source", source, "--target", target, "--documents", "4"]
+    line = ["paper analyze", "--source", source, "--target", target, "--documents", "4"]
     assert run([*line, "--tokens", "300", "--no-mlp"]) == 0
     told = capsys.readouterr()
     assert "held-out R2" in told.out

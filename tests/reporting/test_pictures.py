@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlingo_mlx.analysis import figures as of_analysis
-from kvlingo_mlx.analysis.statistics import HeadAlignment
-from kvlingo_mlx.cli import run
+from benchmarks.paper.analysis import figures as of_analysis
+from benchmarks.paper.analysis.statistics import HeadAlignment
 from kvlingo_mlx.evaluation import figures as of_evaluation
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.timing import figures as of_timing
+from tests.support.command_line import run
 
 pytest.importorskip("matplotlib")
 
@@ -128,7 +128,7 @@ def test_pictures_say_of_which_models_they_are(
         ["eval", *pair, *out, "--compare", "--plot", str(tmp_path / "eval.svg")],
         ["tune", *pair, *out, "--trials", "1", "--native-layers", "0", "--plot",
          str(tmp_path / "tune.png")],
-        ["analyze", *pair, *small, "--plot", str(tmp_path), "--random-init"],
+        ["paper analyze", *pair, *small, "--plot", str(tmp_path), "--random-init"],
     ]  # fmt: skip
     for command in commands:
         assert run(command) == 0

@@ -1,4 +1,4 @@
-"""What a command that is refused must print, and a record of data."""
+"""The verbs and the paper's commands; what one that is refused must print; a record of data."""
 
 from __future__ import annotations
 
@@ -6,9 +6,25 @@ import json
 
 import pytest
 
-from kvlingo_mlx.cli import run
+from benchmarks.paper import commands as paper
+from benchmarks.paper.commands.needs import VERBS as PAPERS
+from kvlingo_mlx import cli
+from kvlingo_mlx.cli.needs import VERBS
+
+PAPER = "paper "  # before the name of a command of the paper's
+COMMANDS = {**cli.command_line.commands} | {  # type: ignore[attr-defined]
+    f"{PAPER}{name}": command for name, command in paper.command_line.commands.items()
+}
+NEEDS = {**VERBS} | {f"{PAPER}{name}": needs for name, needs in PAPERS.items()}
 
 RECORD = json.dumps({"text": "One two three four five six seven eight nine ten. " * 3}) + "\n"
+
+
+def run(words: list[str]) -> int:
+    """Run a verb, or a command of the paper's; returns the exit status."""
+    if words and words[0].startswith(PAPER):
+        return paper.run([words[0].removeprefix(PAPER), *words[1:]])
+    return cli.run(words)
 
 
 def fails(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,6 @@
 
 from pathlib import Path
 
-from kvlingo_mlx import reproducing
+from benchmarks.paper import reproducing
 
 FILE = Path(reproducing.__file__).parent / "tables.jsonl"

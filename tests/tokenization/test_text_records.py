@@ -13,7 +13,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.analysis import corpus
+from benchmarks.paper.analysis import corpus
 from kvlingo_mlx.evaluation import probes
 from kvlingo_mlx.models.capture import move, prefill
 from kvlingo_mlx.models.language_model import LanguageModel

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.analysis.report import Report
+from benchmarks.paper.analysis.report import Report
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.reporting import pictures
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvlingo_mlx.analysis.states import States
-from kvlingo_mlx.analysis.statistics import HeadAlignment, head_alignment
+from benchmarks.paper.analysis.states import States
+from benchmarks.paper.analysis.statistics import HeadAlignment, head_alignment
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.stage1.closed_form import Moments, solve

@@ -13,10 +13,10 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 
-from kvlingo_mlx.analysis.corpus import Corpus
-from kvlingo_mlx.analysis.network import Recipe, fit_network
-from kvlingo_mlx.analysis.states import States
-from kvlingo_mlx.analysis.statistics import (
+from benchmarks.paper.analysis.corpus import Corpus
+from benchmarks.paper.analysis.network import Recipe, fit_network
+from benchmarks.paper.analysis.states import States
+from benchmarks.paper.analysis.statistics import (
     SignTest,
     Spearman,
     cka,

@@ -9,7 +9,7 @@ from kvlingo_mlx.backend import mx, nn
 import mlx.optimizers as optimizers
 import numpy as np
 
-from kvlingo_mlx.analysis.statistics import fit_linear
+from benchmarks.paper.analysis.statistics import fit_linear
 
 STOPPING_SHARE = 0.1  # share of the fitting tokens (paragraph "Protocol")
 

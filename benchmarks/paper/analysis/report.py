@@ -10,10 +10,10 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
 import numpy as np
 
-from kvlingo_mlx.analysis import corpus as texts
-from kvlingo_mlx.analysis.corpus import Corpus
-from kvlingo_mlx.analysis.heads import closed_form_alignment, translator_alignment
-from kvlingo_mlx.analysis.linearity import (
+from benchmarks.paper.analysis import corpus as texts
+from benchmarks.paper.analysis.corpus import Corpus
+from benchmarks.paper.analysis.heads import closed_form_alignment, translator_alignment
+from benchmarks.paper.analysis.linearity import (
     TOKENS_PER_WIDTH,
     Bucket,
     LayerFit,
@@ -23,10 +23,10 @@ from kvlingo_mlx.analysis.linearity import (
     summarise,
     translator_r2,
 )
-from kvlingo_mlx.analysis.network import Recipe
-from kvlingo_mlx.analysis.random_init import randomly_initialised
-from kvlingo_mlx.analysis.states import States, check_memory, collect
-from kvlingo_mlx.analysis.statistics import (
+from benchmarks.paper.analysis.network import Recipe
+from benchmarks.paper.analysis.random_init import randomly_initialised
+from benchmarks.paper.analysis.states import States, check_memory, collect
+from benchmarks.paper.analysis.statistics import (
     Correspondence,
     HeadAlignment,
     cka_grid,

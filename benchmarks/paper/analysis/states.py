@@ -19,7 +19,7 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 
-from kvlingo_mlx.analysis.corpus import Corpus
+from benchmarks.paper.analysis.corpus import Corpus
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.models.capture import move, prefill

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvlingo_mlx.analysis.report import Grid, Report
-from kvlingo_mlx.analysis.statistics import SignTest
+from benchmarks.paper.analysis.report import Grid, Report
+from benchmarks.paper.analysis.statistics import SignTest
 from kvlingo_mlx.format.kinds import SIDES
 
 Cell = str | float | None

@@ -1,4 +1,4 @@
-"""kvlingo-mlx analyze: what two models' caches have in common."""
+"""python -m benchmarks.paper analyze: what two models' caches have in common."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvlingo_mlx.cli.output import keep, progress_bar, say, table, warn
 from kvlingo_mlx.format.kinds import SIDES
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.analysis.report import Report
+    from benchmarks.paper.analysis.report import Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +51,9 @@ class AnalyzeOptions(Options):
 @verb(AnalyzeOptions)
 def command(options: AnalyzeOptions) -> None:
     """Measure what two models' caches have in common: CKA, R2, effective rank, heads."""
-    from kvlingo_mlx.analysis import figures
-    from kvlingo_mlx.analysis.corpus import bundled
-    from kvlingo_mlx.analysis.report import Settings, analyze
+    from benchmarks.paper.analysis import figures
+    from benchmarks.paper.analysis.corpus import bundled
+    from benchmarks.paper.analysis.report import Settings, analyze
     from kvlingo_mlx.loading.models import load
     from kvlingo_mlx.loading.translators import load_translator
     from kvlingo_mlx.reporting import measure, pictures

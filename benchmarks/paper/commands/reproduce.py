@@ -1,4 +1,4 @@
-"""kvlingo-mlx reproduce: the paper's tables and figures, by their labels."""
+"""python -m benchmarks.paper LABEL: the paper's tables and figures, by their labels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvlingo_mlx.cli.eval_options import named_files
 from kvlingo_mlx.cli.output import keep, progress_bar, say, table, warn
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.reproducing.listing import Listed
-    from kvlingo_mlx.reproducing.results import Result
-    from kvlingo_mlx.reproducing.work import Size, Work
+    from benchmarks.paper.reproducing.listing import Listed
+    from benchmarks.paper.reproducing.results import Result
+    from benchmarks.paper.reproducing.work import Size, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def command(options: ReproduceOptions) -> None:
     It trains the translators that are needed, evaluates, and writes a page into --room. What is
     there already is not made again, so the same command goes on where it stopped.
     """
-    from kvlingo_mlx.reproducing import listing
+    from benchmarks.paper.reproducing import listing
 
     if options.listing:
         _list(options, listing.listed(Path(options.room)))
@@ -71,7 +71,7 @@ def command(options: ReproduceOptions) -> None:
     results = {}
     with progress_bar("reproducing", None) as step:
         work = _work(options, lambda text: step(text=text))
-        from kvlingo_mlx.reproducing.running import reproduce
+        from benchmarks.paper.reproducing.running import reproduce
 
         for entry in entries:
             found, page = reproduce(entry, work)
@@ -93,9 +93,9 @@ def _plain(told: Any) -> Any:
 
 
 def _work(options: ReproduceOptions, progress: Any) -> Work:
-    from kvlingo_mlx.reproducing.listing import TINY_ROOM
-    from kvlingo_mlx.reproducing.models import Models
-    from kvlingo_mlx.reproducing.work import Heard, Work
+    from benchmarks.paper.reproducing.listing import TINY_ROOM
+    from benchmarks.paper.reproducing.models import Models
+    from benchmarks.paper.reproducing.work import Heard, Work
 
     room = Path(options.room) / TINY_ROOM if options.tiny else Path(options.room)
     folder = None if options.models is None else Path(options.models)
@@ -121,8 +121,8 @@ def _size(options: ReproduceOptions) -> Size:
     """The paper's size or the tiny one, but for what is smaller by an option."""
     from dataclasses import replace
 
+    from benchmarks.paper.reproducing.work import PAPERS, TINY
     from kvlingo_mlx.cli.sampling import check_ranges
-    from kvlingo_mlx.reproducing.work import PAPERS, TINY
 
     asked = {name: n for name, n in options.some("steps items seeds").items() if n is not None}
     check_ranges(*((f"--{name}", n, n > 0, "1 or more") for name, n in asked.items()))
@@ -137,7 +137,7 @@ def _list(options: ReproduceOptions, found: list[Listed]) -> None:
 
 
 def _show(label: str, title: str, found: Result) -> None:
-    from kvlingo_mlx.reproducing.results import cells
+    from benchmarks.paper.reproducing.results import cells
 
     width = len(found.titles)
     rows = []

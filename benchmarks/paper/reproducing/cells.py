@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from kvlingo_mlx.reproducing.forms import OWN, is_translator
-from kvlingo_mlx.reproducing.tables import (
+from benchmarks.paper.reproducing.forms import OWN, is_translator
+from benchmarks.paper.reproducing.tables import (
     LARGE_TO_SMALL,
     SMALL_TO_LARGE,
     WAYS,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvlingo_mlx.analysis.statistics import sign_test
-from kvlingo_mlx.analysis.tables import differences
+from benchmarks.paper.analysis.statistics import sign_test
+from benchmarks.paper.analysis.tables import differences
+from benchmarks.paper.reproducing import scores
+from benchmarks.paper.reproducing.cells import Cell, cell_of, said_by
+from benchmarks.paper.reproducing.entries import Entry
+from benchmarks.paper.reproducing.results import Line, Result, Value
+from benchmarks.paper.reproducing.tables import WAYS, Pair, meaning, tables
+from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.evaluation import seeds
 from kvlingo_mlx.evaluation.compare import ALL
 from kvlingo_mlx.evaluation.error_bars import Mean, over_sets
-from kvlingo_mlx.reproducing import scores
-from kvlingo_mlx.reproducing.cells import Cell, cell_of, said_by
-from kvlingo_mlx.reproducing.entries import Entry
-from kvlingo_mlx.reproducing.results import Line, Result, Value
-from kvlingo_mlx.reproducing.tables import WAYS, Pair, meaning, tables
-from kvlingo_mlx.reproducing.work import Work
 
 
 def make(entry: Entry, work: Work) -> Result:

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.paper.reproducing.entries import Entry
+from benchmarks.paper.reproducing.results import Line, Result, Value
+from benchmarks.paper.reproducing.tables import (
+    LARGE_TO_SMALL,
+    SMALL_TO_LARGE,
+    Pair,
+    meaning,
+    tables,
+)
+from benchmarks.paper.reproducing.trained import Wanted, trained
+from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.reproducing.entries import Entry
-from kvlingo_mlx.reproducing.results import Line, Result, Value
-from kvlingo_mlx.reproducing.tables import LARGE_TO_SMALL, SMALL_TO_LARGE, Pair, meaning, tables
-from kvlingo_mlx.reproducing.trained import Wanted, trained
-from kvlingo_mlx.reproducing.work import Work
 from kvlingo_mlx.training.checkpoints import log_of
 from kvlingo_mlx.training.command_line import read_log
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.reproducing.work import Work
 
 Models = tuple[LanguageModel, LanguageModel]
 

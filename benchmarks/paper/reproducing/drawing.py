@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper.reproducing.entries import Entry
+from benchmarks.paper.reproducing.results import Result, Value
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.figures import by_group
 from kvlingo_mlx.reporting import pictures
-from kvlingo_mlx.reproducing.entries import Entry
-from kvlingo_mlx.reproducing.results import Result, Value
 
 LINES = ("turns", "curves", "lengths")  # what is drawn over an order: turns, steps, lengths
 Panels = dict[str, dict[str, dict[str, Mean]]]

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvlingo_mlx.reproducing.cells import Grid, of_figure, of_table
-from kvlingo_mlx.reproducing.tables import LARGE_TO_SMALL, SMALL_TO_LARGE, Pair, tables
+from benchmarks.paper.reproducing.cells import Grid, of_figure, of_table
+from benchmarks.paper.reproducing.tables import LARGE_TO_SMALL, SMALL_TO_LARGE, Pair, tables
 
 Maker = Literal[
     "scores",  # benchmarks, by every reader

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from benchmarks.paper.reproducing import tiny_data
+from benchmarks.paper.reproducing.entries import Entry
+from benchmarks.paper.reproducing.judging import judge_of
+from benchmarks.paper.reproducing.results import Line, Result
+from benchmarks.paper.reproducing.trained import Wanted, trained
+from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.evaluation import turn_records, turn_scores, turns
 from kvlingo_mlx.evaluation.harness.responses import Responses
 from kvlingo_mlx.loading.models import load_pair
-from kvlingo_mlx.reproducing import tiny_data
-from kvlingo_mlx.reproducing.entries import Entry
-from kvlingo_mlx.reproducing.judging import judge_of
-from kvlingo_mlx.reproducing.results import Line, Result
-from kvlingo_mlx.reproducing.trained import Wanted, trained
-from kvlingo_mlx.reproducing.work import Work
 
 TASKS = {"coqa": "coqa_last_turn"}  # the tasks whose tiny records have the turns
 TINY_DEPTH = 3

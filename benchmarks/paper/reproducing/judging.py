@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.evaluation.harness.judge import Ask, Judge
-from kvlingo_mlx.reproducing.work import Work
 
 MARKS = ("<reply>", "<response>", "Model response:", "Answer:")
 

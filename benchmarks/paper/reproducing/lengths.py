@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvlingo_mlx.reproducing.entries import Entry
-from kvlingo_mlx.reproducing.results import Line, Result
-from kvlingo_mlx.reproducing.work import Work
+from benchmarks.paper.reproducing.entries import Entry
+from benchmarks.paper.reproducing.results import Line, Result
+from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.training import command_line
 
 SAMPLES = 240  # of the paper's probe

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvlingo_mlx.reproducing.cells import Cell
-from kvlingo_mlx.reproducing.entries import BY_LABEL, ENTRIES, Entry
-from kvlingo_mlx.reproducing.results import kept
-from kvlingo_mlx.reproducing.tables import Pair, meaning, tables
-from kvlingo_mlx.reproducing.trained import wanted
+from benchmarks.paper.reproducing.cells import Cell
+from benchmarks.paper.reproducing.entries import BY_LABEL, ENTRIES, Entry
+from benchmarks.paper.reproducing.results import kept
+from benchmarks.paper.reproducing.tables import Pair, meaning, tables
+from benchmarks.paper.reproducing.trained import wanted
 
 TINY_ROOM = "tiny"
 JUDGED = ("repliqa", "longmemeval", "mt_bench_101", "multichallenge")

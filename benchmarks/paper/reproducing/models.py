@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.paper.reproducing.stand_ins import DEEPER, deeper
+from benchmarks.paper.reproducing.tables import Pair
 from kvlingo_mlx.embedded import zoo, zoo_names
-from kvlingo_mlx.reproducing.stand_ins import DEEPER, deeper
-from kvlingo_mlx.reproducing.tables import Pair
 
 OWNERS = {"Qwen3": "Qwen", "gemma": "google", "Mistral": "mistralai"}
 QWEN, UNEQUAL = ("tiny-qwen3-s", "tiny-qwen3-l"), ("tiny-qwen3-s", "tiny-qwen3-moe")

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper.reproducing.entries import Entry
+from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.reproducing.entries import Entry
-from kvlingo_mlx.reproducing.work import Work
 
 FOLDER = "results"
 Value = Mean | float | str | None

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from kvlingo_mlx.errors import MissingExtraError
-from kvlingo_mlx.format.atomic import alone
-from kvlingo_mlx.reproducing import (
+from benchmarks.paper.reproducing import (
     comparisons,
     curves,
     drawing,
@@ -18,10 +16,12 @@ from kvlingo_mlx.reproducing import (
     texts,
     times,
 )
-from kvlingo_mlx.reproducing.entries import Entry
-from kvlingo_mlx.reproducing.listing import pairs_of
-from kvlingo_mlx.reproducing.results import Result, keep
-from kvlingo_mlx.reproducing.work import Work
+from benchmarks.paper.reproducing.entries import Entry
+from benchmarks.paper.reproducing.listing import pairs_of
+from benchmarks.paper.reproducing.results import Result, keep
+from benchmarks.paper.reproducing.work import Work
+from kvlingo_mlx.errors import MissingExtraError
+from kvlingo_mlx.format.atomic import alone
 
 MAKERS: dict[str, Callable[[Entry, Work], Result]] = {
     "curves": curves.make,

@@ -8,6 +8,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from benchmarks.paper.reproducing import decoding, statistics, tiny_data
+from benchmarks.paper.reproducing.cells import Cell, Grid
+from benchmarks.paper.reproducing.entries import Entry
+from benchmarks.paper.reproducing.forms import OWN, is_translator
+from benchmarks.paper.reproducing.judging import judge_of
+from benchmarks.paper.reproducing.results import Line, Result, Value
+from benchmarks.paper.reproducing.trained import needed, trained, wanted
+from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.errors import MissingExtraError
 from kvlingo_mlx.evaluation import lineup, suite_runs, suites
 from kvlingo_mlx.evaluation.compare import ALL, Outcome
@@ -16,14 +24,6 @@ from kvlingo_mlx.evaluation.harness.tasks.memory import ORACLE, rung_name
 from kvlingo_mlx.evaluation.lineup import Condition
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.reproducing import decoding, statistics, tiny_data
-from kvlingo_mlx.reproducing.cells import Cell, Grid
-from kvlingo_mlx.reproducing.entries import Entry
-from kvlingo_mlx.reproducing.forms import OWN, is_translator
-from kvlingo_mlx.reproducing.judging import judge_of
-from kvlingo_mlx.reproducing.results import Line, Result, Value
-from kvlingo_mlx.reproducing.trained import needed, trained, wanted
-from kvlingo_mlx.reproducing.work import Work
 
 POINTS = {"whole": "prompt"}
 # In a tiny run, the lengths that stand for the paper's rungs.

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvlingo_mlx.analysis import tables as laid
-from kvlingo_mlx.analysis.report import Report, Settings, analyze
-from kvlingo_mlx.loading.models import load_pair
-from kvlingo_mlx.reproducing.entries import Entry
-from kvlingo_mlx.reproducing.results import Line, Result
-from kvlingo_mlx.reproducing.tables import (
+from benchmarks.paper.analysis import tables as laid
+from benchmarks.paper.analysis.report import Report, Settings, analyze
+from benchmarks.paper.reproducing.entries import Entry
+from benchmarks.paper.reproducing.results import Line, Result
+from benchmarks.paper.reproducing.tables import (
     LARGE_TO_SMALL,
     SMALL_TO_LARGE,
     WAYS,
@@ -19,7 +18,8 @@ from kvlingo_mlx.reproducing.tables import (
     meaning,
     tables,
 )
-from kvlingo_mlx.reproducing.work import Work
+from benchmarks.paper.reproducing.work import Work
+from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.training.records import open_source
 
 # Paragraph "Protocol": 512 documents of 256 tokens. A tiny run reads fewer.

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from benchmarks.paper.reproducing import curves, scores
+from benchmarks.paper.reproducing.cells import Cell
+from benchmarks.paper.reproducing.entries import Entry
+from benchmarks.paper.reproducing.results import Line, Result, Value
+from benchmarks.paper.reproducing.tables import Pair, meaning, tables
+from benchmarks.paper.reproducing.trained import Wanted, trained
+from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.evaluation import compare, lineup, own_tasks
 from kvlingo_mlx.evaluation.compare import Outcome
 from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.loading.translators import load_translator
-from kvlingo_mlx.reproducing import curves, scores
-from kvlingo_mlx.reproducing.cells import Cell
-from kvlingo_mlx.reproducing.entries import Entry
-from kvlingo_mlx.reproducing.results import Line, Result, Value
-from kvlingo_mlx.reproducing.tables import Pair, meaning, tables
-from kvlingo_mlx.reproducing.trained import Wanted, trained
-from kvlingo_mlx.reproducing.work import Work
 from kvlingo_mlx.training.checkpoints import log_of
 from kvlingo_mlx.training.command_line import read_log
 

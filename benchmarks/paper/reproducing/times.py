@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper.reproducing.entries import Entry
+from benchmarks.paper.reproducing.results import Line, Result
+from benchmarks.paper.reproducing.tables import Table, tables
+from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.reproducing.entries import Entry
-from kvlingo_mlx.reproducing.results import Line, Result
-from kvlingo_mlx.reproducing.tables import Table, tables
-from kvlingo_mlx.reproducing.work import Work
 from kvlingo_mlx.timing.laid_out import laid_out
 
 RECORDS = "times.jsonl"

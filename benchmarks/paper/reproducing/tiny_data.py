@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.embedded.dialogues import ANSWER, VALUES, Dialogue, Fact, held_out
 from kvlingo_mlx.evaluation.harness.tasks.sources import LANGUAGES
-from kvlingo_mlx.reproducing.work import Work
 
 TALKS, SEED, TURNS = 8, 11, 8
 FOLDER = "benchmarks"

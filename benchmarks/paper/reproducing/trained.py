@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper.reproducing.cells import Cell
+from benchmarks.paper.reproducing.forms import form, is_translator
+from benchmarks.paper.reproducing.models import FEW
+from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.reproducing.cells import Cell
-from kvlingo_mlx.reproducing.forms import form, is_translator
-from kvlingo_mlx.reproducing.models import FEW
-from kvlingo_mlx.reproducing.work import Work
 from kvlingo_mlx.training import command_line
 
 PLAN = ("fit_samples", "held_out", "hidden")

@@ -17,17 +17,17 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.analysis import corpus as texts
-from kvlingo_mlx.analysis import report as reports
-from kvlingo_mlx.analysis import states as collecting
-from kvlingo_mlx.analysis.corpus import Corpus
-from kvlingo_mlx.analysis.heads import closed_form_alignment, translator_alignment
-from kvlingo_mlx.analysis.linearity import by_position, fit_layer, translator_r2
-from kvlingo_mlx.analysis.network import Recipe
-from kvlingo_mlx.analysis.random_init import randomly_initialised
-from kvlingo_mlx.analysis.report import Settings, analyze, compare
-from kvlingo_mlx.analysis.states import States, collect
-from kvlingo_mlx.cli import run
+from benchmarks.paper.analysis import corpus as texts
+from benchmarks.paper.analysis import report as reports
+from benchmarks.paper.analysis import states as collecting
+from benchmarks.paper.analysis.corpus import Corpus
+from benchmarks.paper.analysis.heads import closed_form_alignment, translator_alignment
+from benchmarks.paper.analysis.linearity import by_position, fit_layer, translator_r2
+from benchmarks.paper.analysis.network import Recipe
+from benchmarks.paper.analysis.random_init import randomly_initialised
+from benchmarks.paper.analysis.report import Settings, analyze, compare
+from benchmarks.paper.analysis.states import States, collect
+from benchmarks.paper.commands import run
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
 

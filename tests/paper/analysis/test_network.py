@@ -9,10 +9,10 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 import pytest
 
-from kvlingo_mlx.analysis.corpus import Corpus
-from kvlingo_mlx.analysis.linearity import by_position, fit_layer
-from kvlingo_mlx.analysis.network import Recipe, TwoLayers, fit_network
-from kvlingo_mlx.analysis.states import States
+from benchmarks.paper.analysis.corpus import Corpus
+from benchmarks.paper.analysis.linearity import by_position, fit_layer
+from benchmarks.paper.analysis.network import Recipe, TwoLayers, fit_network
+from benchmarks.paper.analysis.states import States
 
 RECIPE = Recipe(hidden=16, epochs=12, rate=4e-3, batch=128)
 

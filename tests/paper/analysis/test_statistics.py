@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from kvlingo_mlx.analysis import statistics as s
+from benchmarks.paper.analysis import statistics as s
 
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(200, 6)), rng.normal(size=(200, 9))

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvlingo_mlx.analysis import tables
-from kvlingo_mlx.analysis.linearity import LayerFit, summarise
-from kvlingo_mlx.analysis.report import Grid, Rank, Report
-from kvlingo_mlx.analysis.statistics import HeadAlignment, correspondence, sign_test
+from benchmarks.paper.analysis import tables
+from benchmarks.paper.analysis.linearity import LayerFit, summarise
+from benchmarks.paper.analysis.report import Grid, Rank, Report
+from benchmarks.paper.analysis.statistics import HeadAlignment, correspondence, sign_test
 from tests.support import paper_tables
 
 DATA = paper_tables.FILE

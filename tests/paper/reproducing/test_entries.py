@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from benchmarks.paper.reproducing.cells import Cell, cell_of, said_by
+from benchmarks.paper.reproducing.entries import BY_LABEL, ENTRIES, FAR, LARGE, MIXTURE, SMALL
+from benchmarks.paper.reproducing.forms import OWN, form, is_translator
+from benchmarks.paper.reproducing.listing import listed, named, pairs_of, unused
+from benchmarks.paper.reproducing.running import MAKERS
+from benchmarks.paper.reproducing.tables import meaning, tables
+from benchmarks.paper.reproducing.trained import Wanted, settings
+from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.evaluation.suites import BASE, PAPER
-from kvlingo_mlx.reproducing.cells import Cell, cell_of, said_by
-from kvlingo_mlx.reproducing.entries import BY_LABEL, ENTRIES, FAR, LARGE, MIXTURE, SMALL
-from kvlingo_mlx.reproducing.forms import OWN, form, is_translator
-from kvlingo_mlx.reproducing.listing import listed, named, pairs_of, unused
-from kvlingo_mlx.reproducing.running import MAKERS
-from kvlingo_mlx.reproducing.tables import meaning, tables
-from kvlingo_mlx.reproducing.trained import Wanted, settings
-from kvlingo_mlx.reproducing.work import Work
 from kvlingo_mlx.training.paper_pairs import filled
 
 HERE = Path(__file__).parent

@@ -15,22 +15,22 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 import pytest
 
-from kvlingo_mlx.cli import run
+from benchmarks.paper.commands import run
+from benchmarks.paper.reproducing import scores, tiny_data, trained
+from benchmarks.paper.reproducing.cells import Cell
+from benchmarks.paper.reproducing.drawing import draw, panels
+from benchmarks.paper.reproducing.entries import BY_LABEL, SMALL
+from benchmarks.paper.reproducing.judging import by_words
+from benchmarks.paper.reproducing.models import Models
+from benchmarks.paper.reproducing.results import Line, Result, cells, keep, kept, markdown
+from benchmarks.paper.reproducing.stand_ins import deeper
+from benchmarks.paper.reproducing.work import TINY, Heard, Work
 from kvlingo_mlx.embedded import TRANSLATORS, zoo
 from kvlingo_mlx.evaluation import seeds
 from kvlingo_mlx.evaluation.compare import Outcome
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.format.atomic import alone
 from kvlingo_mlx.loading.models import load
-from kvlingo_mlx.reproducing import scores, tiny_data, trained
-from kvlingo_mlx.reproducing.cells import Cell
-from kvlingo_mlx.reproducing.drawing import draw, panels
-from kvlingo_mlx.reproducing.entries import BY_LABEL, SMALL
-from kvlingo_mlx.reproducing.judging import by_words
-from kvlingo_mlx.reproducing.models import Models
-from kvlingo_mlx.reproducing.results import Line, Result, cells, keep, kept, markdown
-from kvlingo_mlx.reproducing.stand_ins import deeper
-from kvlingo_mlx.reproducing.work import TINY, Heard, Work
 
 S2L = "small to large"
 

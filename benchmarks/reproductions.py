@@ -1,4 +1,4 @@
-"""Every table and figure of the paper that `kvlingo-mlx reproduce` makes, on tiny models.
+"""Every table and figure of the paper that `python -m benchmarks.paper` makes, on tiny models.
 
     python benchmarks/reproductions.py --zoo tests/zoo/models --room DIR --json FILE
 
@@ -38,12 +38,12 @@ def labels() -> list[str]:
 def run(label: str, args: argparse.Namespace) -> dict[str, Any]:
     """One label's run: its exit status, its seconds and what it told last."""
     (entry,) = (entry for entry in ENTRIES if entry.label == label)
-    words = ["reproduce", label, "--tiny", "--room", str(args.room)]
+    words = [label, "--tiny", "--room", str(args.room)]
     if "models" in USED.get(entry.maker, ()):
         words += ["--models", str(args.zoo)]
     began = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "kvlingo_mlx.cli", *words], capture_output=True, text=True
+        [sys.executable, "-m", "benchmarks.paper", *words], capture_output=True, text=True
     )
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
     return {

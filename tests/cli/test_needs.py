@@ -64,8 +64,8 @@ ALWAYS = {
             "allow_mismatch json_file",
     "tune": "pair source target translator data max_kl min_recall limit native_layers "
                "lengths droidspeak trials out allow_mismatch json_file",
-    "paper analyze": "source target data translator capture documents tokens random_init cka mlp heads "
-               "seed plot json_file",
+    "paper analyze": "source target data translator capture documents tokens random_init cka mlp "
+               "heads seed plot json_file",
     "bench": "table_name prompt_tokens num_trials time_limit reference json_file",
     "paper reproduce": "listing room json_file",
 }  # fmt: skip
@@ -231,7 +231,7 @@ FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
         ([*GENERATE, "--kv-group-size", "32"], "no effect without --kv-bits; add --kv-bits 8"),
         ([*GENERATE, "--num-draft-tokens", "3"], "without --draft-model; add --draft-model MODEL"),
         ([*GENERATE, "--memory-budget", "--native-head", "3"], "no effect with --memory-budget"),
-        (["paper analyze", *PAIR, "--no-mlp", "--hidden", "8"], "--hidden has no effect with --no-mlp"),
+        (["paper analyze", *PAIR, "--no-mlp", "--hidden", "8"], "--hidden has no effect with --no"),
         (["verify", "/none", "--allow-mismatch"], "no effect without --source"),
         (["verify", "/none", "--target", "x"], "--target has no effect without --source"),
         (["tune", "a", "b", "--data", "x", "--seed", "1"], "--seed has no effect with --data x"),

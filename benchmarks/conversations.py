@@ -4,10 +4,10 @@
     python benchmarks/conversations.py --no-verbatim --json FILE   # turns as the template has them
 
 A dialogue states 12 to 20 facts; then come ten questions, one a turn, no fact asked twice. The
-models take turns at answering, in both orders (:mod:`kvlingo_mlx.evaluation.turns`); answers are
-decoded greedily and stay in the conversation, right or wrong. A turn counts if the value is a word
-of what the answer says after "is": before it stands the name that was asked about, and some people
-are their own friends.
+models take turns at answering, in both orders (:mod:`benchmarks.paper.evaluation.turns`); answers
+are decoded greedily and stay in the conversation, right or wrong. A turn counts if the value is
+a word of what the answer says after "is": before it stands the name that was asked about, and some
+people are their own friends.
 Strategies are those of ``Conversation``. Beside them, alternated as well: ``one switch`` lets the
 model that answers first answer every turn, and asks the other one at even turns on a branch, so
 that its answers there come after the first switch of the conversation and what they lose is lost
@@ -38,10 +38,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.paper.evaluation import turns
+from benchmarks.paper.evaluation.turns import Manner, Models, Talk, Turn, Way
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.embedded.dialogues import Dialogue
-from kvlingo_mlx.evaluation import conditions, turns
-from kvlingo_mlx.evaluation.turns import Manner, Models, Talk, Turn, Way
+from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.reporting import measure
 

@@ -37,6 +37,7 @@ from quality import PAIRS as EMBEDDED
 from quality import model_folder, standard_error
 from translation_cost import model_of_shape
 
+from benchmarks.paper.evaluation import droidspeak
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.evaluation import continuation, lineup, probes
@@ -133,7 +134,8 @@ def all_ways(
     found["hidden"] = lambda tokens: functools.partial(lineup.conditions.empty, target)
     for name in ("reuse", "droidspeak"):
         try:
-            found[name] = lineup.baseline(name, *both, [last]).at_switch
+            spec = droidspeak.spelt(name, *both)
+            found[name] = lineup.baseline(spec, *both, [last]).at_switch
         except IncompatibleTranslatorError as problem:
             print(f"no {name}: {problem}")
     try:

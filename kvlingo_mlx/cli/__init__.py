@@ -50,6 +50,10 @@ PAPER = "python -m benchmarks.paper"
 MOVED = {
     "reproduce": PAPER,
     "analyze": f"{PAPER} analyze",
+    **{
+        f"eval --{option}": f"{PAPER} eval --{option}"
+        for option in "suite turns switch-at judge judge-prompts profile-data".split()
+    },
 }
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvlingo_mlx.cli import eval_options as parsing
-from kvlingo_mlx.cli import eval_suite
 from kvlingo_mlx.cli.command import verb
 from kvlingo_mlx.cli.eval_options import EvalOptions, words
-from kvlingo_mlx.cli.eval_printing import print_outcome, print_seeds, resumable
+from kvlingo_mlx.cli.eval_printing import print_outcome, resumable
 from kvlingo_mlx.cli.output import (
     draw,
     keep,
@@ -25,7 +25,6 @@ from kvlingo_mlx.cli.sampling import check_ranges
 
 if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.compare import Outcome, Results
-    from kvlingo_mlx.evaluation.droidspeak import Profile
     from kvlingo_mlx.evaluation.journal import Journal
     from kvlingo_mlx.evaluation.lineup import Condition
     from kvlingo_mlx.evaluation.probes import Task
@@ -38,17 +37,50 @@ ALONE = "source alone"
 ANSWER_TOKENS = 128
 
 
+class Addition:
+    """What a caller of :func:`evaluate` adds to the verb: nothing, but for what a subclass does.
+
+    ``points`` are where the cache changes hands; ``harness`` are further options of
+    :func:`.harness.benchmarks.evaluate`.
+    """
+
+    points: Sequence[str] = ("prompt",)
+    harness: Mapping[str, Any] = {}
+
+    def prepare(self, models: Models, harness: dict[str, Any], haystack: str | None) -> None:
+        """Look at the models before any work."""
+
+    def baselines(self, names: list[str], models: Models) -> list[str]:
+        """The baselines as :func:`.lineup.line_up` takes them."""
+        return names
+
+    def outcomes(self, models: Models, line: list[Condition], journal: Journal) -> list[Outcome]:
+        """Further outcomes, beside those of the tasks."""
+        return []
+
+    def tell(self, outcomes: list[Outcome]) -> None:
+        """Print more of all outcomes."""
+
+    def kept(self) -> set[str]:
+        """Which files of the run further outcomes have written to: ``out``, ``responses``."""
+        return set()
+
+    def record(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Further settings and results of the record."""
+        return {}, {}
+
+
 @verb(EvalOptions)
 def command(options: EvalOptions) -> None:
     """Compare translated caches with native ones, controls and alternatives."""
-    parsing.check_ranks(options)
-    if options.turns is not None:
-        from kvlingo_mlx.cli.eval_turns import hold
+    evaluate(options, parsing.split_tasks(words(options.tasks)), Addition())
 
-        hold(options)
-        return
-    own, public, harness = _parsed(options)
-    rows = eval_suite.benchmarks(options)
+
+def evaluate(options: EvalOptions, tasks: tuple[list[str], list[str]], addition: Addition) -> None:
+    """Carry out the verb for our own tasks and lm-eval's, with what a caller adds."""
+    own, public = tasks
+    parsing.check_ranks(options.device)
+    harness = _parsed(options, own) | dict(addition.harness)
 
     from kvlingo_mlx.evaluation import compare
     from kvlingo_mlx.evaluation.journal import Journal
@@ -59,41 +91,41 @@ def command(options: EvalOptions) -> None:
         pictures.check(options.plot)
     journal = Journal(options.out)
     haystack = parsing.haystack_text(options.haystack)
-    harness["prompts"] = eval_suite.judge_prompts(options)
     models = _models(options)
     if options.compare and not own:
         check_tokenizers(*models, "times are of our own tasks' prompts; add one: --tasks recall")
     asked = _tasks(options, own, models, haystack)
-    decoding = _decoding(options, models)
-    settings = eval_suite.prepared(options, rows, models, harness | decoding, haystack)
-    named, line, profile = _line_up(options, models)
+    harness |= _decoding(options, models)
+    addition.prepare(models, harness, haystack)
+    named, line = _line_up(options, models, addition)
     compare.check_points(asked, line)
     outcomes: list[Outcome] = []
     with resumable():
         if public:  # first, since their data may be out of reach
-            outcomes += _public(options, public, models, line, harness | decoding)
-        if rows:
-            outcomes += eval_suite.outcomes(rows, models, line, settings, journal, options.judge)
+            outcomes += _public(options, public, models, line, harness)
+        outcomes += addition.outcomes(models, line, journal)
         results = _own(options, asked, models, line, journal)
     outcomes += [compare.outcome(task, results[task.name]) for task in asked]
     shared = _printed(options, outcomes, models, line)
+    addition.tell(outcomes)
     times = _times(models[1], line, asked, outcomes) if options.compare else {}
     say(measure.machine_line())
-    mine = [row for row in rows if row.task in parsing.OWN]
-    if asked or mine:
+    if asked or "out" in addition.kept():
         say(f"every item's scores are in {options.out}")
-    if public or len(mine) < len(rows):
+    if public or "responses" in addition.kept():
         say(f"every response is in {options.responses}")
     translators = {
         name: [{"path": str(t.path), "digest": t.digest} for t in every]
         for name, every in named.items()
     }
-    results = compare.found(outcomes, times) | {
-        "translators": translators,
-        "compute": shared,
-        "profile": None if profile is None else vars(profile),
-    }
-    keep(options.json_file, "eval", _config(options, models, harness["data"]), results)
+    settings, more = addition.record()
+    results = compare.found(outcomes, times) | {"translators": translators, "compute": shared}
+    keep(
+        options.json_file,
+        "eval",
+        _config(options, models, harness["data"]) | settings,
+        results | more,
+    )
     if options.plot:
         from kvlingo_mlx.evaluation.figures import score_against_time
 
@@ -133,27 +165,23 @@ def _printed(
         print_outcome(outcome, shared[outcome.task] if reuses else None)
         for note in outcome.notes:
             warn(note)
-    print_seeds(outcomes)
     return shared
 
 
-def _parsed(options: EvalOptions) -> tuple[list[str], list[str], dict[str, Any]]:
-    """Our own tasks, lm-eval's tasks, and the latter's options; bad options are refused first."""
+def _parsed(options: EvalOptions, own: list[str]) -> dict[str, Any]:
+    """The options of lm-eval's tasks; bad options are refused first."""
     most = options.max_tokens
     check_ranges(
         ("--limit", options.limit, options.limit is None or options.limit > 0, "1 or more"),
         ("--max-tokens", most, most is None or most > 0, "1 or more"),
         ("--batch-size", options.batch_size, options.batch_size > 0, "1 or more"),
     )
-    named = None if options.suite is not None else words(options.tasks)
-    own, public = parsing.split_tasks(named, options.judge)
     data, metadata = parsing.named_files(options.task_data), parsing.json_object(options.metadata)
     parsing.forms(options.quantize)
-    parsing.points(options.switch_at, options.thinking)
     parsing.check_device(options.device, own, words(options.baselines))
     parsing.window(options.window)
     native_number(options.native_layers)
-    return own, public, {"data": data, "metadata": metadata}
+    return {"data": data, "metadata": metadata}
 
 
 def _models(options: EvalOptions) -> Models:
@@ -206,9 +234,9 @@ def _tasks(
 
 
 def _line_up(
-    options: EvalOptions, models: Models
-) -> tuple[dict[str, list[Translator]], list[Condition], Profile | None]:
-    """The translators by name, all conditions to compare, and what DroidSpeak was chosen by."""
+    options: EvalOptions, models: Models, addition: Addition
+) -> tuple[dict[str, list[Translator]], list[Condition]]:
+    """The translators by name, and all conditions to compare."""
     from kvlingo_mlx.evaluation import lineup
 
     mismatch = options.some("allow_mismatch")
@@ -218,23 +246,9 @@ def _line_up(
         say(f"{name}: {', '.join(translator.name for translator in found)}")
     baselines = [name for name in words(options.baselines) if name != "none"]
     layers = native_number(options.native_layers)
-    profile = _profile(options, models) if "droidspeak" in baselines else None
-    if profile is not None:
-        baselines[baselines.index("droidspeak")] = f"droidspeak:{profile.recomputed}"
-    points, (ways, _) = parsing.points(options.switch_at, options.thinking), _ways(options)
-    more: dict[str, Any] = {"points": points, "ways": ways, **mismatch}
-    return named, lineup.line_up(*models, named, baselines, layers, **more), profile
-
-
-def _profile(options: EvalOptions, models: Models) -> Profile:
-    """What DroidSpeak's profiler finds on ``--profile-data``, or on generated dialogues."""
-    from kvlingo_mlx.evaluation import droidspeak
-
-    file = options.profile_data
-    samples = None if file is None else droidspeak.given(file, models[1], options.count)
-    profile = droidspeak.measured(*models, samples)
-    say(f"droidspeak: {profile.recomputed} layers chosen on {profile.samples} samples")
-    return profile
+    baselines = addition.baselines(baselines, models)
+    more: dict[str, Any] = {"points": addition.points, "ways": _ways(options)[0], **mismatch}
+    return named, lineup.line_up(*models, named, baselines, layers, **more)
 
 
 def _config(options: EvalOptions, models: Models, data: dict[str, str]) -> dict[str, Any]:
@@ -246,10 +260,7 @@ def _config(options: EvalOptions, models: Models, data: dict[str, str]) -> dict[
         "task_data": data,
         "native_layers": native_number(options.native_layers),
         "weights": [model.precision for model in models],
-        **options.some(
-            "data window profile_data limit seed thinking max_tokens num_shots judge quantize "
-            "suite switch_at device"
-        ),
+        **options.some("data window limit seed thinking max_tokens num_shots quantize device"),
     }
 
 
@@ -262,16 +273,13 @@ def _public(
 ) -> list[Outcome]:
     """The outcomes of lm-eval's tasks."""
     from kvlingo_mlx.evaluation.harness import benchmarks
-    from kvlingo_mlx.evaluation.harness.judge import Judge
     from kvlingo_mlx.tokenization.samples import other_tokenizer
 
-    judge, responses = options.judge, options.responses
     with progress_bar("lm-eval", None) as step:
         outcomes = benchmarks.evaluate(
             models[1],
             names,
             line,
-            judge=None if judge is None else lambda: Judge(judge, responses=responses),
             progress=lambda text, done, total: step(done, total, text),
             source_tokenizer=other_tokenizer(*(model.tokenizer for model in models)),
             max_length=min(model.context_length for model in models),
@@ -279,7 +287,7 @@ def _public(
             apply_chat_template=options.chat,
             enable_thinking=options.thinking,
             max_gen_toks=options.max_tokens,
-            responses=responses,
+            responses=options.responses,
             limit=options.count,
             **options.some("seed include_path unsafe_code"),
             **harness,

@@ -37,36 +37,18 @@ class EvalOptions(Options):
     tasks: str = option(
         "continuation,recall", "continuation, recall, needles, and any that lm-eval has."
     )
-    suite: str | None = option(
-        None, "The paper's benchmarks: paper, base, or some of them: paper:ruler,xquad."
-    )
-    turns: str | None = option(
-        None,
-        "Instead of --tasks: coqa, quac or multichallenge, answered by both models in turn; coqa:J "
-        "for J turns.",
-    )
     baselines: str = option(
         "hidden,shuffled",
-        "hidden, shuffled, canonical, reuse, droidspeak, droidspeak:J, text, folded; or none.",
-    )
-    profile_data: str | None = option(
-        None, "JSONL on which droidspeak chooses its layers; default: generated dialogues."
+        "hidden, shuffled, canonical, reuse, droidspeak:J, text, folded; or none.",
     )
     device: str = option(
         "mlx", "Who decodes lm-eval's tasks: mlx; or PyTorch on cuda, cuda:N or cpu."
-    )
-    switch_at: str = option(
-        "prompt",
-        "Where the cache changes hands: after the prompt, after its context, after a trace; "
-        "prompt,context,trace compares them.",
     )
     data: str | None = option(None, "JSONL for continuation; default: generated dialogues.")
     window: str | None = option(
         None, "Cut the texts of --data into windows of a prefix and a continuation: 256+64."
     )
-    limit: int | None = option(
-        None, "Items a task; of needles, a variant and length; default: 64, or all of a suite's."
-    )
+    limit: int | None = option(None, "Items a task; of needles, a variant and length; default: 64.")
     seed: int = option(0, "Seed of what is generated.")
     needles: str = option("single,multi-key,multi-value,multi-query", "Variants of needles.")
     lengths: str | None = option(None, "Lengths of haystacks in tokens: 4096,8192.")
@@ -90,17 +72,11 @@ class EvalOptions(Options):
         None, "NAME=FILE: local records for a task; NAME=FOLDER: a file for each split."
     )
     metadata: str | None = option(None, 'lm-eval: JSON for tasks that ask: {"key": ...}.')
-    judge: str | None = option(None, "A model that judges free answers: a folder or Hub id.")
-    judge_prompts: str | None = option(
-        None, "The benchmarks' own judge prompts: a folder of texts, or a JSON file."
-    )
     unsafe_code: bool = option(
         False, "lm-eval: allow tasks that run generated code.", "--confirm-run-unsafe-code"
     )
     out: str = option("kvlingo-eval.jsonl", "Items' scores; the same command resumes.")
-    plot: str | None = option(
-        None, "Draw score against first-token time (with --compare), or by turn."
-    )
+    plot: str | None = option(None, "Draw score against first-token time (with --compare).")
     allow_mismatch: AllowMismatch = False
 
     @property
@@ -119,35 +95,28 @@ def words(text: str) -> list[str]:
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
-def split_tasks(names: list[str] | None, judge: str | None) -> tuple[list[str], list[str]]:
-    """Our own tasks, and the tasks that lm-eval runs; none of either where a suite is asked for.
+def split_tasks(names: list[str]) -> tuple[list[str], list[str]]:
+    """Our own tasks, and the tasks that lm-eval runs.
 
     Raises:
-        ValueError: No task is given, a name looks misspelt, or answers need a judge and have none.
+        ValueError: No task is given, or a name looks misspelt.
     """
-    from kvlingo_mlx.evaluation.harness.tasks import JUDGED
-
-    if names is None:
-        return [], []
     if not names:
         raise ValueError(f"--tasks is empty; known are {', '.join(OWN)}, and lm-eval's")
     public = [name for name in names if name not in OWN]
     for name in public:
         if close := difflib.get_close_matches(name, OWN, 1, 0.8):
             raise ValueError(f"--tasks names {name!r}; did you mean {close[0]}?")
-        if name in JUDGED and judge is None:
-            raise ValueError(f"a model judges the answers of {name}; add --judge MODEL")
     return [name for name in names if name in OWN], public
 
 
-def check_ranks(options: EvalOptions) -> None:
+def check_ranks(device: str) -> None:
     """Refuse (ValueError) what the ranks of ``mlx.launch`` do not share."""
-    for name, given in (("--judge", options.judge), ("--device", options.device != "mlx")):
-        if given and launched():
-            raise ValueError(
-                f"{name} runs in one process; leave it out, or start eval without mlx.launch "
-                "(answers that ranks wrote are kept, and not written again)"
-            )
+    if device != "mlx" and launched():
+        raise ValueError(
+            "--device runs in one process; leave it out, or start eval without mlx.launch "
+            "(answers that ranks wrote are kept, and not written again)"
+        )
 
 
 def check_device(device: str, own: list[str], baselines: list[str]) -> None:
@@ -169,36 +138,6 @@ def check_device(device: str, own: list[str], baselines: list[str]) -> None:
                 f"alone; take {', '.join(names)} out of {where}, or use --device mlx"
             )
     runtime_of(device).check_device(device)
-
-
-def points(text: str, thinking: bool) -> list[str]:
-    """Where the cache changes hands, by ``--switch-at``; :func:`.lineup.line_up` checks the words.
-
-    Raises:
-        ValueError: A trace is to be handed over, and thinking is off.
-    """
-    found = words(text)
-    if "trace" in found and not thinking:
-        raise ValueError(
-            "--switch-at names trace, but without --thinking no reasoning is written; add "
-            "--thinking, or take trace out"
-        )
-    return found
-
-
-def turns(text: str) -> list[tuple[str, int | None]]:
-    """The benchmarks of ``--turns``, each with the number of turns to use if it is given."""
-    found = []
-    for word in words(text):
-        name, colon, number = word.partition(":")
-        if colon and not (number.isdecimal() and int(number) > 0):
-            raise ValueError(
-                f"--turns names {word!r}; give {name}, or {name}:J with J of 1 or more"
-            )
-        found.append((name, int(number) if colon else None))
-    if not found or len({name for name, _ in found}) < len(found):
-        raise ValueError(f"--turns is {text!r}; give benchmarks, each once: coqa,quac")
-    return found
 
 
 def window(text: str | None) -> tuple[int, int] | None:

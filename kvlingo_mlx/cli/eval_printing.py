@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -57,28 +56,6 @@ def print_outcome(outcome: Outcome, shares: Mapping[str, float] | None = None) -
         count = max(mean.count for mean in first.values())
         cells = {name: [_cell(found[group][m]) for m in metrics] for name, found in tables.items()}
         _with_shares(f"{title} ({group}), {count} items", metrics, cells, shares)
-
-
-def print_seeds(outcomes: list[Outcome]) -> None:
-    """Print how far the seeds of a method lie apart, beside the error over items of one of them."""
-    from kvlingo_mlx.evaluation import seeds
-
-    rows = [
-        [
-            f"{cell.task}: {cell.metric}",
-            cell.condition,
-            ", ".join(f"{seed.value:.3f}" for seed in cell.seeds),
-            *(_number(x) for x in (cell.mean, cell.seed_sd, cell.item_error)),
-        ]
-        for cell in seeds.cells(outcomes)
-    ]
-    if rows:
-        columns = ["score", "cache", "each seed", "mean", "sd of seeds", "error of items"]
-        table("Seeds, beside the first one's standard error over items", columns, rows)
-
-
-def _number(value: float) -> str:
-    return "none" if math.isnan(value) else f"{value:.3f}"
 
 
 def _with_shares(

@@ -6,7 +6,6 @@ test's list of options that always have an effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from typer.core import TyperCommand
@@ -16,80 +15,34 @@ from kvlingo_mlx.cli.bench_options import BUDGET, HEALING
 from kvlingo_mlx.cli.eval_options import OWN, words
 from kvlingo_mlx.cli.output import given_options
 from kvlingo_mlx.errors import tell_new_name
-from kvlingo_mlx.evaluation.harness.tasks import JUDGED
-from kvlingo_mlx.evaluation.suites import Benchmark, chosen
 from kvlingo_mlx.format.kinds import KINDS
 
 OLD_OPTIONS = {"--save-profile": "--save-timings"}  # old names with new ones, for one release
 
 
-def _asks(*names: str) -> Any:
-    """A function that tells whether one of these tasks is asked for, by ``--tasks`` or a suite."""
-    return lambda tasks, suite=None: any(name in names for name in _asked(tasks, suite))
+def asks(*names: str) -> Any:
+    """A function that tells whether one of these is among the words of an option."""
+    return lambda tasks: any(name in names for name in words(tasks))
 
 
-def _asked(tasks: str, suite: str | None) -> list[str]:
-    """The names of the tasks that are asked for; a suite takes the place of ``--tasks``."""
-    return words(tasks) if suite is None else [row.task for row in _rows(suite)]
-
-
-def _rows(suite: str) -> list[Benchmark]:
-    """A suite's benchmarks; none if it is misspelt, which the verb tells."""
-    try:
-        return list(chosen(suite))
-    except ValueError:
-        return []
-
-
-def _public(tasks: str) -> bool:
+def public(tasks: str) -> bool:
     """Whether lm-eval runs one of the tasks."""
     return any(name not in OWN for name in words(tasks))
 
 
-def _lm_eval(tasks: str, suite: str | None) -> bool:
-    """Whether lm-eval runs one of the tasks, or one of a suite's."""
-    return _public(tasks) if suite is None else any(row.task not in OWN for row in _rows(suite))
-
-
-def _written(tasks: str, suite: str | None) -> bool:
+def written(tasks: str) -> bool:
     """Whether a model writes the answers of one of the tasks."""
-    if suite is not None:
-        return any(row.budget for row in _rows(suite))
-    return _asks("needles")(tasks) or _public(tasks)
+    return asks("needles")(tasks) or public(tasks)
 
 
-def _reasons(tasks: str, suite: str | None) -> bool:
-    """Whether a chat template renders one of the prompts whose answers are written."""
-    if suite is not None:
-        return any(row.chat is not False for row in _rows(suite))
-    return _written(tasks, suite)
-
-
-def _drawn(data: str | None, tasks: str) -> bool:
+def drawn(data: str | None, tasks: str) -> bool:
     """Whether some item is generated or chosen at random."""
     return data is None or words(tasks) != ["continuation"]
 
 
-def _held(turns: str | None) -> list[str]:
-    """The benchmarks whose conversations are held, without their numbers of turns."""
-    return [word.partition(":")[0] for word in words(turns or "")]
-
-
-def _local(files: list[str] | None, tasks: str, suite: str | None, turns: str | None) -> bool:
+def _local(files: list[str] | None, tasks: str) -> bool:
     """Whether every NAME=FILE names one of the tasks."""
-    asked = _asked(tasks, suite) if turns is None else _held(turns)
-    return all(text.partition("=")[0] in asked for text in files or [])
-
-
-def _or_turns(test: Callable[[str, str | None], bool]) -> Callable[..., bool]:
-    """Whether conversations are held, or a test of the tasks holds."""
-    return lambda tasks, suite, turns: is_set(turns) or test(tasks, suite)
-
-
-def _judged(tasks: str, suite: str | None, turns: str | None) -> bool:
-    """Whether a judge is asked about some answer."""
-    asked = _asked(tasks, suite) if turns is None else _held(turns)
-    return any(name in JUDGED for name in asked)
+    return all(text.partition("=")[0] in words(tasks) for text in files or [])
 
 
 GREEDY = "which takes the likeliest token"
@@ -175,36 +128,17 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("allow_mismatch", "source", is_set, "MODEL", "against which nothing is checked"),
     ),
     "eval": (
-        Need("tasks suite compare seed data window needles lengths style haystack num_shots chat "
-             "include_path metadata unsafe_code switch_at batch_size device", "turns", off,
-             why="which asks conversations alone, on MLX"),
-        Need("tasks data window needles style num_shots chat include_path metadata unsafe_code",
-             "suite", off, why="which has its own"),
-        Need("data", "tasks", _asks("continuation"), "continuation"),
-        Need("window", "tasks", _asks("continuation"), "continuation"),
+        Need("data window", "tasks", asks("continuation"), "continuation"),
         Need("window", "data", is_set, "FILE", "whose texts it cuts"),
-        Need("profile_data", "baselines", _asks("droidspeak"), "droidspeak",
-             "where no layers are chosen"),
-        Need("needles style", "tasks", _asks("needles"), "needles"),
-        Need("lengths", "tasks suite", _asks("needles", "longmemeval_rungs"), "needles"),
-        Need("haystack", "tasks suite", _asks("needles"), "needles"),
-        Need("max_tokens", "tasks suite turns", _or_turns(_written), "needles",
-             "whose tasks write no answer"),
-        Need("thinking", "tasks suite turns", _or_turns(_reasons), "needles",
-             "whose tasks write no answer"),
+        Need("needles lengths style haystack", "tasks", asks("needles"), "needles"),
+        Need("max_tokens thinking", "tasks", written, "needles", "whose tasks write no answer"),
         Need("compare quantize", "device", among("mlx"), "mlx", "which runs PyTorch"),
-        Need("switch_at", "tasks suite", _written, "needles",
-             "whose prompts are handed over whole"),
-        Need("batch_size", "tasks suite", _lm_eval, "gsm8k", "which lm-eval does not run"),
-        Need("num_shots chat include_path metadata unsafe_code", "tasks", _public, "gsm8k",
-             "which lm-eval does not run"),
-        Need("task_data", "task_data tasks suite turns", _local,
+        Need("batch_size num_shots chat include_path metadata unsafe_code", "tasks", public,
+             "gsm8k", "which lm-eval does not run"),
+        Need("task_data", "task_data tasks", _local,
              told="where it names no task of --tasks; name it there, or leave the file out"),
-        Need("judge", "tasks suite turns", _judged, JUDGED[0], "whose answers need no judge"),
-        Need("judge_prompts", "judge", is_set, "MODEL"),
-        Need("seed", "data tasks", _drawn, why="since the file's records are read in order"),
-        Need("plot", "compare turns", lambda compare, turns: compare or is_set(turns), True,
-             "which measures the times that the plot shows"),
+        Need("seed", "data tasks", drawn, why="since the file's records are read in order"),
+        Need("plot", "compare", bool, True, "which measures the times that the plot shows"),
     ),
     "tune": (
         Need("seed", "data", off, why="since the file's records are read in order"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvlingo_mlx import folding
-from kvlingo_mlx.evaluation import conditions, droidspeak
+from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, Reuse, target_ids
 from kvlingo_mlx.evaluation.harness.decoding import POINTS, PROMPT, TRACE
 from kvlingo_mlx.handover.hybrid import AUTO, Native, native_part
@@ -21,7 +21,8 @@ from kvlingo_mlx.translators.base import Translator
 Action = Callable[[], list]
 CONTROLS = ("hidden", "shuffled")
 Share = Callable[[Sequence[float], int], float]
-BASELINES = ("hidden", "shuffled", "canonical", "reuse", "droidspeak", "text", "folded")
+RECOMPUTED = "droidspeak"  # with a number of layers
+BASELINES = ("hidden", "shuffled", "canonical", "reuse", RECOMPUTED, "text", "folded")
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def line_up(
 
 
 def _reuses(spec: str) -> bool:
-    return spec.partition(":")[0] in ("reuse", "droidspeak")
+    return spec.partition(":")[0] in ("reuse", RECOMPUTED)
 
 
 def check_points(points: Sequence[str], source: LanguageModel, target: LanguageModel) -> None:
@@ -258,9 +259,9 @@ def baseline(
     Args:
         spec: ``hidden``; ``shuffled`` (the first translator's maps at wrong layers); ``canonical``
             (between two tokenizers: the first translator's keys at their entries' own places, not
-            at assigned positions); ``reuse`` (the source's cache, unchanged); ``droidspeak`` (its
-            profiler chooses how many layers the target recomputes) or ``droidspeak:J``; ``text``
-            (the target reads the text of the source's tokens); ``folded`` (folded decoding).
+            at assigned positions); ``reuse`` (the source's cache, unchanged); ``droidspeak:J`` (the
+            target recomputes its first J layers); ``text`` (the target reads the text of the
+            source's tokens); ``folded`` (folded decoding).
         source: The model whose cache is available.
         target: The model that decodes.
         translators: The translators that ``shuffled`` and ``canonical`` change and ``folded``
@@ -280,9 +281,10 @@ def baseline(
     name, _, argument = spec.partition(":")
     theirs = {"source": identity_of(source)}
     match: dict[str, Any] = {"allow_mismatch": allow_mismatch}
-    if name not in BASELINES or (argument and (name != "droidspeak" or not argument.isdecimal())):
+    if name not in BASELINES or not (argument.isdecimal() if name == RECOMPUTED else not argument):
+        known = [other if other != RECOMPUTED else f"{RECOMPUTED}:J" for other in BASELINES]
         raise ValueError(
-            f"--baselines names {spec!r}; known are {', '.join(BASELINES)}, and droidspeak:J"
+            f"--baselines names {spec!r}; known are {', '.join(known)}, with J layers recomputed"
         )
     if name == "hidden":
         return Condition("prefix hidden", (ways.hidden(target),), {"hidden": True})
@@ -304,10 +306,7 @@ def baseline(
         found = translated(name, source, target, translators[:1], **match)
         make = conditions.canonical(found.makers[0])
         return Condition(name, (make,), found.identity | {"canonical": True})
-    recomputed = 0
-    if name == "droidspeak":
-        recomputed = int(argument) if argument else droidspeak.choose(source, target)
-    return _reused(name, reuse or Reuse(source, target), recomputed)
+    return _reused(name, reuse or Reuse(source, target), int(argument or 0))
 
 
 def _reused(name: str, reuse: Reuse, recomputed: int) -> Condition:

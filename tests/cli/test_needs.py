@@ -60,10 +60,12 @@ ALWAYS = {
     "show": "path_or_hub_id quantize json_file",
     "verify": "translator json_file",
     "doctor": "json_file",
-    "eval": "translators source target native_layers turns baselines limit out "
+    "eval": "translators source target native_layers tasks baselines device limit out "
             "allow_mismatch json_file",
     "tune": "pair source target translator data max_kl min_recall limit native_layers "
                "lengths droidspeak trials out allow_mismatch json_file",
+    "paper eval": "translators source target native_layers turns baselines limit out "
+                  "allow_mismatch json_file",
     "paper analyze": "source target data translator capture documents tokens random_init cka mlp "
                "heads seed plot json_file",
     "bench": "table_name prompt_tokens num_trials time_limit reference json_file",
@@ -184,6 +186,8 @@ PAIR = ["--source", "/none", "--target", "/none"]
 GENERATE = ["generate", "--prefill-model", "/none", "--decode-model", "/none", "--prompt", "hi"]
 TRAIN = ["train", *PAIR, "--data", "/none", "--out", "/none"]
 EVAL = ["eval", *PAIR, "--tasks", "continuation"]
+PAPERS = ["paper eval", *PAIR]
+SAID = "has no effect with --"
 FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
 
 
@@ -204,21 +208,21 @@ FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
         ([*EVAL, "--needles", "nonsense"], "--needles has no effect with --tasks continuation"),
         ([*EVAL, "--lengths", "none"], "--lengths has no effect with --tasks continuation"),
         ([*EVAL, "--style", "no"], "--style has no effect with --tasks continuation"),
-        ([*EVAL, "--judge", "nobody"], "--judge has no effect with --tasks continuation"),
+        ([*PAPERS, "--tasks", "recall", "--judge", "nobody"], f"--judge {SAID}tasks recall"),
         ([*EVAL, "--include-path", "/nowhere"], "--include-path has no effect with --tasks"),
         ([*EVAL, "--num-shots", "3"], "--num-shots has no effect with --tasks continuation"),
         ([*EVAL, "--no-thinking"], "--no-thinking has no effect with --tasks continuation"),
         ([*EVAL, "--data", "x", "--seed", "1"], "--seed has no effect with --data x"),
         ([*EVAL, "--window", "9+9"], "--window has no effect without --data"),
-        ([*EVAL, "--profile-data", "x"], "--profile-data has no effect with --baselines hidden"),
-        (["eval", *PAIR, "--turns", "coqa", "--data", "x"], "--data has no effect with --turns"),
+        ([*PAPERS, "--profile-data", "x"], f"--profile-data {SAID}baselines hidden"),
+        ([*PAPERS, "--turns", "coqa", "--data", "x"], "--data has no effect with --turns"),
         ([*EVAL, "--plot", "x.png"], "--plot has no effect without --compare"),
-        ([*EVAL, "--suite", "paper"], "--tasks has no effect with --suite paper, which has its"),
-        (["eval", *PAIR, "--suite", "paper", "--num-shots", "5"], "--num-shots has no effect with"),
-        (["eval", *PAIR, "--suite", "paper:coqa", "--lengths", "8"], "--lengths has no effect"),
-        (["eval", *PAIR, "--suite", "base", "--thinking"], "--thinking has no effect with"),
-        (["eval", *PAIR, "--suite", "paper:coqa", "--judge", "x"], "--judge has no effect with"),
-        (["eval", *PAIR, "--suite", "paper", "--judge-prompts", "x"], "without --judge; add --jud"),
+        ([*PAPERS, "--tasks", "recall", "--suite", "paper"], f"--tasks {SAID}suite paper, which"),
+        ([*PAPERS, "--suite", "paper", "--num-shots", "5"], "--num-shots has no effect with"),
+        ([*PAPERS, "--suite", "paper:coqa", "--lengths", "8"], "--lengths has no effect"),
+        ([*PAPERS, "--suite", "base", "--thinking"], "--thinking has no effect with"),
+        ([*PAPERS, "--suite", "paper:coqa", "--judge", "x"], "--judge has no effect with"),
+        ([*PAPERS, "--suite", "paper", "--judge-prompts", "x"], "without --judge; add --jud"),
         (["eval", *PAIR, "--tasks", "recall", "--data", "x"], "--data has no effect with --tasks"),
         (["eval", *PAIR, "--tasks", "gsm8k", "--task-data", "quac=x"], "it names no task of --t"),
         ([*FIT, "--assignment", "a.json", "--nu", "3"], "--nu has no effect with --assignment a.j"),

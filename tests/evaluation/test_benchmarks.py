@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlingo_mlx.cli import run
+from benchmarks.paper.commands import run
+from benchmarks.paper.evaluation.judge import Judge
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.evaluation import conditions, lineup
-from kvlingo_mlx.evaluation.harness.judge import Judge
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.models.language_model import LanguageModel
 

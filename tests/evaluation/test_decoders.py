@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
 
-from kvlingo_mlx.evaluation.harness import adapter, running
+from kvlingo_mlx.evaluation.harness import running
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
 from kvlingo_mlx.evaluation.harness.answers import Answer, Ends
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
@@ -281,7 +282,9 @@ LAST_TURN = "<|im_start|>user\n"
 @pytest.fixture
 def marked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The question of a dialogue is its last turn."""
-    monkeypatch.setattr(adapter, "QUESTION_AT", {"dialogues": LAST_TURN})
+    begin = PrefixLM.__init__
+    at = {"dialogues": LAST_TURN}
+    monkeypatch.setattr(PrefixLM, "__init__", partialmethod(begin, question_at=at))
 
 
 def question_of(model: LanguageModel, context: str) -> int:

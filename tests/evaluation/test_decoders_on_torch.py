@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.cli import run
+from benchmarks.paper.commands import run
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -21,7 +22,6 @@ torch = pytest.importorskip("torch")
 
 from lm_eval.api.instance import Instance  # noqa: E402
 
-from kvlingo_mlx.evaluation.harness import adapter  # noqa: E402
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM  # noqa: E402
 from kvlingo_mlx.evaluation.harness.decoding import Reading, Wanted  # noqa: E402
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder  # noqa: E402
@@ -63,7 +63,9 @@ def ways(ends: Ends) -> Both:
 @pytest.fixture(autouse=True)
 def marked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The question of a dialogue is its last turn."""
-    monkeypatch.setattr(adapter, "QUESTION_AT", {"dialogues": "<|im_start|>user\n"})
+    begin = PrefixLM.__init__
+    at = {"dialogues": "<|im_start|>user\n"}
+    monkeypatch.setattr(PrefixLM, "__init__", partialmethod(begin, question_at=at))
 
 
 def prompts(model: Any, thinking: bool = False) -> list[str]:

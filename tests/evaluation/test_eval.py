@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
+from benchmarks.paper.evaluation import droidspeak
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
-from kvlingo_mlx.evaluation import conditions, droidspeak, lineup, probes, teacher_forcing
+from kvlingo_mlx.evaluation import conditions, lineup, probes, teacher_forcing
 from kvlingo_mlx.evaluation.compare import Scored, evaluate, summarise
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.format import translator_folder
@@ -227,13 +228,13 @@ def test_text_reads_what_the_tokens_spell(models: dict[str, LanguageModel]) -> N
     assert not np.array_equal(keys(conditions.native(source)), own)
 
 
-@pytest.mark.parametrize("spec", ["nothing", "droidspeak:x", "reuse:2"])
+@pytest.mark.parametrize("spec", ["nothing", "droidspeak", "droidspeak:x", "reuse:2", "text:x"])
 def test_unknown_baselines(models: dict[str, LanguageModel], spec: str) -> None:
     model = models["dense"]
     with pytest.raises(ValueError, match="known are hidden, shuffled, canonical, reuse"):
         lineup.baseline(spec, model, model, [])
     with pytest.raises(ValueError, match="give droidspeak:J"):  # 512 tokens of context
-        lineup.baseline("droidspeak", model, model, [])
+        droidspeak.choose(model, model)
     assert "2 of 3" in lineup.baseline("droidspeak:2", model, model, []).name
 
 

@@ -22,13 +22,13 @@ import yaml
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
+from benchmarks.paper.evaluation import judge as judging
+from benchmarks.paper.evaluation.judge import Judge, fraction, judge_answers, rating, yes_no
+from benchmarks.paper.evaluation.judge_prompts import TEMPLATES
+from benchmarks.paper.tasks import ADDED, NAMES
 from kvlingo_mlx.errors import KVLingoError, MissingExtraError
 from kvlingo_mlx.evaluation import conditions
-from kvlingo_mlx.evaluation.harness import judge as judging
 from kvlingo_mlx.evaluation.harness import running
-from kvlingo_mlx.evaluation.harness.judge import Judge, fraction, judge_answers, rating, yes_no
-from kvlingo_mlx.evaluation.harness.judge_prompts import TEMPLATES
-from kvlingo_mlx.evaluation.harness.tasks import NAMES
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import ROOT
 from tests.support.identity import identity_of
@@ -435,8 +435,8 @@ def run_native(models: dict[str, LanguageModel], task_folder: Path) -> Callable[
     model = models["dense"]
 
     def run(*tasks: str, **options: Any) -> dict[str, Any]:
-        options = {"condition": "native", "include_path": task_folder, **options}
-        return running.run(model, conditions.native(model), tasks, **options)
+        own: dict[str, Any] = {"condition": "native", "include_path": task_folder, "added": ADDED}
+        return running.run(model, conditions.native(model), tasks, **own | options)
 
     return run
 
@@ -650,7 +650,7 @@ def test_questions_begin_where_they_should(
         read.append(model.tokenizer.decode(tokens[:-1]))
         return conditions.native(model)(tokens)
 
-    options: dict[str, Any] = {"condition": "x", "data": data, "max_gen_toks": 1}
+    options: dict[str, Any] = {"condition": "x", "data": data, "max_gen_toks": 1, "added": ADDED}
     moved = running.run(model, make, [name], point="context", **options)
     whole = running.run(model, conditions.native(model), [name], **options)
     assert responses(moved, name) == responses(whole, name)

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from tests.support import rank_jobs
+from tests.support.command_line import run
 from tests.support.ranks import launched, shared
 
 ALL = "KVLINGO_EXAMPLES" in os.environ
@@ -107,9 +107,11 @@ def test_verbs(
     }[verb]  # fmt: skip
     out = lambda name: ["--out", str(tmp_path / name)] if verb != "verify" else []  # noqa: E731
     record = lambda name: ["--json", str(tmp_path / f"{name}-record")]  # noqa: E731
-    assert run([*words, *out("alone"), *record("alone")]) == 0
+    ours = f"paper {words[0]}" if verb == "turns" else words[0]
+    assert run([ours, *words[1:], *out("alone"), *record("alone")]) == 0
     said = capsys.readouterr().out
-    tool = [sys.executable, "-m", "kvlingo_mlx.cli"]
+    paper = verb == "turns"
+    tool = [sys.executable, "-m", "benchmarks.paper" if paper else "kvlingo_mlx.cli"]
     done = launched(2, *tool, *words, *out("ranks"), *record("ranks"))
     assert "exited with code" not in done.stdout + done.stderr, done.stderr[-2000:]
     one, other = (

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.cli import run
+from benchmarks.paper.commands import run
+from benchmarks.paper.tasks import ADDED
 from kvlingo_mlx.embedded import dialogues, zoo
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.evaluation import conditions
@@ -104,7 +105,7 @@ def test_answers_are_those_of_an_alignment_made_by_hand(
     make = conditions.translated(source, target, translator(*pair))
     path, talks = conversations(tmp_path, 3)
     found = running.run(
-        target, make, ["multichallenge"], condition="x", data={"multichallenge": path},
+        target, make, ["multichallenge"], added=ADDED, condition="x", data={"multichallenge": path},
         source_tokenizer=source.tokenizer, max_gen_toks=8,
     )  # fmt: skip
     for item, (messages, _) in zip(found["tasks"]["multichallenge"]["items"], talks, strict=True):
@@ -136,8 +137,8 @@ def test_facts_are_recalled_through_another_tokenizer(
     recalled = {}
     for name, make in makers.items():
         found = running.run(
-            target, make, ["multichallenge"], condition=name, data={"multichallenge": path},
-            source_tokenizer=source.tokenizer, max_gen_toks=24,
+            target, make, ["multichallenge"], added=ADDED, condition=name,
+            data={"multichallenge": path}, source_tokenizer=source.tokenizer, max_gen_toks=24,
         )["tasks"]["multichallenge"]["items"]  # fmt: skip
         recalled[name] = np.mean([
             value in item["responses"][0] for item, (_, value) in zip(found, talks, strict=True)

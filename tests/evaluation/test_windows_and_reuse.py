@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.cli import run
+from benchmarks.paper.commands import run
+from benchmarks.paper.evaluation import droidspeak
 from kvlingo_mlx.embedded import dialogues
-from kvlingo_mlx.evaluation import conditions, droidspeak, lineup, probes
+from kvlingo_mlx.evaluation import conditions, lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate, outcome
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.models.language_model import LanguageModel

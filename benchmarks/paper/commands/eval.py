@@ -1,30 +1,127 @@
-"""``kvlingo-mlx eval --suite``: the paper's benchmarks, and the judges' own prompts."""
+"""python -m benchmarks.paper eval: the package's, with the paper's benchmarks, tasks and judge."""
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvlingo_mlx.cli import eval_options as parsing
-from kvlingo_mlx.cli.eval_options import EvalOptions
-from kvlingo_mlx.cli.output import progress_bar, warn
+from benchmarks.paper.commands import eval_options as parsing
+from benchmarks.paper.commands.eval_options import PaperEvalOptions
+from benchmarks.paper.tasks import ADDED
+from kvlingo_mlx.cli import eval as packages
+from kvlingo_mlx.cli.command import verb
+from kvlingo_mlx.cli.eval_options import OWN, lengths
+from kvlingo_mlx.cli.output import launched, progress_bar, say, table, warn
 
 if TYPE_CHECKING:
+    from benchmarks.paper.evaluation.droidspeak import Profile
+    from benchmarks.paper.evaluation.suite_runs import Settings
+    from benchmarks.paper.evaluation.suites import Benchmark
     from kvlingo_mlx.evaluation.compare import Outcome
     from kvlingo_mlx.evaluation.journal import Journal
     from kvlingo_mlx.evaluation.lineup import Condition
-    from kvlingo_mlx.evaluation.suite_runs import Settings
-    from kvlingo_mlx.evaluation.suites import Benchmark
     from kvlingo_mlx.models.language_model import LanguageModel
 
     Models = tuple[LanguageModel, LanguageModel]
 
 
-def benchmarks(options: EvalOptions) -> list[Benchmark]:
+@verb(PaperEvalOptions)
+def command(options: PaperEvalOptions) -> None:
+    """Compare caches on the paper's benchmarks: the package's eval, and what it leaves out."""
+    if options.judge and launched():
+        raise ValueError(
+            "--judge runs in one process; leave it out, or start eval without mlx.launch (answers "
+            "that ranks wrote are kept, and not written again)"
+        )
+    if options.turns is not None:
+        from benchmarks.paper.commands.eval_turns import hold
+
+        hold(options)
+        return
+    tasks = parsing.split_tasks(options)
+    packages.evaluate(options, tasks, Benchmarks(options))
+
+
+class Benchmarks(packages.Addition):
+    """A suite's benchmarks, points of a prompt, a judge, DroidSpeak's profiler, and seeds."""
+
+    def __init__(self, options: PaperEvalOptions) -> None:
+        self.options = options
+        self.rows = benchmarks(options)
+        self.points = parsing.points(options.switch_at, options.thinking)
+        self.prompts = judge_prompts(options)
+        self.profile: Profile | None = None
+        self.harness: dict[str, Any] = {"added": ADDED}
+        if options.judge is not None:
+            from benchmarks.paper.evaluation.judge import judging
+
+            self.harness["judge"] = judging(self._judge, self.prompts)
+
+    def _judge(self) -> Any:
+        from benchmarks.paper.evaluation.judge import Judge
+
+        return Judge(self.options.judge or "", responses=self.options.responses)
+
+    def prepare(self, models: Models, harness: dict[str, Any], haystack: str | None) -> None:
+        """See that all data of a suite are there and all lengths fit."""
+        from benchmarks.paper.evaluation import suite_runs
+
+        options = self.options
+        self.settings: Settings = suite_runs.Settings(
+            lengths=lengths(options.lengths),
+            haystack=haystack,
+            data=harness["data"],
+            prompts=self.prompts or {},
+            more={"responses": options.responses} | {n: harness[n] for n in ("decode", "writer")},
+            **options.some("thinking limit max_tokens seed"),
+        )
+        suite_runs.check(self.rows, models, self.settings)
+
+    def baselines(self, names: list[str], models: Models) -> list[str]:
+        """The baselines, with DroidSpeak's layers chosen on ``--profile-data`` or on dialogues."""
+        if "droidspeak" not in names:
+            return names
+        from benchmarks.paper.evaluation import droidspeak
+
+        file = self.options.profile_data
+        samples = None if file is None else droidspeak.given(file, models[1], self.options.count)
+        found = self.profile = droidspeak.measured(*models, samples)
+        say(f"droidspeak: {found.recomputed} layers chosen on {found.samples} samples")
+        return [f"{name}:{found.recomputed}" if name == "droidspeak" else name for name in names]
+
+    def outcomes(self, models: Models, line: list[Condition], journal: Journal) -> list[Outcome]:
+        """The outcomes of a suite's benchmarks."""
+        from benchmarks.paper.evaluation import suite_runs
+
+        if not self.rows:
+            return []
+        judge = None if self.options.judge is None else self._judge
+        ask = partial(suite_runs.run, journal=journal, judge=judge)
+        with progress_bar("suite", None) as step:
+            tell = lambda text, done, total: step(done, total, text)  # noqa: E731
+            return [ask(row, models, line, self.settings, progress=tell) for row in self.rows]
+
+    def tell(self, outcomes: list[Outcome]) -> None:
+        """Print how far the seeds of a method lie apart."""
+        print_seeds(outcomes)
+
+    def kept(self) -> set[str]:
+        """Where a suite's scores and answers are."""
+        return {"out" if row.task in OWN else "responses" for row in self.rows}
+
+    def record(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The settings that the package's verb lacks, and what DroidSpeak was chosen by."""
+        settings = self.options.some("profile_data judge suite switch_at")
+        return settings, {"profile": None if self.profile is None else vars(self.profile)}
+
+
+def benchmarks(options: PaperEvalOptions) -> list[Benchmark]:
     """The benchmarks of ``--suite``; those left out for want of a judge are named now."""
     if options.suite is None:
         return []
-    from kvlingo_mlx.evaluation import suites
-    from kvlingo_mlx.evaluation.suite_runs import check_modules
+    from benchmarks.paper.evaluation import suites
+    from benchmarks.paper.evaluation.suite_runs import check_modules
 
     rows = suites.chosen(options.suite, options.thinking)
     if options.judge is None:
@@ -32,7 +129,7 @@ def benchmarks(options: EvalOptions) -> list[Benchmark]:
         if told:
             warn(told)
     check_modules(rows)
-    if options.device != "mlx" and any(row.task in parsing.OWN for row in rows):
+    if options.device != "mlx" and any(row.task in OWN for row in rows):
         raise ValueError(
             f"--device {options.device} runs lm-eval's tasks alone, and RULER's are our own: name "
             "the others, as --suite paper:mmlu_pro,xquad, or use --device mlx"
@@ -40,66 +137,32 @@ def benchmarks(options: EvalOptions) -> list[Benchmark]:
     return rows
 
 
-def _some(values: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: values[name] for name in names}
-
-
-def judge_prompts(options: EvalOptions) -> dict[str, str] | None:
+def judge_prompts(options: PaperEvalOptions) -> dict[str, str] | None:
     """The benchmarks' own judge prompts, if there are any."""
     if options.judge_prompts is None:
         return None
-    from kvlingo_mlx.evaluation.harness.judge import read_prompts
+    from benchmarks.paper.evaluation.judge import read_prompts
 
     return read_prompts(options.judge_prompts)
 
 
-def prepared(
-    options: EvalOptions,
-    rows: list[Benchmark],
-    models: Models,
-    harness: dict[str, Any],
-    haystack: str | None,
-) -> Settings:
-    """The settings of a suite's runs, for which all data are there and all lengths fit."""
-    from kvlingo_mlx.evaluation import suite_runs
+def print_seeds(outcomes: list[Outcome]) -> None:
+    """Print how far the seeds of a method lie apart, beside the error over items of one of them."""
+    from benchmarks.paper.evaluation import seeds
 
-    settings = suite_runs.Settings(
-        lengths=parsing.lengths(options.lengths),
-        haystack=haystack,
-        data=harness["data"],
-        prompts=harness["prompts"] or {},
-        more={"responses": options.responses, **_some(harness, "decode", "writer")},
-        **options.some("thinking limit max_tokens seed"),
-    )
-    suite_runs.check(rows, models, settings)
-    return settings
-
-
-def outcomes(
-    rows: list[Benchmark],
-    models: Models,
-    line: list[Condition],
-    settings: Settings,
-    journal: Journal,
-    judge: str | None,
-) -> list[Outcome]:
-    """The outcomes of a suite's benchmarks."""
-    from kvlingo_mlx.evaluation import suite_runs
-    from kvlingo_mlx.evaluation.harness.judge import Judge
-
-    def ask() -> Judge:
-        return Judge(judge or "", responses=settings.more["responses"])
-
-    with progress_bar("suite", None) as step:
-        return [
-            suite_runs.run(
-                row,
-                models,
-                line,
-                settings,
-                journal=journal,
-                judge=None if judge is None else ask,
-                progress=lambda text, done, total: step(done, total, text),
-            )
-            for row in rows
+    rows = [
+        [
+            f"{cell.task}: {cell.metric}",
+            cell.condition,
+            ", ".join(f"{seed.value:.3f}" for seed in cell.seeds),
+            *(_number(x) for x in (cell.mean, cell.seed_sd, cell.item_error)),
         ]
+        for cell in seeds.cells(outcomes)
+    ]
+    if rows:
+        columns = ["score", "cache", "each seed", "mean", "sd of seeds", "error of items"]
+        table("Seeds, beside the first one's standard error over items", columns, rows)
+
+
+def _number(value: float) -> str:
+    return "none" if math.isnan(value) else f"{value:.3f}"

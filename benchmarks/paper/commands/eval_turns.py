@@ -1,27 +1,30 @@
-"""kvlingo-mlx eval --turns: conversations that two models answer in turn."""
+"""``python -m benchmarks.paper eval --turns``: conversations that two models answer in turn."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.paper.commands.eval_options import PaperEvalOptions
+from benchmarks.paper.commands.eval_options import turns as parsing_turns
 from kvlingo_mlx.cli import eval_options as parsing
-from kvlingo_mlx.cli.eval_options import EvalOptions, words
+from kvlingo_mlx.cli.eval_options import words
 from kvlingo_mlx.cli.eval_printing import print_outcome, resumable
 from kvlingo_mlx.cli.output import draw, keep, native_number, progress_bar, say, warn
 from kvlingo_mlx.cli.sampling import check_ranges
 
 if TYPE_CHECKING:
+    from benchmarks.paper.evaluation.turns import Directions
     from kvlingo_mlx.evaluation.compare import Outcome
-    from kvlingo_mlx.evaluation.turns import Directions
     from kvlingo_mlx.models.language_model import LanguageModel
 
 
-def hold(options: EvalOptions) -> None:
+def hold(options: PaperEvalOptions) -> None:
     """Let two models answer a benchmark's conversations in turn, and print scores by turn."""
     asked = _parsed(options)
 
-    from kvlingo_mlx.evaluation import compare, turn_records
+    from benchmarks.paper.evaluation import turn_records
+    from kvlingo_mlx.evaluation import compare
     from kvlingo_mlx.evaluation.harness.responses import Responses
     from kvlingo_mlx.loading.models import load_pair
     from kvlingo_mlx.loading.pairing import check_tokenizers
@@ -64,14 +67,14 @@ def hold(options: EvalOptions) -> None:
         draw(scores_by_turn(outcomes), options.plot, *(m.name for m in models))
 
 
-def _parsed(options: EvalOptions) -> list[tuple[str, int | None]]:
+def _parsed(options: PaperEvalOptions) -> list[tuple[str, int | None]]:
     """The benchmarks of ``--turns``; bad options are refused before any work."""
     most = options.max_tokens
     check_ranges(
         ("--limit", options.limit, options.limit is None or options.limit > 0, "1 or more"),
         ("--max-tokens", most, most is None or most > 0, "1 or more"),
     )
-    asked = parsing.turns(options.turns or "")
+    asked = parsing_turns(options.turns or "")
     parsing.forms(options.quantize)
     native_number(options.native_layers)
     for name in _controls(options):
@@ -84,15 +87,15 @@ def _parsed(options: EvalOptions) -> list[tuple[str, int | None]]:
     return asked
 
 
-def _controls(options: EvalOptions) -> list[str]:
+def _controls(options: PaperEvalOptions) -> list[str]:
     return [name for name in words(options.baselines) if name != "none"]
 
 
 def _translators(
-    options: EvalOptions, models: tuple[LanguageModel, LanguageModel]
+    options: PaperEvalOptions, models: tuple[LanguageModel, LanguageModel]
 ) -> dict[str, tuple[Directions, ...]]:
     """The translators of both directions by method, one pair of them for each seed."""
-    from kvlingo_mlx.evaluation import turns
+    from benchmarks.paper.evaluation import turns
 
     named = {}
     for name, places in parsing.named_translators(options.translators).items():
@@ -106,7 +109,7 @@ def _translators(
 
 
 def _held(
-    options: EvalOptions,
+    options: PaperEvalOptions,
     name: str,
     talks: Any,
     models: tuple[LanguageModel, LanguageModel],
@@ -114,9 +117,9 @@ def _held(
     responses: Any,
 ) -> list[Outcome]:
     """The outcomes of one benchmark, one for each model that begins."""
-    from kvlingo_mlx.evaluation import turn_scores, turns
-    from kvlingo_mlx.evaluation.harness.judge import Judge
-    from kvlingo_mlx.evaluation.turn_records import PUBLISHED
+    from benchmarks.paper.evaluation import turn_scores, turns
+    from benchmarks.paper.evaluation.judge import Judge
+    from benchmarks.paper.evaluation.turn_records import PUBLISHED
 
     benchmark, judge = PUBLISHED[name].benchmark, options.judge
     manner = turns.Manner(

@@ -47,6 +47,11 @@ def choose(
     return measured(source, target, samples).recomputed
 
 
+def spelt(spec: str, source: LanguageModel, target: LanguageModel) -> str:
+    """A baseline's name as the line-up takes it: ``droidspeak`` gets the number that is chosen."""
+    return f"{spec}:{choose(source, target)}" if spec == "droidspeak" else spec
+
+
 def measured(
     source: LanguageModel, target: LanguageModel, samples: Sequence[Sample] | None = None
 ) -> Profile:

@@ -20,8 +20,8 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
 from mlx_lm.generate import generate
 
+from benchmarks.paper.evaluation.judge_prompts import BRACKETED, TEMPLATES
 from kvlingo_mlx.evaluation.error_bars import Mean, over_items
-from kvlingo_mlx.evaluation.harness.judge_prompts import BRACKETED, TEMPLATES
 from kvlingo_mlx.evaluation.harness.responses import Responses, key_of
 from kvlingo_mlx.loading.models import Model, load
 from kvlingo_mlx.models.prompts import encode
@@ -109,6 +109,18 @@ class Judge:
         text = generate(model.model, model.tokenizer, tokens, max_tokens=self.max_tokens)
         end = model.tokenizer.think_end
         return text.rpartition(end)[2] if end else text
+
+
+def judging(
+    make: Callable[[], Ask], prompts: Mapping[str, str] | None = None
+) -> Callable[[], Callable[..., dict[str, Any]]]:
+    """A judge as :func:`kvlingo_mlx.evaluation.harness.benchmarks.evaluate` takes it."""
+
+    def begin() -> Callable[..., dict[str, Any]]:
+        ask = make()
+        return lambda run, tell: judge_answers(run, ask, prompts=prompts, progress=tell)
+
+    return begin
 
 
 def judge_answers(

@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks.paper.evaluation.judge import Ask, judging
+from benchmarks.paper.evaluation.suites import CLUSTERS, GROUPS, NEEDLE_FORMS, NEEDLES, Benchmark
+from benchmarks.paper.tasks import ADDED, CHATS
 from kvlingo_mlx.errors import MissingExtraError
 from kvlingo_mlx.evaluation import compare, own_tasks
 from kvlingo_mlx.evaluation.compare import ALL, NATIVE, Outcome, Scored, Table
 from kvlingo_mlx.evaluation.error_bars import Mean, over_clusters, over_items, over_sets
 from kvlingo_mlx.evaluation.harness import benchmarks, running
-from kvlingo_mlx.evaluation.harness.judge import Ask
-from kvlingo_mlx.evaluation.harness.tasks import CHATS
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.evaluation.lineup import Condition
-from kvlingo_mlx.evaluation.suites import CLUSTERS, GROUPS, NEEDLE_FORMS, NEEDLES, Benchmark
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import other_tokenizer
 
@@ -114,7 +114,8 @@ def check(
         else:
             given = {name: file for name, file in settings.data.items() if name == row.task}
             facts = _metadata(row, settings)
-            running.check_data(models[1], row.task, seed=settings.seed, data=given, metadata=facts)
+            more: dict[str, Any] = {"seed": settings.seed, "added": ADDED}
+            running.check_data(models[1], row.task, data=given, metadata=facts, **more)
 
 
 def _asked(row: Benchmark, settings: Settings) -> own_tasks.Asked:
@@ -180,8 +181,7 @@ def _harness(
         models[1],
         [row.task],
         conditions,
-        judge=judge if row.judged else None,
-        prompts=settings.prompts,
+        judge=judging(judge, settings.prompts) if row.judged and judge else None,
         progress=lambda text, done, total: progress(f"{row.title}, {text}", done, total),
         limit=None if row.task in CHATS else _least(row.limit, settings.limit),
         seed=settings.seed,
@@ -191,6 +191,7 @@ def _harness(
         max_gen_toks=settings.max_tokens or row.tokens(bool(settings.thinking)),
         source_tokenizer=other_tokenizer(*(model.tokenizer for model in models)),
         max_length=min(model.context_length for model in models),
+        added=ADDED,
         data={name: file for name, file in settings.data.items() if name == row.task},
         metadata=_metadata(row, settings),
         **{key: value for key, value in settings.more.items() if key != "metadata"},

@@ -64,7 +64,7 @@ class Benchmark:
     @property
     def judged(self) -> bool:
         """Whether a model judges the answers."""
-        from kvlingo_mlx.evaluation.harness.tasks import JUDGED
+        from benchmarks.paper.tasks import JUDGED
 
         return self.task in JUDGED
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.paper.evaluation.turn_scores import Benchmark
+from benchmarks.paper.evaluation.turns import Talk, Turn
+from benchmarks.paper.tasks import QUAC_INSTRUCTION, QUAC_TURNS
+from benchmarks.paper.tasks.scoring import best_f1
 from kvlingo_mlx.errors import KVLingoError, needs_extra
-from kvlingo_mlx.evaluation.harness.tasks import QUAC_INSTRUCTION, QUAC_TURNS
-from kvlingo_mlx.evaluation.harness.tasks.scoring import best_f1
-from kvlingo_mlx.evaluation.turn_scores import Benchmark
-from kvlingo_mlx.evaluation.turns import Talk, Turn
 from kvlingo_mlx.models.prompts import Message
 
 Record = Mapping[str, Any]

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from benchmarks.paper.analysis.statistics import sign_test
 from benchmarks.paper.analysis.tables import differences
+from benchmarks.paper.evaluation import seeds
 from benchmarks.paper.reproducing import scores
 from benchmarks.paper.reproducing.cells import Cell, cell_of, said_by
 from benchmarks.paper.reproducing.entries import Entry
 from benchmarks.paper.reproducing.results import Line, Result, Value
 from benchmarks.paper.reproducing.tables import WAYS, Pair, meaning, tables
 from benchmarks.paper.reproducing.work import Work
-from kvlingo_mlx.evaluation import seeds
 from kvlingo_mlx.evaluation.compare import ALL
 from kvlingo_mlx.evaluation.error_bars import Mean, over_sets
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from benchmarks.paper.evaluation import turn_records, turn_scores, turns
 from benchmarks.paper.reproducing import tiny_data
 from benchmarks.paper.reproducing.entries import Entry
 from benchmarks.paper.reproducing.judging import judge_of
 from benchmarks.paper.reproducing.results import Line, Result
 from benchmarks.paper.reproducing.trained import Wanted, trained
 from benchmarks.paper.reproducing.work import Work
-from kvlingo_mlx.evaluation import turn_records, turn_scores, turns
 from kvlingo_mlx.evaluation.harness.responses import Responses
 from kvlingo_mlx.loading.models import load_pair
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.paper.evaluation.judge import Ask, Judge
 from benchmarks.paper.reproducing.work import Work
-from kvlingo_mlx.evaluation.harness.judge import Ask, Judge
 
 MARKS = ("<reply>", "<response>", "Model response:", "Answer:")
 

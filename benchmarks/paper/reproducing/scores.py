@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from benchmarks.paper.evaluation import droidspeak, suite_runs, suites
 from benchmarks.paper.reproducing import decoding, statistics, tiny_data
 from benchmarks.paper.reproducing.cells import Cell, Grid
 from benchmarks.paper.reproducing.entries import Entry
@@ -16,11 +17,11 @@ from benchmarks.paper.reproducing.judging import judge_of
 from benchmarks.paper.reproducing.results import Line, Result, Value
 from benchmarks.paper.reproducing.trained import needed, trained, wanted
 from benchmarks.paper.reproducing.work import Work
+from benchmarks.paper.tasks.memory import ORACLE, rung_name
 from kvlingo_mlx.errors import MissingExtraError
-from kvlingo_mlx.evaluation import lineup, suite_runs, suites
+from kvlingo_mlx.evaluation import lineup
 from kvlingo_mlx.evaluation.compare import ALL, Outcome
 from kvlingo_mlx.evaluation.error_bars import Mean, over_sets
-from kvlingo_mlx.evaluation.harness.tasks.memory import ORACLE, rung_name
 from kvlingo_mlx.evaluation.lineup import Condition
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -291,7 +292,8 @@ def condition_of(cell: Cell, models: Models, work: Work) -> Condition:
         name, _, layers = cell.who.partition(":")
         if layers and work.tiny:  # the paper's models have more
             layers = str(min(int(layers), len(target.attentions)))
-        return lineup.baseline(f"{name}:{layers}" if layers else name, source, target, ())
+        spec = f"{name}:{layers}" if layers else name
+        return lineup.baseline(droidspeak.spelt(spec, *models), *models, ())
     folders = [trained(work, cell.pair, one) for one in needed(cell, work)]
     found = [load_translator(folder) for folder in folders]
     return lineup.translated(cell.who, source, target, found, ways=ways).moved(point, source)

@@ -10,8 +10,8 @@ import json
 from typing import Any
 
 from benchmarks.paper.reproducing.work import Work
+from benchmarks.paper.tasks.sources import LANGUAGES
 from kvlingo_mlx.embedded.dialogues import ANSWER, VALUES, Dialogue, Fact, held_out
-from kvlingo_mlx.evaluation.harness.tasks.sources import LANGUAGES
 
 TALKS, SEED, TURNS = 8, 11, 8
 FOLDER = "benchmarks"

@@ -5,6 +5,10 @@ replace each source. No data set could be fetched when this was written: ids, re
 names follow the public data cards, and were tested on small local files only.
 """
 
+from pathlib import Path
+
+from kvlingo_mlx.evaluation.harness.added import AddedTasks
+
 JUDGED = (  # a model judges the free answers
     "mt_bench_101",
     "longmemeval",
@@ -42,6 +46,8 @@ QUESTION_AT = {
     "repliqa_facts": "\n\nQuestion: ",
     "repliqa_all": "\n\nQuestion: ",
 }
+
+ADDED = AddedTasks(Path(__file__).parent, NAMES, CHATS, SETTINGS, QUESTION_AT)
 
 QUAC_TURNS = 8  # turns used of a dialogue, as in the paper
 QUAC_INSTRUCTION = (

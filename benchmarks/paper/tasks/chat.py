@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 
 class ChatTask(ConfigurableTask):
-    """A task with the documents of :mod:`kvlingo_mlx.evaluation.harness.tasks.sources`.
+    """A task with the documents of :mod:`benchmarks.paper.tasks.sources`.
 
     lm-eval's own tasks turn a document into one user message. Here all messages of a document are
     the context. No examples are shown (num_fewshot is 0).
@@ -20,6 +21,11 @@ class ChatTask(ConfigurableTask):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
+
+    def facts(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """What an item's results hold beside its scores."""
+        facts = {name: document[name] for name in ("id", "cluster", "subset")}
+        return facts | ({"to_judge": json.loads(document["judge"])} if document["judge"] else {})
 
     def doc_to_text(self, doc: dict[str, Any], doc_to_text: Any = None) -> str:
         """The turn to answer."""

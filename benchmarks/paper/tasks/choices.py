@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kvlingo_mlx.evaluation.harness.tasks.records import (
+from benchmarks.paper.tasks.records import (
     Document,
     Record,
     Source,

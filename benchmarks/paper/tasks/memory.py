@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.evaluation.harness.tasks.chat import transcript
-from kvlingo_mlx.evaluation.harness.tasks.records import (
+from benchmarks.paper.tasks.chat import transcript
+from benchmarks.paper.tasks.records import (
     Document,
     Record,
     Source,
@@ -26,6 +25,7 @@ from kvlingo_mlx.evaluation.harness.tasks.records import (
     to_judge,
     turns_of,
 )
+from kvlingo_mlx.errors import KVLingoError
 
 INSTRUCTION = (
     "Below are past chats between you and a user, oldest first. Use them to answer the question "

@@ -20,9 +20,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper.evaluation.judge_prompts import TEMPLATES
+from benchmarks.paper.tasks.chat import SPEAKERS
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.evaluation.harness.judge_prompts import TEMPLATES
-from kvlingo_mlx.evaluation.harness.tasks.chat import SPEAKERS
 
 Record = Mapping[str, Any]
 Document = dict[str, Any]

@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.evaluation.harness.tasks import QUAC_INSTRUCTION, QUAC_TURNS
-from kvlingo_mlx.evaluation.harness.tasks.chat import transcript
-from kvlingo_mlx.evaluation.harness.tasks.records import (
+from benchmarks.paper.tasks import QUAC_INSTRUCTION, QUAC_TURNS
+from benchmarks.paper.tasks.chat import transcript
+from benchmarks.paper.tasks.records import (
     Document,
     Record,
     Source,
@@ -28,6 +27,7 @@ from kvlingo_mlx.evaluation.harness.tasks.records import (
     to_judge,
     turns_of,
 )
+from kvlingo_mlx.errors import KVLingoError
 
 COQA_INSTRUCTION = (
     "Answer each question about the text as briefly as possible, in a few words at most."

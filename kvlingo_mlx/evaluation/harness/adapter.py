@@ -31,7 +31,6 @@ from kvlingo_mlx.evaluation.harness.decoding import (
     shared_start,
 )
 from kvlingo_mlx.evaluation.harness.responses import Responses, key_of
-from kvlingo_mlx.evaluation.harness.tasks import QUESTION_AT
 from kvlingo_mlx.evaluation.lines import group
 
 if TYPE_CHECKING:
@@ -80,6 +79,7 @@ class PrefixLM(LM):
             ``prompt``; before its question (``context``), which the target then reads itself; or
             after a reasoning ``trace`` of the source.
         writer: The source, which writes the trace.
+        question_at: By a task's name, the words with which the question of a ``context`` begins.
         condition, enable_thinking, max_gen_toks, max_length, progress: As for
             :func:`~kvlingo_mlx.evaluation.harness.running.run`.
         use_chat_template: Whether contexts contain the special tokens of a chat template; None
@@ -99,6 +99,7 @@ class PrefixLM(LM):
         condition: str,
         point: str = PROMPT,
         writer: Decoder | None = None,
+        question_at: Mapping[str, str] | None = None,
         use_chat_template: bool | None = None,
         enable_thinking: bool | None = None,
         max_gen_toks: int | None = None,
@@ -109,7 +110,7 @@ class PrefixLM(LM):
     ) -> None:
         super().__init__()
         self.decoder, self.point, self.writer, self.progress = decoder, point, writer, progress
-        self.tokenizer = decoder.tokenizer
+        self.tokenizer, self.question_at = decoder.tokenizer, question_at or {}
         self.max_length = max_length or decoder.context_length
         if use_chat_template is None:
             use_chat_template = self.tokenizer.has_chat_template
@@ -333,7 +334,7 @@ class PrefixLM(LM):
         """
         if self.point != CONTEXT:
             return None
-        mark = QUESTION_AT[request.task_name or ""]
+        mark = self.question_at[request.task_name or ""]
         place = context.rfind(mark)
         if place < 0:
             raise KVLingoError(

@@ -12,13 +12,13 @@ from kvlingo_mlx.evaluation.compare import ALL, Outcome, Scored, Table
 from kvlingo_mlx.evaluation.error_bars import Mean, over_items, over_sets
 from kvlingo_mlx.evaluation.harness import running
 from kvlingo_mlx.evaluation.harness.decoding import PROMPT, TRACE, Decoder
-from kvlingo_mlx.evaluation.harness.judge import Ask, judge_answers
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
 from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.models.language_model import LanguageModel
 
 Progress = Callable[[str, int, int], None]
 Run = dict[str, Any]  # the result of running.run
+Judge = Callable[[Run, Callable[[int, int], None]], Run]
 
 
 def evaluate(
@@ -27,8 +27,7 @@ def evaluate(
     conditions: Sequence[Condition],
     *,
     writer: Decoder | None = None,
-    judge: Callable[[], Ask] | None = None,
-    prompts: Mapping[str, str] | None = None,
+    judge: Callable[[], Judge] | None = None,
     progress: Progress = lambda text, done, total: None,
     **options: Any,
 ) -> list[Outcome]:
@@ -36,11 +35,11 @@ def evaluate(
 
     Args:
         target: The model that decodes.
-        tasks: Names of lm-eval's tasks or groups, or of our tasks for lm-eval.
+        tasks: Names of lm-eval's tasks or groups, or of added ones.
         conditions: Conditions with different names.
         writer: The source as a decoder, for conditions whose point is the ``trace``.
-        judge: Makes the judge of free answers; called once all answers are there.
-        prompts: A benchmark's own judge prompts, as for :func:`.judge.judge_answers`.
+        judge: Makes what scores a run's free answers and calls its second argument with the
+            numbers of those that are judged and of all; called once all answers are there.
         progress: Called with a text, the number of requests done and the number known.
         options: Options of :func:`running.run`.
 
@@ -69,10 +68,10 @@ def evaluate(
         ]
     runs = {condition.name: runs[condition.name] for condition in conditions}
     if judge is not None:
-        ask = judge()
+        judged = judge()
         for name, found in runs.items():
             tell = partial(progress, f"judging {name}")
-            runs[name] = [judge_answers(run, ask, prompts=prompts, progress=tell) for run in found]
+            runs[name] = [judged(run, tell) for run in found]
     first = runs[conditions[0].name][0]
     outcomes = {}
     for name in first["tasks"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 
 from kvlingo_mlx.evaluation.error_bars import Mean, over_items, over_sets
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
-from kvlingo_mlx.evaluation.harness.tasks.chat import ChatTask
 
 Means = dict[str, Mean]
 
@@ -55,19 +53,18 @@ def _items(
 
 def _item(model: PrefixLM, task: Any, sample: Mapping[str, Any]) -> dict[str, Any]:
     document, contexts = sample["doc"], {arguments[0] for arguments in sample["arguments"]}
-    ours = isinstance(task, ChatTask)
+    facts = getattr(task, "facts", None)  # which lm-eval's own tasks lack
     alone = task.OUTPUT_TYPE == "loglikelihood_rolling"
     item = {
-        "id": document["id"] if ours else sample["doc_id"],
+        "id": sample["doc_id"],
         "prefix_tokens": 0 if alone else max(map(model.prefix_tokens, contexts)),
         "scores": {},
         "responses": [plain(response) for request in sample["resps"] for response in request],
     }
-    if ours:
-        item |= {"cluster": document["cluster"], "subset": document["subset"]}
-        if document["judge"]:
+    if facts is not None:
+        item |= facts(document)
+        if "to_judge" in item:
             item["answer"] = model.without_trace(sample["resps"][0][0])
-            item["to_judge"] = json.loads(document["judge"])
     return item
 
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvlingo_mlx.errors import needs_extra
+from kvlingo_mlx.evaluation.harness.added import NONE, AddedTasks
 from kvlingo_mlx.evaluation.harness.decoding import CONTEXT, PROMPT, TRACE, Decoder
 from kvlingo_mlx.evaluation.harness.responses import Responses
-from kvlingo_mlx.evaluation.harness.tasks import QUESTION_AT
 
 if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.conditions import CacheMaker
@@ -49,33 +49,33 @@ def run(
     max_gen_toks: int | None = None,
     max_length: int | None = None,
     include_path: str | Path | None = None,
+    added: AddedTasks = NONE,
     data: Mapping[str, str | Path] | None = None,
     metadata: Mapping[str, Any] | None = None,
     responses: str | Path | None = None,
     unsafe_code: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Evaluate one condition on tasks of lm-eval, of ours, or of the user's.
+    """Evaluate one condition on tasks of lm-eval, of the caller's, or of the user's.
 
     Args:
         target: The model that continues.
         make_cache: The way prefixes are read, from :mod:`kvlingo_mlx.evaluation.conditions`.
-        tasks: Names of tasks, groups or tags; ours are ``harness.tasks.NAMES``.
+        tasks: Names of tasks, groups or tags.
         condition: A name for ``make_cache``. Kept responses are identified by it, so different ways
             of reading need different names: put a translator's digest into it.
         source_tokenizer: The source's tokenizer, if it is not the target's. A condition then gets
             each context as both models read it, each by its own template.
         point: Where the cache changes hands: after the ``prompt``; before its question
-            (``context``), as ``harness.tasks.QUESTION_AT`` has it; or after the source's reasoning
-            (``trace``), where the answers are written.
+            (``context``), where ``added`` says at which words that is; or after the source's
+            reasoning (``trace``), where the answers are written.
         writer: The source as a decoder, which writes the ``trace``.
         decode: Makes a decoder of the target and ``make_cache``; by default an
             :class:`~kvlingo_mlx.evaluation.harness.on_mlx.MLXDecoder`, which writes 8 answers at
             once.
         limit: Run only this number of items of each task.
         items: Run only these items (numbers from 0) of the tasks named; not with ``limit``.
-        seed: The seed of few-shot examples, of a task's own random choices, and of MT-Bench-101's
-            turns.
+        seed: The seed of few-shot examples and of a task's own random choices.
         num_fewshot: The number of examples shown; None leaves it to the task. A task with 0 keeps
             0.
         apply_chat_template: None applies a template if the tokenizer has one.
@@ -87,11 +87,11 @@ def run(
             target's context length. Longer contexts lose their front. Give less if the model that
             reads the prefix has a shorter context.
         include_path: A folder of further task files.
-        data: Local files in place of the Hub's data, by a task's name; for a task that is not ours
-            also a folder with a file for each split, which it needs to show examples.
-        metadata: Passed to tasks that ask for it, such as RULER's ``max_seq_lengths``. Our tasks
-            take ``draw``, the number of records drawn (always the same ones), and
-            ``longmemeval_rungs`` takes ``rungs``. ``tokenizer`` is the target's unless given.
+        added: Tasks of the caller's.
+        data: Local files in place of the Hub's data, by a task's name; for a task that lm-eval
+            reads also a folder with a file for each split, which it needs to show examples.
+        metadata: Passed to tasks that ask for it, such as RULER's ``max_seq_lengths``, and what
+            ``added.settings`` names. ``tokenizer`` is the target's unless given.
         responses: A JSONL file that keeps every response immediately. A later call with the same
             file skips those requests, whether the first call finished or was interrupted.
         unsafe_code: Allow tasks that run code written by the model.
@@ -103,10 +103,9 @@ def run(
         count; the error is None if the score is not a mean over items), ``higher_is_better``,
         ``num_fewshot``, ``version`` and ``items``. A group has ``metrics`` and, by metric, the
         ``weights`` of its tasks. An item has its ``id``, ``prefix_tokens``, ``scores`` by metric
-        and raw ``responses``; in our tasks it also has ``cluster`` and ``subset`` and, if it needs
-        a judge, ``answer`` (without reasoning) and ``to_judge``: pass the result to
-        :func:`kvlingo_mlx.evaluation.harness.judge.judge_answers`. Metrics of a named filter are
-        called "metric,filter", as in lm-eval.
+        and raw ``responses``; in added tasks it also has their ``facts`` and, where these hold
+        ``to_judge``, ``answer`` (without reasoning). Metrics of a named filter are called
+        "metric,filter", as in lm-eval.
 
     Raises:
         MissingExtraError: lm-eval, or a module that a task needs, is not installed.
@@ -120,6 +119,7 @@ def run(
     answers: dict[str, Any] = {"enable_thinking": enable_thinking, "max_gen_toks": max_gen_toks}
     contexts, read = _contexts(source_tokenizer, target, enable_thinking, make_cache)
     way: dict[str, Any] = {"condition": condition, "point": point, "writer": writer}
+    way["question_at"] = added.question_at
     model = PrefixLM(
         (decode or _on_mlx())(target, read),
         use_chat_template=apply_chat_template,
@@ -132,9 +132,10 @@ def run(
     )
     files = {name: str(path) for name, path in (data or {}).items()}
     with _quiet(), _seeded(seed):
-        loaded = _loaded(target, tasks, include_path, files, seed, metadata)
-        numbers = _check_tasks(loaded["tasks"], items or {}, unsafe_code, point)
-        _set_examples(loaded["tasks"], num_fewshot, seed, files)
+        loaded = _loaded(target, tasks, include_path, added, files, seed, metadata)
+        _check_point(loaded["tasks"], point, added.question_at)
+        numbers = _check_tasks(loaded["tasks"], items or {}, unsafe_code)
+        _set_examples(loaded["tasks"], num_fewshot, seed, _shown_from(added, files))
         asked: dict[str, Any] = {"limit": limit, "system_instruction": system_instruction}
         asked["apply_chat_template"] = model.use_chat_template
         asked["fewshot_as_multiturn"] = fewshot_as_multiturn
@@ -152,6 +153,7 @@ def check_data(
     task: str,
     *,
     seed: int = 0,
+    added: AddedTasks = NONE,
     data: Mapping[str, str] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
@@ -162,7 +164,7 @@ def check_data(
     """
     _need_lm_eval()
     with _quiet(), _seeded(seed):
-        _loaded(target, [task], None, data or {}, seed, metadata)
+        _loaded(target, [task], None, added, data or {}, seed, metadata)
 
 
 def _contexts(
@@ -185,6 +187,7 @@ def _loaded(
     target: LanguageModel,
     tasks: Sequence[str],
     include_path: str | Path | None,
+    added: AddedTasks,
     files: Mapping[str, str],
     seed: int,
     metadata: Mapping[str, Any] | None,
@@ -193,7 +196,7 @@ def _loaded(
     from kvlingo_mlx.evaluation.harness.task_loading import load_tasks
 
     facts = {"tokenizer": str(target.path or target.name), **(metadata or {})}
-    return load_tasks(tasks, include_path, files, seed, facts)
+    return load_tasks(tasks, include_path, added, files, seed, facts)
 
 
 def _on_mlx() -> Callable[..., Decoder]:
@@ -233,10 +236,9 @@ def _check(
 
 
 def _check_tasks(
-    tasks: Mapping[str, Any], items: Mapping[str, Sequence[int]], unsafe_code: bool, point: str
+    tasks: Mapping[str, Any], items: Mapping[str, Sequence[int]], unsafe_code: bool
 ) -> dict[str, list[int]]:
     """The chosen items of each task, in order."""
-    _check_point(tasks, point)
     for name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False) and not unsafe_code:
             raise ValueError(f"the task {name} runs code that the model wrote; allow it explicitly")
@@ -250,19 +252,24 @@ def _check_tasks(
     return {name: sorted(set(numbers)) for name, numbers in items.items()}
 
 
-def _check_point(tasks: Mapping[str, Any], point: str) -> None:
+def _check_point(tasks: Mapping[str, Any], point: str, question_at: Mapping[str, str]) -> None:
     """Refuse a hand-over in the midst of prompts where it means nothing."""
     for name, task in tasks.items():
-        if point == CONTEXT and name not in QUESTION_AT:
+        if point == CONTEXT and name not in question_at:
             raise ValueError(
                 f"where the question of {name} begins is not known, so its context cannot be "
-                f"translated alone; known are {', '.join(QUESTION_AT)}; leave out context"
+                f"translated alone; known are {', '.join(question_at) or 'none'}; leave out context"
             )
         if point == TRACE and task.OUTPUT_TYPE != "generate_until":
             raise ValueError(
                 f"{name} scores given answers, so no reasoning precedes them; leave out trace, or "
                 "take a task whose answers are written"
             )
+
+
+def _shown_from(added: AddedTasks, files: Mapping[str, str]) -> dict[str, str]:
+    """The local files of the tasks that lm-eval reads, which may show examples."""
+    return {name: file for name, file in files.items() if name not in added.readers}
 
 
 def _set_examples(

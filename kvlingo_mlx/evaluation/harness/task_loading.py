@@ -1,4 +1,4 @@
-"""Loads lm-eval tasks with their data by name: ours, the user's, lm-eval's own."""
+"""Loads lm-eval tasks with their data by name: the caller's, the user's, lm-eval's own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from lm_eval.tasks import TaskManager
 
 from kvlingo_mlx.errors import KVLingoError, MissingExtraError, printable
-from kvlingo_mlx.evaluation.harness import tasks as own
+from kvlingo_mlx.evaluation.harness.added import AddedTasks
 
-OWN_FOLDER = Path(own.__file__).parent
 # Errors that `datasets` and the Hub's client raise without network or access, or for a data set
 # that is gone, has moved, or needs code of its own.
 PROBLEMS = (OSError, HfHubHTTPError, HFValidationError, DatasetsError, RuntimeError, ValueError)
@@ -26,6 +25,7 @@ PROBLEMS = (OSError, HfHubHTTPError, HFValidationError, DatasetsError, RuntimeEr
 def load_tasks(
     names: Sequence[str],
     include_path: str | Path | None,
+    added: AddedTasks,
     data: Mapping[str, str],
     seed: int,
     metadata: Mapping[str, Any],
@@ -37,24 +37,24 @@ def load_tasks(
         MissingExtraError: A task needs a module that is not installed.
         KVLingoError: A task's data cannot be fetched or read.
     """
-    for name in sorted(set(data) - {*names, *own.NAMES}):
+    for name in sorted(set(data) - {*names, *added.names}):
         raise ValueError(f"a local file is given for {name}, which is none of the tasks")
     if include_path is not None and not Path(include_path).is_dir():
         raise ValueError(f"{include_path} is no folder of task files")
-    settings = {key: metadata[key] for key in own.SETTINGS if key in metadata}
+    settings = {key: metadata[key] for key in added.settings if key in metadata}
     facts = json.dumps({"data": data, "seed": seed, **settings})
-    ours = _manager(str(OWN_FOLDER), False, facts)
-    others = [name for name in names if name not in own.NAMES]
+    ours = _manager(None if added.folder is None else str(added.folder), False, facts)
+    others = [name for name in names if name not in added.names]
     folder, facts = (None if include_path is None else str(include_path)), json.dumps(metadata)
     theirs = _manager(folder, False, facts)
     if not set(others) <= set(theirs.all_subtasks):
         theirs = _manager(folder, True, facts)
     found: list[Any] = []
     for name in names:
-        manager = ours if name in own.NAMES else theirs
+        manager = ours if name in added.names else theirs
         if name not in manager.all_tasks:
-            raise ValueError(_unknown(name, manager.all_tasks))
-        local = None if name in own.CHATS else data.get(name)
+            raise ValueError(_unknown(name, [*added.names, *manager.all_tasks]))
+        local = None if name in added.readers else data.get(name)
         loaded = _load(name, manager, local)
         group = loaded.get("groups", {}).get(name)
         found += [group] if group is not None else loaded["tasks"].values()
@@ -70,7 +70,7 @@ def _manager(folder: str | None, everything: bool, metadata: str) -> TaskManager
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, [*own.NAMES, *known], n=4, cutoff=0.6)
+    close = difflib.get_close_matches(name, known, n=4, cutoff=0.6)
     close = list(dict.fromkeys(close))
     hint = (
         f"did you mean {' or '.join(close)}?" if close else "see lm-eval's list: lm-eval ls tasks"
@@ -126,7 +126,7 @@ def check_examples(tasks: Mapping[str, Any], data: Mapping[str, str]) -> None:
         ValueError: A task shows examples of another split, and has one local file for all.
     """
     for name, task in tasks.items():
-        place = None if name in own.CHATS else data.get(name)
+        place = data.get(name)
         shown = task.get_config("num_fewshot") or 0
         if place is not None and shown and len(set(splits(place).values())) == 1:
             raise ValueError(

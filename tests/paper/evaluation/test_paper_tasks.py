@@ -15,7 +15,7 @@ from kvlingo_mlx.errors import KVLingoError
 
 pytest.importorskip("lm_eval")
 
-from kvlingo_mlx.evaluation.harness.tasks import (
+from benchmarks.paper.tasks import (
     CHATS,
     NAMES,
     QUESTION_AT,

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.cli import run
+from benchmarks.paper.commands import run
+from benchmarks.paper.evaluation.seeds import Cell, cells, medians, over_tasks, spread
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions, lineup, probes
 from kvlingo_mlx.evaluation.compare import ALL, Outcome, evaluate, found, outcome
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.journal import Journal
-from kvlingo_mlx.evaluation.seeds import Cell, cells, medians, over_tasks, spread
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import tiny

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlingo_mlx.cli import run
+from benchmarks.paper.commands import run
+from benchmarks.paper.evaluation import suite_runs, suites
+from benchmarks.paper.evaluation.suites import BASE, PAPER, benchmark, chosen
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.errors import MissingExtraError
-from kvlingo_mlx.evaluation import conditions, lineup, suite_runs, suites
+from kvlingo_mlx.evaluation import conditions, lineup
 from kvlingo_mlx.evaluation.compare import Outcome, Scored
-from kvlingo_mlx.evaluation.suites import BASE, PAPER, benchmark, chosen
 from kvlingo_mlx.loading.models import load
 
 pytest.importorskip("lm_eval")
@@ -25,11 +26,11 @@ pytest.importorskip("lm_eval")
 import datasets
 import huggingface_hub
 
-from kvlingo_mlx.evaluation.harness import judge as judging
+from benchmarks.paper.evaluation import judge as judging
+from benchmarks.paper.evaluation.judge import Judge, read_prompts
+from benchmarks.paper.tasks import JUDGED, NAMES
 from kvlingo_mlx.evaluation.harness import running, task_loading
 from kvlingo_mlx.evaluation.harness.adapter import Asked, PrefixLM
-from kvlingo_mlx.evaluation.harness.judge import Judge, read_prompts
-from kvlingo_mlx.evaluation.harness.tasks import JUDGED, NAMES
 from tests.support import paper_records
 from tests.support.lm_eval_tasks import write_task
 

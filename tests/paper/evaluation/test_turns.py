@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.cli import run
+from benchmarks.paper.commands import run
+from benchmarks.paper.evaluation import turn_records, turn_scores, turns
+from benchmarks.paper.evaluation.turn_records import coqa_f1, read_talks
+from benchmarks.paper.evaluation.turn_scores import Benchmark, Held
+from benchmarks.paper.evaluation.turns import Manner, Talk, Turn, Way
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.evaluation import turn_records, turn_scores, turns
 from kvlingo_mlx.evaluation.harness.responses import Responses
-from kvlingo_mlx.evaluation.turn_records import coqa_f1, read_talks
-from kvlingo_mlx.evaluation.turn_scores import Benchmark, Held
-from kvlingo_mlx.evaluation.turns import Manner, Talk, Turn, Way
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.tokenization.samples import Sample
@@ -507,7 +507,7 @@ def test_the_verb_asks_a_judge(
             asked.append(prompt)
             return "[[no]]"
 
-    monkeypatch.setattr("kvlingo_mlx.evaluation.harness.judge.Judge", Planted)
+    monkeypatch.setattr("benchmarks.paper.evaluation.judge.Judge", Planted)
     status = run([PAIR[0], f"two={THERE},{BACK},{more[0]},{more[1]}", *PAIR[1:], "multichallenge",
                   "--task-data", f"multichallenge={file}", "--judge", "someone", "--max-tokens",
                   "4", "--baselines", "none", "--json", "r.json"])  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.paper.evaluation.suites import BASE, PAPER
 from benchmarks.paper.reproducing.cells import Cell, cell_of, said_by
 from benchmarks.paper.reproducing.entries import BY_LABEL, ENTRIES, FAR, LARGE, MIXTURE, SMALL
 from benchmarks.paper.reproducing.forms import OWN, form, is_translator
@@ -16,11 +17,10 @@ from benchmarks.paper.reproducing.running import MAKERS
 from benchmarks.paper.reproducing.tables import meaning, tables
 from benchmarks.paper.reproducing.trained import Wanted, settings
 from benchmarks.paper.reproducing.work import Work
-from kvlingo_mlx.evaluation.suites import BASE, PAPER
 from kvlingo_mlx.training.paper_pairs import filled
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 # Written by a script that read every figure and table of the paper's source.
 LABELS = [line.split() for line in (HERE / "labels.txt").read_text().splitlines()]
 L2S, S2L = "large to small", "small to large"

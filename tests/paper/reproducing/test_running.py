@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks.paper.commands import run
+from benchmarks.paper.evaluation import seeds
 from benchmarks.paper.reproducing import scores, tiny_data, trained
 from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.drawing import draw, panels
@@ -26,7 +27,6 @@ from benchmarks.paper.reproducing.results import Line, Result, cells, keep, kept
 from benchmarks.paper.reproducing.stand_ins import deeper
 from benchmarks.paper.reproducing.work import TINY, Heard, Work
 from kvlingo_mlx.embedded import TRANSLATORS, zoo
-from kvlingo_mlx.evaluation import seeds
 from kvlingo_mlx.evaluation.compare import Outcome
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.format.atomic import alone
@@ -165,7 +165,7 @@ def test_a_deeper_stand_in_says_the_same(tmp_path: Path) -> None:
 
 def test_tiny_records_are_read_by_every_benchmark(work: Work) -> None:
     pytest.importorskip("lm_eval")
-    from kvlingo_mlx.evaluation import suite_runs, suites
+    from benchmarks.paper.evaluation import suite_runs, suites
 
     files = tiny_data.written(work)
     named = {row.task for row in (*suites.PAPER, *suites.BASE)} - {suites.NEEDLES}

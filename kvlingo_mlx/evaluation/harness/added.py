@@ -1,0 +1,32 @@
+"""Tasks for lm-eval that a caller adds, such as those of the paper (``benchmarks/paper/tasks``)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class AddedTasks:
+    """A folder of task files, and what they need that lm-eval's own do not.
+
+    Attributes:
+        folder: The files; None where there are none.
+        names: Of all its tasks.
+        readers: Those of the names whose own code reads their records; each is told of local files
+            and seed by its metadata. Such a task may have a method ``facts``, from a document to
+            more facts of its item: ``id``, ``cluster``, ``subset``, ``to_judge``.
+        settings: What of a run's metadata is for these tasks.
+        question_at: By a task's name, lm-eval's too: the words with which the question begins in a
+            context that has its document first; the last place where they stand counts.
+    """
+
+    folder: Path | None = None
+    names: Collection[str] = ()
+    readers: Collection[str] = ()
+    settings: Collection[str] = ()
+    question_at: Mapping[str, str] = field(default_factory=dict)
+
+
+NONE = AddedTasks()

@@ -15,7 +15,7 @@ test: .venv-test/ready
 # Format and lint, types, import circles and directions, the shapes of functions. All of them run,
 # whichever fail.
 check: .venv-test/ready
-	@failed=; for tool in "ruff format --check ." "ruff check ." "mypy kvlingo_mlx" \
+	@failed=; for tool in "ruff format --check ." "ruff check ." "mypy -p kvlingo_mlx -p benchmarks.paper" \
 	    "python -m pytest tests/package/test_conventions.py"; do \
 	  echo "$$tool"; .venv-test/bin/$$tool || failed="$$failed '$$tool'"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }

@@ -18,10 +18,9 @@ from typing import Any
 from kvlingo_mlx.cuda import switch, vllm_serving
 from kvlingo_mlx.cuda.fast_translation import METHODS
 from kvlingo_mlx.cuda.scene import ERRORS
-from kvlingo_mlx.cuda.shapes import PAIRS, ends_of
+from kvlingo_mlx.cuda.shapes import PAIRS, TOKENS, ends_of
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing.paper import TOKENS
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -22,10 +22,10 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
+from benchmarks.paper.timing import memory_budget
+from benchmarks.paper.timing.memory_budget import Cell, Setup
 from kvlingo_mlx.folding.attention import Fold, Part, Rows, Side, attend
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing import memory_budget
-from kvlingo_mlx.timing.memory_budget import Cell, Setup
 from kvlingo_mlx.timing.tables import Clock
 
 

@@ -26,11 +26,12 @@ import translation_cost
 import window_cost
 from mlx_lm.generate import generate_step
 
+from benchmarks.paper.timing import memory_budget
 from kvlingo_mlx import caches
 from kvlingo_mlx.handover import fill, generation, timings
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing import geometries, memory_budget, saving, tables
+from kvlingo_mlx.timing import geometries, saving, tables
 from kvlingo_mlx.timing.paths import Paths
 from kvlingo_mlx.translators.base import Translator
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from benchmarks.paper.timing.reference import BEFORE
 from kvlingo_mlx.cli.bench_output import label
 from kvlingo_mlx.cli.output import ms
-from kvlingo_mlx.timing.reference import BEFORE
 from rendering.records import records, source, table
 
 

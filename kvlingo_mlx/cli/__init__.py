@@ -54,6 +54,10 @@ MOVED = {
         f"eval --{option}": f"{PAPER} eval --{option}"
         for option in "suite turns switch-at judge judge-prompts profile-data".split()
     },
+    **{
+        f"bench --{option}": f"{PAPER} bench --{option}"
+        for option in ("reference", "batch-sizes", "table memory-budget")
+    },
 }
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvlingo_mlx.cli import bench_budget
 from kvlingo_mlx.cli.bench_options import (
-    BUDGET,
     HEALING,
     TABLES,
     BenchOptions,
@@ -17,13 +15,15 @@ from kvlingo_mlx.cli.bench_options import (
     numbers,
     precisions,
 )
-from kvlingo_mlx.cli.bench_output import foot, keep_timings, show
+from kvlingo_mlx.cli.bench_output import Beside, foot, keep_timings, show
 from kvlingo_mlx.cli.command import verb
 from kvlingo_mlx.cli.output import draw, keep, progress_bar, say, tell_of_machine, warn
 
 if TYPE_CHECKING:
     from kvlingo_mlx.timing.pairs import Pair
     from kvlingo_mlx.timing.runs import Asked
+
+Given = TypeVar("Given", bound=BenchOptions)
 
 
 @verb(BenchOptions)
@@ -33,22 +33,31 @@ def command(options: BenchOptions) -> None:
     Without --source and --target two tiny embedded models are timed.
     """
     check(options)
-    least = 1 if options.table_name == BUDGET else 2  # one token leaves nothing to hand over
+    measure(options)
+
+
+def measure(options: BenchOptions, beside: Beside | None = None) -> None:
+    """Time and print the tables that are asked for, one precision after the other."""
     asked = options.prompt_tokens
-    lengths = numbers("--prompt-tokens", asked, "64,256", least) if asked else None
-    batches = numbers("--batch-sizes", options.batch_sizes, "1,8")
-    ends, each = geometry_names(options), precisions(options)
-    for precision in each:  # one after the other: models of two would not fit together
-        limit = options.time_limit / len(each)
-        one = replace(options, precision=precision, time_limit=limit)
-        if options.table_name == BUDGET:
-            bench_budget.run(one, lengths, batches)
-        else:
-            _run(one, ends, lengths)
+    # One token leaves nothing to hand over.
+    lengths = numbers("--prompt-tokens", asked, "64,256", 2) if asked else None
+    ends = geometry_names(options)
+    for one in by_precision(options):
+        _run(one, ends, lengths, beside)
+
+
+def by_precision(options: Given) -> Iterator[Given]:
+    """The options of each precision, in turn: models of two would not fit in memory together."""
+    each = precisions(options)
+    for precision in each:
+        yield replace(options, precision=precision, time_limit=options.time_limit / len(each))
 
 
 def _run(
-    options: BenchOptions, ends: tuple[str, str] | None, lengths: Sequence[int] | None
+    options: BenchOptions,
+    ends: tuple[str, str] | None,
+    lengths: Sequence[int] | None,
+    beside: Beside | None,
 ) -> None:
     """Time the tables of a switch, print them and append the record."""
     plain = options.quantize == "none" or options.table_name == HEALING
@@ -58,7 +67,6 @@ def _run(
 
     from kvlingo_mlx.reporting import measure, pictures
     from kvlingo_mlx.timing import runs
-    from kvlingo_mlx.timing.reference import load_reference
     from kvlingo_mlx.timing.tables import Clock, Effort
     from kvlingo_mlx.translators.quantised import check_bits
 
@@ -66,12 +74,6 @@ def _run(
         check_bits(number)
     if options.plot:
         pictures.check(options.plot)
-    beside = load_reference(options.reference) if options.reference else None
-    if beside is not None and beside.label is not None and options.table_name == HEALING:
-        raise ValueError(
-            f"--reference is {options.reference}, which has no table of {HEALING}; give a file of "
-            "--json, or leave it out"
-        )
     clock = Clock(options.time_limit)  # it includes making or reading the models
     tell_of_machine()
     pair = _pair(options, ends, bits)

@@ -16,14 +16,13 @@ from kvlingo_mlx.cli.sampling import check_ranges
 
 TABLES = ("moe-switch", "switch", "quant")
 HEALING = "healing"  # not every pair can be healed, so "all" leaves it out
-BUDGET = "memory-budget"  # it times no translation, so "all" leaves it out
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(Options):
     table_name: str = option(
         "moe-switch",
-        f"{', '.join(TABLES)}, or all of these; or {HEALING} or {BUDGET}, which all leaves out.",
+        f"{', '.join(TABLES)}, or all of these; or {HEALING}, which all leaves out.",
         "--table",
     )
     source: MaybeSource = None
@@ -52,9 +51,7 @@ class BenchOptions(Options):
         None, "Tokens that decoding speeds are over; default: 256, as the time allows."
     )
     time_limit: float = option(150.0, "Seconds in all; longer prompts are left out.")
-    batch_sizes: str = option("1,8", f"With --table {BUDGET}: how many rows are decoded at once.")
     prefill_step_size: PrefillStepSize = 2048
-    reference: str | None = option(None, "paper-m3-ultra, or a file of --json, to compare with.")
     plot: str | None = option(None, "Draw times over prompt lengths into this file.")
     save_timings: bool = option(
         False, "Keep the times by which `--strategy auto` chooses.", "--save-timings"
@@ -76,13 +73,13 @@ def numbers(option: str, text: str, example: str, least: int = 1) -> list[int]:
     return found
 
 
-def check(options: BenchOptions) -> None:
-    """Refuse (ValueError) meaningless option values."""
+def check(options: BenchOptions, *more: str) -> None:
+    """Refuse (ValueError) meaningless option values; ``more`` are further tables."""
     table, limit, prompt = options.table_name, options.time_limit, options.prompt
-    tables = f"{', '.join(TABLES)} or all; or {HEALING} or {BUDGET}"
+    tables = f"{', '.join(TABLES)} or all; or {' or '.join((HEALING, *more))}"
     counts = options.some("num_trials batch nu decode_tokens prefill_step_size")
     check_ranges(
-        ("--table", repr(table), table in (*TABLES, HEALING, BUDGET, "all"), tables),
+        ("--table", repr(table), table in (*TABLES, HEALING, *more, "all"), tables),
         *(
             (f"--{name.replace('_', '-')}", count, count is None or count >= 1, "at least 1")
             for name, count in counts.items()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvlingo_mlx.cli import bench_healing
 from kvlingo_mlx.cli.output import ms, say, table
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.timing.beside import Row
     from kvlingo_mlx.timing.ceilings import Rates
     from kvlingo_mlx.timing.pairs import Pair
-    from kvlingo_mlx.timing.reference import Reference, Times
     from kvlingo_mlx.timing.runs import Ran
     from kvlingo_mlx.timing.tables import Table, Timing
 
@@ -35,10 +33,15 @@ SPEED_LABELS = {
 }
 
 
-def show(
-    ran: Ran, pair: Pair, beside: Reference | None, config: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Print a table, beside a reference if there is one; returns the contents of its record.
+# Prints another run's times beside a table's, given its name, times, times at full depth and
+# settings; returns what a record holds of them.
+Beside = Callable[
+    [str, Sequence["Timing"], Sequence[Mapping[str, float]], Mapping[str, Any]], dict[str, Any]
+]
+
+
+def show(ran: Ran, pair: Pair, beside: Beside | None, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Print a table, and what ``beside`` compares with it; returns the contents of its record.
 
     ``config`` holds the run's settings.
     """
@@ -67,7 +70,7 @@ def show(
                     f"{tables.DECODED}: --time-limit allows no more; --decode-tokens sets them"
                 )
         if beside is not None:
-            compared = _beside(ran.name, timings, grown, beside, config)
+            compared = beside(ran.name, timings, grown, config)
     if ran.over:
         listed = ", ".join(map(str, ran.over))
         say(f"left out, since --time-limit allows no more: {listed} tokens")
@@ -151,72 +154,6 @@ def _extrapolate(
     full = " and ".join(str(whole) for _, whole in pair.layers)
     table(f"Extrapolated to {full} layers, not measured (ms)", columns, rows)
     return grown
-
-
-def _beside(
-    name: str,
-    timings: Sequence[Timing],
-    grown: Sequence[Mapping[str, float]],
-    reference: Reference,
-    config: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Print a reference's times, and the ratio of this machine's times to them; returns both.
-
-    Models with the same layers are compared as measured, others only at full depth. A star marks a
-    number that was measured in another way than this machine's.
-    """
-    from kvlingo_mlx.timing import beside
-
-    layers = config["layers"]
-    alike = reference.layers == layers
-    theirs = (reference.measured if alike else reference.whole).get(name, {})
-    ours = beside.seconds_of(timings)
-    if not alike and layers is not None:
-        ours = {t.prompt_tokens: dict(g) for t, g in zip(timings, grown, strict=True)}
-    found = reference.differences(config)
-    common = beside.rows(ours, theirs, found)
-    if not common:
-        say(
-            f"the reference ({reference.name}) has nothing in common with this table: it holds "
-            f"{_contents(theirs)}; this table holds {_contents(ours)}"
-        )
-        return beside.as_json(reference, common, config, timings[0].samples)
-    title = "Reference (ms)"
-    if not alike:
-        whose = [
-            who
-            for who, of in (("this machine's", layers), ("its own", reference.layers))
-            if of is not None
-        ]
-        title += f", at full depth: {' and '.join(whose)} extrapolated, not measured"
-    table(title, ["prompt tokens", *map(str, common[0].theirs)], [_compared(row) for row in common])
-    say(f"reference: {reference.name}; in brackets how many times as long this machine takes")
-    starred = dict.fromkeys(str(one) for row in common for one in row.differs)
-    if starred:
-        say(f"* measured otherwise: {'; '.join(starred)}")
-    if unsaid := reference.unsaid(config):
-        say(f"the reference does not say: {', '.join(unsaid).replace('_', ' ')}")
-    if reference.note:
-        say(f"of the reference: {reference.note}")
-    return beside.as_json(reference, common, config, timings[0].samples)
-
-
-def _compared(row: Row) -> list[str]:
-    """A row of a table beside a reference's."""
-    said = label(row.phase)
-    if row.other != row.phase:
-        said += f", beside {label(row.other)}"
-    star = "*" if row.differs else ""
-    times = [f"{ms(row.theirs[n])}{star} ({row.ours[n] / row.theirs[n]:.1f}x)" for n in row.theirs]
-    return [said, *times]
-
-
-def _contents(times: Times) -> str:
-    """The lengths and phases in some times, in words."""
-    if not times:
-        return "no such table"
-    phases = dict.fromkeys(label(phase) for found in times.values() for phase in found)
-    return f"{', '.join(map(str, times))} tokens ({', '.join(phases)})"
 
 
 def foot(pair: Pair, rates: Rates, text: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 from kvlingo_mlx.arguments import Need, among, but, check_needs, is_set, off, several
-from kvlingo_mlx.cli.bench_options import BUDGET, HEALING
+from kvlingo_mlx.cli.bench_options import HEALING
 from kvlingo_mlx.cli.eval_options import OWN, words
 from kvlingo_mlx.cli.output import given_options
 from kvlingo_mlx.errors import tell_new_name
@@ -58,10 +58,6 @@ HISTOGRAM = (
     "out kind head_mixing joint capture nu assignment state_maps norm ridge hidden native_layers "
     "objective ce_weight lr held_out val_every dtype device plot force gated stage1_steps "
     "stage1_lr sweep at_once seeds"
-)
-MEMORY_BUDGET = (
-    "source target translator geometry nu quantize native_layers prompt batch "
-    "prefill_step_size plot save_timings"
 )
 
 VERBS: dict[str, tuple[Need, ...]] = {
@@ -145,22 +141,17 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("plot", "lengths", off, why="which would need a picture for each"),
     ),
     "bench": (
-        Need(MEMORY_BUDGET, "table_name", but(BUDGET), "moe-switch",
-             "whose models, maps and cache are the paper's, random"),
         Need("quantize batch", "table_name", but(HEALING), "moe-switch",
              "which heals one prompt behind the maps as they are"),
-        Need("batch_sizes", "table_name", among(BUDGET), BUDGET,
-             told=f"but with --table {BUDGET}; give --batch, or leave it out"),
         Need("source target translator", "geometry", off, why="whose models and maps are random"),
         Need("prompt", "geometry", off, why="whose models read random tokens"),
         Need("save_timings", "geometry", off, why="whose models are random"),
-        Need("layers precision", "geometry table_name",
-             lambda geometry, table: is_set(geometry) or table == BUDGET,
-             "qwen3-4b:qwen3-30b-a3b", "and models from a folder are as they are"),
+        Need("layers precision", "geometry", is_set, "qwen3-4b:qwen3-30b-a3b",
+             "and models from a folder are as they are"),
         Need("native_layers", "table_name", but("quant"), "moe-switch", "which times no switch"),
         Need("native_layers save_timings decode_tokens", "batch", among(1), 1,
              "of several prompts at once"),
-        Need("decode_tokens", "table_name", among("moe-switch", "all", HEALING, BUDGET),
+        Need("decode_tokens", "table_name", among("moe-switch", "all", HEALING),
              "moe-switch",
              "which times no decoding"),
         Need("save_timings", "table_name", among("moe-switch", "all"), "moe-switch",

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvlingo_mlx.timing import paper
 from kvlingo_mlx.timing.shapes import GEOMETRIES, released
 from kvlingo_mlx.training.paper_pairs import NU, best_of
 
@@ -43,15 +42,32 @@ def _both(small: str, large: str) -> tuple[str, str]:
     return f"{large}:{small}", f"{small}:{large}"
 
 
+# tab:cost: a part of the table, and its pairs into the smaller and into the larger model.
+TOKENS = (2048, 4096, 8192, 16384, 32768)
+COST_PAIRS = {
+    "Qwen3-0.6B/1.7B": ("qwen3-1.7b:qwen3-0.6b", "qwen3-0.6b:qwen3-1.7b"),
+    "Qwen3-4B/8B": ("qwen3-8b:qwen3-4b", "qwen3-4b:qwen3-8b"),
+}
+# app:tab:vllm: its rows, and the shapes that are served.
+SERVED_ROWS = {
+    "Qwen3-0.6B": "qwen3-0.6b",
+    "Qwen3-1.7B": "qwen3-1.7b",
+    "Qwen3-4B": "qwen3-4b",
+    "Qwen3-8B": "qwen3-8b",
+    "Gemma-3-4B": "gemma-3-4b",
+    "Gemma-3-12B": "gemma-3-12b",
+    "Gemma-3-12B, 4 KV heads": "gemma-3-12b-4kv",
+}
+SERVED = tuple(SERVED_ROWS.values())
+
 # By the label of the paper's table or figure. The tables list the smaller target first.
 PAIRS = {
-    "tab:cost": tuple(pair for both in paper.COST_PAIRS.values() for pair in both),
+    "tab:cost": tuple(pair for both in COST_PAIRS.values() for pair in both),
     "fig:nsrc_ttft": _both("qwen3-1.7b", "qwen3-4b"),
     "tab:xdepth": _both("qwen3-0.6b", "qwen3-8b"),
     "tab:gemma3": _both("gemma-3-4b", "gemma-3-12b"),
     "app:tab:moe": _both("qwen3-4b", "qwen3-30b-a3b"),
 }
-SERVED = tuple(paper.SERVED.values())  # by vLLM, in the order of the paper's app:tab:vllm
 
 
 def ends_of(pair: str) -> tuple[str, str]:

@@ -45,10 +45,9 @@ from kvlingo_mlx.cuda.scene import (
     source_spec,
     translators,
 )
-from kvlingo_mlx.cuda.shapes import FORMS, ends_of, forms_of, nu_of
+from kvlingo_mlx.cuda.shapes import FORMS, TOKENS, ends_of, forms_of, nu_of
 from kvlingo_mlx.cuda.tile import Tile
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.timing.paper import TOKENS
 
 Forms = Mapping[str, tuple[GroupedTranslation, GroupedTranslation]]
 

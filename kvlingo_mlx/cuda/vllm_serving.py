@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.cuda.shapes import SERVED, SHAPES
+from kvlingo_mlx.cuda.shapes import SERVED, SHAPES, TOKENS
 from kvlingo_mlx.errors import MissingExtraError
-from kvlingo_mlx.timing.paper import TOKENS
 
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",

@@ -15,7 +15,7 @@ from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing import geometries
-from kvlingo_mlx.timing.reference import Layers
+from kvlingo_mlx.timing.phases import Layers
 from kvlingo_mlx.translators.base import Translator
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+Layers = tuple[tuple[int, int], tuple[int, int]] | None  # (measured, full) for both models
 SPEEDS = ("decode_source", "decode_native", "decode_translated")
 # Their time ignores the prompt's length.
 STEPS = ("target_step", "source_step", "eager_switch", *SPEEDS)

@@ -68,7 +68,8 @@ ALWAYS = {
                   "allow_mismatch json_file",
     "paper analyze": "source target data translator capture documents tokens random_init cka mlp "
                "heads seed plot json_file",
-    "bench": "table_name prompt_tokens num_trials time_limit reference json_file",
+    "bench": "table_name prompt_tokens num_trials time_limit json_file",
+    "paper bench": "table_name prompt_tokens num_trials time_limit reference json_file",
     "paper reproduce": "listing room json_file",
 }  # fmt: skip
 # Texts that stand for the states of an option; others are tried with TEXTS.
@@ -243,10 +244,10 @@ FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
         (["bench", "--table", "healing", "--quantize", "8"], "--quantize has no effect with --tab"),
         (["bench", "--table", "healing", "--batch", "2"], "--batch has no effect with --table hea"),
         (["bench", "--table", "healing", "--save-timings"], "has no effect with --table healing"),
-        (["bench", "--table", "healing", "--batch-sizes", "1"], "but with --table memory-budget"),
+        (["paper bench", "--table", "healing", "--batch-sizes", "1"], "but with --table memory-budget"),
         (["bench", "--layers", "2"], "--layers has no effect without --geometry"),
         (["bench", "--geometry", "a:b", "--source", "x"], "--source has no effect with --geometry"),
-        (["bench", "--batch-sizes", "1,2"], "but with --table memory-budget; give --batch"),
+        (["paper bench", "--batch-sizes", "1,2"], "but with --table memory-budget; give --batch"),
         (["chat", "--model", "a=x", "--no-eager"], "--no-eager has no effect with one model"),
     ],
 )  # fmt: skip

@@ -28,6 +28,7 @@ from mlx_lm.models.cache import (
 )
 
 import kvlingo_mlx as kv
+from benchmarks.paper.timing import memory_budget
 from kvlingo_mlx import caches, translators
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
@@ -44,7 +45,7 @@ from kvlingo_mlx.loading.translators import find_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates, flat
 from kvlingo_mlx.reporting.measure import peak_bytes
-from kvlingo_mlx.timing import geometries, memory_budget
+from kvlingo_mlx.timing import geometries
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.linear import identity
 from tests.support import tiny

@@ -19,16 +19,17 @@ from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
+from benchmarks.paper.timing import memory_budget
+from benchmarks.paper.timing.reference import load_reference
 from kvlingo_mlx import caches as kv_caches
-from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import seconds
-from kvlingo_mlx.timing import ceilings, derived, geometries, memory_budget, paths, tables
+from kvlingo_mlx.timing import ceilings, derived, geometries, paths, tables
 from kvlingo_mlx.timing.batches import Batch
-from kvlingo_mlx.timing.reference import load_reference
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
+from tests.support.command_line import run
 
 PROMPT = tiny.random_tokens(41)
 measured_rates = functools.cache(ceilings.measured_rates)
@@ -606,7 +607,7 @@ def test_bench_of_a_geometry(
     small_geometries: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, picture = tmp_path / "out.jsonl", tmp_path / "x.png"
-    arguments = ["bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "2", "-n", "2",
+    arguments = ["paper bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "2", "-n", "2",
                  "--table", "all", "-p", "12,20", "--json", str(out), "--nu", "2"]  # fmt: skip
     assert run([*arguments, "--reference", "paper-m3-ultra"]) == 0
     text = capsys.readouterr().out
@@ -749,7 +750,8 @@ def test_bench_without_a_translator_times_random_maps(
     ],
 )
 def test_bench_refuses(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", *more]) == 2
+    papers = {"--reference", "memory-budget"} & set(more)
+    assert run(["paper bench" if papers else "bench", *more]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
@@ -784,8 +786,7 @@ def test_lengths_are_timed_once_and_within_the_context(
 
 
 def test_the_help_says_what_all_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "or all of these; or healing or memory-budget, which all leaves out" in text.replace(
-        "│ ", ""
-    )
+    for verb, others in (("bench", "healing"), ("paper bench", "healing or memory-budget")):
+        assert run([verb, "--help"]) == 0
+        text = " ".join(capsys.readouterr().out.split()).replace("│ ", "")
+        assert f"or all of these; or {others}, which all leaves out" in text

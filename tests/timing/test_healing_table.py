@@ -18,7 +18,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.cli import bench_healing, run
+from benchmarks.paper.timing.reference import differences
+from kvlingo_mlx.cli import bench_healing
 from kvlingo_mlx.handover.hybrid import Native
 from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.models import capture
@@ -26,9 +27,9 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing import ceilings, derived, geometries, healing, paths, runs, tables
 from kvlingo_mlx.timing.healing import Meanwhile
 from kvlingo_mlx.timing.pairs import Pair
-from kvlingo_mlx.timing.reference import differences
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
+from tests.support.command_line import run
 from tests.support.healings import Chunk, in_a_row, noted
 
 PROMPT = tiny.random_tokens(81)
@@ -329,7 +330,7 @@ def test_work_by_hand(tmp_path: Path) -> None:
 def bench(tmp_path: Path, *more: str) -> tuple[int, Sequence[dict[str, Any]]]:
     """Run the verb; return its status and its records."""
     out = tmp_path / "out.jsonl"
-    status = run(["bench", "--table", "healing", "-n", "2", "--json", str(out), *more])
+    status = run(["paper bench", "--table", "healing", "-n", "2", "--json", str(out), *more])
     lines = out.read_text().splitlines() if out.exists() else []
     return status, [json.loads(line) for line in lines]
 

@@ -11,7 +11,7 @@ from benchmarks.paper.commands.needs import Checked
 from kvlingo_mlx.cli import carry_out
 
 NAME = "python -m benchmarks.paper"
-COMMANDS = ("reproduce", "analyze", "eval")
+COMMANDS = ("reproduce", "analyze", "eval", "bench")
 app = typer.Typer(
     name=NAME,
     help="The paper's tables and figures by label (reproduce), and what they are made of.",

@@ -1,4 +1,4 @@
-"""kvlingo-mlx bench --table memory-budget: decoding from a narrower model's cache."""
+"""``python -m benchmarks.paper bench --table memory-budget``: from a narrower model's cache."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from kvlingo_mlx.cli.output import keep, progress_bar, say, table, tell_of_machine
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.cli.bench_options import BenchOptions
-    from kvlingo_mlx.timing.memory_budget import Cell
+    from benchmarks.paper.commands.bench import PaperBenchOptions
+    from benchmarks.paper.timing.memory_budget import Cell
 
 TITLE = "Decoding under a memory budget (paper, app. of that name): {}, random weights and cache"
 COLUMNS = [
@@ -27,12 +27,12 @@ LABEL = "app:tab:budget"
 PAPERS_COLUMNS = [*COLUMNS[:5], "full (GB)", "narrowed + translator"]
 
 
-def run(options: BenchOptions, contexts: Sequence[int] | None, batches: Sequence[int]) -> None:
+def run(options: PaperBenchOptions, contexts: Sequence[int] | None, batches: Sequence[int]) -> None:
     """Measure, print the table and append the record."""
+    from benchmarks.paper.timing import memory_budget
+    from benchmarks.paper.timing.paper import STATED
+    from benchmarks.paper.timing.reference import PAPER, differences
     from kvlingo_mlx.reporting import measure
-    from kvlingo_mlx.timing import memory_budget
-    from kvlingo_mlx.timing.paper import STATED
-    from kvlingo_mlx.timing.reference import PAPER, differences
     from kvlingo_mlx.timing.tables import Clock
 
     if options.reference not in (None, PAPER):
@@ -79,7 +79,7 @@ def run(options: BenchOptions, contexts: Sequence[int] | None, batches: Sequence
 
 def _beside(cells: Sequence[Cell], otherwise: Sequence[str]) -> None:
     """Print the paper's values for the same contexts and batches, and how they were measured."""
-    from kvlingo_mlx.timing.paper import BUDGET
+    from benchmarks.paper.timing.paper import BUDGET
 
     known = [(cell.context, cell.batch) for cell in cells if (cell.context, cell.batch) in BUDGET]
     if not known:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.paper.commands.bench import BUDGET
 from benchmarks.paper.evaluation.suites import Benchmark, chosen
 from benchmarks.paper.tasks import JUDGED
-from kvlingo_mlx.arguments import Need, among, is_set, off
+from kvlingo_mlx.arguments import Need, among, but, is_set, off
 from kvlingo_mlx.cli import needs
+from kvlingo_mlx.cli.bench_options import HEALING
 from kvlingo_mlx.cli.eval_options import OWN, words
 from kvlingo_mlx.cli.needs import asks, drawn, public, written
 
@@ -70,6 +72,11 @@ def _judged(tasks: str, suite: str | None, turns: str | None) -> bool:
     return any(name in JUDGED for name in asked)
 
 
+MEMORY_BUDGET = (
+    "source target translator geometry nu quantize native_layers prompt batch "
+    "prefill_step_size plot save_timings"
+)
+
 VERBS: dict[str, tuple[Need, ...]] = {
     "analyze": (
         Need("hidden epochs", "mlp", is_set, True),
@@ -105,6 +112,28 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("seed", "data tasks", drawn, why="since the file's records are read in order"),
         Need("plot", "compare turns", lambda compare, turns: compare or is_set(turns), True,
              "which measures the times that the plot shows"),
+    ),
+    "bench": (
+        Need(MEMORY_BUDGET, "table_name", but(BUDGET), "moe-switch",
+             "whose models, maps and cache are the paper's, random"),
+        Need("quantize batch", "table_name", but(HEALING), "moe-switch",
+             "which heals one prompt behind the maps as they are"),
+        Need("batch_sizes", "table_name", among(BUDGET), BUDGET,
+             told=f"but with --table {BUDGET}; give --batch, or leave it out"),
+        Need("source target translator", "geometry", off, why="whose models and maps are random"),
+        Need("prompt", "geometry", off, why="whose models read random tokens"),
+        Need("save_timings", "geometry", off, why="whose models are random"),
+        Need("layers precision", "geometry table_name",
+             lambda geometry, table: is_set(geometry) or table == BUDGET,
+             "qwen3-4b:qwen3-30b-a3b", "and models from a folder are as they are"),
+        Need("native_layers", "table_name", but("quant"), "moe-switch", "which times no switch"),
+        Need("native_layers save_timings decode_tokens", "batch", among(1), 1,
+             "of several prompts at once"),
+        Need("decode_tokens", "table_name", among("moe-switch", "all", HEALING, BUDGET),
+             "moe-switch",
+             "which times no decoding"),
+        Need("save_timings", "table_name", among("moe-switch", "all"), "moe-switch",
+             "which does not time every way to a first token"),
     ),
     "reproduce": (
         Need("labels tiny models translators data text task_data judge steps items seeds device",

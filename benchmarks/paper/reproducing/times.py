@@ -13,9 +13,9 @@ from benchmarks.paper.reproducing.entries import Entry
 from benchmarks.paper.reproducing.results import Line, Result
 from benchmarks.paper.reproducing.tables import Table, tables
 from benchmarks.paper.reproducing.work import Work
+from benchmarks.paper.timing.laid_out import laid_out
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing.laid_out import laid_out
 
 RECORDS = "times.jsonl"
 Record = dict[str, Any]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.paper.timing.reference import Difference, Reference, Times, counterpart
 from kvlingo_mlx.timing.phases import SPEEDS
-from kvlingo_mlx.timing.reference import Difference, Reference, Times, counterpart
 from kvlingo_mlx.timing.tables import Timing
 
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.paper.timing.paper import BUDGET, LENGTHS, STATED
+from benchmarks.paper.timing.reference import differences, each
+from kvlingo_mlx.cuda.shapes import COST_PAIRS, SERVED_ROWS, TOKENS
 from kvlingo_mlx.reporting.measure import median
-from kvlingo_mlx.timing.paper import BUDGET, COST_PAIRS, LENGTHS, SERVED, STATED, TOKENS
 from kvlingo_mlx.timing.phases import SPEEDS
-from kvlingo_mlx.timing.reference import differences, each
 
 Record = Mapping[str, Any]
 
@@ -217,7 +218,7 @@ def served(records: Sequence[Record], lengths: Sequence[int] = TOKENS) -> Laid:
     """app:tab:vllm, from records of ``cuda_vllm``: time to first token / per output token (ms)."""
     times, runs = _served_times(records)
     rows: list[list[Any]] = []
-    for told, name in SERVED.items():
+    for told, name in SERVED_ROWS.items():
         found = [times.get((name, length)) for length in lengths]
         cells = [None if t is None else f"{1e3 * t[0]:.0f} / {1e3 * t[1]:.1f}" for t in found]
         rows.append([None, told, *cells])
@@ -280,7 +281,7 @@ def _speedups(
 ) -> Iterator[list[Any]]:
     """A target's points of panels (a) and (b)."""
     target = pair.split(":")[1]
-    told = next(name for name, shape in SERVED.items() if shape == target)
+    told = next(name for name, shape in SERVED_ROWS.items() if shape == target)
     for of, length in sorted(switches):
         if of != pair or (target, length) not in prefills:
             continue

@@ -53,22 +53,6 @@ STATED: dict[str, Mapping[str, Any]] = {
     },
 }
 
-# tab:cost: a part of the table, and its pairs into the smaller and into the larger model.
-TOKENS = (2048, 4096, 8192, 16384, 32768)
-COST_PAIRS = {
-    "Qwen3-0.6B/1.7B": ("qwen3-1.7b:qwen3-0.6b", "qwen3-0.6b:qwen3-1.7b"),
-    "Qwen3-4B/8B": ("qwen3-8b:qwen3-4b", "qwen3-4b:qwen3-8b"),
-}
-# app:tab:vllm: its rows, and the shapes that are served.
-SERVED = {
-    "Qwen3-0.6B": "qwen3-0.6b",
-    "Qwen3-1.7B": "qwen3-1.7b",
-    "Qwen3-4B": "qwen3-4b",
-    "Qwen3-8B": "qwen3-8b",
-    "Gemma-3-4B": "gemma-3-4b",
-    "Gemma-3-12B": "gemma-3-12b",
-    "Gemma-3-12B, 4 KV heads": "gemma-3-12b-4kv",
-}
 # The table app:tab:moespeed: milliseconds by prompt length, and tokens per second.
 LENGTHS = (64, 128, 256, 512, 1024)
 MOE_SPEED = {

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper.timing.paper import LENGTHS, MOE_SPEED, MOE_SPEED_NOTE, MOE_SPEEDS, STATED
 from kvlingo_mlx.reporting.measure import median
-from kvlingo_mlx.timing.paper import LENGTHS, MOE_SPEED, MOE_SPEED_NOTE, MOE_SPEEDS, STATED
-from kvlingo_mlx.timing.phases import HEAL, HYBRID, SPEEDS, WHOLE
+from kvlingo_mlx.timing.phases import HEAL, HYBRID, SPEEDS, WHOLE, Layers
 from kvlingo_mlx.timing.shapes import released
 
 PAPER, LABEL = "paper-m3-ultra", "app:tab:moespeed"
@@ -24,7 +24,6 @@ COMPARED = (
 STORED, STORED_AS = "translate stored", "translate bfloat16"
 BEFORE = 8  # tokens that decoding speeds were measured over before records said how many
 
-Layers = tuple[tuple[int, int], tuple[int, int]] | None  # (measured, full) for both models
 Times = Mapping[int, Mapping[str, float]]  # seconds by prompt length and phase
 
 

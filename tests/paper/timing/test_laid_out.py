@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvlingo_mlx.timing.laid_out import LABELS, laid_out
+from benchmarks.paper.timing.laid_out import LABELS, laid_out
 from tests.support import paper_tables
 
 PRINTED = {

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvlingo_mlx.cli import bench_output, run
-from kvlingo_mlx.timing import geometries, memory_budget, paper, paths, tables
-from kvlingo_mlx.timing.reference import COMPARED, Reference, load_reference
+from benchmarks.paper.commands import bench as verb
+from benchmarks.paper.commands import run
+from benchmarks.paper.timing import memory_budget, paper
+from benchmarks.paper.timing.reference import COMPARED, Reference, load_reference
+from kvlingo_mlx.timing import geometries, paths, tables
 from kvlingo_mlx.training.paper_pairs import best_of
 from tests.support import paper_tables
 
@@ -90,7 +92,7 @@ def beside(
     timing = tables.Timing(64, {name: [took] for name, took in samples.items()})
     timing.decoded = settings["decoded"]
     extrapolated = [dict.fromkeys(timing.samples, grown)]
-    kept = bench_output._beside(table, [timing], extrapolated, found, settings)
+    kept = verb.beside(table, [timing], extrapolated, found, settings)
     return " ".join(capsys.readouterr().out.split()), kept
 
 

@@ -1,0 +1,1 @@
+"""The paper's tables of times: its numbers, other runs beside ours, a memory budget."""

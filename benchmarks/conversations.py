@@ -32,9 +32,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
 import numpy as np
 

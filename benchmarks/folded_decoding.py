@@ -3,7 +3,7 @@
     python benchmarks/folded_decoding.py --layers 6 --precision float32 --json FILE
     python benchmarks/folded_decoding.py --attention --json FILE    # one global layer's, no weights
 
-What ``kvlingo-mlx bench --table memory-budget`` measures, as ratios: Gemma-3-12B's widths with
+What ``python -m benchmarks.paper bench --table memory-budget`` measures, as ratios: Gemma-3-12B's widths with
 random weights decodes from its own cache, from one of half the KV heads, and from that one through
 a head-wise translator folded into its queries and pooled values. All ways alternate within one
 run; ratios are of medians. Beside them the translator's products alone, as a part of a step, and
@@ -17,8 +17,12 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import sys
 import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
 from kvlingo_mlx.backend import mx
 

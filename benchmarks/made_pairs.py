@@ -45,6 +45,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
+
 import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
 from quality import model_folder, summary

@@ -25,9 +25,12 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
 from kvlingo_mlx.backend import mx
 

@@ -16,7 +16,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
 from kvlingo_mlx.backend import mx
 

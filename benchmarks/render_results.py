@@ -7,6 +7,11 @@ Every number on that page comes from a record, beside the command that made it.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
+
 from rendering.bench import benches, memory_budgets
 from rendering.conversations import conversations
 from rendering.guards import guards, trained_lengths

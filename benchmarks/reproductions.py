@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
+
 import numpy as np
 
 from benchmarks.paper.reproducing.entries import ENTRIES

@@ -110,7 +110,7 @@ def memory_budgets() -> str:
     columns = ["layers", "weights", "tokens", "batch", "full (tokens/s)", "narrowed", "folded",
                "translator", "full (GB)", "narrowed", "folded"]  # fmt: skip
     return "\n".join([
-        "### `kvlingo-mlx bench --table memory-budget`\n\n"
+        "### `python -m benchmarks.paper bench --table memory-budget`\n\n"
         "Gemma-3-12B's widths, random weights; the best of some samples, and the most alive.\n",
         table(columns, rows), *sources,
     ])  # fmt: skip

@@ -191,7 +191,7 @@ def evaluations() -> str:
 
 
 def analyses() -> str:
-    """What ``kvlingo-mlx analyze`` found, before anything is trained."""
+    """What ``python -m benchmarks.paper analyze`` found, before anything is trained."""
     rows, sources = [], []
     for record in records("analyze"):
         config, found = record["config"], record["results"]

@@ -244,7 +244,7 @@ FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
         (["bench", "--table", "healing", "--quantize", "8"], "--quantize has no effect with --tab"),
         (["bench", "--table", "healing", "--batch", "2"], "--batch has no effect with --table hea"),
         (["bench", "--table", "healing", "--save-timings"], "has no effect with --table healing"),
-        (["paper bench", "--table", "healing", "--batch-sizes", "1"], "but with --table memory-budget"),
+        (["paper bench", "--table", "healing", "--batch-sizes", "1"], "but with --table memory"),
         (["bench", "--layers", "2"], "--layers has no effect without --geometry"),
         (["bench", "--geometry", "a:b", "--source", "x"], "--source has no effect with --geometry"),
         (["paper bench", "--batch-sizes", "1,2"], "but with --table memory-budget; give --batch"),

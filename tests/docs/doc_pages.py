@@ -22,7 +22,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").rglob("*.md")),
-    ROOT / "benchmarks" / "paper" / "README.md",
+    *sorted((ROOT / "benchmarks" / "paper").glob("*.md")),
 ]
 RUN = ("python", "bash", "console")
 # Why a block is not run. A new reason is a decision: most blocks can be made to run.

@@ -157,7 +157,9 @@ def test_no_page_names_a_machine() -> None:
 def test_docstrings_cite_the_paper_by_title() -> None:
     """Readers of the paper's page see titles and equations, and no numbers of sections."""
     numbered = re.compile(r"(?i)\bsection \d|\bappendix [A-Z]\b")
-    files = sorted((ROOT / "kvlingo_mlx").rglob("*.py"))
+    files = [
+        p for d in ("kvlingo_mlx", "benchmarks/paper") for p in sorted((ROOT / d).rglob("*.py"))
+    ]
     assert not [file.name for file in files if numbered.search(file.read_text(encoding="utf-8"))]
 
 

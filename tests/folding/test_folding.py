@@ -30,7 +30,6 @@ from mlx_lm.models.cache import (
 import kvlingo_mlx as kv
 from benchmarks.paper.timing import memory_budget
 from kvlingo_mlx import caches, translators
-from kvlingo_mlx.cli import run
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.evaluation import lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate
@@ -49,6 +48,7 @@ from kvlingo_mlx.timing import geometries
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.linear import identity
 from tests.support import tiny
+from tests.support.command_line import run
 from tests.support.opened import quantised
 from tests.support.tiny import Case
 
@@ -760,7 +760,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     for name in (memory_budget.FULL, memory_budget.NARROW):
         shrunk = {**geometries.GEOMETRIES[name], **small}
         monkeypatch.setitem(geometries.GEOMETRIES, name, shrunk)
-    command = ["bench", "--table", "memory-budget", "--layers", "6", "-n", "1", "-p", "16384"]
+    command = ["paper bench", "--table", "memory-budget", "--layers", "6", "-n", "1", "-p", "16384"]
     assert run([*command, "--batch-sizes", "1,2", "--json", "-"]) == 0
     cells = json.loads(capsys.readouterr().out)["results"]
     assert [(cell["context"], cell["batch"]) for cell in cells] == [(16384, 1), (16384, 2)]

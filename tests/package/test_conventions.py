@@ -16,12 +16,14 @@ from tests.support import TESTS
 
 PACKAGE = Path(kvlingo_mlx.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+LAB = TESTS.parent / "benchmarks" / "paper"  # imports the package, never the other way
+BOTH = [*FILES, *sorted(LAB.rglob("*.py"))]
 # Each may import what stands before it; files of one room may import one another.
 ROOMS = """
     version errors arguments group blas backend threads
     format tokenization stage1 embedded families models translators caches remote loading
-    reporting store handover folding conversation timing evaluation fitting analysis
-    training making cuda reproducing serving cli
+    reporting store handover folding conversation timing evaluation fitting
+    training making cuda serving cli
 """.split()
 NO_MLX = (
     "version",
@@ -50,6 +52,12 @@ ON_MLX = "training/on_mlx"
 
 def room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def name_of(path: Path) -> str:
+    """A file's path within the package, or within the checkout, without its suffix."""
+    root = PACKAGE if path.is_relative_to(PACKAGE) else TESTS.parent
+    return path.relative_to(root).with_suffix("").as_posix()
 
 
 @functools.cache
@@ -84,6 +92,11 @@ def test_imports_run_one_way(path: Path) -> None:
             assert ROOMS.index(parts[1]) <= ROOMS.index(own), f"{own} imports {parts[1]}"
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_the_package_does_not_know_the_papers_tables(path: Path) -> None:
+    assert not [name for name in imports(path) if name.split(".")[0] == "benchmarks"]
+
+
 def test_no_import_circles() -> None:
     """Of files, imports within functions too; a package's own names aside."""
     names = {
@@ -116,14 +129,14 @@ def test_owners(path: Path) -> None:
         assert not names & {"mlx", "mlx_lm"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", BOTH, ids=name_of)
 def test_backend_comes_before_mlx(path: Path) -> None:
     loads = [
         name
         for name in imports(path)
         if name.split(".")[0] in ("mlx", "mlx_lm") or name.startswith("kvlingo_mlx.backend")
     ]
-    if loads and room(path) != "backend":
+    if loads and path.name != "backend.py":
         assert loads[0] == "kvlingo_mlx.backend"
 
 
@@ -246,9 +259,9 @@ def parameters_of(function: ast.FunctionDef) -> int:
     return len([a for a in named if a.arg not in ("self", "cls")])
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", BOTH, ids=name_of)
 def test_shapes_of_functions(path: Path) -> None:
-    file = path.relative_to(PACKAGE).with_suffix("").as_posix()
+    file = name_of(path)
     known = {name for names in MANY.values() for name in names}
     for function in functions(path):
         name = f"{file}.{function.name}"
@@ -261,8 +274,8 @@ def test_shapes_of_functions(path: Path) -> None:
 def test_every_reason_is_still_one() -> None:
     """None is kept for a function that has gone, or has become simpler."""
     found = {
-        f"{path.relative_to(PACKAGE).with_suffix('').as_posix()}.{function.name}"
-        for path in FILES
+        f"{name_of(path)}.{function.name}"
+        for path in BOTH
         for function in functions(path)
         if parameters_of(function) > PARAMETERS
     }

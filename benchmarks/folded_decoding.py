@@ -3,9 +3,9 @@
     python benchmarks/folded_decoding.py --layers 6 --precision float32 --json FILE
     python benchmarks/folded_decoding.py --attention --json FILE    # one global layer's, no weights
 
-What ``python -m benchmarks.paper bench --table memory-budget`` measures, as ratios: Gemma-3-12B's widths with
-random weights decodes from its own cache, from one of half the KV heads, and from that one through
-a head-wise translator folded into its queries and pooled values. All ways alternate within one
+What the paper's table of a memory budget measures, as ratios: Gemma-3-12B's widths with random
+weights decodes from its own cache, from one of half the KV heads, and from that one through a
+head-wise translator folded into its queries and pooled values. All ways alternate within one
 run; ratios are of medians. Beside them the translator's products alone, as a part of a step, and
 what came alive in decoding beyond the weights, as a multiple of the source's cache. ``--attention``
 times the attention of one layer by itself, in seconds of the processor, which other processes on

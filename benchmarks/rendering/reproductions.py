@@ -23,8 +23,8 @@ def reproductions() -> str:
     return "\n".join([
         "## The paper's tables and figures on tiny models\n",
         "`python -m benchmarks.paper --tiny` for every label that needs no vLLM: six steps a\n"
-        "training, two items a benchmark. The scores say that the way is whole, not how good a method is; a\n"
-        "label whose translators or answers an earlier one made takes less time.\n",
+        "training, two items a benchmark. The scores say that the way is whole, not how good a\n"
+        "method is; a label whose translators or answers an earlier one made takes less time.\n",
         table(["label", "maker", "numbers made", "seconds", *READERS], rows),
         *map(source, found),
     ])  # fmt: skip

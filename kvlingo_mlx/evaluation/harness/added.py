@@ -28,5 +28,9 @@ class AddedTasks:
     settings: Collection[str] = ()
     question_at: Mapping[str, str] = field(default_factory=dict)
 
+    def apart(self, files: Mapping[str, str]) -> dict[str, str]:
+        """The local files of tasks that lm-eval reads, whose examples may come out of them."""
+        return {name: file for name, file in files.items() if name not in self.readers}
+
 
 NONE = AddedTasks()

@@ -116,32 +116,30 @@ def run(
     from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
     from kvlingo_mlx.evaluation.harness.results import collect
 
-    answers: dict[str, Any] = {"enable_thinking": enable_thinking, "max_gen_toks": max_gen_toks}
+    answers = {"enable_thinking": enable_thinking, "max_gen_toks": max_gen_toks}
     contexts, read = _contexts(source_tokenizer, target, enable_thinking, make_cache)
-    way: dict[str, Any] = {"condition": condition, "point": point, "writer": writer}
-    way["question_at"] = added.question_at
+    way: dict[str, Any] = {"point": point, "writer": writer, "question_at": added.question_at}
     model = PrefixLM(
         (decode or _on_mlx())(target, read),
+        condition=condition,
         use_chat_template=apply_chat_template,
         max_length=max_length,
         responses=Responses(None if responses is None else Path(responses)),
         contexts=contexts,
         progress=progress,
-        **way,
-        **answers,
+        **(way | answers),
     )
     files = {name: str(path) for name, path in (data or {}).items()}
     with _quiet(), _seeded(seed):
         loaded = _loaded(target, tasks, include_path, added, files, seed, metadata)
         _check_point(loaded["tasks"], point, added.question_at)
-        numbers = _check_tasks(loaded["tasks"], items or {}, unsafe_code)
-        _set_examples(loaded["tasks"], num_fewshot, seed, _shown_from(added, files))
+        chosen = _check_tasks(loaded["tasks"], items or {}, unsafe_code) or None
+        _set_examples(loaded["tasks"], num_fewshot, seed, added.apart(files))
         asked: dict[str, Any] = {"limit": limit, "system_instruction": system_instruction}
         asked["apply_chat_template"] = model.use_chat_template
         asked["fewshot_as_multiturn"] = fewshot_as_multiturn
-        own = {"samples": numbers or None, "confirm_run_unsafe_code": unsafe_code}
-        evaluated = _evaluated(model, loaded, **own, **asked)
-    examples = {"items": numbers or None, "seed": seed, "num_fewshot": num_fewshot}
+        evaluated = _evaluated(model, loaded, chosen, unsafe_code, **asked)
+    examples = {"items": chosen, "seed": seed, "num_fewshot": num_fewshot}
     where = {"data": files, "max_length": model.max_length, "switch_at": point}
     named: dict[str, Any] = {"condition": condition, "target": target.name}
     named["settings"] = asked | answers | examples | where
@@ -205,10 +203,13 @@ def _on_mlx() -> Callable[..., Decoder]:
     return MLXDecoder
 
 
-def _evaluated(model: Any, loaded: Mapping[str, Any], **options: Any) -> Any:
+def _evaluated(
+    model: Any, loaded: Mapping[str, Any], chosen: Any, unsafe_code: bool, **options: Any
+) -> Any:
     """lm-eval's results without its bootstrap, which starts processes; we add our own errors."""
     from lm_eval.evaluator import evaluate
 
+    options |= {"samples": chosen, "confirm_run_unsafe_code": unsafe_code}
     return evaluate(lm=model, task_dict=loaded, bootstrap_iters=0, **options)
 
 
@@ -265,11 +266,6 @@ def _check_point(tasks: Mapping[str, Any], point: str, question_at: Mapping[str,
                 f"{name} scores given answers, so no reasoning precedes them; leave out trace, or "
                 "take a task whose answers are written"
             )
-
-
-def _shown_from(added: AddedTasks, files: Mapping[str, str]) -> dict[str, str]:
-    """The local files of the tasks that lm-eval reads, which may show examples."""
-    return {name: file for name, file in files.items() if name not in added.readers}
 
 
 def _set_examples(

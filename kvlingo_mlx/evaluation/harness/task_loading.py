@@ -54,8 +54,7 @@ def load_tasks(
         manager = ours if name in added.names else theirs
         if name not in manager.all_tasks:
             raise ValueError(_unknown(name, [*added.names, *manager.all_tasks]))
-        local = None if name in added.readers else data.get(name)
-        loaded = _load(name, manager, local)
+        loaded = _load(name, manager, added.apart(data).get(name))
         group = loaded.get("groups", {}).get(name)
         found += [group] if group is not None else loaded["tasks"].values()
     return ours.load(found)

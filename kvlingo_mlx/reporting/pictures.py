@@ -88,7 +88,8 @@ def save_all(figures: Mapping[Path, Any], title: str = "") -> None:
 
 def _drawn(figure: Any, kind: str) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind, dpi=DPI)
+    # As large as all that is drawn: a text longer than its axes would be cut at the edge.
+    figure.savefig(buffer, format=kind, dpi=DPI, bbox_inches="tight")
     return buffer.getvalue()
 
 

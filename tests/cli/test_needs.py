@@ -68,7 +68,8 @@ ALWAYS = {
                   "allow_mismatch json_file",
     "paper analyze": "source target data translator capture documents tokens random_init cka mlp "
                "heads seed plot json_file",
-    "bench": "table_name prompt_tokens num_trials time_limit json_file",
+    "bench": "table_name geometry nu prompt_tokens num_trials time_limit prefill_step_size plot "
+             "json_file",
     "paper bench": "table_name prompt_tokens num_trials time_limit reference json_file",
     "paper reproduce": "listing room json_file",
 }  # fmt: skip
@@ -78,7 +79,8 @@ STATES = {
     "kind": ("linear", "mlp"),
     "objective": ("kl", "ce", "mixed"),
     "tasks": ("continuation", "needles", "gsm8k", "repliqa", "recall"),
-    "table_name": ("quant", "switch", "moe-switch", "all", "healing", "memory-budget"),
+    "table_name": ("quant", "switch", "moe-switch", "all", "healing"),
+    "paper bench table_name": ("quant", "moe-switch", "all", "healing", "memory-budget"),
     "strategy": ("native", "accelerator"),
     "assignment": ("x.json", "relative_depth", "r2"),
     "task_data": ("quac=x", "gsm8k=x"),
@@ -111,7 +113,8 @@ def words(verb: str, parameter: Any) -> list[list[str]]:
     if parameter.is_flag:
         return [[], [name], *([parameter.secondary_opts[0]] for _ in parameter.secondary_opts)]
     texts = {"int": ("0", "1", "3"), "float": ("0", "0.5")}.get(
-        annotation(verb, parameter.name), STATES.get(parameter.name, TEXTS)
+        annotation(verb, parameter.name),
+        STATES.get(f"{verb} {parameter.name}", STATES.get(parameter.name, TEXTS)),
     )
     ways = [[name, text] for text in texts]
     twice = [[name, "a=x", name, "b=y"]] if parameter.multiple else []

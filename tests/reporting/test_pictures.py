@@ -17,7 +17,7 @@ from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.timing import figures as of_timing
 from tests.support.command_line import run
 
-pytest.importorskip("matplotlib")
+matplotlib_image = pytest.importorskip("matplotlib.image")
 
 
 def ticks(axis: Any) -> list[str]:
@@ -85,6 +85,25 @@ def test_heads_are_drawn_as_layers_are() -> None:
     for axes in of_analysis.cka(report).axes[:2]:
         assert (axes.get_xlabel(), axes.get_ylabel()) == ("source layer", "target layer")
         assert axes.images[0].get_clim() == (0, 1)
+
+
+def edge(picture: Path) -> np.ndarray:
+    """The outermost pixels of a picture."""
+    image = matplotlib_image.imread(picture)
+    return np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
+
+
+def test_no_text_is_cut(tmp_path: Path) -> None:
+    """Nothing is drawn at a picture's edge, however long a label is; without our saving it is."""
+    found = HeadAlignment(grid=np.full((4, 2), 0.5), diagonal=0.5, null=(0.5, 0.01), p=0.4)
+    report: Any = SimpleNamespace(heads={"closed form": dict.fromkeys(("keys", "values"), found)})
+    long = pictures.figure(2.0, 2.0)
+    long.add_subplot().set(ylabel="a label that is longer than its axes are high " * 2)
+    for name, figure in (("heads", of_analysis.heads(report)), ("long", long)):
+        figure.savefig(tmp_path / f"{name}-cut.png")
+        pictures.save(figure, tmp_path / f"{name}.png")
+        assert (edge(tmp_path / f"{name}-cut.png") != 1).any()
+        assert (edge(tmp_path / f"{name}.png") == 1).all()
 
 
 def mean(value: float) -> Any:

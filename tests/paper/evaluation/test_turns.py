@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
-from benchmarks.paper.commands import run
 from benchmarks.paper.evaluation import turn_records, turn_scores, turns
 from benchmarks.paper.evaluation.turn_records import coqa_f1, read_talks
 from benchmarks.paper.evaluation.turn_scores import Benchmark, Held
@@ -27,7 +26,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import tiny
-from tests.support.command_line import fails
+from tests.support.command_line import fails, run
 from tests.support.identity import identity_of
 
 STORY = "Anna lives in Paris. The code of Ben is C2."
@@ -391,7 +390,7 @@ def test_a_written_history_is_divided_between_the_two(
 
 ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
 THERE, BACK = (str(TRANSLATORS / "--".join(pair)) for pair in itertools.permutations(ENDS))
-PAIR = ["eval", "--source", ENDS[0], "--target", ENDS[1], "--turns"]
+PAIR = ["paper eval", "--source", ENDS[0], "--target", ENDS[1], "--turns"]
 
 
 def test_translators_are_told_apart_by_their_models() -> None:
@@ -557,7 +556,7 @@ def test_bad_input(
     fails([*PAIR, *options], told, capsys) if "a=" + THERE not in options else None
     if "a=" + THERE in options:
         said = [word for word in options if word != "a=" + THERE]
-        assert run(["eval", "a=" + THERE, *PAIR[1:], *said]) == 2
+        assert run(["paper eval", "a=" + THERE, *PAIR[1:], *said]) == 2
         assert told in capsys.readouterr().err
 
 
@@ -565,8 +564,8 @@ def test_two_tokenizers_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], folders: dict[str, Path]
 ) -> None:
     file = written(tmp_path / "one.json", COQA)
-    line = ["eval", "--source", str(folders["dense"]), "--target", ENDS[1], "--turns", "coqa:2",
-            "--task-data", f"coqa={file}"]  # fmt: skip
+    pair = ["--source", str(folders["dense"]), "--target", ENDS[1]]
+    line = ["paper eval", *pair, "--turns", "coqa:2", "--task-data", f"coqa={file}"]
     fails(line, "--turns compares ways that need one", capsys)
 
 

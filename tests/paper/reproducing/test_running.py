@@ -227,7 +227,7 @@ def test_one_process_works_in_a_room(room: Path, work: Work) -> None:
     with alone(work.room):
         words = ["reproduce", "fig:prefixhist", "--tiny", "--room", str(room)]
         done = subprocess.run(
-            [sys.executable, "-m", "kvlingo_mlx.cli", *words], capture_output=True, text=True
+            [sys.executable, "-m", "benchmarks.paper", *words], capture_output=True, text=True
         )
     assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("error: ")
     assert str(os.getpid()) in done.stderr

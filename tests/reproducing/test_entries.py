@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("lm_eval")
+
 from kvlingo_mlx.evaluation.suites import BASE, PAPER
 from kvlingo_mlx.reproducing.cells import Cell, cell_of, said_by
 from kvlingo_mlx.reproducing.entries import BY_LABEL, ENTRIES, FAR, LARGE, MIXTURE, SMALL

@@ -30,6 +30,8 @@ pytest.register_assert_rewrite("tests.support")  # before it is imported
 from tests.support import plain_models, tiny  # noqa: E402
 from tests.support.opened import Opener, quantised  # noqa: E402
 
+pytest_plugins = ["tests.support.extras"]
+
 
 def pytest_configure() -> None:
     gc.disable()

@@ -6,8 +6,9 @@ translator must equal the float one; and random ones, unpacked here word by word
 
 from __future__ import annotations
 
-import gc
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ from tests.support.kinds import (
     to_config,
     to_device,
 )
+from tests.support.processes import WITHOUT_TORCH
 
+ROOT = Path(__file__).parents[2]
 GROUP = 64
 MATRICES = ("weight", "w1", "w2")
 each_width = pytest.mark.parametrize("bits", [8, 4])
@@ -244,9 +247,24 @@ def test_sizes(form: Form, bits: int, batched: bool) -> None:
     assert translator.nbytes == sum(taken.values())
 
 
-@each_layout
-def test_no_float_copy_is_kept(batched: bool) -> None:
-    """MLX's own account: what stays is the packed size, and no more than a group at a time."""
+MEASURE = """
+import sys
+
+from kvlingo_mlx.backend import mx
+
+from tests.translators.test_quantize import built_of_eight
+
+for bits in (None, 8, 4):
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    translator = built_of_eight(bits, sys.argv[1] == "batched")
+    print(translator.nbytes, mx.get_active_memory() - before, mx.get_peak_memory() - before)
+    del translator
+"""
+
+
+def built_of_eight(bits: int | None, batched: bool) -> Translator:
+    """A translator of 16 matrices of 256 by 256."""
     data = config_json(Form(), 1)
     layers = [layer_json(i, 4, 64, 64) for i in range(8)]
     for end in ("source", "target"):
@@ -255,21 +273,21 @@ def test_no_float_copy_is_kept(batched: bool) -> None:
     rng = np.random.default_rng(0)
     names = [f"{side}.{t}.weight" for side in SIDES for t in range(8)]
     arrays = {name: rng.normal(size=(256, 256)).astype(np.float32) for name in names}
-    weights = Weights("float32", arrays)
+    return build(to_config(data), Weights("float32", arrays), batched=batched, quantize=bits)
+
+
+@each_layout
+def test_no_float_copy_is_kept(batched: bool) -> None:
+    """MLX's own account, in a process that holds nothing else: what stays is the packed size."""
+    words = [sys.executable, "-c", WITHOUT_TORCH + MEASURE, "batched" if batched else "apart"]
+    there = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     matrix = 256 * 256 * 4
     grown = {}
-    for bits in (None, 8, 4):
-        gc.collect()
-        mx.synchronize()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        translator = build(to_config(data), weights, batched=batched, quantize=bits)
-        grown[bits] = mx.get_active_memory() - before
-        peak = mx.get_peak_memory() - before
-        assert translator.nbytes <= grown[bits] <= translator.nbytes * 1.1  # buffers are rounded up
-        if bits is not None:
-            assert peak < translator.nbytes + (8 if batched else 1) * matrix * 2
-        del translator
+    for bits, line in zip((None, 8, 4), there.stdout.splitlines(), strict=True):
+        size, grown[bits], peak = map(int, line.split())
+        assert size <= grown[bits] <= size * 1.1  # buffers are rounded up
+        if bits is not None:  # no more than a group at a time
+            assert peak < size + (8 if batched else 1) * matrix * 2
     assert grown[None] == pytest.approx(16 * matrix, rel=0.1)
     assert grown[8] == pytest.approx(16 * matrix * 9 / 32, rel=0.1)
     assert grown[4] == pytest.approx(16 * matrix * 5 / 32, rel=0.1)

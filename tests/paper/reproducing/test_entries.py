@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("lm_eval")
+
 from benchmarks.paper.evaluation.suites import BASE, PAPER
 from benchmarks.paper.reproducing.cells import Cell, cell_of, said_by
 from benchmarks.paper.reproducing.entries import BY_LABEL, ENTRIES, FAR, LARGE, MIXTURE, SMALL

@@ -15,6 +15,8 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 import pytest
 
+pytest.importorskip("lm_eval")
+
 from benchmarks.paper.commands import run
 from benchmarks.paper.evaluation import seeds
 from benchmarks.paper.reproducing import scores, tiny_data, trained
@@ -105,7 +107,6 @@ def test_what_is_refused(
 
 def test_scores_are_those_of_the_suite_and_controls_collapse(work: Work) -> None:
     """The package's own trained translators, given: the target's answers, and none of a control."""
-    pytest.importorskip("lm_eval")
     given = work.room.parent / "given"
     names = "tiny-qwen3-s--tiny-qwen3-l"
     for form, wrong in (("mixing", False), ("mixed_loss", True)):
@@ -164,7 +165,6 @@ def test_a_deeper_stand_in_says_the_same(tmp_path: Path) -> None:
 
 
 def test_tiny_records_are_read_by_every_benchmark(work: Work) -> None:
-    pytest.importorskip("lm_eval")
     from benchmarks.paper.evaluation import suite_runs, suites
 
     files = tiny_data.written(work)

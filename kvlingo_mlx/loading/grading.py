@@ -57,16 +57,18 @@ class Recall:
         known = self.native - self.hidden
         return 0 if known < KNOWN else _rank((self.translated - self.hidden) / known, KEEPS, LOSES)
 
+    @property
+    def kept(self) -> str:
+        """What the translation keeps, in words."""
+        of = "the facts" if self.facts is None else f"{self.facts} facts"
+        return f"keeps {self._count(self.translated)} of {of}"
+
+    def _count(self, share: float) -> str:
+        return f"{share:.0%}" if self.facts is None else str(round(share * self.facts))
+
     def __str__(self) -> str:
-        ways = {"": self.translated, "the target itself": self.native, "no prefix": self.hidden}
-        if self.facts is None:
-            kept, own, hidden = (f"{share:.0%}" for share in ways.values())
-            return f"keeps {kept} of the facts (the target itself {own}, without the prefix {hidden})"
-        kept, own, hidden = (round(share * self.facts) for share in ways.values())
-        return (
-            f"keeps {kept} of {self.facts} facts (the target itself {own}, without the prefix "
-            f"{hidden})"
-        )
+        native, hidden = self._count(self.native), self._count(self.hidden)
+        return f"{self.kept} (the target itself {native}, without the prefix {hidden})"
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,9 @@ class Apart:
         if len(found) < 2:
             return None
         return cls(GUARD, statistics.mean(found), statistics.stdev(found))
+
+    def __str__(self) -> str:
+        return f"a KL of {self.mean:.2f} (spread {self.spread:.2f}) over {self.tokens} tokens"
 
     def limit(self, tokens: int) -> float:
         """The largest mean over so many tokens that is nothing unusual.
@@ -208,7 +213,10 @@ def _rank(share: float, works: float, some: float) -> int:
 def recall_of(hits: Sequence[Sequence[bool]]) -> Recall | None:
     """Recall, from whether the translated, the native and no cache spell each value."""
     count = len(hits)
-    return Recall(*(sum(way) / count for way in zip(*hits, strict=True)), count) if count else None
+    if not count:
+        return None
+    translated, native, hidden = (sum(way) / count for way in zip(*hits, strict=True))
+    return Recall(translated, native, hidden, count)
 
 
 def own_data(data: str, kls: Sequence[Sequence[float]]) -> OwnData | None:
@@ -241,9 +249,13 @@ def _number(value: Any) -> float | None:
 def _recall(left: Any) -> Recall | None:
     """Read a stored recall; provenance is untrusted and may hold anything."""
     found: Mapping[str, Any] = left if isinstance(left, dict) else {}
-    shares = [_number(found.get(name)) for name in ("translated", "native", "hidden")]
-    facts = found.get("facts") if type(found.get("facts")) is int else None
-    return None if None in shares else Recall(*(s for s in shares if s is not None), facts)
+    translated, native, hidden = (
+        _number(found.get(name)) for name in ("translated", "native", "hidden")
+    )
+    if translated is None or native is None or hidden is None:
+        return None
+    facts = found.get("facts")
+    return Recall(translated, native, hidden, facts if type(facts) is int else None)
 
 
 def _own(left: Any) -> OwnData | None:

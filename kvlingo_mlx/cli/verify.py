@@ -129,7 +129,7 @@ def _run_models(
         found = replace(found, receipt=replace(found.receipt, own=receipt.own))
     mine = found.receipt
     for title, here, left in (
-        ("KL, nats a token", mine.kl, receipt and receipt.kl),
+        ("KL, nats per token", mine.kl, receipt and receipt.kl),
         ("same first choice", mine.top1, receipt and receipt.top1),
     ):
         beside = ", no receipt" if left is None else f", receipt {left:.4f}"

@@ -52,6 +52,7 @@ from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.version import __version__
 
 Progress = Callable[[int, int], None]
+MANY = 16 * JUDGES  # records, from which on some are kept from fitting
 
 
 @checked
@@ -103,7 +104,7 @@ def fit(
         solving: Called with (maps solved, number of maps); with little memory some maps are solved
             before the samples are read again.
         judging: Called with (conversations done, number of conversations), for the receipt: the
-            bundled ones, and a few of ``samples`` that nothing is fitted on where there are 64.
+            bundled ones, and a few of ``samples`` that nothing is fitted on where there are 128.
 
     Raises:
         ValueError: An argument is bad, no sample is usable, or there are fewer tokens than a map
@@ -207,16 +208,15 @@ def _kept_apart(
 ) -> tuple[list[Mapping[str, Any] | Sample], HeldOut | None]:
     """The records to fit on, and samples of others, which are none of these.
 
-    The last usable ones are kept, of the last eighth of many records.
+    The last usable ones are kept, where there are many.
     """
-    few = len(records) // JUDGES
-    if few < JUDGES:
+    if len(records) < MANY:
         return records, None
     context = min(source.context_length, target.context_length)
     ends = target.tokenizer, context, other_tokenizer(source.tokenizer, target.tokenizer)
     kept: list[Mapping[str, Any] | Sample] = []
     samples: list[Sample] = []
-    for number in range(len(records), len(records) - few, -1):
+    for number in range(len(records), len(records) // 2, -1):
         record = records[number - 1]
         if record not in kept and len(kept) < JUDGES:
             found = HeldOut.of(name, to_samples([record], *ends, number)).samples

@@ -372,11 +372,7 @@ def model_card(config: TranslatorConfig, weights: Weights, grade: str | None = N
         f"- kind: {config.form}, captured {config.capture.replace('_', '-')}",
         f"- source layers per target layer: {config.nu_told}",
         f"- parameters: {weights.size:,} in {weights.dtype}",
-        *(
-            f"- {key}: {_card_value(value)}"
-            for key, value in told.items()
-            if key not in OF_MODELS
-        ),
+        *(f"- {key}: {_card_value(value)}" for key, value in told.items() if key not in OF_MODELS),
         "",
         "```",
         f"kvlingo-mlx generate --prefill-model {config.source.name} \\",

@@ -54,8 +54,15 @@ class Recall:
     @property
     def rank(self) -> int:
         """An index into ``GRADES``, by the facts kept beyond those that hiding the prefix keeps."""
-        known = self.native - self.hidden
-        return 0 if known < KNOWN else _rank((self.translated - self.hidden) / known, KEEPS, LOSES)
+        if not self.known:
+            return 0
+        share = (self.translated - self.hidden) / (self.native - self.hidden)
+        return _rank(share, KEEPS, LOSES)
+
+    @property
+    def known(self) -> bool:
+        """Whether the target itself recalls enough to judge by; NaN is judged."""
+        return not self.native - self.hidden < KNOWN
 
     @property
     def kept(self) -> str:
@@ -68,7 +75,8 @@ class Recall:
 
     def __str__(self) -> str:
         native, hidden = self._count(self.native), self._count(self.hidden)
-        return f"{self.kept} (the target itself {native}, without the prefix {hidden})"
+        few = "" if self.known else ": too few to judge by"
+        return f"{self.kept} (the target itself {native}, without the prefix {hidden}{few})"
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Recall:
         return f"keeps {self._count(self.translated)} of {of}"
 
     def _count(self, share: float) -> str:
-        return f"{share:.0%}" if self.facts is None else str(round(share * self.facts))
+        return f"{share:.0%}" if self.facts is None else f"{share * self.facts:.0f}"
 
     def __str__(self) -> str:
         native, hidden = self._count(self.native), self._count(self.hidden)

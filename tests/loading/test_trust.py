@@ -20,15 +20,20 @@ from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.embedded.bundled import NAME
 from kvlingo_mlx.embedded.dialogues import for_fitting
+from kvlingo_mlx.evaluation import conditions, verification
+from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.loading import grading, notes
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.serving.policy import Policy
+from kvlingo_mlx.serving.settings import Settings
+from kvlingo_mlx.tokenization.samples import HeldOut, Sample, to_samples
 from tests.support import hybrid_models, tiny
 from tests.support.random_samples import samples
 from tests.support.translator_folders import arrays_of, config_json, to_config
 
+Make = Callable[[str, Any], Path]
 PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
 PROMPT = list(range(5, 45))
 
@@ -120,6 +125,127 @@ def test_grades(kl: float, hidden: float | None, word: str) -> None:
     assert receipt.grade == word and str(receipt).startswith(word)
 
 
+OWN = {"data": "mine.jsonl", "conversations": 8, "hidden_kl": 1.0}
+GRADED: list[tuple[float, tuple[float, float, float], float | None, str]] = [
+    (0.01, (0.0, 1.0, 0.0), None, "useless"),  # the cache looks right, and no fact is kept
+    (0.4, (1.0, 1.0, 0.0), None, "better than nothing"),
+    (0.6, (1.0, 1.0, 0.0), None, "useless"),
+    (0.01, (0.875, 1.0, 0.0), None, "works"),
+    (0.01, (0.75, 1.0, 0.0), None, "better than nothing"),
+    (0.01, (0.125, 1.0, 0.0), None, "better than nothing"),
+    (0.01, (0.125, 1.0, 0.125), None, "useless"),  # which is also guessed
+    (0.01, (0.5, 0.5, 0.0), None, "works"),  # all that the target itself recalls
+    (0.01, (0.0, 0.25, 0.0), None, "works"),  # by its KL: the target itself recalls too little
+    (0.01, (1.0, 1.0, 0.0), 0.05, "works"),
+    (0.01, (1.0, 1.0, 0.0), 0.3, "better than nothing"),
+    (0.01, (1.0, 1.0, 0.0), 0.7, "useless"),
+    (0.4, (1.0, 1.0, 0.0), 0.7, "useless"),
+    (0.01, (float("nan"), 1.0, 0.0), None, "useless"),
+    (0.01, (1.0, 1.0, 0.0), float("nan"), "useless"),
+]
+
+
+def planted(kl: float, recall: tuple[float, float, float], own: float | None) -> dict[str, Any]:
+    names = ("translated", "native", "hidden")
+    told = {"recall": {**dict(zip(names, recall, strict=True)), "facts": 8}}
+    more = {} if own is None else {"own": {**OWN, "kl": own}}
+    return {"prompts": NAME, "kl": kl, "top1": 0.9, "hidden_kl": 1.0, **told, **more}
+
+
+@pytest.mark.parametrize(("kl", "recall", "own", "word"), GRADED)
+def test_a_grade_is_the_worst_of_all_that_was_measured(
+    kl: float, recall: tuple[float, float, float], own: float | None, word: str
+) -> None:
+    left = planted(kl, recall, own)
+    config = dataclasses.replace(to_config(config_json()), provenance={"receipt": left})
+    found = grading.receipt_of(config)
+    assert found is not None and found.grade == grading.grade_of(config) == word
+    assert found.to_json() == {**left, "native_layers": 0} or "nan" in repr(left)
+    kept = "nan" if recall[0] != recall[0] else round(8 * recall[0])
+    assert f"{word}: keeps {kept} of 8 facts (the target itself {round(8 * recall[1])}, " in str(
+        found
+    )
+    assert (": too few to judge by)" in str(found)) == (recall[1] < 0.5)
+    assert ("on 8 held-out conversations of mine.jsonl (1.0000 " in str(found)) == (own is not None)
+
+
+def test_receipts_of_shares_alone_are_read() -> None:
+    """Those of version 0.1 count no facts, and nothing of them is invented."""
+    left = planted(0.01, (0.875, 1.0, 0.0), None)
+    del left["recall"]["facts"]
+    config = dataclasses.replace(to_config(config_json()), provenance={"receipt": left})
+    found = grading.receipt_of(config)
+    assert found is not None and found.grade == "works"
+    assert "keeps 88% of the facts (the target itself 100%, without the prefix 0%)" in str(found)
+
+
+@pytest.mark.parametrize("own", [3, [], {}, {**OWN, "kl": "low"}, {**OWN, "kl": 1, "data": 3}])
+def test_a_strangers_figures_of_own_data_may_be_anything(own: Any) -> None:
+    left = planted(0.01, (1.0, 1.0, 0.0), None) | {"own": own}
+    config = dataclasses.replace(to_config(config_json()), provenance={"receipt": left})
+    found = grading.receipt_of(config)
+    assert found is not None and found.own is None and found.grade == "works"
+
+
+@pytest.mark.parametrize(
+    ("kl", "recall", "own", "way"),
+    [(0.01, 0.0, None, "reread"), (0.4, 1.0, None, "translate"), (0.6, 1.0, None, "reread"),
+     (0.01, 1.0, 0.7, "reread"), (0.01, 1.0, 0.3, "translate")],
+)  # fmt: skip
+def test_a_server_rereads_by_the_one_grade(
+    make: Make, models: dict[str, LanguageModel], kl: float, recall: float, own: float | None,
+    way: str,
+) -> None:  # fmt: skip
+    make("mine", planted(kl, (recall, 1.0, 0.0), own))
+    both = {"dense": models["dense"], "moe": models["moe"]}
+    settings = Settings(models={name: model.name for name, model in both.items()})
+    found = Policy(both, settings).ways["dense", "moe"]
+    assert found.strategy == way and f"keeps {round(8 * recall)} of 8 facts" in found.why
+
+
+def test_what_a_fit_is_measured_on_is_not_fitted_on(models: dict[str, LanguageModel]) -> None:
+    """Of many records the last few that are of use are kept, with all that are like them."""
+    many = samples(130, 20)
+    kept = many[-8:]
+    fit = importlib.import_module("kvlingo_mlx.fitting")
+    rest, own = fit._kept_apart(
+        [*many[:5], many[-1], *many[5:]], "x", models["dense"], models["moe"]
+    )
+    assert own is not None and own.data == "x" and set(own.samples) == set(kept)
+    assert rest == many[:-8]
+    assert fit._kept_apart(many[:127], "x", models["dense"], models["moe"]) == (many[:127], None)
+
+
+def test_own_data_are_measured_beside_the_dialogues() -> None:
+    """The same figures by another way to each cache; long samples are cut, and read within."""
+    source, target = (kv.load(kv.zoo(name)) for name in PAIR)
+    translator = kv.load_translator("--".join(PAIR))
+    talks = [{"messages": talk.conversation()} for talk in for_fitting(3, facts=(12, 20))]
+    whole = list(to_samples(talks, target.tokenizer, 4096))
+    assert all(len(sample.prefix) > 256 for sample in whole)
+    own = HeldOut.of("mine.jsonl", whole)
+    assert [len(s.prefix) for s in own.samples] == [256] * 3
+    assert all((s.prefix + s.continuation) == (w.prefix + w.continuation)[:288]
+               for s, w in zip(own.samples, whole, strict=True))  # fmt: skip
+    seen: list[tuple[int, int]] = []
+    left = verification.receipt(source, target, translator, own=own,
+                                progress=lambda *numbers: seen.append(numbers))  # fmt: skip
+    assert left is not None and seen == [(n, 11) for n in range(1, 12)]
+    makers = [make(*ends) for make, ends in (
+        (conditions.native, [target]), (conditions.hidden, [target]),
+        (conditions.translated, [source, target, translator]))]  # fmt: skip
+    kls = []
+    for sample in own.samples:
+        native, *others = ([*predicted(target, make, sample)] for make in makers)
+        kls.append([per_token(native, way, sample.continuation).kl.mean() for way in others])
+    hidden, kl = np.mean(kls, axis=0)
+    assert left["own"] == {"data": "mine.jsonl", "conversations": 3,
+                           "kl": pytest.approx(kl, rel=1e-4),
+                           "hidden_kl": pytest.approx(hidden, rel=1e-4)}  # fmt: skip
+    alone = verification.receipt(source, target, translator)
+    assert alone is not None and {**left, "own": None} == {**alone, "own": None}
+
+
 def with_receipt(folder: Path, receipt: Any, out: Path) -> Path:
     """A copy of a translator under another receipt; None is none."""
     config, weights = translator_folder.read(folder)
@@ -179,9 +305,6 @@ def test_a_fit_leaves_a_receipt_that_verify_agrees_with(
 
 def receipt(kl: float, **others: Any) -> dict[str, Any]:
     return {"prompts": NAME, "kl": kl, "top1": 0.9, "hidden_kl": 20 * kl, **others}
-
-
-Make = Callable[[str, Any], Path]
 
 
 @pytest.fixture

@@ -119,10 +119,7 @@ def fit(
     Warns:
         KVLingoWarning: The data have few tokens for the unknowns; it says how many suffice.
     """
-    name = "the data"
-    if isinstance(samples, str | os.PathLike):
-        name, samples = Path(samples).name, read_jsonl(samples)
-    records = list(samples)
+    records, name = _records(samples)
     source, target = load_pair(source, target)
     norm = norm_named(norm)
     method = assignment if isinstance(assignment, str) else None
@@ -161,8 +158,7 @@ def fit(
         "mlx": version("mlx"),
         "date": time.strftime("%Y-%m-%d"),
         **facts_of_models({"source": source, "target": target}),
-        **({} if own is None else {"held_out": len(own.samples)}),
-        **_receipt(source, target, fitted, own, group, judging or (lambda *numbers: None)),
+        **_receipt((source, target, fitted), own, group, judging),
     }
     told = dataclasses.replace(work.config, provenance=provenance)
     return dataclasses.replace(fitted, config=told)
@@ -200,6 +196,15 @@ def _config(
     return config
 
 
+def _records(
+    samples: Iterable[Mapping[str, Any] | Sample] | str | os.PathLike[str],
+) -> tuple[list[Mapping[str, Any] | Sample], str]:
+    """What to fit on, as a list, and the data's name."""
+    if isinstance(samples, str | os.PathLike):
+        return [*read_jsonl(samples)], Path(samples).name
+    return list(samples), "the data"
+
+
 def _kept_apart(
     records: list[Mapping[str, Any] | Sample],
     name: str,
@@ -227,21 +232,24 @@ def _kept_apart(
 
 
 def _receipt(
-    source: LanguageModel,
-    target: LanguageModel,
-    fitted: Translator,
+    models: tuple[LanguageModel, LanguageModel, Translator],
     own: HeldOut | None,
     group: Group,
-    judging: Progress,
+    judging: Progress | None,
 ) -> dict[str, Any]:
-    """The translator's receipt on the bundled conversations, if these models can read them."""
+    """The translator's receipt, if these models can read the bundled conversations.
+
+    Beside it the number of records that nothing was fitted on.
+    """
+    kept = {} if own is None else {"held_out": len(own.samples)}
+    tell = judging or (lambda *numbers: None)
     try:
-        found = receipt(source, target, fitted, group=group, own=own, progress=judging)
-        return {} if found is None else {"receipt": found}
+        found = receipt(*models, group=group, own=own, progress=tell)
+        return kept if found is None else {**kept, "receipt": found}
     except (KVLingoError, ValueError) as problem:
         if group.leads:
             warnings.warn(f"the fit leaves no receipt: {problem}", KVLingoWarning, stacklevel=3)
-        return {}
+        return kept
 
 
 def _again(

@@ -63,7 +63,7 @@ def command(options: FitOptions) -> None:
         translator_folder.check_destination(options.out)
         if not options.force:
             translator_folder.check_free(options.out)
-    records = read_jsonl(options.data)
+    records = len(read_jsonl(options.data))  # refused before models are loaded
     models = load_pair(options.source, options.target)
     translator = _fit(options, models, records)
     ends = translator.config.source.layers, translator.config.target.layers
@@ -74,7 +74,7 @@ def command(options: FitOptions) -> None:
         return
     folder = translator.save(options.out, overwrite=options.force)
     made = translator.config.provenance
-    skipped = len(records) - made["samples"]
+    skipped = records - made["samples"] - made.get("held_out", 0)
     say(
         f"wrote {folder}: {translator.num_parameters:,} parameters from {made['samples']} samples"
         + (f" ({skipped} skipped: not usable)" if skipped else "")
@@ -87,19 +87,20 @@ def command(options: FitOptions) -> None:
 
 
 def _fit(
-    options: FitOptions, models: tuple[LanguageModel, LanguageModel], records: list
+    options: FitOptions, models: tuple[LanguageModel, LanguageModel], records: int
 ) -> Translator:
     from kvlingo_mlx.fitting import fit
 
-    with progress_bar("fitting", len(records)) as step:
+    with progress_bar("fitting", records) as step:
         return fit(
             *models,
-            records,
+            options.data,
             **options.some("norm capture nu head_mixing state_maps ridge"),
             assignment=_assignment(options.assignment, *models),
             memory=int(options.memory_gb * 2**30),
             progress=lambda done, total: step(done, total, "fitting: reading samples"),
             solving=lambda done, total: step(done, total, "fitting: solving maps"),
+            judging=lambda done, total: step(done, total, "fitting: measuring the receipt"),
         )
 
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kvlingo_mlx.store.importing import Imported
 
 
+PROMPT = "My sister Emma lives in Lima and her cat is called Otto. Where does Emma live?"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions(Options):
     path_or_hub_id: str = argument(
@@ -94,8 +97,10 @@ def command(options: ImportOptions) -> None:
 
 def _say_what_to_try(done: Imported) -> None:
     from kvlingo_mlx import embedded
+    from kvlingo_mlx.loading.translators import name_of
 
-    source, target = done.config.source.name, done.config.target.name
-    words = ["generate", "--source", source, "--target", target, "--translator", str(done.folder)]
-    line = shlex.join(["kvlingo-mlx", *words, "--no-thinking", "--prompt", embedded.EXAMPLE])
-    say(printable(f"try: {line}"))
+    ends = done.config.source.name, done.config.target.name
+    words = ["generate", "--source", ends[0], "--target", ends[1], "--prompt"]
+    words += [embedded.EXAMPLE, "--no-thinking"] if {*ends} <= {*embedded.zoo_names()} else [PROMPT]
+    words += ["--translator", name_of(done.folder) or str(done.folder)]
+    say(printable(f"try: {shlex.join(['kvlingo-mlx', *words])}"))

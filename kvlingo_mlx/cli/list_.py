@@ -29,7 +29,8 @@ def command(options: ListOptions) -> None:
 
     With --source or --target only those that take these models.
     """
-    from kvlingo_mlx.loading.translators import how_to_get, store
+    from kvlingo_mlx.loading import advice
+    from kvlingo_mlx.loading.translators import store
     from kvlingo_mlx.store.listing import stored
 
     every = options.source is None and options.target is None
@@ -38,7 +39,7 @@ def command(options: ListOptions) -> None:
     for title, embedded in ((f"in {store()}:", False), ("with the package:", True)):
         here = [s for s in found if s.embedded == embedded and s.problem is None]
         if here or every:
-            none = f"{title} none yet; `kvlingo-mlx import` puts one there"
+            none = f"{title} none yet; {advice.to_get('A', 'B')}"
             say(printable(title if here else none))
         for s in here:
             say(printable(f"  {s.path.name}"))
@@ -48,7 +49,7 @@ def command(options: ListOptions) -> None:
             warn(f"{s.path} cannot be used: {s.problem}")
     if not every and all(s.problem is not None for s in found):
         ends = options.source or "A", options.target or "B"
-        say(printable(f"no translator from {ends[0]} to {ends[1]} is here; {how_to_get(*ends)}"))
+        say(printable(f"no translator from {ends[0]} to {ends[1]} is here; {advice.to_get(*ends)}"))
     results = [{**vars(s), "path": str(s.path)} for s in found]
     keep(options.json_file, "list", {"store": str(store())}, results)
 
@@ -69,11 +70,11 @@ def _takes(name: str | None) -> Callable[[ModelSpec], bool]:
 
 
 def _facts(stored: Stored) -> list[str]:
-    grade, recovered, layers = stored.grade, stored.recovered, stored.native_layers
+    layers = stored.native_layers
     native = stored.tuned or (f"{layers} native layers" if layers else None)
     return [
         f"{stored.source} to {stored.target}",
-        grade if recovered is None else f"{grade} ({max(recovered, 0):.0%} recovered)",
+        stored.grade if stored.recall is None else f"{stored.grade} ({stored.recall})",
         *([] if native is None else [native]),
         stored.kind,
         stored.date or "no date",

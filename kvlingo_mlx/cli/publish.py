@@ -28,7 +28,7 @@ def command(options: PublishOptions) -> None:
     upload = publishing.prepare(folder, repo)
     receipt = receipt_of(upload.config)
     if receipt is None or receipt.grade != GRADES[0]:
-        warn(f"{folder} is {said_of(upload.config)}")
+        warn(f"the grade of {folder} is {said_of(upload.config)}")
     if upload.left_out:
         warn(f"left out, since they are no files of a translator: {', '.join(upload.left_out)}")
     ready = publishing.has_token() and not options.dry_run

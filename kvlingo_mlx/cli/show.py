@@ -52,7 +52,7 @@ def command(options: ShowOptions) -> None:
 def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
     from kvlingo_mlx.format import translator_folder
     from kvlingo_mlx.format.maps import flops_of
-    from kvlingo_mlx.format.translator_config import OF_MODELS, unfoldable
+    from kvlingo_mlx.format.translator_config import unfoldable
     from kvlingo_mlx.loading.grading import said_of
 
     config, weights = translator_folder.read(folder)
@@ -77,8 +77,21 @@ def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
         "grade": said_of(config),
         "digest": translator_folder.digest(config, weights),
         **({"fitted on": ", ".join(fitted)} if fitted else {}),
-        **{name: fact for name, fact in config.provenance.items() if name not in OF_MODELS},
+        **_rest(config),
     }
+
+
+def _rest(config: TranslatorConfig) -> dict[str, Any]:
+    """Its provenance; what the rows above say in words, only a record holds."""
+    from kvlingo_mlx.format.translator_config import OF_MODELS
+    from kvlingo_mlx.loading.grading import receipt_of
+
+    rest = {name: fact for name, fact in config.provenance.items() if name not in OF_MODELS}
+    if (receipt := receipt_of(config)) is not None:
+        usual = "" if receipt.guard is None else f"; a guard takes {receipt.guard} for usual"
+        told = f"same first choice at {receipt.top1:.4f} of the tokens{usual}"
+        rest["receipt"] = Told(rest["receipt"], told)
+    return rest
 
 
 def _quantised_facts(config: TranslatorConfig, weights: Weights, bits: int) -> dict[str, Any]:

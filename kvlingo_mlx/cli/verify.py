@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -125,6 +125,8 @@ def _run_models(
     rows["conversations"] = f"{found.samples}, with {found.tokens} tokens to predict"
     if layers:
         rows["native layers"] = f"{layers}, the number in its receipt"
+    if receipt is not None:  # of data that are not here; they count
+        found = replace(found, receipt=replace(found.receipt, own=receipt.own))
     mine = found.receipt
     for title, here, left in (
         ("KL, nats per token", mine.kl, receipt and receipt.kl),
@@ -132,9 +134,10 @@ def _run_models(
     ):
         beside = ", no receipt" if left is None else f", receipt {left:.4f}"
         rows[title] = Told(here, f"{here:.4f}{beside}")
-    rows["KL, prefix hidden"] = Told(mine.hidden_kl, f"{mine.hidden_kl:.4f}")
-    rows["recovered"] = Told(mine.recovered, f"{mine.recovered:.4f} of the hidden prefix's KL")
+    rows["KL without the prefix"] = Told(mine.hidden_kl, f"{mine.hidden_kl:.4f}")
     if mine.recall is not None:
-        rows["recall"] = str(mine.recall).removeprefix("recall ")
+        rows["facts"] = str(mine.recall)
+    if mine.own is not None:
+        rows["by its receipt"] = str(mine.own)
     rows["grade"] = mine.grade
     return found, receipt

@@ -17,12 +17,13 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.format.translator_folder import read_config
 from kvlingo_mlx.handover.guarding import check_reference
 from kvlingo_mlx.handover.hybrid import check_first_layers
-from kvlingo_mlx.loading import sharding
+from kvlingo_mlx.loading import advice, sharding
 from kvlingo_mlx.loading.notes import tell, tell_of_grade
 from kvlingo_mlx.loading.pairing import check_one_tokenizer, check_positions, matches
 from kvlingo_mlx.loading.translators import (
     find_translator,
     folder_of,
+    known_by,
     load_translator,
     resolve_translator,
 )
@@ -70,7 +71,9 @@ class Directions:
         """Assign a translator to the directions that it serves; exact matches come first."""
         config = read_config(translator) if isinstance(translator, Path) else translator.config
         if len(by_tokenizer(self._models.values())) == 1:
-            check_one_tokenizer(config, "a conversation of one tokenizer")
+            check_one_tokenizer(
+                config, "a conversation of models of one tokenizer", "leave this translator out"
+            )
         tolerance = self._rules.allow_mismatch and not exact
         pairs = [
             (a, b)
@@ -202,14 +205,16 @@ class Directions:
         pairs = list(itertools.permutations(self._models, 2))
         for pair in pairs:
             if isinstance(found := self.stored(*pair), Path):
-                tell_of_grade(read_config(found))
-        missing = [f"from {a} to {b}" for a, b in pairs if self.stored(a, b) is None]
+                tell_of_grade(read_config(found), *known_by(found))
+        missing = [pair for pair in pairs if self.stored(*pair) is None]
         if missing and self._rules.on_missing == "error":
-            told = f"there is no translator {', none '.join(missing)}: switching so will fail"
+            listed = ", none ".join(f"from {a} to {b}" for a, b in missing)
+            told = f"there is no translator {listed}: switching so will fail"
+            first = advice.to_get(*(self._models[name].name for name in missing[0]))
             tell(
                 f"{told} {[model.name for model in self._models.values()]}",
-                f"{told}; make one with `kvlingo-mlx fit`, or let the model read what is missing "
-                "with on_missing='reprefill' (--on-missing reprefill)",
+                f"{told}; {first}, or let the model read what is missing with "
+                "on_missing='reprefill' (--on-missing reprefill)",
             )
 
     @property

@@ -31,9 +31,10 @@ from kvlingo_mlx.handover import guarding
 from kvlingo_mlx.handover.guarding import Guarded, Watch
 from kvlingo_mlx.handover.healing import IDLE_S, Interleaved, Pace
 from kvlingo_mlx.handover.sampling import Choice
-from kvlingo_mlx.loading import sharding
+from kvlingo_mlx.loading import advice, sharding
 from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.notes import tell, tell_of_length
+from kvlingo_mlx.loading.translators import name_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished, unit, working
 from kvlingo_mlx.tokenization.alignment import TokenAlignment
@@ -406,7 +407,7 @@ class Exchange:
         """Append one step of a plan, ``more`` tokens of another line; nothing is waited for."""
         translator = self.directions.translator(source.name, line.name)
         assert translator is not None
-        tell_of_length(translator.config, step.stop + 1)
+        tell_of_length(translator.config, step.stop + 1, name_of(translator.path))
         step_size = self.rules.step_size
         if step.alignment is not None:
             assert isinstance(line, PositionedLine)
@@ -587,7 +588,6 @@ def _timed(steps: Steps) -> Generator[None, None, float]:
 def no_translator(source: Line, target: Line) -> MissingTranslatorError:
     return MissingTranslatorError(
         f"no translator from {source.name} ({source.model.name}) to {target.name} "
-        f"({target.model.name}): pass one in translators, make one with `kvlingo-mlx fit`, "
-        "or let the model read what is missing with on_missing='reprefill' "
-        "(--on-missing reprefill)"
+        f"({target.model.name}); {advice.to_get(source.model.name, target.model.name)}, or let the "
+        "model read what is missing with on_missing='reprefill' (--on-missing reprefill)"
     )

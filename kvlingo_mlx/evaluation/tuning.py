@@ -28,6 +28,7 @@ from kvlingo_mlx.evaluation.probes import Task
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.handover.healing import check_models
 from kvlingo_mlx.handover.hybrid import Native
+from kvlingo_mlx.loading import advice
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import by_name, find_translator, resolve_translator
 from kvlingo_mlx.models import capture
@@ -95,7 +96,7 @@ def translator_of(
     else:
         place = by_name(given)
     found = resolve_translator(place, source, target, allow_mismatch=allow_mismatch)
-    check_one_tokenizer(found.config, "tune")
+    check_one_tokenizer(found.config, "tune", advice.to_improve(found.config, place, False))
     return place, found
 
 
@@ -109,8 +110,8 @@ def own_folder(place: str) -> Path:
     path = Path(place)
     if not path.is_dir() or path.parent == TRANSLATORS or not os.access(path, os.W_OK):
         raise ValueError(
-            f"{place} is no folder of yours, so nothing can be kept in it; `kvlingo-mlx import "
-            f"{place} --out DIR` and give --translator DIR"
+            f"{place} is no folder of yours, so nothing can be kept in it; "
+            f"{advice.command('import', place, '--out', 'DIR')} and give --translator DIR"
         )
     others = sorted({file.name for file in path.iterdir()} - set(translator_folder.OUR_FILES))
     if others:  # the folder is replaced as a whole

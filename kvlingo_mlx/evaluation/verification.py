@@ -30,15 +30,17 @@ from kvlingo_mlx.loading.grading import (
     Apart,
     Receipt,
     cuts,
+    own_data,
     recall_of,
     receipt_of,
 )
+from kvlingo_mlx.loading.pairing import check_pair
 from kvlingo_mlx.loading.translators import store
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import recorded
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
-from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer
+from kvlingo_mlx.tokenization.samples import HeldOut, Sample, other_tokenizer
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.state_maps import StateMapped
@@ -143,54 +145,110 @@ def agreement(
     translator: Translator,
     native_layers: int = 0,
     *,
+    own: HeldOut | None = None,
     allow_mismatch: bool = False,
     group: Group = ALONE,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Agreement | None:
     """The quality of the target's continuations of the bundled conversations.
 
     The caches are translated above the first ``native_layers``, which the target reads itself: as
-    many as the receipt was measured with, whatever `tune` has chosen since. ``allow_mismatch`` is
-    as in :func:`hand_over`. The processes of a ``group`` share the conversations, and all return
-    the same. None if no conversation fits both models' contexts.
+    many as the receipt was measured with, whatever `tune` has chosen since. ``own`` are samples of
+    the user's data, measured besides. ``allow_mismatch`` is as in :func:`hand_over`. The processes
+    of a ``group`` share the conversations, and all return the same. ``progress`` is called with
+    (conversations done, number of conversations). None if no bundled one fits both contexts.
     """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)
     asked = bundled(target.tokenizer, context, other)
     if not asked:
         return None
-    make = conditions.translated(
-        source, target, translator, native_layers, allow_mismatch=allow_mismatch
-    )
+    check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
+    samples = [*(sample for sample, _ in asked), *(() if own is None else own.samples)]
+    values = [value for _, value in asked]
 
-    def measured(sample: Sample, value: tuple[int, ...]) -> list[Any]:
-        ways = _compared(target, make, sample)
-        hits = [spelled(way.best.tolist(), sample, value) for way in ways] if value else []
-        pair = source, target, translator
-        apart = [] if other else usual(*pair, sample.prefix, native_layers)
-        kls = np.array([way.kl.mean() for way in ways])
-        return [kls, ways[0].best == ways[1].best, hits, apart]
+    def measured(number: int) -> list[Any]:
+        value = values[number] if number < len(asked) else None
+        return _measured((source, target, translator), native_layers, samples[number], value)
 
-    costs = [len(sample.prefix) + len(sample.continuation) for sample, _ in asked]
-    found = _shared(group, costs, lambda number: measured(*asked[number]))
-    kls, every, hits, apart = zip(*found, strict=True)
+    costs = [len(sample.prefix) + len(sample.continuation) for sample in samples]
+    found = _shared(group, costs, measured, progress)
+    kls, every, hits, apart = zip(*found[: len(asked)], strict=True)
     kl, hidden = (float(np.mean([each[i] for each in kls])) for i in (0, 2))
     same = np.concatenate(every)
     numbers = [number for each in apart for number in each]
-    recall, usually = recall_of([each for each in hits if each]), Apart.of(numbers)
     receipt = Receipt(
-        kl, float(same.mean()), native_layers, hidden, recall, None if other else usually
+        kl,
+        float(same.mean()),
+        native_layers,
+        hidden,
+        recall_of([each for each in hits if each]),
+        None if other else Apart.of(numbers),
+        None if own is None else own_data(own.data, [row[0] for row in found[len(asked) :]]),
     )
     return Agreement(receipt, len(asked), same.size)
 
 
+def _measured(
+    models: tuple[LanguageModel, LanguageModel, Translator],
+    native_layers: int,
+    sample: Sample,
+    value: tuple[int, ...] | None,
+) -> list[Any]:
+    """The mean KL of each way to a cache, whether both choose alike, and of a bundled conversation
+    (``value`` is not None) whether each way spells the value, and what a guard measures.
+
+    The source reads the prefix once for all of these.
+    """
+    make = conditions.translated(*models, native_layers, allow_mismatch=True)
+    reading = None
+    if sample.aligned is None:
+        reading = _read(models[0], sample.prefix[:-1])
+        if native_layers < len(models[1].attentions) and not models[2].config.state_maps:
+            make = _from_states(models, native_layers, reading[0])
+    ways = _compared(models[1], make, sample)
+    kls = np.array([way.kl.mean() for way in ways])
+    hits = [spelled(way.best.tolist(), sample, value) for way in ways] if value else []
+    watched = reading is not None and value is not None
+    apart = usual(*models, sample.prefix, native_layers, reading) if watched else []
+    return [kls, ways[0].best == ways[1].best, hits, apart]
+
+
+def _read(source: LanguageModel, tokens: Sequence[int]) -> tuple[KVStates, mx.array]:
+    """What a source writes of some tokens, and its final hidden states (1, T, width)."""
+    with recorded(source) as hidden:
+        (states,) = capture.prefill(source, tokens, len(tokens))
+        mx.eval(hidden)
+    return states, hidden[0]
+
+
+def _from_states(
+    models: tuple[LanguageModel, LanguageModel, Translator], native_layers: int, states: KVStates
+) -> conditions.CacheMaker:
+    """Makes caches of a prefix that the source has read."""
+
+    def make(prefix: conditions.Prefix) -> list[Any]:
+        plan = conditions.plan_of(*models, prefix, Native(native_layers))
+        return take_over(plan, [states])
+
+    return make
+
+
 def _shared(
-    group: Group, costs: Sequence[int], measured: Callable[[int], list[Any]]
+    group: Group,
+    costs: Sequence[int],
+    measured: Callable[[int], list[Any]],
+    progress: Callable[[int, int], None],
 ) -> list[list[Any]]:
     """What is measured of each item, by all processes; what one cannot measure, none can."""
     found: dict[str, list[Any]] = {}
+    own: dict[str, list[Any]] = {}
     problem = ""
     try:
-        own = {str(number): measured(number) for number in group.share(costs)}
+        share = list(group.share(costs))
+        for number in share:
+            own[str(number)] = measured(number)
+            progress(len(own), len(share))
     except (KVLingoError, ValueError) as error:
         if group.size == 1:
             raise
@@ -208,20 +266,20 @@ def usual(
     translator: Translator,
     tokens: Sequence[int],
     native_layers: int = 0,
+    reading: tuple[KVStates, mx.array] | None = None,
 ) -> list[float]:
     """How far two models lie apart over the last tokens of a prompt, as a guard measures it.
 
     The prompt is also measured where it is cut short, since a guard meets all kinds of ends.
+    ``reading`` is what the source wrote of all tokens but the last, if it has read them.
     """
-    with recorded(source) as hidden:
-        (states,) = capture.prefill(source, tokens[:-1], len(tokens))
-        mx.eval(hidden)
+    states, hidden = reading or _read(source, tokens[:-1])
     found, native = [], Native(native_layers, tail=GUARD)
     for stop in cuts(len(tokens) - 1):
         plan = Plan(source, target, list(tokens[: stop + 1]), translator, native, guard=GUARD)
         watch = plan.watch()
         assert watch is not None
-        watch.source_read(hidden[0][0, stop - GUARD : stop])
+        watch.source_read(hidden[0, stop - GUARD : stop])
         span = states.part(0, stop - GUARD)
         if translator.config.state_maps:  # after a longer text they are others
             read = tokens[: stop - GUARD]
@@ -246,9 +304,16 @@ def receipt(
     translator: Translator,
     native_layers: int = 0,
     group: Group = ALONE,
+    own: HeldOut | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any] | None:
-    """The receipt that goes into a new translator's provenance; None if no prompt fits."""
-    found = agreement(source, target, translator, native_layers, group=group)
+    """The receipt that goes into a new translator's provenance; None if no prompt fits.
+
+    ``own`` and ``progress`` are as in :func:`agreement`.
+    """
+    found = agreement(
+        source, target, translator, native_layers, own=own, group=group, progress=progress
+    )
     if found is None:
         return None
     dtype = str(target.cache_dtype).rsplit(".", 1)[-1]
@@ -271,9 +336,9 @@ def verdict(found: Receipt, receipt: Receipt | None) -> tuple[bool, str]:
             f"{allowed:.4f}; are the models those, in the precision, that it was trained with?"
         )
     if found.grade == GRADES[-1]:
-        return True, f"{found}; is it for these models?"
+        return True, f"{found}"
     if receipt is None:
-        return True, f"{found}; it had no receipt of these conversations to compare"
+        return True, f"{found}; it had no receipt to compare"
     return True, f"as its receipt says; {found}"
 
 

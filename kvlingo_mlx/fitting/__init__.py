@@ -39,12 +39,20 @@ from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm, Hooks
 from kvlingo_mlx.stage1.selection import METHODS
 from kvlingo_mlx.tokenization.aligned_prefix import check_capture
-from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer, read_jsonl, to_samples
+from kvlingo_mlx.tokenization.samples import (
+    JUDGES,
+    HeldOut,
+    Sample,
+    other_tokenizer,
+    read_jsonl,
+    to_samples,
+)
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.version import __version__
 
 Progress = Callable[[int, int], None]
+MANY = 16 * JUDGES  # records, from which on some are kept from fitting
 
 
 @checked
@@ -63,6 +71,7 @@ def fit(
     memory: int = MEMORY,
     progress: Progress | None = None,
     solving: Progress | None = None,
+    judging: Progress | None = None,
 ) -> Translator:
     """Fit a translator in closed form (section "Training the translator", equation (3.2)).
 
@@ -94,6 +103,8 @@ def fit(
         progress: Called with (samples done, number of samples), over all passes.
         solving: Called with (maps solved, number of maps); with little memory some maps are solved
             before the samples are read again.
+        judging: Called with (conversations done, number of conversations), for the receipt: the
+            bundled ones, and a few of ``samples`` that nothing is fitted on where there are 128.
 
     Raises:
         ValueError: An argument is bad, no sample is usable, or there are fewer tokens than a map
@@ -108,9 +119,7 @@ def fit(
     Warns:
         KVLingoWarning: The data have few tokens for the unknowns; it says how many suffice.
     """
-    if isinstance(samples, str | os.PathLike):
-        samples = read_jsonl(samples)
-    records = list(samples)
+    records, name = _records(samples)
     source, target = load_pair(source, target)
     norm = norm_named(norm)
     method = assignment if isinstance(assignment, str) else None
@@ -123,6 +132,7 @@ def fit(
     group = ranks.here()
     asked = {"data": records, "options": (config.to_json(), norm, method, nu, memory, ridge)}
     group.agree(lambda: sharding.facts_of_work((source, target), **sharding.digests_of(asked)))
+    records, own = _kept_apart(records, name, source, target)
     work = ClosedForm(
         config,
         Rows(source, target),
@@ -148,7 +158,7 @@ def fit(
         "mlx": version("mlx"),
         "date": time.strftime("%Y-%m-%d"),
         **facts_of_models({"source": source, "target": target}),
-        **_receipt(source, target, fitted, group),
+        **_receipt((source, target, fitted), own, group, judging),
     }
     told = dataclasses.replace(work.config, provenance=provenance)
     return dataclasses.replace(fitted, config=told)
@@ -186,17 +196,60 @@ def _config(
     return config
 
 
+def _records(
+    samples: Iterable[Mapping[str, Any] | Sample] | str | os.PathLike[str],
+) -> tuple[list[Mapping[str, Any] | Sample], str]:
+    """What to fit on, as a list, and the data's name."""
+    if isinstance(samples, str | os.PathLike):
+        return [*read_jsonl(samples)], Path(samples).name
+    return list(samples), "the data"
+
+
+def _kept_apart(
+    records: list[Mapping[str, Any] | Sample],
+    name: str,
+    source: LanguageModel,
+    target: LanguageModel,
+) -> tuple[list[Mapping[str, Any] | Sample], HeldOut | None]:
+    """The records to fit on, and samples of others, which are none of these.
+
+    The last usable ones are kept, where there are many.
+    """
+    if len(records) < MANY:
+        return records, None
+    context = min(source.context_length, target.context_length)
+    ends = target.tokenizer, context, other_tokenizer(source.tokenizer, target.tokenizer)
+    kept: list[Mapping[str, Any] | Sample] = []
+    samples: list[Sample] = []
+    for number in range(len(records), len(records) // 2, -1):
+        record = records[number - 1]
+        if record not in kept and len(kept) < JUDGES:
+            found = HeldOut.of(name, to_samples([record], *ends, number)).samples
+            samples += found
+            kept += [record] if found else []
+    rest = [record for record in records if record not in kept]
+    return rest, HeldOut(name, tuple(samples)) if samples else None
+
+
 def _receipt(
-    source: LanguageModel, target: LanguageModel, fitted: Translator, group: Group
+    models: tuple[LanguageModel, LanguageModel, Translator],
+    own: HeldOut | None,
+    group: Group,
+    judging: Progress | None,
 ) -> dict[str, Any]:
-    """The translator's receipt on the bundled conversations, if these models can read them."""
+    """The translator's receipt, if these models can read the bundled conversations.
+
+    Beside it the number of records that nothing was fitted on.
+    """
+    kept = {} if own is None else {"held_out": len(own.samples)}
+    tell = judging or (lambda *numbers: None)
     try:
-        found = receipt(source, target, fitted, group=group)
-        return {} if found is None else {"receipt": found}
+        found = receipt(*models, group=group, own=own, progress=tell)
+        return kept if found is None else {**kept, "receipt": found}
     except (KVLingoError, ValueError) as problem:
         if group.leads:
             warnings.warn(f"the fit leaves no receipt: {problem}", KVLingoWarning, stacklevel=3)
-        return {}
+        return kept
 
 
 def _again(

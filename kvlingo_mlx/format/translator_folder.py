@@ -355,8 +355,9 @@ def _card_value(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def model_card(config: TranslatorConfig, weights: Weights) -> str:
-    """The text of the README.md in a translator folder."""
+def model_card(config: TranslatorConfig, weights: Weights, grade: str | None = None) -> str:
+    """The text of the README.md in a translator folder; a ``grade`` stands for its receipt."""
+    told = dict(config.provenance) if grade is None else {**config.provenance, "receipt": grade}
     lines = [
         "---",
         "library_name: kvlingo-mlx",
@@ -371,11 +372,7 @@ def model_card(config: TranslatorConfig, weights: Weights) -> str:
         f"- kind: {config.form}, captured {config.capture.replace('_', '-')}",
         f"- source layers per target layer: {config.nu_told}",
         f"- parameters: {weights.size:,} in {weights.dtype}",
-        *(
-            f"- {key}: {_card_value(value)}"
-            for key, value in config.provenance.items()
-            if key not in OF_MODELS
-        ),
+        *(f"- {key}: {_card_value(value)}" for key, value in told.items() if key not in OF_MODELS),
         "",
         "```",
         f"kvlingo-mlx generate --prefill-model {config.source.name} \\",

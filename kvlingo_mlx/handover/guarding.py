@@ -18,6 +18,7 @@ import numpy as np
 
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.loading import advice
 from kvlingo_mlx.loading.grading import receipt_of
 from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
@@ -125,14 +126,13 @@ def check_reference(config: TranslatorConfig) -> None:
         IncompatibleTranslatorError: It has no receipt, one of an older version, or is between two
             tokenizers.
     """
-    check_one_tokenizer(config, "guard")
+    check_one_tokenizer(config, "guard (--guard)", "leave it out")
     receipt = receipt_of(config)
     if receipt is None or receipt.guard is None:
         raise IncompatibleTranslatorError(
             f"the receipt of {config.title} does not say how far its models usually lie apart, "
-            f"which guard compares; `kvlingo-mlx verify TRANSLATOR --source {config.source.name} "
-            f"--target {config.target.name}` measures it and keeps it in your store; or leave out "
-            "guard (--guard)"
+            f"which guard compares; {advice.to_measure(config, None)} measures it, and keeps it if "
+            "the translator is in your store; or leave out guard (--guard)"
         )
 
 
@@ -141,6 +141,5 @@ def warn(config: TranslatorConfig, found: Guarded) -> None:
     tell(
         None,
         f"the translation from {config.source.name} to {config.target.name} is in doubt: {found}; "
-        "on_doubt reread lets the decode model read the prompt itself; without serve, heal lets it "
-        "read behind its answer",
+        "with on_doubt='reread' (--on-doubt reread) the target reads such a prompt itself",
     )

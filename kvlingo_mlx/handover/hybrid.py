@@ -19,6 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx import caches
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.loading import advice
 from kvlingo_mlx.models.hidden import decoder_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.parts import PIPELINE
@@ -73,10 +74,11 @@ def native_part(
     """
     most = len(config.target.layers)
     if layers == AUTO and "native_layers" not in config.provenance:
+        tune = advice.to_tune(config, None)
+        instead = f"choose them with {tune}, or give a number from 0 to {most}"
         raise ValueError(
-            f"native_layers is 'auto', but the translator from {config.source.name} to "
-            f"{config.target.name} has no tuned native layers; choose them with `kvlingo-mlx "
-            f"tune`, or give a number from 0 to {most}"
+            f"native_layers is 'auto', but {config.title} has no tuned native layers; "
+            + (instead if tune else "between two tokenizers there are none; leave it out")
         )
     chosen = config.native_layers_at(tokens) if layers in (None, AUTO) else layers
     if type(chosen) is not int or not 0 <= chosen <= most:

@@ -24,7 +24,12 @@ from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.models import Model, load, load_pair, reached
 from kvlingo_mlx.loading.notes import tell_of_length
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
-from kvlingo_mlx.loading.translators import find_translator, resolve_translator, translator_facts
+from kvlingo_mlx.loading.translators import (
+    find_translator,
+    name_of,
+    resolve_translator,
+    translator_facts,
+)
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.parts import FIRST
 from kvlingo_mlx.models.prompts import Prompt, check_tools, encode, rendering
@@ -246,7 +251,7 @@ def _planned(plan: Plan, prompt: Prompt, asked: Asked, check: Callable[[Plan], N
     plan = replace(plan, translator=translator, native=own)
     if asked.guard:
         return guarded(plan, asked.guard)
-    tell_of_length(translator.config, len(plan.tokens))
+    tell_of_length(translator.config, len(plan.tokens), name_of(translator.path))
     if translator.config.alignment is None:
         return plan
     if plan.native != Native():
@@ -291,7 +296,7 @@ def prepare_whole(
     if found is None:
         found = find_translator(*pair, allow_mismatch=mismatch, suits=suits)
     translator = resolve_translator(found, *pair, allow_mismatch=mismatch)
-    tell_of_length(translator.config, len(plan.tokens))
+    tell_of_length(translator.config, len(plan.tokens), name_of(translator.path))
     check(translator)
     return replace(plan, translator=translator)
 
@@ -355,7 +360,8 @@ def _reads_itself(plan: Plan, asked: Asked) -> bool:
     facts = translator_facts(
         asked.translator, plan.source, plan.target, allow_mismatch=asked.allow_mismatch
     )
-    check_one_tokenizer(facts.config, "strategy auto")
+    instead = "give strategy accelerator or native (--strategy)"
+    check_one_tokenizer(facts.config, "strategy auto", instead)
     native = asked.native(facts.config)
     if not replace(plan, native=native).span:
         return True  # nothing would be translated

@@ -1,9 +1,10 @@
 """How good a translator is: its receipt, and the grade that follows from it.
 
-A receipt holds what was measured on the bundled conversations (``embedded.bundled``) when a
-translator was made. Its main measure is the share recovered, 1 - KL / KL(hidden): how much of the
-cost of hiding the prefix the translation saves. Only receipts of the same conversations are
-compared.
+A receipt holds what was measured when a translator was made: on the bundled conversations
+(``embedded.bundled``) how many of the facts that they ask for are kept, and the share recovered,
+1 - KL / KL(hidden), how much of the cost of hiding the prefix the translation saves; the share also
+on conversations of the user's data that it was not made of. The grade is the worst of these. Only
+receipts of the same bundled conversations are compared.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 # enough data reach 0.72 to 0.85, with a fifth of the facts recalled; fits on three tokens reach
 # 0.17 to 0.52, with none recalled; shuffled layers reach at most 0.40.
 WORKS, SOME = 0.9, 0.5
+# The same limits of the share of facts kept: of 8 facts 7 are, and none is. Facts count where the
+# target itself recalls half of them or more: it must know what is lost.
+KEEPS, LOSES, KNOWN = 0.85, 0.1, 0.5
 # Standard deviations above the receipt's mean from which a translation is in doubt
 # (benchmarks/guard.py: detections and false alarms at each).
 UNUSUAL = 4.0
@@ -37,14 +41,64 @@ NO_RECEIPT = (
 
 @dataclass(frozen=True)
 class Recall:
-    """The shares of conversations in which every first choice spells the asked value."""
+    """The shares of conversations in which every first choice spells the asked value.
+
+    ``facts`` is their number; None in receipts of older versions.
+    """
 
     translated: float
     native: float
     hidden: float
+    facts: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """An index into ``GRADES``, by the facts kept beyond those that hiding the prefix keeps."""
+        if not self.known:
+            return 0
+        share = (self.translated - self.hidden) / (self.native - self.hidden)
+        return _rank(share, KEEPS, LOSES)
+
+    @property
+    def known(self) -> bool:
+        """Whether the target itself recalls enough to judge by; NaN is judged."""
+        return not self.native - self.hidden < KNOWN
+
+    @property
+    def kept(self) -> str:
+        """What the translation keeps, in words."""
+        of = "the facts" if self.facts is None else f"{self.facts} facts"
+        return f"keeps {self._count(self.translated)} of {of}"
+
+    def _count(self, share: float) -> str:
+        return f"{share:.0%}" if self.facts is None else f"{share * self.facts:.0f}"
 
     def __str__(self) -> str:
-        return f"recall {self.translated:.2f} (native {self.native:.2f}, hidden {self.hidden:.2f})"
+        native, hidden = self._count(self.native), self._count(self.hidden)
+        few = "" if self.known else ": too few to judge by"
+        return f"{self.kept} (the target itself {native}, without the prefix {hidden}{few})"
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """What was measured on conversations of the user's data that the translator was not made of.
+
+    Attributes:
+        data: The data's name.
+        conversations: How many.
+        kl, hidden_kl: As in :class:`Receipt`.
+    """
+
+    data: str
+    conversations: int
+    kl: float
+    hidden_kl: float
+
+    def __str__(self) -> str:
+        return (
+            f"KL {self.kl:.4f} on {self.conversations} held-out conversations of {self.data} "
+            f"({self.hidden_kl:.4f} without the prefix)"
+        )
 
 
 @dataclass(frozen=True)
@@ -68,6 +122,9 @@ class Apart:
         if len(found) < 2:
             return None
         return cls(GUARD, statistics.mean(found), statistics.stdev(found))
+
+    def __str__(self) -> str:
+        return f"a KL of {self.mean:.2f} (spread {self.spread:.2f}) over {self.tokens} tokens"
 
     def limit(self, tokens: int) -> float:
         """The largest mean over so many tokens that is nothing unusual.
@@ -98,6 +155,7 @@ class Receipt:
     hidden_kl: float | None = None
     recall: Recall | None = None
     guard: Apart | None = None
+    own: OwnData | None = None
 
     @property
     def recovered(self) -> float | None:
@@ -105,43 +163,76 @@ class Receipt:
 
         1 is the native cache, 0 is no cache.
         """
-        if self.hidden_kl is None:
-            return None
-        return 1.0 - self.kl / self.hidden_kl if self.hidden_kl > 0 else -math.inf
+        return None if self.hidden_kl is None else _recovered(self.kl, self.hidden_kl)
 
     @property
     def grade(self) -> str:
         """One of ``GRADES``; ``UNGRADED`` if an older receipt has no KL of the hidden prefix."""
         if (share := self.recovered) is None:
             return UNGRADED
-        if share >= WORKS:
-            return GRADES[0]
-        return GRADES[1] if share >= SOME else GRADES[2]  # NaN, too, is useless
+        ranks = [_rank(share, WORKS, SOME)]
+        if self.recall is not None:
+            ranks.append(self.recall.rank)
+        if self.own is not None:
+            ranks.append(_rank(_recovered(self.own.kl, self.own.hidden_kl), WORKS, SOME))
+        return GRADES[max(ranks)]
+
+    @property
+    def reasons(self) -> str:
+        """What was measured, and on what, in one line."""
+        if self.hidden_kl is None:
+            return (
+                f"its receipt (KL {self.kl:.4f}) is of an older version, which did not measure the "
+                "KL without the prefix"
+            )
+        recall = "" if self.recall is None else f"{self.recall} and has "
+        own = "" if self.own is None else f"; {self.own}"
+        return (
+            f"{recall}KL {self.kl:.4f} in the bundled dialogues ({self.hidden_kl:.4f} without the "
+            f"prefix){own}"
+        )
 
     def __str__(self) -> str:
         """The grade and its reasons, in one line."""
-        if self.hidden_kl is None or self.recovered is None:
-            return (
-                f"{UNGRADED}: its receipt (KL {self.kl:.4f}) is of an older version, which did not "
-                "measure what hiding the prefix costs; `kvlingo-mlx verify` with both models does"
-            )
-        share = f"{100 * self.recovered:.0f} %" if self.recovered > 0 else "nothing"
-        beside = "" if self.recall is None else f", {self.recall}"
-        return (
-            f"{self.grade}: it recovers {share} of what hiding the prefix costs (KL {self.kl:.4f}, "
-            f"hidden {self.hidden_kl:.4f}{beside})"
-        )
+        return f"{self.grade}: {self.reasons}"
 
     def to_json(self) -> dict[str, Any]:
         """The receipt as a translator's provenance stores it."""
-        kept = {name: value for name, value in asdict(self).items() if value is not None}
-        return {"prompts": NAME, **kept}
+        return {"prompts": NAME, **_without_none(asdict(self))}
+
+
+def _without_none(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_none(value) if isinstance(value, dict) else value
+        for name, value in found.items()
+        if value is not None
+    }
+
+
+def _recovered(kl: float, hidden_kl: float) -> float:
+    return 1.0 - kl / hidden_kl if hidden_kl > 0 else -math.inf
+
+
+def _rank(share: float, works: float, some: float) -> int:
+    """An index into ``GRADES``; that of NaN is the last."""
+    return 0 if share >= works else 1 if share >= some else 2
 
 
 def recall_of(hits: Sequence[Sequence[bool]]) -> Recall | None:
     """Recall, from whether the translated, the native and no cache spell each value."""
     count = len(hits)
-    return Recall(*(sum(way) / count for way in zip(*hits, strict=True))) if count else None
+    if not count:
+        return None
+    translated, native, hidden = (sum(way) / count for way in zip(*hits, strict=True))
+    return Recall(translated, native, hidden, count)
+
+
+def own_data(data: str, kls: Sequence[Sequence[float]]) -> OwnData | None:
+    """From each conversation's KL from the translated, the native and no cache; None of none."""
+    if not kls:
+        return None
+    kl, _, hidden_kl = (float(sum(way) / len(kls)) for way in zip(*kls, strict=True))
+    return OwnData(data, len(kls), kl, hidden_kl)
 
 
 def receipt_of(config: TranslatorConfig) -> Receipt | None:
@@ -155,9 +246,8 @@ def receipt_of(config: TranslatorConfig) -> Receipt | None:
         return None
     if not 0 <= layers <= len(config.target.layers):
         return None
-    return Receipt(
-        kl, top1, layers, hidden_kl, _recall(left.get("recall")), _apart(left.get("guard"))
-    )
+    recall, guard, own = (left.get(name) for name in ("recall", "guard", "own"))
+    return Receipt(kl, top1, layers, hidden_kl, _recall(recall), _apart(guard), _own(own))
 
 
 def _number(value: Any) -> float | None:
@@ -167,8 +257,23 @@ def _number(value: Any) -> float | None:
 def _recall(left: Any) -> Recall | None:
     """Read a stored recall; provenance is untrusted and may hold anything."""
     found: Mapping[str, Any] = left if isinstance(left, dict) else {}
-    shares = [_number(found.get(name)) for name in ("translated", "native", "hidden")]
-    return None if None in shares else Recall(*(share for share in shares if share is not None))
+    translated, native, hidden = (
+        _number(found.get(name)) for name in ("translated", "native", "hidden")
+    )
+    if translated is None or native is None or hidden is None:
+        return None
+    facts = found.get("facts")
+    return Recall(translated, native, hidden, facts if type(facts) is int else None)
+
+
+def _own(left: Any) -> OwnData | None:
+    """Read what was measured on the user's data from a stored receipt."""
+    found: Mapping[str, Any] = left if isinstance(left, dict) else {}
+    data, count = found.get("data"), found.get("conversations")
+    kl, hidden_kl = (_number(found.get(name)) for name in ("kl", "hidden_kl"))
+    if type(data) is not str or type(count) is not int or kl is None or hidden_kl is None:
+        return None
+    return OwnData(data, count, kl, hidden_kl)
 
 
 def watched(tokens: int, prefix: int) -> int:
@@ -194,16 +299,23 @@ def _apart(left: Any) -> Apart | None:
     return Apart(tokens, mean, spread) if mean >= 0 and spread >= 0 else None
 
 
+def grade_of(config: TranslatorConfig) -> str:
+    """A translator's grade by its receipt; ``UNGRADED`` also if `tune` chose native layers.
+
+    A receipt does not count layers that were chosen after it was measured.
+    """
+    receipt = receipt_of(config)
+    counts = receipt is not None and config.native_layers <= receipt.native_layers
+    return receipt.grade if receipt is not None and counts else UNGRADED
+
+
 def said_of(config: TranslatorConfig) -> str:
     """A translator's grade by its receipt, in one line."""
-    receipt = receipt_of(config)
-    tuned = "" if (found := tuned_of(config)) is None else f"; {found}"
-    if receipt is not None:
-        return f"{receipt}{tuned}"
-    return (
-        f"{UNGRADED}: it has no receipt of the bundled conversations ({NAME}); `kvlingo-mlx "
-        f"verify` with both models measures it{tuned}"
-    )
+    receipt, tuned = receipt_of(config), tuned_of(config)
+    told = f"{receipt}" if receipt else f"{UNGRADED}: it has no receipt of the bundled dialogues"
+    if receipt is None or receipt.grade == UNGRADED:
+        told += "; `kvlingo-mlx verify` with both models measures it"
+    return told if tuned is None else f"{told}; {tuned}"
 
 
 def tuned_of(config: TranslatorConfig) -> str | None:

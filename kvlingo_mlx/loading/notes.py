@@ -10,10 +10,9 @@ from kvlingo_mlx.errors import KVLingoWarning, printable
 from kvlingo_mlx.format import misread
 from kvlingo_mlx.format.projections import ROUNDED, SAME
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
-from kvlingo_mlx.loading.grading import GRADES, UNGRADED, receipt_of
+from kvlingo_mlx.loading import advice
+from kvlingo_mlx.loading.grading import GRADES, UNGRADED, grade_of, receipt_of
 from kvlingo_mlx.models.language_model import LanguageModel
-
-VERIFY = "`kvlingo-mlx verify TRANSLATOR --source {} --target {}`"
 
 _told: set[str] = set()
 
@@ -40,7 +39,7 @@ def tell_of_pair(config: TranslatorConfig, source: LanguageModel, target: Langua
         KVLingoWarning: A model is of another commit with the same norms, is quantised although the
             fit used another precision, or has other projections under the same norms.
     """
-    measure = VERIFY.format(source.name, target.name) + " measures what that costs"
+    measure = f"{advice.to_measure(config, None)} measures what that costs"
     ends = (("source", config.source, source), ("target", config.target, target))
     for role, spec, model in ends:
         fitted = config.fitted_on(role)
@@ -80,41 +79,38 @@ def tell_of_misreading(model: LanguageModel) -> None:
         )
 
 
-def tell_of_grade(config: TranslatorConfig) -> None:
+def tell_of_grade(config: TranslatorConfig, name: str | None = None, own: bool = False) -> None:
     """Warn of a translator that does not work by its own receipt, or that has no grade.
+
+    ``name`` is what commands call it, and ``own`` whether `tune` may write to its folder.
 
     Warns:
         KVLingoWarning: The message gives the grade and its reasons, or says how to measure it.
             There is no warning if `tune` chose native layers, which the receipt does not count.
     """
-    receipt = receipt_of(config)
+    receipt, grade, it = receipt_of(config), grade_of(config), advice.called(config, name)
     if receipt is None or receipt.grade == UNGRADED:
-        ends = config.source.name, config.target.name
-        told = f"{config.title} is {UNGRADED}, so nothing says how much the target will recall"
-        tell(told, f"{told}; {VERIFY.format(*ends)} measures it")
-    elif receipt.grade in GRADES[1:] and config.native_layers <= receipt.native_layers:
-        told = f"{config.title} is {receipt}"
-        tell(
-            told,
-            f"{told}; `kvlingo-mlx tune --min-recall 0.9` lets the target read its first layers "
-            "itself, and `kvlingo-mlx train` or more data make a better one",
-        )
+        told = f"nobody has measured how much {it} keeps"
+        tell(told, f"{told}; {advice.to_measure(config, name)} does")
+    elif grade in GRADES[1:]:
+        told = f"{it} {'is useless' if grade == GRADES[2] else 'loses a part'}: {receipt.reasons}"
+        tell(told, f"{told}; {advice.to_improve(config, name, own)}")
 
 
-def tell_of_length(config: TranslatorConfig, num_tokens: int) -> None:
+def tell_of_length(config: TranslatorConfig, num_tokens: int, name: str | None = None) -> None:
     """Warn of a prompt longer than the longest prefix on which a translator was fitted or tested.
 
     Warns:
         KVLingoWarning: The message gives both lengths. There is no warning if the translator does
             not record the length.
     """
-    longest = config.longest_prefix
+    longest, it = config.longest_prefix, advice.called(config, name)
     if longest is not None and num_tokens - 1 > longest:
         tell(
-            f"{config.title}, {longest}",
-            f"the prompt has {num_tokens} tokens, and {config.title} was fitted and tested on "
-            f"prefixes of at most {longest}: beyond them its quality is unknown; fit it on longer "
-            "conversations, or let the decode model read the prompt (strategy native)",
+            f"{it}, {longest}",
+            f"the prompt has {num_tokens} tokens, and {it} was fitted and tested on prefixes of at "
+            f"most {longest}: beyond them its quality is unknown; fit it on longer conversations, "
+            f"or let {config.target.name} read such prompts itself",
         )
 
 

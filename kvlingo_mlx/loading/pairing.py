@@ -91,16 +91,18 @@ def check_positions(target: LanguageModel) -> None:
         )
 
 
-def check_one_tokenizer(config: TranslatorConfig, what: str) -> None:
+def check_one_tokenizer(config: TranslatorConfig, what: str, instead: str) -> None:
     """Refuse a translator between two tokenizers where ``what`` supports only one.
+
+    ``instead`` says what to do.
 
     Raises:
         IncompatibleTranslatorError: The translator is between two tokenizers.
     """
     if config.alignment is not None:
         raise IncompatibleTranslatorError(
-            f"{config.title} is between two tokenizers (alignment {config.alignment}), which "
-            f"{what} does not know; use it with generate, chat, fit, train or eval"
+            f"{what} is not available between two tokenizers, and {config.title} is between two; "
+            f"{instead}"
         )
 
 

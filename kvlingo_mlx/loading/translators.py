@@ -24,7 +24,8 @@ from kvlingo_mlx.format.maps import flops_of
 from kvlingo_mlx.format.tensor_file import MAX_FILE_BYTES
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.format.translator_folder import CONFIG_FILE, OUR_FILES, WEIGHTS_FILE
-from kvlingo_mlx.loading.grading import receipt_of
+from kvlingo_mlx.loading import advice
+from kvlingo_mlx.loading.grading import GRADES, receipt_of
 from kvlingo_mlx.loading.hub import resolve
 from kvlingo_mlx.loading.notes import tell, tell_of_grade
 from kvlingo_mlx.loading.pairing import check_pair, matches
@@ -122,6 +123,19 @@ def store() -> Path:
     return home() / "translators"
 
 
+def name_of(path: Path | None) -> str | None:
+    """What commands call a translator's folder: its name where `list` shows it, else its path."""
+    if path is None:
+        return None
+    return path.name if by_name(path.name) == str(path) else str(path)
+
+
+def known_by(path: Path | None) -> tuple[str | None, bool]:
+    """A folder's name in commands, and whether it is one of the user's that `tune` may write to."""
+    own = path is not None and path.parent != TRANSLATORS and os.access(path, os.W_OK)
+    return name_of(path), own
+
+
 def stored_translators() -> Iterator[Path]:
     """All stored translator folders: the user's store, newest first, then the package's.
 
@@ -193,31 +207,28 @@ def _advice(source: LanguageModel, target: LanguageModel, one_tokenizer: bool) -
             check_layers(target.geometry.layers, target.name)
         except UnsupportedModelError as error:
             return f"none can be made: {error}"
-    return how_to_get(source.name, target.name)
-
-
-def how_to_get(source: str, target: str) -> str:
-    """What to type where a pair has no translator."""
-    return (
-        f"make one with `kvlingo-mlx fit --source {source} --target {target} --data FILE.jsonl "
-        "--out DIR`, or get one with `kvlingo-mlx import PATH_OR_HUB_ID`"
-    )
+    return advice.to_get(source.name, target.name)
 
 
 def _best(found: Sequence[tuple[Path, TranslatorConfig]]) -> Path:
     """The translator with the best receipt among several of one pair, given newest first.
 
-    The receipts are of the same conversations read by the same target, so the lower KL is the
-    better one. A receipt of other conversations counts as none, and none is worse than any.
+    The receipts are of the same conversations read by the same target, so of one grade the lower
+    KL is the better one. A receipt of other conversations counts as none, worse than any.
     """
 
-    def kl(config: TranslatorConfig) -> float:
+    def worth(config: TranslatorConfig) -> tuple[bool, float]:
         receipt = receipt_of(config)
-        return math.inf if receipt is None else receipt.kl
+        if receipt is None:
+            return True, math.inf
+        return receipt.grade == GRADES[-1], receipt.kl
 
-    path, config = min(found, key=lambda pair: kl(pair[1]))  # of equal ones, the newest
+    def kl(config: TranslatorConfig) -> float:
+        return worth(config)[1]
+
+    path, config = min(found, key=lambda pair: worth(pair[1]))  # of equal ones, the newest
     others = [pair for pair in found if pair[0] != path]
-    equal = [other for other, theirs in others if kl(theirs) == kl(config)]
+    equal = [other for other, theirs in others if worth(theirs) == worth(config)]
     silent = [other for other, theirs in others if math.isinf(kl(theirs))]
     ends = f"of {len(found)} stored translators from {config.source.name} to {config.target.name}"
     if equal and math.isinf(kl(config)):
@@ -228,7 +239,8 @@ def _best(found: Sequence[tuple[Path, TranslatorConfig]]) -> Path:
         told = f"{ends} {path} is used; {silent[0]} has no receipt to be compared by"
     else:
         return path
-    tell(told, f"{told}; `kvlingo-mlx verify` measures one, `kvlingo-mlx list` shows all")
+    measure = advice.to_measure(config, name_of(silent[0] if silent else path))
+    tell(told, f"{told}; {measure} measures one, {advice.command('list')} shows all")
     return path
 
 
@@ -263,7 +275,7 @@ def resolve_translator(
     if not isinstance(translator, Translator):
         translator = load_translator(translator, quantize=quantize)
     check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
-    tell_of_grade(translator.config)
+    tell_of_grade(translator.config, *known_by(translator.path))
     return translator
 
 
@@ -292,7 +304,7 @@ def _cut(
         translator_folder.check_sizes(path, config, weights)
         digest = translator_folder.digest(config, weights)
     check_pair(config, source, target, allow_mismatch=allow_mismatch)
-    tell_of_grade(config)
+    tell_of_grade(config, *known_by(path))
     if config.alignment is not None:
         spread = source if target.part is None else target
         raise UnsupportedModelError(

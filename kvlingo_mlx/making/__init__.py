@@ -21,6 +21,8 @@ from kvlingo_mlx.training.recipe import require
 
 __all__ = ["Made", "Told", "pair"]
 
+TUNING = "choosing native layers", "leave out --max-kl and --min-recall (max_kl, min_recall)"
+
 
 @checked
 def pair(
@@ -78,7 +80,7 @@ def pair(
     ends = load_pair(source, target)
     task = None
     if (max_kl, min_recall) != (None, None):
-        check_one_tokenizer(make_config(*ends, TrainingPlan()), "choosing native layers")
+        check_one_tokenizer(make_config(*ends, TrainingPlan()), *TUNING)
         task = dialogues(*ends, seed)
     names = {"source": ends[0].name, "target": ends[1].name}
     asked = {**names, "data": list(sources), "minutes": minutes, "nu": nu, "seed": seed}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvlingo_mlx.conversation.directions import Directions
 from kvlingo_mlx.conversation.rules import Rules
 from kvlingo_mlx.errors import KVLingoWarning
-from kvlingo_mlx.loading.grading import SOME, receipt_of, said_of
+from kvlingo_mlx.loading.grading import GRADES, grade_of, receipt_of, said_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.settings import PairRule, Settings
 
@@ -95,8 +95,7 @@ class Policy:
             return Way("reread", "the translator has no receipt, and max_kl asks for one")
         if most is not None and receipt is not None and not receipt.kl <= most:
             return Way("reread", f"the translator's KL of {receipt.kl:.4f} is above max_kl {most}")
-        share = None if receipt is None else receipt.recovered
-        if not given and share is not None and share < SOME:
+        if not given and grade_of(translator.config) == GRADES[-1]:
             return Way("reread", f"the translator is {best.why}")
         return best
 

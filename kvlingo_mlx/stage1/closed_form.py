@@ -236,8 +236,8 @@ def check_tokens(config: TranslatorConfig, tokens: int) -> None:
     wanted = unknowns(config)
     if tokens < FEWEST * wanted:
         raise ValueError(
-            f"the data hold {tokens:,} tokens to fit on, and a map has {wanted:,} unknowns, so the "
-            f"fit would be arbitrary; give {ENOUGH * wanted:,} tokens or more"
+            f"the data hold {tokens:,} tokens to fit on, and a map has {wanted:,} inputs, so the "
+            f"fit would be arbitrary; give at least {ENOUGH * wanted:,} tokens"
         )
 
 
@@ -259,11 +259,8 @@ def shortage(config: TranslatorConfig, texts: int, tokens: int, rank: int) -> st
             f"{STATES} would do"
         )
     least = min(m.inputs for m in maps_of(config))
-    seen = f" (of which {rank:,} directions were seen)" if rank < least else ""
-    return (
-        f"{tokens:,} tokens are few for maps of {wanted:,} unknowns{seen}; {ENOUGH * wanted:,} "
-        f"({ENOUGH} for each) would do"
-    )
+    seen = f" (rank {rank:,})" if rank < least else ""
+    return f"only {tokens:,} tokens for {wanted:,} inputs{seen}: give at least {ENOUGH * wanted:,}"
 
 
 def _blocks(config: TranslatorConfig, name: str) -> list[tuple[np.ndarray, np.ndarray] | None]:

@@ -28,6 +28,7 @@ class Stored:
         kind: What its maps compute and their capture point, in words.
         grade: The grade of its receipt; ``ungraded`` if no receipt gives one.
         recovered: The share of the hidden prefix's KL that it removes, by its receipt.
+        recall: The facts that it keeps by its receipt, in words; None if it does not say.
         native_layers: How many layers the target reads itself with it, by default.
         tuned: The native layers that `tune` chose and what it measured with them, in words; None
             if it was not tuned.
@@ -43,6 +44,7 @@ class Stored:
     kind: str = ""
     grade: str = UNGRADED
     recovered: float | None = None
+    recall: str | None = None
     native_layers: int = 0
     tuned: str | None = None
     date: str | None = None
@@ -84,6 +86,7 @@ def _described(
         f"{config.form}, {config.capture}, nu {config.nu_told}",
         UNGRADED if receipt is None else receipt.grade,
         None if receipt is None else receipt.recovered,
+        None if receipt is None or receipt.recall is None else receipt.recall.kept,
         config.native_layers,
         tuned_of(config),
         date if isinstance(date, str) else None,

@@ -15,6 +15,7 @@ from kvlingo_mlx.errors import MissingTranslatorError, PublishingError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.format.translator_folder import CARD_FILE, OUR_FILES
+from kvlingo_mlx.loading.grading import said_of
 from kvlingo_mlx.loading.hub import REPO_ID
 
 
@@ -26,7 +27,7 @@ class Upload:
         folder: The translator's folder.
         config: The translator's config.
         digest: Sha256 of what the translator computes.
-        files: The content to upload by file name; a card is made if the folder has none.
+        files: The content to upload by file name; a card that nobody has changed says the grade.
         left_out: The names of other files in the folder, which are not uploaded.
     """
 
@@ -60,7 +61,9 @@ def prepare(folder: str | os.PathLike[str], repo: str) -> Upload:
     config, weights = translator_folder.read(path)
     translator_folder.check_sizes(path, config, weights)
     files: dict[str, bytes | Path] = {n: path / n for n in OUR_FILES if (path / n).is_file()}
-    files.setdefault(CARD_FILE, translator_folder.model_card(config, weights).encode())
+    written = (path / CARD_FILE).read_bytes() if CARD_FILE in files else None
+    if written in (None, translator_folder.model_card(config, weights).encode()):
+        files[CARD_FILE] = translator_folder.model_card(config, weights, said_of(config)).encode()
     left_out = tuple(sorted(set(os.listdir(path)) - set(OUR_FILES)))
     return Upload(path, config, translator_folder.digest(config, weights), files, left_out)
 

@@ -107,7 +107,7 @@ def of_models(
     models = load_pair(source or zoo("tiny-qwen3-s"), target or zoo("tiny-qwen3-moe"))
     try:
         found = {"stored": resolve_translator(translator, *models)}
-        check_one_tokenizer(found["stored"].config, "bench")
+        check_one_tokenizer(found["stored"].config, "bench", "give two models of one tokenizer")
         found |= {f"{n} bits": resolve_translator(translator, *models, quantize=n) for n in bits}
     except MissingTranslatorError:
         if translator is not None or stored:

@@ -6,6 +6,7 @@ wrapped by mlx-lm.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,9 @@ from kvlingo_mlx.tokenization.alignment import NO_END
 from kvlingo_mlx.tokenization.renderings import chat, joined_parts, text_ids, text_of
 
 MAX_PREFIX, MAX_CONTINUATION = 16_384, 2048
+# Of held-out samples a receipt reads at most so many, so much of each prefix and continuation: some
+# 2,300 tokens by each model, less than the bundled dialogues have.
+JUDGES, JUDGED, PREDICTED = 8, 256, 32
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -52,6 +56,32 @@ class Sample:
     def num_read(self) -> int:
         """The number of tokens of the longer of the two prefixes."""
         return max(len(self.prefix), len(self.source_prefix))
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Samples of the user's data that nothing is fitted or trained on, and the data's name."""
+
+    data: str
+    samples: tuple[Sample, ...]
+
+    @classmethod
+    def of(cls, data: str, samples: Iterable[Sample]) -> HeldOut:
+        """The first few of some samples, cut short, since reading them takes time.
+
+        One with a longer prefix is cut within it; between two tokenizers it is left out.
+        """
+        return cls(data, tuple(itertools.islice(filter(None, map(_cut_short, samples)), JUDGES)))
+
+
+def _cut_short(sample: Sample) -> Sample | None:
+    if sample.num_read <= (JUDGED if sample.aligned is None else 2 * JUDGED):
+        told = sample.continuation[:PREDICTED]
+        return replace(sample, continuation=told) if told else None
+    if sample.aligned is not None:
+        return None
+    whole = sample.prefix + sample.continuation
+    return Sample(whole[:JUDGED], whole[JUDGED : JUDGED + PREDICTED])
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

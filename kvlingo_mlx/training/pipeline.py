@@ -28,7 +28,7 @@ from kvlingo_mlx.stage1.closed_form import shortage
 from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.passes import ClosedForm, Hooks
 from kvlingo_mlx.stage1.selection import METHODS
-from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.checkpoints import (
     KEEP_EVERY,
     Checkpoints,
@@ -177,7 +177,7 @@ class Training:
             told = ("data", "english", "apart_from")
             own = {name: self.settings[name] for name in told if name in self.settings}
             facts = provenance_of(self.plan, self.pair, own | provenance, best, held_out, curve)
-            self._write(config, arrays, facts)
+            self._write(config, arrays, facts, held_out)
             if best is not None:
                 write_log(self.log, curve)
             shutil.rmtree(self.partial)
@@ -496,8 +496,15 @@ class Training:
         config: TranslatorConfig,
         arrays: Mapping[str, np.ndarray],
         provenance: Mapping[str, Any],
+        held_out: Sequence[Sample],
     ) -> None:
-        found = self.pair.receipt(config, arrays)
+        data = ", ".join(Path(name).name for name in self.settings.get("data", ())) or "the data"
+        found = self.pair.receipt(
+            config,
+            arrays,
+            HeldOut.of(data, held_out),
+            lambda done, total: self.progress("measuring the receipt", done),
+        )
         left = {} if found is None else {"receipt": found}
         provenance = {**provenance, "run": self._identity(config), **left}
         overwrite = self.force or self._is_ours(config)

@@ -8,7 +8,7 @@ NumPy; what a pair hands out as ``Any`` (readings, states, rows) goes back to th
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -19,7 +19,7 @@ from kvlingo_mlx.format.projections import Sketch
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.stage1.passes import Rows
-from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.objectives import Loss, Objective
 
 
@@ -159,9 +159,17 @@ class Pair(Rows, Protocol):
     # ---- the result -----------------------------------------------------------------------
 
     def receipt(
-        self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray]
+        self,
+        config: TranslatorConfig,
+        arrays: Mapping[str, np.ndarray],
+        own: HeldOut | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> dict[str, Any] | None:
-        """The quality of a translator on the bundled conversations; None if none fits."""
+        """The quality of a translator on the bundled conversations; None if none fits.
+
+        ``own`` are samples of the user's data, measured besides. ``progress`` is called with
+        (conversations done, number of conversations).
+        """
 
 
 def pair_of(source: Model, target: Model) -> Pair:

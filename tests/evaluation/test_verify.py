@@ -85,7 +85,7 @@ def test_verify_with_models(embedded: Path, capsys: pytest.CaptureFixture[str]) 
     results = json.loads(captured.out)["results"]
     assert results["KL, nats per token"] == pytest.approx(receipt["kl"], abs=1e-4)
     assert results["same first choice"] == pytest.approx(receipt["top1"])
-    assert "verdict: sound: as its receipt says; works: it recovers 99 %" in captured.err
+    assert "verdict: sound: as its receipt says; works: keeps 8 of 8 facts" in captured.err
     assert results["measured"]["grade"] == "works" and results["grade"] == "works"
     assert results["measured"]["hidden_kl"] == pytest.approx(receipt["hidden_kl"], rel=1e-4)
     assert results["measured"]["recall"] == receipt["recall"]
@@ -153,7 +153,7 @@ def test_sound_and_useless(embedded: Path, capsys: pytest.CaptureFixture[str]) -
     translator_folder.write(embedded, bare, Weights("float32", noise), overwrite=True)
     assert run(["verify", str(embedded), *BETWEEN]) == 1
     out = capsys.readouterr().out
-    assert "verdict: sound, but useless: it recovers nothing" in out
+    assert "verdict: sound, but useless: keeps 0 of 8 facts" in out
     assert "maps on the CPU" in out and "Device(" not in out
 
 
@@ -223,7 +223,12 @@ def test_what_verify_refuses(embedded: Path, capsys: pytest.CaptureFixture[str])
 
 GOOD = Receipt(0.03, 0.95, 0, 0.5)
 VERDICTS: list[tuple[Receipt, Receipt | None, bool, str]] = [
-    (GOOD, Receipt(0.03, 0.95), True, "as its receipt says; works: it recovers 94 %"),
+    (
+        GOOD,
+        Receipt(0.03, 0.95),
+        True,
+        "as its receipt says; works: KL 0.0300 in the bundled dialogues (0.5000 without",
+    ),
     (GOOD, Receipt(0.0205, 1.0), True, "as its receipt"),
     (GOOD, Receipt(0.0195, 0.95), False, "KL 0.0300, expected 0.0195 within 0.0100"),
     (GOOD, Receipt(0.05, 0.95), False, "expected 0.0500 within 0.0100"),
@@ -231,12 +236,12 @@ VERDICTS: list[tuple[Receipt, Receipt | None, bool, str]] = [
         replace(GOOD, kl=0.2),
         Receipt(0.17, 0.9),
         True,
-        "says; better than nothing: it recovers 60 %",
+        "says; better than nothing: KL 0.2000",
     ),
     (replace(GOOD, kl=0.22), Receipt(0.17, 0.9), False, "within 0.0340"),
     (GOOD, None, True, "it had no receipt"),
-    (replace(GOOD, kl=0.4), Receipt(0.4, 0.9), True, "useless: it recovers 20 %"),
-    (replace(GOOD, kl=0.5), Receipt(0.5, 0.9), True, "useless: it recovers nothing"),
+    (replace(GOOD, kl=0.4), Receipt(0.4, 0.9), True, "useless: KL 0.4000"),
+    (replace(GOOD, kl=0.5), Receipt(0.5, 0.9), True, "useless: KL 0.5000"),
     (replace(GOOD, kl=float("nan")), None, True, "useless"),
     (replace(GOOD, kl=0.4), Receipt(0.03, 0.9), False, "differs from its receipt"),
 ]

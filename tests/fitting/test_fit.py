@@ -252,7 +252,7 @@ def test_explicit_assignment_and_progress(models: dict[str, LanguageModel]) -> N
 def test_saved_translator_is_found_and_used(models: dict[str, LanguageModel], store: Path) -> None:
     source, target = models["dense"], models["wide"]
     prompt = list(range(5, 45))
-    with pytest.raises(kv.MissingTranslatorError, match="kvlingo-mlx fit .*kvlingo-mlx import"):
+    with pytest.raises(kv.MissingTranslatorError, match="kvlingo-mlx pair .*kvlingo-mlx import"):
         kv.generate(source, target, prompt)
     translator = kv.fit(source, target, samples(4, 40))
     translator.save(store / "mine")

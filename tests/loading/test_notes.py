@@ -289,10 +289,13 @@ UNKNOWN = {"kl": 0.1, "top1": 0.9, "prompts": GOOD["prompts"]}  # of an older ve
 @pytest.mark.parametrize(
     ("receipt", "expected"),
     [
-        (BAD, "is better than nothing: it recovers 60 % .*`kvlingo-mlx tune --min-recall 0.9`"),
-        (BAD | {"kl": 0.9}, "is useless: it recovers 10 %"),
-        (UNKNOWN, "is ungraded, .*`kvlingo-mlx verify TRANSLATOR --source .*dense --target .*moe`"),
-        (None, "is ungraded, .*`kvlingo-mlx verify TRANSLATOR --source .*dense --target .*moe`"),
+        (BAD, "loses a part: KL 0.4000 .*`kvlingo-mlx pair .*dense .*moe --force`"),
+        (BAD | {"kl": 0.9}, "is useless: KL 0.9000"),
+        (
+            UNKNOWN,
+            r"nobody has measured .*`kvlingo-mlx verify \w+ --source .*dense --target .*moe`",
+        ),
+        (None, r"nobody has measured .*`kvlingo-mlx verify \w+ --source .*dense --target .*moe`"),
         (GOOD, None),
     ],
     ids=["some", "useless", "old", "none", "works"],
@@ -338,7 +341,7 @@ def test_a_conversation_tells_which_translators_it_lacks(
     both = {"small": models["dense"], "large": models["moe"]}
     (text,) = told(lambda: kv.Conversation(both))
     assert "no translator from small to large, none from large to small" in text
-    assert "`kvlingo-mlx fit`" in text and "--on-missing reprefill" in text
+    assert "make one with `kvlingo-mlx pair " in text and "--on-missing reprefill" in text
     assert told(lambda: kv.Conversation(both)) == []  # once
     (text,) = told(lambda: kv.Conversation(both, [fitted]))
     assert "no translator from large to small: switching so will fail" in text

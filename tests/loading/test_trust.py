@@ -20,15 +20,20 @@ from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.embedded.bundled import NAME
 from kvlingo_mlx.embedded.dialogues import for_fitting
+from kvlingo_mlx.evaluation import conditions, verification
+from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.loading import grading, notes
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.serving.policy import Policy
+from kvlingo_mlx.serving.settings import Settings
+from kvlingo_mlx.tokenization.samples import HeldOut, Sample, to_samples
 from tests.support import hybrid_models, tiny
 from tests.support.random_samples import samples
 from tests.support.translator_folders import arrays_of, config_json, to_config
 
+Make = Callable[[str, Any], Path]
 PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
 PROMPT = list(range(5, 45))
 
@@ -56,8 +61,8 @@ def test_hardly_any_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     words = ["fit", "--source", PAIR[0], "--target", PAIR[1], "--data", str(data)]
     assert run([*words, "--out", str(tmp_path / "t")]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "tokens to fit on, and a map has 128 unknowns" in error
-    assert "give 4,096 tokens or more" in error and not (tmp_path / "t").exists()
+    assert error.count("\n") == 1 and "tokens to fit on, and a map has 128 inputs" in error
+    assert "give at least 4,096 tokens" in error and not (tmp_path / "t").exists()
 
 
 @pytest.mark.parametrize(
@@ -75,11 +80,11 @@ def test_few_tokens_are_told_with_the_number_that_would_do(
         data = samples(whole, 128) + (samples(1, rest, seed=9) if rest else [])
         return told(lambda: kv.fit(models[source], models["moe"], data, **options))
 
-    with pytest.raises(ValueError, match=f"{unknowns - 1:,} tokens .* {unknowns:,} unknowns"):
+    with pytest.raises(ValueError, match=f"{unknowns - 1:,} tokens .* {unknowns:,} inputs"):
         fit(unknowns - 1)
     (few,) = fit(unknowns)
-    assert f"{unknowns:,} tokens are few for maps of {unknowns:,} unknowns" in few
-    assert f"{32 * unknowns:,} (32 for each) would do" in few
+    assert few.startswith(f"only {unknowns:,} tokens for {unknowns:,} inputs")
+    assert few.endswith(f": give at least {32 * unknowns:,}")
     assert len(fit(32 * unknowns - 1)) == 1 and fit(32 * unknowns) == []
 
 
@@ -95,15 +100,15 @@ def test_few_states_are_told(tmp_path: Path) -> None:
     assert few.startswith("63 texts are few for maps of states") and few.endswith("64 would do")
     assert fit(64, 80, state_maps=True) == []
     (few,) = fit(20, 20, state_maps=True)
-    assert few.startswith("400 tokens are few for maps of")  # more texts would help both
+    assert few.startswith("only 400 tokens for")  # more texts would help both
 
 
 def test_the_rank_of_what_was_seen_is_told(models: dict[str, LanguageModel]) -> None:
     """The same ten tokens again and again span ten directions at most."""
     same = [Sample(tuple(range(5, 15)), (5,))] * 7
     (few,) = told(lambda: kv.fit(models["dense"], models["wide"], same))
-    seen = int(few.partition("of which ")[2].split()[0])
-    assert "70 tokens are few for maps of 64 unknowns" in few and seen <= 10
+    seen = int(few.partition("(rank ")[2].partition(")")[0])
+    assert "only 70 tokens for 64 inputs" in few and seen <= 10
 
 
 # ---- grades -------------------------------------------------------------------------------------
@@ -118,6 +123,127 @@ def test_the_rank_of_what_was_seen_is_told(models: dict[str, LanguageModel]) -> 
 def test_grades(kl: float, hidden: float | None, word: str) -> None:
     receipt = grading.Receipt(kl, 1.0, hidden_kl=hidden)
     assert receipt.grade == word and str(receipt).startswith(word)
+
+
+OWN = {"data": "mine.jsonl", "conversations": 8, "hidden_kl": 1.0}
+GRADED: list[tuple[float, tuple[float, float, float], float | None, str]] = [
+    (0.01, (0.0, 1.0, 0.0), None, "useless"),  # the cache looks right, and no fact is kept
+    (0.4, (1.0, 1.0, 0.0), None, "better than nothing"),
+    (0.6, (1.0, 1.0, 0.0), None, "useless"),
+    (0.01, (0.875, 1.0, 0.0), None, "works"),
+    (0.01, (0.75, 1.0, 0.0), None, "better than nothing"),
+    (0.01, (0.125, 1.0, 0.0), None, "better than nothing"),
+    (0.01, (0.125, 1.0, 0.125), None, "useless"),  # which is also guessed
+    (0.01, (0.5, 0.5, 0.0), None, "works"),  # all that the target itself recalls
+    (0.01, (0.0, 0.25, 0.0), None, "works"),  # by its KL: the target itself recalls too little
+    (0.01, (1.0, 1.0, 0.0), 0.05, "works"),
+    (0.01, (1.0, 1.0, 0.0), 0.3, "better than nothing"),
+    (0.01, (1.0, 1.0, 0.0), 0.7, "useless"),
+    (0.4, (1.0, 1.0, 0.0), 0.7, "useless"),
+    (0.01, (float("nan"), 1.0, 0.0), None, "useless"),
+    (0.01, (1.0, 1.0, 0.0), float("nan"), "useless"),
+]
+
+
+def planted(kl: float, recall: tuple[float, float, float], own: float | None) -> dict[str, Any]:
+    names = ("translated", "native", "hidden")
+    told = {"recall": {**dict(zip(names, recall, strict=True)), "facts": 8}}
+    more = {} if own is None else {"own": {**OWN, "kl": own}}
+    return {"prompts": NAME, "kl": kl, "top1": 0.9, "hidden_kl": 1.0, **told, **more}
+
+
+@pytest.mark.parametrize(("kl", "recall", "own", "word"), GRADED)
+def test_a_grade_is_the_worst_of_all_that_was_measured(
+    kl: float, recall: tuple[float, float, float], own: float | None, word: str
+) -> None:
+    left = planted(kl, recall, own)
+    config = dataclasses.replace(to_config(config_json()), provenance={"receipt": left})
+    found = grading.receipt_of(config)
+    assert found is not None and found.grade == grading.grade_of(config) == word
+    assert found.to_json() == {**left, "native_layers": 0} or "nan" in repr(left)
+    kept = "nan" if recall[0] != recall[0] else round(8 * recall[0])
+    assert f"{word}: keeps {kept} of 8 facts (the target itself {round(8 * recall[1])}, " in str(
+        found
+    )
+    assert (": too few to judge by)" in str(found)) == (recall[1] < 0.5)
+    assert ("on 8 held-out conversations of mine.jsonl (1.0000 " in str(found)) == (own is not None)
+
+
+def test_receipts_of_shares_alone_are_read() -> None:
+    """Those of version 0.1 count no facts, and nothing of them is invented."""
+    left = planted(0.01, (0.875, 1.0, 0.0), None)
+    del left["recall"]["facts"]
+    config = dataclasses.replace(to_config(config_json()), provenance={"receipt": left})
+    found = grading.receipt_of(config)
+    assert found is not None and found.grade == "works"
+    assert "keeps 88% of the facts (the target itself 100%, without the prefix 0%)" in str(found)
+
+
+@pytest.mark.parametrize("own", [3, [], {}, {**OWN, "kl": "low"}, {**OWN, "kl": 1, "data": 3}])
+def test_a_strangers_figures_of_own_data_may_be_anything(own: Any) -> None:
+    left = planted(0.01, (1.0, 1.0, 0.0), None) | {"own": own}
+    config = dataclasses.replace(to_config(config_json()), provenance={"receipt": left})
+    found = grading.receipt_of(config)
+    assert found is not None and found.own is None and found.grade == "works"
+
+
+@pytest.mark.parametrize(
+    ("kl", "recall", "own", "way"),
+    [(0.01, 0.0, None, "reread"), (0.4, 1.0, None, "translate"), (0.6, 1.0, None, "reread"),
+     (0.01, 1.0, 0.7, "reread"), (0.01, 1.0, 0.3, "translate")],
+)  # fmt: skip
+def test_a_server_rereads_by_the_one_grade(
+    make: Make, models: dict[str, LanguageModel], kl: float, recall: float, own: float | None,
+    way: str,
+) -> None:  # fmt: skip
+    make("mine", planted(kl, (recall, 1.0, 0.0), own))
+    both = {"dense": models["dense"], "moe": models["moe"]}
+    settings = Settings(models={name: model.name for name, model in both.items()})
+    found = Policy(both, settings).ways["dense", "moe"]
+    assert found.strategy == way and f"keeps {round(8 * recall)} of 8 facts" in found.why
+
+
+def test_what_a_fit_is_measured_on_is_not_fitted_on(models: dict[str, LanguageModel]) -> None:
+    """Of many records the last few that are of use are kept, with all that are like them."""
+    many = samples(130, 20)
+    kept = many[-8:]
+    fit = importlib.import_module("kvlingo_mlx.fitting")
+    rest, own = fit._kept_apart(
+        [*many[:5], many[-1], *many[5:]], "x", models["dense"], models["moe"]
+    )
+    assert own is not None and own.data == "x" and set(own.samples) == set(kept)
+    assert rest == many[:-8]
+    assert fit._kept_apart(many[:127], "x", models["dense"], models["moe"]) == (many[:127], None)
+
+
+def test_own_data_are_measured_beside_the_dialogues() -> None:
+    """The same figures by another way to each cache; long samples are cut, and read within."""
+    source, target = (kv.load(kv.zoo(name)) for name in PAIR)
+    translator = kv.load_translator("--".join(PAIR))
+    talks = [{"messages": talk.conversation()} for talk in for_fitting(3, facts=(12, 20))]
+    whole = list(to_samples(talks, target.tokenizer, 4096))
+    assert all(len(sample.prefix) > 256 for sample in whole)
+    own = HeldOut.of("mine.jsonl", whole)
+    assert [len(s.prefix) for s in own.samples] == [256] * 3
+    assert all((s.prefix + s.continuation) == (w.prefix + w.continuation)[:288]
+               for s, w in zip(own.samples, whole, strict=True))  # fmt: skip
+    seen: list[tuple[int, int]] = []
+    left = verification.receipt(source, target, translator, own=own,
+                                progress=lambda *numbers: seen.append(numbers))  # fmt: skip
+    assert left is not None and seen == [(n, 11) for n in range(1, 12)]
+    makers = [make(*ends) for make, ends in (
+        (conditions.native, [target]), (conditions.hidden, [target]),
+        (conditions.translated, [source, target, translator]))]  # fmt: skip
+    kls = []
+    for sample in own.samples:
+        native, *others = ([*predicted(target, make, sample)] for make in makers)
+        kls.append([per_token(native, way, sample.continuation).kl.mean() for way in others])
+    hidden, kl = np.mean(kls, axis=0)
+    assert left["own"] == {"data": "mine.jsonl", "conversations": 3,
+                           "kl": pytest.approx(kl, rel=1e-4),
+                           "hidden_kl": pytest.approx(hidden, rel=1e-4)}  # fmt: skip
+    alone = verification.receipt(source, target, translator)
+    assert alone is not None and {**left, "own": None} == {**alone, "own": None}
 
 
 def with_receipt(folder: Path, receipt: Any, out: Path) -> Path:
@@ -146,7 +272,7 @@ def test_older_receipts_are_read_and_ungraded(
 def test_a_fit_leaves_a_receipt_that_verify_agrees_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A closed form of the zoo is better than nothing, and whoever uses it is told so, once."""
+    """A closed form of few texts keeps hardly a fact, and whoever uses it is told so, once."""
     data = tmp_path / "d.jsonl"
     lines = [json.dumps({"messages": talk.conversation()}) for talk in for_fitting(25)]
     data.write_text("\n".join(lines))
@@ -155,20 +281,22 @@ def test_a_fit_leaves_a_receipt_that_verify_agrees_with(
     assert run(["fit", *ends, "--data", str(data), "--out", folder, "--json", "-"]) == 0
     captured = capsys.readouterr()
     left = json.loads(captured.out)["results"]["receipt"]
-    assert "grade: better than nothing: it recovers " in captured.err
-    assert left["recall"]["native"] == 1.0 > left["recall"]["translated"]
+    assert left["recall"]["native"] == 1.0 > left["recall"]["translated"] and "own" not in left
+    kept = f"keeps {round(8 * left['recall']['translated'])} of 8 facts (the target itself 8, "
+    grade = "better than nothing" if left["recall"]["translated"] else "useless"
+    assert f"grade: {grade}: {kept}" in captured.err
     assert run(["verify", folder, *ends, "--json", "-"]) == 0
     measured = json.loads(capsys.readouterr().out)["results"]["measured"]
     assert {name: left[name] for name in ("kl", "hidden_kl", "top1", "recall")} == {
         name: pytest.approx(measured[name]) for name in ("kl", "hidden_kl", "top1", "recall")
     }
-    assert measured["grade"] == "better than nothing"
+    assert measured["grade"] == grade
     assert measured["recovered"] == pytest.approx(1 - left["kl"] / left["hidden_kl"])
     notes._told.clear()
     words = ["generate", "--prefill-model", PAIR[0], "--decode-model", PAIR[1], "-m", "1"]
     assert run([*words, "-p", "Hello there", "--translator", folder]) == 0
     captured = capsys.readouterr()
-    assert captured.err.count("is better than nothing: it recovers") == 1
+    assert captured.err.count(kept) == 1 and f"the translator {folder} (from " in captured.err
     assert f"Translator: {folder} (sha256 " in captured.out
 
 
@@ -177,9 +305,6 @@ def test_a_fit_leaves_a_receipt_that_verify_agrees_with(
 
 def receipt(kl: float, **others: Any) -> dict[str, Any]:
     return {"prompts": NAME, "kl": kl, "top1": 0.9, "hidden_kl": 20 * kl, **others}
-
-
-Make = Callable[[str, Any], Path]
 
 
 @pytest.fixture
@@ -224,7 +349,7 @@ def test_an_older_receipt_is_compared_by_its_kl(
     best = make("old", {"prompts": NAME, "kl": 0.01, "top1": 0.9})
     make("new", receipt(0.02))
     path, (text,) = used(models)
-    assert path == str(best) and "is ungraded" in text
+    assert path == str(best) and "nobody has measured" in text
 
 
 @pytest.mark.parametrize(
@@ -249,14 +374,15 @@ def test_ties_are_told(make: Make, models: dict[str, LanguageModel], left: Any, 
     newest = make("a", left)
     path, said = used(models)
     assert path == str(newest) and text in said[0]
-    assert len(said) == (1 if left else 2) and ("is ungraded" in said[-1]) == (left is None)
+    assert len(said) == (1 if left else 2) and ("nobody has measured" in said[-1]) == (left is None)
     assert "of 2 stored translators from " in said[0] and str(newest) in said[0]
 
 
 def test_a_useless_one_is_named(make: Make, models: dict[str, LanguageModel]) -> None:
     make("t", receipt(0.5, hidden_kl=0.6))
     _, (text,) = used(models)
-    assert "is useless: it recovers 17 % of what hiding the prefix costs" in text
+    told = "is useless: KL 0.5000 in the bundled dialogues (0.6000 without the prefix)"
+    assert text.startswith("the translator t (from ") and told in text
 
 
 # ---- which one was used -------------------------------------------------------------------------
@@ -446,7 +572,7 @@ def test_list(
     assert Path(mine["source"]).name == Path(folders["dense"]).name and not mine["embedded"]
     assert rows["broken"]["problem"] and f"{store / 'broken'} cannot be used" in captured.err
     assert rows["--".join(PAIR)]["embedded"] and rows["--".join(PAIR)]["grade"] == "works"
-    assert "works (95% recovered)" in captured.err
+    assert "works (keeps 8 of 8 facts)" in captured.err and "works; " in captured.err
 
 
 def test_list_answers_whether_a_pair_has_a_translator(
@@ -459,11 +585,11 @@ def test_list_answers_whether_a_pair_has_a_translator(
         return capsys.readouterr()
 
     out, err = listed(str(folders["dense"]), str(folders["moe"]))
-    assert "  mine\n" in out and "works (95% recovered)" in out
+    assert "  mine\n" in out and "works; " in out
     assert "with the package" not in out and not err
     out, err = listed(str(folders["moe"]), str(folders["dense"]))
     (line,) = out.splitlines()
-    assert line.startswith("no translator from ") and "`kvlingo-mlx fit --source " in line
+    assert line.startswith("no translator from ") and "make one with `kvlingo-mlx pair /" in line
     out, err = listed(*PAIR)
     assert "--".join(PAIR) in out and "mine" not in out
     out, err = listed("me/absent", PAIR[1])
@@ -487,7 +613,7 @@ def test_find_translator_is_public(
 ) -> None:
     folder = make("mine", receipt(0.01))
     assert kv.find_translator(models["dense"], models["moe"]) == folder
-    with pytest.raises(kv.MissingTranslatorError, match="kvlingo-mlx fit --source"):
+    with pytest.raises(kv.MissingTranslatorError, match="kvlingo-mlx pair .*kvlingo-mlx import"):
         kv.find_translator(models["moe"], models["dense"])
     with pytest.raises(ValueError, match="give what kvlingo_mlx.load returns"):
         kv.find_translator(folders["dense"], models["moe"])

@@ -148,7 +148,7 @@ def landscape(best: float, highest: float = math.inf) -> type[Pair]:
                 raise NotEnoughMemoryError(f"{rates} of {self.room}")
             return f"training takes room for {rates}"
 
-        def receipt(self, config: Any, arrays: Any) -> None:
+        def receipt(self, *given: Any) -> None:
             return None
 
     return Landscape

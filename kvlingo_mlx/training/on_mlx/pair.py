@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.capture import whole
 from kvlingo_mlx.models.delta_rule import in_chunks
 from kvlingo_mlx.models.states import KVStates
-from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.initial import drawn
 from kvlingo_mlx.training.objectives import Loss, Objective, objective_named
 from kvlingo_mlx.training.on_mlx import gradients, memory
@@ -101,8 +101,14 @@ class Pair(Rows):
         return gradients.reconstruction_loss(translator, *states, scale=scale)
 
     def receipt(
-        self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray]
+        self,
+        config: TranslatorConfig,
+        arrays: Mapping[str, np.ndarray],
+        own: HeldOut | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> dict[str, Any] | None:
-        translator = build(config, Weights.from_float32(dict(arrays), "float32"))
+        made = build(config, Weights.from_float32(dict(arrays), "float32"))
         layers = config.native_layers
-        return verification.receipt(self.source, self.target, translator, layers)
+        return verification.receipt(
+            self.source, self.target, made, layers, own=own, progress=progress
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.objectives import Loss, Objective
 from kvlingo_mlx.training.on_torch import gradients
 from kvlingo_mlx.training.on_torch.aligned import paired_states
@@ -86,6 +86,10 @@ class Pair:
         return attention_mass(self.target, sample).cpu().numpy()
 
     def receipt(
-        self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray]
+        self,
+        config: TranslatorConfig,
+        arrays: Mapping[str, np.ndarray],
+        own: HeldOut | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> dict[str, Any] | None:
-        return receipt(self.source, self.target, self.trainable(config, arrays))
+        return receipt(self.source, self.target, self.trainable(config, arrays), own, progress)

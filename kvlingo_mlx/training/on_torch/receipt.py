@@ -5,15 +5,15 @@ Others verify the translator against it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from kvlingo_mlx.embedded.bundled import bundled, spelled
-from kvlingo_mlx.loading.grading import GUARD, Apart, Receipt, cuts, recall_of
-from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer
+from kvlingo_mlx.loading.grading import GUARD, Apart, Receipt, cuts, own_data, recall_of
+from kvlingo_mlx.tokenization.samples import HeldOut, Sample, other_tokenizer
 from kvlingo_mlx.training.objectives import Loss, objective_named
 from kvlingo_mlx.training.on_torch.gradients import conversation_loss, entries, handed_over, read
 from kvlingo_mlx.training.on_torch.losses import loss_of
@@ -22,19 +22,35 @@ from kvlingo_mlx.training.on_torch.translator import TorchTranslator
 
 
 def receipt(
-    source: TorchModel, target: TorchModel, translator: TorchTranslator
+    source: TorchModel,
+    target: TorchModel,
+    translator: TorchTranslator,
+    own: HeldOut | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any] | None:
     """A :class:`~kvlingo_mlx.loading.grading.Receipt` as JSON; None if no prompt fits.
 
     It is measured as the translator was trained, with its ``native_layers``. The receipt names
-    them, since `tune` may choose others later.
+    them, since `tune` may choose others later. ``own`` are samples of the user's data, measured
+    besides. ``progress`` is called with (conversations done, number of conversations).
     """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)
     asked = bundled(target.tokenizer, context, other)
     if not asked:
         return None
-    losses = [_losses(source, target, translator, sample) for sample, _ in asked]
+    losses, numbers = [], []
+    samples = [*(sample for sample, _ in asked), *(() if own is None else own.samples)]
+    for done, sample in enumerate(samples, 1):
+        losses.append(_losses(source, target, translator, sample))
+        if other is None and done <= len(asked):
+            numbers += [
+                _apart(source, target, translator, sample.prefix[: stop + 1])
+                for stop in cuts(len(sample.prefix) - 1)
+            ]
+        progress(done, len(samples))
+    of_own = [[loss.kl for loss in ways] for ways in losses[len(asked) :]]
+    losses = losses[: len(asked)]
     tokens = sum(len(sample.continuation) for sample, _ in asked)
     ways = zip(*losses, strict=True)
     kl, _, hidden_kl = (sum(loss.kl for loss in way) / len(asked) for way in ways)
@@ -43,18 +59,15 @@ def receipt(
         for ways, (sample, value) in zip(losses, asked, strict=True)
         if value
     ]
-    top1 = sum(translated.agreed for translated, _, _ in losses) / tokens
-    layers = translator.config.native_layers
-    apart = None
-    if other is None:
-        apart = Apart.of(
-            [
-                _apart(source, target, translator, sample.prefix[: stop + 1])
-                for sample, _ in asked
-                for stop in cuts(len(sample.prefix) - 1)
-            ]
-        )
-    found = Receipt(kl, top1, layers, hidden_kl, recall_of(hits), apart)
+    found = Receipt(
+        kl,
+        sum(translated.agreed for translated, _, _ in losses) / tokens,
+        translator.config.native_layers,
+        hidden_kl,
+        recall_of(hits),
+        None if other else Apart.of(numbers),
+        None if own is None else own_data(own.data, of_own),
+    )
     return {**found.to_json(), "tokens": tokens, "dtype": target.precision}
 
 

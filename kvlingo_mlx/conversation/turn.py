@@ -128,7 +128,7 @@ class Turn:
         """
         latest = name = parts[-1].name
         try:
-            if reader is not None:
+            if reader not in (None, parts[0].name):
                 yield from self.read(reader)
             for part in parts:
                 if not self.ended and self.room(part.name) > 0:
@@ -157,7 +157,8 @@ class Turn:
         line = self._exchange.line(name)
         reader = self._read_by(line.model.tokenizer, tokens)
         limit = self.room(name) if most is None else min(most, self.room(name))
-        used = self._exchange.used_by(name)
+        used = self._exchange.used_by(name, switch.sources)
+        line.counted = len(line)
         text, begun = "", len(self.answer)
         for response in self._decoded(line, tokens, limit):
             if response is None:
@@ -343,8 +344,7 @@ class Turn:
         self.text += response.text
         self.ended = response.finish_reason == "stop" or len(self.answer) == self._most
         counts = Counts(
-            *(len(self.prompt), switch.kept, switch.translated, switch.read + 1),
-            *(switch.kept_translated, switch.native_layers),
+            *(switch.kept, switch.translated, switch.read + 1, switch.ahead, switch.native_layers)
         )
         booked = timed(response, counts, self._ttft, self._seconds, used=used)
         return replace(booked, generation_tokens=len(self.answer), guarded=switch.guarded)

@@ -41,11 +41,13 @@ class GenerationResponse(MLXResponse):
         reasoning: Text between the tokenizer's think marks.
         tool_calls: Complete tool calls in OpenAI's form. A call that cannot be parsed is content.
         stop_text: The stop text that ended the answer, with its last response; else None.
-        cached_tokens: Prompt tokens that the decode model's cache held before. (Where another model
-            began the answer, these counts include that model's tokens.)
-        cached_translated_tokens: Those of them that had been translated before: in a conversation
-            that is eager, after the answer that another model wrote.
-        translated_tokens: Prompt tokens that went through the translator now.
+        cached_tokens: Prompt tokens that the decode model's cache held from before: its own, and
+            those that were translated for an earlier answer. With ``translated_tokens`` and
+            ``read_tokens`` they are all ``prompt_tokens`` (which, where another model began the
+            answer, include that model's).
+        translated_tokens: Prompt tokens that were translated for this answer.
+        ahead_tokens: Those of them that were translated before it was asked for: in a conversation
+            that is eager, after the answers that other models wrote.
         read_tokens: Prompt tokens that the decode model read itself, the last one included.
         native_layers: Cache layers in which the decode model also read the translated tokens.
         prefill_s: Seconds the prefill model took for the prompt; or the decode model, where it read
@@ -69,8 +71,8 @@ class GenerationResponse(MLXResponse):
     tool_calls: tuple[ToolCall, ...] = ()
     stop_text: str | None = None
     cached_tokens: int = 0
-    cached_translated_tokens: int = 0
     translated_tokens: int = 0
+    ahead_tokens: int = 0
     read_tokens: int = 0
     native_layers: int = 0
     prefill_s: float = 0.0
@@ -89,27 +91,25 @@ class Counts:
     """Where the tokens before an answer come from.
 
     Attributes:
-        prompt: All tokens of the prompt.
-        cached: Tokens that the model's cache held before.
-        translated: Tokens that went through the translator.
+        cached: Tokens that the model's cache held from before.
+        translated: Tokens that were translated for this answer.
         read: Tokens that the model read itself, the last one included.
-        cached_translated: Those of ``cached`` that had been translated before.
+        ahead: Those of ``translated`` that were translated before the answer was asked for.
         native_layers: Layers in which the model also read the translated tokens.
     """
 
-    prompt: int
     cached: int
     translated: int
     read: int
-    cached_translated: int = 0
+    ahead: int = 0
     native_layers: int = 0
 
     @classmethod
     def of(cls, plan: Plan) -> Counts:
         """The counts of a plan's prompt, of which the target's cache held nothing before."""
-        prompt, translated = len(plan.tokens), plan.num_translated
+        translated = plan.num_translated
         layers = plan.native.layers if translated else 0
-        return cls(prompt, 0, translated, prompt - translated, native_layers=layers)
+        return cls(0, translated, len(plan.tokens) - translated, native_layers=layers)
 
 
 @dataclass(frozen=True)
@@ -268,11 +268,11 @@ def timed(
     ``used`` are the translators that the prompt went through.
     """
     values = {f.name: getattr(response, f.name) for f in fields(MLXResponse)}
-    values |= {"prompt_tokens": counts.prompt}
-    values |= {"prompt_tps": (counts.translated + counts.read) / ttft_s}
+    values |= {"prompt_tokens": counts.cached + counts.translated + counts.read}
+    values |= {"prompt_tps": (counts.translated - counts.ahead + counts.read) / ttft_s}
     values |= {"cached_tokens": counts.cached, "translated_tokens": counts.translated}
     values |= {"read_tokens": counts.read, "native_layers": counts.native_layers}
-    values |= {"cached_translated_tokens": counts.cached_translated}
+    values |= {"ahead_tokens": counts.ahead}
     values |= {f"{name}_s": seconds.get(name, 0.0) for name in PHASES}
     if used:
         values["translator"] = ", ".join(str(t.path or "made in this process") for t in used)

@@ -347,8 +347,8 @@ def test_a_switch_tells_what_it_took(model: LanguageModel, eager: bool) -> None:
     talk.reply("a", "the use of an other", max_tokens=4)
     held = len(talk.transcript.tokens)
     first = next(iter(talk.stream_reply("b", "is it on?", max_tokens=4)))
-    line = (first.cached_tokens, first.translated_tokens)
-    assert line == ((held, 0) if eager else (0, held))
+    line = (first.cached_tokens, first.translated_tokens, first.ahead_tokens)
+    assert line == (0, held, held if eager else 0)
     assert first.read_tokens == first.prompt_tokens - held
     assert (first.translate_s > 0) is not eager and first.native_s > 0 == first.prefill_s
     talk = talk_of(model, eager=False)

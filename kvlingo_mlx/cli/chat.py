@@ -211,23 +211,22 @@ def _conversation(options: ChatOptions, named: Mapping[str, str]) -> Conversatio
         given |= options.some("heal heal_share")
     if options.guard:
         given |= options.some("guard on_doubt")
-    switch = thinking_switch(options.thinking, models.values())
     if options.resume is not None:
         folder = os.path.expanduser(options.resume)
         talk = Conversation.resume(folder, models, translators, **given)
-        _check_settings(options, switch, talk)
+        _check_settings(options, talk)
         return talk
     return Conversation(
         models,
         translators,
         system=options.system_prompt,
-        enable_thinking=switch,
+        enable_thinking=thinking_switch(options.thinking, models.values()),
         verbatim=bool(options.verbatim),
         **given,
     )
 
 
-def _check_settings(options: ChatOptions, switch: bool | None, talk: Conversation) -> None:
+def _check_settings(options: ChatOptions, talk: Conversation) -> None:
     """Refuse settings other than those that a resumed conversation was begun with."""
     began, first = talk.transcript, talk.messages[:1]
     system = next((m["content"] for m in first if m["role"] == "system"), None)
@@ -235,7 +234,7 @@ def _check_settings(options: ChatOptions, switch: bool | None, talk: Conversatio
         f"{name} is {given!r}, and there it is {found!r}"
         for name, given, found in (
             ("--system-prompt", options.system_prompt, system),
-            ("--thinking", switch, began.switches.get("enable_thinking")),
+            ("--thinking", options.thinking, began.switches.get("enable_thinking")),
             ("--verbatim", options.verbatim, began.verbatim),
         )
         if given is not None and given != found

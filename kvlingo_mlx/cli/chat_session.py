@@ -207,7 +207,8 @@ class Chat:
         finally:
             say("", end="\n" if stop.began else "")
         switch = self.talk.last_switch
-        if before and switch and before.name != switch.name:
+        switched = before and switch and before.name != switch.name
+        if switched and self._lines.terminal:  # from a pipe, the answers alone
             say(typer.style(switch_line(switch), dim=True))
         if cut:
             say("stopped; what was written is kept")

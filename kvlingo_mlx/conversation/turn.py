@@ -18,7 +18,7 @@ from kvlingo_mlx.conversation.exchange import Exchange, Switch
 from kvlingo_mlx.conversation.line import Line, Steps
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.conversation.use import Use
-from kvlingo_mlx.handover.answers import AnswerReader, first_stop
+from kvlingo_mlx.handover.answers import AnswerReader
 from kvlingo_mlx.handover.batches import Place
 from kvlingo_mlx.handover.fill import PHASES
 from kvlingo_mlx.handover.responses import (
@@ -191,7 +191,7 @@ class Turn:
 
     def stopped_at(self, text: str) -> int | None:
         """The number of characters of ``text`` before the stop text that ended the answer."""
-        return first_stop(text, self._decoding.choice.stop) if self._stopped else None
+        return self._reader.stopped_at(text) if self._reader and self._stopped else None
 
     def said(self, name: str, *, cut: bool) -> str:
         """The answer as text.

@@ -134,7 +134,7 @@ def test_shift_enter_begins_a_line_and_new_forgets(page: Browser, server: Runnin
 
 
 LONG = "begin;say " + "words and more words " * 12 + "\n```py\n<i>code</i>\n```\nend"
-LEFT = "const t = document.querySelector('#talk'); return t.scrollHeight - t.scrollTop - t.clientHeight"
+LEFT = "const t = $('talk'); return t.scrollHeight - t.scrollTop - t.clientHeight"
 SETTLED = "return new Promise((done) => setTimeout(done, 300))"
 
 

@@ -194,7 +194,7 @@ class Chat:
     def _stream(self, name: str, message: str, stop: Stop) -> None:
         """Print an answer as it arrives; when it is closed, the conversation keeps that much."""
         responses = self.talk.stream_reply(name, message, **self._options)
-        before = self.talk.last_switch
+        before = self.talk.exchange.active
         cut, text, ended = False, "", None
         try:
             with contextlib.closing(responses):
@@ -207,8 +207,7 @@ class Chat:
         finally:
             say("", end="\n" if stop.began else "")
         switch = self.talk.last_switch
-        switched = before and switch and before.name != switch.name
-        if switched and self._lines.terminal:  # from a pipe, the answers alone
+        if switch and before not in (None, switch.name) and self._lines.terminal:
             say(typer.style(switch_line(switch), dim=True))
         if cut:
             say("stopped; what was written is kept")

@@ -73,7 +73,7 @@ class Switch:
     ahead: int = 0
     native_layers: int = 0
     guarded: Guarded | None = None
-    sources: frozenset[str] = frozenset()
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ class Exchange:
             ahead,
             max((self.directions.native(t.config, starts[-1]) for t in used), default=0),
             found,
-            frozenset(sources),
+            tuple(sorted(sources)),
         )
 
     # ---- a guard --------------------------------------------------------------------------

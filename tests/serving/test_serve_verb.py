@@ -94,7 +94,8 @@ def test_ctrl_c_of_a_terminal_reaches_the_front_alone(tmp_path: Path) -> None:
         url = ready(process)
         body = {"model": "small", "prompt": "begin;say a;wait 600", "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()
+            next(lines)
             self_and_worker(process, signal.SIGINT)
             _, error = process.communicate(timeout=60)
     assert process.returncode == 0

@@ -22,7 +22,6 @@ from kvlingo_mlx.handover.answers import AnswerReader
 from kvlingo_mlx.handover.batches import Place
 from kvlingo_mlx.handover.fill import PHASES
 from kvlingo_mlx.handover.responses import (
-    Counts,
     GenerationResponse,
     check_numbers,
     timed,
@@ -343,9 +342,9 @@ class Turn:
         self.answer.append(int(response.token))
         self.text += response.text
         self.ended = response.finish_reason == "stop" or len(self.answer) == self._most
-        counts = Counts(
-            *(switch.kept, switch.translated, switch.read + 1, switch.ahead, switch.native_layers)
-        )
+        counts = {"cached_tokens": switch.kept, "translated_tokens": switch.translated}
+        counts |= {"read_tokens": switch.read + 1, "ahead_tokens": switch.ahead}
+        counts |= {"native_layers": switch.native_layers}
         booked = timed(response, counts, self._ttft, self._seconds, used=used)
         return replace(booked, generation_tokens=len(self.answer), guarded=switch.guarded)
 

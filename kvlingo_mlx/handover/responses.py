@@ -87,32 +87,6 @@ class GenerationResponse(MLXResponse):
 
 
 @dataclass(frozen=True)
-class Counts:
-    """Where the tokens before an answer come from.
-
-    Attributes:
-        cached: Tokens that the model's cache held from before.
-        translated: Tokens that were translated for this answer.
-        read: Tokens that the model read itself, the last one included.
-        ahead: Those of ``translated`` that were translated before the answer was asked for.
-        native_layers: Layers in which the model also read the translated tokens.
-    """
-
-    cached: int
-    translated: int
-    read: int
-    ahead: int = 0
-    native_layers: int = 0
-
-    @classmethod
-    def of(cls, plan: Plan) -> Counts:
-        """The counts of a plan's prompt, of which the target's cache held nothing before."""
-        translated = plan.num_translated
-        layers = plan.native.layers if translated else 0
-        return cls(0, translated, len(plan.tokens) - translated, native_layers=layers)
-
-
-@dataclass(frozen=True)
 class Started:
     """A prompt that has been read.
 
@@ -168,7 +142,9 @@ def decoded(
             **options,
         )
         reader = AnswerReader(target.tokenizer, plan.tokens, choice.stop, tools)
-        counts, used = Counts.of(plan), () if plan.translator is None else (plan.translator,)
+        number, used = plan.num_translated, () if plan.translator is None else (plan.translator,)
+        counts = {"translated_tokens": number, "read_tokens": len(plan.tokens) - number}
+        counts |= {"native_layers": plan.native.layers if number else 0}
         ttft, held = None, given.get("prompt_cache", ())
         between.began()
         with contextlib.closing(in_turn(responses)) as steps:
@@ -257,7 +233,7 @@ def with_prefix(
 
 def timed(
     response: MLXResponse,
-    counts: Counts,
+    counts: Mapping[str, int],
     ttft_s: float,
     seconds: Mapping[str, float],
     strategy: str = "switch",
@@ -265,14 +241,14 @@ def timed(
 ) -> GenerationResponse:
     """mlx-lm's response, with the whole prompt counted and a hand-over's times by phase.
 
-    ``used`` are the translators that the prompt went through.
+    ``counts`` are the response's fields that say where the prompt's tokens come from; ``used`` are
+    the translators that it went through.
     """
     values = {f.name: getattr(response, f.name) for f in fields(MLXResponse)}
-    values |= {"prompt_tokens": counts.cached + counts.translated + counts.read}
-    values |= {"prompt_tps": (counts.translated - counts.ahead + counts.read) / ttft_s}
-    values |= {"cached_tokens": counts.cached, "translated_tokens": counts.translated}
-    values |= {"read_tokens": counts.read, "native_layers": counts.native_layers}
-    values |= {"ahead_tokens": counts.ahead}
+    values |= {**counts}
+    read, translated = counts["read_tokens"], counts["translated_tokens"]
+    values["prompt_tokens"] = counts.get("cached_tokens", 0) + translated + read
+    values["prompt_tps"] = (translated - counts.get("ahead_tokens", 0) + read) / ttft_s
     values |= {f"{name}_s": seconds.get(name, 0.0) for name in PHASES}
     if used:
         values["translator"] = ", ".join(str(t.path or "made in this process") for t in used)

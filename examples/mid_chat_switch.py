@@ -43,8 +43,8 @@ def ask(talk: kv.Conversation, name: str, message: str) -> None:
     for response in talk.stream_reply(name, message, max_tokens=40):
         print(response.text, end="", flush=True)
     print(
-        f"\n[{name}: {response.cached_tokens} tokens held, {response.cached_translated_tokens} of "
-        f"them translated before; {response.translated_tokens} translated now, "
+        f"\n[{name}: {response.cached_tokens} tokens held, "
+        f"{response.translated_tokens} translated ({response.ahead_tokens} of them ahead), "
         f"{response.read_tokens} read; first token after {response.ttft_s:.3f} s]"
     )
 

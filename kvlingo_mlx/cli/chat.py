@@ -212,7 +212,10 @@ def _conversation(options: ChatOptions, named: Mapping[str, str]) -> Conversatio
     if options.guard:
         given |= options.some("guard on_doubt")
     if options.resume is not None:
-        return Conversation.resume(os.path.expanduser(options.resume), models, translators, **given)
+        folder = os.path.expanduser(options.resume)
+        talk = Conversation.resume(folder, models, translators, **given)
+        _check_settings(options, talk)
+        return talk
     return Conversation(
         models,
         translators,
@@ -221,3 +224,23 @@ def _conversation(options: ChatOptions, named: Mapping[str, str]) -> Conversatio
         verbatim=bool(options.verbatim),
         **given,
     )
+
+
+def _check_settings(options: ChatOptions, talk: Conversation) -> None:
+    """Refuse settings other than those that a resumed conversation was begun with."""
+    began, first = talk.transcript, talk.messages[:1]
+    system = next((m["content"] for m in first if m["role"] == "system"), None)
+    differ = [
+        f"{name} is {given!r}, and there it is {found!r}"
+        for name, given, found in (
+            ("--system-prompt", options.system_prompt, system),
+            ("--thinking", options.thinking, began.switches.get("enable_thinking")),
+            ("--verbatim", options.verbatim, began.verbatim),
+        )
+        if given is not None and given != found
+    ]
+    if differ:
+        raise ValueError(
+            f"the conversation in {options.resume} was begun with other settings: "
+            f"{'; '.join(differ)}; leave these options out, or begin a new conversation"
+        )

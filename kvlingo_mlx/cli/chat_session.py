@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvlingo_mlx.cli.chat_input import Lines, Stop, interruptible
-from kvlingo_mlx.cli.chat_stats import print_lines, print_switch
+from kvlingo_mlx.cli.chat_stats import print_lines, print_switch, switch_line
 from kvlingo_mlx.cli.output import complain, rank, say
 from kvlingo_mlx.cli.prompt_input import tell_of_cut_thought
 from kvlingo_mlx.errors import KVLingoError, printable
@@ -34,6 +34,7 @@ HELP = {
     "/stats": "what each model holds, and what the last switch took",
     "/help": "this list",
     "/exit": "leave, as Ctrl-D does",
+    "(paste)": "one message, however many lines; commands, if each line begins with /",
 }
 
 
@@ -154,9 +155,12 @@ class Chat:
             complain(KVLingoError(told))
 
     def _take(self, line: str) -> None:
-        if line.startswith("/") and "\n" not in line.rstrip("\n"):
-            self._command(line)
-        elif line.strip():
+        lines = [each for each in line.splitlines() if each.strip()]
+        if lines and all(each.startswith("/") for each in lines):
+            for each in lines:
+                if not self._ended:
+                    self._command(each)
+        elif lines:
             self._answer(line.strip())
 
     # ---- turns ------------------------------------------------------------------------------
@@ -190,6 +194,7 @@ class Chat:
     def _stream(self, name: str, message: str, stop: Stop) -> None:
         """Print an answer as it arrives; when it is closed, the conversation keeps that much."""
         responses = self.talk.stream_reply(name, message, **self._options)
+        before = self.talk.exchange.active
         cut, text, ended = False, "", None
         try:
             with contextlib.closing(responses):
@@ -201,6 +206,9 @@ class Chat:
                         break
         finally:
             say("", end="\n" if stop.began else "")
+        switch = self.talk.last_switch
+        if switch and before not in (None, switch.name) and self._lines.terminal:
+            say(typer.style(switch_line(switch), dim=True))
         if cut:
             say("stopped; what was written is kept")
         elif ended == "length":

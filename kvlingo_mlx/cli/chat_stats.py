@@ -38,15 +38,27 @@ def print_lines(stats: Stats) -> None:
     )
 
 
+def switch_line(switch: Switch) -> str:
+    """What a switch took, in a line."""
+    ahead = f" ({switch.ahead} of them before you asked)" if switch.ahead else ""
+    parts = [f"{switch.kept} tokens kept"] if switch.kept else []
+    parts += [f"{switch.translated} translated{ahead}"] if switch.translated else []
+    parts += [f"{switch.read + 1} read"]
+    return (
+        f"[{switch.name} took over in {1000 * switch.seconds:.0f} ms: {', '.join(parts)}; "
+        "/stats compares it with reading all]"
+    )
+
+
 def print_switch(switch: Switch, anew: float | None) -> None:
     """Print the last switch, beside the seconds of reading the same prompt anew."""
     facts(
         {
             "last switch": f"to {switch.name}",
             "tokens kept": switch.kept,
-            "of them translated": switch.kept_translated,
             "tokens translated": switch.translated,
-            "tokens read": switch.read,
+            "of them before you asked": switch.ahead,
+            "tokens read": switch.read + 1,
             **({"native layers": switch.native_layers} if switch.native_layers else {}),
             **({"guard": str(switch.guarded)} if switch.guarded else {}),
             "took (ms)": ms(switch.seconds),

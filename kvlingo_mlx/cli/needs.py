@@ -85,8 +85,6 @@ VERBS: dict[str, tuple[Need, ...]] = {
              told="with one model; give --model NAME=MODEL twice or more"),
         Need("heal_share", "heal", among("interleaved", "layers"), "interleaved"),
         Need("on_doubt", "guard", bool, 32),
-        Need("system_prompt thinking verbatim", "resume", off,
-             why="since a saved conversation keeps the settings it began with"),
         SAMPLING,
     ),
     "fit": (

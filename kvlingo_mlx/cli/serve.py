@@ -35,7 +35,7 @@ class ServeOptions(Options):
     shard: Shard = None
     sharded: Sharded = None
     memory_limit: str | None = option(
-        None, "Memory of weights, lines and translators together: 24GB; default: all there is."
+        None, "Memory of weights, conversations and translators: 24GB; default: all there is."
     )
     max_tokens: int | None = option(
         None, "Longest answer where a request gives none; default: 4096."

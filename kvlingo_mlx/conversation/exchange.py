@@ -8,7 +8,7 @@ import functools
 import itertools
 import time
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,18 +45,23 @@ from kvlingo_mlx.translators.base import Translator
 class Switch:
     """The work that brought a line up to date before its model's last step.
 
+    ``kept``, ``translated``, ``read`` and the prompt's last token, which begins the answer and is
+    counted in ``read_tokens`` of a response, are together the whole prompt.
+
     Attributes:
         name: The model.
-        kept: Tokens that its line held already.
-        translated: Tokens that were translated now.
-        read: Tokens that the model read itself, without the prompt's last token, which begins the
-            answer (``read_tokens`` of a response counts it).
+        kept: Tokens that its line held from before: the model's own, and those that were
+            translated for an earlier answer of this model.
+        translated: Tokens that were translated for this answer: now, or since this model's last
+            answer, as ``eager`` does it.
+        read: Tokens that the model read itself now.
         seconds: Seconds for all of this.
         translate_s: The part of them that translation took.
         read_s: The part of them that reading took.
-        kept_translated: Those of ``kept`` that were translated before, as ``eager`` does it.
+        ahead: Those of ``translated`` that were translated before the answer was asked for.
         native_layers: Cache layers in which the model read the translated tokens itself.
         guarded: What the guard found, if one was asked for and something is translated.
+        sources: The models whose tokens these translated ones are.
     """
 
     name: str
@@ -66,9 +71,10 @@ class Switch:
     seconds: float
     translate_s: float = 0.0
     read_s: float = 0.0
-    kept_translated: int = 0
+    ahead: int = 0
     native_layers: int = 0
     guarded: Guarded | None = None
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,11 +179,10 @@ class Exchange:
         """
         return Transcript.from_json(data)
 
-    def used_by(self, name: str) -> tuple[Translator, ...]:
-        """The loaded translators into a line, if it holds translated entries."""
-        if not any(span.passes for span in self.line(name).spans):
-            return ()
-        return tuple(t for (_, target), t in self.directions.loaded.items() if target == name)
+    def used_by(self, name: str, sources: Collection[str]) -> tuple[Translator, ...]:
+        """The loaded translators from ``sources`` into a line."""
+        loaded = self.directions.loaded.items()
+        return tuple(t for (source, target), t in loaded if target == name and source in sources)
 
     def heal(self, name: str, *, answers: bool) -> int:
         """Let a line's model read a chunk of about :data:`IDLE_S` in the place of its translation.
@@ -300,12 +305,17 @@ class Exchange:
         starts = [kept, *(step.stop for step in plan)]
         lengths = [step.stop - start for step, start in zip(plan, starts, strict=False)]
         now = sum(n for n, step in zip(lengths, plan, strict=True) if step.source)
-        used = self.used_by(line.name)
+        before = cut(line.spans, kept)
+        ahead = translated(before) - translated(cut(before, line.counted))
+        sources = {s.writer for s in before if s.passes and s.stop > line.counted}
+        sources |= {step.source.name for step in plan if step.source}
+        used = self.used_by(line.name, sources)
         return Switch(
-            *(line.name, kept, now, sum(lengths) - now, *seconds),
-            translated(cut(line.spans, kept)),
+            *(line.name, kept - ahead, now + ahead, sum(lengths) - now, *seconds),
+            ahead,
             max((self.directions.native(t.config, starts[-1]) for t in used), default=0),
             found,
+            tuple(sorted(sources)),
         )
 
     # ---- a guard --------------------------------------------------------------------------

@@ -60,6 +60,7 @@ class Line:
         tokens: Ids of the tokens in the caches.
         spans: Which model wrote which of them.
         native: The states that the model's own projections wrote, until the other lines have them.
+        counted: How many of its tokens earlier answers of its model have counted.
         records: Whether to keep these states.
         inputs: Whether what goes into recurrences is kept of them.
         states: Whether recurrent states are, at the end of each span.
@@ -78,6 +79,7 @@ class Line:
         self.tokens: list[int] = []
         self.spans: list[Span] = []
         self.native = Recording()
+        self.counted = 0
         self._marks: list[Mark] = []
         self._away: Storage | None = None
         self._behind: Behind | None = None
@@ -107,7 +109,7 @@ class Line:
         made._caches = [caches.shared(cache) for cache in self._caches]
         made.tokens, made.spans = list(self.tokens), list(self.spans)
         made.native, made._marks, made._away = self.native.copy(), list(self._marks), self._away
-        made.inputs, made.states = self.inputs, self.states
+        made.inputs, made.states, made.counted = self.inputs, self.states, self.counted
         made._settled = self._settled  # its own caches may be ahead, in the middle of an answer
         return made
 
@@ -282,7 +284,7 @@ class Line:
         if self._behind is not None and self._behind.done > length:
             self._behind = None
         self._marks = [mark for mark in self._marks if mark[0] <= length]
-        self.tokens = self.tokens[:length]
+        self.tokens, self.counted = self.tokens[:length], min(self.counted, length)
         self.spans = cut(self.spans, length)
         self.native.trim(length)
         caches.give_back(self._caches)
@@ -547,6 +549,7 @@ class Line:
         ]
         return {
             "tokens": self.tokens,
+            "counted": self.counted,
             "spans": [vars(span) for span in self.spans],
             "caches": [caches.numbers(cache) for cache in self._caches],
             "marks": marks,
@@ -586,6 +589,7 @@ class Line:
             ]
             self._marks.append((mark["length"], marked))
         self._caches, self.tokens, self.spans = made, tokens, spans
+        self.counted = int(facts.get("counted", len(tokens)))
         self._settle()
 
 

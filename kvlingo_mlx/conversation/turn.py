@@ -18,11 +18,10 @@ from kvlingo_mlx.conversation.exchange import Exchange, Switch
 from kvlingo_mlx.conversation.line import Line, Steps
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.conversation.use import Use
-from kvlingo_mlx.handover.answers import AnswerReader, first_stop
+from kvlingo_mlx.handover.answers import AnswerReader
 from kvlingo_mlx.handover.batches import Place
 from kvlingo_mlx.handover.fill import PHASES
 from kvlingo_mlx.handover.responses import (
-    Counts,
     GenerationResponse,
     check_numbers,
     timed,
@@ -128,7 +127,7 @@ class Turn:
         """
         latest = name = parts[-1].name
         try:
-            if reader is not None:
+            if reader not in (None, parts[0].name):
                 yield from self.read(reader)
             for part in parts:
                 if not self.ended and self.room(part.name) > 0:
@@ -157,7 +156,8 @@ class Turn:
         line = self._exchange.line(name)
         reader = self._read_by(line.model.tokenizer, tokens)
         limit = self.room(name) if most is None else min(most, self.room(name))
-        used = self._exchange.used_by(name)
+        used = self._exchange.used_by(name, switch.sources)
+        line.counted = len(line)
         text, begun = "", len(self.answer)
         for response in self._decoded(line, tokens, limit):
             if response is None:
@@ -190,7 +190,7 @@ class Turn:
 
     def stopped_at(self, text: str) -> int | None:
         """The number of characters of ``text`` before the stop text that ended the answer."""
-        return first_stop(text, self._decoding.choice.stop) if self._stopped else None
+        return self._reader.stopped_at(text) if self._reader and self._stopped else None
 
     def said(self, name: str, *, cut: bool) -> str:
         """The answer as text.
@@ -342,10 +342,9 @@ class Turn:
         self.answer.append(int(response.token))
         self.text += response.text
         self.ended = response.finish_reason == "stop" or len(self.answer) == self._most
-        counts = Counts(
-            *(len(self.prompt), switch.kept, switch.translated, switch.read + 1),
-            *(switch.kept_translated, switch.native_layers),
-        )
+        counts = {"cached_tokens": switch.kept, "translated_tokens": switch.translated}
+        counts |= {"read_tokens": switch.read + 1, "ahead_tokens": switch.ahead}
+        counts |= {"native_layers": switch.native_layers}
         booked = timed(response, counts, self._ttft, self._seconds, used=used)
         return replace(booked, generation_tokens=len(self.answer), guarded=switch.guarded)
 

@@ -1,12 +1,14 @@
 """Divide an answer's text into content, reasoning and tool calls, and end it at a stop text.
 
 The marks are those that mlx-lm knows for a tokenizer. mlx-lm's own state machine finds them, as in
-its server, and mlx-lm's own parsers read the tool calls.
+its server, and mlx-lm's own parsers read the tool calls. A stop text within the reasoning, which is
+not part of the answer, ends nothing.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,10 +40,28 @@ class Parts:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-def first_stop(text: str, stop: Sequence[str]) -> int | None:
-    """The start of the stop text that is complete first; the longest if several end there."""
-    found = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
+def _first_stop(text: str, stop: Sequence[str], thought: Sequence[bool]) -> int | None:
+    """The start of the stop text that is complete first; the longest if several end there.
+
+    ``thought`` says of each place between two characters whether it is within the reasoning.
+    """
+    found = [
+        (match.start() + len(s), match.start())
+        for s in stop
+        for match in re.finditer(f"(?={re.escape(s)})", text)
+        if not (thought[match.start()] and thought[match.start() + len(s)])
+    ]
     return min(found)[1] if found else None
+
+
+def _thoughts(state: Any, text: str) -> tuple[Any, list[bool]]:
+    """The state after a text, and after each of its characters whether that is reasoning."""
+    thought = []
+    for letter in text:
+        if state[0] is not None:
+            state, _ = TextStateMachine.split(state, letter)
+        thought.append(state[0] == "reasoning")
+    return state, thought
 
 
 class AnswerReader:
@@ -51,7 +71,7 @@ class AnswerReader:
         tokenizer: The tokenizer of the model that writes the answer.
         prompt: The tokens before the answer. If they open a reasoning trace, the answer begins
             inside it.
-        stop: Texts before which the answer ends.
+        stop: Texts before which the answer ends; within the reasoning they count for nothing.
         tools: The tools that the prompt announces; some parsers read argument types from them.
     """
 
@@ -65,11 +85,14 @@ class AnswerReader:
         self._stop, self._tools = tuple(stop), tools
         self._held, self._call, self._calling = "", "", False
         self._tokenizer: Any = None
-        self._begin(tokenizer, _first_state(tokenizer, prompt))
+        self._first = _first_state(tokenizer, prompt)
+        self._thought, self._reasoned, self._answered = [self._first == "reasoning"], False, False
+        self._begin(tokenizer, self._first)
 
     def _begin(self, tokenizer: Any, state: str | None) -> None:
         self._tokenizer = tokenizer
-        self._state = make_text_state_machine(tokenizer).make_state(state)
+        # The second one is ahead by the text that is held back.
+        self._state = self._ahead = make_text_state_machine(tokenizer).make_state(state)
 
     def written_by(self, tokenizer: Any) -> None:
         """Go on with the marks of another model's tokenizer."""
@@ -84,16 +107,26 @@ class AnswerReader:
         parts = self._divided(text, ended=reason is not None)
         return replace(last, text=text, finish_reason=reason, stop_text=stopped, **vars(parts))
 
+    def stopped_at(self, text: str) -> int | None:
+        """The number of characters of a whole answer before the stop text that ends it."""
+        state = make_text_state_machine(self._tokenizer).make_state(self._first)
+        return _first_stop(
+            text, self._stop, [self._first == "reasoning", *_thoughts(state, text)[1]]
+        )
+
     def _before_stop(self, text: str, ended: bool) -> tuple[str, str | None]:
         """The text that can be given out now, and the stop text that has come, or None."""
-        text, self._held = self._held + text, ""
-        if (found := first_stop(text, self._stop)) is not None:
+        if not self._stop:
+            return text, None
+        self._ahead, more = _thoughts(self._ahead, text)
+        thought, text, self._held = self._thought + more, self._held + text, ""
+        if (found := _first_stop(text, self._stop, thought)) is not None:
             return text[:found], max(s for s in self._stop if text.startswith(s, found))
-        most = 0 if ended else min(len(text), max(map(len, self._stop), default=1) - 1)
+        most = 0 if ended else min(len(text), max(map(len, self._stop)) - 1)
         held = next(
             (n for n in range(most, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0
         )
-        self._held = text[len(text) - held :]
+        self._held, self._thought = text[len(text) - held :], thought[len(text) - held :]
         return text[: len(text) - held], None
 
     def _divided(self, text: str, ended: bool) -> Parts:
@@ -112,8 +145,12 @@ class AnswerReader:
             self._call += piece if self._calling else ""
             content += piece if name == "normal" else ""
             reasoning += piece if name == "reasoning" else ""
+            self._reasoned |= name == "reasoning"
         if ended and self._calling:
             content += self._called(calls, complete=False)
+        if self._reasoned and not self._answered:
+            content = content.lstrip()  # the empty lines that end the reasoning
+        self._answered |= bool(content)
         return Parts(content, reasoning, tuple(calls))
 
     def _called(self, calls: list[ToolCall], *, complete: bool) -> str:

@@ -41,11 +41,13 @@ class GenerationResponse(MLXResponse):
         reasoning: Text between the tokenizer's think marks.
         tool_calls: Complete tool calls in OpenAI's form. A call that cannot be parsed is content.
         stop_text: The stop text that ended the answer, with its last response; else None.
-        cached_tokens: Prompt tokens that the decode model's cache held before. (Where another model
-            began the answer, these counts include that model's tokens.)
-        cached_translated_tokens: Those of them that had been translated before: in a conversation
-            that is eager, after the answer that another model wrote.
-        translated_tokens: Prompt tokens that went through the translator now.
+        cached_tokens: Prompt tokens that the decode model's cache held from before: its own, and
+            those that were translated for an earlier answer. With ``translated_tokens`` and
+            ``read_tokens`` they are all ``prompt_tokens`` (which, where another model began the
+            answer, include that model's).
+        translated_tokens: Prompt tokens that were translated for this answer.
+        ahead_tokens: Those of them that were translated before it was asked for: in a conversation
+            that is eager, after the answers that other models wrote.
         read_tokens: Prompt tokens that the decode model read itself, the last one included.
         native_layers: Cache layers in which the decode model also read the translated tokens.
         prefill_s: Seconds the prefill model took for the prompt; or the decode model, where it read
@@ -69,8 +71,8 @@ class GenerationResponse(MLXResponse):
     tool_calls: tuple[ToolCall, ...] = ()
     stop_text: str | None = None
     cached_tokens: int = 0
-    cached_translated_tokens: int = 0
     translated_tokens: int = 0
+    ahead_tokens: int = 0
     read_tokens: int = 0
     native_layers: int = 0
     prefill_s: float = 0.0
@@ -82,34 +84,6 @@ class GenerationResponse(MLXResponse):
     translator_digest: str | None = None
     guarded: Guarded | None = None
     received: Received | None = None
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Where the tokens before an answer come from.
-
-    Attributes:
-        prompt: All tokens of the prompt.
-        cached: Tokens that the model's cache held before.
-        translated: Tokens that went through the translator.
-        read: Tokens that the model read itself, the last one included.
-        cached_translated: Those of ``cached`` that had been translated before.
-        native_layers: Layers in which the model also read the translated tokens.
-    """
-
-    prompt: int
-    cached: int
-    translated: int
-    read: int
-    cached_translated: int = 0
-    native_layers: int = 0
-
-    @classmethod
-    def of(cls, plan: Plan) -> Counts:
-        """The counts of a plan's prompt, of which the target's cache held nothing before."""
-        prompt, translated = len(plan.tokens), plan.num_translated
-        layers = plan.native.layers if translated else 0
-        return cls(prompt, 0, translated, prompt - translated, native_layers=layers)
 
 
 @dataclass(frozen=True)
@@ -168,7 +142,9 @@ def decoded(
             **options,
         )
         reader = AnswerReader(target.tokenizer, plan.tokens, choice.stop, tools)
-        counts, used = Counts.of(plan), () if plan.translator is None else (plan.translator,)
+        number, used = plan.num_translated, () if plan.translator is None else (plan.translator,)
+        counts = {"translated_tokens": number, "read_tokens": len(plan.tokens) - number}
+        counts |= {"native_layers": plan.native.layers if number else 0}
         ttft, held = None, given.get("prompt_cache", ())
         between.began()
         with contextlib.closing(in_turn(responses)) as steps:
@@ -257,7 +233,7 @@ def with_prefix(
 
 def timed(
     response: MLXResponse,
-    counts: Counts,
+    counts: Mapping[str, int],
     ttft_s: float,
     seconds: Mapping[str, float],
     strategy: str = "switch",
@@ -265,14 +241,14 @@ def timed(
 ) -> GenerationResponse:
     """mlx-lm's response, with the whole prompt counted and a hand-over's times by phase.
 
-    ``used`` are the translators that the prompt went through.
+    ``counts`` are the response's fields that say where the prompt's tokens come from; ``used`` are
+    the translators that it went through.
     """
     values = {f.name: getattr(response, f.name) for f in fields(MLXResponse)}
-    values |= {"prompt_tokens": counts.prompt}
-    values |= {"prompt_tps": (counts.translated + counts.read) / ttft_s}
-    values |= {"cached_tokens": counts.cached, "translated_tokens": counts.translated}
-    values |= {"read_tokens": counts.read, "native_layers": counts.native_layers}
-    values |= {"cached_translated_tokens": counts.cached_translated}
+    values |= {**counts}
+    read, translated = counts["read_tokens"], counts["translated_tokens"]
+    values["prompt_tokens"] = counts.get("cached_tokens", 0) + translated + read
+    values["prompt_tps"] = (translated - counts.get("ahead_tokens", 0) + read) / ttft_s
     values |= {f"{name}_s": seconds.get(name, 0.0) for name in PHASES}
     if used:
         values["translator"] = ", ".join(str(t.path or "made in this process") for t in used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,6 +120,25 @@ def resolve(
             f"{_reason(name, problem)}"
         ) from None
     return Path(snapshot), Path(snapshot).name
+
+
+def model_type(path: Path) -> str:
+    """The ``model_type`` of the config in a model's folder.
+
+    Raises:
+        MissingModelError: There is no readable config that names one.
+    """
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        raise MissingModelError(
+            f"{path} has no config.json; a model folder needs one (incomplete download?)"
+        ) from None
+    except ValueError as error:
+        raise MissingModelError(f"{path / 'config.json'} is not valid JSON: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise MissingModelError(f"{path / 'config.json'} names no model_type")
+    return config["model_type"]
 
 
 def _reason(name: str, problem: BaseException) -> str:

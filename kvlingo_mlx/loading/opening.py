@@ -21,6 +21,7 @@ from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import MissingModelError
 from kvlingo_mlx.families import family_of
 from kvlingo_mlx.loading import notes
+from kvlingo_mlx.loading.hub import model_type
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import for_any_thread
 
@@ -57,7 +58,7 @@ def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
     Warns:
         KVLingoWarning: The model was trained with a window or short factors that mlx-lm ignores.
     """
-    family = family_of(_model_type(path))
+    family = family_of(model_type(path))
     _check_files(path)
     with damage_told(path):
         config = load_config(path)
@@ -144,20 +145,6 @@ def _quiet_about_models() -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(shown)
-
-
-def _model_type(path: Path) -> str:
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except OSError:
-        raise MissingModelError(
-            f"{path} has no config.json; a model folder needs one (incomplete download?)"
-        ) from None
-    except ValueError as error:
-        raise MissingModelError(f"{path / 'config.json'} is not valid JSON: {error}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise MissingModelError(f"{path / 'config.json'} names no model_type")
-    return config["model_type"]
 
 
 def _check_files(path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import datetime
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ from kvlingo_mlx.serving.wire import Api, BadRequest, openai_error
 from kvlingo_mlx.version import __version__
 
 DEFAULT = "default_model"  # what mlx-lm's server calls the first model, and takes none given for
+BEGAN = datetime.datetime.now(datetime.UTC)
 PAGE = Path(__file__).parent / "page"
 PAGE_FILES = {"/": "index.html", "/page/chat.js": "chat.js", "/page/chat.css": "chat.css"}
 PAGE_HEADERS = {
@@ -321,10 +323,11 @@ def _check_name(name: str, names: Sequence[str]) -> None:
 
 
 def _model(name: str, info: ModelInfo | None) -> dict[str, Any]:
-    """A model as OpenAI's and Anthropic's clients read it; the day when it was made is unknown."""
+    """A model as OpenAI's and Anthropic's clients read it, made when this server began."""
     told: dict[str, Any] = {
-        "id": name, "object": "model", "created": 0, "owned_by": "kvlingo-mlx",
-        "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z",
+        "id": name, "object": "model", "created": int(BEGAN.timestamp()),
+        "owned_by": "kvlingo-mlx", "type": "model", "display_name": name,
+        "created_at": f"{BEGAN:%Y-%m-%dT%H:%M:%SZ}",
     }  # fmt: skip
     if info is not None:
         told["kvlingo"] = {k: v for k, v in dataclasses.asdict(info).items() if k != "name"}

@@ -219,7 +219,6 @@ class Engine:
         talk.expected = self._admission.expected(job.ask)
         resident.running += 1
         talk.busy, job.queued = True, time.perf_counter() - job.arrived
-        before = talk.tokens()
         try:
             if job.ask.messages is None:
                 yield from self._completed(job, talk, resident)
@@ -228,9 +227,7 @@ class Engine:
         finally:
             talk.busy, talk.ending, talk.expected = False, False, 0
             talk.used = resident.used = moment.now()
-            talk.lost(before)
             resident.running -= 1
-        talk.told[resident.name] = len(talk.line(resident.name))
         self.keeper.make_room()
 
     def _talk(self, keys: list[Key], job: Job) -> Talk | None:
@@ -248,8 +245,7 @@ class Engine:
         assert talk.conversation is not None
         messages = talk.taken_over(job.ask, found.common)
         if found.apart:
-            talk, told = self.keeper.new(talk.conversation.snapshot(), job.ask), talk.told
-            talk.told = dict(told)
+            talk = self.keeper.new(talk.conversation.snapshot(), job.ask)
         talk.messages = messages
         talk.pinned |= job.ask.pin
         return talk
@@ -300,13 +296,13 @@ class Engine:
         if job.ask.echo:
             given = job.ask.prompt
             job.before = given if isinstance(given, str) else model.tokenizer.decode(job.tokens)
-        line, begun = talk.line(resident.name), talk.told.get(resident.name, 0)
+        line = talk.line(resident.name)
 
         def follow(_: str) -> LineSteps:
             return exchange.follow([*job.tokens, *turn.answer])
 
         for response in turn.answer_by([Part(resident.name)], None, follow):
-            yield self._tell(job, response, exchange, begun, len(line))
+            yield self._tell(job, response, exchange, len(line))
         talk.said = job.said(turn.answer, model.tokenizer)
 
     def _prepare(self, exchange: Exchange, job: Job) -> None:
@@ -323,16 +319,11 @@ class Engine:
         )
 
     def _tell(
-        self,
-        job: Job,
-        response: GenerationResponse | None,
-        exchange: Exchange,
-        begun: int,
-        done: int,
+        self, job: Job, response: GenerationResponse | None, exchange: Exchange, done: int
     ) -> bool:
         """Tell the client what a step brought; whether the next step must follow at once.
 
-        ``begun`` is the length of the model's line after its last answer, ``done`` its length now.
+        ``done`` is the length of the model's line now.
         """
         if response is None:
             if not job.told and job.row is None:
@@ -340,7 +331,7 @@ class Engine:
             return False
         resident = self.residents[job.name]
         if not job.told:
-            job.usage = usage_of(job, exchange, resident, response, begun)
+            job.usage = usage_of(job, exchange, resident, response)
             self._learn(resident, exchange)
         job.take(response, resident.model.tokenizer)
         return job.ended or job.ready
@@ -352,10 +343,10 @@ class Engine:
         exchange = conversation.exchange
         talk.keys = keys
         self._prepare(exchange, job)
-        line, begun = talk.line(resident.name), talk.told.get(resident.name, 0)
+        line = talk.line(resident.name)
         steps = conversation.reply_in_steps(resident.name, self._request(job, talk))
         for response in steps:
-            at_once = self._tell(job, response, exchange, begun, len(line))
+            at_once = self._tell(job, response, exchange, len(line))
             if job.ended:
                 talk.ending = True
                 said = {"role": "assistant", "content": job.content, "tool_calls": job.calls}

@@ -13,11 +13,14 @@ from typing import Any
 
 import uvicorn
 
-from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.errors import KVLingoError, MissingModelError
+from kvlingo_mlx.loading.hub import SMALL_FILES, model_type, resolve
 from kvlingo_mlx.serving.app import Wires, build, wires
 from kvlingo_mlx.serving.guard import protocol
 from kvlingo_mlx.serving.link import FIRST_PAUSE, WORKER, Link
-from kvlingo_mlx.serving.settings import Settings
+from kvlingo_mlx.serving.settings import LOG_FORMAT, Settings
+
+log = logging.getLogger("kvlingo_mlx.serving")
 
 CONNECTIONS = 1000  # more at once are told 503
 IDLE_S = 75  # how long a connection without a request is kept; clients' pools expect about a minute
@@ -41,9 +44,12 @@ def serve(
         listening: Called with the server's address as soon as there is one.
 
     Raises:
+        MissingModelError: A model's name stands for no folder with a config; nobody has listened.
         ValueError: The address cannot be listened at.
         WorkerError: There is no worker any more.
     """
+    for name in dict.fromkeys(settings.models.values()):
+        model_type(resolve(name, None, SMALL_FILES, MissingModelError)[0])
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
         link, spoken = Link(settings, entry, FIRST_PAUSE), wires()
         asyncio.run(Served(settings, link, spoken).until_stopped(listener, listening))
@@ -127,8 +133,13 @@ class Served(uvicorn.Server):
 
         The worker stops here, before uvicorn raises the signal again that it was ended by.
         """
-        loop = asyncio.get_running_loop()
-        cut = loop.call_later(self._settings.stop_timeout, self._link.cut)
+        loop, limit = asyncio.get_running_loop(), self._settings.stop_timeout
+        if number := self._link.asked:
+            answers = "an answer" if number == 1 else f"{number} answers"
+            log.warning(
+                "waiting for %s to end, at most %g s; Ctrl-C again ends them", answers, limit
+            )
+        cut = loop.call_later(limit, self._link.cut)
         try:
             await super().shutdown(sockets)
         finally:
@@ -153,7 +164,7 @@ class NoContents(logging.Filter):
 def log_to_stderr(level: str) -> None:
     """Log this package's and uvicorn's messages to standard error, one line each."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
     handler.addFilter(NoContents())
     for name in ("kvlingo_mlx.serving", "uvicorn"):
         logger = logging.getLogger(name)

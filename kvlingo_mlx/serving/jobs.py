@@ -251,52 +251,41 @@ def _forbidden(ask: Ask, model: LanguageModel) -> list[int]:
 
 
 def usage_of(
-    job: Job,
-    exchange: Exchange,
-    resident: Resident,
-    response: GenerationResponse,
-    begun: int,
+    job: Job, exchange: Exchange, resident: Resident, response: GenerationResponse
 ) -> Usage:
-    """Where a prompt's tokens came from.
+    """Where a prompt's tokens came from, by its first token's ``response``.
 
-    Args:
-        job: The request.
-        exchange: The conversation's lines, the answering model's brought up to date.
-        resident: The answering model.
-        response: The first token's.
-        begun: The length of the answering model's line after its last answer.
+    ``exchange`` has the conversation's lines, the answering model's brought up to date.
     """
-    switch, line = exchange.last, exchange.lines[job.name]
+    switch = exchange.last
     assert switch is not None
-    length, own = response.prompt_tokens, min(begun, switch.kept)
-    foreign = [span for span in line.spans if span.passes and own < span.stop <= length]
-    translated = sum(span.stop - max(span.start, own) for span in foreign)
-    strategy = "kept" if switch.kept else "read"
-    again, fallback = _again(job, exchange, switch.kept), None
+    held = switch.kept + switch.ahead
+    strategy = "kept" if held else "read"
+    again, fallback = _again(job, exchange, held), None
     if again is not None:
         strategy, way = "reread", job.ways[again, job.name]
         barred = way.strategy == "reread"
         fallback = way.why if barred else "the other model no longer keeps what can be translated"
     guarded = response.guarded
     doubt = str(guarded) if guarded is not None and guarded.doubts else None
-    if doubt is not None and not translated:
+    if doubt is not None and not switch.sources:
         strategy, fallback = "reread", f"the translation was in doubt: {doubt}"
-    if translated:
-        way = job.ways[foreign[-1].writer, job.name]
-        strategy = "hybrid" if way.strategy == "hybrid" else "translate"
+    if switch.sources:
+        ways = {job.ways[source, job.name].strategy for source in switch.sources}
+        strategy = "hybrid" if "hybrid" in ways else "translate"
     speed = resident.read_s
     return Usage(
-        prompt_tokens=length,
-        cached_tokens=switch.kept,
-        translated_tokens=translated,
-        read_tokens=switch.read + 1,
+        prompt_tokens=response.prompt_tokens,
+        cached_tokens=response.cached_tokens,
+        translated_tokens=response.translated_tokens,
+        read_tokens=response.read_tokens,
         strategy=strategy,
         fallback=fallback,
         doubt=doubt,
-        translator=response.translator if translated else None,
-        translator_digest=response.translator_digest if translated else None,
+        translator=response.translator,
+        translator_digest=response.translator_digest,
         queue_s=job.queued,
-        reread_s=None if speed is None else speed * length,
+        reread_s=None if speed is None else speed * response.prompt_tokens,
     )
 
 

@@ -188,13 +188,9 @@ class Keeper:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 facts: dict[str, Any] = json.loads(file.read_text("utf-8"))
                 if all(facts[name] == mine for name, mine in self._mine.items()):
-                    keys, told = (
-                        [tuple(map(str, key)) for key in facts["keys"]],
-                        dict(facts["told"]),
-                    )
-                    found = Talk(keys, folder=file.with_suffix(""), used=float(facts["used"]))
-                    found.told = told
-                    self.talks.append(found)
+                    keys = [tuple(map(str, key)) for key in facts["keys"]]
+                    kept, used = file.with_suffix(""), float(facts["used"])
+                    self.talks.append(Talk(keys, folder=kept, used=used))
 
     def _take_lock(self, folder: Path, patience: float) -> None:
         """Take the folder; the worker of a server that was killed may still be saving into it."""
@@ -226,7 +222,7 @@ class Keeper:
         """Let another thread write an idle talk to disk; it may go on meanwhile."""
         assert talk.conversation is not None
         path = folder / uuid.uuid4().hex
-        facts = {"keys": talk.keys, "told": talk.told, "used": talk.used, **self._mine}
+        facts = {"keys": talk.keys, "used": talk.used, **self._mine}
         try:
             with self._residents.asleep():
                 draft = talk.conversation.draft()

@@ -128,6 +128,11 @@ class Link:
         """Requests that have no token yet."""
         return sum(asked.waiting for asked in self._asked.values())
 
+    @property
+    def asked(self) -> int:
+        """Requests that are not over."""
+        return len(self._asked)
+
     async def start(self) -> None:
         """Start the worker; it is ready when it has sent a status."""
         self.given_up = asyncio.get_running_loop().create_future()

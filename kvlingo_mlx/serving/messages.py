@@ -116,8 +116,9 @@ class Usage:
         prompt_tokens: All tokens of the prompt.
         completion_tokens: Tokens of the answer, so far or in all.
         reasoning_tokens: Those of them that are reasoning.
-        cached_tokens: Prompt tokens that the answering model's line held already.
-        translated_tokens: Prompt tokens that were translated from another model's line.
+        cached_tokens: Prompt tokens that the answering model's line held from before. With the two
+            following they are the whole prompt (see ``conversation.exchange.Switch``).
+        translated_tokens: Prompt tokens that were translated for this answer, perhaps ahead of it.
         read_tokens: Prompt tokens that the answering model read now, the last one included.
         strategy: How the line was brought up to date: "translate", "hybrid" (some layers read),
             "reread" (though another model had read it), "kept" (nothing was lacking but what is

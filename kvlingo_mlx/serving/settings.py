@@ -179,6 +179,7 @@ class Settings:
         return (*self.models, *([AUTO] if self.routes else []))
 
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"  # of the front and of the worker
 OPTIONS = {"models": "model", "translators": "translator", "routes": "route"}  # named otherwise
 NAMES = tuple(field.name for field in fields(Settings))
 _HINTS = get_type_hints(Settings, include_extras=True)

@@ -136,8 +136,6 @@ class Talk:
         used: When it was last used, in seconds since the epoch.
         saved_at: ``used`` of the state that is in ``folder``.
         unsaved_at: ``used`` of the state that could not be saved.
-        told: The length of each model's line after its last answer here, without what it has had
-            to drop since then.
         number: Tells it from all others of this process.
     """
 
@@ -154,7 +152,6 @@ class Talk:
     used: float = field(default_factory=now)
     saved_at: float | None = None
     unsaved_at: float | None = None
-    told: dict[str, int] = field(default_factory=dict)
     number: int = field(default_factory=ids.__next__)
 
     @property
@@ -167,17 +164,6 @@ class Talk:
         """A model's line, while it is in memory."""
         assert self.exchange is not None
         return self.exchange.lines[name]
-
-    def tokens(self) -> dict[str, list[int]]:
-        """What the models' lines hold now."""
-        lines = {} if self.exchange is None else self.exchange.lines
-        return {name: list(line.tokens) for name, line in lines.items()}
-
-    def lost(self, before: Mapping[str, Sequence[int]]) -> None:
-        """Forget what the lines have dropped of the tokens that they held before."""
-        lines = {} if self.exchange is None else self.exchange.lines
-        for name, line in lines.items():
-            self.told[name] = min(self.told.get(name, 0), line.common(before[name]))
 
     @property
     def exchange(self) -> Exchange | None:

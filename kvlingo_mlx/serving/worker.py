@@ -20,7 +20,7 @@ from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.serving import moment
 from kvlingo_mlx.serving.engine import Engine
 from kvlingo_mlx.serving.messages import Ask, Count, Counted, Event, Failed
-from kvlingo_mlx.serving.settings import Settings
+from kvlingo_mlx.serving.settings import LOG_FORMAT, Settings
 
 log = logging.getLogger("kvlingo_mlx.serving")
 
@@ -32,7 +32,7 @@ PAUSE_S = 0.05  # how long idle ranks pause between two rounds
 def main(connection: Connection, settings: Settings) -> None:
     """Serve the front over a pipe until it says stop, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when the worker stops
-    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(message)s")
+    logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT)
     warnings.showwarning = _log_warning
     try:
         engine = Engine(settings)

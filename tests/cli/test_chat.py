@@ -155,7 +155,9 @@ def test_a_guard_looks_at_every_switch(
         assert out.startswith(plain) and "tested on prefixes of at most 10" in out
         assert ("is in doubt" in chats.err) == warned
         rows = dict(line.split("  ", 1) for line in out.splitlines() if "  " in line)
-        assert (rows["of them translated"].strip() == "0") == (doubt == "reread")
+        assert ("tokens translated" in rows) and (rows["tokens translated"].strip() == "0") == (
+            doubt == "reread"
+        )
 
 
 def test_what_cannot_be_healed_is_told(chats: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +301,7 @@ def test_bad_commands_cost_a_line(chats: Chats, one: LanguageModel) -> None:
 def test_help_and_exit(chats: Chats) -> None:
     out = chats("/help", "/exit", "hi there")
     words = [line.split()[0] for line in out.splitlines()]
-    assert words == ["/use", "/use", "/undo", "/save", "/stats", "/help", "/exit"]
+    assert words == ["/use", "/use", "/undo", "/save", "/stats", "/help", "/exit", "(paste)"]
     assert chats() == ""
 
 
@@ -414,7 +416,7 @@ def test_the_last_switch_is_told(chats: Chats, recorder: type[Recorder]) -> None
     finally:
         recorder.stats = before  # type: ignore[method-assign]
     assert "reading 128 tokens anew with b to compare; Ctrl-C skips".split() in cells
-    for row in ("last switch to b", "tokens kept 101", "tokens translated 23", "tokens read 4",
+    for row in ("last switch to b", "tokens kept 101", "tokens translated 23", "tokens read 5",
                 "took (ms) 12.3", "reading all anew (ms) 500"):  # fmt: skip
         assert row.split() in cells
 
@@ -441,14 +443,10 @@ def test_the_last_switch_is_told(chats: Chats, recorder: type[Recorder]) -> None
         (("--temp", "-1"), "--temp is -1.0"),
         (("--prefill-step-size", "0"), "--prefill-step-size is 0"),
         (("--save", "/dev/null/x"), "--save is '/dev/null/x'; name a folder"),
-        (("--resume", "x", "--no-thinking"), "--no-thinking has no effect with --resume x"),
-        (("--resume", "x", "--verbatim"), "--verbatim has no effect with --resume x"),
-        (("--resume", "x", "--system-prompt", "x"), "--system-prompt has no effect with --resume"),
     ],
 )
 def test_bad_starts(chats: Chats, options: tuple[str, ...], message: str) -> None:
-    asked = ("--verbatim",) if "--verbatim" in options else ()
-    chats("hi there", options=(*options, *asked), status=2)
+    chats("hi there", options=options, status=2)
     assert chats.out == "" and chats.err.startswith("error: ") and message in chats.err
     assert chats.err.count("\n") == 1
 
@@ -725,6 +723,27 @@ def test_a_paste_is_one_message(
         assert stat.S_IMODE(history.stat().st_mode) == 0o600
 
 
+def test_pasted_commands_are_commands_and_a_switch_is_told(
+    terminals: Any, store: Path, tmp_path: Path
+) -> None:
+    record = tmp_path / "record.jsonl"
+    terminal = terminals("--max-tokens", str(NEW), "--json", str(record))
+    terminal.wait_for("a> ")
+    for message, name in (("is it on?", "a"), ("and you", "b")):
+        terminal.type(f"{message}\n")
+        if name == "b":
+            told = terminal.wait_for(" of them before you asked), ")
+            assert "[b took over in " in told and " translated (" in told
+        terminal.wait_for(f"{name}> ")
+        terminal.type("/use b\n")
+        terminal.wait_for("b> ")
+    terminal.type("/undo\n\n/undo\n/use a\n")
+    terminal.wait_for("a> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(30) == 0
+    assert said(record) == []
+
+
 def test_lines_typed_during_an_answer_are_sent_alone(
     terminals: Any, one: LanguageModel, tmp_path: Path
 ) -> None:
@@ -792,6 +811,23 @@ def test_a_chat_leaves_its_record(chats: Chats, one: LanguageModel, tmp_path: Pa
     assert all(type(line["tokens"]) is int for line in found["stats"]["lines"])
     chats("hi there", options=("--json", str(tmp_path / "no" / "file")), status=2)
     assert "--json is" in chats.err and chats.out == ""
+
+
+def test_a_chat_is_resumed_with_the_settings_that_it_began_with(
+    chats: Chats, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "talk")
+    same = ("--no-thinking", "--system-prompt", "be kind", "--verbatim")
+    chats("hi there", options=("--save", folder, *same))
+    assert chats("and you", options=("--resume", folder, *same)).strip()
+    for options, told in (
+        (("--thinking",), "--thinking is True, and there it is False"),
+        (("--no-verbatim",), "--verbatim is False, and there it is True"),
+        (("--system-prompt", "x"), "--system-prompt is 'x', and there it is 'be kind'"),
+    ):
+        chats("and you", options=("--resume", folder, *options), status=2)
+        assert chats.out == "" and chats.err.count("\n") == 1
+        assert f"{folder} was begun with other settings: {told}; leave" in chats.err
 
 
 def test_a_saved_chat_goes_on(chats: Chats, one: LanguageModel, tmp_path: Path) -> None:

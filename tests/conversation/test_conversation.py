@@ -110,7 +110,7 @@ def test_only_what_a_line_lacks_is_translated(family_models: dict[str, LanguageM
     second = len(talk.transcript.tokens)
     ask(talk, "a", "and you")
     assert (talk.last_switch.kept, talk.last_switch.translated) == (first, second - first)
-    assert talk.last_switch.kept_translated == 0
+    assert talk.last_switch.ahead == 0
     spans = [(s.start, s.stop, s.writer, s.passes) for s in talk.lines["a"].spans]
     third = len(talk.transcript.tokens)
     assert spans == [(0, first, "a", 0), (first, second, "b", 1), (second, third, "a", 0)]
@@ -126,8 +126,8 @@ def test_what_was_translated_before_a_switch_is_counted(
     first = next(iter(talk.stream_reply("b", "is it on?", max_tokens=NEW)))
     switch = talk.last_switch
     assert switch is not None
-    assert (switch.kept, switch.kept_translated, switch.translated) == (held, held, 0)
-    assert (first.cached_tokens, first.cached_translated_tokens) == (held, held)
+    assert (switch.kept, switch.translated, switch.ahead) == (0, held, held)
+    assert (first.cached_tokens, first.translated_tokens) == (0, held)
     assert first.read_tokens == switch.read + 1  # the last one begins the answer
     assert first.native_layers == switch.native_layers == layers
 
@@ -167,7 +167,8 @@ def test_an_eager_line_is_there_before_the_switch(family_models: dict[str, Langu
     assert talk.lines["b"].tokens == talk.transcript.tokens
     assert [line.native.nbytes for line in talk.lines.values()] == [0, 0]
     ask(talk, "b", "is it on?")
-    assert talk.last_switch is not None and talk.last_switch.translated == 0
+    assert talk.last_switch is not None
+    assert talk.last_switch.ahead == talk.last_switch.translated > 0
 
 
 def test_a_line_that_a_template_rewrites_is_read_again_from_there(

@@ -136,8 +136,9 @@ def reply(
     assert [r.token for r in responses] == answer
     assert responses[0].prompt_tokens == len(prompt)
     kept, first = common_prefix(held, prompt[:-1]), responses[0]
-    assert first.cached_tokens <= kept  # a ring or a state may have to go back further
-    if first.cached_tokens < kept:
+    there = first.cached_tokens + first.ahead_tokens
+    assert there <= kept  # a ring or a state may have to go back further
+    if there < kept:
         across = isinstance(talk.exchange, CrossExchange)
         assert across or any(map(caches.forgets, line._caches))
     assert first.cached_tokens + first.translated_tokens + first.read_tokens == len(prompt)

@@ -70,11 +70,19 @@ def scripted(model: LanguageModel, text: str, *, ended: bool = True) -> Callable
 # ---- stop -----------------------------------------------------------------------------------
 
 
-def naive_stop(text: str, stops: list[str]) -> str | None:
-    """What comes before the stop text that is complete first, letter by letter; else None."""
+def naive_stop(text: str, stops: list[str], opened: bool = False) -> str | None:
+    """What comes before the stop text that is complete first, letter by letter; else None.
+
+    What lies wholly within the reasoning, which may be ``opened`` already, does not count.
+    """
+    thought, since = [opened], 0
     for end in range(len(text) + 1):
-        found = [s for s in stops if text[:end].endswith(s)]
-        if found:
+        if end and text[since:end].endswith("</think>" if thought[-1] else "<think>"):
+            thought, since = [*thought, not thought[-1]], end
+        elif end:
+            thought.append(thought[-1])
+        fits = [s for s in stops if text[:end].endswith(s)]
+        if found := [s for s in fits if not (thought[end] and thought[end - len(s)])]:
             return text[: end - max(map(len, found))]
     return None
 
@@ -86,14 +94,18 @@ def response(text: str, reason: str | None) -> GenerationResponse:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    text=st.text("ab\n", max_size=14),
-    cuts=st.lists(st.integers(0, 14), max_size=6),
+    text=st.lists(st.sampled_from(["a", "b", "\n", "<think>", "</think>"]), max_size=14).map(
+        "".join
+    ),
+    cuts=st.lists(st.integers(0, 40), max_size=6),
     stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
+    opened=st.booleans(),
 )
 def test_stops_are_found_however_a_text_is_cut(
-    text: str, cuts: list[int], stops: list[str], model: LanguageModel
+    text: str, cuts: list[int], stops: list[str], opened: bool, model: LanguageModel
 ) -> None:
-    reader = AnswerReader(model.tokenizer, [], stops)
+    prompt = model.tokenizer.encode("<think>", add_special_tokens=False) if opened else []
+    reader = AnswerReader(model.tokenizer, prompt, stops)
     marks = sorted({0, len(text), *(c for c in cuts if c < len(text))})
     pieces = [text[a:b] for a, b in itertools.pairwise(marks)] or [""]
     out, told = "", None
@@ -103,8 +115,10 @@ def test_stops_are_found_however_a_text_is_cut(
         if told.finish_reason is not None:
             break
         # Nothing is given out that a stop text could still take back.
-        assert out == text[: len(out)] and (naive_stop(text, stops) or text).startswith(out)
-    expected = naive_stop(text, stops)
+        assert out == text[: len(out)]
+        assert (naive_stop(text, stops, opened) or text).startswith(out)
+    expected = naive_stop(text, stops, opened)
+    assert reader.stopped_at(text) == (None if expected is None else len(expected))
     assert told is not None
     assert (out, told.finish_reason) == (
         (text, "length") if expected is None else (expected, "stop")
@@ -297,7 +311,7 @@ def test_reasoning_content_and_calls_are_told_apart(model: LanguageModel, way: s
         responses = list(kv.stream_generate(model, model, prompt, **same, **options))
     assert "".join(r.text for r in responses) == text  # raw, as ever
     assert "".join(r.reasoning for r in responses) == "who\nis it"
-    assert "".join(r.content for r in responses) == "\n\nI look.  So < 3."
+    assert "".join(r.content for r in responses) == "I look.  So < 3."
     calls = [call for r in responses for call in r.tool_calls]
     assert [c["function"] for c in calls] == [{"name": "look", "arguments": '{"at": "é"}'}] * 2
     assert {c["type"] for c in calls} == {"function"} and len({c["id"] for c in calls}) == 2
@@ -347,8 +361,8 @@ def test_a_switch_tells_what_it_took(model: LanguageModel, eager: bool) -> None:
     talk.reply("a", "the use of an other", max_tokens=4)
     held = len(talk.transcript.tokens)
     first = next(iter(talk.stream_reply("b", "is it on?", max_tokens=4)))
-    line = (first.cached_tokens, first.translated_tokens)
-    assert line == ((held, 0) if eager else (0, held))
+    line = (first.cached_tokens, first.translated_tokens, first.ahead_tokens)
+    assert line == (0, held, held if eager else 0)
     assert first.read_tokens == first.prompt_tokens - held
     assert (first.translate_s > 0) is not eager and first.native_s > 0 == first.prefill_s
     talk = talk_of(model, eager=False)

@@ -44,6 +44,8 @@ def window() -> Iterator[Browser]:
 @pytest.fixture
 def page(window: Browser, server: Running) -> Browser:
     window.open(f"{server.url}/")
+    window.run("sessionStorage.clear()")
+    window.open(f"{server.url}/")
     window.until("return document.querySelector('#model').options.length == 2")
     window.errors()
     return window
@@ -75,20 +77,21 @@ def test_a_conversation_of_two_models(page: Browser, server: Running) -> None:
     page.until("return document.querySelectorAll('article.assistant dl').length == 1")
     answer = page.text("article.assistant")
     assert answer.startswith("small") and "Hello <b>you</b> there" in answer
-    for told in ("cached\n60", "translated\n30", "read\n10", "first token after\n250 ms",
-                 "reading all would have taken\n4.0 s", "by\ntranslate"):  # fmt: skip
+    for told in ("tokens kept\n60", "translated\n30", "read\n10", "first token after\n250 ms",
+                 "reading all would have taken\n4.0 s"):  # fmt: skip
         assert told in answer
     page.chord(SHIFT, TAB)
     assert page.run("return document.activeElement.id") == "model"
     page.type(DOWN + TAB + "fallback too long;say Again" + ENTER)
     page.until("return document.querySelectorAll('article.assistant dl').length == 2")
     last = page.text("article:last-child")
-    assert last.startswith("large") and "not translated\ntoo long" in last
+    assert last.startswith("large") and "read again, since\ntoo long" in last
     sent = body(page, server)
     assert [m["role"] for m in sent] == ["user", "assistant", "user", "assistant"]
     assert sent[1]["content"] == "Hello <b>you</b> there"
     assert server.told()[-2:] == [["ask", "small"], ["ask", "large"]]
-    assert "Lines 5.0 kB, weights 2.0 MB of 9.0 MB" in page.text("#held")
+    page.run("document.querySelector('header details').open = true")
+    assert "Models 2.0 MB, conversations 5.0 kB of 9.0 MB" in page.text("#held")
     assert page.errors() == []
 
 
@@ -100,7 +103,8 @@ def test_an_answer_is_stopped(page: Browser, server: Running) -> None:
     page.type(ESCAPE)
     page.until("return document.body.innerText.includes('Stopped.')")
     server.until(lambda: server.told().count(["cancel"]) == before + 1)
-    assert body(page, server)[-1] == {"role": "assistant", "content": "Half"}
+    said = {"role": "assistant", "content": "Half", "model": "small"}
+    assert body(page, server)[-1] == said
 
 
 @seen
@@ -109,10 +113,11 @@ def test_an_error_is_shown_and_the_message_comes_back(page: Browser, server: Run
     page.until("return document.querySelector('.wrong')")
     assert page.text(".wrong") == "planted failure: memory"
     assert page.run("return document.querySelector('#text').value") == "fail memory"
-    assert body(page, server) == []
+    assert body(page, server) == [] and page.text("#talk") == "planted failure: memory"
     page.run("document.querySelector('#text').value = ''")
     page.type("begin;say a;fail memory" + ENTER)
-    page.until("return document.querySelectorAll('.wrong').length == 2")
+    page.until("return document.querySelector('article .wrong')")
+    assert page.run("return document.querySelectorAll('.wrong').length") == 1
     assert [m["content"] for m in body(page, server)] == ["begin;say a;fail memory", "a"]
 
 
@@ -128,11 +133,64 @@ def test_shift_enter_begins_a_line_and_new_forgets(page: Browser, server: Runnin
     assert body(page, server) == [] and page.text("#talk") == ""
 
 
+LONG = "begin;say " + "words and more words " * 12 + "\n```py\n<i>code</i>\n```\nend"
+LEFT = "const t = $('talk'); return t.scrollHeight - t.scrollTop - t.clientHeight"
+SETTLED = "return new Promise((done) => setTimeout(done, 300))"
+
+
+@seen
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_end_stays_in_sight_until_somebody_scrolls_up(page: Browser, width: int) -> None:
+    page.size(width, 800)
+    said = "return document.querySelectorAll('article.assistant dl').length == {} && !running"
+    for turn in range(3):
+        page.run("document.querySelector('#text').value = arguments[0]", LONG)
+        page.run("document.querySelector('#ask').requestSubmit()")
+        page.until(said.format(turn + 1))
+        page.run(SETTLED)
+        assert page.run(LEFT) < 2, turn
+    assert page.run("return document.querySelector('body > header').offsetHeight") < 80
+    assert page.run("return document.body.scrollWidth") <= width
+    assert page.text("article.assistant code") == "<i>code</i>"
+    page.run("document.querySelector('#talk').scrollTop = 0")
+    page.run(SETTLED)
+    page.run("showUsage(document.querySelector('article:last-child'), {completion_tokens: 1})")
+    page.run(SETTLED)
+    assert page.run("return document.querySelector('#talk').scrollTop") == 0
+
+
+@seen
+def test_a_reload_shows_the_conversation_again(page: Browser, server: Running) -> None:
+    page.type("begin;say Hello" + ENTER)
+    page.until("return document.querySelector('article.assistant dl') && !running")
+    before = body(page, server)
+    page.open(f"{server.url}/")
+    page.until("return document.querySelector('#model').options.length == 2")
+    assert body(page, server) == before and len(before) == 2
+    assert page.text("article.assistant").split() == ["small", "Hello"]
+    page.run("document.querySelector('#new').click()")
+    page.open(f"{server.url}/")
+    assert body(page, server) == []
+
+
+@seen
+def test_a_server_that_has_gone(window: Browser, tmp_path: Path) -> None:
+    with running(tmp_path, wires()) as found:
+        window.open(f"{found.url}/")
+        window.until("return document.querySelector('#model').options.length == 2")
+    window.type("begin;say Hello" + ENTER)
+    window.until("return document.querySelector('.wrong')")
+    assert window.text(".wrong") == "The server does not answer. Is it still running?"
+    assert window.run("return document.querySelector('#text').value") == "begin;say Hello"
+
+
 @seen
 def test_a_key_is_asked_for(window: Browser, tmp_path: Path) -> None:
     with running(tmp_path, wires(), api_key="right-key") as locked:
         window.open(f"{locked.url}/")
         window.until("return document.activeElement.id == 'given'")
+        window.type("wrong" + ENTER)
+        window.until("return document.querySelector('#key label').innerText.includes('not this')")
         window.type("right-key" + ENTER)
         window.until("return document.querySelector('#model').options.length == 2")
         assert window.run("return document.querySelector('#key').hidden")

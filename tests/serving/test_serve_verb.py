@@ -26,7 +26,7 @@ from tests.support import ROOT  # noqa: E402
 from tests.support.command_line import fails  # noqa: E402
 from tests.support.scripted_worker import TOLD  # noqa: E402
 
-MODELS = ["--model", "small=/a", "--model", "large=/b"]
+MODELS = ["--model", "small=tiny-qwen3-s", "--model", "large=tiny-qwen3-l"]
 PROGRAM = (
     "import functools, sys\n"
     "from kvlingo_mlx import cli\n"
@@ -90,14 +90,24 @@ def test_it_serves_until_a_signal_and_saves(number: int, status: int, tmp_path: 
 
 def test_ctrl_c_of_a_terminal_reaches_the_front_alone(tmp_path: Path) -> None:
     """A terminal's Ctrl-C goes to all processes; the worker saves all the same."""
-    with program(tmp_path, "--log-level", "info") as process:
-        ready(process)
-        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
-        for pid in [*map(int, children.stdout.split()), process.pid]:
-            os.kill(pid, signal.SIGINT)
-        process.communicate(timeout=60)
+    with program(tmp_path, "--stop-timeout", "0.5") as process:
+        url = ready(process)
+        body = {"model": "small", "prompt": "begin;say a;wait 600", "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            self_and_worker(process, signal.SIGINT)
+            _, error = process.communicate(timeout=60)
     assert process.returncode == 0
+    assert "waiting for an answer to end, at most 0.5 s; Ctrl-C again ends them" in error
     assert json.loads((tmp_path / TOLD).read_text().splitlines()[-1]) == ["stop"]
+
+
+def self_and_worker(process: subprocess.Popen[str], number: int) -> None:
+    """Send a signal as a terminal does."""
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+    for pid in [*map(int, children.stdout.split()), process.pid]:
+        os.kill(pid, number)
 
 
 def test_a_worker_that_cannot_begin_is_one_line(tmp_path: Path) -> None:
@@ -130,6 +140,15 @@ def test_wrong_settings(
 ) -> None:
     monkeypatch.delenv("KVLINGO_API_KEY", raising=False)
     fails(["serve", *options], told, capsys)
+
+
+def test_a_name_without_a_model_is_told_before_anything_listens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails(["serve", "--model", "nomodel"], "nomodel does not exist; give a model's folder", capsys)
+    fails(["serve", *MODELS, "--model", f"c={tmp_path}"], "has no config.json", capsys)
+    (tmp_path / "config.json").write_text("{")
+    fails(["serve", *MODELS, "--model", f"c={tmp_path}"], "is not valid JSON", capsys)
 
 
 def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:

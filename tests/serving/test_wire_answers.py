@@ -123,6 +123,7 @@ def test_usage_of_streams() -> None:
     assert done == "[DONE]" and last["choices"] == []
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["usage"]["kvlingo"] == {
+        "cached_tokens": 100,
         "translated_tokens": 15,
         "read_tokens": 5,
         "strategy": "translate",

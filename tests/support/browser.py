@@ -45,9 +45,14 @@ class Browser:
         """Load a page."""
         self.do("url", url=url)
 
-    def run(self, script: str) -> Any:
+    def size(self, width: int, height: int) -> None:
+        """Make it a screen of this many pixels, a phone's if it is narrow."""
+        params = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.do("goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=params)
+
+    def run(self, script: str, *args: Any) -> Any:
         """What a script returns."""
-        return self.do("execute/sync", script=script, args=[])
+        return self.do("execute/sync", script=script, args=args)
 
     def type(self, text: str) -> None:
         """Press keys where the focus is."""

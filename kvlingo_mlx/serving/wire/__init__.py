@@ -123,10 +123,8 @@ def frame(data: dict[str, Any] | str, event: str | None = None) -> str:
 
 def extension(usage: Usage) -> dict[str, Any]:
     """What ``usage.kvlingo`` tells: where the prompt's tokens came from, and the times."""
-    names = "translated_tokens read_tokens strategy translator translator_digest ttft_s queue_s"
-    return {
-        name: getattr(usage, name) for name in [*names.split(), "reread_s", "fallback", "doubt"]
-    }
+    counted = {"prompt_tokens", "completion_tokens", "reasoning_tokens"}
+    return {name: value for name, value in vars(usage).items() if name not in counted}
 
 
 def openai_usage(usage: Usage) -> dict[str, Any]:

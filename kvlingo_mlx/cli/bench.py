@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvlingo_mlx.timing.runs import Asked
 
 
-@verb(BenchOptions)
+@verb(BenchOptions, long=True)
 def command(options: BenchOptions) -> None:
     """Time to first token: native, switch, accelerator; beside what this machine could reach.
 

@@ -38,7 +38,7 @@ ALONE = "source alone"
 ANSWER_TOKENS = 128
 
 
-@verb(EvalOptions)
+@verb(EvalOptions, long=True)
 def command(options: EvalOptions) -> None:
     """Compare translated caches with native ones, controls and alternatives."""
     parsing.check_ranks(options)

@@ -23,7 +23,8 @@ BUDGET = "memory-budget"  # it times no translation, so "all" leaves it out
 class BenchOptions(Options):
     table_name: str = option(
         "moe-switch",
-        f"{', '.join(TABLES)}, or all of these; or {HEALING} or {BUDGET}, which all leaves out.",
+        f"{', '.join(TABLES)}, or all of these; or {HEALING} or {BUDGET}, which all leaves out. "
+        f"{BUDGET} makes its own models: no --source, --target or --plot.",
         "--table",
     )
     source: MaybeSource = None
@@ -51,7 +52,7 @@ class BenchOptions(Options):
     decode_tokens: int | None = option(
         None, "Tokens that decoding speeds are over; default: 256, as the time allows."
     )
-    time_limit: float = option(150.0, "Seconds in all; longer prompts are left out.")
+    time_limit: float = option(150.0, "Seconds in all, models made; longer prompts are left out.")
     batch_sizes: str = option("1,8", f"With --table {BUDGET}: how many rows are decoded at once.")
     prefill_step_size: PrefillStepSize = 2048
     reference: str | None = option(None, "paper-m3-ultra, or a file of --json, to compare with.")

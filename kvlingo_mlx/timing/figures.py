@@ -29,7 +29,7 @@ def times(results: Mapping[str, Any]) -> Any:
         lengths = [t["prompt_tokens"] for t in result["timings"]]
         shown = [p for p in SHOWN if p in phases]
         shown += [p for p in phases if p.startswith((HYBRID, HEAL))]
-        until = ", or until the cache is native" if any(p.startswith(HEAL) for p in shown) else ""
+        until = ", or a native cache" if any(p.startswith(HEAL) for p in shown) else ""
         what = f"to the first token{until}" if shown else "of a translation"
         title = TABLES[name].title.partition(" (")[0]
         named = {"title": title, "xlabel": "prompt tokens", "ylabel": f"ms {what}"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 
 import typer
@@ -30,6 +29,6 @@ def command(options: Options) -> None:
     ends = [f"{wrong} of {len(findings)} checks failed"] if wrong else []
     ends += [f"{n} {'thing is' if n == 1 else 'things are'} {grade}" for grade, n in counts.items()]
     say("; ".join(ends) or "all checks passed")
-    keep(options.json_file, "doctor", {}, [dataclasses.asdict(finding) for finding in findings])
+    keep(options.json_file, "doctor", {}, [finding.as_json() for finding in findings])
     if wrong:
         raise typer.Exit(1)

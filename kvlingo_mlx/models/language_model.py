@@ -203,7 +203,7 @@ class LanguageModel:
             return None
         experts = (m.weight.dtype for m in self.model.modules() if isinstance(m, SwitchLinear))
         found = next((dtype for dtype in experts if dtype != mx.float32), None)
-        return found and str(found).rsplit(".", 1)[-1]
+        return None if found is None else str(found).rsplit(".", 1)[-1]
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Refuse token ids that have no embedding row, for which MLX would read out of bounds.

@@ -11,7 +11,7 @@ import resource
 import shutil
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -54,6 +54,10 @@ class Finding:
     value: str
     problem: str | None = None
     grade: str = "wrong"
+
+    def as_json(self) -> dict[str, str | None]:
+        """Its attributes; what is sound has no grade."""
+        return {**asdict(self), "grade": self.grade if self.problem else None}
 
 
 def diagnose() -> list[Finding]:

@@ -99,11 +99,13 @@ def _less(models: Sequence[LanguageModel], more: int) -> str:
     grows, fixed = more / min(len(model.model.layers) for model in models), 0.0
     for model in models:
         layers = model.model.layers
-        own = sum(a.nbytes for _, a in tree_flatten([layer.parameters() for layer in layers]))
+        parts: Any = tree_flatten([layer.parameters() for layer in layers])
+        own = sum(array.nbytes for _, array in parts)
         grows, fixed = grows + own / len(layers), fixed + memory.weights_bytes(model) - own
     fits = int((free - fixed) / grows)
     found = [f"--layers {fits}"] if fits >= max(_period(m.config) for m in models) else []
-    numbers = sum(a.size for m in models for _, a in tree_flatten(m.model.parameters()))
+    whole: Any = tree_flatten([model.model.parameters() for model in models])
+    numbers = sum(array.size for _, array in whole)
     if all(m.bits is None for m in models) and 0.6 * numbers + more < free:  # 4.5 bits and norms
         found.append("--precision 4bit")
     return " or ".join(found or ["smaller models"])

@@ -93,9 +93,8 @@ def of_geometry(
     source, target = models = [
         geometries.unmade_model(name, layers, precision, seed) for seed, name in enumerate(names)
     ]
-    ends = (model.geometry.layers for model in models)
     needs = {
-        "maps": geometries.least_maps_bytes(*ends, nu),
+        "maps": geometries.least_maps_bytes(source.geometry.layers, target.geometry.layers, nu),
         memory.caches_of(tokens): sum(memory.cache_bytes(model, tokens) for model in models),
     }
     geometries.make(models, {name: size for name, size in needs.items() if size}, progress)

@@ -76,7 +76,8 @@ def test_nothing_is_wrong(
     text = capsys.readouterr().out
     results = json.loads(text)["results"]
     assert (
-        TOKEN not in text and {"name": "MLX builds", "value": "mlx-cpu", "problem": None} in results
+        TOKEN not in text
+        and {"name": "MLX builds", "value": "mlx-cpu", "problem": None, "grade": None} in results
     )
 
 

@@ -196,7 +196,7 @@ def test_no_step_outlasts_a_limit_by_more_than_itself(
     assert [t.prompt_tokens for t in done] == [12] and left_out == [40] and steps
     assert effort.clock.over() and signal.getsignal(signal.SIGALRM) == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    with tables.Clock(0.0).limiting(), pytest.raises(tables.OutOfTime):
+    with pytest.raises(tables.OutOfTime), tables.Clock(0.0).limiting():
         time.sleep(10)
 
 

@@ -1,9 +1,11 @@
 """Import MLX and mlx-lm once, and handle their side effects on the process.
 
-All other modules import ``mx`` and ``nn`` from here. Two things must happen around these imports:
+All other modules import ``mx`` and ``nn`` from here. Three things must happen around these imports:
 
 - On Linux a fast BLAS must be opened before MLX (``blas.py``). If that came too late, users are
   warned.
+- On CUDA and on an M5 MLX multiplies float32 matrices in TF32, of 10 bits, unless a variable says
+  otherwise, which it reads at the first such product. Here it is set, unless the user has set it.
 - mlx-lm lowers the process's file-descriptor limits when it is imported. An application that embeds
   this package must keep its own limits.
 """
@@ -11,10 +13,21 @@ All other modules import ``mx`` and ``nn`` from here. Two things must happen aro
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import resource
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
 
 from kvlingo_mlx import blas
+from kvlingo_mlx.errors import KVLingoWarning
+
+TF32 = "MLX_ENABLE_TF32"
+EXACT = 1e-5  # errors of float32 products are far below this, those of TF32 (5e-4) far above
+os.environ.setdefault(TF32, "0")
 
 
 @contextlib.contextmanager
@@ -38,7 +51,7 @@ with _descriptor_limits_kept():
 
 import mlx.nn as nn  # noqa: E402
 
-__all__ = ["mx", "nn", "on_gpu"]
+__all__ = ["EXACT", "TF32", "float32_error", "mx", "nn", "on_gpu"]
 
 
 def on_gpu() -> bool:
@@ -46,5 +59,25 @@ def on_gpu() -> bool:
     return mx.default_device() == mx.gpu
 
 
+@functools.cache
+def float32_error(product: Callable[[Any, Any], Any] = lambda a, b: a @ b) -> float:
+    """The largest error of one float32 product of matrices, as a share of its largest number.
+
+    It is measured on the default device against float64, with ``product`` of two MLX arrays.
+    """
+    draw = np.random.default_rng(0).standard_normal
+    left, right = draw((2, 64, 256)).astype(np.float32), draw((2, 256, 64)).astype(np.float32)
+    exact = left.astype(np.float64) @ right
+    found = np.array(product(mx.array(left), mx.array(right)))
+    return float(abs(found - exact).max() / abs(exact).max())
+
+
 if not on_gpu():
-    blas.tell_if_lost()
+    blas.tell_if_missed()
+elif blas.late and os.environ[TF32] == "0" and float32_error() > EXACT:
+    warnings.warn(
+        f"MLX multiplies float32 in TF32 here, with errors of {float32_error():.0e}: it computed "
+        f"before kvlingo_mlx was imported; put `import kvlingo_mlx` first, or set {TF32}=0",
+        KVLingoWarning,
+        stacklevel=2,
+    )

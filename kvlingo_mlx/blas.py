@@ -30,14 +30,20 @@ PRODUCT = "cblas_sgemm"
 _KNOWN = {"openblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
 _PACKED = re.compile(r"mlx.*\.libs")  # the folder in which a wheel keeps its bundled libraries
 _RELOCATIONS = 4  # SHT_RELA
-_late = False
+ABSENT = (
+    "OpenBLAS is not installed, so MLX computes by the slow BLAS that it bundles and takes several "
+    "times as long; install it (sudo apt-get install libopenblas0-pthread, or your system's own "
+    "package of libopenblas.so.0), or set KVLINGO_BLAS=0 to end this notice"
+)
+late = False  # whether MLX was imported before this package
+long_run = False  # set by verbs that compute for long, before they import MLX
 
 
 def prepare() -> None:
     """Arrange that the BLAS is opened just before MLX is imported, if MLX is not imported yet."""
-    global _late
-    _late = "mlx.core" in sys.modules
-    if choice() is not None and not _late:
+    global late
+    late = "mlx.core" in sys.modules
+    if choice() is not None and not late:
         sys.meta_path.insert(0, _BeforeMLX())
 
 
@@ -68,31 +74,35 @@ def library(mode: int = ctypes.RTLD_LOCAL) -> ctypes.CDLL | None:
         return None
 
 
-def tell_if_lost() -> None:
-    """Warn if MLX, which must be imported by now, does not use the chosen library.
+def missed() -> str | None:
+    """Why MLX, which must be imported by now, computes by a slow BLAS, and the remedy.
 
-    There is no warning if the default library is not installed: README and ``doctor`` tell of that.
-
-    Warns:
-        KVLingoWarning: The message says what to do.
+    None if it does not, or if that was chosen (``KVLINGO_BLAS=0``).
     """
     named, opened = choice(), library()
-    if named is None or (opened is None and named == DEFAULT):
-        return
+    if named is None:
+        return None
+    if opened is None and named != DEFAULT:
+        return f"KVLINGO_BLAS names {named}, which cannot be opened; name a library that can"
+    if opened is not None and not hasattr(opened, PRODUCT):
+        return f"KVLINGO_BLAS names {named}, which has no {PRODUCT}; name one that has"
+    if in_effect() != BUNDLED:
+        return None
     if opened is None:
-        found = f"KVLINGO_BLAS names {named}, which cannot be opened; name a library that can"
-    elif not hasattr(opened, PRODUCT):
-        found = f"KVLINGO_BLAS names {named}, which has no {PRODUCT}; name one that has"
-    elif in_effect() != BUNDLED:
-        return
-    elif _late:
-        found = (
+        return ABSENT
+    if late:
+        return (
             "mlx.core was imported before kvlingo_mlx, so MLX computes by the slow BLAS that it "
             f"bundles, not by {named}; put `import kvlingo_mlx` before mlx and mlx_lm"
         )
-    else:
-        found = f"{named} was opened, but this build of MLX computes by the BLAS that it bundles"
-    warnings.warn(printable(found), KVLingoWarning, stacklevel=2)
+    return f"{named} was opened, but this build of MLX computes by the BLAS that it bundles"
+
+
+def tell_if_missed() -> None:
+    """Warn (KVLingoWarning) of :func:`missed`; that none is installed only in a long run."""
+    found = missed()
+    if found is not None and (long_run or found != ABSENT):
+        warnings.warn(printable(found), KVLingoWarning, stacklevel=2)
 
 
 def in_effect() -> str | None:

@@ -20,13 +20,16 @@ from kvlingo_mlx.errors import NotEnoughMemoryError
 from kvlingo_mlx.models.language_model import LanguageModel
 
 LIMIT = "KVLINGO_MEMORY_LIMIT"  # GB that arrays may take, replaces the measured limit; 0: no limit
+FEWER_BITS = "models of fewer bits (`mlx_lm.convert -q`) or"
 # The name of the GPU's memory size in MLX's device info, on Metal and on other GPUs.
 GPU_KEYS = ("max_recommended_working_set_size", "total_memory", "memory_size")
 # The files in which a container finds its own memory limit: cgroup versions 2 and 1.
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def check(parts: Mapping[str, int], held: int = 0, instead: str = "a shorter prompt") -> None:
+def check(
+    parts: Mapping[str, int], held: int = 0, instead: str = f"{FEWER_BITS} a shorter prompt"
+) -> None:
     """Refuse a need of more memory than there is.
 
     Args:
@@ -44,8 +47,7 @@ def check(parts: Mapping[str, int], held: int = 0, instead: str = "a shorter pro
     raise NotEnoughMemoryError(
         f"{size_of(needed)} of memory are needed ({listed(parts)}), and "
         f"{size_of(there + held)} are available; take "
-        f"models of fewer bits (`mlx_lm.convert -q`) or {instead}, end other programs, or "
-        f"set {LIMIT}=0 to try all the same"
+        f"{instead}, end other programs, or set {LIMIT}=0 to try all the same"
     )
 
 

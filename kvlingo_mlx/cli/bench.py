@@ -15,7 +15,14 @@ from kvlingo_mlx.cli.bench_options import (
     numbers,
     precisions,
 )
-from kvlingo_mlx.cli.bench_output import Beside, foot, keep_timings, show
+from kvlingo_mlx.cli.bench_output import (
+    Beside,
+    check_measured,
+    foot,
+    keep_timings,
+    making,
+    show,
+)
 from kvlingo_mlx.cli.command import verb
 from kvlingo_mlx.cli.output import draw, keep, progress_bar, say, tell_of_machine, warn
 
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
 Given = TypeVar("Given", bound=BenchOptions)
 
 
-@verb(BenchOptions)
+@verb(BenchOptions, long=True)
 def command(options: BenchOptions) -> None:
     """Time to first token: native, switch, accelerator; beside what this machine could reach.
 
@@ -76,7 +83,9 @@ def _run(
         pictures.check(options.plot)
     clock = Clock(options.time_limit)  # it includes making or reading the models
     tell_of_machine()
-    pair = _pair(options, ends, bits)
+    tokens = options.batch * max(lengths or [0])
+    with making(clock, "smaller models" if ends is None else "fewer --layers") as progress:
+        pair = _pair(options, ends, bits, tokens=tokens, progress=progress)
     asked = runs.Asked(
         tables=TABLES if options.table_name == "all" else (options.table_name,),
         effort=Effort(
@@ -95,6 +104,8 @@ def _run(
         results[ran.name] = show(ran, pair, beside, config)
         if options.save_timings:
             keep_timings(ran, pair, asked.effort.step_size)
+    measured = any(result["timings"] for result in results.values())
+    check_measured(measured, options.time_limit, "fewer --prompt-tokens")
     foot(pair, ran.rates, asked.effort.text)
     say(measure.machine_line())
     if options.plot:
@@ -104,13 +115,15 @@ def _run(
     keep(options.json_file, "bench", config | {"rates": vars(ran.rates)}, results)
 
 
-def _pair(options: BenchOptions, ends: tuple[str, str] | None, bits: Sequence[int]) -> Pair:
-    """The timed pair: models from folders, or random ones."""
+def _pair(
+    options: BenchOptions, ends: tuple[str, str] | None, bits: Sequence[int], **making: Any
+) -> Pair:
+    """The timed pair: models from folders, or random ones; ``making`` is as for the latter."""
     from kvlingo_mlx.timing import pairs
 
     if ends is not None:
         nu = _paper_nu(options, *ends)
-        return pairs.of_geometry(ends, options.layers, options.precision, nu, bits)
+        return pairs.of_geometry(ends, options.layers, options.precision, nu, bits, **making)
     given = options.some("source target translator")
     nu = _paper_nu(options, options.source or "", options.target or "")
     found = pairs.of_models(**given, nu=nu, bits=bits, stored=options.save_timings)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvlingo_mlx.cli.output import say, table
-from kvlingo_mlx.timing.phases import HEAL_IDLE, HEAL_INTERLEAVED, HEAL_LAYERS
+from kvlingo_mlx.timing.phases import HEAL_IDLE, HEAL_INTERLEAVED, HEAL_LAYERS, layers_of
 
 if TYPE_CHECKING:
     from kvlingo_mlx.timing.pairs import Pair
@@ -28,7 +28,7 @@ def rows(timings: Sequence[Timing]) -> list[list[str]]:
             for each in speeds
         ]
         layers = phase.removeprefix(HEAL_LAYERS)
-        way = "healed meanwhile" if phase == HEAL_INTERLEAVED else f"{layers} layers at once"
+        way = "healed meanwhile" if phase == HEAL_INTERLEAVED else f"{layers_of(layers)} at once"
         found.append([f"target, {way} (tokens/s)", *cells])
     return found
 
@@ -69,7 +69,7 @@ def show(
     ends = pair.source, pair.target, next(iter(pair.translators.values()))
     work = [healing.work(*ends, layers, t.prompt_tokens - 1) for t in timings]
     ways = {"switch": "switch, not healed", HEAL_IDLE: "healed idle or between tokens"}
-    ways |= {name: f"{name.removeprefix(HEAL_LAYERS)} layers at once" for name in names}
+    ways |= {name: f"{layers_of(name.removeprefix(HEAL_LAYERS))} at once" for name in names}
     ways |= {"native": "target prefill"}
     table(
         "Work before the first token / until the cache is native (GFLOP)",

@@ -50,7 +50,7 @@ class BenchOptions(Options):
     decode_tokens: int | None = option(
         None, "Tokens that decoding speeds are over; default: 256, as the time allows."
     )
-    time_limit: float = option(150.0, "Seconds in all; longer prompts are left out.")
+    time_limit: float = option(150.0, "Seconds in all, models made; longer prompts are left out.")
     prefill_step_size: PrefillStepSize = 2048
     plot: str | None = option(None, "Draw times over prompt lengths into this file.")
     save_timings: bool = option(

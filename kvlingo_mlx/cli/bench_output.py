@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvlingo_mlx.cli import bench_healing
-from kvlingo_mlx.cli.output import ms, say, table
+from kvlingo_mlx.cli.output import ms, progress_bar, say, table
+from kvlingo_mlx.timing.phases import LABELS, SPEED_LABELS, label
 
 if TYPE_CHECKING:
     from kvlingo_mlx.timing.ceilings import Rates
     from kvlingo_mlx.timing.pairs import Pair
     from kvlingo_mlx.timing.runs import Ran
-    from kvlingo_mlx.timing.tables import Table, Timing
+    from kvlingo_mlx.timing.tables import Clock, Table, Timing
 
-LABELS = {
-    "source_prefill": "source prefill",
-    "native": "target prefill, as mlx-lm",
-    "native_single": "target prefill, one pass",
-    "target_step": "target step",
-    "source_step": "source step (source writes first token)",
-    "switch": "switch",
-    "eager_switch": "switch, translated eagerly",
-    "accelerator": "accelerator",
-    "heal_idle": "until native, healed idle",
-    "heal_interleaved": "until native, healed between tokens",
-}
-SPEED_LABELS = {
-    "decode_source": "source",
-    "decode_native": "target, own cache",
-    "decode_translated": "target, translated cache",
-}
+
+@contextlib.contextmanager
+def making(clock: Clock, smaller: str = "fewer --layers") -> Iterator[Callable[[int, int], None]]:
+    """A bar for making or reading models; yields a function of steps done, and of how many.
+
+    Raises:
+        ValueError: The clock's time is over; the message says how much is needed.
+    """
+    from kvlingo_mlx.timing.tables import OutOfTime
+
+    began, made = time.perf_counter(), [0, 1]
+    try:
+        with clock.limiting(), progress_bar("making the models", None) as step:
+
+            def count(done: int, total: int) -> None:
+                made[:] = done, total
+                step(done, total)
+
+            yield count
+    except OutOfTime:
+        took, (done, total) = time.perf_counter() - began, made
+        least = f"about {took * total / done:.0f} s" if done else f"more than {took:.0f} s"
+        raise ValueError(
+            f"--time-limit is over before the models are ready, which takes {least}, and nothing "
+            f"is measured; give more than that, or {smaller}"
+        ) from None
+
+
+def check_measured(measured: bool, limit: float, smaller: str) -> None:
+    """Refuse (ValueError) a time limit in which nothing at all was measured."""
+    if not measured:
+        raise ValueError(
+            f"--time-limit is {limit:g}, and the shortest measurement takes longer; give more, or "
+            f"{smaller}"
+        )
 
 
 # Prints another run's times beside a table's, given its name, times, times at full depth and
@@ -75,7 +96,8 @@ def show(ran: Ran, pair: Pair, beside: Beside | None, config: Mapping[str, Any])
         listed = ", ".join(map(str, ran.over))
         say(f"left out, since --time-limit allows no more: {listed} tokens")
     if ran.beyond:
-        say(f"left out, beyond a model's context: {', '.join(map(str, ran.beyond))} tokens")
+        listed = ", ".join(map(str, ran.beyond))
+        say(f"left out, beyond a model's context or this machine's memory: {listed} tokens")
     return {
         "timings": [tables.as_json(t) for t in timings],
         "floors": least,
@@ -114,18 +136,6 @@ def _spreads(timings: Sequence[Timing]) -> list[list[str]]:
         ]
         for phase in timings[0].samples
     ]
-
-
-def label(phase: str, decoded: int | None = None) -> str:
-    """The name of a phase in a table; of decoding, over so many tokens, or over one."""
-    kind, _, rest = phase.partition(" ")
-    if kind == "hybrid":
-        return f"switch, {rest} layers native"
-    if kind == "heal_layers":
-        return f"until native, {rest} layers at once"
-    if phase in SPEED_LABELS:
-        return f"{SPEED_LABELS[phase]}, {'a token' if decoded is None else f'{decoded} tokens'}"
-    return LABELS.get(phase, phase.replace("translate", "translation,"))
 
 
 def _times(

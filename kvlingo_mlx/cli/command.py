@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from kvlingo_mlx import blas
 from kvlingo_mlx.cli.output import keep_stdout_for_json
 
 
@@ -113,8 +114,13 @@ def two_models(
 Given = TypeVar("Given", bound=Options)
 
 
-def verb(options: type[Given]) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
-    """Make a function of ``options`` one that typer can run; inherited fields are listed last."""
+def verb(
+    options: type[Given], *, long: bool = False
+) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
+    """Make a function of ``options`` one that typer can run; inherited fields are listed last.
+
+    ``long`` says that the verb computes for long, so that it tells if the machine is slow.
+    """
     hints = get_type_hints(options, include_extras=True)
     listed = (name for cls in options.__mro__ for name in inspect.get_annotations(cls))
     known = {field.name: field for field in fields(options)}
@@ -124,6 +130,7 @@ def verb(options: type[Given]) -> Callable[[Callable[[Given], None]], Callable[.
         def command(**values: Any) -> None:
             given = options(**values)
             keep_stdout_for_json(given.json_file)
+            blas.long_run = long
             function(given)
 
         command.__doc__ = function.__doc__

@@ -27,7 +27,7 @@ class DemoOptions(Options):
     every_pair: bool = option(False, "All six pairs, not three.", "--every-pair")
 
 
-@verb(DemoOptions)
+@verb(DemoOptions, long=True)
 def command(options: DemoOptions) -> None:
     """Answer questions from a translated cache, beside native and hidden-prefix answers."""
     from kvlingo_mlx.embedded import zoo_pairs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections import Counter
 
 import typer
 
@@ -15,16 +15,20 @@ from kvlingo_mlx.errors import printable
 def command(options: Options) -> None:
     """Look at the installation, the translators and the Hub.
 
-    Exit status 1 if something is wrong.
+    Exit status 1 if something is wrong, not if it is slow alone.
     """
     from kvlingo_mlx.store.diagnosis import diagnose
 
     findings = diagnose()
     facts({finding.name: finding.value for finding in findings})
-    wrong = [finding for finding in findings if finding.problem]
-    for finding in wrong:
-        say(printable(f"wrong: {finding.name}: {finding.problem}"))
-    say(f"{len(wrong)} of {len(findings)} checks failed" if wrong else "all checks passed")
-    keep(options.json_file, "doctor", {}, [dataclasses.asdict(finding) for finding in findings])
+    found = [finding for finding in findings if finding.problem]
+    for finding in found:
+        say(printable(f"{finding.grade}: {finding.name}: {finding.problem}"))
+    counts = Counter(finding.grade for finding in found)
+    wrong = counts.pop("wrong", 0)
+    ends = [f"{wrong} of {len(findings)} checks failed"] if wrong else []
+    ends += [f"{n} {'thing is' if n == 1 else 'things are'} {grade}" for grade, n in counts.items()]
+    say("; ".join(ends) or "all checks passed")
+    keep(options.json_file, "doctor", {}, [finding.as_json() for finding in findings])
     if wrong:
         raise typer.Exit(1)

@@ -70,7 +70,7 @@ class Addition:
         return {}, {}
 
 
-@verb(EvalOptions)
+@verb(EvalOptions, long=True)
 def command(options: EvalOptions) -> None:
     """Compare translated caches with native ones, controls and alternatives."""
     evaluate(options, parsing.split_tasks(words(options.tasks)), Addition())

@@ -42,7 +42,7 @@ class FitOptions(Options):
     force: Force = False
 
 
-@verb(FitOptions)
+@verb(FitOptions, long=True)
 def command(options: FitOptions) -> None:
     """Fit a translator in closed form on your own text.
 

@@ -44,7 +44,7 @@ class PairOptions(Options):
     )
 
 
-@verb(PairOptions)
+@verb(PairOptions, long=True)
 def command(options: PairOptions) -> None:
     """Make a translator of two models in the time there is, on this machine.
 

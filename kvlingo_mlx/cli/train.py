@@ -105,7 +105,7 @@ class TrainOptions(Options):
     )
 
 
-@verb(TrainOptions)
+@verb(TrainOptions, long=True)
 def command(options: TrainOptions) -> None:
     """Train a translator: closed form, then self-distillation, on MLX or PyTorch ([cuda] extra).
 

@@ -65,7 +65,7 @@ class TuneOptions(Options):
     allow_mismatch: AllowMismatch = False
 
 
-@verb(TuneOptions)
+@verb(TuneOptions, long=True)
 def command(options: TuneOptions) -> None:
     """Choose how many layers the target reads itself: quality and time for each number.
 

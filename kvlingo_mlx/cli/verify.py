@@ -24,7 +24,7 @@ class VerifyOptions(Options):
     allow_mismatch: AllowMismatch = False
 
 
-@verb(VerifyOptions)
+@verb(VerifyOptions, long=True)
 def command(options: VerifyOptions) -> None:
     """Run a translator's self-test; with both models, measure its quality on this machine.
 

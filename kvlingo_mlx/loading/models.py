@@ -187,7 +187,9 @@ def read_weights(model: LanguageModel, between: Callable[[], None] = lambda: Non
 
     Raises:
         MissingModelError: The files are missing or damaged.
+        UnsupportedModelError: MLX cannot run the model on this device; nothing was read.
     """
+    model.check_device()
     with damage_told(model.path), working():
         for module in reversed(model.model.modules()):  # the inner ones first
             mx.eval(dict(module))  # also RoPE, which has no parameters

@@ -8,13 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import mx, nn
+from kvlingo_mlx.backend import mx, nn, on_gpu
 
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families import family_of
 from kvlingo_mlx.families.base import Family, Finish, setting
 from kvlingo_mlx.format import misread
@@ -179,13 +181,39 @@ class LanguageModel:
         """The description of this model that a translator's config contains."""
         return ModelSpec.of(self)
 
+    def check_device(self) -> None:
+        """Refuse a model that MLX cannot run on its default device; no weight is read.
+
+        Raises:
+            UnsupportedModelError: It has experts in 16 bits, and MLX multiplies by those on a GPU
+                alone.
+        """
+        if self._wide_experts is not None and not on_gpu():
+            copy = f"a copy that `mlx_lm.convert --hf-path {self.name} --mlx-path COPY -q` makes"
+            other = "--precision 4bit or float32" if self.path is None else copy
+            raise UnsupportedModelError(
+                f"{self.name} has experts in {self._wide_experts}, and on a CPU MLX multiplies by "
+                f"experts in float32 or few bits alone; use {other}, or a GPU"
+            )
+
+    @cached_property
+    def _wide_experts(self) -> str | None:
+        """The dtype of experts that are neither float32 nor quantised; None if there are none."""
+        if self.address is not None:
+            return None
+        experts = (m.weight.dtype for m in self.model.modules() if isinstance(m, SwitchLinear))
+        found = next((dtype for dtype in experts if dtype != mx.float32), None)
+        return None if found is None else str(found).rsplit(".", 1)[-1]
+
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Refuse token ids that have no embedding row, for which MLX would read out of bounds.
 
         Raises:
             ValueError: An id is negative or too large, or there are more tokens than the model's
                 context holds.
+            UnsupportedModelError: As for :meth:`check_device`.
         """
+        self.check_device()
         rows = self.geometry.embedding_rows
         if len(tokens) and (min(tokens) < 0 or max(tokens) >= rows):
             bad = next(t for t in tokens if not 0 <= t < rows)

@@ -102,7 +102,11 @@ def _cores() -> int | None:
 
 
 def environment() -> dict[str, Any]:
-    """The machine and the versions; no host name, no path, no environment variable."""
+    """The machine and the versions; no host name, no path.
+
+    ``float32_error`` is that of one product of MLX (:func:`kvlingo_mlx.backend.float32_error`),
+    ``tf32`` the variable by which MLX would multiply in TF32; both None without MLX.
+    """
     versions = {"kvlingo-mlx": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -113,8 +117,17 @@ def environment() -> dict[str, Any]:
         **_computer(),
         "system": f"{platform.system()} {platform.machine()}",
         "cuda": _cuda(),
+        **_exactness(),
         "versions": versions,
     }
+
+
+def _exactness() -> dict[str, Any]:
+    if _device() is None:
+        return {"tf32": None, "float32_error": None}
+    from kvlingo_mlx.backend import TF32, float32_error
+
+    return {"tf32": os.environ.get(TF32), "float32_error": float32_error()}
 
 
 def is_apple() -> bool:

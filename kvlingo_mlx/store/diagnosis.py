@@ -5,22 +5,20 @@ Each step checks one thing and returns findings; a finding with a problem says w
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import resource
 import shutil
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvlingo_mlx.backend import mx
+from kvlingo_mlx.backend import EXACT, TF32, float32_error, mx
 
 import huggingface_hub
-import numpy as np
 from huggingface_hub import constants
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -49,16 +47,25 @@ class Finding:
         name: The name of what was checked.
         value: What was found.
         problem: What is wrong and what to do about it, or None.
+        grade: What a problem makes of the installation: ``wrong``, or only ``slow`` or ``inexact``.
     """
 
     name: str
     value: str
     problem: str | None = None
+    grade: str = "wrong"
+
+    def as_json(self) -> dict[str, str | None]:
+        """Its attributes; what is sound has no grade."""
+        return {**asdict(self), "grade": self.grade if self.problem else None}
 
 
 def diagnose() -> list[Finding]:
     """All findings, in the order in which they are shown."""
-    steps = (_machine, _backends, _versions, _device, _blas, _limits, _translators, _disks, _hub)
+    steps = (
+        _machine, _backends, _versions, _device, _blas, _precision, _limits, _translators, _disks,
+        _hub,
+    )  # fmt: skip
     return [finding for step in steps for finding in step()]
 
 
@@ -124,48 +131,29 @@ def _device() -> Iterator[Finding]:
 
 
 def _blas() -> Iterator[Finding]:
-    """The BLAS that MLX uses, its speed, and the speed of the chosen BLAS if called directly."""
+    """The BLAS that MLX uses on a CPU, and its speed."""
     name = measure.fast_blas()
     if name is None:
         return
-    value = f"{name}, float32 products at {_product_rate() / 1e9:,.0f} GFLOP/s"
-    could = _library_rate()
-    if could is not None:
-        value += f" ({blas.choice()} called directly: {could / 1e9:,.0f})"
-    problem = None
-    if name == blas.BUNDLED and could is not None:
-        problem = (
-            f"MLX does not compute by {blas.choice()}; put `import kvlingo_mlx` before mlx and "
-            "mlx_lm, also in what Python runs at its start (sitecustomize)"
-        )
-    elif name == blas.BUNDLED:
-        value += " (slow: see the README, On Linux)"
-    yield Finding("BLAS", value, problem)
-
-
-def _product_rate() -> float:
-    """The floating-point operations per second of a float32 product of MLX on the CPU."""
     with mx.stream(mx.cpu):
         square = mx.ones((SIZE, SIZE))
         mx.eval(square)
         took = min(measure.seconds(lambda: mx.eval(square @ square)) for _ in range(3))
-    return 2 * SIZE**3 / took
+    value = f"{name}, float32 products at {2 * SIZE**3 / took / 1e9:,.0f} GFLOP/s"
+    yield Finding("BLAS", value, blas.missed(), "slow")
 
 
-def _library_rate() -> float | None:
-    """The same for the chosen BLAS, called directly; None if there is none."""
-    product = getattr(blas.library(), blas.PRODUCT, None)
-    if product is None:
-        return None
-    square, out = np.ones((SIZE, SIZE), np.float32), np.empty((SIZE, SIZE), np.float32)
-    at, into = (ctypes.c_void_p(array.ctypes.data) for array in (square, out))
-    one, zero = ctypes.c_float(1), ctypes.c_float(0)
-    by_rows, plain = 101, 111  # CBLAS's constants for row-major order and for no transpose
-
-    def once() -> None:
-        product(by_rows, plain, plain, SIZE, SIZE, SIZE, one, at, SIZE, at, SIZE, zero, into, SIZE)
-
-    return 2 * SIZE**3 / min(measure.seconds(once) for _ in range(3))
+def _precision() -> Iterator[Finding]:
+    """Whether float32 products are computed in float32."""
+    error, problem = float32_error(), None
+    if error > EXACT:
+        problem = (
+            f"errors of {error:.0e} where float32 has 1e-06: MLX multiplies in TF32; leave {TF32} "
+            "out, or set it to 0, before Python starts"
+        )
+    yield Finding(
+        "float32 products", f"error {error:.0e} ({TF32}={os.environ.get(TF32)})", problem, "inexact"
+    )
 
 
 def _limits() -> Iterator[Finding]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.reporting.measure import median
-from kvlingo_mlx.timing.phases import HEAL, HYBRID
+from kvlingo_mlx.timing.phases import HEAL, HYBRID, label
+from kvlingo_mlx.timing.tables import TABLES
 
 SHOWN = ("native", "switch", "eager_switch", "accelerator", "source_prefill")
 
@@ -24,19 +25,22 @@ def times(results: Mapping[str, Any]) -> Any:
     drawn = drawn or results
     figure = pictures.figure(width=pictures.WIDTH * len(drawn))
     for index, (name, result) in enumerate(drawn.items(), start=1):
-        axes = figure.add_subplot(
-            1, len(drawn), index, title=name, xlabel="prompt tokens", ylabel="ms"
-        )
         phases = result["timings"][0]["samples"]
         lengths = [t["prompt_tokens"] for t in result["timings"]]
-        heights: list[float] = []
         shown = [p for p in SHOWN if p in phases]
-        for phase in [*shown, *(p for p in phases if p.startswith((HYBRID, HEAL)))] or list(phases):
+        shown += [p for p in phases if p.startswith((HYBRID, HEAL))]
+        until = ", or a native cache" if any(p.startswith(HEAL) for p in shown) else ""
+        what = f"to the first token{until}" if shown else "of a translation"
+        title = TABLES[name].title.partition(" (")[0]
+        named = {"title": title, "xlabel": "prompt tokens", "ylabel": f"ms {what}"}
+        axes = figure.add_subplot(1, len(drawn), index, **named)
+        heights: list[float] = []
+        for phase in shown or list(phases):
             times = [1e3 * median(t["samples"][phase]) for t in result["timings"]]
-            axes.plot(lengths, times, marker="o", label=phase)
+            axes.plot(lengths, times, marker="o", label=label(phase))
             heights += times
         pictures.log_scale(axes, "y", heights)
         pictures.log_scale(axes, "x", lengths)
         axes.set_xticks(lengths)
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
     return figure

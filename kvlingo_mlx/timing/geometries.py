@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
 
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_tokenizer
 
+from kvlingo_mlx.caches import memory
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.format.assignment import by_depth
+from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.maps import expected_shapes
 from kvlingo_mlx.format.tensor_file import DType, Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
@@ -25,6 +27,7 @@ from kvlingo_mlx.translators.linear import LinearTranslator
 BLOCK = 2**20 + 7  # odd, so that no two rows of a matrix are equal
 FLOATS = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 PRECISIONS = (*FLOATS, "8bit", "4bit")
+Progress = Callable[[int, int], object]  # takes how many steps are done, and of how many
 
 
 def check(name: str, layers: int | None, precision: str | None) -> None:
@@ -37,11 +40,15 @@ def check(name: str, layers: int | None, precision: str | None) -> None:
     depth = config["num_hidden_layers"]
     if layers is not None and not 1 <= layers <= depth:
         raise ValueError(f"--layers is {layers}; {name} has {depth}")
-    period = config.get("sliding_window_pattern", config.get("full_attention_interval", 1))
+    period = _period(config)
     if (layers or depth) < period:
         raise ValueError(
             f"--layers is {layers}; of {name} every {period}th attends to all tokens: give more"
         )
+
+
+def _period(config: Mapping[str, Any]) -> int:
+    return int(config.get("sliding_window_pattern", config.get("full_attention_interval", 1)))
 
 
 def random_model(
@@ -51,8 +58,70 @@ def random_model(
     seed: int = 0,
     *,
     activations: mx.Dtype | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> LanguageModel:
-    """A model of random weights, with the embedded models' tokenizer instead of its own.
+    """A model of :func:`unmade_model`, made."""
+    model = unmade_model(name, layers, precision, seed, activations=activations)
+    make([model], progress=progress)
+    return model
+
+
+def make(
+    models: Sequence[LanguageModel],
+    more: Mapping[str, int] | None = None,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Compute the weights of random models, after a check that they fit into memory.
+
+    Args:
+        models: The models.
+        more: Bytes that are needed beside their weights, by purpose.
+        progress: Called after each layer, with how many parts are made, and of how many.
+
+    Raises:
+        NotEnoughMemoryError: The message says how many layers would fit; nothing was made.
+        UnsupportedModelError: MLX cannot run one of them on this device.
+    """
+    needs = {f"weights of {model.name}": memory.weights_bytes(model) for model in models}
+    for model in models:
+        model.check_device()
+    memory.check(needs | dict(more or {}), instead=_less(models, sum((more or {}).values())))
+    # Layer by layer: a whole float32 copy may not fit.
+    parts = [part for model in models for part in (*model.model.layers, model.model)]
+    for done, part in enumerate(parts, start=1):
+        mx.eval(part.parameters())
+        progress(done, len(parts))
+
+
+def _less(models: Sequence[LanguageModel], more: int) -> str:
+    """What options of a bench would fit; all but embeddings and heads grows with the layers."""
+    free = memory.free() or 0
+    grows, fixed = more / min(len(model.model.layers) for model in models), 0.0
+    for model in models:
+        layers = model.model.layers
+        parts: Any = tree_flatten([layer.parameters() for layer in layers])
+        own = sum(array.nbytes for _, array in parts)
+        grows, fixed = grows + own / len(layers), fixed + memory.weights_bytes(model) - own
+    fits = int((free - fixed) / grows)
+    found = [f"--layers {fits}"] if fits >= max(_period(m.config) for m in models) else []
+    whole: Any = tree_flatten([model.model.parameters() for model in models])
+    numbers = sum(array.size for _, array in whole)
+    if all(m.bits is None for m in models) and 0.6 * numbers + more < free:  # 4.5 bits and norms
+        found.append("--precision 4bit")
+    return " or ".join(found or ["smaller models"])
+
+
+def unmade_model(
+    name: str,
+    layers: int | None,
+    precision: str,
+    seed: int = 0,
+    *,
+    activations: mx.Dtype | None = None,
+) -> LanguageModel:
+    """A model of random weights that are computed by :func:`make`, not before.
+
+    Its tokenizer is the embedded models'.
 
     Args:
         name: One of ``GEOMETRIES``.
@@ -72,12 +141,11 @@ def random_model(
     dtype = FLOATS.get(precision, activations or mx.bfloat16)
     block = mx.random.normal((BLOCK,)) * 0.02
     model.update(tree_map(lambda array: _filled(array, block), model.parameters()))
-    for part in [*model.layers, model]:  # layer by layer: a whole float32 copy may not fit
+    for part in [*model.layers, model]:
         part.set_dtype(dtype)
         if precision.endswith("bit"):
             nn.quantize(part, 64, int(precision[0]), class_predicate=_not_yet)
             _pack_at_random(part)
-        mx.eval(part.parameters())
     tokenizer = load_tokenizer(zoo("tiny-qwen3-s"))
     return LanguageModel(model, tokenizer, config, f"random {name}")
 
@@ -130,6 +198,17 @@ def random_translators(
         form: LinearTranslator.build(config, Weights.from_float32(arrays, dtype), bits=bits)
         for form, (dtype, bits) in forms.items()
     }
+
+
+def least_maps_bytes(
+    source: Sequence[LayerGeometry], target: Sequence[LayerGeometry], nu: int
+) -> int:
+    """The least bytes of float32 maps that read ``nu`` source layers for each target layer."""
+    numbers = 0
+    for dim in ("key_dim", "value_dim"):
+        read = min(layer.kv_heads * getattr(layer, dim) for layer in source)
+        numbers += nu * read * sum(layer.kv_heads * getattr(layer, dim) for layer in target)
+    return 4 * numbers
 
 
 def random_maps(config: TranslatorConfig) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvlingo_mlx.backend import on_gpu
 
+from kvlingo_mlx.caches import memory
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.errors import MissingTranslatorError
 from kvlingo_mlx.loading.models import load_pair
@@ -15,7 +16,7 @@ from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing import geometries
-from kvlingo_mlx.timing.phases import Layers
+from kvlingo_mlx.timing.phases import Layers, layers_of
 from kvlingo_mlx.translators.base import Translator
 
 
@@ -64,7 +65,14 @@ class Pair:
 
 
 def of_geometry(
-    names: Sequence[str], layers: int | None, precision: str | None, nu: int, bits: Sequence[int]
+    names: Sequence[str],
+    layers: int | None,
+    precision: str | None,
+    nu: int,
+    bits: Sequence[int],
+    *,
+    tokens: int = 0,
+    progress: geometries.Progress = lambda done, total: None,
 ) -> Pair:
     """Random models of true widths, with random maps in floats and in ``bits``.
 
@@ -74,18 +82,28 @@ def of_geometry(
         precision: The precision of the weights; None is this machine's usual one.
         nu: The number of source layers that a target layer reads.
         bits: 8 or 4; each adds one form.
+        tokens: The most tokens that both caches will hold.
+        progress: As for :func:`geometries.make`.
+
+    Raises:
+        NotEnoughMemoryError, UnsupportedModelError: As for :func:`geometries.make`.
     """
     precision = precision or ("bfloat16" if on_gpu() else "float32")
-    source, target = (
-        geometries.random_model(name, layers, precision, seed) for seed, name in enumerate(names)
-    )
+    source, target = models = [
+        geometries.unmade_model(name, layers, precision, seed) for seed, name in enumerate(names)
+    ]
+    needs = {
+        "maps": geometries.least_maps_bytes(source.geometry.layers, target.geometry.layers, nu),
+        memory.caches_of(tokens): sum(memory.cache_bytes(model, tokens) for model in models),
+    }
+    geometries.make(models, {name: size for name, size in needs.items() if size}, progress)
     translators = geometries.random_translators(source, target, nu, _forms(bits))
     weights, maps = f"random weights in {precision}", f"random maps, nu = {nu}"
     if layers is None:
         return Pair(source, target, translators, notes=(weights, maps), precision=precision)
     first, second = (geometries.GEOMETRIES[name]["num_hidden_layers"] for name in names)
     depths = (layers, first), (layers, second)
-    weights += f", {layers} layers of each model"
+    weights += f", {layers_of(layers)} of each model"
     return Pair(source, target, translators, depths, (weights, maps), precision)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvlingo_mlx.backend import on_gpu
 
+from kvlingo_mlx.caches import memory
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.handover import healing
 from kvlingo_mlx.reporting.measure import seconds
@@ -47,7 +48,7 @@ class Ran:
         table: The table as it is shown here.
         timings: One column per length.
         over: Lengths for which there was no time.
-        beyond: The table's own lengths that are beyond a model's context.
+        beyond: The table's own lengths that are beyond a model's context, or the memory.
         rates: The machine's best rates so far.
     """
 
@@ -65,6 +66,7 @@ def check(pair: Pair, asked: Asked) -> None:
     Raises:
         ValueError: A length or a number of native layers.
         UnsupportedModelError: Healing, behind translations of this pair.
+        NotEnoughMemoryError: The caches of the longest prompts asked for do not fit.
     """
     if HEALING in asked.tables:
         try:
@@ -83,21 +85,34 @@ def check(pair: Pair, asked: Asked) -> None:
             f"--prompt-tokens holds {longest}, but the context of {small.name} is {room}: "
             f"give at most {room}"
         )
+    needed = _caches_bytes(pair, longest, asked.effort.batch)
+    instead = "--prompt-tokens or a --batch of less"
+    memory.check({memory.caches_of(longest * asked.effort.batch): needed}, instead=instead)
+
+
+def _caches_bytes(pair: Pair, tokens: int, batch: int) -> int:
+    """The bytes of both models' caches of some prompts."""
+    return batch * sum(memory.cache_bytes(model, tokens) for model in (pair.source, pair.target))
 
 
 def run(pair: Pair, asked: Asked, bar: Bar) -> Iterator[Ran]:
     """Measure one table after the other; each gets its share of the time that is left.
 
     Raises:
-        ValueError, UnsupportedModelError: As for :func:`check`.
+        ValueError, UnsupportedModelError, NotEnoughMemoryError: As for :func:`check`.
     """
     check(pair, asked)
-    room, effort = pair.smaller.context_length, asked.effort
+    room, effort, free = pair.smaller.context_length, asked.effort, memory.free()
+
+    def fits(length: int) -> bool:
+        needed = _caches_bytes(pair, length, effort.batch)
+        return length <= room and (free is None or needed <= free)
+
     rates = measured_rates()
     before: Timing | None = None
     for index, name in enumerate(asked.tables):
         own = tables.TABLES[name]
-        lengths = [n for n in asked.lengths or own.lengths if n <= room]
+        lengths = [n for n in asked.lengths or own.lengths if fits(n)]
         shown = tables.with_hybrids(tables.batched(own, effort.batch), _layers(pair, asked, name))
         with bar(f"timing {name}", len(lengths) * effort.trials) as step:
             clock = effort.clock.part(len(asked.tables) - index)
@@ -107,7 +122,7 @@ def run(pair: Pair, asked: Asked, bar: Bar) -> Iterator[Ran]:
             )
         before = timings[0] if timings else before
         rates = rates.best(measured_rates())
-        beyond = [n for n in own.lengths if n > room] if asked.lengths is None else []
+        beyond = [n for n in own.lengths if not fits(n)] if asked.lengths is None else []
         yield Ran(name, shown, timings, over, beyond, rates)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -164,6 +167,10 @@ def summary(samples: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float
     return found
 
 
+class OutOfTime(BaseException):
+    """The time limit is reached; no child of Exception, so that no library catches it."""
+
+
 class Clock:
     """The time that is left for measuring; a limit of None is no limit."""
 
@@ -176,6 +183,28 @@ class Clock:
 
     def over(self) -> bool:
         return self.left() <= 0
+
+    @contextlib.contextmanager
+    def limiting(self) -> Iterator[None]:
+        """Raise :class:`OutOfTime` in the block once the limit is passed, between two steps.
+
+        A step is what Python calls as one: the evaluation of an array, a prefill's chunk. Only the
+        main thread has such a limit.
+        """
+        if self._end is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def ring(*_: object) -> None:
+            raise OutOfTime
+
+        before = signal.signal(signal.SIGALRM, ring)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, max(self.left(), 1e-6))
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
     def part(self, of: int) -> Clock:
         """A clock with an equal share of the remaining time, for one of ``of`` measurements."""
@@ -338,35 +367,45 @@ def run_table(
 ) -> tuple[list[Timing], list[int]]:
     """Measure a table's columns, shortest prompt first; also return the lengths left out.
 
-    A length is left out if it would take more than all the time that is left. This is estimated
-    from the length before, of this table or of another one (``effort.before``); without either, the
-    first length is always measured. Rounds beyond the first get an equal share of the time for each
-    length to come, unless the next length would not fit: then they get all of it.
+    A length is left out if it would take more than all the time that is left, and dropped if it
+    does. The first is estimated from the length before, of this table or of another one
+    (``effort.before``). Rounds beyond the first get an equal share of the time for each length to
+    come, unless the next length would not fit: then they get all of it.
     """
-    clock, trials, decoded = effort.clock, effort.trials, effort.decoded
     done: list[Timing] = []
     lengths = sorted(lengths)
-    for index, length in enumerate(lengths):
-        known = done[-1] if done else effort.before
-        if known is not None and _least(table, length, known) > clock.left():
-            return done, lengths[index:]
-        tokens = prompt_of(source, target, length, text=effort.text)
-        arguments = source, target, translators, tokens, effort.step_size
-        paths = Paths(*arguments) if effort.batch == 1 else Batch(*arguments, effort.batch)
-        decoded = decoded or affordable(paths, table, clock, len(lengths) - index, trials)
-        paths.decoded = decoded
-        share = clock.part(len(lengths) - index)
+    with contextlib.suppress(OutOfTime), effort.clock.limiting():
+        for index in range(len(lengths)):
+            known = done[-1] if done else effort.before
+            if known is not None and _least(table, lengths[index], known) > effort.clock.left():
+                break
+            decoded = done[0].decoded if done else effort.decoded
+            one = replace(effort, decoded=decoded)
+            done.append(_measured((source, target, translators), table, lengths[index:], one))
+            mx.clear_cache()
+    return done, lengths[len(done) :]
 
-        def enough(found: Timing, index: int = index, share: Clock = share) -> bool:
-            more = lengths[index + 1 : index + 2]
-            follows = any(_least(table, n, found) <= clock.left() for n in more)
-            return (share if follows else clock).over()
 
-        told = effort.progress
-        done.append(measure_length(paths, table, trials=trials, enough=enough, progress=told))
-        del paths
-        mx.clear_cache()
-    return done, []
+def _measured(
+    pair: tuple[LanguageModel, LanguageModel, Mapping[str, Translator]],
+    table: Table,
+    lengths: Sequence[int],
+    effort: Effort,
+) -> Timing:
+    """The first of some lengths measured, with its share of the time."""
+    clock, share = effort.clock, effort.clock.part(len(lengths))
+    tokens = prompt_of(*pair[:2], lengths[0], text=effort.text)
+    arguments = *pair, tokens, effort.step_size
+    paths = Paths(*arguments) if effort.batch == 1 else Batch(*arguments, effort.batch)
+    paths.decoded = effort.decoded or affordable(paths, table, clock, len(lengths), effort.trials)
+
+    def enough(found: Timing) -> bool:
+        follows = any(_least(table, n, found) <= clock.left() for n in lengths[1:2])
+        return (share if follows else clock).over()
+
+    return measure_length(
+        paths, table, trials=effort.trials, enough=enough, progress=effort.progress
+    )
 
 
 def batched(table: Table, batch: int) -> Table:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from kvlingo_mlx import backend
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.store import diagnosis
@@ -30,6 +34,7 @@ def reach() -> Callable[[str], bool]:
 @pytest.fixture(autouse=True)
 def offline(reach: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is asked, and whatever this machine has installed is as it should be."""
+    monkeypatch.setattr(diagnosis.blas, "missed", lambda: None)
     monkeypatch.setattr(diagnosis, "_reach", lambda endpoint: False)
     installed = {"mlx": "0.32.4", "mlx-lm": "0.32.2", "mlx-cpu": "0.32.4"}
     set_installed(monkeypatch, installed)
@@ -71,7 +76,8 @@ def test_nothing_is_wrong(
     text = capsys.readouterr().out
     results = json.loads(text)["results"]
     assert (
-        TOKEN not in text and {"name": "MLX builds", "value": "mlx-cpu", "problem": None} in results
+        TOKEN not in text
+        and {"name": "MLX builds", "value": "mlx-cpu", "problem": None, "grade": None} in results
     )
 
 
@@ -118,11 +124,12 @@ def test_the_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 4096))
     monkeypatch.setattr(diagnosis.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(diagnosis.measure, "fast_blas", lambda: "bundled BLAS")
-    monkeypatch.setattr(diagnosis.blas, "library", lambda: None)  # and no better one is here
+    monkeypatch.setattr(diagnosis.blas, "missed", lambda: "install a better one")
     out = told(capsys, 1)
     assert "wrong: open files: too few for models in many files: ulimit -n" in out
     assert "wrong: disk of the store: nearly full" in out
-    assert "offline (HF_HUB_OFFLINE)" in out and "GFLOP/s (slow: see the README" in out
+    assert "offline (HF_HUB_OFFLINE)" in out and "slow: BLAS: install a better one" in out
+    assert out.endswith(" checks failed; 1 thing is slow\n")
 
 
 def test_a_device_that_does_not_compute(
@@ -154,3 +161,39 @@ def test_reaching_the_hub(reach: Callable[[str], bool]) -> None:
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
         assert reach(endpoint)
     assert not reach(endpoint) and not reach("nonsense")
+
+
+def tf32(a: Any, b: Any) -> Any:
+    """A product of numbers rounded to the 10 bits of TF32."""
+    rounded = [(x.view(diagnosis.mx.uint32) + 0x1000 & 0xFFFFE000).view(x.dtype) for x in (a, b)]
+    return rounded[0] @ rounded[1]
+
+
+def test_products_in_tf32_are_told_from_true_ones(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert backend.float32_error() < 2e-6 < backend.EXACT < 1e-4 < backend.float32_error(tf32)
+    monkeypatch.setattr(diagnosis, "float32_error", lambda: backend.float32_error(tf32))
+    out = told(capsys, 0)
+    assert "inexact: float32 products: errors of " in out and "MLX multiplies in TF32" in out
+    assert out.endswith("\n1 thing is inexact\n")
+
+
+@pytest.mark.parametrize("given", [None, "0", "1"])
+def test_tf32_is_off_unless_it_is_asked_for(given: str | None) -> None:
+    """In what MLX reads, and in every record."""
+    code = """
+import ctypes, json, kvlingo_mlx.backend
+from kvlingo_mlx.reporting import measure
+get = ctypes.CDLL(None).getenv
+get.restype = ctypes.c_char_p
+found = measure.environment()
+print(json.dumps([get(b"MLX_ENABLE_TF32").decode(), found["tf32"], found["float32_error"]]))
+"""
+    given_environment = {k: v for k, v in os.environ.items() if k != backend.TF32}
+    given_environment |= {} if given is None else {backend.TF32: given}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=given_environment, capture_output=True, check=True
+    )
+    read, recorded, error = json.loads(done.stdout)
+    assert read == recorded == (given or "0") and 0 < error < 2e-6

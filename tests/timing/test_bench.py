@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import json
+import re
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +26,19 @@ import kvlingo_mlx as kv
 from benchmarks.paper.timing import memory_budget
 from benchmarks.paper.timing.reference import load_reference
 from kvlingo_mlx import caches as kv_caches
+from kvlingo_mlx.caches import memory
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import seconds
-from kvlingo_mlx.timing import ceilings, derived, geometries, paths, tables
+from kvlingo_mlx.timing import (
+    ceilings,
+    derived,
+    geometries,
+    pairs,
+    paths,
+    runs,
+    tables,
+)
 from kvlingo_mlx.timing.batches import Batch
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
@@ -148,7 +161,7 @@ def test_a_table_of_a_batch(models: dict[str, LanguageModel], translator: Transl
 
 
 def test_little_time_leaves_long_prompts_out(
-    models: dict[str, LanguageModel], translator: Translator
+    models: dict[str, LanguageModel], translator: Translator, unhurried: None
 ) -> None:
     arguments = (models["dense"], models["moe"], {"stored": translator})
     options: dict[str, Any] = {"text": False, "trials": 3, "clock": tables.Clock(0.0)}
@@ -162,6 +175,49 @@ def test_little_time_leaves_long_prompts_out(
         *arguments, tables.TABLES["switch"], [40, 16], tables.Effort(**options)
     )
     assert [timing.prompt_tokens for timing in done] == [16, 40] and left_out == []
+
+
+def test_no_step_outlasts_a_limit_by_more_than_itself(
+    models: dict[str, LanguageModel], translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A phase that never ends by itself: what was measured before it stands, and nothing rings."""
+    steps = []
+
+    def endless(self: paths.Paths) -> None:
+        while len(self.tokens) > 20:
+            steps.append(time.sleep(0.01))
+
+    monkeypatch.setattr(paths.Paths, "target_step", endless)
+    arguments = (models["dense"], models["moe"], {"stored": translator})
+    table = tables.Table("", (), ("target_step",), ())
+    before = signal.getsignal(signal.SIGALRM)
+    effort = tables.Effort(text=False, trials=1, clock=tables.Clock(2.0))
+    done, left_out = tables.run_table(*arguments, table, [40, 12], effort)
+    assert [t.prompt_tokens for t in done] == [12] and left_out == [40] and steps
+    assert effort.clock.over() and signal.getsignal(signal.SIGALRM) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    with pytest.raises(tables.OutOfTime), tables.Clock(0.0).limiting():
+        time.sleep(10)
+
+
+@pytest.mark.parametrize("table", ["all", "healing", "memory-budget"])
+def test_a_limit_in_which_nothing_is_measured_is_refused(
+    small_geometries: None, table: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """While models are made, and after it; a line says which of them takes longer."""
+    monkeypatch.setattr(memory_budget, "FULL", "gemma-3-4b")
+    pair = ["--geometry", "qwen3-4b:qwen3-30b-a3b"] if table != "memory-budget" else []
+    command = ["bench", "--table", table, *pair, "-p", "12", "--layers", "2", "-n", "1"]
+    assert run([*command, "--time-limit", "1e-9"]) == 2
+    error = capsys.readouterr().err
+    assert "--time-limit is over before the models are ready" in error and error.count("\n") == 1
+    cleared = contextlib.nullcontext(lambda done, total: None)
+    for module in ("bench", "bench_budget"):
+        monkeypatch.setattr(f"kvlingo_mlx.cli.{module}.making", lambda *_: cleared)
+    assert run([*command, "--time-limit", "1e-9"]) == 2
+    error = capsys.readouterr().err
+    assert "1e-09, and the shortest measurement takes longer; give more, or fewer" in error
 
 
 def test_a_length_that_another_table_rules_out_is_not_begun(
@@ -604,7 +660,7 @@ def test_a_reference_keeps_its_tables_apart(tmp_path: Path) -> None:
 
 
 def test_bench_of_a_geometry(
-    small_geometries: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_geometries: None, unhurried: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, picture = tmp_path / "out.jsonl", tmp_path / "x.png"
     arguments = ["paper bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "2", "-n", "2",
@@ -650,7 +706,7 @@ def kv_is_apple() -> bool:
 
 
 def test_a_table_for_which_there_is_no_time(
-    small_geometries: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_geometries: None, unhurried: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
     arguments = ["bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "2", "-n", "1",
@@ -668,7 +724,54 @@ def test_a_table_for_which_there_is_no_time(
     from kvlingo_mlx.timing import figures
 
     pytest.importorskip("matplotlib")
-    assert len(figures.times(results).axes) == 1
+    (axes,) = figures.times(results).axes
+    assert axes.get_title() == "Prefill, translation and first token"
+    assert axes.get_ylabel() == "ms to the first token"
+    named = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "switch, translated eagerly" in named and not any("_" in name for name in named)
+
+
+def test_what_does_not_fit_into_memory_is_not_made(
+    small_geometries: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what the message advises does fit."""
+    command = ["bench", "--geometry", "qwen3-4b:qwen3-8b", "--quantize", "none", "-n", "1"]
+    command += ["--table", "quant", "-p"]
+    whole = geometries.GEOMETRIES["qwen3-4b"] | {"num_hidden_layers": 36}
+    for name in ("qwen3-4b", "qwen3-8b"):
+        monkeypatch.setitem(geometries.GEOMETRIES, name, whole)
+    made = geometries.unmade_model("qwen3-4b", None, "float32")
+    limit = int(1.2 * geometries.memory.weights_bytes(made))  # of one, not of two
+    monkeypatch.setattr(geometries.memory, "free", lambda: limit)
+    evaluated = geometries.mx.eval
+    monkeypatch.setattr(geometries.mx, "eval", None)
+    assert run([*command, "12"]) == 2
+    error = capsys.readouterr().err
+    assert "of memory are needed (weights of random qwen3-4b " in error and error.count("\n") == 1
+    monkeypatch.setattr(geometries.mx, "eval", evaluated)
+    layers = re.search(r"take --layers (\d+) or --precision 4bit, end", error)[1]
+    assert int(layers) > 2
+    assert run([*command, "12", "--layers", layers]) == 0
+    assert run([*command, "12", "--precision", "4bit"]) == 0
+    capsys.readouterr()
+    assert run([*command, "40000", "--layers", layers]) == 2  # the caches' fault
+    assert "caches of 40000 tokens" in capsys.readouterr().err
+
+
+def test_caches_of_many_rows_are_refused(
+    models: dict[str, LanguageModel], translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked for is refused; a table's own lengths are left out."""
+    pair = pairs.Pair(models["dense"], models["moe"], {"stored": translator})
+    row = sum(memory.cache_bytes(model, 64) for model in (pair.source, pair.target))
+    monkeypatch.setattr(runs.memory, "free", lambda: 3 * row)
+    effort = tables.Effort(text=False, trials=1, clock=tables.Clock(None), batch=3)
+    runs.check(pair, runs.Asked(("quant",), effort, [64]))
+    with pytest.raises(kv.NotEnoughMemoryError, match="take --prompt-tokens or a --batch of less"):
+        runs.check(pair, runs.Asked(("quant",), replace(effort, batch=4), [64]))
+    nothing = contextlib.nullcontext(lambda: None)
+    (ran,) = runs.run(pair, runs.Asked(("quant",), effort), lambda *_: nothing)
+    assert [t.prompt_tokens for t in ran.timings] == [64] and list(ran.beyond) == [256, 1024]
 
 
 def test_the_head_that_is_not_extrapolated_is_of_the_batch(
@@ -760,7 +863,7 @@ def test_nothing_is_made_before_all_is_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made: list[str] = []
-    monkeypatch.setattr(geometries, "random_model", lambda name, *_, **__: made.append(name))
+    monkeypatch.setattr(geometries, "unmade_model", lambda name, *_, **__: made.append(name))
     for more in (["--geometry", "qwen3-4b:nope"], ["--geometry", "qwen3-4b:qwen3-8b", "-p", "0"]):
         assert run(["bench", *more]) == 2
     assert made == []
@@ -778,7 +881,10 @@ def test_lengths_are_timed_once_and_within_the_context(
     arguments = ["bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "--table", "quant", "-n", "1",
                  "--quantize", "8,8", "--json", str(out)]  # fmt: skip
     assert run(arguments) == 0
-    assert "beyond a model's context: 256, 1024 tokens" in capsys.readouterr().out
+    assert (
+        "beyond a model's context or this machine's memory: 256, 1024 tokens"
+        in capsys.readouterr().out
+    )
     assert run([*arguments, "-p", "12,12"]) == 0
     records = [json.loads(line)["results"]["quant"] for line in out.read_text().splitlines()]
     assert [t["prompt_tokens"] for r in records for t in r["timings"]] == [64, 12]

@@ -405,13 +405,13 @@ def test_random_models_of_fewer_layers(
     status, (record,) = bench(tmp_path, *more, "--decode-tokens", "8")
     text = capsys.readouterr().out
     assert status == 0 and "none of these times is extrapolated to full depth" in text
-    assert "until native, 1 layers at once" in text and "experts touched, prompt" in text
+    assert "until native, 1 layer at once" in text and "experts touched, prompt" in text
     assert record["results"]["healing"]["extrapolated"] == [{}]
     assert record["config"]["forms"] == ["float32"]  # no other form would be timed
 
 
 def test_little_time_leaves_long_prompts_out(
-    small_geometries: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_geometries: None, unhurried: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ["--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "2", "-p", "12,20"]
     status, (record,) = bench(tmp_path, *more, "--time-limit", "1e-9")

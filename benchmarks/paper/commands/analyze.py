@@ -48,7 +48,7 @@ class AnalyzeOptions(Options):
     plot: str | None = option(None, "Draw figures into this folder (the [plot] extra).")
 
 
-@verb(AnalyzeOptions)
+@verb(AnalyzeOptions, long=True)
 def command(options: AnalyzeOptions) -> None:
     """Measure what two models' caches have in common: CKA, R2, effective rank, heads."""
     from benchmarks.paper.analysis import figures

@@ -32,7 +32,7 @@ class PaperBenchOptions(BenchOptions):
     reference: str | None = option(None, "paper-m3-ultra, or a file of --json, to compare with.")
 
 
-@verb(PaperBenchOptions)
+@verb(PaperBenchOptions, long=True)
 def command(options: PaperBenchOptions) -> None:
     """Time to first token as the package's bench, beside the paper's times or another run's."""
     check(options, BUDGET)

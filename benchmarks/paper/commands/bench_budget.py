@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvlingo_mlx.cli.bench_output import check_measured, making
 from kvlingo_mlx.cli.output import keep, progress_bar, say, table, tell_of_machine
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def run(options: PaperBenchOptions, contexts: Sequence[int] | None, batches: Seq
     tell_of_machine()
     precision, trials = options.precision or "4bit", options.num_trials
     clock = Clock(options.time_limit)  # it includes making the models
-    models = memory_budget.setup(options.layers, precision)
+    with making(clock) as progress:
+        models = memory_budget.setup(options.layers, precision, progress)
     contexts = contexts or memory_budget.CONTEXTS
     decoded = options.decode_tokens or memory_budget.default_decoded()
     with progress_bar("timing memory-budget", len(contexts) * len(batches) * trials) as step:
@@ -51,10 +53,11 @@ def run(options: PaperBenchOptions, contexts: Sequence[int] | None, batches: Seq
             models, contexts, batches, trials=trials, decoded=decoded, clock=clock, progress=step
         )
         cells = list(found)
+    check_measured(bool(cells), options.time_limit, "fewer --prompt-tokens, --layers or rows")
     table(TITLE.format(memory_budget.FULL), COLUMNS, [_row(cell) for cell in cells])
     left_out = len(contexts) * len(batches) - len(cells)
     if left_out:
-        say(f"{left_out} of {left_out + len(cells)} cells left out: --time-limit allows no more")
+        say(f"{left_out} of {left_out + len(cells)} cells left out: time or memory allow no more")
     depth, whole = len(models.full.attentions), memory_budget.whole_depth()
     if depth < whole:
         say(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Models = tuple[LanguageModel, LanguageModel]
 
 
-@verb(PaperEvalOptions)
+@verb(PaperEvalOptions, long=True)
 def command(options: PaperEvalOptions) -> None:
     """Compare caches on the paper's benchmarks: the package's eval, and what it leaves out."""
     if options.judge and launched():

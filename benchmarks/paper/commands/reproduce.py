@@ -46,7 +46,7 @@ class ReproduceOptions(Options):
     device: str | None = option(None, "What trains: mlx, cuda, cuda:N or cpu; as for train.")
 
 
-@verb(ReproduceOptions)
+@verb(ReproduceOptions, long=True)
 def command(options: ReproduceOptions) -> None:
     """Make a table or a figure of the paper again, and lay it beside the paper's numbers.
 

@@ -17,6 +17,7 @@ from kvlingo_mlx.backend import mx, nn, on_gpu
 from mlx.utils import tree_flatten
 
 from kvlingo_mlx import caches
+from kvlingo_mlx.caches import memory
 from kvlingo_mlx.folding import FoldedCache, fold_caches
 from kvlingo_mlx.format.assignment import identity
 from kvlingo_mlx.format.tensor_file import Weights
@@ -26,11 +27,12 @@ from kvlingo_mlx.reporting.measure import seconds
 from kvlingo_mlx.timing.geometries import (
     FLOATS,
     GEOMETRIES,
+    Progress,
     random_maps,
     random_model,
     untrained,
 )
-from kvlingo_mlx.timing.tables import Clock, summary
+from kvlingo_mlx.timing.tables import Clock, OutOfTime, summary
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.linear import LinearTranslator
 
@@ -109,15 +111,20 @@ class Cell:
         }
 
 
-def setup(layers: int | None, precision: str = "4bit") -> Setup:
+def setup(
+    layers: int | None,
+    precision: str = "4bit",
+    progress: Progress = lambda done, total: None,
+) -> Setup:
     """Random models of the table's geometry, and the translator between their caches.
 
     Args:
         layers: The number of the 48 layers to use; None for all.
         precision: As for :func:`random_model`; on a CPU quantised weights compute in float32.
+        progress: As for :func:`random_model`.
     """
     dtype = FLOATS.get(precision, mx.bfloat16 if on_gpu() else mx.float32)
-    full = random_model(FULL, layers, precision, activations=dtype)
+    full = random_model(FULL, layers, precision, activations=dtype, progress=progress)
     narrowed = _narrowed(full, GEOMETRIES[NARROW]["num_key_value_heads"], precision, dtype)
     ends, same = (narrowed.spec(), full.spec()), identity(len(full.attentions))
     config = TranslatorConfig(*ends, same, head_mixing=False, capture="post_rope")
@@ -242,17 +249,25 @@ def run(
     clock: Clock,
     progress: Callable[[], None] = lambda: None,
 ) -> Iterator[Cell]:
-    """Measure the cells, smallest first, until the next would take more time than is left."""
+    """Measure the cells, smallest first, until the next takes more time or memory than is left."""
     done: tuple[int, float] | None = None
     for context, batch in sorted(
         ((c, b) for c in contexts for b in batches), key=lambda cell: cell[0] * cell[1]
     ):
         if done is not None and done[1] * context * batch / done[0] > clock.left():
             return
+        free = memory.free()
+        if free is not None and batch * memory.cache_bytes(models.full, context) > free:
+            return
         started = time.perf_counter()
-        yield measure_cell(
-            models, context, batch, trials=trials, decoded=decoded, progress=progress
-        )
+        try:
+            with clock.limiting():
+                cell = measure_cell(
+                    models, context, batch, trials=trials, decoded=decoded, progress=progress
+                )
+        except OutOfTime:
+            return
+        yield cell
         done = context * batch, time.perf_counter() - started
 
 

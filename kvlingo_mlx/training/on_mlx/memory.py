@@ -55,12 +55,13 @@ def check(
     found, there = parts(prefix), memory.free()
     weights = next(iter(found.values()))
     held = min(mx.get_active_memory(), weights)
-    shorter = (prefix >> n for n in range(1, prefix.bit_length()) if prefix >> n >= SHORTEST)
-    fits = (n for n in shorter if there is None or sum(parts(n).values()) <= there + held)
+    halves = (prefix >> n for n in range(1, prefix.bit_length()) if prefix >> n >= SHORTEST)
+    fits = (n for n in halves if there is None or sum(parts(n).values()) <= there + held)
     most = next(fits, None)
     # `pair` chooses lengths by itself, so the verb that takes them is named.
-    instead = "`train` with shorter lengths (--max-prefix, --max-continuation) or fewer --lr"
-    memory.check(found, held, instead if most is None else f"`train` with --max-prefix {most}")
+    shorter = "shorter lengths (--max-prefix, --max-continuation) or fewer --lr"
+    instead = shorter if most is None else f"--max-prefix {most}"
+    memory.check(found, held, f"{memory.FEWER_BITS} `train` with {instead}")
     size = memory.size_of(sum(found.values()))
     return f"training takes at most about {size} ({memory.listed(found)})"
 

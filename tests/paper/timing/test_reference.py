@@ -215,7 +215,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pair_that_the_paper_timed_is_timed_as_there(
-    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: None, unhurried: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """nu = 3 of the mixture of experts, and 1 of others; a run of fewer layers says why not."""
     out = tmp_path / "x.jsonl"

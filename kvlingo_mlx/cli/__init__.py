@@ -23,29 +23,15 @@ from kvlingo_mlx.cli.output import complain, launched, rank, warn
 from kvlingo_mlx.errors import KVLingoError, tell_new_name
 from kvlingo_mlx.version import __version__
 
-VERBS = (
-    "generate",
-    "chat",
-    "serve",
-    "serve-prefill",
-    "demo",
-    "pair",
-    "fit",
-    "train",
-    "import",
-    "list",
-    "remove",
-    "publish",
-    "export",
-    "show",
-    "verify",
-    "doctor",
-    "eval",
-    "tune",
-    "analyze",
-    "bench",
-    "reproduce",
-)
+GROUPS = {
+    "First day": ("generate", "chat", "serve", "pair", "demo"),
+    "Make translators": ("fit", "train", "tune"),
+    "Keep and share them": ("import", "list", "remove", "publish", "export"),
+    "Look": ("show", "verify", "doctor"),
+    "Measure": ("eval", "bench", "analyze", "reproduce"),
+    "Several machines": ("serve-prefill",),
+}
+VERBS = tuple(verb for verbs in GROUPS.values() for verb in verbs)
 OLD_VERBS = {"profile": "tune"}  # old names with their new ones, accepted for one release
 
 
@@ -58,6 +44,13 @@ class Verbs(TyperGroup):
             tell_new_name(f"`kvlingo-mlx {cmd_name}`", f"`kvlingo-mlx {OLD_VERBS[cmd_name]}`")
         return super().get_command(ctx, OLD_VERBS.get(cmd_name, cmd_name))
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the verbs into the help in their groups, each with its first sentence."""
+        for group, verbs in GROUPS.items():
+            rows = [(verb, self.commands[verb].get_short_help_str(200)) for verb in verbs]
+            with formatter.section(group):
+                formatter.write_dl(rows, col_max=max(map(len, VERBS)))
+
 
 FIRST_S = 5.0  # in which the first rank tells an error that all have, and the launcher ends them
 # Verbs that several ranks of mlx.launch can run together.
@@ -66,7 +59,7 @@ app = typer.Typer(
     name="kvlingo-mlx",
     cls=Verbs,
     help="Hand a running conversation from one language model to another.",
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -82,7 +75,7 @@ def _print_version(wanted: bool) -> None:
 def _options(
     debug: bool = typer.Option(False, help="Show the traceback of an error."),
     version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+        False, "--version", "-V", callback=_print_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
     """Hand a running conversation from one language model to another."""
@@ -118,6 +111,8 @@ def run(arguments: list[str]) -> int:
     if launched() and verb in VERBS and verb not in ON_RANKS:
         return _failed(ValueError(f"{verb} runs in one process; start it without mlx.launch"))
     arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
+    if arguments[0] == "help":
+        arguments = [*arguments[1:], "--help"]
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _in_a_line(warnings.showwarning)

@@ -11,10 +11,9 @@ from kvlingo_mlx.cli.command import (
     NativeLayers,
     Quantize,
     Shard,
-    Source,
-    Target,
     Thinking,
     Translator,
+    TwoModels,
     option,
     verb,
 )
@@ -38,9 +37,7 @@ TIMES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(WritingOptions):
-    source: Source
-    target: Target
+class GenerateOptions(WritingOptions, TwoModels):
     prompt: str | None = option(None, "The prompt; - reads standard input.", "--prompt", "-p")
     messages_file: str | None = option(None, MESSAGES_HELP, "--messages")
     translator: Translator = None

@@ -159,14 +159,14 @@ def rank() -> int:
 
 
 def given_options(context: typer.Context) -> dict[str, str]:
-    """The options that were typed, by parameter name, without those left at their defaults."""
-    typed = {}
+    """Where the options come from that were typed or read from a file, by parameter name."""
+    given = {}
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            typed[name] = parameter.opts[0]
-    return typed
+        if source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP"):
+            given[name] = source.name
+    return given
 
 
 @dataclass(frozen=True)

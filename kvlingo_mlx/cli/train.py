@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvlingo_mlx.cli.command import Options, Source, Target, option, verb
+from kvlingo_mlx.cli.command import Configured, TwoModels, option, verb
 from kvlingo_mlx.cli.needs import UNSOLVED
 from kvlingo_mlx.cli.output import keep, progress_bar, say, table, warn
 from kvlingo_mlx.format.kinds import NAMES
@@ -19,9 +19,7 @@ TITLES = {"stage1": "Stage 1: prefix lengths", "stage2": "Stage 2: prefix length
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(Options):
-    source: Source
-    target: Target
+class TrainOptions(Configured, TwoModels):
     data: list[str] = option(
         ..., "JSONL file, folder, or Hugging Face dataset; NAME@WEIGHT, may be repeated."
     )

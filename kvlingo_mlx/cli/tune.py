@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 from kvlingo_mlx.cli.bench_options import numbers
 from kvlingo_mlx.cli.command import (
     AllowMismatch,
-    Both,
-    MaybeSource,
-    MaybeTarget,
-    Options,
+    Configured,
+    TwoModels,
     Translator,
     option,
-    two_models,
     verb,
 )
 from kvlingo_mlx.cli.output import (
@@ -39,10 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneOptions(Options):
-    pair: Both = None
-    source: MaybeSource = None
-    target: MaybeTarget = None
+class TuneOptions(Configured, TwoModels):
     translator: Translator = None
     data: str | None = option(
         None, 'JSONL conversations, perhaps with "answers"; default: dialogues.'
@@ -71,7 +65,6 @@ def command(options: TuneOptions) -> None:
 
     With --max-kl or --min-recall the chosen number is kept in the translator's folder.
     """
-    names = two_models("tune", options.pair, options.source, options.target)
     _check_bounds(options)
 
     from kvlingo_mlx.evaluation import tuning
@@ -80,7 +73,7 @@ def command(options: TuneOptions) -> None:
 
     if options.plot:
         pictures.check(options.plot)
-    models = load_pair(*names)
+    models = load_pair(options.source, options.target)
     place, found = tuning.translator_of(options.translator, *models, options.allow_mismatch)
     bounds = options.some("max_kl min_recall")
     keeps = bounds != {"max_kl": None, "min_recall": None}

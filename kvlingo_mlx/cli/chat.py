@@ -73,7 +73,7 @@ class ChatOptions(WritingOptions):
     )
     on_doubt: str = option(
         "warn",
-        "If they are further apart than usual: warn; heal, as --heal interleaved; or reread before "
+        "If they are further apart than usual: warn; heal, as heal = interleaved; or reread before "
         "the answer.",
     )
     shard: Shard = None
@@ -97,16 +97,16 @@ def command(options: ChatOptions) -> None:
     """
     missing, full, offload = options.on_missing, options.on_full, options.offload
     check_ranges(
-        ("--on-missing", missing, missing in ("error", "reprefill"), "error or reprefill"),
-        ("--on-full", full, full in ("error", "drop_oldest"), "error or drop_oldest"),
-        ("--offload", offload, offload in (None, *OFFLOAD), " or ".join(OFFLOAD)),
-        ("--heal", options.heal, options.heal in (None, *HEAL), " or ".join(HEAL)),
+        ("on_missing", missing, missing in ("error", "reprefill"), "error or reprefill"),
+        ("on_full", full, full in ("error", "drop_oldest"), "error or drop_oldest"),
+        ("offload", offload, offload in (None, *OFFLOAD), " or ".join(OFFLOAD)),
+        ("heal", options.heal, options.heal in (None, *HEAL), " or ".join(HEAL)),
     )
     named = _named(options)
     _check_use(options.use, named, routed=options.route is not None)
     if launched() and options.heal == "idle":
         raise ValueError(
-            "--heal is idle, and ranks of mlx.launch wait for the line that is typed on the first; "
+            "heal is idle, and ranks of mlx.launch wait for the line that is typed on the first; "
             "give interleaved or layers"
         )
     _check_folder(options.save)
@@ -187,7 +187,7 @@ def _models(options: ChatOptions, named: Mapping[str, str]) -> dict[str, Languag
     from kvlingo_mlx.loading.placement import open_spread
 
     if unknown := [name for name in options.sharded or () if name not in named]:
-        raise ValueError(f"--sharded is {unknown[0]!r}; give one of {', '.join(named)}")
+        raise ValueError(f"sharded is {unknown[0]!r}; give one of {', '.join(named)}")
     spread = [named[name] for name in options.sharded or ()]
     opened = open_spread(list(dict.fromkeys(named.values())), spread, options.shard)
     models = list(opened.values())

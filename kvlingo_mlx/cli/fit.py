@@ -45,7 +45,7 @@ def command(options: FitOptions) -> None:
     """Fit a translator in closed form on your own text.
 
     Give 32 tokens or more for each number that a map reads (KV heads x head dim x --nu; with
-    --no-head-mixing, of one head): 32,768 for a KV width of 1,024. Fewer get a warning, fewer
+    head_mixing off, of one head): 32,768 for a KV width of 1,024. Fewer get a warning, fewer
     than one an error.
     """
     if options.memory_gb <= 0:

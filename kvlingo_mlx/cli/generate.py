@@ -65,14 +65,14 @@ class GenerateOptions(WritingOptions, TwoModels):
     )
     on_doubt: str = option(
         "warn",
-        "If they are further apart than usual: warn; heal, as --heal interleaved; or reread, the "
+        "If they are further apart than usual: warn; heal, as heal = interleaved; or reread, the "
         "target reads the prompt itself first.",
     )
     system_prompt: str | None = option(None, "System message for the chat template.")
     ignore_chat_template: bool = option(False, "Take the prompt as raw text.")
     thinking: Thinking = None
     kv_bits: int | None = option(None, "Quantise the target's cache.")
-    kv_group_size: int = option(64, "Group size for --kv-bits.")
+    kv_group_size: int = option(64, "Numbers that share a scale under --kv-bits.")
     quantized_kv_start: int = option(5000, "Tokens before --kv-bits applies.")
     draft_model: str | None = option(None, "Drafts for speculative decoding; the source can.")
     num_draft_tokens: int = option(3, "Tokens that --draft-model drafts at a time.")

@@ -21,11 +21,11 @@ TELL = 10.0  # seconds between two lines that stand for a progress bar
 
 
 def native_number(text: str | None) -> int | str | None:
-    """The value of ``--native-layers``: a number, ``auto``, or None, which means as tuned."""
+    """The value of ``native_layers``: a number, ``auto``, or None, which means as tuned."""
     if text in (None, "auto"):
         return text
     if not text.isdecimal():
-        raise ValueError(f"--native-layers is {text!r}; give a number of layers, or auto")
+        raise ValueError(f"native_layers is {text!r}; give a number of layers, or auto")
     return int(text)
 
 

@@ -73,7 +73,7 @@ class TrainOptions(Configured, TwoModels):
         "outermost; of an MLP's stage 1, too.",
         "--sweep",
     )
-    at_once: int | None = option(None, "With --sweep: rates trained together; default: what fits.")
+    at_once: int | None = option(None, "With sweep: rates trained together; default: what fits.")
     held_out: int = option(64, "Conversations that choose the learning rate.")
     val_every: int = option(250, "Steps between two scores of these.")
     plain_text: bool = option(False, "Windows of 256 + 256 tokens, for base models.")
@@ -177,13 +177,13 @@ def _report(options: TrainOptions, done: Sequence[command_line.Done], config: An
 
 
 def _seeds(text: str | None) -> tuple[int, ...]:
-    """The seeds of ``--seeds``; empty without it."""
+    """The seeds of ``seeds``; empty without it."""
     try:
         seeds = tuple(int(part) for part in text.split(",")) if text is not None else ()
     except ValueError:
         seeds = (-1,)
     if any(seed < 0 for seed in seeds) or len(set(seeds)) < len(seeds):
-        raise ValueError(f"--seeds is {text!r}; give different whole numbers: 42,43,44")
+        raise ValueError(f"seeds is {text!r}; give different whole numbers: 42,43,44")
     return seeds
 
 
@@ -203,7 +203,7 @@ def _stage1(options: TrainOptions) -> dict[str, Any] | None:
     if options.kind not in UNSOLVED:
         return None
     steps = 5000 if options.stage1_steps is None else options.stage1_steps
-    return {"steps": steps, "rates": _rates("--stage1-lr", options.stage1_lr)}
+    return {"steps": steps, "rates": _rates("stage1_lr", options.stage1_lr)}
 
 
 def _histogram(options: TrainOptions, asked: command_line.Options) -> None:

@@ -140,7 +140,7 @@ def _tasks(
     if options.lengths is None:
         tasks[None] = tuning.task_of(*models, data, limit, seed)
     else:
-        lengths = sorted(numbers("--lengths", options.lengths, "512,2048"))
+        lengths = sorted(numbers("lengths", options.lengths, "512,2048"))
         tasks = tuning.tasks_of(*models, data, limit, seed, lengths)
     for task in tasks.values():
         tuning.check_bounds(task, options.min_recall)
@@ -173,7 +173,7 @@ def _check_bounds(options: TuneOptions) -> None:
     kl, recall = options.max_kl, options.min_recall
     check_ranges(
         ("--limit", options.limit, options.limit >= 1, "1 or more"),
-        ("--trials", options.trials, options.trials >= 1, "1 or more"),
+        ("trials", options.trials, options.trials >= 1, "1 or more"),
         ("--max-kl", kl, kl is None or kl >= 0, "0 or more"),
         ("--min-recall", recall, recall is None or 0 <= recall <= 1, "0 to 1, a share"),
     )

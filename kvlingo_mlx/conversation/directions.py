@@ -209,7 +209,7 @@ class Directions:
             tell(
                 f"{told} {[model.name for model in self._models.values()]}",
                 f"{told}; make one with `kvlingo-mlx fit`, or let the model read what is missing "
-                "with on_missing='reprefill' (--on-missing reprefill)",
+                "with on_missing='reprefill' (-c on_missing=reprefill)",
             )
 
     @property

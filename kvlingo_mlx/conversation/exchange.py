@@ -589,5 +589,5 @@ def no_translator(source: Line, target: Line) -> MissingTranslatorError:
         f"no translator from {source.name} ({source.model.name}) to {target.name} "
         f"({target.model.name}): pass one in translators, make one with `kvlingo-mlx fit`, "
         "or let the model read what is missing with on_missing='reprefill' "
-        "(--on-missing reprefill)"
+        "(-c on_missing=reprefill)"
     )

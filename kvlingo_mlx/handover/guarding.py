@@ -132,7 +132,7 @@ def check_reference(config: TranslatorConfig) -> None:
             f"the receipt of {config.title} does not say how far its models usually lie apart, "
             f"which guard compares; `kvlingo-mlx verify TRANSLATOR --source {config.source.name} "
             f"--target {config.target.name}` measures it and keeps it in your store; or leave out "
-            "guard (--guard)"
+            "guard (-c guard)"
         )
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @verb(BenchOptions)
 def command(options: BenchOptions) -> None:
-    """Time to first token: native, switch, accelerator; beside what this machine could reach.
+    """Time the first token: the target reads; translated at a switch; the source reads first.
 
     Without --source and --target two tiny embedded models are timed.
     """

@@ -139,7 +139,7 @@ def take_words(verb: str, values: dict[str, Any]) -> list[str]:
         ValueError: More words, or fewer, than there are models to name.
     """
     name = next((name for name in WORDS if values.get(name)), None)
-    if name is None:
+    if name is None or not {"source", "model"} & values.keys():
         return []
     words, taken = list(values[name]), []
     if "model" in values:  # of which there may be any number
@@ -150,7 +150,7 @@ def take_words(verb: str, values: dict[str, Any]) -> list[str]:
             taken = ["source", "target"]
     if words and name == "models":
         refuse_models(verb, words, values)
-    values[name] = words or None
+    values[name] = tuple(words)
     return taken
 
 

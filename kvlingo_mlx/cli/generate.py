@@ -29,7 +29,10 @@ from kvlingo_mlx.cli.sampling import WritingOptions
 if TYPE_CHECKING:
     from kvlingo_mlx.models.language_model import LanguageModel
 
-STRATEGY_HELP = "accelerator, native, or auto: the sooner one by `bench --save-timings`."
+STRATEGY_HELP = (
+    "accelerator: the source reads; native: the target reads; auto: the sooner by `bench "
+    "--save-timings`."
+)
 TIMES = (
     "strategy prompt_tokens prefill_s translate_s native_s ttft_s generation_tps translator "
     "translator_digest"

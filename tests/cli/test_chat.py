@@ -151,7 +151,7 @@ def test_a_guard_looks_at_every_switch(
     assert chats.err == "" and out.startswith(plain) and "nothing unusual: the models are" in out
     with_receipt(identity, longest_prefix=10).save(store / "same", overwrite=True)
     for doubt, warned in (("warn", True), ("heal", False), ("reread", False)):
-        out = chats(*lines, options=("-c", "guard=32", "--on-doubt", doubt))
+        out = chats(*lines, options=("-c", "guard=32", "-c", f"on_doubt={doubt}"))
         assert out.startswith(plain) and "tested on prefixes of at most 10" in out
         assert ("is in doubt" in chats.err) == warned
         rows = dict(line.split("  ", 1) for line in out.splitlines() if "  " in line)

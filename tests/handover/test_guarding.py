@@ -260,14 +260,14 @@ def test_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     chat = tmp_path / "chat.json"
     chat.write_text(json.dumps(prompts(1)[0]))
     assert run([*words, "-c", "guard=32", "--messages", str(chat)]) == 0
-    assert "Guard: nothing unusual: the models are " in capsys.readouterr().out
+    assert "Both models compared: nothing unusual: the models are " in capsys.readouterr().out
     assert run([*words, "-c", "guard=32", "--messages", str(chat), "--json", "-"]) == 0
     told = json.loads(capsys.readouterr().out)["results"]["guarded"]
     assert told["tokens"] == 32 and 0 < told["divergence"] < told["limit"] and not told["doubts"]
     code = "def f(x):\n    return x + 1\n" * 20
     assert run([*words, "-c", "guard=32", "-c", "on_doubt=reread", "--prompt", code]) == 0
     out = capsys.readouterr().out
-    assert "Guard: the models are " in out and "(native" in out
+    assert "compared: the models are " in out and "read by the target" in out
     for more, text in (
         (["-c", "on_doubt=heal"], "on_doubt has no effect with -c guard=0; give -c guard=32"),
         (["-c", "guard=-1"], "guard"),

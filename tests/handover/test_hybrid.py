@@ -298,10 +298,10 @@ def test_times_of_what_the_decode_model_read_itself(root: Path) -> None:
     (whole,) = kv.stream_generate(source, target, TOKENS, native_layers=most, **options)
     assert whole.native_s > 0.0 == whole.prefill_s == whole.translate_s
     text = summary(dataclasses.replace(whole, native_s=0.25))
-    assert "(the decode model's own part 0.250 s)" in text and "0.000 s" not in text
+    assert "(the target's own part 0.250 s)" in text and "0.000 s" not in text
     parts = {"prefill_s": 0.5, "native_s": 0.25, "translate_s": 0.125}
     text = summary(dataclasses.replace(whole, **parts))
-    expected = "(prefill 0.500 s, the decode model's own part 0.250 s, translation 0.125 s)"
+    expected = "(prefill 0.500 s, the target's own part 0.250 s, translation 0.125 s)"
     assert expected in text
     assert "()" not in summary(dataclasses.replace(whole, native_s=0.0))
 

@@ -1,6 +1,6 @@
 """Write docs/reference/command-line.md from what ``--help`` says.
 
-    python tools/render_help.py
+python tools/render_help.py
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ refused.
 
 def page() -> str:
     """The text of the page."""
-    rows = [f"| {group} | {', '.join(f'[{v}](#{v})' for v in vs)} |" for group, vs in GROUPS.items()]
+    rows = [
+        f"| {group} | {', '.join(f'[{v}](#{v})' for v in vs)} |" for group, vs in GROUPS.items()
+    ]
     parts = [INTRODUCTION, "\n".join(["| | verbs |", "|---|---|", *rows]) + "\n"]
     for verbs in GROUPS.values():
         parts += [f"## {verb}\n\n```text\n{help_of(verb)}\n```\n" for verb in verbs]

@@ -141,13 +141,13 @@ def take_words(verb: str, values: dict[str, Any]) -> list[str]:
     name = next((name for name in WORDS if values.get(name)), None)
     if name is None or not {"source", "model"} & values.keys():
         return []
-    words, taken = list(values[name]), []
+    words, taken = list(values[name]), list[str]()
+    most = 2 if name == "models" else max(2, len(words))
     if "model" in values:  # of which there may be any number
         values["model"], words, taken = [*words, *(values["model"] or ())], [], ["model"]
-    elif len(words) == 2 or (len(words) > 2 and name != "models"):
-        if (values["source"], values["target"]) == (None, None):
-            values["source"], values["target"], *words = words
-            taken = ["source", "target"]
+    elif values["source"] is values["target"] is None and len(words) in (2, most):
+        values["source"], values["target"], *words = words
+        taken = ["source", "target"]
     if words and name == "models":
         refuse_models(verb, words, values)
     values[name] = tuple(words)

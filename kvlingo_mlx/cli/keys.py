@@ -23,8 +23,8 @@ GROUPS = {
     "Speed and memory": "kv_bits draft_model prefill_step_size memory_limit memory_gb "
     "max_concurrent device dtype batch_size batch time_limit",
     "Network": "host port api_key allow_anyone cors max_jobs write_timeout",
-    "Output and settings": "json_file plot save_timings log_level conversations keep_conversations force "
-    "config reference",
+    "Output and settings": "json_file plot save_timings log_level conversations keep_conversations "
+    "force config reference",
 }
 # The fields of each verb that are keys: what a first month does not need.
 KEYS = {

@@ -13,8 +13,8 @@ from typer.core import TyperCommand
 
 from kvlingo_mlx.arguments import Need, among, but, check_needs, is_set, off, several
 from kvlingo_mlx.cli.bench_options import BUDGET, HEALING
-from kvlingo_mlx.cli.eval_options import OWN, words
 from kvlingo_mlx.cli.command import take_words
+from kvlingo_mlx.cli.eval_options import OWN, words
 from kvlingo_mlx.cli.keys import hide, spelled, tell_of_flags, write_help
 from kvlingo_mlx.cli.output import given_options
 from kvlingo_mlx.errors import tell_new_name

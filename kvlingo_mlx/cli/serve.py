@@ -28,7 +28,7 @@ class ServeOptions(Options):
     model: Model = None
     translator: list[str] | None = option(None, "A folder or Hub id; default: the local store's.")
     config: Config = None
-    host: str | None = option(None, "Address to listen at; default: 127.0.0.1.")
+    host: str | None = option(None, "Address to listen at; default: localhost.")
     port: int | None = option(None, "Port to listen at; 0 takes a free one; default: 8080.")
     api_key: str | None = option(
         None, "What clients must send; better in the environment: KVLINGO_API_KEY."

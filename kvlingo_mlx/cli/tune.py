@@ -12,8 +12,8 @@ from kvlingo_mlx.cli.bench_options import numbers
 from kvlingo_mlx.cli.command import (
     AllowMismatch,
     Configured,
-    TwoModels,
     Translator,
+    TwoModels,
     option,
     verb,
 )

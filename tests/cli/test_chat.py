@@ -84,9 +84,8 @@ class Chats:
         """Standard output of a chat in which these lines are typed into a pipe."""
         self.capsys.readouterr()
         self.monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        arguments = ["chat", *self.models, "--max-tokens", str(NEW), "-c", "verbatim=true", *options]
-        if "--resume" in options:
-            arguments.remove("-c", "verbatim=true")
+        kept = () if "--resume" in options else ("-c", "verbatim=true")
+        arguments = ["chat", *self.models, "--max-tokens", str(NEW), *kept, *options]
         assert run(arguments) == status
         self.out, self.err = self.capsys.readouterr()
         return self.out
@@ -131,9 +130,16 @@ def test_a_model_reads_behind_its_translation(
     """Between two lines, or between the tokens of an answer; the answers are there all the same."""
     read = noted(monkeypatch)
     lines = ("the use of an other " * 6, "/use b", "and you", "hi")
-    plain = chats(*lines, options=("-c", "eager=false",))
+    plain = chats(
+        *lines,
+        options=(
+            "-c",
+            "eager=false",
+        ),
+    )
     assert read == []
-    assert chats(*lines, options=("-c", f"heal={heal}", "-c", "eager=false")) == plain  # one model twice
+    healed = ("-c", f"heal={heal}", "-c", "eager=false")
+    assert chats(*lines, options=healed) == plain  # one model twice
     assert chats.err == "" and read
 
 
@@ -364,7 +370,8 @@ def test_save_and_resume(
     assert chats.err == "error: no space left\n"
     out = chats(
         "and you", "/save",
-        options=("--resume", here, "-c", "offload=8bit", "-c", "eager=false", "--prefill-step-size", "9"),
+        options=("--resume", here, "-c", "offload=8bit", "-c", "eager=false",
+                 "--prefill-step-size", "9"),
     )  # fmt: skip
     assert out == says((one, "hi there"), (one, "and you"))[1] + f"\nsaved to {here}\n"
     options = {"offload": "8bit", "eager": False, "prefill_step_size": 9,
@@ -447,7 +454,7 @@ def test_the_last_switch_is_told(chats: Chats, recorder: type[Recorder]) -> None
     ],
 )
 def test_bad_starts(chats: Chats, options: tuple[str, ...], message: str) -> None:
-    asked = ("-c", "verbatim=true",) if "-c", "verbatim=true" in options else ()
+    asked = ("-c", "verbatim=true") if "verbatim=true" in options else ()
     chats("hi there", options=(*options, *asked), status=2)
     assert chats.out == "" and chats.err.startswith("error: ") and message in chats.err
     assert chats.err.count("\n") == 1

@@ -29,7 +29,15 @@ CHAT = [
 def test_the_question_that_is_suggested_for_the_embedded_models_is_answered(
     pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["generate", "--prefill-model", pair[0], "--decode-model", pair[1], "-c", "verbose=false"]
+    given = [
+        "generate",
+        "--prefill-model",
+        pair[0],
+        "--decode-model",
+        pair[1],
+        "-c",
+        "verbose=false",
+    ]
     assert run([*given, "--prompt", "hi"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {pair[1]} can only repeat facts") and "--thinking" in line

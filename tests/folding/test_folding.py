@@ -672,8 +672,14 @@ def test_the_command_line_refuses(root: Path, capsys: pytest.CaptureFixture[str]
     plain = Case("dense4x16", "dense2x32")
     draft = ["--draft-model", str(tiny.write_model(root, "dense4x16"))]
     for wrong, text in (
-        (arguments(root, plain, "-c", "memory_budget=true"), "`kvlingo-mlx fit --capture post_rope`"),
-        (arguments(root, BIASED, "-c", "memory_budget=true", *draft), "--draft-model has no effect with"),
+        (
+            arguments(root, plain, "-c", "memory_budget=true"),
+            "`kvlingo-mlx fit --capture post_rope`",
+        ),
+        (
+            arguments(root, BIASED, "-c", "memory_budget=true", *draft),
+            "--draft-model has no effect with",
+        ),
     ):
         assert run(wrong) == 2
         error = capsys.readouterr().err

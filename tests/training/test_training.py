@@ -987,14 +987,14 @@ def jsonl(tmp_path: Path) -> Path:
 
 def arguments(folders: dict[str, Path], data: Path, *more: str) -> list[str]:
     pair = ["--source", str(folders["dense"]), "--target", str(folders["wide"])]
-    small = {"fit-samples": "4", "held-out": "3", "batch-size": "2", "dtype": "float32"}
-    if "-c", "histogram=true" in more:
+    small = {"fit_samples": "4", "held_out": "3", "batch-size": "2", "dtype": "float32"}
+    if "histogram=true" in more:
         small = {}
     if "mlp" in more:  # which has no closed form
-        del small["fit-samples"]
+        del small["fit_samples"]
     if ("--steps", "0") in itertools.pairwise(more):  # no stage 2
-        del small["held-out"], small["batch-size"]
-    given = [word for name, value in small.items() for word in (f"--{name}", value)]
+        del small["held_out"], small["batch-size"]
+    given = [word for name, value in small.items() for word in ("-c", f"{name}={value}")]
     return ["train", *pair, "--data", str(data), *given, *more]
 
 
@@ -1046,8 +1046,8 @@ def test_an_mlps_stage_1_does_what_it_is_told(
 
     monkeypatch.setattr(distill.Distillation, "run", spy)
     out = tmp_path / "t"
-    options = ["--out", str(out), "--kind", "mlp", "-c", "hidden=8", "-c", "gated=false", "--steps", "1",
-               "--lr", "1e-4", "-c", "val_every=3", "-c", "stage1_steps=2",
+    options = ["--out", str(out), "--kind", "mlp", "-c", "hidden=8", "-c", "gated=false",
+               "--steps", "1", "--lr", "1e-4", "-c", "val_every=3", "-c", "stage1_steps=2",
                "-c", "stage1_lr=1e-3,1e-2"]  # fmt: skip
     assert run(arguments(folders, jsonl, *options)) == 0
     first, second = ran
@@ -1070,7 +1070,13 @@ def test_an_mlps_stage_1_does_what_it_is_told(
             ("-c", "stage1_lr=1e-3", "--kind", "linear_mlp"),
             "stage1_lr has no effect with --kind linear_mlp",
         ),
-        (("-c", "gated=false",), "--no-gated has no effect with --kind linear,"),
+        (
+            (
+                "-c",
+                "gated=false",
+            ),
+            "--no-gated has no effect with --kind linear,",
+        ),
         (("--kind", "mlp", "-c", "stage1_lr=x"), "stage1_lr is 'x'; give a number"),
         (("--kind", "mlp", "-c", "stage1_steps=-1"), "steps (--steps): -1"),
         (("--kind", "mlp", "-c", "stage1_steps=0", "--steps", "0"), "neither stage has steps"),
@@ -1165,7 +1171,8 @@ def test_the_command_shows_prefix_lengths_of_an_embedded_pair(
         command_line, "prefix_histogram", lambda stream, count, every=1: rows[count]
     )
     pair = {"dense": "tiny-qwen3-s", "wide": "tiny-qwen3-l"}
-    assert run([*arguments(pair, jsonl, "-c", "histogram=true", "--json", "-"), "--steps", "5000"]) == 0
+    words = arguments(pair, jsonl, "-c", "histogram=true", "--json", "-")
+    assert run([*words, "--steps", "5000"]) == 0
     said = capsys.readouterr()
     assert "678" in said.err
     found = json.loads(said.out)["results"]

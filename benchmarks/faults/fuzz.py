@@ -13,7 +13,7 @@ import httpx
 from faults.bodies import PLAIN, drawn
 from faults.server import Server
 
-OPTIONS = ("--max-tokens", "4", "--body-limit", "100kB", "--memory-limit", "60MB",
+OPTIONS = ("--max-tokens", "4", "-c", "body_limit=100kB", "--memory-limit", "60MB",
            "--no-keep-conversations", "--log-level", "warning")  # fmt: skip
 AT_ONCE = 8
 

@@ -20,7 +20,7 @@ from kvlingo_mlx.serving.talks import Key, Keys, shared
 
 # So little memory that conversations go to disk all the time.
 OPTIONS = ("--memory-limit", "34MB", "--prefill-step-size", "32", "--log-level", "warning",
-           "--stop-timeout", "10", "--queue-limit", "100")  # fmt: skip
+           "-c", "stop_timeout=10", "-c", "queue_limit=100")  # fmt: skip
 CLIENTS = 5
 WITHIN_S = 3.0  # after all is well, a kill comes within so many seconds
 SAYS = ("crashed", "is being started", "is started again", "is stopping")

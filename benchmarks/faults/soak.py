@@ -14,9 +14,9 @@ from faults.clients import Client, Findings, Pinned, user
 from faults.server import Server
 
 # Beside the pinned conversations all three models do not fit, and few conversations beside two.
-OPTIONS = ("--memory-limit", "40MB", "--body-limit", "100kB", "--max-concurrent", "8",
-           "--queue-limit", "24", "--prefill-step-size", "64", "--max-tokens", "16",
-           "--body-timeout", "3", "--write-timeout", "3", "--keep-alive", "1",
+OPTIONS = ("--memory-limit", "40MB", "-c", "body_limit=100kB", "--max-concurrent", "8",
+           "-c", "queue_limit=24", "--prefill-step-size", "64", "--max-tokens", "16",
+           "-c", "body_timeout=3", "-c", "write_timeout=3", "-c", "keep_alive=1",
            "--log-level", "warning")  # fmt: skip
 PINNED = 2
 EVERY_S = 2.0  # between two looks at the memory

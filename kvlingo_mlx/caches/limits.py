@@ -55,7 +55,7 @@ def check_interleaving(model: LanguageModel) -> None:
     if kept := _forgetting(model):
         raise UnsupportedModelError(
             f"{model.name} cannot be healed while it answers: {kept}, and what it read before "
-            "is gone; heal between two answers (Conversation.heal, chat --heal idle)"
+            "is gone; heal between two answers (Conversation.heal, chat -c heal=idle)"
         )
 
 
@@ -68,7 +68,7 @@ def check_going_back(model: LanguageModel) -> None:
     if kept := _forgetting(model):
         raise UnsupportedModelError(
             f"{model.name} cannot be guarded in a conversation: {kept}, and cannot go back to "
-            "what came before; leave out guard (--guard)"
+            "what came before; leave out guard (-c guard)"
         )
 
 

@@ -23,27 +23,15 @@ from kvlingo_mlx.cli.output import complain, launched, rank, warn
 from kvlingo_mlx.errors import KVLingoError, tell_new_name
 from kvlingo_mlx.version import __version__
 
-VERBS = (
-    "generate",
-    "chat",
-    "serve",
-    "serve-prefill",
-    "demo",
-    "pair",
-    "fit",
-    "train",
-    "import",
-    "list",
-    "remove",
-    "publish",
-    "export",
-    "show",
-    "verify",
-    "doctor",
-    "eval",
-    "tune",
-    "bench",
-)
+GROUPS = {
+    "First day": ("generate", "chat", "serve", "pair", "demo"),
+    "Make translators": ("fit", "train", "tune"),
+    "Keep and share them": ("import", "list", "remove", "publish", "export"),
+    "Look": ("show", "verify", "doctor"),
+    "Measure": ("eval", "bench"),
+    "Several machines": ("serve-prefill",),
+}
+VERBS = tuple(verb for verbs in GROUPS.values() for verb in verbs)
 OLD_VERBS = {"profile": "tune"}  # old names with their new ones, accepted for one release
 PAPER = "python -m benchmarks.paper"
 # Verbs, and options of verbs, that are for the paper's tables alone: where each is now.
@@ -70,6 +58,13 @@ class Verbs(TyperGroup):
             tell_new_name(f"`kvlingo-mlx {cmd_name}`", f"`kvlingo-mlx {OLD_VERBS[cmd_name]}`")
         return super().get_command(ctx, OLD_VERBS.get(cmd_name, cmd_name))
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the verbs into the help in their groups, each with its first sentence."""
+        for group, verbs in GROUPS.items():
+            rows = [(verb, self.commands[verb].get_short_help_str(200)) for verb in verbs]
+            with formatter.section(group):
+                formatter.write_dl(rows, col_max=max(map(len, VERBS)))
+
 
 FIRST_S = 5.0  # in which the first rank tells an error that all have, and the launcher ends them
 # Verbs that several ranks of mlx.launch can run together.
@@ -78,7 +73,7 @@ app = typer.Typer(
     name="kvlingo-mlx",
     cls=Verbs,
     help="Hand a running conversation from one language model to another.",
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -94,7 +89,7 @@ def _print_version(wanted: bool) -> None:
 def _options(
     debug: bool = typer.Option(False, help="Show the traceback of an error."),
     version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+        False, "--version", "-V", callback=_print_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
     """Hand a running conversation from one language model to another."""
@@ -149,6 +144,8 @@ def carry_out(command: Any, arguments: list[str], name: str) -> int:
     """Run a typer command of this name; a user's error is a line. Returns the exit status."""
     debug = "--debug" in arguments  # at any place
     arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
+    if arguments[0] == "help":
+        arguments = [*arguments[1:], "--help"]
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _in_a_line(warnings.showwarning)

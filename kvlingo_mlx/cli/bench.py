@@ -35,7 +35,7 @@ Given = TypeVar("Given", bound=BenchOptions)
 
 @verb(BenchOptions, long=True)
 def command(options: BenchOptions) -> None:
-    """Time to first token: native, switch, accelerator; beside what this machine could reach.
+    """Time the first token: the target reads; translated at a switch; the source reads first.
 
     Without --source and --target two tiny embedded models are timed.
     """

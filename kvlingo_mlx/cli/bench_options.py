@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvlingo_mlx.cli.command import (
+    Both,
     MaybeSource,
     MaybeTarget,
     Options,
@@ -25,6 +26,7 @@ class BenchOptions(Options):
         f"{', '.join(TABLES)}, or all of these; or {HEALING}, which all leaves out.",
         "--table",
     )
+    models: Both = None
     source: MaybeSource = None
     target: MaybeTarget = None
     translator: Translator = None

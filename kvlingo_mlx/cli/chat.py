@@ -15,11 +15,14 @@ from kvlingo_mlx.cli.command import (
     HealShare,
     MaybeSource,
     MaybeTarget,
+    Model,
+    Named,
     NativeLayers,
     Quantize,
     Shard,
     Sharded,
     Thinking,
+    named_models,
     option,
     verb,
 )
@@ -38,11 +41,10 @@ HISTORY_HELP = "Keep the lines that are typed in a terminal for later chats' arr
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(WritingOptions):
+    models: Named = None
+    model: Model = None
     source: MaybeSource = None
     target: MaybeTarget = None
-    model: list[str] | None = option(
-        None, "NAME=MODEL, a folder or Hub id; once a model, instead of these two."
-    )
     translator: list[str] | None = option(None, "A folder or Hub id; default: the local store's.")
     quantize: Quantize = None
     system_prompt: str | None = option(None, "System message to begin with.")
@@ -71,7 +73,7 @@ class ChatOptions(WritingOptions):
     )
     on_doubt: str = option(
         "warn",
-        "If they are further apart than usual: warn; heal, as --heal interleaved; or reread before "
+        "If they are further apart than usual: warn; heal, as heal = interleaved; or reread before "
         "the answer.",
     )
     shard: Shard = None
@@ -95,16 +97,16 @@ def command(options: ChatOptions) -> None:
     """
     missing, full, offload = options.on_missing, options.on_full, options.offload
     check_ranges(
-        ("--on-missing", missing, missing in ("error", "reprefill"), "error or reprefill"),
-        ("--on-full", full, full in ("error", "drop_oldest"), "error or drop_oldest"),
-        ("--offload", offload, offload in (None, *OFFLOAD), " or ".join(OFFLOAD)),
-        ("--heal", options.heal, options.heal in (None, *HEAL), " or ".join(HEAL)),
+        ("on_missing", missing, missing in ("error", "reprefill"), "error or reprefill"),
+        ("on_full", full, full in ("error", "drop_oldest"), "error or drop_oldest"),
+        ("offload", offload, offload in (None, *OFFLOAD), " or ".join(OFFLOAD)),
+        ("heal", options.heal, options.heal in (None, *HEAL), " or ".join(HEAL)),
     )
     named = _named(options)
     _check_use(options.use, named, routed=options.route is not None)
     if launched() and options.heal == "idle":
         raise ValueError(
-            "--heal is idle, and ranks of mlx.launch wait for the line that is typed on the first; "
+            "heal is idle, and ranks of mlx.launch wait for the line that is typed on the first; "
             "give interleaved or layers"
         )
     _check_folder(options.save)
@@ -150,15 +152,10 @@ def _named(options: ChatOptions) -> dict[str, str]:
     if options.source is not None and options.target is not None:
         return {"source": options.source, "target": options.target}
     if not options.model:
-        raise ValueError("no model is given; give --source A --target B, or --model NAME=A ...")
-    named: dict[str, str] = {}
-    for text in options.model:
-        name, _, path = (part.strip() for part in text.partition("="))
-        if not (name and path):
-            raise ValueError(f"--model is {text!r}; give NAME=MODEL: small=Qwen/Qwen3-0.6B")
-        if name in named or name == AUTO:
-            raise ValueError(f"--model {text}: the name {name!r} is taken; give another")
-        named[name] = path
+        raise ValueError("no model is given; give A B, or NAME=A NAME=B ...")
+    named = named_models(options.model)
+    if AUTO in named:
+        raise ValueError(f"a model is named {AUTO}, the name of routing; give NAME=MODEL")
     return named
 
 
@@ -190,7 +187,7 @@ def _models(options: ChatOptions, named: Mapping[str, str]) -> dict[str, Languag
     from kvlingo_mlx.loading.placement import open_spread
 
     if unknown := [name for name in options.sharded or () if name not in named]:
-        raise ValueError(f"--sharded is {unknown[0]!r}; give one of {', '.join(named)}")
+        raise ValueError(f"sharded is {unknown[0]!r}; give one of {', '.join(named)}")
     spread = [named[name] for name in options.sharded or ()]
     opened = open_spread(list(dict.fromkeys(named.values())), spread, options.shard)
     models = list(opened.values())

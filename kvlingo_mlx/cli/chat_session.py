@@ -303,5 +303,5 @@ def _out_of_memory(error: MemoryError | RuntimeError) -> KVLingoError:
         raise error
     return KVLingoError(
         f"there is not enough memory for this answer ({text or 'MemoryError'}); the conversation "
-        "is as it was: /save it, and go on with --resume and --offload disk"
+        "is as it was: /save it, and go on with --resume and -c offload=disk"
     )

@@ -7,13 +7,15 @@ file, so that each has the same name, help and spellings everywhere.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from kvlingo_mlx import blas
+from kvlingo_mlx.cli.keys import read_config
 from kvlingo_mlx.cli.output import keep_stdout_for_json
 
 
@@ -45,7 +47,27 @@ MaybeSource = Annotated[str | None, SOURCE]
 MaybeTarget = Annotated[str | None, TARGET]
 Both = Annotated[
     list[str] | None,
-    typer.Argument(help="Short for --source A --target B.", metavar="[A B]"),
+    typer.Argument(help="The source and the target; or --source A --target B.", metavar="A B"),
+]
+Named = Annotated[
+    list[str] | None,
+    typer.Argument(help="A folder or Hub id, or NAME=MODEL; as --model.", metavar="MODEL"),
+]
+Model = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=MODEL, a folder or Hub id; once a model. Without NAME: its last part's name."
+    ),
+]
+Config = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--config",
+        "-c",
+        is_eager=True,
+        callback=read_config,
+        help="KEY=VALUE, or a TOML or JSON file of them: an option, or one of the keys below.",
+    ),
 ]
 Translator = Annotated[
     str | None, typer.Option(help="A folder or Hub id; default: the local store's.")
@@ -92,21 +114,74 @@ class Options:
         return {name: getattr(self, name) for name in names.split()}
 
 
-def two_models(
-    verb: str, both: Sequence[str] | None, source: str | None, target: str | None
-) -> tuple[str, str]:
-    """The two models of a verb, from their options or as two arguments."""
-    both = both or []
-    if not both and source is not None and target is not None:
-        return source, target
-    if len(both) == 2 and (source, target) == (None, None):
-        return both[0], both[1]
-    named = {"--source": source, "--target": target}
-    found = [*both, *(f"{name} {value}" for name, value in named.items() if value)]
+@dataclass(frozen=True, kw_only=True)
+class Configured(Options):
+    """The options of a verb that has keys."""
+
+    config: Config = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoModels(Options):
+    """The two models of a verb, as options or as its first two words."""
+
+    models: Both = None
+    source: Source
+    target: Target
+
+
+WORDS = ("models", "translators")  # the arguments by which a verb may be given its models
+
+
+def take_words(verb: str, values: dict[str, Any]) -> list[str]:
+    """Give a verb's first words to the options that they stand for; returns these options' names.
+
+    Raises:
+        ValueError: More words, or fewer, than there are models to name.
+    """
+    name = next((name for name in WORDS if values.get(name)), None)
+    if name is None or not {"source", "model"} & values.keys():
+        return []
+    words, taken = list(values[name]), list[str]()
+    most = 2 if name == "models" else max(2, len(words))
+    if "model" in values:  # of which there may be any number
+        values["model"], words, taken = [*words, *(values["model"] or ())], [], ["model"]
+    elif values["source"] is values["target"] is None and len(words) in (2, most):
+        values["source"], values["target"], *words = words
+        taken = ["source", "target"]
+    if words and name == "models":
+        refuse_models(verb, words, values)
+    values[name] = tuple(words)
+    return taken
+
+
+def refuse_models(verb: str, words: Sequence[str], values: Mapping[str, Any]) -> None:
+    """Say (ValueError) that a verb was not given two models."""
+    named = (f"--{end} {values[end]}" for end in ("source", "target") if values[end] is not None)
+    found = [*words, *named]
     raise ValueError(
-        f"`{verb}` is for two models, and found {', '.join(found) or 'none'}; give --source A "
-        "--target B, or A B alone"
+        f"`{verb}` is for two models, and found {', '.join(found) or 'none'}; give A B, or "
+        "--source A --target B"
     )
+
+
+def named_models(texts: Sequence[str]) -> dict[str, str]:
+    """The models of ``NAME=MODEL`` texts; one without a name is called like its last part.
+
+    Raises:
+        ValueError: A text lacks a part, or two have one name.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, mark, path = (part.strip() for part in text.partition("="))
+        if not mark:
+            name, path = Path(text).expanduser().absolute().name, name
+        if not (name and path):
+            raise ValueError(f"{text!r} names no model; give NAME=MODEL: small=Qwen/Qwen3-0.6B")
+        if name in found:
+            raise ValueError(f"{text}: the name {name!r} is taken; give another: NAME=MODEL")
+        found[name] = path
+    return found
 
 
 # ---- verbs -------------------------------------------------------------------------------------
@@ -122,12 +197,21 @@ def verb(
     ``long`` says that the verb computes for long, so that it tells if the machine is slow.
     """
     hints = get_type_hints(options, include_extras=True)
-    listed = (name for cls in options.__mro__ for name in inspect.get_annotations(cls))
+    listed = [name for cls in options.__mro__ for name in inspect.get_annotations(cls)]
     known = {field.name: field for field in fields(options)}
-    parameters = [_parameter(known[name], hints[name]) for name in dict.fromkeys(listed)]
+    models = [name for name in ("models", "source", "target") if name in known]
+    # Words may name the two models, so that click cannot tell whether they are missing.
+    needed = [n for n in models if known[n].default is MISSING and {*WORDS} & {*known}]
+    parameters = [
+        _parameter(known[name], hints[name], required=name not in needed)
+        for name in dict.fromkeys([*models, *listed])
+    ]
 
     def decorate(function: Callable[[Given], None]) -> Callable[..., None]:
         def command(**values: Any) -> None:
+            if None in [values[name] for name in needed]:
+                verb = function.__module__.rpartition(".")[2].rstrip("_")
+                refuse_models(verb, values.get("translators") or (), values)
             given = options(**values)
             keep_stdout_for_json(given.json_file)
             blas.long_run = long
@@ -141,11 +225,13 @@ def verb(
     return decorate
 
 
-def _parameter(described: Field, hint: Any) -> inspect.Parameter:
+def _parameter(described: Field, hint: Any, required: bool = True) -> inspect.Parameter:
     """A field as the parameter that typer reads."""
     if info := described.metadata.get("typer"):
         hint = Annotated[hint, info]
-    default = inspect.Parameter.empty if described.default is MISSING else described.default
+    default = described.default
+    if default is MISSING:
+        default = inspect.Parameter.empty if required else None
     return inspect.Parameter(
         described.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvlingo_mlx.cli.command import Force, Options, Source, Target, option, verb
+from kvlingo_mlx.cli.command import Configured, Force, TwoModels, option, verb
 from kvlingo_mlx.cli.output import keep, progress_bar, rank, say, warn
 
 if TYPE_CHECKING:
@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitOptions(Options):
-    source: Source
-    target: Target
+class FitOptions(Configured, TwoModels):
     data: str = option(..., 'JSONL of {"messages": [...]} or {"text": ...}.')
     out: str = option(..., "The translator folder to write.")
     norm: str = option("frobenius", "frobenius, attention, sink_2 ... sink_32.")
@@ -47,7 +45,7 @@ def command(options: FitOptions) -> None:
     """Fit a translator in closed form on your own text.
 
     Give 32 tokens or more for each number that a map reads (KV heads x head dim x --nu; with
-    --no-head-mixing, of one head): 32,768 for a KV width of 1,024. Fewer get a warning, fewer
+    head_mixing off, of one head): 32,768 for a KV width of 1,024. Fewer get a warning, fewer
     than one an error.
     """
     if options.memory_gb <= 0:

@@ -11,10 +11,9 @@ from kvlingo_mlx.cli.command import (
     NativeLayers,
     Quantize,
     Shard,
-    Source,
-    Target,
     Thinking,
     Translator,
+    TwoModels,
     option,
     verb,
 )
@@ -30,7 +29,10 @@ from kvlingo_mlx.cli.sampling import WritingOptions
 if TYPE_CHECKING:
     from kvlingo_mlx.models.language_model import LanguageModel
 
-STRATEGY_HELP = "accelerator, native, or auto: the sooner one by `bench --save-timings`."
+STRATEGY_HELP = (
+    "accelerator: the source reads; native: the target reads; auto: the sooner by `bench "
+    "--save-timings`."
+)
 TIMES = (
     "strategy prompt_tokens prefill_s translate_s native_s ttft_s generation_tps translator "
     "translator_digest"
@@ -38,9 +40,7 @@ TIMES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(WritingOptions):
-    source: Source
-    target: Target
+class GenerateOptions(WritingOptions, TwoModels):
     prompt: str | None = option(None, "The prompt; - reads standard input.", "--prompt", "-p")
     messages_file: str | None = option(None, MESSAGES_HELP, "--messages")
     translator: Translator = None
@@ -68,14 +68,14 @@ class GenerateOptions(WritingOptions):
     )
     on_doubt: str = option(
         "warn",
-        "If they are further apart than usual: warn; heal, as --heal interleaved; or reread, the "
+        "If they are further apart than usual: warn; heal, as heal = interleaved; or reread, the "
         "target reads the prompt itself first.",
     )
     system_prompt: str | None = option(None, "System message for the chat template.")
     ignore_chat_template: bool = option(False, "Take the prompt as raw text.")
     thinking: Thinking = None
     kv_bits: int | None = option(None, "Quantise the target's cache.")
-    kv_group_size: int = option(64, "Group size for --kv-bits.")
+    kv_group_size: int = option(64, "Numbers that share a scale under --kv-bits.")
     quantized_kv_start: int = option(5000, "Tokens before --kv-bits applies.")
     draft_model: str | None = option(None, "Drafts for speculative decoding; the source can.")
     num_draft_tokens: int = option(3, "Tokens that --draft-model drafts at a time.")

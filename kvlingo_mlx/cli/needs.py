@@ -12,7 +12,9 @@ from typer.core import TyperCommand
 
 from kvlingo_mlx.arguments import Need, among, but, check_needs, is_set, off, several
 from kvlingo_mlx.cli.bench_options import HEALING
+from kvlingo_mlx.cli.command import take_words
 from kvlingo_mlx.cli.eval_options import OWN, words
+from kvlingo_mlx.cli.keys import hide, spelled, tell_of_flags, write_help
 from kvlingo_mlx.cli.output import given_options
 from kvlingo_mlx.errors import tell_new_name
 from kvlingo_mlx.format.kinds import KINDS
@@ -163,6 +165,18 @@ class Checked(TyperCommand):
 
     needs = VERBS
 
+    def __init__(self, name: str | None, **settings: Any) -> None:
+        super().__init__(name, **settings)
+        hide(name or "", self.params)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words after the verb; of two models there are no more."""
+        return [piece.replace("[A B]...", "[A B]") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options into the help, in groups."""
+        write_help(self, ctx, formatter)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the command line, with old options replaced by their new names."""
         for old in OLD_OPTIONS.keys() & set(args):
@@ -172,13 +186,13 @@ class Checked(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         """Check the options, then run the verb."""
         options = {p.name: p for p in self.params}
+        given = given_options(ctx)
+        typed = [name for name, source in given.items() if source == "COMMANDLINE"]
+        tell_of_flags(options, {name: ctx.params[name] for name in typed})
+        given |= dict.fromkeys(take_words(self.name or "", ctx.params), "")
 
         def spell(name: str, value: Any) -> str:
-            option = options[name]
-            if value is False and option.secondary_opts:
-                return option.secondary_opts[0]
-            shown = "" if value is None or isinstance(value, bool) else f" {value}"
-            return f"{option.opts[0]}{shown}"
+            return spelled(options[name], value)
 
-        check_needs(self.needs.get(self.name or "", ()), given_options(ctx), ctx.params, spell)
+        check_needs(self.needs.get(self.name or "", ()), given, ctx.params, spell)
         return super().invoke(ctx)

@@ -21,11 +21,11 @@ TELL = 10.0  # seconds between two lines that stand for a progress bar
 
 
 def native_number(text: str | None) -> int | str | None:
-    """The value of ``--native-layers``: a number, ``auto``, or None, which means as tuned."""
+    """The value of ``native_layers``: a number, ``auto``, or None, which means as tuned."""
     if text in (None, "auto"):
         return text
     if not text.isdecimal():
-        raise ValueError(f"--native-layers is {text!r}; give a number of layers, or auto")
+        raise ValueError(f"native_layers is {text!r}; give a number of layers, or auto")
     return int(text)
 
 
@@ -159,14 +159,14 @@ def rank() -> int:
 
 
 def given_options(context: typer.Context) -> dict[str, str]:
-    """The options that were typed, by parameter name, without those left at their defaults."""
-    typed = {}
+    """Where the options come from that were typed or read from a file, by parameter name."""
+    given = {}
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            typed[name] = parameter.opts[0]
-    return typed
+        if source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP"):
+            given[name] = source.name
+    return given
 
 
 @dataclass(frozen=True)

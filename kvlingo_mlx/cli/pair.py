@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvlingo_mlx.cli.command import (
-    Both,
-    MaybeSource,
-    MaybeTarget,
-    Options,
+    TwoModels,
     option,
-    two_models,
     verb,
 )
 from kvlingo_mlx.cli.output import keep, progress_bar, say, warn
@@ -19,10 +15,7 @@ PARTS = 1000  # of the progress bar
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairOptions(Options):
-    pair: Both = None
-    source: MaybeSource = None
-    target: MaybeTarget = None
+class PairOptions(TwoModels):
     data: list[str] | None = option(
         None,
         "JSONL file, folder, or Hugging Face dataset; NAME@WEIGHT, may be repeated. Default: "
@@ -51,7 +44,7 @@ def command(options: PairOptions) -> None:
     It chooses lengths by how fast this machine is, tries closed forms, distils the best one, and
     puts the result into the local store. The same command resumes a stopped run.
     """
-    source, target = two_models("pair", options.pair, options.source, options.target)
+    source, target = options.source, options.target
     from kvlingo_mlx.reporting import pictures
 
     if options.plot:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvlingo_mlx.cli.command import Options, PrefillStepSize, option
+from kvlingo_mlx.cli.command import Configured, PrefillStepSize, option
 
 if TYPE_CHECKING:
     from kvlingo_mlx.backend import mx
@@ -20,7 +20,7 @@ def check_ranges(*checks: tuple[str, object, bool, str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WritingOptions(Options):
+class WritingOptions(Configured):
     """The options of every verb whose model writes an answer.
 
     Raises:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import contextlib
 from dataclasses import asdict, dataclass
 
-from kvlingo_mlx.cli.command import Options, Shard, Sharded, option, verb
+from kvlingo_mlx.cli.command import (
+    Config,
+    Model,
+    Named,
+    Options,
+    Shard,
+    Sharded,
+    named_models,
+    option,
+    verb,
+)
 from kvlingo_mlx.cli.output import keep, launched, rank, say
 from kvlingo_mlx.errors import MissingExtraError
 
@@ -14,12 +24,11 @@ from kvlingo_mlx.errors import MissingExtraError
 class ServeOptions(Options):
     """The options of `serve`; those that are not given are the file's, or the defaults."""
 
-    model: list[str] | None = option(
-        None, "NAME=MODEL, a folder or Hub id; once a model. Without NAME: the folder's name."
-    )
+    models: Named = None
+    model: Model = None
     translator: list[str] | None = option(None, "A folder or Hub id; default: the local store's.")
-    config: str | None = option(None, "A TOML file of settings, named as the options are.")
-    host: str | None = option(None, "Address to listen at; default: 127.0.0.1.")
+    config: Config = None
+    host: str | None = option(None, "Address to listen at; default: localhost.")
     port: int | None = option(None, "Port to listen at; 0 takes a free one; default: 8080.")
     api_key: str | None = option(
         None, "What clients must send; better in the environment: KVLINGO_API_KEY."
@@ -101,8 +110,10 @@ def command(options: ServeOptions) -> None:
 
     spelled = {name: settings.OPTIONS.get(name, name) for name in settings.NAMES}
     given = {name: getattr(options, option, None) for name, option in spelled.items()}
-    given["models"] = settings.named(options.model) if options.model else None
-    told = settings.read(options.config, given)
+    given["models"] = named_models(options.model) if options.model else None
+    if options.config and len(options.config) > 1:
+        raise ValueError(f"--config names {len(options.config)} files; give one")
+    told = settings.read(options.config[0] if options.config else None, given)
     front.log_to_stderr(told.log_level)
 
     if launched() and told.keep_conversations and given["keep_conversations"]:

@@ -16,7 +16,7 @@ class ServePrefillOptions(Options):
     translator: list[str] | None = option(
         None, "A translator to apply here; once a translator. Stored ones are found by themselves."
     )
-    host: str | None = option(None, "Address to listen at; default: 127.0.0.1.")
+    host: str | None = option(None, "Address to listen at; default: localhost.")
     port: int = option(8090, "Port to listen at; 0 takes a free one.")
     api_key: str | None = option(
         None, "What clients must send; better in the environment: KVLINGO_API_KEY."

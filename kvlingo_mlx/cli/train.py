@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvlingo_mlx.cli.command import Options, Source, Target, option, verb
+from kvlingo_mlx.cli.command import Configured, TwoModels, option, verb
 from kvlingo_mlx.cli.needs import UNSOLVED
 from kvlingo_mlx.cli.output import keep, progress_bar, say, table, warn
 from kvlingo_mlx.format.kinds import NAMES
@@ -19,9 +19,7 @@ TITLES = {"stage1": "Stage 1: prefix lengths", "stage2": "Stage 2: prefix length
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(Options):
-    source: Source
-    target: Target
+class TrainOptions(Configured, TwoModels):
     data: list[str] = option(
         ..., "JSONL file, folder, or Hugging Face dataset; NAME@WEIGHT, may be repeated."
     )
@@ -75,7 +73,7 @@ class TrainOptions(Options):
         "outermost; of an MLP's stage 1, too.",
         "--sweep",
     )
-    at_once: int | None = option(None, "With --sweep: rates trained together; default: what fits.")
+    at_once: int | None = option(None, "With sweep: rates trained together; default: what fits.")
     held_out: int = option(64, "Conversations that choose the learning rate.")
     val_every: int = option(250, "Steps between two scores of these.")
     plain_text: bool = option(False, "Windows of 256 + 256 tokens, for base models.")
@@ -179,13 +177,13 @@ def _report(options: TrainOptions, done: Sequence[command_line.Done], config: An
 
 
 def _seeds(text: str | None) -> tuple[int, ...]:
-    """The seeds of ``--seeds``; empty without it."""
+    """The seeds of ``seeds``; empty without it."""
     try:
         seeds = tuple(int(part) for part in text.split(",")) if text is not None else ()
     except ValueError:
         seeds = (-1,)
     if any(seed < 0 for seed in seeds) or len(set(seeds)) < len(seeds):
-        raise ValueError(f"--seeds is {text!r}; give different whole numbers: 42,43,44")
+        raise ValueError(f"seeds is {text!r}; give different whole numbers: 42,43,44")
     return seeds
 
 
@@ -205,7 +203,7 @@ def _stage1(options: TrainOptions) -> dict[str, Any] | None:
     if options.kind not in UNSOLVED:
         return None
     steps = 5000 if options.stage1_steps is None else options.stage1_steps
-    return {"steps": steps, "rates": _rates("--stage1-lr", options.stage1_lr)}
+    return {"steps": steps, "rates": _rates("stage1_lr", options.stage1_lr)}
 
 
 def _histogram(options: TrainOptions, asked: command_line.Options) -> None:

@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 from kvlingo_mlx.cli.bench_options import numbers
 from kvlingo_mlx.cli.command import (
     AllowMismatch,
-    Both,
-    MaybeSource,
-    MaybeTarget,
-    Options,
+    Configured,
     Translator,
+    TwoModels,
     option,
-    two_models,
     verb,
 )
 from kvlingo_mlx.cli.output import (
@@ -39,10 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneOptions(Options):
-    pair: Both = None
-    source: MaybeSource = None
-    target: MaybeTarget = None
+class TuneOptions(Configured, TwoModels):
     translator: Translator = None
     data: str | None = option(
         None, 'JSONL conversations, perhaps with "answers"; default: dialogues.'
@@ -71,7 +65,6 @@ def command(options: TuneOptions) -> None:
 
     With --max-kl or --min-recall the chosen number is kept in the translator's folder.
     """
-    names = two_models("tune", options.pair, options.source, options.target)
     _check_bounds(options)
 
     from kvlingo_mlx.evaluation import tuning
@@ -80,7 +73,7 @@ def command(options: TuneOptions) -> None:
 
     if options.plot:
         pictures.check(options.plot)
-    models = load_pair(*names)
+    models = load_pair(options.source, options.target)
     place, found = tuning.translator_of(options.translator, *models, options.allow_mismatch)
     bounds = options.some("max_kl min_recall")
     keeps = bounds != {"max_kl": None, "min_recall": None}
@@ -147,7 +140,7 @@ def _tasks(
     if options.lengths is None:
         tasks[None] = tuning.task_of(*models, data, limit, seed)
     else:
-        lengths = sorted(numbers("--lengths", options.lengths, "512,2048"))
+        lengths = sorted(numbers("lengths", options.lengths, "512,2048"))
         tasks = tuning.tasks_of(*models, data, limit, seed, lengths)
     for task in tasks.values():
         tuning.check_bounds(task, options.min_recall)
@@ -180,7 +173,7 @@ def _check_bounds(options: TuneOptions) -> None:
     kl, recall = options.max_kl, options.min_recall
     check_ranges(
         ("--limit", options.limit, options.limit >= 1, "1 or more"),
-        ("--trials", options.trials, options.trials >= 1, "1 or more"),
+        ("trials", options.trials, options.trials >= 1, "1 or more"),
         ("--max-kl", kl, kl is None or kl >= 0, "0 or more"),
         ("--min-recall", recall, recall is None or 0 <= recall <= 1, "0 to 1, a share"),
     )

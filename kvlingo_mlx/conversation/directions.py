@@ -214,7 +214,7 @@ class Directions:
             tell(
                 f"{told} {[model.name for model in self._models.values()]}",
                 f"{told}; {first}, or let the model read what is missing with "
-                "on_missing='reprefill' (--on-missing reprefill)",
+                "on_missing='reprefill' (-c on_missing=reprefill)",
             )
 
     @property

@@ -599,5 +599,5 @@ def no_translator(source: Line, target: Line) -> MissingTranslatorError:
     return MissingTranslatorError(
         f"no translator from {source.name} ({source.model.name}) to {target.name} "
         f"({target.model.name}); {advice.to_get(source.model.name, target.model.name)}, or let the "
-        "model read what is missing with on_missing='reprefill' (--on-missing reprefill)"
+        "model read what is missing with on_missing='reprefill' (-c on_missing=reprefill)"
     )

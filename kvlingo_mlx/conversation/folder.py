@@ -370,7 +370,11 @@ class Saved:
                 f"that it was held with (sha256 {sha256:.12}, the digest that `kvlingo-mlx show` "
                 f"prints), and {what}; give that one with translators=['FOLDER'] (--translator "
                 "FOLDER)"
-                + ("" if found else ", or go on without it: on_missing='reprefill' (--on-missing)")
+                + (
+                    ""
+                    if found
+                    else ", or go on without it: on_missing='reprefill' (-c on_missing=reprefill)"
+                )
             )
 
     def _read(self, file: str, sha256: str, shapes: Mapping[str, list[int]]) -> dict[str, mx.array]:

@@ -148,7 +148,7 @@ def check_all_can_heal(models: Iterable[LanguageModel]) -> None:
     if len(by_tokenizer(models)) > 1:
         raise UnsupportedModelError(
             "models of different tokenizers cannot be healed: their caches have not one entry a "
-            "token; leave out heal (--heal)"
+            "token; leave out heal (-c heal)"
         )
 
 
@@ -161,7 +161,7 @@ def check_all_can_be_guarded(models: Iterable[LanguageModel]) -> None:
     if len(by_tokenizer(models)) > 1:
         raise UnsupportedModelError(
             "models of different tokenizers cannot be guarded: they predict no tokens in common; "
-            "leave out guard (--guard)"
+            "leave out guard (-c guard)"
         )
     for model in models:
         check_going_back(model)
@@ -187,7 +187,7 @@ def tell_of_templates(models: Iterable[LanguageModel], switches: Mapping[str, An
             warnings.warn(
                 f"the chat templates of {one.name} and {other.name} differ from token {position} "
                 "of a conversation on, so each switch reads what follows anew and translates none "
-                "of it; give verbatim=True (--verbatim) to keep the tokens as written",
+                "of it; give verbatim=True (-c verbatim=true) to keep the tokens as written",
                 stacklevel=6,
             )
 

@@ -177,7 +177,7 @@ def tasks_of(
     context = min(source.context_length, target.context_length)
     if lengths[-1] >= context:
         raise ValueError(
-            f"--lengths holds {lengths[-1]}; give less than {context}, the shorter of both contexts"
+            f"lengths holds {lengths[-1]}; give less than {context}, the shorter of both contexts"
         )
     whole = None if data is None else task_of(source, target, data, sys.maxsize, seed)
     found: dict[int | None, Task] = {}
@@ -187,7 +187,7 @@ def tasks_of(
         if not kept:
             raise ValueError(
                 f"no {'conversation of the data' if data else 'generated dialogue'} has a prefix "
-                f"of {before + 1} to {longest} tokens; give other --lengths, or --data that holds "
+                f"of {before + 1} to {longest} tokens; give other lengths, or --data that holds "
                 "some"
             )
         found[longest] = dataclasses.replace(task, items=kept)

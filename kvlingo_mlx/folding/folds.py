@@ -45,13 +45,13 @@ def check_foldable(
     if why is not None:
         raise IncompatibleTranslatorError(
             f"{target.name} cannot decode from the cache of {source.name} by this translator: "
-            f"{why}; leave out --memory-budget (generate), or folded (eval --baselines)"
+            f"{why}; leave out memory_budget (generate), or folded (eval --baselines)"
         )
     for model in (source, target):
         if LATENT in model.family.points:
             raise UnsupportedModelError(
                 f"{model.name} caches latents, which folded decoding does not know: use generate "
-                "(leave out --memory-budget)"
+                "(leave out memory_budget)"
             )
     readers = target.family.readers(target.model)
     shared = next((i for i, found in enumerate(readers) if len(found) > 1), None)
@@ -63,7 +63,7 @@ def check_foldable(
         if found:
             raise UnsupportedModelError(
                 f"{target.name} cannot decode from another model's cache, since {reason}: use "
-                "generate (leave out --memory-budget)"
+                "generate (leave out memory_budget)"
             )
     check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
 
@@ -82,8 +82,8 @@ def check_whole(config: TranslatorConfig, native_layers: int | str | None = None
         raise IncompatibleTranslatorError(
             f"the translator from {config.source.name} to {config.target.name} is used with "
             f"{layers} native layers (native_layers in its provenance, or as asked for), and "
-            "folded decoding has none: use generate (leave out --memory-budget), or give "
-            "native_layers=0 (--native-layers 0) to fold every layer"
+            "folded decoding has none: use generate (leave out memory_budget), or give "
+            "native_layers=0 (-c native_layers=0) to fold every layer"
         )
 
 

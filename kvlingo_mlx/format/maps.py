@@ -187,7 +187,7 @@ def check_states(source: ModelSpec, target: ModelSpec) -> None:
     """Refuse (IncompatibleTranslatorError) models between whose states no maps lead."""
     if (reason := unmappable(source, target)) is not None:
         raise IncompatibleTranslatorError(
-            f"state_maps is on, but {reason}; leave --state-maps out, and layers are made of what "
+            f"state_maps is on, but {reason}; leave state_maps out, and layers are made of what "
             "goes into recurrences"
         )
 

@@ -81,7 +81,7 @@ class TranslatorConfig:
     def native_by_length(self) -> list[list[int]]:
         """Pairs (tokens, layers), ascending: other numbers of native layers for short prefixes.
 
-        Each holds for prefixes of at most so many tokens. Chosen by `tune --lengths`.
+        Each holds for prefixes of at most so many tokens. Chosen by `tune -c lengths`.
         """
         return self.provenance.get("native_by_length", [])
 
@@ -190,6 +190,6 @@ def unfoldable(config: TranslatorConfig) -> str | None:
     if config.capture != "post_rope":
         return (
             f"it reads {config.capture} keys, and a cache holds post_rope ones; make one that "
-            "reads those with `kvlingo-mlx fit --capture post_rope`"
+            "reads those with `kvlingo-mlx fit -c capture=post_rope`"
         )
     return None

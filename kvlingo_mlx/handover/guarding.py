@@ -126,13 +126,13 @@ def check_reference(config: TranslatorConfig) -> None:
         IncompatibleTranslatorError: It has no receipt, one of an older version, or is between two
             tokenizers.
     """
-    check_one_tokenizer(config, "guard (--guard)", "leave it out")
+    check_one_tokenizer(config, "guard (-c guard)", "leave it out")
     receipt = receipt_of(config)
     if receipt is None or receipt.guard is None:
         raise IncompatibleTranslatorError(
             f"the receipt of {config.title} does not say how far its models usually lie apart, "
             f"which guard compares; {advice.to_measure(config, None)} measures it, and keeps it if "
-            "the translator is in your store; or leave out guard (--guard)"
+            "the translator is in your store; or leave out guard (-c guard)"
         )
 
 
@@ -141,5 +141,5 @@ def warn(config: TranslatorConfig, found: Guarded) -> None:
     tell(
         None,
         f"the translation from {config.source.name} to {config.target.name} is in doubt: {found}; "
-        "with on_doubt='reread' (--on-doubt reread) the target reads such a prompt itself",
+        "with on_doubt='reread' (-c on_doubt=reread) the target reads such a prompt itself",
     )

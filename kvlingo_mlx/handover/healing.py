@@ -211,7 +211,7 @@ def check_models(source: LanguageModel, target: LanguageModel) -> None:
     if source.tokenizer_fingerprint != target.tokenizer_fingerprint:
         raise UnsupportedModelError(
             f"{target.name} cannot be healed behind {source.name}, which has another "
-            "tokenizer: its cache has not one entry a token; leave out heal (--heal)"
+            "tokenizer: its cache has not one entry a token; leave out heal (-c heal)"
         )
 
 

@@ -101,7 +101,7 @@ def check_first_layers(target: LanguageModel, layers: int) -> None:
     if layers and target.part is not None and target.part.kind == PIPELINE:
         raise UnsupportedModelError(
             f"native_layers is {layers}, and a pipeline has these layers on its last rank only; "
-            "give native_layers=0 (--native-layers 0), or shard by tensor"
+            "give native_layers=0 (-c native_layers=0), or shard by tensor"
         )
 
 

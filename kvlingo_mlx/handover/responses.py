@@ -269,22 +269,31 @@ def joined(responses: Iterable[GenerationResponse], verbose: bool) -> str:
     return text
 
 
+# How a prompt was read, in the words of people.
+SHOWN = {
+    "accelerator": "read by the source and translated",
+    "native": "read by the target",
+    "folded": "read by the source, whose cache is decoded from",
+    "switch": "read by the source before and translated",
+}
+
+
 def summary(response: GenerationResponse) -> str:
     """The times and rates of a finished generation, as lines, without phases that took no time."""
     phases = {
         "prefill": response.prefill_s,
-        "the decode model's own part": response.native_s,
+        "the target's own part": response.native_s,
         "translation": response.translate_s,
     }
     spent = ", ".join(f"{name} {s:.3f} s" for name, s in phases.items() if s >= 0.0005)
     digest = response.translator_digest
     used = "" if digest is None else f"Translator: {response.translator} (sha256 {digest[:12]})\n"
     layers = response.native_layers
-    native = f", {layers} native layers" if layers else ""
+    native = f", but {layers} first layer{'s'[: layers != 1]} by the target" if layers else ""
     received = "" if response.received is None else f"Received: {response.received}\n"
-    guarded = "" if response.guarded is None else f"Guard: {response.guarded}\n"
+    guarded = "" if response.guarded is None else f"Both models compared: {response.guarded}\n"
     return (
-        f"Prompt: {response.prompt_tokens} tokens ({response.strategy}{native}), "
+        f"Prompt: {response.prompt_tokens} tokens, {SHOWN[response.strategy]}{native}; "
         f"first token after {response.ttft_s:.3f} s{spent and f' ({spent})'}\n"
         f"{used}{received}{guarded}Generation: {response.generation_tokens} tokens, "
         f"{response.generation_tps:.3f} tokens-per-sec\n"

@@ -138,7 +138,11 @@ def _check_shares(whole: LanguageModel, kind: str, size: int) -> None:
     counts.add(int(whole.facts["num_attention_heads"]))
     if odd := sorted(count for count in counts if count % size):
         fitting = [n for n in range(2, min(counts) + 1) if not any(c % n for c in counts)]
-        can = f"start {' or '.join(map(str, fitting))}" if fitting else "give --shard pipeline"
+        can = (
+            f"start {' or '.join(map(str, fitting))}"
+            if fitting
+            else "give shard pipeline (-c shard=pipeline)"
+        )
         raise ValueError(
             f"{whole.name} has {odd[0]} heads, which {size} ranks cannot share evenly: {can} "
             "(mlx.launch -n)"

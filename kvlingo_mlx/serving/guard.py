@@ -156,7 +156,7 @@ async def _drain(parts: Any) -> None:
 
 def _too_large(limit: int) -> Refused:
     message = f"the request's body has more than {limit:,} bytes; send less"
-    return Refused(Failed("too_large", f"{message}, or start with --body-limit"), CLOSE)
+    return Refused(Failed("too_large", f"{message}, or start with -c body_limit=64MB"), CLOSE)
 
 
 # ---- slow clients ----------------------------------------------------------------------------

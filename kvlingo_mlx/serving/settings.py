@@ -7,7 +7,7 @@ import ipaddress
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
@@ -191,25 +191,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def named(models: Sequence[str]) -> dict[str, str]:
-    """The models of ``NAME=MODEL`` texts; one without a name is called like its folder.
-
-    Raises:
-        ValueError: A text lacks a part, or two have one name.
-    """
-    found: dict[str, str] = {}
-    for text in models:
-        name, mark, path = (part.strip() for part in text.partition("="))
-        if not mark:
-            name, path = Path(os.path.expanduser(text)).absolute().name, name
-        if not (name and path):
-            raise ValueError(f"--model is {text!r}; give NAME=MODEL, such as small=Qwen/Qwen3-0.6B")
-        if name in found:
-            raise ValueError(f"--model {text}: the name {name!r} is taken; give another NAME=MODEL")
-        found[name] = path
-    return found
 
 
 def read(config: str | None, options: Mapping[str, Any]) -> Settings:

@@ -190,7 +190,7 @@ def why_not(config: TranslatorConfig) -> str | None:
     if config.capture not in ("post_norm", "post_rope"):
         return (
             f"it reads keys before the norm ({config.capture}), and a mapper reads them as a cache "
-            "holds them; make one that does with `kvlingo-mlx fit --capture post_norm`"
+            "holds them; make one that does with `kvlingo-mlx fit -c capture=post_norm`"
         )
     if config.alignment is not None:
         return "it is between two tokenizers"

@@ -293,7 +293,7 @@ class Stream:
         return (
             f"no concatenation with a prefix of {low} to {high} tokens in {names}, whose "
             f"conversations have {round(self._training.tokens):,} tokens; add conversations, or "
-            "pack none (--packed-share 0)"
+            "pack none (-c packed_share=0)"
         )
 
     # ---- natural ---------------------------------------------------------------------

@@ -217,7 +217,7 @@ class Library:
         if left_out:
             return ValueError(
                 f"no record of {source.name} is left: {self.wanted}, of {count}; give other "
-                "data, or leave out --english or --apart-from"
+                "data, or leave out english or apart_from"
             )
         if self._kind == "text":
             return ValueError(

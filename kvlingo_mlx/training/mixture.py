@@ -52,9 +52,7 @@ class Mixture:
                     f"0 < low <= high <= max_prefix, which is {self.max_prefix}"
                 )
         if not 0 <= self.packed_share <= 1:
-            raise ValueError(
-                f"packed_share (--packed-share) {self.packed_share}: expected a share from 0 to 1"
-            )
+            raise ValueError(f"packed_share {self.packed_share}: expected a share from 0 to 1")
         if self.max_continuation < 1:
             raise ValueError(f"max_continuation {self.max_continuation}: expected at least 1")
 

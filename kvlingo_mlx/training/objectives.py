@@ -38,7 +38,7 @@ def objective_named(name: str, ce_weight: float = 1.0) -> Objective:
     kl, ce = OBJECTIVES[name]
     if not kl and not ce * ce_weight:
         raise ValueError(
-            f"the weight of the cross-entropy (--ce-weight) is {ce_weight:g}, and the objective "
+            f"the weight of the cross-entropy (ce_weight) is {ce_weight:g}, and the objective "
             f"{name!r} is nothing else: no step would train anything; give more than 0, or kl"
         )
     return Objective(kl, ce * ce_weight)

@@ -94,14 +94,14 @@ class TrainingPlan:
         objective_named(self.recipe.objective, self.recipe.ce_weight)
         self._check_work(spec)
         require("source layers per target layer (--nu)", self.nu, 1)
-        require("conversations for the closed form (--fit-samples)", self.fit_samples, 1)
-        require("held-out conversations (--held-out)", self.held_out, 1)
-        require("an MLP's hidden width (--hidden)", self.hidden, 1)
-        require("layers of the target's own (--native-layers)", self.native_layers, 0)
+        require("conversations for the closed form (fit_samples)", self.fit_samples, 1)
+        require("held-out conversations (held_out)", self.held_out, 1)
+        require("an MLP's hidden width (hidden)", self.hidden, 1)
+        require("layers of the target's own (native_layers)", self.native_layers, 0)
         require("the seed (--seed)", self.seed, 0, 2**63 - 1)
         if self.state_maps and not spec.solved:
             raise ValueError(
-                "maps of states (--state-maps) begin with a closed form, and a translator of kind "
+                "maps of states (state_maps) begin with a closed form, and a translator of kind "
                 f"{self.kind} has none; use linear or linear_mlp"
             )
         if self.joint and self.assignment in METHODS:
@@ -121,7 +121,7 @@ class TrainingPlan:
             )
         if not self.stage1_recipe.steps:
             raise ValueError(
-                "neither stage has steps (--stage1-steps, --steps), and an MLP starts at random: "
+                "neither stage has steps (stage1_steps, --steps), and an MLP starts at random: "
                 "give one of them some"
             )
 
@@ -205,7 +205,7 @@ def make_config(source: Model, target: Model, plan: TrainingPlan) -> TranslatorC
         check_layers(target.geometry.layers, target.name)
         if plan.native_layers:
             raise ValueError(
-                f"--native-layers is {plan.native_layers}, but between two tokenizers every layer "
+                f"native_layers is {plan.native_layers}, but between two tokenizers every layer "
                 "is translated; leave it out"
             )
     if not plan.head_mixing:
@@ -216,7 +216,7 @@ def make_config(source: Model, target: Model, plan: TrainingPlan) -> TranslatorC
     most = len(target.geometry.layers) - 1
     if plan.native_layers > most:
         raise ValueError(
-            f"--native-layers is {plan.native_layers}; give 0 to {most}, so that a layer of "
+            f"native_layers is {plan.native_layers}; give 0 to {most}, so that a layer of "
             f"{target.name} is left to translate"
         )
     assignment = by_depth(source.geometry.layers, target.geometry.layers, plan.nu)

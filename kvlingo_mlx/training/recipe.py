@@ -58,8 +58,8 @@ class Recipe:
     def __post_init__(self) -> None:
         require("stage 2's steps (--steps)", self.steps, 0)
         require("conversations a step (--batch-size)", self.batch, 1)
-        require("steps between two validations (--val-every)", self.validate_every, 1)
-        require("the weight of the cross-entropy (--ce-weight)", self.ce_weight, 0)
+        require("steps between two validations (val_every)", self.validate_every, 1)
+        require("the weight of the cross-entropy (ce_weight)", self.ce_weight, 0)
         require("the share of steps over which the rate rises (warmup)", self.warmup, 0, 1)
         require("the largest gradient norm (clip)", self.clip, 0, strict=True)
         if self.seconds is not None:

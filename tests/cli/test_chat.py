@@ -84,9 +84,8 @@ class Chats:
         """Standard output of a chat in which these lines are typed into a pipe."""
         self.capsys.readouterr()
         self.monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        arguments = ["chat", *self.models, "--max-tokens", str(NEW), "--verbatim", *options]
-        if "--resume" in options:
-            arguments.remove("--verbatim")
+        kept = () if "--resume" in options else ("-c", "verbatim=true")
+        arguments = ["chat", *self.models, "--max-tokens", str(NEW), *kept, *options]
         assert run(arguments) == status
         self.out, self.err = self.capsys.readouterr()
         return self.out
@@ -131,9 +130,16 @@ def test_a_model_reads_behind_its_translation(
     """Between two lines, or between the tokens of an answer; the answers are there all the same."""
     read = noted(monkeypatch)
     lines = ("the use of an other " * 6, "/use b", "and you", "hi")
-    plain = chats(*lines, options=("--no-eager",))
+    plain = chats(
+        *lines,
+        options=(
+            "-c",
+            "eager=false",
+        ),
+    )
     assert read == []
-    assert chats(*lines, options=("--heal", heal, "--no-eager")) == plain  # one model twice
+    healed = ("-c", f"heal={heal}", "-c", "eager=false")
+    assert chats(*lines, options=healed) == plain  # one model twice
     assert chats.err == "" and read
 
 
@@ -142,16 +148,16 @@ def test_a_guard_looks_at_every_switch(
 ) -> None:
     """An identity is not doubted; one that was made on short prompts is."""
     lines = ("the use of an other " * 12, "/use b", "and you", "/stats")
-    chats(*lines, options=("--guard", "32"), status=2)
+    chats(*lines, options=("-c", "guard=32"), status=2)
     assert "`kvlingo-mlx verify TRANSLATOR" in chats.err  # its receipt does not say what is usual
     identity = with_receipt(identity_of(one))
     identity.save(store / "same", overwrite=True)
     plain = chats(*lines[:-1])
-    out = chats(*lines, options=("--guard", "32"))
+    out = chats(*lines, options=("-c", "guard=32"))
     assert chats.err == "" and out.startswith(plain) and "nothing unusual: the models are" in out
     with_receipt(identity, longest_prefix=10).save(store / "same", overwrite=True)
     for doubt, warned in (("warn", True), ("heal", False), ("reread", False)):
-        out = chats(*lines, options=("--guard", "32", "--on-doubt", doubt))
+        out = chats(*lines, options=("-c", "guard=32", "-c", f"on_doubt={doubt}"))
         assert out.startswith(plain) and "tested on prefixes of at most 10" in out
         assert ("is in doubt" in chats.err) == warned
         rows = dict(line.split("  ", 1) for line in out.splitlines() if "  " in line)
@@ -161,18 +167,18 @@ def test_a_guard_looks_at_every_switch(
 
 
 def test_what_cannot_be_healed_is_told(chats: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
-    chats("hi", options=("--heal", "later"), status=2)
-    assert "--heal is later; give idle or interleaved or layers" in chats.err
+    chats("hi", options=("-c", "heal=later"), status=2)
+    assert "heal is later; give idle or interleaved or layers" in chats.err
 
     def fails(*arguments: Any) -> None:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(healing, "reread", fails)
-    out = chats("one", "/use b", "two", "three", options=("--heal", "idle", "--no-eager"))
+    out = chats("one", "/use b", "two", "three", options=("-c", "heal=idle", "-c", "eager=false"))
     assert chats.err.count("healing has ended (out of memory)") == 1 and out.strip()
 
 
-@pytest.mark.parametrize("eager", ["--eager", "--no-eager"])
+@pytest.mark.parametrize("eager", ["-c", "eager=true", "--no-eager"])
 def test_every_model_goes_on_where_the_other_ended(
     chats: Chats, one: LanguageModel, eager: str
 ) -> None:
@@ -189,7 +195,7 @@ def test_every_model_goes_on_where_the_other_ended(
 def test_the_model_that_is_asked_answers(two: Chats, models: dict[str, LanguageModel]) -> None:
     out = two(
         "hi there", "/use small", "and you",
-        options=("--use", "large", "--on-missing", "reprefill", "--system-prompt", "be brief"),
+        options=("--use", "large", "-c", "on_missing=reprefill", "--system-prompt", "be brief"),
     )  # fmt: skip
     system = "<|im_start|>system\nbe brief<|im_end|>\n"
     turns = (models["moe"], "hi there"), (models["dense"], "and you")
@@ -217,7 +223,7 @@ def test_a_reply_that_fails_leaves_the_conversation(
     warning, *errors = two.err.splitlines()
     assert "there is no translator from small to large" in warning
     assert len(errors) == 3 and all(line.startswith("error: ") for line in errors)
-    assert "no translator from small" in errors[0] and "--on-missing reprefill" in errors[0]
+    assert "no translator from small" in errors[0] and "-c on_missing=reprefill" in errors[0]
     assert "the context of" in errors[1] and "not valid Unicode" in errors[2]
 
 
@@ -366,7 +372,8 @@ def test_save_and_resume(
     assert chats.err == "error: no space left\n"
     out = chats(
         "and you", "/save",
-        options=("--resume", here, "--offload", "8bit", "--no-eager", "--prefill-step-size", "9"),
+        options=("--resume", here, "-c", "offload=8bit", "-c", "eager=false",
+                 "--prefill-step-size", "9"),
     )  # fmt: skip
     assert out == says((one, "hi there"), (one, "and you"))[1] + f"\nsaved to {here}\n"
     options = {"offload": "8bit", "eager": False, "prefill_step_size": 9,
@@ -376,7 +383,7 @@ def test_save_and_resume(
 
 
 def test_the_conversation_is_made_as_asked(chats: Chats, recorder: type[Recorder]) -> None:
-    asked = ("--offload", "disk", "--no-thinking", "--system-prompt", "x", "--allow-mismatch")
+    asked = ("-c", "offload=disk", "--no-thinking", "--system-prompt", "x", "--allow-mismatch")
     chats(options=asked)
     (options,) = recorder.made
     wanted = {"offload": "disk", "enable_thinking": False, "system": "x", "allow_mismatch": True,
@@ -437,8 +444,8 @@ def test_the_last_switch_is_told(chats: Chats, recorder: type[Recorder]) -> None
         (("--use", "c"), "--use is 'c'; give one of a, b"),
         (("--use", "auto"), "--use is 'auto'; give one of a, b"),
         (("--route", "x"), "give FILE.toml, module:function or path/to/file.py:function"),
-        (("--on-missing", "skip"), "--on-missing is skip; give error or reprefill"),
-        (("--offload", "4bit"), "--offload is 4bit; give 8bit or disk"),
+        (("-c", "on_missing=skip"), "on_missing is skip; give error or reprefill"),
+        (("-c", "offload=4bit"), "offload is 4bit; give 8bit or disk"),
         (("--max-tokens", "0"), "--max-tokens is 0"),
         (("--temp", "-1"), "--temp is -1.0"),
         (("--prefill-step-size", "0"), "--prefill-step-size is 0"),
@@ -607,7 +614,7 @@ def terminals(chats: Chats, tmp_path: Path) -> Iterator[Any]:
     opened: list[Terminal] = []
 
     def start(*options: str, term: str = "dumb") -> Terminal:
-        begin = [] if "--resume" in options else ["--verbatim"]
+        begin = [] if "--resume" in options else ["-c", "verbatim=true"]
         arguments = [str(tmp_path / "facts"), "chat", *chats.models, *begin, *options]
         opened.append(Terminal(arguments, term))
         return opened[-1]
@@ -766,7 +773,7 @@ def test_no_history(terminals: Any, one: LanguageModel, store: Path) -> None:
     history = store.parent / "chat_history"
     history.write_text("and you\n")
     history.chmod(0o640)
-    terminal = terminals("--max-tokens", str(NEW), "--no-history")
+    terminal = terminals("--max-tokens", str(NEW), "-c", "history=false")
     terminal.wait_for("a> ")
     terminal.type("is it on?\n")
     terminal.wait_for(says((one, "is it on?"))[0])
@@ -784,7 +791,7 @@ def test_a_resumed_chat_shows_what_was_said_last(
 ) -> None:
     folder, long = str(tmp_path / "talk"), "so on " * 50 + "END"
     asked = ("hi there", long, "is it \x1b[31mon?")
-    chats(*asked, options=("--save", folder, "--system-prompt", "x", "--verbatim"))
+    chats(*asked, options=("--save", folder, "--system-prompt", "x", "-c", "verbatim=true"))
     chats("/exit", options=("--resume", folder))
     assert chats.out == ""  # from a pipe: the answers alone
     talk = Conversation.resume(folder, {name: one for name in "ab"})
@@ -835,7 +842,7 @@ def test_a_saved_chat_goes_on(chats: Chats, one: LanguageModel, tmp_path: Path) 
     folder = str(tmp_path / "talk")
     said = (one, "hi there"), (one, "is it on?"), (one, "and you")
     answers = says(*said)
-    out = chats("hi there", "/use b", "is it on?", options=("--save", folder, "--offload", "disk"))
+    out = chats("hi there", "/use b", "is it on?", options=("--save", folder, "-c", "offload=disk"))
     assert out == f"{answers[0]}\n{answers[1]}\nsaved to {folder}\n"
     out = chats("and you", "/stats", options=("--resume", folder))
     assert out.startswith(f"{answers[2]}\n")
@@ -864,6 +871,6 @@ def test_too_little_memory_leaves_the_chat_as_it_was(
     answers = says((one, "hi there"), (one, "is it on?"))
     assert out == f"{answers[0]}\n{answers[1]}\n"
     assert chats.err.count("error: there is not enough memory for this answer") == 2
-    assert chats.err.count("--offload disk") == 2
+    assert chats.err.count("-c offload=disk") == 2
     with pytest.raises(RuntimeError, match="a slip"):
         chats("and you")

@@ -87,7 +87,7 @@ def test_prompt_from_standard_input(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = generate_arguments(folders, "--translator", str(fitted), "--no-verbose")
+    given = generate_arguments(folders, "--translator", str(fitted), "-c", "verbose=false")
     capsys.readouterr()
     assert run([*given, "--prompt", "Hello"]) == 0
     expected = capsys.readouterr().out
@@ -412,7 +412,7 @@ def test_imports_of_other_models_or_forms_stand_side_by_side(
     folders: dict[str, Path], data: Path, tmp_path: Path, store: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    for number, options in enumerate(([], ["--nu", "2"], ["--capture", "post_rope"])):
+    for number, options in enumerate(([], ["--nu", "2"], ["-c", "capture=post_rope"])):
         out = tmp_path / str(number)
         assert run([*fit_arguments(folders, data, out), *options]) == 0
         assert run(["import", str(out)]) == 0

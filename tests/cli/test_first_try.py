@@ -29,7 +29,15 @@ CHAT = [
 def test_the_question_that_is_suggested_for_the_embedded_models_is_answered(
     pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["generate", "--prefill-model", pair[0], "--decode-model", pair[1], "--no-verbose"]
+    given = [
+        "generate",
+        "--prefill-model",
+        pair[0],
+        "--decode-model",
+        pair[1],
+        "-c",
+        "verbose=false",
+    ]
     assert run([*given, "--prompt", "hi"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {pair[1]} can only repeat facts") and "--thinking" in line
@@ -53,7 +61,7 @@ def test_what_import_suggests_works(
 ) -> None:
     assert run(["import", str(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l")]) == 0
     command = capsys.readouterr().out.split("try: kvlingo-mlx ")[1]
-    assert run([*shlex.split(command), "--no-verbose"]) == 0
+    assert run([*shlex.split(command), "-c", "verbose=false"]) == 0
     assert capsys.readouterr() == ("The hotel of Emma is Lima.\n", "")
 
 
@@ -82,7 +90,7 @@ def test_an_answer_that_is_cut_within_its_reasoning(
     )
     assert run([*given, "--no-thinking"]) == 0
     assert capsys.readouterr().err == ""
-    assert run([*given, "--ignore-chat-template"]) == 0
+    assert run([*given, "-c", "ignore_chat_template=true"]) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -101,7 +109,7 @@ def test_messages_from_a_file(
     file = tmp_path / "messages"
     file.write_text(text, encoding="utf-8")
     given = ["generate", "--prefill-model", "tiny-qwen3-s", "--decode-model", "tiny-qwen3-l",
-             "--no-thinking", "--json", "-", "--no-verbose"]  # fmt: skip
+             "--no-thinking", "--json", "-", "-c", "verbose=false"]  # fmt: skip
     # By hand, as the template writes it.
     whole = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT)
     model = kv.load("tiny-qwen3-l")
@@ -151,8 +159,8 @@ def test_one_of_prompt_and_messages(tmp_path: Path, capsys: pytest.CaptureFixtur
     fails([*given, "--messages", str(tmp_path / "none")], "No such file", capsys)
     fails([*given, "--messages", str(file), "--system-prompt", "x"], "--system-prompt", capsys)
     fails(
-        [*given, "--messages", str(file), "--ignore-chat-template"],
-        "--ignore-chat-template", capsys,
+        [*given, "--messages", str(file), "-c", "ignore_chat_template=true"],
+        "-c", "ignore_chat_template=true", capsys,
     )  # fmt: skip
     file.write_bytes(b"\xff\xfe")
     fails([*given, "--messages", str(file)], "is not UTF-8 text", capsys)

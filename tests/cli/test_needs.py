@@ -25,6 +25,8 @@ from typer.core import TyperCommand
 import kvlingo_mlx as kv
 from kvlingo_mlx import arguments
 from kvlingo_mlx.arguments import FUNCTIONS, KINDS, READ_ELSEWHERE, Need
+from kvlingo_mlx.cli import VERBS
+from kvlingo_mlx.cli.keys import GROUPS, KEYS, is_key, key_of, spelled
 from kvlingo_mlx.handover.sampling import DecodingOptions
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode, rendering
@@ -35,11 +37,11 @@ from tests.support.command_line import COMMANDS, NEEDS, PAPER, fails, run
 
 # Options that have an effect whatever the others say.
 ALWAYS = {
-    "generate": "source target prompt messages_file max_tokens temp shard placement "
+    "generate": "models config source target prompt messages_file max_tokens temp shard placement "
                 "prefill_step_size kv_bits memory_budget verbose json_file",
-    "chat": "model system_prompt thinking verbatim on_full resume save max_tokens temp "
-            "prefill_step_size keep_history shard sharded json_file",
-    "serve": "model translator config host port api_key cors route memory_limit max_tokens "
+    "chat": "models config model system_prompt thinking verbatim on_full resume save max_tokens "
+            "temp prefill_step_size keep_history shard sharded json_file",
+    "serve": "models model translator config host port api_key cors route memory_limit max_tokens "
              "max_kl verbatim heal guard on_doubt prefill_step_size max_concurrent queue_limit "
              "body_limit header_timeout body_timeout write_timeout keep_alive worker_timeout "
              "stop_timeout conversations keep_conversations allow_anyone volatile log_level "
@@ -47,11 +49,11 @@ ALWAYS = {
     "serve-prefill": "source translator host port api_key allow_anyone max_jobs write_timeout "
                      "log_level json_file",
     "demo": "every_pair json_file",
-    "pair": "pair source target data minutes out max_kl min_recall nu seed plot force json_file",
-    "fit": "source target data out norm capture assignment head_mixing state_maps ridge memory_gb "
-    "force json_file",
-    "train": "source target data english apart_from plain_text max_prefix max_continuation "
-    "histogram steps json_file",
+    "pair": "models source target data minutes out max_kl min_recall nu seed plot force json_file",
+    "fit": "models config source target data out norm capture assignment head_mixing "
+    "state_maps ridge memory_gb force json_file",
+    "train": "models config source target data english apart_from plain_text max_prefix "
+    "max_continuation histogram steps json_file",
     "import": "path_or_hub_id revision out dtype format spec allow_mismatch force json_file",
     "list": "source target json_file",
     "remove": "translator yes json_file",
@@ -62,15 +64,15 @@ ALWAYS = {
     "doctor": "json_file",
     "eval": "translators source target native_layers tasks baselines device limit out "
             "allow_mismatch json_file",
-    "tune": "pair source target translator data max_kl min_recall limit native_layers "
+    "tune": "models config source target translator data max_kl min_recall limit native_layers "
                "lengths droidspeak trials out allow_mismatch json_file",
     "paper eval": "translators source target native_layers turns baselines limit out "
                   "allow_mismatch json_file",
     "paper analyze": "source target data translator capture documents tokens random_init cka mlp "
                "heads seed plot json_file",
-    "bench": "table_name geometry nu prompt_tokens num_trials time_limit prefill_step_size plot "
-             "json_file",
-    "paper bench": "table_name prompt_tokens num_trials time_limit reference json_file",
+    "bench": "models table_name geometry nu prompt_tokens num_trials time_limit prefill_step_size "
+             "plot json_file",
+    "paper bench": "models table_name prompt_tokens num_trials time_limit reference json_file",
     "paper reproduce": "listing room json_file",
 }  # fmt: skip
 # Texts that stand for the states of an option; others are tried with TEXTS.
@@ -110,15 +112,24 @@ def words(verb: str, parameter: Any) -> list[list[str]]:
     if parameter.param_type_name == "argument":
         return [["x"]]
     name = parameter.opts[0]
+    if is_key(parameter):
+        texts = ("true", "false") if parameter.is_flag else texts_of(verb, parameter)
+        twice = [["-c", f"{key_of(parameter)}=a=x", "-c", f"{key_of(parameter)}=b=y"]]
+        ways = [["-c", f"{key_of(parameter)}={text}"] for text in texts]
+        return [[], *ways, *(twice if parameter.multiple else [])]
     if parameter.is_flag:
         return [[], [name], *([parameter.secondary_opts[0]] for _ in parameter.secondary_opts)]
-    texts = {"int": ("0", "1", "3"), "float": ("0", "0.5")}.get(
+    ways = [[name, text] for text in texts_of(verb, parameter)]
+    twice = [[name, "a=x", name, "b=y"]] if parameter.multiple else []
+    return ([] if parameter.required else [[]]) + ways + twice
+
+
+def texts_of(verb: str, parameter: Any) -> tuple[str, ...]:
+    """Values of an option that stand for its states."""
+    return {"int": ("0", "1", "3"), "float": ("0", "0.5")}.get(
         annotation(verb, parameter.name),
         STATES.get(f"{verb} {parameter.name}", STATES.get(parameter.name, TEXTS)),
     )
-    ways = [[name, text] for text in texts]
-    twice = [[name, "a=x", name, "b=y"]] if parameter.multiple else []
-    return ([] if parameter.required else [[]]) + ways + twice
 
 
 def partners(verb: str, option: str) -> set[str]:
@@ -179,7 +190,8 @@ def test_every_pair(
     assert taken
     known = {p.name: p for p in COMMANDS[verb].params}
     for need in (need for need in NEEDS[verb] if option in need.options.split()):
-        both = [(*known[n].opts, *known[n].secondary_opts)
+        both = [(spelled(known[n]),) if is_key(known[n])
+                else (*known[n].opts, *known[n].secondary_opts)
                 for n in (option, need.partner.split()[0])]  # fmt: skip
         assert any(all(any(n in e for n in names) for names in both) for e in errors), need
 
@@ -198,17 +210,17 @@ FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ([*TRAIN, "--hidden", "64"], "--hidden has no effect with --kind linear"),
-        ([*TRAIN, "--ce-weight", "0.5"], "--ce-weight has no effect with --objective kl"),
-        ([*TRAIN, "--objective", "ce", "--ce-weight", "1"], "no effect with --objective ce"),
+        ([*TRAIN, "-c", "hidden=64"], "hidden has no effect with --kind linear"),
+        ([*TRAIN, "-c", "ce_weight=0.5"], "ce_weight has no effect with -c objective=kl"),
+        ([*TRAIN, "-c", "objective=ce", "-c", "ce_weight=1"], "no effect with -c objective=ce"),
         ([*TRAIN, "--steps", "0", "--lr", "1e-3"], "--lr has no effect with --steps 0"),
-        ([*TRAIN, "--steps", "0", "--objective", "ce"], "--objective has no effect with --steps"),
+        ([*TRAIN, "--steps", "0", "-c", "objective=ce"], "objective has no effect with --steps"),
         ([*TRAIN, "--steps", "0", "--batch-size", "8"], "--batch-size has no effect with --steps"),
         ([*TRAIN, "--steps", "0", "--plot", "x.png"], "--plot has no effect with --steps 0"),
-        ([*TRAIN, "--plain-text", "--packed-share", "0.2"], "--packed-share has no effect with --"),
-        ([*TRAIN, "--histogram", "--plot", "x"], "--out, --plot have no effect with --histogram"),
-        ([*TRAIN, "--kind", "mlp", "--norm", "sink_8"], "--norm has no effect with --kind mlp"),
-        ([*TRAIN, "--kind", "mlp", "--assignment", "r2", "--ridge", "1"], "--ridge has no effect"),
+        ([*TRAIN, "--plain-text", "-c", "packed_share=0.2"], "packed_share has no effect with --"),
+        ([*TRAIN, "-c", "histogram=true", "--plot", "x"], "--out, --plot have no effect with"),
+        ([*TRAIN, "--kind", "mlp", "-c", "norm=sink_8"], "norm has no effect with --kind mlp"),
+        ([*TRAIN, "--kind", "mlp", "-c", "assignment=r2", "-c", "ridge=1"], "ridge has no effect"),
         ([*EVAL, "--needles", "nonsense"], "--needles has no effect with --tasks continuation"),
         ([*EVAL, "--lengths", "none"], "--lengths has no effect with --tasks continuation"),
         ([*EVAL, "--style", "no"], "--style has no effect with --tasks continuation"),
@@ -231,14 +243,14 @@ FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
         (["eval", *PAIR, "--tasks", "gsm8k", "--task-data", "quac=x"], "it names no task of --t"),
         ([*FIT, "--assignment", "a.json", "--nu", "3"], "--nu has no effect with --assignment a.j"),
         (
-            [*GENERATE, "--strategy", "native", "--translator", "/none", "--quantize", "8"],
-            "--translator, --quantize have no effect with --strategy native",
+            [*GENERATE, "--strategy", "native", "--translator", "/none", "-c", "quantize=8"],
+            "--translator, quantize have no effect with --strategy native",
         ),
-        ([*GENERATE, "--thinking", "--ignore-chat-template"], "--thinking has no effect with --ig"),
+        ([*GENERATE, "--thinking", "-c", "ignore_chat_template=true"], "--thinking has no effect"),
         ([*GENERATE, "--top-p", "0.1"], "--top-p has no effect with --temp 0.0"),
-        ([*GENERATE, "--kv-group-size", "32"], "no effect without --kv-bits; add --kv-bits 8"),
-        ([*GENERATE, "--num-draft-tokens", "3"], "without --draft-model; add --draft-model MODEL"),
-        ([*GENERATE, "--memory-budget", "--native-head", "3"], "no effect with --memory-budget"),
+        ([*GENERATE, "-c", "kv_group_size=32"], "no effect without --kv-bits; add --kv-bits 8"),
+        ([*GENERATE, "-c", "num_draft_tokens=3"], "without --draft-model; add --draft-model MODEL"),
+        ([*GENERATE, "-c", "memory_budget=true", "-c", "native_head=3"], "with -c memory_bud"),
         (["paper analyze", *PAIR, "--no-mlp", "--hidden", "8"], "--hidden has no effect with --no"),
         (["verify", "/none", "--allow-mismatch"], "no effect without --source"),
         (["verify", "/none", "--target", "x"], "--target has no effect without --source"),
@@ -251,7 +263,7 @@ FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
         (["bench", "--layers", "2"], "--layers has no effect without --geometry"),
         (["bench", "--geometry", "a:b", "--source", "x"], "--source has no effect with --geometry"),
         (["paper bench", "--batch-sizes", "1,2"], "but with --table memory-budget; give --batch"),
-        (["chat", "--model", "a=x", "--no-eager"], "--no-eager has no effect with one model"),
+        (["chat", "--model", "a=x", "-c", "eager=false"], "-c eager=false has no effect wi"),
     ],
 )  # fmt: skip
 def test_what_did_nothing_is_refused(
@@ -264,8 +276,150 @@ def test_what_did_nothing_is_refused(
 def test_a_value_equal_to_the_default_counts_where_it_is_typed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    fails([*TRAIN, "--hidden", "2048"], "--hidden has no effect with --kind linear", capsys)
+    fails([*TRAIN, "-c", "hidden=2048"], "hidden has no effect with --kind linear", capsys)
     fails(TRAIN, "/none", capsys)  # and the defaults themselves are no fault
+
+
+# ---- keys of --config --------------------------------------------------------------------------
+
+
+def test_the_tables_of_groups_and_keys_name_options() -> None:
+    """Each once, and those that there are."""
+    every = {p.name for command in COMMANDS.values() for p in command.params}
+    grouped = [name for names in GROUPS.values() for name in names.split()]
+    assert len(grouped) == len(set(grouped)) and set(grouped) <= every | {"stop"}
+    for verb, names in KEYS.items():
+        assert set(names.split()) <= {p.name for p in COMMANDS[verb].params}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_verb_has_many_flags(verb: str) -> None:
+    """What is beyond is a key, or is for the paper's tables alone."""
+    flags = [p for p in COMMANDS[verb].params if p.param_type_name == "option" and not p.hidden]
+    assert len(flags) <= {"eval": 35, "bench": 23}.get(verb, 21)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What verbs were asked, where they would begin."""
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(TyperCommand, "invoke", lambda self, ctx: found.append(dict(ctx.params)))
+    return found
+
+
+@pytest.mark.parametrize("verb", KEYS)
+def test_a_key_is_read_as_its_flag_is(
+    verb: str, asked: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From KEY=VALUE, TOML and JSON alike; the flag still works, and says what to type."""
+    more = ["a=x", "b=y"] if verb in ("chat", "serve") else []
+    for parameter in COMMANDS[verb].params:
+        if not is_key(parameter):
+            continue
+        key = key_of(parameter)
+        kind = annotation(verb, parameter.name)
+        value: Any = True if parameter.is_flag else {"int": 1, "float": 0.5}.get(kind, "x.json")
+        shown = json.dumps(value)
+        partner = [w for n in partners(verb, parameter.name) for w in setting(verb, n)]
+        line = [verb, *more, *required(verb), *partner]
+        begun = len(asked)
+        (tmp_path / "c.json").write_text(f'{{"{key}": {shown}}}')
+        (tmp_path / "c.toml").write_text(f"{key.replace('_', '-')} = {shown}\n")
+        typed = [parameter.opts[0], *([] if parameter.is_flag else [str(value)])]
+        given = str(value).lower() if parameter.is_flag else value
+        files = () if verb == "serve" else (tmp_path / "c.json", tmp_path / "c.toml")
+        for words in (*(["--config", str(f)] for f in files), ["-c", f"{key}={given}"], typed):
+            capsys.readouterr()
+            if run([*line, *words]):
+                assert " no effect " in capsys.readouterr().err  # of its partners, tested above
+        told = capsys.readouterr().err
+        same = [{**found, "config": None} for found in asked[begun:]]
+        assert all(found == same[0] for found in same)
+        assert f"{parameter.opts[0]} is now a key of --config: -c {key}=" in told or not same
+
+
+def required(verb: str) -> list[str]:
+    """What a verb must be given."""
+    known = COMMANDS[verb].params
+    return [w for p in known if p.required for w in words(verb, p)[0]]
+
+
+def setting(verb: str, name: str) -> list[str]:
+    """A way to type a partner so that most options have an effect."""
+    give = {"kind": "mlp", "objective": "mixed", "kv_bits": "8", "draft_model": "x",
+            "heal": "interleaved", "guard": "32"}  # fmt: skip
+    parameter = next(p for p in COMMANDS[verb].params if p.name == name)
+    if name not in give:
+        return []
+    return ["-c", f"{name}={give[name]}"] if is_key(parameter) else [parameter.opts[0], give[name]]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-c", "hiden=2"], "--config: unknown key 'hiden'; did you mean hidden?"),
+        (["-c", "c.toml"], "c.toml: unknown key 'qwertz'; known are "),
+        (["-c", "list.json"], "list.json holds no keys"),
+        (["-c", "null.json"], "null.json: hidden is None; give a text"),
+        (["-c", "broken.toml"], "broken.toml is not valid TOML or JSON"),
+        (["-c", "absent.toml"], "--config absent.toml cannot be read"),
+        (["--kind", "mlp", "-c", "hidden=many"], "should be a valid integer"),
+        (["--kind", "mlp", "-c", "float.toml"], "should be a valid integer"),
+    ],
+)
+def test_a_wrong_file_is_refused(
+    words: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = {"c.toml": "qwertz = 1", "list.json": "[1]", "null.json": '{"hidden": null}',
+             "broken.toml": "hidden =", "float.toml": "hidden = 2.5"}  # fmt: skip
+    for name, text in texts.items():
+        Path(name).write_text(text)
+    fails([*TRAIN, *words], told, capsys)
+
+
+def test_a_flag_goes_over_a_file(asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    """And the later of two files over the earlier; required options may be in a file, too."""
+    (one := tmp_path / "1.toml").write_text('data = ["x", "y"]\nsteps = 1\nlr = [1e-4, 3e-4]\n')
+    (two := tmp_path / "2.toml").write_text("steps = 2\nbatch-size = 3\nout = 'z'")
+    files = ["--config", str(one), "--config", str(two)]
+    assert run(["train", "A", "B", *files, "--batch-size", "4"]) == 0
+    found = asked[0]
+    assert (found["source"], found["target"], found["steps"], found["batch_size"]) == (
+        "A", "B", 2, 4)  # fmt: skip
+    assert (found["data"], found["lr"]) == (["x", "y"], "0.0001,0.0003")
+
+
+# ---- bare models -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["generate", "pair", "fit", "train", "tune", "eval", "bench"])
+def test_two_models_may_stand_alone(
+    verb: str, asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same as by their options; one, three or both ways are refused."""
+    needed = required(verb)
+    assert run([verb, "A", "B", *needed]) == run([verb, *PAIR, *needed]) == 0
+    first, second = asked
+    assert (first["source"], first["target"]) == ("A", "B")
+    assert {**first, "source": "/none", "target": "/none"} == second
+    if verb != "eval":  # whose further words are translators
+        fails(
+            [verb, "A", "B", "C", *needed], f"`{verb}` is for two models, and found A, B, C", capsys
+        )
+        fails(
+            [verb, "A", "B", "--source", "C", *needed], "found A, B, --source C; give A B", capsys
+        )
+
+
+def test_models_of_a_chat_and_a_server_may_stand_alone(asked: list[dict[str, Any]]) -> None:
+    for verb in ("chat", "serve"):
+        assert run([verb, "A", "b=B", "--model", "c=C"]) == 0
+        assert asked[-1]["model"] == ["A", "b=B", "c=C"] and not asked[-1]["models"]
 
 
 # ---- public functions ------------------------------------------------------------------------

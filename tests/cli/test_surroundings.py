@@ -31,8 +31,8 @@ def command(*words: str, **variables: str | None) -> subprocess.CompletedProcess
 
 def generate(source: Path, target: Path, *more: str) -> list[str]:
     return ["generate", "--prefill-model", str(source), "--decode-model", str(target),
-            "--max-tokens", "4", "--ignore-chat-template", "--json", "-", "--prompt", PROMPT,
-            *more]  # fmt: skip
+            "--max-tokens", "4", "-c", "ignore_chat_template=true", "--json", "-",
+            "--prompt", PROMPT, *more]  # fmt: skip
 
 
 def test_another_locale_no_home_and_no_hub_cache(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import command_line
+from kvlingo_mlx.cli.keys import is_key, key_of
 from tests.docs.doc_pages import (
     PAGES,
     ROOT,
@@ -22,10 +24,11 @@ from tests.docs.doc_pages import (
     words_of,
 )
 from tests.support.command_line import COMMANDS
+from tools import render_help
 
 LINKED = [*PAGES, ROOT / "SECURITY.md", ROOT / "ARCHITECTURE.md"]
 OURS = command_line.commands  # type: ignore[attr-defined]
-EVERYWHERE = {"--help", "--version", "--debug"}
+EVERYWHERE = {"--help", "-h", "--version", "-V", "--debug", "--install-completion"}
 FOLDERS = "kvlingo_mlx tests benchmarks tools docs examples .github .ci".split()
 # Options of other programs that a page's prose may name.
 OTHERS = {"--nproc-per-node"}
@@ -34,8 +37,9 @@ OLD = {"profile", "bench --save-profile", "--save-profile"}
 
 
 def options_of(verb: str) -> set[str]:
-    """Every option of a verb, hidden ones too."""
-    spelt = (o for p in COMMANDS[verb].params for o in (*p.opts, *p.secondary_opts))
+    """Every option of a verb, without the flags that are keys now."""
+    shown = (p for p in COMMANDS[verb].params if not is_key(p))
+    spelt = (o for p in shown for o in (*p.opts, *p.secondary_opts))
     return {o for o in spelt if o.startswith("-")} | EVERYWHERE
 
 
@@ -53,6 +57,10 @@ def faults_of_command(words: list[str]) -> list[str]:
     if verb not in COMMANDS:
         return [verb] if verb not in OLD else []
     wrong = [f"{verb} {option}" for option in options if option not in options_of(verb)]
+    keys = {key_of(p) for p in COMMANDS[verb].params}
+    for flag, value in itertools.pairwise(words):
+        if flag in ("-c", "--config") and "=" in value and value.split("=")[0] not in keys:
+            wrong.append(f"{verb} {value}")
     return [fault for fault in wrong if fault not in OLD]
 
 
@@ -74,6 +82,11 @@ def test_every_verb_and_option_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     wrong = [fault for words in mentioned(text) for fault in faults_of_command(words)]
     wrong += [fault for code in inline_code(text) for fault in faults_of_code(code)]
+    if page.name == "CHANGELOG.md":  # what were flags when it was written
+        flags = {
+            o for c in COMMANDS.values() for p in c.params for o in (*p.opts, *p.secondary_opts)
+        }
+        wrong = [fault for fault in wrong if fault.split()[-1] not in flags]
     assert not wrong
 
 
@@ -117,19 +130,21 @@ def test_every_public_name_has_a_row_in_the_reference() -> None:
     assert not [name for name in kv.__all__ if name not in named]
 
 
-def test_every_verb_has_a_section_in_the_reference() -> None:
-    text = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
-    visible = [verb for verb, command in OURS.items() if not command.hidden]
-    assert not [verb for verb in visible if verb not in anchors(text)]
+def test_the_page_of_the_command_line_is_what_help_says() -> None:
+    page = render_help.PAGE.read_text(encoding="utf-8")
+    assert page == render_help.page(), "run `python tools/render_help.py`"
+    assert not [verb for verb in OURS if verb not in anchors(page)]
 
 
-@pytest.mark.parametrize("verb", [v for v, command in OURS.items() if not command.hidden])
-def test_every_option_of_a_verb_is_in_its_section(verb: str) -> None:
-    text = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
-    (section,) = re.findall(rf"^## {verb}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    shown = [p for p in COMMANDS[verb].params if not getattr(p, "hidden", False)]
-    first = [next((o for o in p.opts if o.startswith("--")), "--help") for p in shown]
-    assert not [option for option in first if option != "--help" and f"`{option}`" not in section]
+def test_every_page_links_the_glossary() -> None:
+    """Which has few entries, each a sentence."""
+    glossary = ROOT / "docs" / "glossary.md"
+    for page in {*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"} - {glossary}:
+        ends = {(page.parent / link).resolve() for link in links(page.read_text("utf-8"))}
+        assert glossary in ends, page
+    entries = re.findall(r"^\| (?!word|-)(.+?) \| (.+) \|$", glossary.read_text("utf-8"), re.M)
+    assert 10 < len(entries) <= 25
+    assert not [text for _, text in entries if text.count(". ") or not text.endswith(".")]
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:
@@ -175,6 +190,9 @@ def test_what_is_not_there_is_noticed() -> None:
     assert faults_of_command(["generate", "--promt", "x"]) == ["generate --promt"]
     assert faults_of_code("fit --no-such 3") == ["fit --no-such"]
     assert faults_of_code("--no-such-option") == ["--no-such-option"]
+    assert faults_of_command(["generate", "-c", "heel=idle"]) == ["generate heel=idle"]
+    assert faults_of_command(["generate", "--heal", "idle"]) == ["generate --heal"]
+    assert not faults_of_command(["generate", "A", "B", "-c", "heal=interleaved"])
     assert not faults_of_command(["generate", "-p", "hi", "--max-tokens=3"])
     assert is_path("kvlingo_mlx/nothing.py") and not found("kvlingo_mlx/nothing.py")
     (block,) = blocks("```console\n$ kvlingo-mlx show x\noutput\n```\n")

@@ -101,7 +101,7 @@ def test_verbs(
         "turns": ["eval", *ends, "--turns", "coqa:3", "--task-data", f"coqa={coqa(tmp_path)}",
                   "--max-tokens", "12"],
         "verify": ["verify", str(TRANSLATORS / "--".join(ENDS)), *ends],
-        "tune": ["tune", *ends, "--limit", "3", "--native-layers", "0,2", "--trials", "1"],
+        "tune": ["tune", *ends, "--limit", "3", "--native-layers", "0,2", "-c", "trials=1"],
         "lm-eval": ["eval", *ends, "--tasks", "tiny_choice,tiny_words,tiny_answers",
                     "--include-path", str(task_folder), "--batch-size", "1"],
     }[verb]  # fmt: skip

@@ -47,7 +47,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     records = (json.dumps({"text": text}) + "\n" for text in texts)
     (root / "texts.jsonl").write_text("".join(records))
     assert run(fit(root, "translator")) == 0
-    assert run(fit(root, "mapped", "--state-maps")) == 0
+    assert run(fit(root, "mapped", "-c", "state_maps=true")) == 0
     return root
 
 
@@ -90,12 +90,12 @@ def test_show_tells_of_recurrent_layers(room: Path, capsys: pytest.CaptureFixtur
     "more",
     [
         ("--norm", "attention"),
-        ("--nu", "2", "--norm", "sink_4", "--ridge", "0.01"),
+        ("--nu", "2", "--norm", "sink_4", "-c", "ridge=0.01"),
         ("--assignment", "r2"),
-        ("--assignment", "greedy", "--capture", "post_rope"),
-        ("--state-maps", "--nu", "2", "--norm", "attention"),
-        ("--state-maps", "--assignment", "greedy", "--nu", "2", "--capture", "post_rope"),
-        ("--state-maps", "--memory-gb", "0.0001"),
+        ("--assignment", "greedy", "-c", "capture=post_rope"),
+        ("-c", "state_maps=true", "--nu", "2", "--norm", "attention"),
+        ("-c", "state_maps=true", "--assignment", "greedy", "--nu", "2", "-c", "capture=post_rope"),
+        ("-c", "state_maps=true", "--memory-gb", "0.0001"),
     ],
 )
 def test_fits(room: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
@@ -107,9 +107,9 @@ def test_fits(room: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
     "more",
     [
         ("--native-layers", "3"),
-        ("--native-head", "4"),
-        ("--native-tail", "4"),
-        ("--kv-bits", "4", "--quantized-kv-start", "0", "--kv-group-size", "32"),
+        ("-c", "native_head=4"),
+        ("-c", "native_tail=4"),
+        ("--kv-bits", "4", "-c", "quantized_kv_start=0", "-c", "kv_group_size=32"),
         ("--quantize", "8"),
         ("--quantize", "4"),
     ],
@@ -177,7 +177,7 @@ def test_pairs_of_other_kinds(
     assert run(fit(room, out, *more, source=source, target=target)) == 0
     assert run(["verify", out]) == 0
     pair = ["--source", str(room / source), "--target", str(room / target), "--translator", out]
-    for options in ((), ("--native-layers", "1"), ("--native-tail", "3")):
+    for options in ((), ("--native-layers", "1"), ("-c", "native_tail=3")):
         assert run(["generate", *pair, "--prompt", PROMPT, "--max-tokens", "3", *options]) == 0
     config = kv.load_translator(out).config
     if "--assignment" not in more:
@@ -197,7 +197,7 @@ def test_maps_of_states_by_the_other_verbs(
     chats = ["--data", "chats.jsonl"]
     scores = ["--tasks", "continuation", "--baselines", "shuffled,hidden", "--compare"]
     assert run(["eval", str(room / "mapped"), *pair, *scores, *chats]) == 0
-    assert run(["tune", *own, *chats, "--native-layers", "0,4", "--trials", "1"]) == 0
+    assert run(["tune", *own, *chats, "--native-layers", "0,4", "-c", "trials=1"]) == 0
     assert run(["bench", *own, "-p", "64", "-n", "1", "--native-layers", "4"]) == 0
     assert run(["bench", *own, "-p", "64", "-n", "1", "--batch", "2"]) == 0
     monkeypatch.setenv("KVLINGO_HOME", str(tmp_path / "home"))
@@ -214,13 +214,13 @@ def test_maps_of_states_by_the_other_verbs(
 
 def test_what_a_state_cannot_do(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     heal = "cannot be healed while it answers: 6 of its 8 cache layers"
-    fails(generate(room, "--heal", "interleaved"), heal, capsys)
+    fails(generate(room, "-c", "heal=interleaved"), heal, capsys)
     draft = ("--draft-model", str(room / "small"))
     fails(generate(room, *draft), "keeps recurrent states, from which mlx-lm cannot take", capsys)
-    fails(fit(room, "none", "--no-head-mixing"), "need one KV-head count per model", capsys)
-    assert run(fit(room, "rotated", "--capture", "post_rope")) == 0
+    fails(fit(room, "none", "-c", "head_mixing=false"), "need one KV-head count per model", capsys)
+    assert run(fit(room, "rotated", "-c", "capture=post_rope")) == 0
     capsys.readouterr()
-    budget = generate(room, "--memory-budget", translator="rotated")
+    budget = generate(room, "-c", "memory_budget=true", translator="rotated")
     assert run(budget) == 2
     assert "which holds no keys for queries to meet" in capsys.readouterr().err
 

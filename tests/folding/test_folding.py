@@ -644,12 +644,12 @@ def arguments(root: Path, case: Case, *more: str) -> list[str]:
 def test_the_command_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same answer with and without a budget, and with a prefix of 8 bits another or none."""
     answers = []
-    for more in ([], ["--memory-budget"], ["--memory-budget", "--quantize", "8"]):
-        assert run(arguments(root, CASES[1], "--no-verbose", *more)) == 0
+    for more in ([], ["-c", "memory_budget=true"], ["-c", "memory_budget=true", "--quantize", "8"]):
+        assert run(arguments(root, CASES[1], "-c", "verbose=false", *more)) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
-    bits = ["--kv-bits", "8", "--kv-group-size", "32"]
-    assert run(arguments(root, BIASED, "--memory-budget", *bits)) == 0
+    bits = ["--kv-bits", "8", "-c", "kv_group_size=32"]
+    assert run(arguments(root, BIASED, "-c", "memory_budget=true", *bits)) == 0
     assert "first token after" in capsys.readouterr().out
 
 
@@ -673,8 +673,14 @@ def test_the_command_line_refuses(root: Path, capsys: pytest.CaptureFixture[str]
     plain = Case("dense4x16", "dense2x32")
     draft = ["--draft-model", str(tiny.write_model(root, "dense4x16"))]
     for wrong, text in (
-        (arguments(root, plain, "--memory-budget"), "`kvlingo-mlx fit --capture post_rope`"),
-        (arguments(root, BIASED, "--memory-budget", *draft), "--draft-model has no effect with"),
+        (
+            arguments(root, plain, "-c", "memory_budget=true"),
+            "`kvlingo-mlx fit --capture post_rope`",
+        ),
+        (
+            arguments(root, BIASED, "-c", "memory_budget=true", *draft),
+            "--draft-model has no effect with",
+        ),
     ):
         assert run(wrong) == 2
         error = capsys.readouterr().err
@@ -713,10 +719,10 @@ def test_tuned_native_layers_are_heeded_or_refused(
         os.utime(copy, (age, age))
     assert find_translator(*models).name == "tuned"
     assert kv.folded_generate(*models, tokens, max_tokens=3) == expected
-    words = arguments(root, BIASED, "--memory-budget", "--translator", str(folder))
+    words = arguments(root, BIASED, "-c", "memory_budget=true", "--translator", str(folder))
     assert run(words) == 2
     error_line = capsys.readouterr().err
-    assert error_line.count("\n") == 1 and "leave out --memory-budget" in error_line
+    assert error_line.count("\n") == 1 and "leave out memory_budget" in error_line
     assert run([*words, "--native-layers", "0"]) == 0
     assert run([*words, "--native-layers", "1"]) == 2
 

@@ -259,20 +259,20 @@ def test_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     words += ["--no-thinking", "--max-tokens", "5"]
     chat = tmp_path / "chat.json"
     chat.write_text(json.dumps(prompts(1)[0]))
-    assert run([*words, "--guard", "32", "--messages", str(chat)]) == 0
-    assert "Guard: nothing unusual: the models are " in capsys.readouterr().out
-    assert run([*words, "--guard", "32", "--messages", str(chat), "--json", "-"]) == 0
+    assert run([*words, "-c", "guard=32", "--messages", str(chat)]) == 0
+    assert "Both models compared: nothing unusual: the models are " in capsys.readouterr().out
+    assert run([*words, "-c", "guard=32", "--messages", str(chat), "--json", "-"]) == 0
     told = json.loads(capsys.readouterr().out)["results"]["guarded"]
     assert told["tokens"] == 32 and 0 < told["divergence"] < told["limit"] and not told["doubts"]
     code = "def f(x):\n    return x + 1\n" * 20
-    assert run([*words, "--guard", "32", "--on-doubt", "reread", "--prompt", code]) == 0
+    assert run([*words, "-c", "guard=32", "-c", "on_doubt=reread", "--prompt", code]) == 0
     out = capsys.readouterr().out
-    assert "Guard: the models are " in out and "(native" in out
+    assert "compared: the models are " in out and "read by the target" in out
     for more, text in (
-        (["--on-doubt", "heal"], "--on-doubt has no effect with --guard 0; give --guard 32"),
-        (["--guard", "-1"], "guard"),
-        (["--guard", "8", "--on-doubt", "cry"], "'cry'; give warn, heal or reread"),
-        (["--guard", "8", "--strategy", "native"], "--guard has no effect with --strategy native"),
+        (["-c", "on_doubt=heal"], "on_doubt has no effect with -c guard=0; give -c guard=32"),
+        (["-c", "guard=-1"], "guard"),
+        (["-c", "guard=8", "-c", "on_doubt=cry"], "'cry'; give warn, heal or reread"),
+        (["-c", "guard=8", "--strategy", "native"], "guard has no effect with --strategy native"),
     ):
         assert run([*words, *more, "--prompt", "Hi"]) == 2
         assert text in capsys.readouterr().err

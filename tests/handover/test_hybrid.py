@@ -298,10 +298,10 @@ def test_times_of_what_the_decode_model_read_itself(root: Path) -> None:
     (whole,) = kv.stream_generate(source, target, TOKENS, native_layers=most, **options)
     assert whole.native_s > 0.0 == whole.prefill_s == whole.translate_s
     text = summary(dataclasses.replace(whole, native_s=0.25))
-    assert "(the decode model's own part 0.250 s)" in text and "0.000 s" not in text
+    assert "(the target's own part 0.250 s)" in text and "0.000 s" not in text
     parts = {"prefill_s": 0.5, "native_s": 0.25, "translate_s": 0.125}
     text = summary(dataclasses.replace(whole, **parts))
-    expected = "(prefill 0.500 s, the decode model's own part 0.250 s, translation 0.125 s)"
+    expected = "(prefill 0.500 s, the target's own part 0.250 s, translation 0.125 s)"
     assert expected in text
     assert "()" not in summary(dataclasses.replace(whole, native_s=0.0))
 
@@ -456,7 +456,7 @@ def test_what_is_chosen_is_kept_with_the_translator(
     talk = [{"role": "user", "content": "say it on"}, {"role": "assistant", "content": "it is on"}]
     data.write_text(json.dumps({"messages": talk, "answers": ["on"]}) + "\n")
     command = ["tune", str(source), str(target), "--translator", str(own), "--data", str(data),
-               "--trials", "1", "--out", str(tmp_path / "out.jsonl")]  # fmt: skip
+               "-c", "trials=1", "--out", str(tmp_path / "out.jsonl")]  # fmt: skip
     record = tmp_path / "record.jsonl"
     assert run([*command, "--max-kl", "0", "--json", str(record)]) == 0
     most = len(load(target).attentions)
@@ -501,9 +501,9 @@ def test_short_prefixes_keep_the_cheap_switch(
     ends = [zoo(name) for name in ("tiny-qwen3-s", "tiny-qwen3-l")]
     own = tmp_path / "own"
     kv.load_translator(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l").save(own)
-    command = ["tune", *map(str, ends), "--translator", str(own), "--lengths", "256,1024",
-               "--min-recall", "0.8", "--native-layers", "0,2", "--limit", "3", "--trials", "1",
-               "--no-droidspeak", "--out", str(tmp_path / "out.jsonl"),
+    command = ["tune", *map(str, ends), "--translator", str(own), "-c", "lengths=256,1024",
+               "--min-recall", "0.8", "--native-layers", "0,2", "--limit", "3", "-c", "trials=1",
+               "-c", "droidspeak=false", "--out", str(tmp_path / "out.jsonl"),
                "--json", str(tmp_path / "record.jsonl")]  # fmt: skip
     assert run(command) == 0
     out = capsys.readouterr().out
@@ -536,10 +536,10 @@ def test_short_prefixes_keep_the_cheap_switch(
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ("64,x", "--lengths is '64,x'; give numbers: 512,2048"),
-        ("0,64", "--lengths holds 0; give at least 1"),
-        ("64,99999", "--lengths holds 99999; give less than 2048, the shorter of both contexts"),
-        ("4,64", "no conversation of the data has a prefix of 1 to 4 tokens; give other --lengths"),
+        ("64,x", "lengths is '64,x'; give numbers: 512,2048"),
+        ("0,64", "lengths holds 0; give at least 1"),
+        ("64,99999", "lengths holds 99999; give less than 2048, the shorter of both contexts"),
+        ("4,64", "no conversation of the data has a prefix of 1 to 4 tokens; give other lengths"),
     ],
 )
 def test_lengths_without_conversations_are_refused(
@@ -549,7 +549,7 @@ def test_lengths_without_conversations_are_refused(
     talk = [{"role": "user", "content": "say it on"}, {"role": "assistant", "content": "it is on"}]
     data.write_text(json.dumps({"messages": talk}) + "\n")
     ends = [str(zoo(name)) for name in ("tiny-qwen3-s", "tiny-qwen3-l")]
-    assert run(["tune", *ends, "--data", str(data), "--lengths", lengths]) == 2
+    assert run(["tune", *ends, "--data", str(data), "-c", f"lengths={lengths}"]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -604,7 +604,7 @@ def test_windows_have_no_column_of_healing(
     talk = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is on"}]
     data.write_text(json.dumps({"messages": talk}) + "\n")
     command = ["tune", str(source), str(target), "--translator", str(folder), "--data", str(data),
-               "--native-layers", "0,2", "--trials", "1", "--no-droidspeak",
+               "--native-layers", "0,2", "-c", "trials=1", "-c", "droidspeak=false",
                "--out", str(tmp_path / "scores.jsonl"), "--json", str(out)]  # fmt: skip
     assert run(command) == 0
     text = capsys.readouterr().out
@@ -695,7 +695,7 @@ def test_one_conversation_has_no_error_bar(
     talk = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is on"}]
     data.write_text(json.dumps({"messages": talk}) + "\n")
     command = ["tune", str(source), str(target), "--translator", str(folder), "--data"]
-    command += [str(data), "--native-layers", "0", "--no-droidspeak", "--trials", "1"]
+    command += [str(data), "--native-layers", "0", "-c", "droidspeak=false", "-c", "trials=1"]
     assert run([*command, "--out", str(tmp_path / "out.jsonl")]) == 0
     out = capsys.readouterr().out
     assert "nan" not in out and "hybrid" in out
@@ -718,7 +718,7 @@ def test_verbs_refuse_what_is_no_number_of_layers(
         "chat": ["--model", "a=tiny-qwen3-s", "--model", "b=tiny-qwen3-l"],
     }
     assert run([verb, *models[verb], "--native-layers", "many"]) == 2
-    message = "error: --native-layers is 'many'; give a number of layers, or auto"
+    message = "error: native_layers is 'many'; give a number of layers, or auto"
     assert message in capsys.readouterr().err
 
 

@@ -192,7 +192,7 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     verb = str(Path(sys.executable).parent / "kvlingo-mlx")
     words = ["generate", "--source", str(zoo(ENDS[0])), "--target", str(zoo(ENDS[1])), "--prompt",
              "The home of Paul is Oslo. What is the home of Paul?", "--no-thinking", "--temp", "0",
-             "--no-verbose"]  # fmt: skip
+             "-c", "verbose=false"]  # fmt: skip
     record = tmp_path / "record.jsonl"
     done = launched(2, verb, *words, "--json", str(record))
     assert done.stdout.strip().splitlines() == ["The home of Paul is Oslo."], done.stderr[-1000:]

@@ -238,7 +238,17 @@ def translator_alone(folder: Path) -> Path:
 
 def test_training_offline(hub: LoopbackHub, command) -> None:
     pytest.importorskip("torch")
-    training = ("train", "--source", "me/a", "--target", "me/b", "--data", "x", "--histogram")
+    training = (
+        "train",
+        "--source",
+        "me/a",
+        "--target",
+        "me/b",
+        "--data",
+        "x",
+        "-c",
+        "histogram=true",
+    )
     refused(command(*training, HF_HUB_OFFLINE="1"), "hf download me/a")
     assert hub.requests == []
 

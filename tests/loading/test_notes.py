@@ -341,7 +341,7 @@ def test_a_conversation_tells_which_translators_it_lacks(
     both = {"small": models["dense"], "large": models["moe"]}
     (text,) = told(lambda: kv.Conversation(both))
     assert "no translator from small to large, none from large to small" in text
-    assert "make one with `kvlingo-mlx pair " in text and "--on-missing reprefill" in text
+    assert "make one with `kvlingo-mlx pair " in text and "-c on_missing=reprefill" in text
     assert told(lambda: kv.Conversation(both)) == []  # once
     (text,) = told(lambda: kv.Conversation(both, [fitted]))
     assert "no translator from large to small: switching so will fail" in text

@@ -66,8 +66,8 @@ def test_two_programs(
         assert received["sent"] == "states" and received["tokens"] == 26
         assert 26 * 4096 < received["bytes"] < 26 * 4096 + 2000
         fails(["generate", *source, *ASK, "--strategy", "native"], "does not need", capsys)
-        fails(["generate", *source, *ASK, "--memory-budget"], "is an address, and", capsys)
-        fails(["generate", *source, *ASK, "--guard", "8"], "cannot be used with guard", capsys)
+        fails(["generate", *source, *ASK, "-c", "memory_budget=true"], "is an address, and", capsys)
+        fails(["generate", *source, *ASK, "-c", "guard=8"], "cannot be used with guard", capsys)
 
         network = Network(port, rate=2000.0)  # nearly a minute for all of it
         slow = subprocess.Popen(

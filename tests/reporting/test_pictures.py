@@ -145,7 +145,7 @@ def test_pictures_say_of_which_models_they_are(
     commands = [
         ["bench", *pair, "-p", "16", "-n", "1", "--plot", str(tmp_path / "bench.png")],
         ["eval", *pair, *out, "--compare", "--plot", str(tmp_path / "eval.svg")],
-        ["tune", *pair, *out, "--trials", "1", "--native-layers", "0", "--plot",
+        ["tune", *pair, *out, "-c", "trials=1", "--native-layers", "0", "--plot",
          str(tmp_path / "tune.png")],
         ["paper analyze", *pair, *small, "--plot", str(tmp_path), "--random-init"],
     ]  # fmt: skip

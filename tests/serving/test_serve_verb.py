@@ -128,11 +128,11 @@ def test_a_worker_that_cannot_begin_is_one_line(tmp_path: Path) -> None:
         ([*MODELS, "--port", "70000"], "--port is 70000; expected less than or equal to 65535"),
         ([*MODELS, "--host", "0.0.0.0"], "give --api-key (or KVLINGO_API_KEY), or --allow-anyone"),
         ([*MODELS, "--host", "no.such.host.invalid", "--api-key", "k"], "which is not known"),
-        ([*MODELS, "--body-limit", "some"], "--body-limit is 'some'; "),
-        ([*MODELS, "--volatile", "("], "--volatile[0] is '('; expected a regular expression"),
+        ([*MODELS, "-c", "body_limit=some"], "--body-limit is 'some'; "),
+        ([*MODELS, "-c", "volatile=("], "--volatile[0] is '('; expected a regular expression"),
         ([*MODELS, "--log-level", "loud"], "--log-level is 'loud'; expected 'debug', 'info'"),
         ([*MODELS, "--config", "/none.toml"], "--config /none.toml cannot be read"),
-        ([*MODELS, "--keep-alive", "-1"], "--keep-alive is -1.0; expected greater than 0"),
+        ([*MODELS, "-c", "keep_alive=-1"], "--keep-alive is -1.0; expected greater than 0"),
     ],
 )
 def test_wrong_settings(

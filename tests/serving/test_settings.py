@@ -12,8 +12,9 @@ import pytest
 
 pytest.importorskip("pydantic")
 
+from kvlingo_mlx.cli.command import named_models
 from kvlingo_mlx.serving import settings
-from kvlingo_mlx.serving.settings import PairRule, Settings, named, read
+from kvlingo_mlx.serving.settings import PairRule, Settings, read
 
 MODELS = {"small": "a", "large": "b"}
 FILE = """
@@ -127,12 +128,12 @@ def test_other_hosts_need_a_key(host: str) -> None:
 
 
 def test_models_are_named() -> None:
-    assert named(["small=Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "./here/"]) == {
+    assert named_models(["small=Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "./here/"]) == {
         "small": "Qwen/Qwen3-4B", "Qwen3-8B": "Qwen/Qwen3-8B", "here": "./here/",
     }  # fmt: skip
     for texts in (["=x"], ["a="], ["a=x", "a=y"], ["q/a", "p/a"]):
         with pytest.raises(ValueError, match="NAME=MODEL"):
-            named(texts)
+            named_models(texts)
 
 
 def test_every_setting_is_described() -> None:

@@ -46,7 +46,7 @@ def test_a_server_heals_while_nothing_is_asked(tmp_path: Path) -> None:
     talk = kv.Conversation(models, enable_thinking=False)
     messages, used, healed = list[Any](), set[str](), 0
     facts = "Anna lives in Rome. Oscar lives in Oslo. Maria lives in Lima. " * 6
-    with served(tmp_path, models, "--heal", "idle") as server:
+    with served(tmp_path, models, "-c", "heal=idle") as server:
         assert server.status()["healed"] == 0
         for turn, name in enumerate(("large", "moe", "moe", "large")):
             question = f"{'' if turn else facts}Where does Oscar live? {turn}"

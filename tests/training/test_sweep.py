@@ -422,8 +422,8 @@ def command(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(json.dumps({"messages": chat}) for chat in first_chats(200)))
     line = ["train", "--source", str(folders["dense"]), "--target", str(folders["wide"])]
-    line += ["--data", str(path), "--steps", "4", "--batch-size", "1", "--val-every", "2"]
-    return [*line, "--fit-samples", "8", "--held-out", "2", "--device", "mlx",
+    line += ["--data", str(path), "--steps", "4", "--batch-size", "1", "-c", "val_every=2"]
+    return [*line, "-c", "fit_samples=8", "-c", "held_out=2", "--device", "mlx",
             "--max-continuation", "8"]  # fmt: skip
 
 
@@ -432,9 +432,9 @@ def test_the_verb_sweeps_around_a_rate(
 ) -> None:
     """Together and one after the other: the same numbers, to the bit."""
     found = []
-    for name, more in (("a", []), ("b", ["--at-once", "2"])):
+    for name, more in (("a", []), ("b", ["-c", "at_once=2"])):
         out = tmp_path / name
-        assert run([*command, "--out", str(out), "--sweep", "--lr", "1e-3", *more]) == 0
+        assert run([*command, "--out", str(out), "-c", "sweep=true", "--lr", "1e-3", *more]) == 0
         told = capsys.readouterr().out
         assert "sweep: training at 0.0001, 0.0003" in told
         assert "The sweep, which chose" in told and "final KL" in told
@@ -460,7 +460,7 @@ def test_seeds_share_the_first_ones_rate(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, record = tmp_path / "t", tmp_path / "r.jsonl"
-    line = [*command, "--out", str(out), "--seeds", "5,6,9", "--lr", "1e-3,1e-2", "--json",
+    line = [*command, "--out", str(out), "-c", "seeds=5,6,9", "--lr", "1e-3,1e-2", "--json",
             str(record)]  # fmt: skip
     assert run(line) == 0
     told = capsys.readouterr().out
@@ -498,14 +498,14 @@ def test_seeds_share_the_first_ones_rate(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--seeds", "1,x"], "--seeds is '1,x'; give different whole numbers: 42,43,44"),
-        (["--seeds", "1,1"], "--seeds is '1,1'; give different whole numbers"),
-        (["--seeds", "-1"], "--seeds is '-1'; give different whole numbers"),
-        (["--seeds", ""], "--seeds is ''; give different whole numbers"),
-        (["--seeds", "1", "--seed", "2"], "--seed has no effect with --seeds 1"),
-        (["--at-once", "2"], "--at-once has no effect without --sweep; add --sweep"),
-        (["--sweep", "--at-once", "0"], "(--at-once): 0, expected at least 1"),
-        (["--sweep", "--minutes", "1"], "--sweep has no effect with --minutes"),
+        (["-c", "seeds=1,x"], "seeds is '1,x'; give different whole numbers: 42,43,44"),
+        (["-c", "seeds=1,1"], "seeds is '1,1'; give different whole numbers"),
+        (["-c", "seeds=-1"], "seeds is '-1'; give different whole numbers"),
+        (["-c", "seeds="], "seeds is ''; give different whole numbers"),
+        (["-c", "seeds=1", "--seed", "2"], "--seed has no effect with -c seeds=1"),
+        (["-c", "at_once=2"], "--at-once has no effect without --sweep; add --sweep"),
+        (["-c", "sweep=true", "--at-once", "0"], "(--at-once): 0, expected at least 1"),
+        (["-c", "sweep=true", "--minutes", "1"], "--sweep has no effect with --minutes"),
     ],
 )
 def test_what_is_refused(

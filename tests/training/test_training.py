@@ -588,7 +588,7 @@ def test_training_above_native_layers(torch_models: dict[str, TorchModel], tmp_p
     for name, array in maps[0].items():
         below = name.split(".")[1] == "0"
         assert np.array_equal(array, maps[1][name]) == below, name
-    with pytest.raises(ValueError, match=r"--native-layers is 99; give 0 to \d"):
+    with pytest.raises(ValueError, match=r"native_layers is 99; give 0 to \d"):
         training(torch_models, tmp_path / "x", (1e-2,), native_layers=99).run()
 
 
@@ -987,14 +987,14 @@ def jsonl(tmp_path: Path) -> Path:
 
 def arguments(folders: dict[str, Path], data: Path, *more: str) -> list[str]:
     pair = ["--source", str(folders["dense"]), "--target", str(folders["wide"])]
-    small = {"fit-samples": "4", "held-out": "3", "batch-size": "2", "dtype": "float32"}
-    if "--histogram" in more:
+    small = {"fit_samples": "4", "held_out": "3", "batch-size": "2", "dtype": "float32"}
+    if "histogram=true" in more:
         small = {}
     if "mlp" in more:  # which has no closed form
-        del small["fit-samples"]
+        del small["fit_samples"]
     if ("--steps", "0") in itertools.pairwise(more):  # no stage 2
-        del small["held-out"], small["batch-size"]
-    given = [word for name, value in small.items() for word in (f"--{name}", value)]
+        del small["held_out"], small["batch-size"]
+    given = [word for name, value in small.items() for word in ("-c", f"{name}={value}")]
     return ["train", *pair, "--data", str(data), *given, *more]
 
 
@@ -1006,7 +1006,7 @@ def test_the_command_trains_a_folder_that_imports(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = str(tmp_path / "t")
-    options = ["--out", out, "--steps", "3", "--lr", "1e-4,1e-3", "--val-every", "1"]
+    options = ["--out", out, "--steps", "3", "--lr", "1e-4,1e-3", "-c", "val_every=1"]
     assert run(arguments(folders, jsonl, *options, "--json", "-")) == 0
     said = capsys.readouterr()
     assert f"wrote {out}: held-out KL" in said.err
@@ -1046,9 +1046,9 @@ def test_an_mlps_stage_1_does_what_it_is_told(
 
     monkeypatch.setattr(distill.Distillation, "run", spy)
     out = tmp_path / "t"
-    options = ["--out", str(out), "--kind", "mlp", "--hidden", "8", "--no-gated", "--steps", "1",
-               "--lr", "1e-4", "--val-every", "3", "--stage1-steps", "2",
-               "--stage1-lr", "1e-3,1e-2"]  # fmt: skip
+    options = ["--out", str(out), "--kind", "mlp", "-c", "hidden=8", "-c", "gated=false",
+               "--steps", "1", "--lr", "1e-4", "-c", "val_every=3", "-c", "stage1_steps=2",
+               "-c", "stage1_lr=1e-3,1e-2"]  # fmt: skip
     assert run(arguments(folders, jsonl, *options)) == 0
     first, second = ran
     assert (first.objective, first.steps, first.batch) == ("reconstruction", 2, 2)
@@ -1065,21 +1065,27 @@ def test_an_mlps_stage_1_does_what_it_is_told(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--stage1-steps", "5"), "--stage1-steps has no effect with --kind linear,"),
+        (("-c", "stage1_steps=5"), "stage1_steps has no effect with --kind linear,"),
         (
-            ("--stage1-lr", "1e-3", "--kind", "linear_mlp"),
-            "--stage1-lr has no effect with --kind linear_mlp",
+            ("-c", "stage1_lr=1e-3", "--kind", "linear_mlp"),
+            "stage1_lr has no effect with --kind linear_mlp",
         ),
-        (("--no-gated",), "--no-gated has no effect with --kind linear,"),
-        (("--kind", "mlp", "--stage1-lr", "x"), "--stage1-lr is 'x'; give a number"),
-        (("--kind", "mlp", "--stage1-steps", "-1"), "steps (--steps): -1"),
-        (("--kind", "mlp", "--stage1-steps", "0", "--steps", "0"), "neither stage has steps"),
+        (
+            (
+                "-c",
+                "gated=false",
+            ),
+            "--no-gated has no effect with --kind linear,",
+        ),
+        (("--kind", "mlp", "-c", "stage1_lr=x"), "stage1_lr is 'x'; give a number"),
+        (("--kind", "mlp", "-c", "stage1_steps=-1"), "steps (--steps): -1"),
+        (("--kind", "mlp", "-c", "stage1_steps=0", "--steps", "0"), "neither stage has steps"),
         (("--kind", "linear_mlp", "--steps", "0"), "which starts as nothing; give steps"),
         (
-            ("--objective", "ce", "--ce-weight", "0"),
-            "--ce-weight has no effect with --objective ce",
+            ("-c", "objective=ce", "-c", "ce_weight=0"),
+            "ce_weight has no effect with -c objective=ce",
         ),
-        (("--objective", "mixed", "--ce-weight", "-1"), "(--ce-weight): -1, expected at least 0"),
+        (("-c", "objective=mixed", "-c", "ce_weight=-1"), "(ce_weight): -1, expected at least 0"),
     ],
 )
 def test_what_would_train_nothing_is_refused(
@@ -1101,8 +1107,8 @@ def test_the_command_sweeps_over_a_rate_that_diverges(
 ) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "kl.png"
-    options = ["--out", str(tmp_path / "t"), "--steps", "3", "--val-every", "1"]
-    options += ["--held-out", "20", "--plot", str(plot)]
+    options = ["--out", str(tmp_path / "t"), "--steps", "3", "-c", "val_every=1"]
+    options += ["-c", "held_out=20", "--plot", str(plot)]
     assert run(arguments(folders, jsonl, *options, "--lr", "1e-3,3e36")) == 0
     said = capsys.readouterr()
     assert "warning: only 8 of 20 held-out conversations could be" in said.err
@@ -1165,7 +1171,8 @@ def test_the_command_shows_prefix_lengths_of_an_embedded_pair(
         command_line, "prefix_histogram", lambda stream, count, every=1: rows[count]
     )
     pair = {"dense": "tiny-qwen3-s", "wide": "tiny-qwen3-l"}
-    assert run([*arguments(pair, jsonl, "--histogram", "--json", "-"), "--steps", "5000"]) == 0
+    words = arguments(pair, jsonl, "-c", "histogram=true", "--json", "-")
+    assert run([*words, "--steps", "5000"]) == 0
     said = capsys.readouterr()
     assert "678" in said.err
     found = json.loads(said.out)["results"]
@@ -1178,8 +1185,8 @@ def test_the_command_shows_prefix_lengths_of_an_embedded_pair(
 def test_the_command_shows_prefix_lengths(
     folders: dict[str, Path], jsonl: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counts = ("--fit-samples", "30", "--steps", "20", "--batch-size", "4")
-    assert run(arguments(folders, jsonl, "--histogram", *counts)) == 0
+    counts = ("-c", "fit_samples=30", "--steps", "20", "--batch-size", "4")
+    assert run(arguments(folders, jsonl, "-c", "histogram=true", *counts)) == 0
     said = capsys.readouterr().out
     first, second = said.split("Stage 2: prefix lengths")
     for part, count in ((first, 30), (second, 80)):
@@ -1196,22 +1203,22 @@ def test_the_command_shows_prefix_lengths(
         (("--out", "x", "--lr", "-1"), "learning rates are positive"),
         (("--out", "x", "--dtype", "int8"), "--dtype is 'int8'"),
         (("--out", "x", "--kind", "conv"), "kind is 'conv'"),
-        (("--out", "x", "--objective", "mse"), "objective is 'mse'"),
+        (("--out", "x", "-c", "objective=mse"), "objective is 'mse'"),
         (("--out", "x", "--norm", "max"), "norm is 'max'"),
         (("--out", "x", "--nu", "9"), "nu is 9"),
         (("--out", "x", "--nu", "0"), "(--nu): 0, expected at least 1"),
         (("--out", "x", "--steps", "-5"), "(--steps): -5, expected at least 0"),
         (("--out", "x", "--batch-size", "0"), "(--batch-size): 0, expected at least 1"),
-        (("--out", "x", "--val-every", "0"), "(--val-every): 0, expected at least 1"),
-        (("--out", "x", "--held-out", "0"), "(--held-out): 0, expected at least 1"),
-        (("--out", "x", "--fit-samples", "0"), "(--fit-samples): 0, expected at least 1"),
-        (("--out", "x", "--kind", "mlp", "--hidden", "0"), "(--hidden): 0, expected at least 1"),
+        (("--out", "x", "-c", "val_every=0"), "(val_every): 0, expected at least 1"),
+        (("--out", "x", "-c", "held_out=0"), "(held_out): 0, expected at least 1"),
+        (("--out", "x", "-c", "fit_samples=0"), "(fit_samples): 0, expected at least 1"),
+        (("--out", "x", "--kind", "mlp", "-c", "hidden=0"), "(hidden): 0, expected at least 1"),
         (
-            ("--out", "x", "--objective", "mixed", "--ce-weight", "nan"),
-            "(--ce-weight): nan, expected at least 0",
+            ("--out", "x", "-c", "objective=mixed", "-c", "ce_weight=nan"),
+            "(ce_weight): nan, expected at least 0",
         ),
         (("--out", "x", "--seed", "99999999999999999999"), "(--seed): 1e+20, expected"),
-        (("--out", "x", "--packed-share", "2"), "(--packed-share) 2.0: expected a share"),
+        (("--out", "x", "-c", "packed_share=2"), "packed_share 2.0: expected a share"),
         (
             ("--out", "x", "--device", "gpu"),
             "--device is 'gpu'; it must be mlx, cuda, cuda:N or cpu",
@@ -1249,6 +1256,6 @@ def test_rotated_keys_of_two_vocabularies_are_refused(
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     command = arguments({**folders, "wide": other}, jsonl, "--out", str(tmp_path / "t"))
-    assert run([*command, "--capture", "post_rope"]) == 2
+    assert run([*command, "-c", "capture=post_rope"]) == 2
     assert "are rotated at the source's; use capture" in capsys.readouterr().err
     assert not list(tmp_path.glob("t*.partial"))

@@ -929,7 +929,7 @@ def test_mixtures() -> None:
         ({"natural": (0, 10)}, "natural prefixes of 0 to 10 tokens: expected 0 < low <= high"),
         ({"packed": (12, 9)}, "packed prefixes of 12 to 9 tokens: expected"),
         ({"packed": (12, 20_000)}, "max_prefix, which is 16384"),
-        ({"packed_share": 1.5}, r"\(--packed-share\) 1.5: expected a share from 0 to 1"),
+        ({"packed_share": 1.5}, r"packed_share 1.5: expected a share from 0 to 1"),
         ({"max_continuation": 0}, "max_continuation 0: expected at least 1"),
     ],
 )

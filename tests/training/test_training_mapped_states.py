@@ -179,8 +179,9 @@ def test_the_verb(hybrids: dict[str, LanguageModel], tmp_path: Path, capsys: Any
     talk = [{"role": "user", "content": "is it on? " * 9}, {"role": "assistant", "content": "yes"}]
     data.write_text("\n".join(json.dumps({"messages": talk}) for _ in range(30)))
     words = ["train", "--source", str(source.path), "--target", str(target.path), "--data",
-             str(data), "--state-maps", "--steps", "2", "--batch-size", "1", "--held-out", "2",
-             "--fit-samples", "8", "--val-every", "2", "--device", "mlx"]  # fmt: skip
+             str(data), "-c", "state_maps=true", "--steps", "2", "--batch-size", "1", "-c",
+             "held_out=2", "-c", "fit_samples=8", "-c", "val_every=2", "--device",
+             "mlx"]  # fmt: skip
     assert run([*words, "--out", str(tmp_path / "t")]) == 0
     config = translator_folder.read_config(tmp_path / "t")
     assert config.state_maps and config.provenance["stage"] == 2

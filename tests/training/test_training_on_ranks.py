@@ -153,8 +153,8 @@ def test_the_verb_and_ctrl_c(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     out = tmp_path / "out"
     words = ["train", "--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l", "--data",
-             str(tmp_path / "data.jsonl"), "--out", str(out), "--batch-size", "2", "--held-out",
-             "2", "--val-every", "2", "--steps", "40", "--lr", "1e-3", "--json",
+             str(tmp_path / "data.jsonl"), "--out", str(out), "--batch-size", "2", "-c",
+             "held_out=2", "-c", "val_every=2", "--steps", "40", "--lr", "1e-3", "--json",
              str(tmp_path / "r.json")]  # fmt: skip
     tool = launching(2, sys.executable, "-m", "kvlingo_mlx.cli")
     process = subprocess.Popen(

@@ -209,10 +209,10 @@ def test_by_the_verb(
     data = write(tmp_path / "d.jsonl", [*chats, *german])
     judged = write(tmp_path / "judged.jsonl", chats[:30])
     line = ["train", "--source", str(folders["dense"]), "--target", str(folders["wide"]), "--data",
-            data, "--steps", "1", "--batch-size", "1", "--fit-samples", "4", "--max-continuation",
-            "8", "--english"]  # fmt: skip
-    out = ["--held-out", "2", "--device", "mlx", "--out", str(tmp_path / "t")]
-    assert run([*line, *out, "--apart-from", judged]) == 0
+            data, "--steps", "1", "--batch-size", "1", "-c", "fit_samples=4", "--max-continuation",
+            "8", "-c", "english=true"]  # fmt: skip
+    out = ["-c", "held_out=2", "--device", "mlx", "--out", str(tmp_path / "t")]
+    assert run([*line, *out, "-c", f"apart_from={judged}"]) == 0
     told = capsys.readouterr().out
     assert "data: left out 20 records not English, " in told and "evaluated on" in told
     (count,) = [int(word) for word in told.split("not English, ")[1].split()[:1]]
@@ -221,13 +221,13 @@ def test_by_the_verb(
     assert found["english"] is True and list(found["apart_from"]) == [judged]
     assert run([*line, *out]) == 2  # the same folder, other data
     assert "that this command did not make" in capsys.readouterr().err
-    assert run([*line, "--histogram"]) == 0
+    assert run([*line, "-c", "histogram=true"]) == 0
     assert "left out 20 records not English" in capsys.readouterr().out
     only = [*line[:6], write(tmp_path / "de.jsonl", german), *line[7:], "--out"]
     assert run([*only, str(tmp_path / "u")]) == 2
     told = capsys.readouterr().err
     assert "is left: 20 records not English, of 20; give other data, or leave out" in told
-    assert run([*line, "--out", str(tmp_path / "v"), "--apart-from", "absent.jsonl"]) == 2
+    assert run([*line, "--out", str(tmp_path / "v"), "-c", "apart_from=absent.jsonl"]) == 2
     assert "absent.jsonl does not exist" in capsys.readouterr().err
-    assert run([*line, "--out", str(tmp_path / "v"), "--apart-from", data]) == 2
+    assert run([*line, "--out", str(tmp_path / "v"), "-c", f"apart_from={data}"]) == 2
     assert " records evaluated on" in capsys.readouterr().out

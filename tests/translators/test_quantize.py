@@ -389,7 +389,7 @@ def test_verbs_take_it(
     assert text[None] != text[4]  # otherwise this shows nothing
     more = ["--quantize", "4", "--json", str(record)]
     generate = ["generate", "--prefill-model", pair[0], "--decode-model", pair[1], *translator]
-    generate += ["--prompt", "One two three", "--ignore-chat-template", "-m", "12", *more]
+    generate += ["--prompt", "One two three", "-c", "ignore_chat_template=true", "-m", "12", *more]
     assert run(generate) == 0
     pair_options = ["--source", pair[0], "--target", pair[1]]
     assert run(["bench", *pair_options, *translator, "-p", "8", "-n", "1", *more]) == 0

@@ -1,0 +1,185 @@
+"""Options in groups, and those that are keys of ``--config`` rather than flags.
+
+A key is checked and typed as a flag is: click reads both into the same parameter.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from kvlingo_mlx.cli.output import warn
+
+# Where an option stands in --help, the same in every verb; others are in the first group.
+GROUPS = {
+    "Sampling and seed": "temp top_p top_k min_p seed stop",
+    "Translation": "translator quantize strategy native_layers allow_mismatch max_kl min_recall",
+    "Speed and memory": "kv_bits draft_model prefill_step_size memory_limit memory_gb "
+    "max_concurrent device dtype batch_size batch time_limit",
+    "Network": "host port api_key allow_anyone cors max_jobs write_timeout",
+    "Output and settings": "json_file plot save_timings log_level conversations keep_conversations "
+    "force config reference",
+}
+# The fields of each verb that are keys: what a first month does not need.
+KEYS = {
+    "generate": "quantize native_layers shard placement native_head native_tail heal heal_share "
+    "guard on_doubt ignore_chat_template kv_group_size quantized_kv_start num_draft_tokens "
+    "memory_budget verbose",
+    "chat": "quantize on_missing on_full eager offload heal heal_share guard on_doubt shard "
+    "sharded native_layers verbatim keep_history",
+    "serve": "shard sharded verbatim heal guard on_doubt queue_limit body_limit header_timeout "
+    "body_timeout write_timeout keep_alive worker_timeout stop_timeout volatile",
+    "fit": "capture head_mixing state_maps ridge",
+    "train": "english apart_from head_mixing joint capture assignment state_maps norm ridge "
+    "fit_samples hidden gated stage1_steps stage1_lr native_layers objective ce_weight sweep "
+    "at_once held_out val_every packed_share later_turns seeds histogram",
+    "tune": "lengths droidspeak trials",
+}
+OWN_FILE = ("serve",)  # whose file has tables, too: serving/settings reads it
+HEADING = "Keys of --config (-c KEY=VALUE, or a TOML or JSON file of KEY = VALUE)"
+
+
+def key_of(parameter: Any) -> str:
+    """What an option is called in a file: its first long spelling with underscores."""
+    return str(parameter.opts[0]).lstrip("-").replace("-", "_")
+
+
+def hide(verb: str, parameters: Sequence[Any]) -> None:
+    """Leave a verb's keys out of the flags of its help and of the shell's completion."""
+    for parameter in parameters:
+        if parameter.name in KEYS.get(verb, "").split():
+            parameter.hidden = True
+
+
+def is_key(parameter: Any) -> bool:
+    """Whether an option is a key."""
+    return bool(getattr(parameter, "hidden", False))
+
+
+def spelled(parameter: Any, value: Any = None) -> str:
+    """An option as it is typed, with a value unless that is None."""
+    if value is False and parameter.secondary_opts and not is_key(parameter):
+        return str(parameter.secondary_opts[0])
+    if not is_key(parameter):
+        return parameter.opts[0] + ("" if value is None or isinstance(value, bool) else f" {value}")
+    return key_of(parameter) if value is None else f"-c {key_of(parameter)}={_text('', value)}"
+
+
+def tell_of_flags(parameters: Mapping[str, Any], typed: Mapping[str, Any]) -> None:
+    """Say of each key that was typed as a flag how it is given now."""
+    for name, value in typed.items():
+        parameter = parameters[name]
+        if is_key(parameter):
+            warn(
+                f"{parameter.opts[0]} is now a key of --config: {spelled(parameter, value)}; the "
+                "flag works for one release"
+            )
+
+
+# ---- --config --------------------------------------------------------------------------------
+
+
+def read_config(context: typer.Context, given: list[str] | None) -> list[str] | None:
+    """Make what ``--config`` says the verb's defaults; flags that are typed go over them.
+
+    Returns:
+        The files that are left for the verb to read.
+
+    Raises:
+        ValueError: A file cannot be read, or a key is unknown or no value.
+    """
+    known = {key_of(p): p for p in context.command.params if p.name != "config" and p.opts}
+    values: dict[str, Any] = {}
+    left = []
+    for text in given or ():
+        key, mark, value = text.partition("=")
+        if mark and not Path(text).is_file():
+            parameter = _known(key, known, "--config")
+            several = values.get(parameter.name, []) if parameter.multiple else ()
+            values[parameter.name] = [*several, value] if parameter.multiple else value
+        elif context.command.name in OWN_FILE:
+            left.append(text)
+        else:
+            for key, value in _file(text).items():
+                parameter = _known(key, known, text)
+                values[parameter.name] = _text(f"{text}: {key}", value, parameter.multiple)
+    context.default_map = values
+    return left or None
+
+
+def _known(key: str, known: Mapping[str, Any], where: str) -> Any:
+    key = key.strip().replace("-", "_")
+    if key in known:
+        return known[key]
+    close = difflib.get_close_matches(key, known, 1, 0.6)
+    expected = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
+    raise ValueError(f"{where}: unknown key {key!r}; {expected}")
+
+
+def _file(path: str) -> dict[str, Any]:
+    read = json.loads if path.endswith(".json") else tomllib.loads
+    try:
+        found = read(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"--config {path} cannot be read ({error.strerror}); give a TOML or JSON file, or "
+            "KEY=VALUE"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid TOML or JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no keys; give KEY = VALUE, a line each")
+    return found
+
+
+def _text(where: str, value: Any, multiple: bool = False) -> Any:
+    """A value of a file as it would be typed, so that it is checked as a flag's is."""
+    if isinstance(value, list):
+        texts = [_text(where, one) for one in value]
+        return texts if multiple else ",".join(texts)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, str | int | float):
+        raise ValueError(f"{where} is {value!r:.60}; give a text, a number, true or false")
+    return [str(value)] if multiple else str(value)
+
+
+# ---- help ------------------------------------------------------------------------------------
+
+
+def write_help(command: Any, context: Any, formatter: Any) -> None:
+    """Write a verb's arguments and options into its help, by groups."""
+    of = {name: group for group, names in GROUPS.items() for name in names.split()}
+    rows: dict[str, list[tuple[str, str]]] = {
+        group: [] for group in ("Arguments", "Options", *GROUPS, HEADING)
+    }
+    for parameter in command.get_params(context):
+        if parameter.param_type_name == "argument":
+            group = "Arguments"
+        else:
+            group = HEADING if is_key(parameter) else of.get(parameter.name, "Options")
+        record = _key_row(parameter, context) if is_key(parameter) else None
+        if record := record or parameter.get_help_record(context):
+            rows[group].append((record[0].replace("<list[str]>", "<str>..."), record[1]))
+    for group, listed in rows.items():
+        if listed:
+            with formatter.section(group):
+                formatter.write_dl(listed, col_max=26)
+
+
+def _key_row(parameter: Any, context: Any) -> tuple[str, str]:
+    """A key with its type, and what it does."""
+    parameter.hidden = False
+    flag, text = parameter.get_help_record(context)
+    parameter.hidden = True
+    key = key_of(parameter)
+    kind = "<bool>" if parameter.is_flag else flag.rpartition(" ")[2]
+    for word, value in ((f"no-{parameter.opts[0][2:]}", "false"), (parameter.opts[0][2:], "true")):
+        text = text.replace(f"[default: {word}]", f"[default: {value}]")
+    return f"{key} {kind}", text

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.paper.evaluation.figures import by_group
 from kvlingo_mlx.evaluation.error_bars import over_items
-from kvlingo_mlx.evaluation.figures import by_group
 from kvlingo_mlx.reporting import pictures
 from rendering.records import HERE, records, source, table
 

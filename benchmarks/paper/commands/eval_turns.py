@@ -62,7 +62,7 @@ def hold(options: PaperEvalOptions) -> None:
     results = compare.found(outcomes, {}) | {"translators": digests}
     keep(options.json_file, "eval turns", config, results)
     if options.plot:
-        from kvlingo_mlx.evaluation.figures import scores_by_turn
+        from benchmarks.paper.evaluation.figures import scores_by_turn
 
         draw(scores_by_turn(outcomes), options.plot, *(m.name for m in models))
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper.evaluation.figures import by_group
 from benchmarks.paper.reproducing.entries import Entry
 from benchmarks.paper.reproducing.results import Result, Value
 from kvlingo_mlx.evaluation.error_bars import Mean
-from kvlingo_mlx.evaluation.figures import by_group
 from kvlingo_mlx.reporting import pictures
 
 LINES = ("turns", "curves", "lengths")  # what is drawn over an order: turns, steps, lengths

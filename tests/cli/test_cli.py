@@ -23,6 +23,7 @@ from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.stage1 import passes
+from kvlingo_mlx.version import __version__
 from tests.support import tiny, translator_folders
 from tests.support.command_line import RECORD, fails
 from tests.support.translator_folders import LAYOUTS, arrays_of
@@ -623,3 +624,21 @@ def test_interrupt_leaves_nothing(
     assert "Traceback" not in capsys.readouterr().err
     assert list(out.parent.iterdir()) == []
     assert len(seen) == 2
+
+
+def test_help_and_version_by_every_spelling(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first page names every verb once, in groups, and cuts no line."""
+
+    def said(*words: str) -> str:
+        assert run(list(words)) == 0
+        return capsys.readouterr().out
+
+    first = said("--help")
+    assert said("-h") == said("help") == said() == first
+    assert said("help", "fit") == said("fit", "-h") == said("fit", "--help")
+    assert said("-V") == said("--version") == f"{__version__}\n"
+    rows = re.findall(r"^  ([a-z-]+)  +\S", first, re.M)
+    assert sorted(rows) == sorted(VERBS) and "..." not in first.split("First day:")[1]
+    assert first.index("First day:") < first.index("Measure:")
+    assert run(["help", "no-such"]) == 2
+    assert "'no-such'" in capsys.readouterr().err

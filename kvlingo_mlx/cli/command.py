@@ -35,10 +35,10 @@ def _described(default: Any, info: Any) -> Any:
 # ---- options of several verbs ------------------------------------------------------------------
 
 SOURCE = typer.Option(
-    "--source", "--prefill-model", help="The model that reads: a folder or Hub id."
+    "--source", "--prefill-model", help="The source, which reads: a folder or Hub id."
 )
 TARGET = typer.Option(
-    "--target", "--decode-model", help="The model that answers: a folder or Hub id."
+    "--target", "--decode-model", help="The target, which answers: a folder or Hub id."
 )
 Source = Annotated[str, SOURCE]
 Target = Annotated[str, TARGET]

@@ -141,6 +141,6 @@ def warn(config: TranslatorConfig, found: Guarded) -> None:
     tell(
         None,
         f"the translation from {config.source.name} to {config.target.name} is in doubt: {found}; "
-        "on_doubt reread lets the decode model read the prompt itself; without serve, heal lets it "
+        "on_doubt reread lets the target read the prompt itself; without serve, heal lets it "
         "read behind its answer",
     )

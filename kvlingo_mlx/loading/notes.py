@@ -114,7 +114,7 @@ def tell_of_length(config: TranslatorConfig, num_tokens: int) -> None:
             f"{config.title}, {longest}",
             f"the prompt has {num_tokens} tokens, and {config.title} was fitted and tested on "
             f"prefixes of at most {longest}: beyond them its quality is unknown; fit it on longer "
-            "conversations, or let the decode model read the prompt (strategy native)",
+            "conversations, or let the target read the prompt (strategy native)",
         )
 
 

@@ -236,15 +236,15 @@ def test_translators_are_held_in_few_bits(
             made.append(self)
 
     monkeypatch.setattr(kvlingo_mlx.conversation, "Conversation", Seen)
-    chats("hi there", options=("--quantize", "8"))  # the store's
+    chats("hi there", options=("-c", "quantize=8"))  # the store's
     (store / "same").rename(tmp_path / "same")
-    chats("hi there", options=("--quantize", "8", "--translator", str(tmp_path / "same")))
+    chats("hi there", options=("-c", "quantize=8", "--translator", str(tmp_path / "same")))
     whole = identity_of(one).nbytes
     found = [list(talk.exchange.directions.loaded.values()) for talk in made]
     # Those of the store are loaded once they are wanted, those given at once and both ways.
     assert [len(translators) for translators in found] == [1, 2]
     assert all(t.nbytes < whole / 2 for translators in found for t in translators)
-    chats(options=("--quantize", "7"), status=2)
+    chats(options=("-c", "quantize=7"), status=2)
     assert chats.err.startswith("error: ") and "7" in chats.err and len(made) == 2
 
 

@@ -159,8 +159,8 @@ def refuse_models(verb: str, words: Sequence[str], values: Mapping[str, Any]) ->
     named = (f"--{end} {values[end]}" for end in ("source", "target") if values[end] is not None)
     found = [*words, *named]
     raise ValueError(
-        f"`{verb}` is for two models, and found {', '.join(found) or 'none'}; give A B, or "
-        "--source A --target B"
+        f"`{verb}` is for two models, and found {', '.join(found) or 'none'}; give --source "
+        "A --target B, or A B alone"
     )
 
 

@@ -176,7 +176,7 @@ def test_bad_prompts(
     fails([*drawn, "--top-p", "5"], "--top-p is 5.0", capsys)
     fails([*drawn, "--top-k", "-3"], "--top-k is -3", capsys)
     fails([*given, "--prompt", "a\udcff"], "not valid Unicode", capsys)
-    fails(["generate", "--prompt", "a"], "--prefill-model", capsys)
+    fails(["generate", "--prompt", "a"], "--source A --target B", capsys)
     fails(["translate"], "translate", capsys)
 
 

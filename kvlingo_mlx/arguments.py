@@ -161,7 +161,7 @@ FUNCTIONS: dict[str, tuple[Need, ...]] = {
         _thinking("prompt"),
         Need("translator allow_mismatch native_layers native_head native_tail heal guard",
              "strategy", but("native"), "accelerator",
-             "by which the decode model reads all of the prompt"),
+             "by which the target reads all of the prompt"),
         HEALED,
         DOUBTED,
     ),

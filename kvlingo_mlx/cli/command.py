@@ -36,10 +36,10 @@ def _described(default: Any, info: Any) -> Any:
 # ---- options of several verbs ------------------------------------------------------------------
 
 SOURCE = typer.Option(
-    "--source", "--prefill-model", help="The model that reads: a folder or Hub id."
+    "--source", "--prefill-model", help="The source, which reads: a folder or Hub id."
 )
 TARGET = typer.Option(
-    "--target", "--decode-model", help="The model that answers: a folder or Hub id."
+    "--target", "--decode-model", help="The target, which answers: a folder or Hub id."
 )
 Source = Annotated[str, SOURCE]
 Target = Annotated[str, TARGET]
@@ -160,8 +160,8 @@ def refuse_models(verb: str, words: Sequence[str], values: Mapping[str, Any]) ->
     named = (f"--{end} {values[end]}" for end in ("source", "target") if values[end] is not None)
     found = [*words, *named]
     raise ValueError(
-        f"`{verb}` is for two models, and found {', '.join(found) or 'none'}; give A B, or "
-        "--source A --target B"
+        f"`{verb}` is for two models, and found {', '.join(found) or 'none'}; give --source "
+        "A --target B, or A B alone"
     )
 
 

@@ -178,14 +178,14 @@ def test_what_cannot_be_healed_is_told(chats: Chats, monkeypatch: pytest.MonkeyP
     assert chats.err.count("healing has ended (out of memory)") == 1 and out.strip()
 
 
-@pytest.mark.parametrize("eager", ["-c", "eager=true", "--no-eager"])
+@pytest.mark.parametrize("eager", ["true", "false"])
 def test_every_model_goes_on_where_the_other_ended(
     chats: Chats, one: LanguageModel, eager: str
 ) -> None:
     questions = ("hi there", "is it on?", "and you")
     out = chats(
         questions[0], "/use b", "", questions[1], "  ", "/use a", f"  {questions[2]}",
-        options=(eager,),
+        options=("-c", f"eager={eager}"),
     )  # fmt: skip
     expected = says(*((one, question) for question in questions))
     assert out == "".join(f"{answer}\n" for answer in expected)
@@ -238,15 +238,15 @@ def test_translators_are_held_in_few_bits(
             made.append(self)
 
     monkeypatch.setattr(kvlingo_mlx.conversation, "Conversation", Seen)
-    chats("hi there", options=("--quantize", "8"))  # the store's
+    chats("hi there", options=("-c", "quantize=8"))  # the store's
     (store / "same").rename(tmp_path / "same")
-    chats("hi there", options=("--quantize", "8", "--translator", str(tmp_path / "same")))
+    chats("hi there", options=("-c", "quantize=8", "--translator", str(tmp_path / "same")))
     whole = identity_of(one).nbytes
     found = [list(talk.exchange.directions.loaded.values()) for talk in made]
     # Those of the store are loaded once they are wanted, those given at once and both ways.
     assert [len(translators) for translators in found] == [1, 2]
     assert all(t.nbytes < whole / 2 for translators in found for t in translators)
-    chats(options=("--quantize", "7"), status=2)
+    chats(options=("-c", "quantize=7"), status=2)
     assert chats.err.startswith("error: ") and "7" in chats.err and len(made) == 2
 
 
@@ -434,11 +434,11 @@ def test_the_last_switch_is_told(chats: Chats, recorder: type[Recorder]) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--model", "c"), "--model is 'c'; give NAME=MODEL"),
+        (("c",), "c does not exist"),
         (("--model", "=c"), "give NAME=MODEL"),
         (("--model", "c="), "give NAME=MODEL"),
         (("--model", "a=x"), "the name 'a' is taken"),
-        (("--model", "auto=x"), "the name 'auto' is taken"),
+        (("--model", "auto=x"), "a model is named auto"),
         (("--model", "c=/no/such/folder"), "does not exist"),
         (("--translator", "/no/such/folder"), "does not exist"),
         (("--use", "c"), "--use is 'c'; give one of a, b"),

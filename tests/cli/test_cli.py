@@ -23,6 +23,7 @@ from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.stage1 import passes
+from kvlingo_mlx.version import __version__
 from tests.support import tiny, translator_folders
 from tests.support.command_line import RECORD, fails
 from tests.support.translator_folders import LAYOUTS, arrays_of
@@ -175,7 +176,7 @@ def test_bad_prompts(
     fails([*drawn, "--top-p", "5"], "--top-p is 5.0", capsys)
     fails([*drawn, "--top-k", "-3"], "--top-k is -3", capsys)
     fails([*given, "--prompt", "a\udcff"], "not valid Unicode", capsys)
-    fails(["generate", "--prompt", "a"], "--prefill-model", capsys)
+    fails(["generate", "--prompt", "a"], "--source A --target B", capsys)
     fails(["translate"], "translate", capsys)
 
 
@@ -361,11 +362,6 @@ def test_debug_shows_the_traceback() -> None:
     command = [sys.executable, "-m", "kvlingo_mlx.cli", "show", "absent", "--debug"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode != 0 and "Traceback" in done.stderr and "absent" in done.stderr
-
-
-def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([]) == 0
-    assert "generate" in capsys.readouterr().out
 
 
 # ---- the store --------------------------------------------------------------------------
@@ -623,3 +619,21 @@ def test_interrupt_leaves_nothing(
     assert "Traceback" not in capsys.readouterr().err
     assert list(out.parent.iterdir()) == []
     assert len(seen) == 2
+
+
+def test_help_and_version_by_every_spelling(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first page names every verb once, in groups, and cuts no line."""
+
+    def said(*words: str) -> str:
+        assert run(list(words)) == 0
+        return capsys.readouterr().out
+
+    first = said("--help")
+    assert said("-h") == said("help") == said() == first
+    assert said("help", "fit") == said("fit", "-h") == said("fit", "--help")
+    assert said("-V") == said("--version") == f"{__version__}\n"
+    rows = re.findall(r"^  ([a-z][a-z-]*)  +\S", first, re.M)
+    assert sorted(rows) == sorted(VERBS) and "..." not in first.split("First day:")[1]
+    assert first.index("First day:") < first.index("Measure:")
+    assert run(["help", "no-such"]) == 2
+    assert "'no-such'" in capsys.readouterr().err

@@ -160,7 +160,7 @@ def test_one_of_prompt_and_messages(tmp_path: Path, capsys: pytest.CaptureFixtur
     fails([*given, "--messages", str(file), "--system-prompt", "x"], "--system-prompt", capsys)
     fails(
         [*given, "--messages", str(file), "-c", "ignore_chat_template=true"],
-        "-c", "ignore_chat_template=true", capsys,
+        "ignore_chat_template", capsys,
     )  # fmt: skip
     file.write_bytes(b"\xff\xfe")
     fails([*given, "--messages", str(file)], "is not UTF-8 text", capsys)

@@ -412,7 +412,7 @@ def test_two_models_may_stand_alone(
             [verb, "A", "B", "C", *needed], f"`{verb}` is for two models, and found A, B, C", capsys
         )
         fails(
-            [verb, "A", "B", "--source", "C", *needed], "found A, B, --source C; give A B", capsys
+            [verb, "A", "B", "--source", "C", *needed], "found A, B, --source C; give --so", capsys
         )
 
 

@@ -106,12 +106,12 @@ def test_fits(room: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        ("--native-layers", "3"),
+        ("-c", "native_layers=3"),
         ("-c", "native_head=4"),
         ("-c", "native_tail=4"),
         ("--kv-bits", "4", "-c", "quantized_kv_start=0", "-c", "kv_group_size=32"),
-        ("--quantize", "8"),
-        ("--quantize", "4"),
+        ("-c", "quantize=8"),
+        ("-c", "quantize=4"),
     ],
 )
 @pytest.mark.parametrize("translator", ["translator", "mapped"])
@@ -177,7 +177,7 @@ def test_pairs_of_other_kinds(
     assert run(fit(room, out, *more, source=source, target=target)) == 0
     assert run(["verify", out]) == 0
     pair = ["--source", str(room / source), "--target", str(room / target), "--translator", out]
-    for options in ((), ("--native-layers", "1"), ("-c", "native_tail=3")):
+    for options in ((), ("-c", "native_layers=1"), ("-c", "native_tail=3")):
         assert run(["generate", *pair, "--prompt", PROMPT, "--max-tokens", "3", *options]) == 0
     config = kv.load_translator(out).config
     if "--assignment" not in more:

@@ -644,7 +644,11 @@ def arguments(root: Path, case: Case, *more: str) -> list[str]:
 def test_the_command_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same answer with and without a budget, and with a prefix of 8 bits another or none."""
     answers = []
-    for more in ([], ["-c", "memory_budget=true"], ["-c", "memory_budget=true", "--quantize", "8"]):
+    for more in (
+        [],
+        ["-c", "memory_budget=true"],
+        ["-c", "memory_budget=true", "-c", "quantize=8"],
+    ):
         assert run(arguments(root, CASES[1], "-c", "verbose=false", *more)) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
@@ -723,8 +727,8 @@ def test_tuned_native_layers_are_heeded_or_refused(
     assert run(words) == 2
     error_line = capsys.readouterr().err
     assert error_line.count("\n") == 1 and "leave out memory_budget" in error_line
-    assert run([*words, "--native-layers", "0"]) == 0
-    assert run([*words, "--native-layers", "1"]) == 2
+    assert run([*words, "-c", "native_layers=0"]) == 0
+    assert run([*words, "-c", "native_layers=1"]) == 2
 
 
 def test_show_says_whether_and_why_not(

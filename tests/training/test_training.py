@@ -1204,7 +1204,7 @@ def test_the_command_shows_prefix_lengths(
         (("--out", "x", "--dtype", "int8"), "--dtype is 'int8'"),
         (("--out", "x", "--kind", "conv"), "kind is 'conv'"),
         (("--out", "x", "-c", "objective=mse"), "objective is 'mse'"),
-        (("--out", "x", "--norm", "max"), "norm is 'max'"),
+        (("--out", "x", "-c", "norm=max"), "norm is 'max'"),
         (("--out", "x", "--nu", "9"), "nu is 9"),
         (("--out", "x", "--nu", "0"), "(--nu): 0, expected at least 1"),
         (("--out", "x", "--steps", "-5"), "(--steps): -5, expected at least 0"),

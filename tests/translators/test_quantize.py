@@ -387,7 +387,7 @@ def test_verbs_take_it(
         for bits in (None, 4)
     }  # fmt: skip
     assert text[None] != text[4]  # otherwise this shows nothing
-    more = ["--quantize", "4", "--json", str(record)]
+    more = ["-c", "quantize=4", "--json", str(record)]
     generate = ["generate", "--prefill-model", pair[0], "--decode-model", pair[1], *translator]
     generate += ["--prompt", "One two three", "-c", "ignore_chat_template=true", "-m", "12", *more]
     assert run(generate) == 0
@@ -459,7 +459,8 @@ PAIRS = {
 def test_bad_widths(
     verb: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused([verb, *PAIRS[verb], "--quantize", value], message, capsys)
+    typed = ["-c", f"quantize={value}"] if verb == "generate" else ["--quantize", value]
+    refused([verb, *PAIRS[verb], *typed], message, capsys)
 
 
 def test_a_model_is_not_quantised_here(

@@ -41,12 +41,10 @@ def print_lines(stats: Stats) -> None:
 def switch_line(switch: Switch) -> str:
     """What a switch took, in a line."""
     ahead = f" ({switch.ahead} of them before you asked)" if switch.ahead else ""
-    parts = [f"{switch.kept} tokens kept"] if switch.kept else []
-    parts += [f"{switch.translated} translated{ahead}"] if switch.translated else []
-    parts += [f"{switch.read + 1} read"]
     return (
-        f"[{switch.name} took over in {1000 * switch.seconds:.0f} ms: {', '.join(parts)}; "
-        "/stats compares it with reading all]"
+        f"[{switch.name} took over in {ms(switch.seconds)} ms; tokens: {switch.kept} kept, "
+        f"{switch.translated} translated{ahead}, {switch.read + 1} read; /stats compares it with "
+        "reading all]"
     )
 
 

@@ -83,7 +83,8 @@ def test_the_usual_turn_reads_nothing_twice(model: LanguageModel, eager: bool) -
     for turn, name in enumerate("abba"):
         before = len(talk.lines[name])
         ask(talk, name, ("is it on?", "and you")[turn % 2])
-        assert talk.last_switch is not None and talk.last_switch.kept == before
+        switch = talk.last_switch
+        assert switch is not None and switch.kept + switch.ahead == before
     header = talk.lines["a"]._marks[-1][0]
     held = len(talk.transcript.tokens)
     talk.undo()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from kvlingo_mlx.format.geometry import canonical_json
+from kvlingo_mlx.format.norms import header_of
 from kvlingo_mlx.format.projections import OF_THE_FILE
 
 READ = 1024  # bytes of a tensor that are read at its beginning, in its middle, and at its end
@@ -28,7 +27,7 @@ def files_fingerprint(folder: Path) -> str:
     digest = hashlib.sha256(canonical_json(facts).encode())
     for path in sorted(folder.glob("model*.safetensors")):
         with path.open("rb") as file:
-            length, header, tensors = _header(path, file)
+            length, header, tensors = header_of(path, file)
             digest.update(path.name.encode() + header)
             for _, tensor in sorted(tensors.items()):
                 start, stop = (8 + length + offset for offset in tensor["data_offsets"])
@@ -37,18 +36,3 @@ def files_fingerprint(folder: Path) -> str:
                     file.seek(place)
                     digest.update(file.read(min(READ, stop - place)))
     return digest.hexdigest()
-
-
-def _header(path: Path, file: BinaryIO) -> tuple[int, bytes, dict[str, Any]]:
-    """The header's length, the header, and what it says of each tensor."""
-    size = path.stat().st_size
-    start = file.read(8)
-    length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-    if length > size - 8:
-        raise ValueError(f"{path} is damaged, or no file of weights; download it again")
-    header = file.read(length)
-    try:
-        tensors = {k: v for k, v in json.loads(header).items() if k != "__metadata__"}
-    except (ValueError, AttributeError):
-        raise ValueError(f"{path} has a damaged header; download it again") from None
-    return length, header, tensors

@@ -18,11 +18,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from kvlingo_mlx.families import family_of
 from kvlingo_mlx.families.base import Family, Finish, setting
 from kvlingo_mlx.format import misread
-from kvlingo_mlx.format.geometry import (
-    CacheGeometry,
-    norms_fingerprint,
-    vocabulary_fingerprint,
-)
+from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
+from kvlingo_mlx.format.norms import STORED, norms_fingerprints
 from kvlingo_mlx.format.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
@@ -162,18 +159,21 @@ class LanguageModel:
         """Sha256 of the tokenizer's vocabulary."""
         return vocabulary_fingerprint(self.tokenizer.get_vocab())
 
+    @property
+    def norms_fingerprint(self) -> str:
+        """Sha256 of the stored weights of all norms, which quantisation does not change."""
+        return self.norms_fingerprints[STORED]
+
     @cached_property
     @unit
-    def norms_fingerprint(self) -> str:
-        """Sha256 of the weights of all norms, which quantisation does not change."""
+    def norms_fingerprints(self) -> dict[str, str]:
+        """The sha256 of all norms as the files store them, and of these rounded to 16 bits."""
         norms = {
-            name: module.weight
+            name: np.array(module.weight.astype(mx.float32))
             for name, module in self.model.named_modules()
             if type(module).__name__.endswith(NORMS) and "weight" in module
         }
-        return norms_fingerprint(
-            np.array(norms[name].astype(mx.float32)).tobytes() for name in sorted(norms)
-        )
+        return norms_fingerprints(norms, self.path)
 
     def spec(self) -> ModelSpec:
         """The description of this model that a translator's config contains."""

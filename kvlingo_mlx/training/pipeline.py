@@ -160,7 +160,8 @@ class Training:
         # Checked even if this plan has no stage 2: unfinished work on one must not be lost
         # silently.
         self._checkpoints("stage2", config, self.plan.recipe)
-        held_out = self._held_out()
+        trains = bool(self.plan.recipe.steps) or not config.spec.solved
+        held_out = self._held_out() if trains else []
         at_once = self._at_once(config)
         if self.plan.recipe.steps and (sample := _short(held_out)):
             self.pair.check_gradients(sample, config)
@@ -235,7 +236,7 @@ class Training:
         if len(held_out) < self.plan.held_out and self.group.leads:
             self.warn(
                 f"only {len(held_out)} of {self.plan.held_out} held-out conversations could be "
-                "made; the learning rate is chosen on these; give more data for more"
+                "made; what training keeps is chosen on these; give more data for more"
             )
         return held_out
 

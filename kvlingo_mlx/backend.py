@@ -6,12 +6,15 @@ All other modules import ``mx`` and ``nn`` from here. Two things must happen aro
   warned.
 - mlx-lm lowers the process's file-descriptor limits when it is imported. An application that embeds
   this package must keep its own limits.
+- mlx-lm imports transformers, which imports PyTorch, in seconds, wherever it is installed. A
+  program that does not need it sets ``sys.modules["torch"]`` to None before this import.
 """
 
 from __future__ import annotations
 
 import contextlib
 import resource
+import sys
 from collections.abc import Iterator
 
 from kvlingo_mlx import blas
@@ -35,6 +38,8 @@ except ImportError as error:  # on Linux, plain `pip install mlx` lacks libmlx.s
     ) from error
 with _descriptor_limits_kept():
     import mlx_lm.utils  # noqa: F401  (the import that lowers the limits)
+if sys.modules.get("torch", mx) is None:  # transformers has noted by now that there is none
+    del sys.modules["torch"]
 
 import mlx.nn as nn  # noqa: E402
 

@@ -59,6 +59,7 @@ class Verbs(TyperGroup):
         return super().get_command(ctx, OLD_VERBS.get(cmd_name, cmd_name))
 
 
+ON_TORCH = ("train", "eval", "reproduce")  # the verbs that may compute with PyTorch
 FIRST_S = 5.0  # in which the first rank tells an error that all have, and the launcher ends them
 # Verbs that several ranks of mlx.launch can run together.
 ON_RANKS = ("generate", "chat", "serve", "fit", "train", "verify", "eval", "tune")
@@ -103,6 +104,8 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not set(ON_TORCH) & set(sys.argv):  # else transformers loads it (see backend.py)
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     # SIGTERM exits like Ctrl-C, so that half-written files are removed.
     if not rank():  # the others may wait for a message, in which Python runs no handler
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,7 +109,7 @@ def resolve(
             "(--source) of generate, stream_generate and hand_over; give a folder or a Hub id"
         )
     if not REPO_ID.fullmatch(name):
-        raise error(f"{printable(name)} does not exist; give {WANTED[error]}")
+        raise error(f"{printable(name)} does not exist; {_near(local, error)}give {WANTED[error]}")
     try:
         snapshot = huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=list(patterns), local_files_only=offline
@@ -116,9 +118,18 @@ def resolve(
         wanted = name if revision is None else f"{name} at revision {revision}"
         raise error(
             f"there is no folder {name}, and the Hub did not give {wanted}: "
-            f"{_reason(name, problem)}"
+            f"{_near(local, error)}{_reason(name, problem)}"
         ) from None
     return Path(snapshot), Path(snapshot).name
+
+
+def _near(local: Path, error: type[KVLingoError]) -> str:
+    """What was probably meant: a folder beside one that is not there, or an embedded model."""
+    found = {} if error is MissingTranslatorError else dict.fromkeys(zoo_names(), Path())
+    with contextlib.suppress(OSError):
+        found |= {path.parent.name: local.parent for path in local.parent.glob("*/*config.json")}
+    close = difflib.get_close_matches(local.name, found, 1, 0.7)
+    return f"did you mean {printable(str(found[close[0]] / close[0]))}? Else " if close else ""
 
 
 def _reason(name: str, problem: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.format.assignment import check_windows
 from kvlingo_mlx.format.geometry import layer_differences
-from kvlingo_mlx.format.norms import STORED
+from kvlingo_mlx.format.model_files import STORED
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 from kvlingo_mlx.loading.notes import tell, tell_of_pair
 from kvlingo_mlx.models.language_model import LanguageModel

@@ -19,7 +19,7 @@ from kvlingo_mlx.families import family_of
 from kvlingo_mlx.families.base import Family, Finish, setting
 from kvlingo_mlx.format import misread
 from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
-from kvlingo_mlx.format.norms import STORED, norms_fingerprints
+from kvlingo_mlx.format.model_files import STORED, norms_fingerprints
 from kvlingo_mlx.format.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
@@ -55,6 +55,17 @@ class LanguageModel:
     described: dict[str, Any] | None = field(default=None, repr=False, compare=False)
     part: Part | None = field(default=None, compare=False)
     whole: LanguageModel | None = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        """One line; the weights, the tokenizer and the config are left out."""
+        layers = self.geometry.layers
+        shapes = dict.fromkeys(
+            f"{g.kv_heads} x {g.key_dim}" for g in layers if g.recurrence is None
+        )
+        return (
+            f"<LanguageModel {self.name}: {self.geometry.model_type}, {len(layers)} cache layers, "
+            f"KV heads {' or '.join(shapes)}, {self.precision}, context {self.context_length:,}>"
+        )
 
     @property
     def full(self) -> LanguageModel:

@@ -263,14 +263,13 @@ def _rotation(rope: RopeSpec | None) -> str:
 def _checked(
     config: TranslatorConfig, models: tuple[Model, Model] | None, allow_mismatch: bool
 ) -> tuple[TranslatorConfig, dict[str, str]]:
-    """The config, and the models against which a translator of ours could not be checked, and why.
-
-    A fingerprint of rounded norms is replaced by the model's own.
-    """
+    """The config, with the models' own norms, and the models that are not here, and why."""
     if models is not None:
         source, target = (load(m, lazy=True) if isinstance(m, str) else m for m in models)
         check_pair(config, source, target, allow_mismatch=allow_mismatch)
-        return _with_stored_norms(_with_stored_norms(config, "source", source), "target", target), {}
+        return _with_stored_norms(
+            _with_stored_norms(config, "source", source), "target", target
+        ), {}
     config, unchecked = _check_those_at_hand(config, allow_mismatch)
     if allow_mismatch and {config.source.name, config.target.name} <= set(unchecked):
         raise ValueError(
@@ -292,18 +291,19 @@ def _check_those_at_hand(
             unchecked[spec.name] = str(problem)
         else:
             check_end(config, role, model, allow_mismatch=allow_mismatch)
-            config = _with_stored_norms(config, role, model)
+            config = _with_stored_norms(config, **{role: model})
     return config, unchecked
 
 
-def _with_stored_norms(
-    config: TranslatorConfig, role: str, model: LanguageModel
-) -> TranslatorConfig:
-    spec: ModelSpec = getattr(config, role)
-    if rounding_of(spec, model) is None:
-        return config
-    fingerprint = {**spec.fingerprint, "norms": model.norms_fingerprint}
-    return dataclasses.replace(config, **{role: dataclasses.replace(spec, fingerprint=fingerprint)})
+def _with_stored_norms(config: TranslatorConfig, **models: LanguageModel) -> TranslatorConfig:
+    """The config; a fingerprint of rounded norms is replaced by that of the role's model."""
+    for role, model in models.items():
+        spec: ModelSpec = getattr(config, role)
+        if rounding_of(spec, model):
+            fingerprint = {**spec.fingerprint, "norms": model.norms_fingerprint}
+            right = dataclasses.replace(spec, fingerprint=fingerprint)
+            config = dataclasses.replace(config, **{role: right})
+    return config
 
 
 def place_of(config: TranslatorConfig) -> Path:

@@ -20,10 +20,10 @@ from kvlingo_mlx.errors import MalformedTranslatorError, NotEnoughMemoryError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.assignment import Assignment, narrow_groups
 from kvlingo_mlx.format.geometry import canonical_json
+from kvlingo_mlx.format.model_files import files_fingerprint
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
-from kvlingo_mlx.loading.files import files_fingerprint
 from kvlingo_mlx.stage1.closed_form import shortage
 from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.passes import ClosedForm, Hooks

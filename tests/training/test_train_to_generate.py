@@ -1,4 +1,4 @@
-"""What `train` writes is taken by every other verb for the same models, in whatever dtype it ran."""
+"""What `train` writes every other verb takes for the same models, in whatever dtype it ran."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def stored_norms(folder: Path, narrow: type[np.generic] | None = None) -> str:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     lines = [
-        {"messages": [{"role": "user", "content": f"I am Ann{n}, of house {n * 7}. And you, please?"},
+        {"messages": [{"role": "user", "content": f"I am Ann{n}, of house {n * 7}. And you?"},
                       {"role": "assistant", "content": f"House {n * 7} is a fine place, Ann{n}."}]}
         for n in range(40)
     ]  # fmt: skip

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import KVLingoError, MissingModelError, UnsupportedModelError
 from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
-from kvlingo_mlx.format.norms import STORED, norms_fingerprints
+from kvlingo_mlx.format.model_files import STORED, norms_fingerprints
 from kvlingo_mlx.format.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe

@@ -67,7 +67,7 @@ class RemoteModel(LanguageModel):
             projections=None if sketch is None else Sketch(*map(tuple, sketch)),
             _told=(int(facts["context_length"]), facts["bits"], str(facts["precision"])),
         )  # fmt: skip
-        _ = self.family  # refused here if this version does not know it
+        _ = self.family, self.norms_fingerprint  # refused here if they are not known
 
     client: Client
     sent: str

@@ -267,9 +267,8 @@ def _checked(
     if models is not None:
         source, target = (load(m, lazy=True) if isinstance(m, str) else m for m in models)
         check_pair(config, source, target, allow_mismatch=allow_mismatch)
-        return _with_stored_norms(
-            _with_stored_norms(config, "source", source), "target", target
-        ), {}
+        ends = _with_stored_norms(config.source, source), _with_stored_norms(config.target, target)
+        return dataclasses.replace(config, source=ends[0], target=ends[1]), {}
     config, unchecked = _check_those_at_hand(config, allow_mismatch)
     if allow_mismatch and {config.source.name, config.target.name} <= set(unchecked):
         raise ValueError(
@@ -283,27 +282,25 @@ def _checked(
 def _check_those_at_hand(
     config: TranslatorConfig, allow_mismatch: bool
 ) -> tuple[TranslatorConfig, dict[str, str]]:
-    unchecked = {}
+    unchecked, ends = {}, []
     for role, spec in zip(ROLES, (config.source, config.target), strict=True):
         try:
             model = at_hand(spec.name, spec.revision)
         except (MissingModelError, UnsupportedModelError) as problem:
             unchecked[spec.name] = str(problem)
+            ends.append(spec)
         else:
             check_end(config, role, model, allow_mismatch=allow_mismatch)
-            config = _with_stored_norms(config, **{role: model})
-    return config, unchecked
+            ends.append(_with_stored_norms(spec, model))
+    return dataclasses.replace(config, source=ends[0], target=ends[1]), unchecked
 
 
-def _with_stored_norms(config: TranslatorConfig, **models: LanguageModel) -> TranslatorConfig:
-    """The config; a fingerprint of rounded norms is replaced by that of the role's model."""
-    for role, model in models.items():
-        spec: ModelSpec = getattr(config, role)
-        if rounding_of(spec, model):
-            fingerprint = {**spec.fingerprint, "norms": model.norms_fingerprint}
-            right = dataclasses.replace(spec, fingerprint=fingerprint)
-            config = dataclasses.replace(config, **{role: right})
-    return config
+def _with_stored_norms(spec: ModelSpec, model: LanguageModel) -> ModelSpec:
+    """The spec; a fingerprint of rounded norms is replaced by the model's own."""
+    if rounding_of(spec, model) is None:
+        return spec
+    fingerprint = {**spec.fingerprint, "norms": model.norms_fingerprint}
+    return dataclasses.replace(spec, fingerprint=fingerprint)
 
 
 def place_of(config: TranslatorConfig) -> Path:

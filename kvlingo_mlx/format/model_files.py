@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from os.path import commonprefix
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvlingo_mlx.format.projections import OF_THE_FILE
 from kvlingo_mlx.format.tensor_file import FILE_DTYPES, STORAGE, DType, Weights, rounded
 
 READ = 1024  # bytes of a tensor that are read at its beginning, in its middle, and at its end
+MOST = 2**16  # numbers of a norm
 STORED = "stored"
 NARROW: tuple[DType, ...] = ("bfloat16", "float16")
 
@@ -60,16 +62,17 @@ def _unrounded(name: str, held: np.ndarray, files: Mapping[str, np.ndarray]) -> 
 
 
 def _stored(folder: Path) -> dict[str, np.ndarray]:
-    """The vectors of weights in a model's files, in float32, by their modules."""
+    """The small weights of a model's files, flat and in float32, by their modules."""
     found = {}
     for path in sorted(folder.glob("model*.safetensors")):
         with path.open("rb") as file:
             length, _, tensors = _header(path, file)
         for name, entry in tensors.items():
             module, dtype = name.removesuffix(".weight"), FILE_DTYPES.get(entry["dtype"])
-            if module != name and dtype is not None and len(entry["shape"]) == 1:
+            count = math.prod(entry["shape"])
+            if module != name and dtype is not None and count <= MOST:
                 start = 8 + length + entry["data_offsets"][0]
-                array = np.fromfile(path, STORAGE[dtype], entry["shape"][0], offset=start)
+                array = np.fromfile(path, STORAGE[dtype], count, offset=start)
                 found[module] = Weights(dtype, {name: array}).as_float32(name)
     return found
 

@@ -109,7 +109,7 @@ def resolve(
             "(--source) of generate, stream_generate and hand_over; give a folder or a Hub id"
         )
     if not REPO_ID.fullmatch(name):
-        raise error(f"{printable(name)} does not exist; {_near(local, error)}give {WANTED[error]}")
+        raise error(f"{printable(name)} does not exist{_near(local, error)}; give {WANTED[error]}")
     try:
         snapshot = huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=list(patterns), local_files_only=offline
@@ -117,8 +117,8 @@ def resolve(
     except PROBLEMS as problem:
         wanted = name if revision is None else f"{name} at revision {revision}"
         raise error(
-            f"there is no folder {name}, and the Hub did not give {wanted}: "
-            f"{_near(local, error)}{_reason(name, problem)}"
+            f"there is no folder {name}{_near(local, error)}, and the Hub did not give {wanted}: "
+            f"{_reason(name, problem)}"
         ) from None
     return Path(snapshot), Path(snapshot).name
 
@@ -129,7 +129,7 @@ def _near(local: Path, error: type[KVLingoError]) -> str:
     with contextlib.suppress(OSError):
         found |= {path.parent.name: local.parent for path in local.parent.glob("*/*config.json")}
     close = difflib.get_close_matches(local.name, found, 1, 0.7)
-    return f"did you mean {printable(str(found[close[0]] / close[0]))}? Else " if close else ""
+    return f" (did you mean {printable(str(found[close[0]] / close[0]))}?)" if close else ""
 
 
 def _reason(name: str, problem: BaseException) -> str:

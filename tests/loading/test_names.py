@@ -25,7 +25,7 @@ def test_a_model_is_shown_in_a_line(
 
 @pytest.mark.parametrize("name", ["tiny_qwen3_s", "tiny-qwen-s", "Tiny-qwen3-s"])
 def test_an_embedded_models_name_misspelt(name: str) -> None:
-    with pytest.raises(kv.MissingModelError, match=r"did you mean tiny-qwen3-s\? Else give a"):
+    with pytest.raises(kv.MissingModelError, match=r"did you mean tiny-qwen3-s\?\); give a"):
         kv.load(name)
 
 
@@ -37,11 +37,11 @@ def test_a_folders_name_misspelt(
     right.parent.mkdir()
     right.symlink_to(folders["dense"])
     (right.parent / "my_qwen_4c").mkdir()  # empty
-    with pytest.raises(kv.MissingModelError, match=rf"did you mean {right}\? Else give"):
+    with pytest.raises(kv.MissingModelError, match=rf"did you mean {right}\?\); give"):
         kv.load(right.parent / "my_qwen_4b")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(kv.MissingModelError, match=r"did you mean models/my-qwen-4b\? Else"):
+    with pytest.raises(kv.MissingModelError, match=r"did you mean models/my-qwen-4b\?\), and"):
         kv.load("models/my-qwen-4")  # it could be a Hub id as well
     for far in ("models/entirely-else", "entirely-else"):
         with pytest.raises(kv.MissingModelError) as caught:

@@ -8,6 +8,8 @@ All other modules import ``mx`` and ``nn`` from here. Three things must happen a
   otherwise, which it reads at the first such product. Here it is set, unless the user has set it.
 - mlx-lm lowers the process's file-descriptor limits when it is imported. An application that embeds
   this package must keep its own limits.
+- mlx-lm imports transformers, which imports PyTorch, in seconds, wherever it is installed. A
+  program that does not need it sets ``sys.modules["torch"]`` to None before this import.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import contextlib
 import functools
 import os
 import resource
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,6 +51,8 @@ except ImportError as error:  # on Linux, plain `pip install mlx` lacks libmlx.s
     ) from error
 with _descriptor_limits_kept():
     import mlx_lm.utils  # noqa: F401  (the import that lowers the limits)
+if sys.modules.get("torch", mx) is None:  # transformers has noted by now that there is none
+    del sys.modules["torch"]
 
 import mlx.nn as nn  # noqa: E402
 

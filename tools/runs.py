@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 from kvlingo_mlx.errors import KVLingoError, MissingModelError
+from kvlingo_mlx.format.model_files import files_fingerprint
 from kvlingo_mlx.group import Group
-from kvlingo_mlx.loading.files import files_fingerprint
 from kvlingo_mlx.loading.hub import MODEL_FILES, resolve
 from kvlingo_mlx.training.checkpoints import check_settings
 from kvlingo_mlx.training.interruption import postponed

@@ -66,6 +66,7 @@ class Verbs(TyperGroup):
                 formatter.write_dl(rows, col_max=max(map(len, VERBS)))
 
 
+ON_TORCH = ("train", "eval", "reproduce")  # the verbs that may compute with PyTorch
 FIRST_S = 5.0  # in which the first rank tells an error that all have, and the launcher ends them
 # Verbs that several ranks of mlx.launch can run together.
 ON_RANKS = ("generate", "chat", "serve", "fit", "train", "verify", "eval", "tune")
@@ -110,6 +111,8 @@ def main(run_one: Callable[[list[str]], int] | None = None) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not set(ON_TORCH) & set(sys.argv):  # else transformers loads it (see backend.py)
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     # SIGTERM exits like Ctrl-C, so that half-written files are removed.
     if not rank():  # the others may wait for a message, in which Python runs no handler
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

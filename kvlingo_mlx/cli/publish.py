@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvlingo_mlx.cli.command import Options, argument, option, verb
 from kvlingo_mlx.cli.output import facts, keep, say, warn
-from kvlingo_mlx.errors import printable
+from kvlingo_mlx.errors import PublishingError, printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class PublishOptions(Options):
 
 @verb(PublishOptions)
 def command(options: PublishOptions) -> None:
-    """Check a translator and upload it with its card; without a token, show what would be."""
+    """Check a translator and upload it with its card."""
     from kvlingo_mlx.loading.grading import GRADES, receipt_of, said_of
     from kvlingo_mlx.store import publishing
 
@@ -38,8 +38,10 @@ def command(options: PublishOptions) -> None:
     if ready:
         say(publishing.publish(upload, repo, private=options.private, revision=revision))
         say(f"others get it with: kvlingo-mlx import {repo}")
-    elif not options.dry_run:
-        say("nothing was uploaded: there is no token; log in with `hf auth login`, or set HF_TOKEN")
     found = {"uploaded": ready, "digest": upload.digest, "bytes": upload.sizes()}
     asked = {"folder": folder, "repo": repo, "revision": revision}
     keep(options.json_file, "publish", asked, found)
+    if not ready and not options.dry_run:
+        raise PublishingError(
+            "nothing was uploaded: there is no token; log in with `hf auth login`, or set HF_TOKEN"
+        )

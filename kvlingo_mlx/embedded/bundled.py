@@ -18,21 +18,12 @@ NAME, COUNT = "dialogues-1", 8  # the name changes whenever a conversation does
 Asked = tuple[Sample, tuple[int, ...]]
 
 
-def bundled_samples(
-    tokenizer: Any, context_length: int, source_tokenizer: Any = None
-) -> list[Sample]:
-    """The bundled conversations, each cut where its last answer opens.
-
-    Without a chat template they are plain texts, cut in the middle. Conversations longer than
-    ``context_length`` are left out. ``source_tokenizer`` is given if the source has another one.
-    """
-    return [sample for sample, _ in bundled(tokenizer, context_length, source_tokenizer)]
-
-
 def bundled(tokenizer: Any, context_length: int, source_tokenizer: Any = None) -> list[Asked]:
     """The bundled conversations, each with the indices of the asked value in its continuation.
 
-    There are no indices if the conversations are plain texts.
+    Each is cut where its last answer opens. Without a chat template they are plain texts, cut in
+    the middle and without indices. Conversations longer than ``context_length`` are left out.
+    ``source_tokenizer`` is given if the source has another one.
     """
     both = [tokenizer] if source_tokenizer is None else [tokenizer, source_tokenizer]
     chats = all(getattr(t, "has_chat_template", t.chat_template is not None) for t in both)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -265,17 +265,6 @@ def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
     """Sha256 of a vocabulary (token to id, added tokens included), sorted by id."""
     entries = sorted((index, token) for token, index in vocabulary.items())
     return _sha256(canonical_json(entries))
-
-
-def norms_fingerprint(weights: Iterable[bytes]) -> str:
-    """Sha256 over RMSNorm weights in the order of their names, each as bytes of a float32 array.
-
-    4-bit conversion leaves these weights as they are, so a quantised copy has the same fingerprint.
-    """
-    digest = hashlib.sha256()
-    for blob in weights:
-        digest.update(blob)
-    return digest.hexdigest()
 
 
 def layer_differences(

@@ -142,6 +142,11 @@ def _round(array: np.ndarray, dtype: DType) -> np.ndarray:
         return np.ascontiguousarray(array, STORAGE[dtype])
 
 
+def rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
+    """A float32 array rounded to ``dtype``, as float32; what is too large becomes Inf."""
+    return Weights(dtype, {"": _round(array, dtype)}).as_float32("")
+
+
 def regular_file(path: Path) -> int:
     """The size of a regular file; a missing file or one of another type is refused."""
     if not path.exists():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import json
 import re
 from collections.abc import Sequence
@@ -108,7 +110,7 @@ def resolve(
             "(--source) of generate, stream_generate and hand_over; give a folder or a Hub id"
         )
     if not REPO_ID.fullmatch(name):
-        raise error(f"{printable(name)} does not exist; give {WANTED[error]}")
+        raise error(f"{printable(name)} does not exist{_near(local, error)}; give {WANTED[error]}")
     try:
         snapshot = huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=list(patterns), local_files_only=offline
@@ -116,7 +118,7 @@ def resolve(
     except PROBLEMS as problem:
         wanted = name if revision is None else f"{name} at revision {revision}"
         raise error(
-            f"there is no folder {name}, and the Hub did not give {wanted}: "
+            f"there is no folder {name}{_near(local, error)}, and the Hub did not give {wanted}: "
             f"{_reason(name, problem)}"
         ) from None
     return Path(snapshot), Path(snapshot).name
@@ -139,6 +141,15 @@ def model_type(path: Path) -> str:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise MissingModelError(f"{path / 'config.json'} names no model_type")
     return config["model_type"]
+
+
+def _near(local: Path, error: type[KVLingoError]) -> str:
+    """What was probably meant: a folder beside one that is not there, or an embedded model."""
+    found = {} if error is MissingTranslatorError else dict.fromkeys(zoo_names(), Path())
+    with contextlib.suppress(OSError):
+        found |= {path.parent.name: local.parent for path in local.parent.glob("*/*config.json")}
+    close = difflib.get_close_matches(local.name, found, 1, 0.7)
+    return f" (did you mean {printable(str(found[close[0]] / close[0]))}?)" if close else ""
 
 
 def _reason(name: str, problem: BaseException) -> str:

@@ -20,11 +20,8 @@ from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families import family_of
 from kvlingo_mlx.families.base import Family, Finish, setting
 from kvlingo_mlx.format import misread
-from kvlingo_mlx.format.geometry import (
-    CacheGeometry,
-    norms_fingerprint,
-    vocabulary_fingerprint,
-)
+from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
+from kvlingo_mlx.format.model_files import STORED, norms_fingerprints
 from kvlingo_mlx.format.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
@@ -60,6 +57,17 @@ class LanguageModel:
     described: dict[str, Any] | None = field(default=None, repr=False, compare=False)
     part: Part | None = field(default=None, compare=False)
     whole: LanguageModel | None = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        """One line; the weights, the tokenizer and the config are left out."""
+        layers = self.geometry.layers
+        shapes = dict.fromkeys(
+            f"{g.kv_heads} x {g.key_dim}" for g in layers if g.recurrence is None
+        )
+        return (
+            f"<LanguageModel {self.name}: {self.geometry.model_type}, {len(layers)} cache layers, "
+            f"KV heads {' or '.join(shapes)}, {self.precision}, context {self.context_length:,}>"
+        )
 
     @property
     def full(self) -> LanguageModel:
@@ -164,18 +172,21 @@ class LanguageModel:
         """Sha256 of the tokenizer's vocabulary."""
         return vocabulary_fingerprint(self.tokenizer.get_vocab())
 
+    @property
+    def norms_fingerprint(self) -> str:
+        """Sha256 of the stored weights of all norms, which quantisation does not change."""
+        return self.norms_fingerprints[STORED]
+
     @cached_property
     @unit
-    def norms_fingerprint(self) -> str:
-        """Sha256 of the weights of all norms, which quantisation does not change."""
+    def norms_fingerprints(self) -> dict[str, str]:
+        """The sha256 of all norms as the files store them, and of these rounded to 16 bits."""
         norms = {
-            name: module.weight
+            name: np.array(module.weight.astype(mx.float32))
             for name, module in self.model.named_modules()
             if type(module).__name__.endswith(NORMS) and "weight" in module
         }
-        return norms_fingerprint(
-            np.array(norms[name].astype(mx.float32)).tobytes() for name in sorted(norms)
-        )
+        return norms_fingerprints(norms, self.path)
 
     def spec(self) -> ModelSpec:
         """The description of this model that a translator's config contains."""

@@ -19,6 +19,7 @@ import os
 import pickle
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -383,4 +384,5 @@ def _run(entry: str, pipe: Any, settings: Any) -> None:
         signal.signal(number, signal.SIG_IGN)
     module, _, name = entry.partition(":")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # see backend.py
     getattr(importlib.import_module(module), name)(pipe, settings)

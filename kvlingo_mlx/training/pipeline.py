@@ -20,10 +20,10 @@ from kvlingo_mlx.errors import MalformedTranslatorError, NotEnoughMemoryError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.assignment import Assignment, narrow_groups
 from kvlingo_mlx.format.geometry import canonical_json
+from kvlingo_mlx.format.model_files import files_fingerprint
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
-from kvlingo_mlx.loading.files import files_fingerprint
 from kvlingo_mlx.stage1.closed_form import shortage
 from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.passes import ClosedForm, Hooks
@@ -160,7 +160,8 @@ class Training:
         # Checked even if this plan has no stage 2: unfinished work on one must not be lost
         # silently.
         self._checkpoints("stage2", config, self.plan.recipe)
-        held_out = self._held_out()
+        trains = bool(self.plan.recipe.steps) or not config.spec.solved
+        held_out = self._held_out() if trains else []
         at_once = self._at_once(config)
         if self.plan.recipe.steps and (sample := _short(held_out)):
             self.pair.check_gradients(sample, config)
@@ -235,7 +236,7 @@ class Training:
         if len(held_out) < self.plan.held_out and self.group.leads:
             self.warn(
                 f"only {len(held_out)} of {self.plan.held_out} held-out conversations could be "
-                "made; the learning rate is chosen on these; give more data for more"
+                "made; what training keeps is chosen on these; give more data for more"
             )
         return held_out
 

@@ -18,7 +18,7 @@ import pytest
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS, zoo
-from kvlingo_mlx.embedded.bundled import NAME, bundled_samples
+from kvlingo_mlx.embedded.bundled import NAME, bundled
 from kvlingo_mlx.evaluation import verification
 from kvlingo_mlx.evaluation.verification import map_error, verdict
 from kvlingo_mlx.format import translator_folder
@@ -276,7 +276,7 @@ def checkpoint_json() -> dict[str, Any]:
 def test_the_bundled_conversations_are_alike_in_both_runtimes() -> None:
     transformers = pytest.importorskip("transformers")
     model = kv.load(PAIR[1], lazy=True)
-    own = bundled_samples(model.tokenizer, 2048)
-    theirs = bundled_samples(transformers.AutoTokenizer.from_pretrained(model.path), 2048)
-    assert own == theirs and len(own) == 8 and all(s.continuation for s in own)
-    assert bundled_samples(model.tokenizer, 100) == []
+    own = bundled(model.tokenizer, 2048)
+    theirs = bundled(transformers.AutoTokenizer.from_pretrained(model.path), 2048)
+    assert own == theirs and len(own) == 8 and all(s.continuation for s, _ in own)
+    assert bundled(model.tokenizer, 100) == []

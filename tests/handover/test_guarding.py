@@ -227,13 +227,13 @@ def test_the_receipt_says_what_is_usual(
     pair: tuple[LanguageModel, LanguageModel, Translator],
 ) -> None:
     """Mean and spread over the bundled prefixes at each quarter, against the guard itself."""
-    from kvlingo_mlx.embedded.bundled import bundled_samples
+    from kvlingo_mlx.embedded.bundled import bundled
 
     source, target, translator = pair
     receipt = receipt_of(translator.config)
     assert receipt is not None and receipt.guard is not None
     found = []
-    for sample in bundled_samples(target.tokenizer, 2048):
+    for sample, _ in bundled(target.tokenizer, 2048):
         for quarter in (1, 2, 3, 4):
             stop = quarter * (len(sample.prefix) - 1) // 4
             tokens = list(sample.prefix[: stop + 1])

@@ -377,14 +377,13 @@ def test_publish_to_a_branch_and_a_card_that_is_missing(
     assert "# me/dense to me/moe" in card and "library_name: kvlingo-mlx" in card
 
 
-def test_publish_without_a_token_says_what_it_would_do(
-    hub: LoopbackHub, command, translator: Path
-) -> None:
+def test_publish_without_a_token_fails(hub: LoopbackHub, command, translator: Path) -> None:
     done = command("publish", str(translator), "me/new", HF_TOKEN="")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2, done.stderr
     size = (translator / "translator.safetensors").stat().st_size
     assert f"translator.safetensors  {size:,} bytes" in done.stdout
-    assert "`hf auth login`" in done.stdout and hub.requests == []
+    assert "error: nothing was uploaded: there is no token; log in" in done.stderr
+    assert "`hf auth login`" in done.stderr and hub.requests == []
     dry = command("publish", str(translator), "me/new", "--dry-run")
     assert dry.returncode == 0 and "would upload" in dry.stdout and hub.requests == []
 

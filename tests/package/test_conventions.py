@@ -176,6 +176,26 @@ def test_import_and_help_are_light() -> None:
     assert not loaded_after("from kvlingo_mlx.cli import run; run(['--help'])") & heavy
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "list",
+        "show tiny-qwen3-s",
+        "doctor",
+        "generate --source tiny-qwen3-s --target tiny-qwen3-l --prompt one --max-tokens 1",
+        "train --source tiny-qwen3-s --target nowhere! --data none --out o --device mlx",
+    ],
+)
+def test_verbs_that_compute_on_mlx_load_no_torch(words: str) -> None:
+    """mlx-lm imports transformers, and that PyTorch; `train` needs it, and is the control."""
+    pytest.importorskip("torch")
+    main = f"sys.argv = ['kvlingo-mlx', *{words.split()}]; cli.main()"
+    code = f"import sys; from kvlingo_mlx import cli\ntry: {main}\nexcept SystemExit: pass"
+    loaded = loaded_after(code)
+    assert {"mlx_lm", "transformers"} <= loaded
+    assert ("torch" in loaded) == words.startswith("train")
+
+
 def test_what_runs_on_cuda_needs_no_mlx() -> None:
     """Benchmarks and their records; in one process, since PyTorch takes seconds to load."""
     pytest.importorskip("torch")

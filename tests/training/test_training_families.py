@@ -505,3 +505,13 @@ def test_gradients_on_mlx_equal_pytorchs(
         # Where a model multiplies its own rounding, PyTorch's float32 has it too.
         rounding = distance(learnt(theirs, config, sample)[1], wanted)
         assert distance(found, wanted) < max(1e-5, 3 * rounding), rounding
+
+
+@pytest.mark.parametrize("name", [*NAMES, "wrapped", *UNLIKE])
+def test_norms_are_those_of_the_files(folders: dict[str, Path], name: str) -> None:
+    """Every family's, though 16 bits round them: what MLX reads, which rounds nothing."""
+    here = kv.load(folders[name], lazy=True)
+    for dtype in (torch.bfloat16, torch.float16):
+        there = torch_model.load(str(folders[name]), dtype=dtype)
+        assert there.norms_fingerprints == here.norms_fingerprints
+    assert len(set(here.norms_fingerprints.values())) == 3

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Pret
 from transformers.utils import logging
 
 from kvlingo_mlx.embedded import MODELS
-from kvlingo_mlx.errors import KVLingoError, MissingModelError
-from kvlingo_mlx.format.geometry import CacheGeometry, norms_fingerprint, vocabulary_fingerprint
+from kvlingo_mlx.errors import KVLingoError, MissingModelError, UnsupportedModelError
+from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
+from kvlingo_mlx.format.model_files import STORED, norms_fingerprints
 from kvlingo_mlx.format.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
@@ -135,17 +136,20 @@ class TorchModel:
         """The sha256 of the tokenizer's vocabulary."""
         return vocabulary_fingerprint(self.tokenizer.get_vocab())
 
-    @cached_property
+    @property
     def norms_fingerprint(self) -> str:
-        """The sha256 of the weights of all norms."""
+        """The sha256 of the stored weights of all norms."""
+        return self.norms_fingerprints[STORED]
+
+    @cached_property
+    def norms_fingerprints(self) -> dict[str, str]:
+        """The sha256 of all norms as the files store them, and of these rounded to 16 bits."""
         norms = {
-            name: module.weight
+            name: module.weight.detach().float().cpu().numpy()
             for name, module in self.family.text(self.model).named_modules()
             if type(module).__name__.endswith("RMSNorm") and hasattr(module, "weight")
         }
-        return norms_fingerprint(
-            norms[name].detach().float().cpu().numpy().tobytes() for name in sorted(norms)
-        )
+        return norms_fingerprints(norms, self.path)
 
     def spec(self) -> ModelSpec:
         """The description of this model that a translator carries."""
@@ -349,6 +353,11 @@ def read_config(path_or_hf_repo: str) -> tuple[dict[str, Any], Any]:
 def _read_config(name: str, path: Path) -> tuple[dict[str, Any], Any]:
     with _damage(name):
         config, _ = PretrainedConfig.get_config_dict(path)
+        if "bits" in (config.get("quantization") or {}):
+            raise UnsupportedModelError(
+                f"{name} has {config['quantization']['bits']}-bit weights of mlx-lm, which PyTorch "
+                "cannot read; use --device mlx, or give the model that it was made from"
+            )
         if "model_type" in config:
             config = {**family_of(config["model_type"]).facts(config)}
         lacking = [name for name in NEEDED if name not in config]

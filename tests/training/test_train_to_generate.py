@@ -1,0 +1,197 @@
+"""What `train` writes every other verb takes for the same models, in whatever dtype it ran."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import struct
+from pathlib import Path
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.evaluation import verification
+from kvlingo_mlx.evaluation.verification import Agreement
+from kvlingo_mlx.loading import notes
+from kvlingo_mlx.loading.grading import Receipt
+from tests.support import tiny
+from tests.support.opened import quantised
+
+DTYPES = ("float32", "bfloat16", "float16")
+SEEDS = {"source": 1, "target": 2, "other": 3}
+CONFIG = "translator_config.json"
+
+
+def written(root: Path, role: str, stored: str) -> Path:
+    """A tiny model whose files hold a dtype, or 4 bits."""
+    dtype = stored if stored in DTYPES else "float32"
+    folder = tiny.write_tiny_model(
+        root / role, "qwen3", seed=SEEDS[role], layers=2, kv_heads=2, head_dim=32, dtype=dtype
+    )
+    return folder if stored in DTYPES else quantised(kv.load(folder), root / f"{role}-few").path
+
+
+def stored_norms(folder: Path, narrow: type[np.generic] | None = None) -> str:
+    """The fingerprint by the format's page: NumPy alone; ``narrow`` rounds the norms before."""
+    (file,) = folder.glob("model*.safetensors")
+    blob = file.read_bytes()
+    (length,) = struct.unpack("<Q", blob[:8])
+    norms = {}
+    for name, entry in json.loads(blob[8 : 8 + length]).items():
+        if name.endswith("norm.weight"):
+            start, stop = (8 + length + offset for offset in entry["data_offsets"])
+            data = blob[start:stop]
+            if entry["dtype"] == "BF16":
+                wide = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
+                norms[name[:-7]] = wide.view(np.float32)
+            else:
+                norms[name[:-7]] = np.frombuffer(data, {"F32": "<f4", "F16": "<f2"}[entry["dtype"]])
+    assert len(norms) == 9
+    digest = hashlib.sha256()
+    for name in sorted(norms):
+        array = norms[name].astype(np.float32)
+        digest.update((array if narrow is None else array.astype(narrow)).astype("<f4").tobytes())
+    return digest.hexdigest()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    lines = [
+        {"messages": [{"role": "user", "content": f"I am Ann{n}, of house {n * 7}. And you?"},
+                      {"role": "assistant", "content": f"House {n * 7} is a fine place, Ann{n}."}]}
+        for n in range(40)
+    ]  # fmt: skip
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process, and without the conversations that `verify` would decode."""
+    monkeypatch.setattr(notes, "_told", set())
+    found = Agreement(Receipt(0.03, 0.95, 0, 0.5), 8, 65)
+    monkeypatch.setattr(verification, "agreement", lambda *_, **options: found)
+
+
+def ends_of(source: Path, target: Path) -> list[str]:
+    return ["--source", str(source), "--target", str(target)]
+
+
+def uses(folder: Path, ends: list[str]) -> list[list[str]]:
+    """The commands that a translator was made for."""
+    words = ["--translator", str(folder), "--prompt", "hello there", "--max-tokens", "2"]
+    return [
+        ["import", str(folder), *ends, "--force"],
+        ["verify", str(folder), *ends],
+        ["generate", *ends, *words],
+        ["list", *ends],
+    ]
+
+
+def fingerprints(folder: Path) -> list[str]:
+    config = json.loads((folder / CONFIG).read_text())
+    return [config[role]["fingerprint"]["norms"] for role in ("source", "target")]
+
+
+@pytest.mark.parametrize(
+    ("device", "stored", "more"),
+    [
+        *(("cpu", stored, ()) for stored in DTYPES),
+        *(("mlx", stored, ()) for stored in (*DTYPES, "4 bits")),
+        *(("mlx", "float32", ("--dtype", dtype)) for dtype in DTYPES[1:]),
+    ],
+)
+def test_from_train_to_generate(
+    tmp_path: Path,
+    data: Path,
+    store: Path,
+    capsys: pytest.CaptureFixture[str],
+    device: str,
+    stored: str,
+    more: tuple[str, ...],
+) -> None:
+    """Nobody refuses it, and its fingerprints are those of the files."""
+    if device == "cpu":
+        pytest.importorskip("torch")
+    models = [written(tmp_path, role, stored) for role in ("source", "target")]
+    ends, out = ends_of(*models), tmp_path / "made"
+    steps = ["--steps", "0", "--fit-samples", "4", "--data", str(data), "--out", str(out)]
+    assert run(["train", *ends, *steps, "--device", device, *more]) == 0
+    told = capsys.readouterr().err
+    assert "held-out" not in told and "learning rate" not in told  # nothing is chosen
+    assert fingerprints(out) == [stored_norms(folder) for folder in models]
+    for command in uses(out, ends):
+        assert run(command) == 0, command
+        said = capsys.readouterr()
+        assert "rounded" not in said.err and "fingerprint" not in said.err
+    assert out.name not in said.out and "source" in said.out  # `list` takes the imported one
+
+
+def test_pytorch_refuses_4_bits_in_a_line(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    models = [written(tmp_path, role, "4 bits") for role in ("source", "target")]
+    words = ["--steps", "0", "--data", str(data), "--out", str(tmp_path / "made")]
+    assert run(["train", *ends_of(*models), *words, "--device", "cpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "4-bit weights of mlx-lm" in line
+    assert "--device mlx" in line
+
+
+@pytest.mark.parametrize("kept", ["bfloat16", "float16"])
+def test_rounded_norms_are_recognised_and_told(
+    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str], kept: str
+) -> None:
+    """As earlier versions wrote them; `import` writes the right ones; other norms are refused."""
+    names = ("source", "target", "other")
+    source, target, other = (written(tmp_path, name, "float32") for name in names)
+    old = kv.fit(kv.load(source), kv.load(target), [{"text": "One two three. " * 60}]).save(
+        tmp_path / "old"
+    )
+    right = fingerprints(old)
+    config = json.loads((old / CONFIG).read_text())
+    for role, folder in (("source", source), ("target", target)):
+        if kept == "float16":
+            rounded = stored_norms(folder, np.float16)
+        else:  # by MLX's own rounding
+            model = kv.load(folder)
+            held = {n: m.weight for n, m in model.model.named_modules() if n.endswith("norm")}
+            narrow = [held[n].astype(mx.bfloat16).astype(mx.float32) for n in sorted(held)]
+            rounded = hashlib.sha256(b"".join(np.array(a).tobytes() for a in narrow)).hexdigest()
+        config[role]["fingerprint"]["norms"] = rounded
+    (old / CONFIG).write_text(json.dumps(config))
+    assert not set(fingerprints(old)) & set(right)
+    ends = ends_of(source, target)
+    words = ["--translator", str(old), "--prompt", "hello there", "--max-tokens", "2"]
+    assert run(["generate", *ends, *words]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "rounded" in line]
+    assert len(lines) == 2  # one an end
+    assert all(f"norms rounded to {kept}" in line and "import`" in line for line in lines)
+    assert run(["import", str(old)]) == 0  # both models are found by their names
+    (made,) = store.iterdir()
+    assert fingerprints(made) == right
+    capsys.readouterr()
+    assert run(["generate", *ends, *words[2:]]) == 0  # with the one in the store
+    assert "rounded" not in capsys.readouterr().err
+    shutil.rmtree(made)
+    for command in (["generate", *ends_of(other, target), *words],
+                    ["import", str(old), *ends_of(source, other)]):  # fmt: skip
+        assert run(command) == 2
+        assert "another checkpoint (norms fingerprint)" in capsys.readouterr().err
+
+
+def test_norms_that_a_user_rounded(tmp_path: Path) -> None:
+    """A loaded model stays itself in another dtype; without its folder nothing can be said."""
+    model = kv.load(written(tmp_path, "source", "float32"))
+    model.model.set_dtype(mx.bfloat16)
+    assert model.norms_fingerprint == stored_norms(model.path)
+    assert kv.LanguageModel(model.model, model.tokenizer, model.config, "m").norms_fingerprint != (
+        model.norms_fingerprint
+    )

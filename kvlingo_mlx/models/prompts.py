@@ -9,6 +9,7 @@ from typing import Any, TypeGuard, cast
 
 from jinja2 import TemplateError
 
+from kvlingo_mlx.embedded import is_embedded
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.renderings import (
     Rendering,
@@ -27,7 +28,8 @@ def encode(
 ) -> list[int]:
     """The token ids of a prompt: text, ids, or messages rendered by the chat template.
 
-    ``enable_thinking`` and other ``switches`` are passed to the template; None leaves one out.
+    ``enable_thinking`` and other ``switches`` are passed to the template; None leaves one out. Left
+    out, ``enable_thinking`` is False for the embedded models, and True (as in mlx-lm) for others.
 
     Raises:
         ValueError: The prompt is empty, or it holds messages and the model has no template.
@@ -126,6 +128,9 @@ def _render(
         if isinstance(message.get("content"), str):
             _check_text(message["content"])
     given = {name: value for name, value in switches.items() if value is not None}
+    if model.path and is_embedded(model.path):
+        # Their translators were distilled without thinking. mlx-lm switches it on by default.
+        given.setdefault("enable_thinking", False)
     try:
         return model.tokenizer.apply_chat_template(
             messages, **{"add_generation_prompt": True, **given, **options}

@@ -97,5 +97,5 @@ def _say_what_to_try(done: Imported) -> None:
 
     source, target = done.config.source.name, done.config.target.name
     words = ["generate", "--source", source, "--target", target, "--translator", str(done.folder)]
-    line = shlex.join(["kvlingo-mlx", *words, "--no-thinking", "--prompt", embedded.EXAMPLE])
+    line = shlex.join(["kvlingo-mlx", *words, "--prompt", embedded.EXAMPLE])
     say(printable(f"try: {line}"))

@@ -37,9 +37,9 @@ from tests.support.command_line import fails
 
 # Options that have an effect whatever the others say.
 ALWAYS = {
-    "generate": "source target prompt messages_file max_tokens temp shard placement "
+    "generate": "source target prompt messages_file max_tokens temp stop shard placement "
                 "prefill_step_size kv_bits memory_budget verbose json_file",
-    "chat": "model on_full resume save max_tokens temp prefill_step_size keep_history shard "
+    "chat": "model on_full resume save max_tokens temp stop prefill_step_size keep_history shard "
             "sharded json_file",
     "serve": "model translator config host port api_key cors route memory_limit max_tokens "
              "max_kl verbatim heal guard on_doubt prefill_step_size max_concurrent queue_limit "

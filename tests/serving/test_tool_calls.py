@@ -284,8 +284,11 @@ def test_tools_and_json_can_be_tried_with_the_embedded_models(zoo_server: Server
     assert create(tools=CHAT, **asked).choices[0].finish_reason in ("stop", "length")
     (call,) = create(tools=CHAT, tool_choice="required", **asked).choices[0].message.tool_calls
     check(call.function.name, call.function.arguments)
-    answer = create(response_format={"type": "json_object"}, **asked).choices[0].message
-    assert isinstance(json.loads(answer.content), dict)
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"name": "p", "schema": Place.model_json_schema()},
+    }
+    Place.model_validate_json(create(response_format=schema, **asked).choices[0].message.content)
     client = anthropic.Anthropic(base_url=zoo_server.url, api_key="none", max_retries=0)
     answer = client.messages.create(tools=CLAUDE, **asked)
     assert answer.stop_reason in ("end_turn", "max_tokens")

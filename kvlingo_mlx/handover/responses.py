@@ -183,7 +183,12 @@ class Heard:
         end = getattr(self.model.tokenizer, "think_end", None)
         thinks = self.chat and end is not None and not self.prompt().rstrip().endswith(end)
         advice = f"give {off}" if thinks else "ask in other words"
-        where = f"at the stop text {self.last.stop_text!r}" if self.last.stop_text else "by itself"
+        where = "by itself"
+        if self.last.stop_text:
+            where, advice = (
+                f"at the stop text {self.last.stop_text!r}",
+                "give another stop (--stop)",
+            )
         after = " after its reasoning" if self.thought else ""
         return f"ended its answer{after} {where} (finish reason {ended}) without a word; {advice}"
 

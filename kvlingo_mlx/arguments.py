@@ -7,13 +7,14 @@ MLX, so it recognises the package's own classes by their names.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from kvlingo_mlx.errors import tell_new_name
 
@@ -314,6 +315,40 @@ KINDS: dict[str, Kind] = {
 READ_ELSEWHERE = ("prompt", "tokens", "message", "messages", "prompt_cache")
 
 
+# What an argument is called by other functions here, and by other libraries.
+OTHER_NAMES = {
+    "source": "prefill_model", "target": "decode_model", "prefill_model": "source",
+    "decode_model": "target", "temp": "temperature", "max_new_tokens": "max_tokens",
+    "thinking": "enable_thinking",
+}  # fmt: skip
+OWN_WORDS = ("Conversation.resume",)  # what refuses unknown arguments itself
+
+
+@functools.cache
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a function's arguments, and of the options that it takes by a TypedDict."""
+    found: list[str] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            (options,) = get_args(get_type_hints(function)[name])
+            found += options.__annotations__
+        elif name not in ("self", "cls"):
+            found.append(name)
+    return tuple(found)
+
+
+def _check_names(function: Callable[..., Any], scope: str, given: Iterable[str]) -> None:
+    """Refuse (ValueError) a keyword that is no argument; the message names the nearest one."""
+    known = _names(function)
+    for name in given:
+        if name in known:
+            continue
+        near = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else []
+        near = near or difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"its arguments are {', '.join(known)}"
+        raise ValueError(f"{name} is no argument of {scope}; {hint}")
+
+
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Wrap a public function so that it first refuses (ValueError) invalid or useless arguments.
 
@@ -330,9 +365,11 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if scope not in OWN_WORDS:
+            _check_names(function, scope, kwargs)
         try:
             bound = signature.bind(*args, **kwargs)
-        except TypeError:  # Python's own message names missing and unknown arguments
+        except TypeError:  # Python's own message names missing arguments
             return function(*args, **kwargs)
         found = dict(bound.arguments)
         for parameter in signature.parameters.values():

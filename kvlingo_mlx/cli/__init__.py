@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 
 from kvlingo_mlx.cli.needs import Checked
 from kvlingo_mlx.cli.output import complain, launched, rank, warn
-from kvlingo_mlx.errors import KVLingoError, tell_new_name
+from kvlingo_mlx.errors import KVLingoError, KVLingoWarning, tell_new_name
 from kvlingo_mlx.version import __version__
 
 GROUPS = {
@@ -152,6 +152,8 @@ def carry_out(command: Any, arguments: list[str], name: str) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _in_a_line(warnings.showwarning)
+            # What is to be told once, the library tells once.
+            warnings.filterwarnings("always", category=KVLingoWarning)
             # Advice to transformers' own users, about configs that mlx-lm reads.
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
             result = command(arguments, standalone_mode=False, prog_name=name)

@@ -27,7 +27,6 @@ from kvlingo_mlx.cli.command import (
     verb,
 )
 from kvlingo_mlx.cli.output import keep, launched, native_number
-from kvlingo_mlx.cli.prompt_input import thinking_switch
 from kvlingo_mlx.cli.sampling import WritingOptions, check_ranges
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def command(options: ChatOptions) -> None:
     check_bits(options.quantize)
     route = None if options.route is None else load_route(options.route, tuple(named))
     talk = _conversation(options, named)
-    asked = {"max_tokens": options.max_tokens, "sampler": options.sampler()}
+    asked = options.some("max_tokens stop") | {"sampler": options.sampler()}
     chat = Chat(talk, lines, asked, route=route, **options.some("use save resume"))
     if options.heal == "idle":
         chat.heal_while_idle()
@@ -217,7 +216,7 @@ def _conversation(options: ChatOptions, named: Mapping[str, str]) -> Conversatio
         models,
         translators,
         system=options.system_prompt,
-        enable_thinking=thinking_switch(options.thinking, models.values()),
+        enable_thinking=options.thinking,
         verbatim=bool(options.verbatim),
         **given,
     )

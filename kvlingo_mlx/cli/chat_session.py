@@ -15,7 +15,6 @@ import typer
 from kvlingo_mlx.cli.chat_input import Lines, Stop, interruptible
 from kvlingo_mlx.cli.chat_stats import print_lines, print_switch, switch_line
 from kvlingo_mlx.cli.output import complain, rank, say
-from kvlingo_mlx.cli.prompt_input import tell_of_cut_thought
 from kvlingo_mlx.errors import KVLingoError, printable
 
 if TYPE_CHECKING:
@@ -195,25 +194,22 @@ class Chat:
         """Print an answer as it arrives; when it is closed, the conversation keeps that much."""
         responses = self.talk.stream_reply(name, message, **self._options)
         before = self.talk.exchange.active
-        cut, text, ended = False, "", None
+        cut, ended = False, None
         try:
             with contextlib.closing(responses):
                 for response in responses:
                     stop.began = True
-                    text, ended = text + response.text, response.finish_reason
-                    say(response.text, end="")
-                    if cut := stop.asked and response.finish_reason is None:
+                    ended = response.finish_reason
+                    say(response.text, end="\n" if ended else "")
+                    if cut := stop.asked and ended is None:
                         break
         finally:
-            say("", end="\n" if stop.began else "")
+            say("", end="\n" if stop.began and ended is None else "")
         switch = self.talk.last_switch
         if switch and before not in (None, switch.name) and self._lines.terminal:
             say(typer.style(switch_line(switch), dim=True))
         if cut:
             say("stopped; what was written is kept")
-        elif ended == "length":
-            thinking = self.talk.transcript.switches.get("enable_thinking")
-            tell_of_cut_thought(self.talk.lines[name].model, text, thinking)
 
     # ---- commands ---------------------------------------------------------------------------
 

@@ -18,12 +18,7 @@ from kvlingo_mlx.cli.command import (
     verb,
 )
 from kvlingo_mlx.cli.output import keep, native_number, say
-from kvlingo_mlx.cli.prompt_input import (
-    MESSAGES_HELP,
-    read_prompt,
-    tell_of_cut_thought,
-    thinking_switch,
-)
+from kvlingo_mlx.cli.prompt_input import MESSAGES_HELP, read_prompt
 from kvlingo_mlx.cli.sampling import WritingOptions
 
 if TYPE_CHECKING:
@@ -113,22 +108,18 @@ def command(options: GenerateOptions) -> None:
             named, options.target, asked, translator=options.translator, native=native
         )
     templated = _check_template(options, target)
-    switch = thinking_switch(options.thinking, [target]) if templated else options.thinking
     given = _arguments(options, source, target)
     respond = folded_stream_generate if options.memory_budget else stream_generate
     prompt = _messages(asked, options.system_prompt) if templated else asked
     pieces = []
     for response in respond(
-        source, target, prompt, sampler=sampler, enable_thinking=switch, **given
+        source, target, prompt, sampler=sampler, enable_thinking=options.thinking, **given
     ):
         pieces.append(response.text)
-        say(response.text, end="")
-    say("")
+        say(response.text, end="\n" if response.finish_reason else "")
     if options.verbose:
         say("=" * 10)
         say(summary(response))
-    if templated and response.finish_reason == "length":
-        tell_of_cut_thought(target, "".join(pieces), switch)
     config = {"prefill_model": source.name, "decode_model": target.name, "prompt": asked}
     config |= options.some("quantize memory_budget")
     results = {"text": "".join(pieces), **{name: getattr(response, name) for name in TIMES.split()}}
@@ -174,7 +165,7 @@ def _arguments(
     """The options as arguments of the library's functions."""
     from kvlingo_mlx.loading.translators import resolve_translator
 
-    given = options.some("translator max_tokens prefill_step_size allow_mismatch")
+    given = options.some("translator max_tokens stop prefill_step_size allow_mismatch")
     if options.quantize is not None:
         asked = options.some("allow_mismatch quantize")
         given["translator"] = resolve_translator(options.translator, source, target, **asked)

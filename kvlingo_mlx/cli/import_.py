@@ -101,6 +101,6 @@ def _say_what_to_try(done: Imported) -> None:
 
     ends = done.config.source.name, done.config.target.name
     words = ["generate", "--source", ends[0], "--target", ends[1], "--prompt"]
-    words += [embedded.EXAMPLE, "--no-thinking"] if {*ends} <= {*embedded.zoo_names()} else [PROMPT]
+    words += [embedded.EXAMPLE] if {*ends} <= {*embedded.zoo_names()} else [PROMPT]
     words += ["--translator", name_of(done.folder) or str(done.folder)]
     say(printable(f"try: {shlex.join(['kvlingo-mlx', *words])}"))

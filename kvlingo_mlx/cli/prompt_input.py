@@ -1,17 +1,10 @@
-"""The prompt of a verb that answers, and advice about disappointing answers."""
+"""The prompt of a verb that answers."""
 
 from __future__ import annotations
 
 import json
-import shlex
 import sys
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
-
-from kvlingo_mlx.cli.output import warn
-
-if TYPE_CHECKING:
-    from kvlingo_mlx.models.language_model import LanguageModel
+from typing import Any
 
 MESSAGES_HELP = 'A JSON or JSONL file of chat messages, {"role": ..., "content": ...}; - reads \
 standard input.'
@@ -88,31 +81,3 @@ def _json(text: str, path: str) -> list[Any]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
     return found
-
-
-def thinking_switch(thinking: bool | None, models: Collection[LanguageModel]) -> bool | None:
-    """The value of ``--thinking``; without the option it is False for the embedded models.
-
-    They were trained to answer at once, and write junk with an open think block.
-    """
-    from kvlingo_mlx.embedded import EXAMPLE, is_embedded
-
-    if thinking is not None or not all(model.path and is_embedded(model.path) for model in models):
-        return thinking
-    names = " and ".join(dict.fromkeys(model.name for model in models))
-    warn(
-        f"{names} can only repeat facts that the prompt states; asked without thinking, as "
-        f"they were trained; --thinking asks with it. Try {shlex.quote(EXAMPLE)}"
-    )
-    return False
-
-
-def tell_of_cut_thought(model: LanguageModel, answer: str, thinking: bool | None) -> None:
-    """Advise the user if an answer reached its limit within a reasoning trace."""
-    from kvlingo_mlx.models.prompts import ends_in_thought
-
-    if ends_in_thought(model, answer, enable_thinking=thinking):
-        warn(
-            f"{model.name} was cut while it was reasoning and has not answered yet; give more "
-            "--max-tokens, or --no-thinking"
-        )

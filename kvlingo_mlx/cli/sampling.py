@@ -33,6 +33,7 @@ class WritingOptions(Configured):
     top_k: int = option(0, "Sample from the best k; 0 is off.")
     min_p: float = option(0.0, "Least probability relative to the best.")
     seed: int | None = option(None, "Seed of the sampler.")
+    stop: list[str] | None = option(None, "A text before which the answer ends; may be repeated.")
     prefill_step_size: PrefillStepSize = 2048
 
     def __post_init__(self) -> None:
@@ -43,6 +44,7 @@ class WritingOptions(Configured):
             ("--top-k", self.top_k, self.top_k >= 0, "0 or more"),
             ("--min-p", self.min_p, 0.0 <= self.min_p <= 1.0, "0 to 1"),
             ("--seed", seed, seed is None or 0 <= seed < 2**64, "0 to 2^64 - 1"),
+            ("--stop", "empty", all(self.stop or ()), "some text"),
             ("--max-tokens", most, most > 0 or most == -1, "1 or more, or -1"),
             ("--prefill-step-size", step, step > 0, "1 or more"),
         )

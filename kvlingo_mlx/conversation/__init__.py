@@ -31,7 +31,7 @@ from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover.generation import check_max_tokens
 from kvlingo_mlx.handover.guarding import WARN
 from kvlingo_mlx.handover.healing import HEAL_SHARE
-from kvlingo_mlx.handover.responses import GenerationResponse
+from kvlingo_mlx.handover.responses import GenerationResponse, Heard
 from kvlingo_mlx.handover.sampling import (
     DecodingOptions,
     LogitsProcessor,
@@ -41,7 +41,7 @@ from kvlingo_mlx.handover.sampling import (
 )
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.models import Model, load_together
-from kvlingo_mlx.models.prompts import Message, check_json, check_tools
+from kvlingo_mlx.models.prompts import Message, check_json, check_tools, render_text
 
 __all__ = ["Conversation", "Stats", "Switch"]
 
@@ -190,7 +190,10 @@ class Conversation(State):
         message: str | Sequence[Message] | None = None,
         **options: Unpack[ReplyOptions],
     ) -> str:
-        """One model's whole answer. The arguments are those of :meth:`stream_reply`."""
+        """One model's whole answer, a reasoning trace included, as it was written.
+
+        The arguments are those of :meth:`stream_reply`, whose responses have ``content`` apart.
+        """
         return "".join(response.text for response in self.stream_reply(name, message, **options))
 
     @checked
@@ -265,9 +268,14 @@ class Conversation(State):
             enable_thinking,
             draft_model,
             num_draft_tokens,
-            given(options, DecodingOptions, "a conversation"),
+            given(options),
         )
-        yield from tokens_alone(self._steps(name, request))
+        switches = dict(self.transcript.switches)
+        if enable_thinking is not None:
+            switches["enable_thinking"] = enable_thinking
+        model = self.exchange.line(name).model
+        heard = Heard(model, lambda: render_text(model, self.messages[:-1], **switches), chat=True)
+        yield from tokens_alone(self._steps(name, request), heard)
 
     @claiming
     def reply_in_steps(

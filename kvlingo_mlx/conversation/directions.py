@@ -138,6 +138,11 @@ class Directions:
             self._found[source, target] = path
         return self._found[source, target]
 
+    def missing(self, source: str, target: str) -> bool:
+        """Whether a direction has no translator and needs one: two names of one model need none."""
+        same = self._models[source].is_same(self._models[target])
+        return not same and self.stored(source, target) is None
+
     def read_of(self, source: str) -> tuple[bool, bool]:
         """Whether translators from a model read what goes into recurrences, and the states."""
         if not self._models[source].geometry.recurrent or self._rules.switching == "reprefill":
@@ -206,7 +211,7 @@ class Directions:
         for pair in pairs:
             if isinstance(found := self.stored(*pair), Path):
                 tell_of_grade(read_config(found), *known_by(found))
-        missing = [pair for pair in pairs if self.stored(*pair) is None]
+        missing = [pair for pair in pairs if self.missing(*pair)]
         if missing and self._rules.on_missing == "error":
             listed = ", none ".join(f"from {a} to {b}" for a, b in missing)
             told = f"there is no translator {listed}: switching so will fail"

@@ -473,7 +473,10 @@ class Exchange:
             if (other.name, line.name) in self.barred:
                 continue
             if self.directions.stored(other.name, line.name) is None:
-                missing = other if wrote(other.spans, begun, shared) else missing
+                if self.directions.missing(other.name, line.name) and wrote(
+                    other.spans, begun, shared
+                ):
+                    missing = other
             elif (reach := self._reach(other, line, begun, shared)) > best.stop:
                 best = Step(other, reach)
             elif (following := other.native.next_start(begun)) and following < shared:

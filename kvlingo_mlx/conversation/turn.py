@@ -23,6 +23,7 @@ from kvlingo_mlx.handover.batches import Place
 from kvlingo_mlx.handover.fill import PHASES
 from kvlingo_mlx.handover.responses import (
     GenerationResponse,
+    Heard,
     check_numbers,
     timed,
     with_prefix,
@@ -350,16 +351,21 @@ class Turn:
 
 
 def tokens_alone(
-    steps: Generator[GenerationResponse | None, None, None],
+    steps: Generator[GenerationResponse | None, None, None], heard: Heard
 ) -> Generator[GenerationResponse, None, None]:
-    """The responses among an answer's steps; what the caller throws in goes on to them."""
+    """The responses among an answer's steps; what the caller throws in goes on to them.
+
+    If the answer comes to its end, ``heard`` tells of one that gives the user nothing.
+    """
     with contextlib.closing(steps):
         for response in steps:
             try:
                 if response is not None:
+                    heard.take(response)
                     yield response
             except (Exception, KeyboardInterrupt) as error:
                 steps.throw(error)
+    heard.tell()
 
 
 def _joined(response: MLXResponse, tokenizer: Any, before: Sequence[int]) -> MLXResponse:

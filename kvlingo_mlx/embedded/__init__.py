@@ -28,9 +28,9 @@ def zoo(name: str) -> Path:
     return MODELS / name
 
 
-def is_embedded(model: Path) -> bool:
+def is_embedded(model: Path | None) -> bool:
     """Whether a folder is an embedded model's own folder, not a copy of it."""
-    return model.resolve().parent == MODELS.resolve()
+    return model is not None and model.resolve().parent == MODELS.resolve()
 
 
 def zoo_names() -> list[str]:

@@ -12,6 +12,7 @@ only so many identities across two independently trained models. There are many 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -77,6 +78,13 @@ ACKNOWLEDGEMENTS = (
     "Noted.",
     "Of course. I will keep it in mind.",
 )
+
+
+def states_a_fact(text: str) -> bool:
+    """Whether a text states a fact such as the tiny models were trained to repeat."""
+    words = {"name": r"\w+", "attribute": "|".join(ATTRIBUTES), "value": r"\w+"}
+    ways = (s.rstrip(".").format_map({k: f"(?:{v})" for k, v in words.items()}) for s in STATEMENTS)
+    return any(re.search(way, text) for way in ways)
 
 
 MOST_FACTS = len(NAMES) * len(ATTRIBUTES)  # that can be told apart

@@ -237,7 +237,7 @@ def folded_stream_generate(
 
     The arguments are those of :func:`folded_generate`.
     """
-    known = given(options, AnswerOptions, "folded decoding")
+    known = given(options)
     choice = choice_of(known, sampler, logits_processors)
     check_max_tokens(max_tokens)
     _check_single(prompt)

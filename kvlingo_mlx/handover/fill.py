@@ -341,6 +341,13 @@ def hand_over(
             healing.check_models(plan.source, plan.target)
 
     plan = prepare(prefill_model, decode_model, tokens, asked, check)
+    if plan.way == "native":
+        if prompt_cache is not None:
+            raise ValueError(
+                f"prompt_cache is a cache of {plan.target.name} already, since it is both models; "
+                "let it read the rest of the tokens into it"
+            )
+        return _read_alone(plan)
     held = None
     if prompt_cache is not None:
         _check_own(plan)
@@ -351,9 +358,8 @@ def hand_over(
     cache = filled(plan, source_cache=prompt_cache, held=held, below=below, watch=watch)
     doubts = () if watch is None else judged(plan, watch, on_doubt).doubts
     if doubts and on_doubt == guarding.REREAD:
-        plan, cache = alone(plan), make_prompt_cache(plan.target.model)
-        with mx.stream(generation_stream):
-            hybrid.read_layers(plan.target, plan.prefix, cache, plan.step_size)
+        plan = alone(plan)
+        cache = _read_alone(plan)
     if heal is None:
         return cache
     return healing.HealingCache(cache, healing_of(plan, cache, below), together=plan.spread)
@@ -362,6 +368,14 @@ def hand_over(
 def alone(plan: Plan) -> Plan:
     """A plan by which the target reads the prompt itself."""
     return replace(plan, way="native", translator=None, native=hybrid.Native(), guard=0)
+
+
+def _read_alone(plan: Plan) -> list[Any]:
+    """The cache of a prompt's prefix that the target has read itself."""
+    cache = make_prompt_cache(plan.target.model)
+    with mx.stream(generation_stream):
+        hybrid.read_layers(plan.target, plan.prefix, cache, plan.step_size)
+    return cache
 
 
 def judged(plan: Plan, watch: Watch, on_doubt: str) -> Guarded:

@@ -105,7 +105,7 @@ def stream_generate(
             draft tokens from it. This is found before anything is prefilled. The other errors are
             those of :func:`generate`.
     """
-    known = given(options, DecodingOptions, "a hand-over")
+    known = given(options)
     choice = choice_of(known, sampler, logits_processors)
     check_max_tokens(max_tokens)
     healing.check_way(heal, healing.ANSWERING, heal_share)
@@ -249,8 +249,8 @@ def generate(
             address of another machine on which `kvlingo-mlx serve-prefill` offers it
             (``mac-studio.local:8090``), or what ``connect`` returns for one.
         decode_model: The model that writes the answer: a folder, a Hub id or a loaded model.
-        prompt: Text, token ids, or chat messages, which the decode model's own chat
-            template renders.
+        prompt: For a chat model: messages, which the decode model's own chat template renders.
+            Text and token ids are taken as they are, as in mlx-lm.
         verbose: Write the text as it comes, and the times at the end.
         options: ``translator`` (a loaded one, a folder or a Hub id; None searches the local
             store), ``strategy`` (``accelerator``; ``native``: the decode model reads the prompt
@@ -262,7 +262,8 @@ def generate(
             which the answer ends), ``tools`` (which the chat template announces), or mlx-lm's
             own ``sampler`` and ``logits_processors``,
             ``prefill_step_size`` (2048), ``enable_thinking`` (the template's switch; off
-            puts the empty think block into the prompt), ``native_layers``, ``native_head`` and
+            puts the empty think block into the prompt; None is on, as in mlx-lm, but off for the
+            embedded models), ``native_layers``, ``native_head`` and
             ``native_tail`` (layers and tokens that the decode model reads itself, as in
             :func:`hand_over`), ``heal`` (``interleaved``: between two steps the decode model
             reads the prompt itself, in the place of the translation; ``layers``: it reads its
@@ -279,7 +280,10 @@ def generate(
             :func:`stream_generate`.
 
     Returns:
-        The answer, without the prompt.
+        The answer, without the prompt, as it was written: a reasoning trace is part of it. The
+        responses of :func:`stream_generate` have the two apart, ``content`` and ``reasoning``.
+
+    The same model twice answers as with mlx-lm alone, unless a ``translator`` is given.
 
     Raises:
         ValueError: The prompt is empty or beyond a model's context, or an argument is bad.
@@ -289,6 +293,10 @@ def generate(
         MissingTranslatorError, IncompatibleTranslatorError, MalformedTranslatorError: No
             translator for this pair can be used.
         MissingTimingsError, MalformedTimingsError: ``auto`` has no timings to choose by.
+
+    Warns:
+        KVLingoWarning: The answer is empty, ends within its reasoning, or goes on with the chat
+            template's marks; or an embedded model was asked for what it cannot know.
     """
     return joined(stream_generate(prefill_model, decode_model, prompt, **options), verbose)
 

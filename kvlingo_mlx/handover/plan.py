@@ -32,7 +32,7 @@ from kvlingo_mlx.loading.translators import (
 )
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.parts import FIRST
-from kvlingo_mlx.models.prompts import Prompt, check_tools, encode, rendering
+from kvlingo_mlx.models.prompts import Prompt, check_tools, encode, is_chat, rendering
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.translators.base import Translator
 
@@ -88,6 +88,7 @@ class Plan:
         guard: The last tokens of the prefix over which both models are compared. The target reads
             them itself, and the source too.
         way: ``accelerator``; ``native`` where the target reads the prompt itself; ``folded``.
+        chat: Whether the target's chat template rendered the prompt.
         loaded_at: When both models were loaded, by ``time.perf_counter``.
     """
 
@@ -101,6 +102,7 @@ class Plan:
     draft: LanguageModel | None = None
     guard: int = 0
     way: str = "accelerator"
+    chat: bool = False
     loaded_at: float | None = None
 
     @property
@@ -164,7 +166,10 @@ def begin(
     check_tools(target, prompt, asked.tools)
     tokens = encode(target, prompt, asked.enable_thinking, tools=asked.tools)
     step_size = asked.prefill_step_size
-    return Plan(source, target, tokens, step_size=step_size, draft=draft, loaded_at=loaded_at)
+    return Plan(
+        source, target, tokens, step_size=step_size, draft=draft, chat=is_chat(prompt),
+        loaded_at=loaded_at,
+    )  # fmt: skip
 
 
 def prepare(
@@ -231,7 +236,8 @@ def _planned(plan: Plan, prompt: Prompt, asked: Asked, check: Callable[[Plan], N
     }
     sharding.check_use((plan.source, plan.target), refused)
     _check_remote(plan, asked)
-    native = asked.strategy == "native" or (asked.strategy == "auto" and _reads_itself(plan, asked))
+    native = asked.strategy == "native" or _one_model(plan, asked)
+    native = native or (asked.strategy == "auto" and _reads_itself(plan, asked))
     readers = (plan.target,) if native else (plan.source, plan.target)
     check_tokens(readers, plan.tokens, plan.step_size)
     check_caches(readers, len(plan.tokens))
@@ -261,6 +267,24 @@ def _planned(plan: Plan, prompt: Prompt, asked: Asked, check: Callable[[Plan], N
         )
     switches = {"enable_thinking": asked.enable_thinking, "tools": asked.tools}
     return replace(plan, aligned=align(plan.source, plan.target, prompt, **switches))
+
+
+def _one_model(plan: Plan, asked: Asked) -> bool:
+    """Whether both ends are one model, which reads the prompt itself: nothing is translated.
+
+    Raises:
+        ValueError: An option asks for something beside a translation.
+    """
+    if asked.translator is not None or not plan.source.is_same(plan.target):
+        return False
+    beside = ("native_layers", "native_head", "native_tail", "heal", "guard")
+    unused = [name for name in beside if getattr(asked, name)]
+    if unused:
+        raise ValueError(
+            f"{unused[0]} has no effect with {plan.target.name} as both models, since nothing is "
+            "translated; leave it out, or give another prefill_model (--source)"
+        )
+    return True
 
 
 def guarded(plan: Plan, tokens: int) -> Plan:

@@ -15,6 +15,8 @@ from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 from kvlingo_mlx.caches.validation import first_bad, room_for
+from kvlingo_mlx.embedded import EXAMPLE, is_embedded
+from kvlingo_mlx.embedded.dialogues import states_a_fact
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover.answers import AnswerReader, ToolCall
 from kvlingo_mlx.handover.fill import PHASES, Clock
@@ -22,6 +24,7 @@ from kvlingo_mlx.handover.guarding import Guarded
 from kvlingo_mlx.handover.healing import Interleaved
 from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.handover.sampling import Choice, LogitsProcessor
+from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.remote.stream import Received
 from kvlingo_mlx.threads import in_turn, wired, working
@@ -103,6 +106,81 @@ class Started:
     guarded: Guarded | None = None
 
 
+@dataclass
+class Heard:
+    """An answer as it comes, and at its end a warning if it gives the user nothing.
+
+    Attributes:
+        model: The model that answers.
+        prompt: Returns the text of the prompt, up to the header of the answer.
+        chat: Whether a chat template rendered the prompt.
+    """
+
+    model: LanguageModel
+    prompt: Callable[[], str]
+    chat: bool
+    said: bool = False
+    thought: bool = False
+    marks: set[int] = field(default_factory=set)
+    last: GenerationResponse | None = None
+
+    def take(self, response: GenerationResponse) -> None:
+        """Note the next response."""
+        self.said |= bool(response.content.strip() or response.tool_calls)
+        self.thought |= bool(response.reasoning.strip())
+        self.marks.add(int(response.token))
+        self.last = response
+
+    def tell(self) -> None:
+        """Warn (KVLingoWarning) of an answer that is empty, a guess, or full of marks."""
+        if self.last is None:
+            return
+        tokenizer = self.model.tokenizer
+        if told := self._nothing() or self._marked(tokenizer):
+            tell(None, f"{self.model.name} {told}")
+        if is_embedded(self.model.path) and not states_a_fact(self.prompt()):
+            tell(
+                f"guesses of {self.model.name}",
+                f"{self.model.name} can only repeat facts that the prompt states; try {EXAMPLE!r}",
+            )
+
+    def _nothing(self) -> str:
+        """What is to be said of an answer without content."""
+        assert self.last is not None
+        if self.said:
+            return ""
+        ended, off = self.last.finish_reason, "enable_thinking=False (--no-thinking)"
+        if ended == "length":
+            more = f"give more max_tokens (--max-tokens){f', or {off}' if self.chat else ''}"
+            told = f"was cut while it was reasoning and has not answered yet; {more}"
+            return told if self.thought else ""
+        end = getattr(self.model.tokenizer, "think_end", None)
+        thinks = self.chat and end is not None and not self.prompt().rstrip().endswith(end)
+        advice = f"give {off}" if thinks else "ask in other words"
+        where = "by itself"
+        if self.last.stop_text:
+            where, advice = (
+                f"at the stop text {self.last.stop_text!r}",
+                "give another stop (--stop)",
+            )
+        after = " after its reasoning" if self.thought else ""
+        return f"ended its answer{after} {where} (finish reason {ended}) without a word; {advice}"
+
+    def _marked(self, tokenizer: Any) -> str:
+        """What is to be said of an answer that goes on with the marks of turns."""
+        if self.chat or not tokenizer.has_chat_template:
+            return ""
+        known = getattr(tokenizer, "added_tokens_decoder", {})
+        marks = {i for i, token in known.items() if token.special} - set(tokenizer.eos_token_ids)
+        found = [known[i].content for i in sorted(marks & self.marks)]
+        if not found or any(mark in self.prompt() for mark in found):
+            return ""
+        return (
+            f"wrote {found[0]}, a mark of its chat template: a text is taken as it is; give "
+            "messages, [{'role': 'user', 'content': ...}]"
+        )
+
+
 def decoded(
     plan: Plan,
     choice: Choice,
@@ -146,6 +224,7 @@ def decoded(
         counts = {"translated_tokens": number, "read_tokens": len(plan.tokens) - number}
         counts |= {"native_layers": plan.native.layers if number else 0}
         ttft, held = None, given.get("prompt_cache", ())
+        heard = Heard(target, lambda: target.tokenizer.decode(plan.tokens), plan.chat)
         between.began()
         with contextlib.closing(in_turn(responses)) as steps:
             for response in steps:
@@ -156,8 +235,10 @@ def decoded(
                 booked = timed(response, counts, ttft, clock.seconds, plan.way, used)
                 booked.guarded, booked.received = started.guarded, clock.received
                 told = reader.take(booked)
+                heard.take(told)
                 yield told
                 if told.finish_reason is not None:
+                    heard.tell()
                     return
                 between.began()
 
@@ -292,10 +373,11 @@ def summary(response: GenerationResponse) -> str:
     native = f", but {layers} first layer{'s'[: layers != 1]} by the target" if layers else ""
     received = "" if response.received is None else f"Received: {response.received}\n"
     guarded = "" if response.guarded is None else f"Both models compared: {response.guarded}\n"
+    cut = " (cut at the limit)" if response.finish_reason == "length" else ""
     return (
         f"Prompt: {response.prompt_tokens} tokens, {SHOWN[response.strategy]}{native}; "
         f"first token after {response.ttft_s:.3f} s{spent and f' ({spent})'}\n"
-        f"{used}{received}{guarded}Generation: {response.generation_tokens} tokens, "
+        f"{used}{received}{guarded}Generation: {response.generation_tokens} tokens{cut}, "
         f"{response.generation_tps:.3f} tokens-per-sec\n"
         f"Peak memory: {response.peak_memory:.3f} GB"
     )

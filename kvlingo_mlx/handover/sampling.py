@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, get_type_hints
+from typing import Any, TypedDict
 
 from kvlingo_mlx.backend import mx
 
@@ -86,19 +86,8 @@ class Choice:
             mx.random.seed(self.seed)
 
 
-def given(options: Mapping[str, Any], known: type, where: str) -> dict[str, Any]:
-    """The ``options`` that are not None; ValueError for a name not in ``known``, a TypedDict."""
-    listed = sorted(get_type_hints(known))
-    for name, value in options.items():
-        if name == "temp":
-            raise ValueError(
-                f"temp cannot be used with {where}; give temperature={value!r:.20}, or "
-                f"sampler=make_sampler(temp={value!r:.20}) of mlx_lm.sample_utils"
-            )
-        if name not in listed:
-            raise ValueError(
-                f"{name} cannot be used with {where}; decoding options are {', '.join(listed)}"
-            )
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``options`` that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -149,6 +149,18 @@ class LanguageModel:
         """The modules whose outputs contain the keys and values, over all cache layers."""
         return [module for a in self.attentions for module in self.family.taps(a)]
 
+    def is_same(self, other: LanguageModel) -> bool:
+        """Whether this is the other model: one object, or two loads of one folder, on one machine.
+
+        A copy in another folder, or a model of the same shape, is another one.
+        """
+        if self is other:
+            return True
+        if None in (self.path, other.path) or self.address != other.address:
+            return False
+        here, there = (Path(model.path or "").resolve() for model in (self, other))
+        return here == there and self.precision == other.precision
+
     @property
     def context_length(self) -> int:
         """The most tokens for which the model was made and which mlx-lm runs as in training."""

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard, cast
 
 from jinja2 import TemplateError
 
+from kvlingo_mlx.embedded import is_embedded
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.renderings import (
     Rendering,
@@ -27,7 +28,8 @@ def encode(
 ) -> list[int]:
     """The token ids of a prompt: text, ids, or messages rendered by the chat template.
 
-    ``enable_thinking`` and other ``switches`` are passed to the template; None leaves one out.
+    ``enable_thinking`` and other ``switches`` are passed to the template; None leaves one out. Left
+    out, ``enable_thinking`` is False for the embedded models, and True (as in mlx-lm) for others.
 
     Raises:
         ValueError: The prompt is empty, or it holds messages and the model has no template.
@@ -36,7 +38,7 @@ def encode(
     if isinstance(prompt, str):
         _check_text(prompt)
         tokens = text_ids(tokenizer, prompt)
-    elif _is_chat(prompt):
+    elif is_chat(prompt):
         tokens = list(_render(model, prompt, {"enable_thinking": enable_thinking, **switches}))
     else:
         tokens = as_ids(cast(Sequence[int], prompt))
@@ -57,7 +59,7 @@ def rendering(
     if isinstance(prompt, str):
         _check_text(prompt)
         return text_of(model.tokenizer, prompt)
-    if not _is_chat(prompt):
+    if not is_chat(prompt):
         raise ValueError(
             "the prompt is token ids, which the two tokenizers of this pair read differently; "
             "give text or messages"
@@ -71,7 +73,14 @@ def rendering(
     )
 
 
-def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:
+def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
+    """Whether a prompt is chat messages, which a template renders.
+
+    Raises:
+        ValueError: It is nothing that a prompt can be, or a message lacks its role.
+    """
+    if isinstance(prompt, str):
+        return False
     listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
     if not listed and not hasattr(prompt, "tolist"):  # such as one message outside a list
         raise _unread(prompt)
@@ -97,22 +106,6 @@ def render_text(model: LanguageModel, messages: Sequence[Message], **switches: A
     return _render(model, messages, switches, tokenize=False)
 
 
-def ends_in_thought(model: LanguageModel, answer: str, **switches: Any) -> bool:
-    """Whether an answer opens a reasoning trace and does not close it.
-
-    ``switches`` are passed to the template, which may open the trace itself.
-    """
-    start, end = (getattr(model.tokenizer, f"think_{mark}", None) for mark in ("start", "end"))
-    if not start or not end or end in answer:
-        return False
-    if start in answer:
-        return True
-    if not model.tokenizer.has_chat_template:
-        return False
-    header = render_text(model, [{"role": "user", "content": "Hello"}], **switches)
-    return header.rstrip().endswith(start)
-
-
 def _render(
     model: LanguageModel,
     messages: Sequence[Mapping[str, Any]],
@@ -126,6 +119,9 @@ def _render(
         if isinstance(message.get("content"), str):
             _check_text(message["content"])
     given = {name: value for name, value in switches.items() if value is not None}
+    if is_embedded(model.path):
+        # Their translators were distilled without thinking. mlx-lm switches it on by default.
+        given.setdefault("enable_thinking", False)
     try:
         return model.tokenizer.apply_chat_template(
             messages, **{"add_generation_prompt": True, **given, **options}
@@ -144,7 +140,7 @@ def check_tools(
     if not tools:
         return
     check_json(tools)
-    if isinstance(prompt, str) or not _is_chat(prompt):
+    if not is_chat(prompt):
         raise ValueError(
             "tools are announced by a chat template, but the prompt is no messages; give it as "
             "messages, or leave out tools"

@@ -6,14 +6,17 @@ import io
 import json
 import shlex
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.embedded import TRANSLATORS, zoo_pairs
+from kvlingo_mlx.embedded import EXAMPLE, TRANSLATORS, zoo_pairs
+from kvlingo_mlx.loading import notes
 from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support import ROOT
 from tests.support.command_line import fails
 from tests.support.identity import identity_of
 
@@ -23,6 +26,12 @@ CHAT = [
     {"role": "assistant", "content": "Noted."},
     {"role": "user", "content": "What is the home of Ben?"},
 ]
+
+
+@pytest.fixture(autouse=True)
+def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told once a process is told in each test."""
+    monkeypatch.setattr(notes, "_told", set())
 
 
 @pytest.mark.parametrize("pair", zoo_pairs(), ids="--".join)
@@ -38,22 +47,44 @@ def test_the_question_that_is_suggested_for_the_embedded_models_is_answered(
         "-c",
         "verbose=false",
     ]
-    assert run([*given, "--prompt", "hi"]) == 0
+    assert run([*given, "--prompt", "What is the capital of France?"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"warning: {pair[1]} can only repeat facts") and "--thinking" in line
-    asked = line.split(" Try ")[1].strip("'")
+    assert line.startswith(f"warning: {pair[1]} can only repeat facts that the prompt states; try ")
+    asked = line.split("; try ")[1].strip("'")
     assert run([*given, "--prompt", asked]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == "The hotel of Emma is Lima.\n" and captured.err == f"{line}\n"
-    # What was chosen for them is what --no-thinking chooses, and not what --thinking does.
-    assert run([*given, "--prompt", asked, "--no-thinking"]) == 0
-    assert capsys.readouterr() == (captured.out, "")
+    assert capsys.readouterr() == ("The hotel of Emma is Lima.\n", "")
+    message = {"role": "user", "content": asked}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kv.generate(*pair, [message]) == "The hotel of Emma is Lima."
     assert run([*given, "--prompt", asked, "--thinking", "--json", "-"]) == 0
     entry = json.loads(capsys.readouterr().out)
     header = 4  # <think>, a newline of two, </think>, a newline of two: what thinking leaves out
     assert run([*given, "--prompt", asked, "--json", "-"]) == 0
     other = json.loads(capsys.readouterr().out)
     assert other["results"]["prompt_tokens"] == entry["results"]["prompt_tokens"] + header
+
+
+def test_the_first_command_of_the_readme_is_answered_without_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    block = (ROOT / "README.md").read_text().split("## Use it")[1].split("```bash\n")[1]
+    command = shlex.split(block.split("```")[0].replace("\\\n", " "))
+    assert command[:2] == ["kvlingo-mlx", "generate"]
+    assert run(command[1:]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("The hotel of Emma is Lima.\n") and captured.err == ""
+
+
+def test_an_answer_ends_before_each_stop_text(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l", "--no-verbose"]
+    given = ["generate", *pair, "--prompt", EXAMPLE]
+    assert run([*given, "--stop", "Oslo", "--stop", " of Emma"]) == 0
+    assert capsys.readouterr() == ("The hotel\n", "")
+    assert run([*given, "--stop", "The hotel"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "\n" and "at the stop text 'The hotel'" in captured.err
+    fails([*given, "--stop", ""], "--stop is empty", capsys)
 
 
 def test_what_import_suggests_works(
@@ -86,7 +117,7 @@ def test_an_answer_that_is_cut_within_its_reasoning(
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
         f"warning: {opens} was cut while it was reasoning and has not answered yet; give more "
-        "--max-tokens, or --no-thinking"
+        "max_tokens (--max-tokens), or enable_thinking=False (--no-thinking)"
     )
     assert run([*given, "--no-thinking"]) == 0
     assert capsys.readouterr().err == ""

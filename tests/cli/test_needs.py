@@ -37,10 +37,10 @@ from tests.support.command_line import COMMANDS, NEEDS, PAPER, fails, run
 
 # Options that have an effect whatever the others say.
 ALWAYS = {
-    "generate": "models config source target prompt messages_file max_tokens temp shard placement "
-                "prefill_step_size kv_bits memory_budget verbose json_file",
+    "generate": "models config source target prompt messages_file max_tokens temp stop shard "
+                "placement prefill_step_size kv_bits memory_budget verbose json_file",
     "chat": "models config model system_prompt thinking verbatim on_full resume save max_tokens "
-            "temp prefill_step_size keep_history shard sharded json_file",
+            "temp stop prefill_step_size keep_history shard sharded json_file",
     "serve": "models model translator config host port api_key cors route memory_limit max_tokens "
              "max_kl verbatim heal guard on_doubt prefill_step_size max_concurrent queue_limit "
              "body_limit header_timeout body_timeout write_timeout keep_alive worker_timeout "
@@ -287,7 +287,7 @@ def test_the_tables_of_groups_and_keys_name_options() -> None:
     """Each once, and those that there are."""
     every = {p.name for command in COMMANDS.values() for p in command.params}
     grouped = [name for names in GROUPS.values() for name in names.split()]
-    assert len(grouped) == len(set(grouped)) and set(grouped) <= every | {"stop"}
+    assert len(grouped) == len(set(grouped)) and set(grouped) <= every
     for verb, names in KEYS.items():
         assert set(names.split()) <= {p.name for p in COMMANDS[verb].params}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -11,6 +12,7 @@ from kvlingo_mlx.embedded import dialogues
 from tests.support import ROOT
 
 TEMPLATE = ROOT / "tools" / "chat_template.jinja"
+COPIES = [f for f in ROOT.glob("*/*/models/*/chat_template.jinja") if "mistral" not in str(f)]
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "one"},
@@ -23,13 +25,18 @@ HEAD = (
 )
 
 
-def render(messages: list[dict], **options: bool) -> str:
+def render(messages: list[dict], **options: Any) -> str:
     def refuse(message: str) -> None:
         raise ValueError(message)
 
     environment = ImmutableSandboxedEnvironment()
     environment.globals["raise_exception"] = refuse
     return environment.from_string(TEMPLATE.read_text()).render(messages=messages, **options)
+
+
+def test_every_model_has_this_template() -> None:
+    assert len(COPIES) == 9
+    assert {path.read_text() for path in COPIES} == {TEMPLATE.read_text()}
 
 
 def test_template_has_qwen3s_thinking_switch() -> None:
@@ -49,6 +56,29 @@ def test_template_keeps_only_the_last_turns_reasoning() -> None:
     assert render([*TALK, apart]) == expected
     plain = {"role": "assistant", "content": "four"}
     assert render([*TALK, plain]).endswith("<think>\n\n</think>\n\nfour<|im_end|>\n")
+
+
+def test_template_announces_tools_and_shows_calls() -> None:
+    """Prompts without tools are as they were when the models were trained."""
+    tool = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+    said = render(TALK, tools=[tool], add_generation_prompt=True)
+    assert said.startswith(
+        "<|im_start|>system\nBe brief.\n\n# Tools\n<tools>\n"
+        '{"type": "function", "function": {"name": "clock", "parameters": {}}}\n</tools>\n'
+    )
+    assert said.count("Be brief.") == 1
+    rest = HEAD.removeprefix("<|im_start|>system\nBe brief.<|im_end|>\n")
+    assert said.endswith(f"<|im_end|>\n{rest}<|im_start|>assistant\n")
+    assert render(TALK, tools=[]) == render(TALK, tools=None) == HEAD
+    call = {"type": "function", "function": {"name": "clock", "arguments": '{"a": 1}'}}
+    parsed = {"function": {"name": "clock", "arguments": {"a": 1}}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call, parsed]}
+    block = '<tool_call>\n{"name": "clock", "arguments": {"a": 1}}\n</tool_call>'
+    assert (
+        render([TALK[1], asked, TALK[3]])
+        .split("assistant\n")[1]
+        .startswith(f"{block}\n{block}<|im_end|>")
+    )
 
 
 def test_template_takes_tools_and_refuses_other_roles() -> None:

@@ -7,13 +7,15 @@ file, so that each has the same name, help and spellings everywhere.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from kvlingo_mlx.cli.output import keep_stdout_for_json
+from kvlingo_mlx.cli.output import keep_stdout_for_json, launched, rank
+from kvlingo_mlx.cli.progress import watching
 
 
 def option(default: Any, help: str, *names: str, **more: Any) -> Any:
@@ -113,8 +115,14 @@ def two_models(
 Given = TypeVar("Given", bound=Options)
 
 
-def verb(options: type[Given]) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
-    """Make a function of ``options`` one that typer can run; inherited fields are listed last."""
+def verb(
+    options: type[Given], *, waits: bool = False
+) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
+    """Make a function of ``options`` one that typer can run; inherited fields are listed last.
+
+    How far it is, is told meanwhile (``cli/progress``). A verb that ``waits`` for a person or for
+    clients, or whose answer can be read as it comes, tells of its phases alone.
+    """
     hints = get_type_hints(options, include_extras=True)
     listed = (name for cls in options.__mro__ for name in inspect.get_annotations(cls))
     known = {field.name: field for field in fields(options)}
@@ -124,7 +132,11 @@ def verb(options: type[Given]) -> Callable[[Callable[[Given], None]], Callable[.
         def command(**values: Any) -> None:
             given = options(**values)
             keep_stdout_for_json(given.json_file)
-            function(given)
+            name = function.__module__.rpartition(".")[2].strip("_").replace("_", "-")
+            # mlx.launch keeps the terminal to itself.
+            terminal = sys.stderr.isatty() and not launched()
+            with watching(None if waits else name, terminal, silent=rank() > 0):
+                function(given)
 
         command.__doc__ = function.__doc__
         command.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -38,6 +38,7 @@ from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import recorded
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.phases import Step, phase
 from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
@@ -171,7 +172,8 @@ def agreement(
         return [kls, ways[0].best == ways[1].best, hits, apart]
 
     costs = [len(sample.prefix) + len(sample.continuation) for sample, _ in asked]
-    found = _shared(group, costs, lambda number: measured(*asked[number]))
+    with phase("measuring the receipt", len(asked)) as step:
+        found = _shared(group, costs, lambda number: measured(*asked[number]), step)
     kls, every, hits, apart = zip(*found, strict=True)
     kl, hidden = (float(np.mean([each[i] for each in kls])) for i in (0, 2))
     same = np.concatenate(every)
@@ -184,13 +186,16 @@ def agreement(
 
 
 def _shared(
-    group: Group, costs: Sequence[int], measured: Callable[[int], list[Any]]
+    group: Group, costs: Sequence[int], measured: Callable[[int], list[Any]], step: Step
 ) -> list[list[Any]]:
     """What is measured of each item, by all processes; what one cannot measure, none can."""
     found: dict[str, list[Any]] = {}
     problem = ""
     try:
-        own = {str(number): measured(number) for number in group.share(costs)}
+        own = {}
+        for number in group.share(costs):
+            own[str(number)] = measured(number)
+            step(len(own) * group.size)
     except (KVLingoError, ValueError) as error:
         if group.size == 1:
             raise

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
 from kvlingo_mlx.evaluation.verification import receipt
+from kvlingo_mlx.fitting.data import Outlook, Record, chosen, records_of
 from kvlingo_mlx.fitting.rows import Rows
 from kvlingo_mlx.format.assignment import Assignment, by_depth, check_windows
 from kvlingo_mlx.format.config_reading import check_mapped, parse_assignment
@@ -39,7 +40,7 @@ from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm, Hooks
 from kvlingo_mlx.stage1.selection import METHODS
 from kvlingo_mlx.tokenization.aligned_prefix import check_capture
-from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer, read_jsonl, to_samples
+from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.version import __version__
@@ -51,7 +52,7 @@ Progress = Callable[[int, int], None]
 def fit(
     source: LanguageModel | str,
     target: LanguageModel | str,
-    samples: Iterable[Mapping[str, Any] | Sample] | str | os.PathLike[str],
+    samples: Iterable[Record] | str | os.PathLike[str],
     *,
     capture: str | None = None,
     norm: str = "frobenius",
@@ -61,8 +62,10 @@ def fit(
     state_maps: bool = False,
     ridge: float | None = None,
     memory: int = MEMORY,
+    tokens: int | None = None,
     progress: Progress | None = None,
     solving: Progress | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Translator:
     """Fit a translator in closed form (section "Training the translator", equation (3.2)).
 
@@ -91,9 +94,13 @@ def fit(
             paper.
         memory: Most bytes of moments in memory at once; where they would take more, the samples
             are read several times, for some layers at a time.
+        tokens: How many to read, in samples from all over the data; data that hold fewer are read
+            to their end. None is 64 for each unknown of the largest map.
         progress: Called with (samples done, number of samples), over all passes.
         solving: Called with (maps solved, number of maps); with little memory some maps are solved
             before the samples are read again.
+        say: Called once, as soon as the first samples are read, with a line that says what is
+            read, and about how long it takes on this machine.
 
     Raises:
         ValueError: An argument is bad, no sample is usable, or there are fewer tokens than a map
@@ -108,9 +115,7 @@ def fit(
     Warns:
         KVLingoWarning: The data have few tokens for the unknowns; it says how many suffice.
     """
-    if isinstance(samples, str | os.PathLike):
-        samples = read_jsonl(samples)
-    records = list(samples)
+    records, name = records_of(samples), _name(samples)
     source, target = load_pair(source, target)
     norm = norm_named(norm)
     method = assignment if isinstance(assignment, str) else None
@@ -121,20 +126,26 @@ def fit(
     explicit = assignment if isinstance(assignment, Assignment) else None
     config = _config(source, target, explicit, nu, head_mixing, capture, state_maps)
     group = ranks.here()
-    asked = {"data": records, "options": (config.to_json(), norm, method, nu, memory, ridge)}
+    read = chosen(records, (source, target), config, norm, tokens)
+    options = (config.to_json(), norm, method, nu, memory, ridge)
+    asked = {"data": read.samples, "options": options}
     group.agree(lambda: sharding.facts_of_work((source, target), **sharding.digests_of(asked)))
     work = ClosedForm(
         config,
         Rows(source, target),
-        _again(records, source, target, group),
+        _again(read.samples, group),
         norm,
         method,
         nu,
         memory,
-        _hooks(len(records), config, progress, solving),
-        checked_ridge(ridge),
-        group,
+        ridge=checked_ridge(ridge),
+        group=group,
+        count=len(read.samples),
     )
+    outlook = Outlook(
+        work, read, (source, target), name, say if group.leads else (lambda text: None)
+    )
+    work.hooks = _hooks(read.samples, config, progress, solving, outlook)
     work.run()
     if group.leads and (short := shortage(config, work.used, work.tokens, work.lowest)):
         warnings.warn(short, KVLingoWarning, stacklevel=2)
@@ -144,6 +155,7 @@ def fit(
         "norm": norm,
         "assignment": method or ("explicit" if assignment else "relative_depth"),
         **work.facts(),
+        "records": read.records,
         "kvlingo_mlx": __version__,
         "mlx": version("mlx"),
         "date": time.strftime("%Y-%m-%d"),
@@ -199,36 +211,37 @@ def _receipt(
         return {}
 
 
-def _again(
-    records: Sequence[Mapping[str, Any] | Sample],
-    source: LanguageModel,
-    target: LanguageModel,
-    group: Group,
-) -> Callable[[int], Iterable[Sample | None]]:
-    """The samples of records, from the first on, as often as they are asked for.
+def _name(samples: Any) -> str:
+    """What messages call the data."""
+    return Path(samples).name if isinstance(samples, str | os.PathLike) else "the data"
 
-    None stands for a record that is another process's.
-    """
-    context = min(source.context_length, target.context_length)
-    other = other_tokenizer(source.tokenizer, target.tokenizer)
 
-    def samples(start: int) -> Iterator[Sample | None]:
-        for number, record in enumerate(records):
-            if group.owns(number):
-                yield from to_samples([record], target.tokenizer, context, other, number + 1)
-            else:
-                yield None
+def _again(samples: Sequence[Sample], group: Group) -> Callable[[int], Iterable[Sample | None]]:
+    """The samples from one on, as often as they are needed; None stands for another process's."""
 
-    return samples
+    def from_one(start: int) -> Iterator[Sample | None]:
+        for number in range(start, len(samples)):
+            yield samples[number] if group.owns(number) else None
+
+    return from_one
 
 
 def _hooks(
-    samples: int, config: TranslatorConfig, progress: Progress | None, solving: Progress | None
+    samples: Sequence[Sample],
+    config: TranslatorConfig,
+    progress: Progress | None,
+    solving: Progress | None,
+    outlook: Outlook,
 ) -> Hooks:
     """The user's functions, called with numbers and their totals."""
-    maps = len(maps_of(config)) + len(state_maps_of(config))
-    tell, solve = progress or (lambda *numbers: None), solving or (lambda *numbers: None)
+    maps, count = len(maps_of(config)) + len(state_maps_of(config)), len(samples)
+
+    def read(used: int, done: int, passes: int) -> None:
+        outlook(used)
+        if progress is not None:
+            progress(used + done * count, passes * count)
+
     return Hooks(
-        progress=lambda used, done, passes: tell(used + done * samples, passes * samples),
-        solved=lambda number: solve(number, maps),
+        progress=read,
+        solved=lambda number: None if solving is None else solving(number, maps),
     )

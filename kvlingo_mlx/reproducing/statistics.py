@@ -20,7 +20,7 @@ from kvlingo_mlx.reproducing.tables import (
     tables,
 )
 from kvlingo_mlx.reproducing.work import Work
-from kvlingo_mlx.training.records import open_source
+from kvlingo_mlx.tokenization.records import open_source
 
 # Paragraph "Protocol": 512 documents of 256 tokens. A tiny run reads fewer.
 DOCUMENTS, TOKENS = 512, 512 * 256

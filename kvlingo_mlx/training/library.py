@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from kvlingo_mlx.tokenization.records import Source, Spec, open_source
 from kvlingo_mlx.tokenization.samples import encode_plain
 from kvlingo_mlx.training.conversations import Message, normalise, replies
 from kvlingo_mlx.training.mixture import key_of, shuffled
-from kvlingo_mlx.training.records import Source, Spec, open_source
 from kvlingo_mlx.training.wanted import Wanted
 
 Place = tuple[int, int]  # a source and one of its records, both numbered from 0

@@ -18,7 +18,7 @@ PACKAGE = Path(kvlingo_mlx.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Each may import what stands before it; files of one room may import one another.
 ROOMS = """
-    version errors arguments group blas backend threads
+    version errors arguments phases group blas backend threads
     format tokenization stage1 embedded families models translators caches remote loading
     reporting store handover folding conversation timing evaluation fitting analysis
     training making cuda reproducing serving cli

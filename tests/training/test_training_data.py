@@ -28,7 +28,7 @@ from kvlingo_mlx.training import records as records_room
 from kvlingo_mlx.training.conversations import keeps_system, normalise, pack, to_sample, until
 from kvlingo_mlx.training.data import Stream, prefix_histogram
 from kvlingo_mlx.training.mixture import BLOCK, Mixture, PlainText, key_of, shuffled, slot_at
-from kvlingo_mlx.training.records import open_source
+from kvlingo_mlx.tokenization.records import open_source
 
 MODEL = Path(dialogues.__file__).parent / "models" / "tiny-qwen3-s"
 GEMMA = (

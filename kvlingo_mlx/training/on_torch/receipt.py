@@ -13,6 +13,7 @@ import torch
 
 from kvlingo_mlx.embedded.bundled import bundled, spelled
 from kvlingo_mlx.loading.grading import GUARD, Apart, Receipt, cuts, recall_of
+from kvlingo_mlx.phases import counted
 from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer
 from kvlingo_mlx.training.objectives import Loss, objective_named
 from kvlingo_mlx.training.on_torch.gradients import conversation_loss, entries, handed_over, read
@@ -34,7 +35,8 @@ def receipt(
     asked = bundled(target.tokenizer, context, other)
     if not asked:
         return None
-    losses = [_losses(source, target, translator, sample) for sample, _ in asked]
+    read = counted("measuring the receipt", asked)
+    losses = [_losses(source, target, translator, sample) for sample, _ in read]
     tokens = sum(len(sample.continuation) for sample, _ in asked)
     ways = zip(*losses, strict=True)
     kl, _, hidden_kl = (sum(loss.kl for loss in way) / len(asked) for way in ways)

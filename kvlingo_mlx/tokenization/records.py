@@ -44,6 +44,9 @@ class JsonLines:
     files: np.ndarray
     digest: str
 
+    def __len__(self) -> int:
+        return len(self.starts)
+
     def read(self, number: int) -> tuple[Any, str]:
         """Record ``number`` as parsed (None for a blank line), with its file and line.
 
@@ -129,6 +132,15 @@ def _weighted(spec: Spec) -> tuple[str, float]:
     if not (math.isfinite(weight) and weight > 0):
         raise ValueError(f"{name}: weight {weight}, expected a positive number, as in NAME@0.5")
     return name, weight
+
+
+def open_lines(path: Path) -> JsonLines:
+    """A JSONL file.
+
+    Raises:
+        ValueError: It cannot be read, or is empty.
+    """
+    return _json_lines(str(path), [path])
 
 
 def _json_lines(name: str, paths: Sequence[Path]) -> JsonLines:

@@ -1,0 +1,155 @@
+"""What a fit reads: as many samples, from all over the data, as its maps can use."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvlingo_mlx.embedded.bundled import bundled_samples
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.phases import phase, spelled
+from kvlingo_mlx.stage1.bilinear import STATES
+from kvlingo_mlx.stage1.closed_form import READ, solving_seconds, unknowns
+from kvlingo_mlx.stage1.norms import ATTENTION_NORMS
+from kvlingo_mlx.stage1.passes import ClosedForm
+from kvlingo_mlx.tokenization.records import JsonLines, open_lines
+from kvlingo_mlx.tokenization.samples import Sample, checked_record, other_tokenizer, to_samples
+
+Record = Mapping[str, Any] | Sample
+Records = JsonLines | Sequence[Record]
+MEASURED = 1.0  # seconds of reading from which a pace is told
+RECEIPT = 2.0  # times as long as a fit's token a receipt's takes, which is predicted by three ways
+
+
+def records_of(samples: Iterable[Record] | str | os.PathLike[str]) -> Records:
+    """The records of a file, of which only the places of lines are kept, or of anything else."""
+    if isinstance(samples, str | os.PathLike):
+        return open_lines(Path(samples))
+    return list(samples)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The samples to fit on, in the order of the data.
+
+    Attributes:
+        samples: The samples.
+        tokens: Their rows, on which maps are fitted.
+        records: The records that were looked at.
+        of: All records.
+        wanted: The rows at which reading stopped.
+    """
+
+    samples: Sequence[Sample]
+    tokens: int
+    records: int
+    of: int
+    wanted: int
+
+
+def chosen(
+    records: Records,
+    models: Sequence[LanguageModel],
+    config: TranslatorConfig,
+    norm: str,
+    tokens: int | None,
+) -> Chosen:
+    """Samples of ``tokens`` rows or a little more: all of fewer, else drawn from all over the data.
+
+    A file may be sorted, so its head is not taken. The draw is the same in each process.
+
+    Args:
+        records: The data.
+        models: Source and target.
+        config: The translator's config.
+        norm: The norm of the fit.
+        tokens: None is :data:`READ` for each unknown.
+
+    Raises:
+        ValueError: A record that was drawn is malformed, or there is none.
+    """
+    wanted = READ * unknowns(config) if tokens is None else tokens
+    texts = STATES if config.state_maps and tokens is None else 0
+    target, context = models[1], min(model.context_length for model in models)
+    other = other_tokenizer(models[0].tokenizer, target.tokenizer)
+    found: dict[int, Sample] = {}
+    rows = looked = 0
+    with phase("choosing samples", wanted) as step:
+        for number in np.random.default_rng(0).permutation(len(records)).tolist():
+            record = _read(records, number)
+            looked += record is not None
+            samples = [] if record is None else [record]
+            for sample in to_samples(samples, target.tokenizer, context, other, number + 1):
+                if sample.num_translated and (sample.continuation or norm not in ATTENTION_NORMS):
+                    found[number] = sample
+                    rows += sample.num_translated
+            step(min(rows, wanted))
+            if rows >= wanted and len(found) >= texts:
+                break
+    if not looked:
+        raise ValueError('the data hold no records; give {"messages": [...]} or {"text": ...}')
+    return Chosen([found[n] for n in sorted(found)], rows, looked, len(records), wanted)
+
+
+def _read(records: Records, number: int) -> Record | None:
+    """A record; None for a blank line."""
+    if not isinstance(records, JsonLines):
+        return records[number]
+    record, where = records.read(number)
+    return None if record is None else checked_record(record, where)
+
+
+@dataclass
+class Outlook:
+    """Says once what a fit reads and about how long it takes, at the pace of the first samples.
+
+    The first one warms up, and counts only where no other is long enough.
+    """
+
+    form: ClosedForm
+    read: Chosen
+    models: Sequence[LanguageModel]
+    name: str
+    say: Callable[[str], None]
+    began: float = field(default_factory=time.monotonic)
+    before: int = 0
+    said: bool = False
+
+    def __call__(self, used: int) -> None:
+        """To be called after each sample that is read."""
+        now, tokens = time.monotonic(), self.form.tokens
+        ends = used == len(self.read.samples)
+        if self.said or tokens == self.before or not (ends or now - self.began >= MEASURED):
+            return
+        pace = (now - self.began) / (tokens - self.before)
+        if not self.before and not ends:
+            self.began, self.before = now, tokens
+            return
+        self.said = True
+        self.say(str(self) + f": about {spelled(self._seconds(pace))} on this machine")
+
+    def __str__(self) -> str:
+        """For example ``fits maps of 128 unknowns on 8,192 tokens, 64 for each``."""
+        read, widest = self.read, unknowns(self.form.config)
+        where = f", from {len(read.samples):,} of {read.of:,} records of {self.name}"
+        return (
+            f"fits maps of {widest:,} unknowns on {read.tokens:,} tokens, "
+            f"{read.tokens / widest:,.0f} for each{where}"
+        )
+
+    def _seconds(self, pace: float) -> float:
+        """The seconds of all that is to be done: reading, solving, the receipt."""
+        form, (source, target) = self.form, self.models
+        context = min(model.context_length for model in self.models)
+        other = other_tokenizer(source.tokenizer, target.tokenizer)
+        asked = bundled_samples(target.tokenizer, context, other)
+        receipt = sum(len(s.prefix) + 3 * len(s.continuation) for s in asked)
+        rows = self.read.tokens * form.passes + RECEIPT * receipt
+        return (pace * rows + solving_seconds(form.config)) / form.group.size

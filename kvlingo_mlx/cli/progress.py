@@ -35,21 +35,33 @@ class Shown:
     timed: bool = False
     done: float = 0
     began: float = field(default_factory=lambda: time.monotonic())
-    moved: float = 0.0
+    moved: float = field(init=False)
+    start: tuple[float, float] = field(init=False)  # a number done and its time: the pace is since
 
     def __post_init__(self) -> None:
         self.moved = self.began
+        self.start = 0, self.began
 
     def step(
         self, done: float | None = None, total: float | None = None, text: str | None = None
     ) -> None:
         """As :data:`kvlingo_mlx.phases.Step`; a text alone is no step."""
-        self.moved = time.monotonic()
+        before, self.moved = self.moved, time.monotonic()
         if self.timed and done is not None:
             self.began = self.moved - done
         elif done is not None or text is None:
-            self.done = self.done + 1 if done is None else done
+            count = self.done + 1 if done is None else done
+            if not self.done or count < self.done:  # perhaps not the first: a work resumed
+                self.start = max(0, count - 1), before if self.done else self.start[1]
+            self.done = count
+        else:
+            self.rest()
         self.total, self.text = total or self.total, text or self.text
+
+    def rest(self) -> None:
+        """Do not count the time so far to the pace, if nothing is done yet."""
+        if not self.done:
+            self.start = 0, time.monotonic()
 
     @property
     def share(self) -> float | None:
@@ -65,7 +77,8 @@ class Shown:
             return None
         if self.timed:
             return max(0.0, self.began + self.total - now)
-        left = (self.moved - self.began) / self.done * (self.total - self.done)
+        done, since = self.start
+        left = (self.moved - since) / (self.done - done) * (self.total - self.done)
         return max(0.0, left - (now - self.moved)) or None
 
     @property
@@ -108,7 +121,9 @@ class Watch:
             yield own.step
         finally:
             self.phases.remove(own)
-            if not self.phases:
+            if self.phases:
+                self.phases[-1].rest()
+            else:
                 self.clear()
 
     @contextlib.contextmanager
@@ -162,6 +177,8 @@ class Watch:
 
         latest = self.phases[-1] if self.phases else Shown("", None)
         row = Table.grid(padding=(0, 1))
+        for _ in range(3):
+            row.add_column(no_wrap=True, overflow="ellipsis")
         share = latest.share
         bar = ProgressBar(1.0, share or 0.0, width=24, pulse=share is None)
         row.add_row(latest.text, bar, latest.far)

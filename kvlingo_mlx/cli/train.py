@@ -152,7 +152,8 @@ def command(options: TrainOptions) -> None:
                 text = f"KL {report.kl:.4f}, held out {report.held_out:.4f}, {speed}"
                 step(round(report.share * options.steps), text=text)
             else:
-                step(text=f"{stage}: {getattr(report, 'step', report)}")
+                share = getattr(report, "share", None)  # the maps in closed form show themselves
+                step(None if share is None else round(share * options.steps), text=stage)
 
         heard = command_line.Listeners(show, warn, say)
         job = command_line.Job(asked, plan, recipe, options.out, stage1, options.force)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.embedded.bundled import bundled_samples
+from kvlingo_mlx.embedded.bundled import receipt_rows
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.phases import phase, spelled
@@ -25,7 +25,6 @@ from kvlingo_mlx.tokenization.samples import Sample, checked_record, other_token
 Record = Mapping[str, Any] | Sample
 Records = JsonLines | Sequence[Record]
 MEASURED = 1.0  # seconds of reading from which a pace is told
-RECEIPT = 2.0  # times as long as a fit's token a receipt's takes, which is predicted by three ways
 
 
 def records_of(samples: Iterable[Record] | str | os.PathLike[str]) -> Records:
@@ -149,7 +148,5 @@ class Outlook:
         form, (source, target) = self.form, self.models
         context = min(model.context_length for model in self.models)
         other = other_tokenizer(source.tokenizer, target.tokenizer)
-        asked = bundled_samples(target.tokenizer, context, other)
-        receipt = sum(len(s.prefix) + 3 * len(s.continuation) for s in asked)
-        rows = self.read.tokens * form.passes + RECEIPT * receipt
+        rows = self.read.tokens * form.passes + receipt_rows(target.tokenizer, context, other)
         return (pace * rows + solving_seconds(form.config)) / form.group.size

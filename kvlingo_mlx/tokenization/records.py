@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvlingo_mlx.errors import needs_extra
+from kvlingo_mlx.phases import phase
 
 Spec = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
@@ -161,8 +162,9 @@ def _index(path: Path, digest: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     ``digest``, a hash object of hashlib, is updated with the file's content.
     """
     breaks, length = [np.array([-1], np.int64)], 0
+    shown = phase(f"finding the records of {path.name}")
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as file, shown:
             while chunk := file.read(CHUNK):
                 breaks.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + length)
                 length += len(chunk)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvlingo_mlx.phases import counted
 from kvlingo_mlx.tokenization.records import Source, Spec, open_source
 from kvlingo_mlx.tokenization.samples import encode_plain
 from kvlingo_mlx.training.conversations import Message, normalise, replies
@@ -233,7 +234,8 @@ class Library:
     ) -> Shelf:
         """A shelf of a source's usable ``records``, without those whose opening is ``known``."""
         rows, whole, counts, lengths, traces = [], [], [], [], []
-        for record in records.tolist():
+        read = f"reading the records of {self.sources[number].name}"
+        for record in counted(read, records.tolist()):
             found, refusal = self._judged((number, record))
             if refusal or not found.get(self._kind):
                 self.skipped += 1

@@ -326,9 +326,5 @@ class Making:
     def _tell(self, stage: str, text: str) -> None:
         self.told.progress(stage, self.work.spent / self.seconds, text)
 
-    def _show(self, stage: str, report: Report | int) -> None:
-        if isinstance(report, Report):
-            text = f"KL {report.kl:.4f}, held out {report.held_out:.4f}"
-            self._tell("distilling", text)
-        else:
-            self._tell(stage, str(report))
+    def _show(self, stage: str, report: Report) -> None:
+        self._tell("distilling", f"KL {report.kl:.4f}, held out {report.held_out:.4f}")

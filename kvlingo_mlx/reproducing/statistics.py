@@ -41,7 +41,6 @@ def report_of(work: Work, pair: Pair, way: str, **asked: Any) -> Report:
         target,
         _records(work, settings.documents),
         settings,
-        progress=lambda part: work.heard.progress(f"{source.name} to {target.name}: {part}"),
     )
 
 

@@ -7,6 +7,7 @@ file, so that each has the same name, help and spellings everywhere.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -133,8 +134,9 @@ def verb(
             given = options(**values)
             keep_stdout_for_json(given.json_file)
             name = function.__module__.rpartition(".")[2].strip("_").replace("_", "-")
-            # mlx.launch keeps the terminal to itself.
-            terminal = sys.stderr.isatty() and not launched()
+            # mlx.launch keeps the terminal to itself, and a dumb one cannot be drawn in.
+            dumb = launched() or os.environ.get("TERM") == "dumb"
+            terminal = sys.stderr.isatty() and not dumb
             with watching(None if waits else name, terminal, silent=rank() > 0):
                 function(given)
 

@@ -23,7 +23,7 @@ SOON = 0.5  # seconds before a bar appears: short work shows none
 # rich is imported where it is used, since most commands are over before.
 
 
-@dataclass
+@dataclass(eq=False)
 class Shown:
     """One phase: its steps so far, and the times of its beginning and of its last step.
 

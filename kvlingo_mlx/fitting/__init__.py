@@ -9,7 +9,7 @@ import dataclasses
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def fit(
     Warns:
         KVLingoWarning: The data have few tokens for the unknowns; it says how many suffice.
     """
-    records, name = records_of(samples), _name(samples)
+    records = records_of(samples)
     source, target = load_pair(source, target)
     norm = norm_named(norm)
     method = assignment if isinstance(assignment, str) else None
@@ -127,13 +127,14 @@ def fit(
     config = _config(source, target, explicit, nu, head_mixing, capture, state_maps)
     group = ranks.here()
     read = chosen(records, (source, target), config, norm, tokens)
+    every = list(enumerate(read.samples))
     options = (config.to_json(), norm, method, nu, memory, ridge)
     asked = {"data": read.samples, "options": options}
     group.agree(lambda: sharding.facts_of_work((source, target), **sharding.digests_of(asked)))
     work = ClosedForm(
         config,
         Rows(source, target),
-        _again(read.samples, group),
+        lambda start: (s if group.owns(n) else None for n, s in every[start:]),
         norm,
         method,
         nu,
@@ -142,9 +143,7 @@ def fit(
         group=group,
         count=len(read.samples),
     )
-    outlook = Outlook(
-        work, read, (source, target), name, say if group.leads else (lambda text: None)
-    )
+    outlook = Outlook(work, read, (source, target), say if group.leads else (lambda text: None))
     work.hooks = _hooks(read.samples, config, progress, solving, outlook)
     work.run()
     if group.leads and (short := shortage(config, work.used, work.tokens, work.lowest)):
@@ -209,21 +208,6 @@ def _receipt(
         if group.leads:
             warnings.warn(f"the fit leaves no receipt: {problem}", KVLingoWarning, stacklevel=3)
         return {}
-
-
-def _name(samples: Any) -> str:
-    """What messages call the data."""
-    return Path(samples).name if isinstance(samples, str | os.PathLike) else "the data"
-
-
-def _again(samples: Sequence[Sample], group: Group) -> Callable[[int], Iterable[Sample | None]]:
-    """The samples from one on, as often as they are needed; None stands for another process's."""
-
-    def from_one(start: int) -> Iterator[Sample | None]:
-        for number in range(start, len(samples)):
-            yield samples[number] if group.owns(number) else None
-
-    return from_one
 
 
 def _hooks(

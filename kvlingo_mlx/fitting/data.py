@@ -43,14 +43,14 @@ class Chosen:
         tokens: Their rows, on which maps are fitted.
         records: The records that were looked at.
         of: All records.
-        wanted: The rows at which reading stopped.
+        name: What messages call the data.
     """
 
     samples: Sequence[Sample]
     tokens: int
     records: int
     of: int
-    wanted: int
+    name: str
 
 
 def chosen(
@@ -94,7 +94,8 @@ def chosen(
                 break
     if not looked:
         raise ValueError('the data hold no records; give {"messages": [...]} or {"text": ...}')
-    return Chosen([found[n] for n in sorted(found)], rows, looked, len(records), wanted)
+    name = Path(records.name).name if isinstance(records, JsonLines) else "the data"
+    return Chosen([found[n] for n in sorted(found)], rows, looked, len(records), name)
 
 
 def _read(records: Records, number: int) -> Record | None:
@@ -115,7 +116,6 @@ class Outlook:
     form: ClosedForm
     read: Chosen
     models: Sequence[LanguageModel]
-    name: str
     say: Callable[[str], None]
     began: float = field(default_factory=time.monotonic)
     before: int = 0
@@ -132,15 +132,11 @@ class Outlook:
             self.began, self.before = now, tokens
             return
         self.said = True
-        self.say(str(self) + f": about {spelled(self._seconds(pace))} on this machine")
-
-    def __str__(self) -> str:
-        """For example ``fits maps of 128 unknowns on 8,192 tokens, 64 for each``."""
         read, widest = self.read, unknowns(self.form.config)
-        where = f", from {len(read.samples):,} of {read.of:,} records of {self.name}"
-        return (
+        self.say(
             f"fits maps of {widest:,} unknowns on {read.tokens:,} tokens, "
-            f"{read.tokens / widest:,.0f} for each{where}"
+            f"{read.tokens / widest:,.0f} for each, from {len(read.samples):,} of {read.of:,} "
+            f"records of {read.name}: about {spelled(self._seconds(pace))} on this machine"
         )
 
     def _seconds(self, pace: float) -> float:

@@ -77,6 +77,7 @@ class Making:
     told: Told
     task: Task | None = None
     nu: int | None = None
+    opening: float = 0.0  # the seconds in which the data were read
 
     def finished(self) -> bool:
         """Whether the folder holds a trained translator of these models, and no work is left."""
@@ -176,8 +177,11 @@ class Making:
         return WRITING * self.seconds + rows * seconds_per_token
 
     def _besides(self, measured: pace.Pace) -> float:
-        """The seconds of all but closed forms and stage 2, those that are over among them."""
-        return self.work.spent + self._later(measured.reading / measured.prefix)
+        """The seconds of all but closed forms and stage 2, those that are over among them.
+
+        The data are read once more, for the lengths that were chosen.
+        """
+        return self.work.spent + self.opening + self._later(measured.reading / measured.prefix)
 
     def done(self) -> Made:
         """Put the translator into the store, and report."""
@@ -240,7 +244,9 @@ class Making:
     def _lengths(self) -> dict[str, Any]:
         """Measure the pace, and choose lengths."""
         models, few = pair_of(*self.ends), pace.PROBES
+        before = self.work.spent
         stream = self._stream(MAX_PREFIX, pace.ANSWERS, few)
+        self.opening = self.work.spent - before
         rates = len(self._rates(self.nu or max(starts.NUS)))
         configs = self._configs(models, rates)
         widest = configs[max(configs)]

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm, Hooks
 from kvlingo_mlx.stage1.selection import METHODS
 from kvlingo_mlx.tokenization.aligned_prefix import check_capture
-from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.version import __version__
@@ -118,18 +117,14 @@ def fit(
     records = records_of(samples)
     source, target = load_pair(source, target)
     norm = norm_named(norm)
-    method = assignment if isinstance(assignment, str) else None
-    if method not in (None, "relative_depth", *METHODS):
-        known = f"relative_depth, {' or '.join(METHODS)}, or an Assignment"
-        raise ValueError(f"assignment is {method!r}; it must be {known}")
+    method = _method(assignment)
     capture = capture_point(source, target, capture)
     explicit = assignment if isinstance(assignment, Assignment) else None
     config = _config(source, target, explicit, nu, head_mixing, capture, state_maps)
     group = ranks.here()
     read = chosen(records, (source, target), config, norm, tokens)
     every = list(enumerate(read.samples))
-    options = (config.to_json(), norm, method, nu, memory, ridge)
-    asked = {"data": read.samples, "options": options}
+    asked = {"data": every, "options": (config.to_json(), norm, method, nu, memory, ridge)}
     group.agree(lambda: sharding.facts_of_work((source, target), **sharding.digests_of(asked)))
     work = ClosedForm(
         config,
@@ -143,8 +138,7 @@ def fit(
         group=group,
         count=len(read.samples),
     )
-    outlook = Outlook(work, read, (source, target), say if group.leads else (lambda text: None))
-    work.hooks = _hooks(read.samples, config, progress, solving, outlook)
+    work.hooks = _hooks(Outlook(work, read, say), progress, solving)
     work.run()
     if group.leads and (short := shortage(config, work.used, work.tokens, work.lowest)):
         warnings.warn(short, KVLingoWarning, stacklevel=2)
@@ -163,6 +157,15 @@ def fit(
     }
     told = dataclasses.replace(work.config, provenance=provenance)
     return dataclasses.replace(fitted, config=told)
+
+
+def _method(assignment: Assignment | str | None) -> str | None:
+    """How source layers are chosen; None by depth, or as they are given."""
+    method = assignment if isinstance(assignment, str) else None
+    if method not in (None, "relative_depth", *METHODS):
+        known = f"relative_depth, {' or '.join(METHODS)}, or an Assignment"
+        raise ValueError(f"assignment is {method!r}; it must be {known}")
+    return method
 
 
 def _config(
@@ -210,15 +213,10 @@ def _receipt(
         return {}
 
 
-def _hooks(
-    samples: Sequence[Sample],
-    config: TranslatorConfig,
-    progress: Progress | None,
-    solving: Progress | None,
-    outlook: Outlook,
-) -> Hooks:
+def _hooks(outlook: Outlook, progress: Progress | None, solving: Progress | None) -> Hooks:
     """The user's functions, called with numbers and their totals."""
-    maps, count = len(maps_of(config)) + len(state_maps_of(config)), len(samples)
+    config, count = outlook.form.config, len(outlook.read.samples)
+    maps = len(maps_of(config)) + len(state_maps_of(config))
 
     def read(used: int, done: int, passes: int) -> None:
         outlook(used)

@@ -44,6 +44,7 @@ class Chosen:
         records: The records that were looked at.
         of: All records.
         name: What messages call the data.
+        models: Source and target.
     """
 
     samples: Sequence[Sample]
@@ -51,6 +52,7 @@ class Chosen:
     records: int
     of: int
     name: str
+    models: Sequence[LanguageModel]
 
 
 def chosen(
@@ -95,7 +97,7 @@ def chosen(
     if not looked:
         raise ValueError('the data hold no records; give {"messages": [...]} or {"text": ...}')
     name = Path(records.name).name if isinstance(records, JsonLines) else "the data"
-    return Chosen([found[n] for n in sorted(found)], rows, looked, len(records), name)
+    return Chosen([found[n] for n in sorted(found)], rows, looked, len(records), name, models)
 
 
 def _read(records: Records, number: int) -> Record | None:
@@ -115,7 +117,6 @@ class Outlook:
 
     form: ClosedForm
     read: Chosen
-    models: Sequence[LanguageModel]
     say: Callable[[str], None]
     began: float = field(default_factory=time.monotonic)
     before: int = 0
@@ -132,6 +133,8 @@ class Outlook:
             self.began, self.before = now, tokens
             return
         self.said = True
+        if not self.form.group.leads:
+            return
         read, widest = self.read, unknowns(self.form.config)
         self.say(
             f"fits maps of {widest:,} unknowns on {read.tokens:,} tokens, "
@@ -141,8 +144,8 @@ class Outlook:
 
     def _seconds(self, pace: float) -> float:
         """The seconds of all that is to be done: reading, solving, the receipt."""
-        form, (source, target) = self.form, self.models
-        context = min(model.context_length for model in self.models)
+        form, (source, target) = self.form, self.read.models
+        context = min(source.context_length, target.context_length)
         other = other_tokenizer(source.tokenizer, target.tokenizer)
         rows = self.read.tokens * form.passes + receipt_rows(target.tokenizer, context, other)
         return (pace * rows + solving_seconds(form.config)) / form.group.size

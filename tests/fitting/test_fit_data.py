@@ -129,7 +129,7 @@ def test_the_time_that_is_told(
     monkeypatch.setattr(data, "receipt_rows", lambda *arguments: 1000.0)
     monkeypatch.setattr(ClosedForm, "passes", passes)
     form: Any = ClosedForm(config, SimpleNamespace(), lambda start: ())
-    outlook = Outlook(form, read, (source, target), lambda text: told.append((now[0], text)))
+    outlook = Outlook(form, read, lambda text: told.append((now[0], text)))
     for number, sample in enumerate(read.samples, 1):
         now[0] += pace * sample.num_translated * (10 if number == 1 else 1)
         form.tokens += sample.num_translated

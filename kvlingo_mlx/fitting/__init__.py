@@ -114,7 +114,6 @@ def fit(
     Warns:
         KVLingoWarning: The data have few tokens for the unknowns; it says how many suffice.
     """
-    records = records_of(samples)
     source, target = load_pair(source, target)
     norm = norm_named(norm)
     method = _method(assignment)
@@ -122,7 +121,7 @@ def fit(
     explicit = assignment if isinstance(assignment, Assignment) else None
     config = _config(source, target, explicit, nu, head_mixing, capture, state_maps)
     group = ranks.here()
-    read = chosen(records, (source, target), config, norm, tokens)
+    read = chosen(records_of(samples), (source, target), config, norm, tokens)
     every = list(enumerate(read.samples))
     asked = {"data": every, "options": (config.to_json(), norm, method, nu, memory, ridge)}
     group.agree(lambda: sharding.facts_of_work((source, target), **sharding.digests_of(asked)))

@@ -118,7 +118,7 @@ class Outlook:
     form: ClosedForm
     read: Chosen
     say: Callable[[str], None]
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=lambda: time.monotonic())
     before: int = 0
     said: bool = False
 

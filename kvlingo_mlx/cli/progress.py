@@ -90,7 +90,7 @@ class Shown:
         elif self.total:
             told.append(f"{self.done:,.0f} of {self.total:,.0f}")
         else:
-            told += [f"{self.done:,.0f}"] * bool(self.done) + [spent]
+            told += [f"{self.done:,.0f}"] * bool(self.done) + [f"{spent} so far"]
         if (left := self.left) is not None:
             told.append(f"about {spelled(left)} left")
         return ", ".join(told)

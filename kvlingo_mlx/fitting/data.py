@@ -24,7 +24,7 @@ from kvlingo_mlx.tokenization.samples import Sample, checked_record, other_token
 
 Record = Mapping[str, Any] | Sample
 Records = JsonLines | Sequence[Record]
-MEASURED = 1.0  # seconds of reading from which a pace is told
+MEASURED, LONG = 1.0, 10.0  # seconds of reading that tell a pace; and with those that warm up
 
 
 def records_of(samples: Iterable[Record] | str | os.PathLike[str]) -> Records:
@@ -112,7 +112,7 @@ def _read(records: Records, number: int) -> Record | None:
 class Outlook:
     """Says once what a fit reads and about how long it takes, at the pace of the first samples.
 
-    The first one warms up, and counts only where no other is long enough.
+    The first ones warm up, and count only where they take long or there are no others.
     """
 
     form: ClosedForm
@@ -129,7 +129,7 @@ class Outlook:
         if self.said or tokens == self.before or not (ends or now - self.began >= MEASURED):
             return
         pace = (now - self.began) / (tokens - self.before)
-        if not self.before and not ends:
+        if not self.before and not ends and now - self.began < LONG:
             self.began, self.before = now, tokens
             return
         self.said = True

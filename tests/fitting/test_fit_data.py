@@ -131,7 +131,8 @@ def test_the_time_that_is_told(
     form: Any = ClosedForm(config, SimpleNamespace(), lambda start: ())
     outlook = Outlook(form, read, lambda text: told.append((now[0], text)))
     for number, sample in enumerate(read.samples, 1):
-        now[0] += pace * sample.num_translated * (10 if number == 1 else 1)
+        slow = 10 if number == 1 and pace < 0.1 else 1
+        now[0] += pace * sample.num_translated * slow
         form.tokens += sample.num_translated
         outlook(number)
     ((when, text),) = told
@@ -142,4 +143,5 @@ def test_the_time_that_is_told(
     parts = re.findall(r"(\d+) (s|min|h)\b", text.split("about ")[1])
     found = sum(int(number) * units[unit] for number, unit in parts)
     assert least - 60 <= found <= most + 60
-    assert when < max(2.5, 30 * pace * 60), "after two samples, or a second or two"
+    first = pace * read.samples[0].num_translated
+    assert when < (2.5 if pace < 0.001 else 13 * first if pace < 0.1 else 1.1 * first), "early"

@@ -34,6 +34,7 @@ from kvlingo_mlx.training.on_mlx.pair import Pair
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 
 MINUTES = 0.05
+STARTING, BESIDES = pace.STARTING, Making._besides
 
 
 @pytest.fixture(autouse=True)
@@ -294,13 +295,11 @@ def test_it_ends_within_its_minutes(
     models: dict[str, LanguageModel], chats: str, monkeypatch: pytest.MonkeyPatch, minutes: float
 ) -> None:
     """By a clock of planted speed: reading, learning and the receipt are all that takes time."""
-    monkeypatch.undo()
-    for module, name, value in (
-        (pace, "FEWEST_STEPS", 0), (making, "HELD_OUT", 4), (bundled, "COUNT", 2),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, value)
     short = functools.partial(dialogues.held_out, facts=(2, 3), questions=1)
-    monkeypatch.setattr(dialogues, "held_out", short)
+    for place, name, value in (
+        (pace, "STARTING", STARTING), (Making, "_besides", BESIDES), (bundled, "held_out", short),
+    ):  # fmt: skip
+        monkeypatch.setattr(place, name, value)
     now, receipts = [0.0], []
     clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
     for module in (made_here, work, pace, distill):

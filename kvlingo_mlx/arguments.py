@@ -260,6 +260,7 @@ KINDS: dict[str, Kind] = {
         ("max_tokens", "prefill_step_size", "num_draft_tokens", "nu", "memory", "kv_bits",
          "kv_group_size", "quantized_kv_start"), NUMBER),
     **dict.fromkeys(("native_head", "native_tail", "guard"), TOKENS),
+    "fit.tokens": Kind(lambda value: _whole(value) and value >= 1, "a number of tokens, 1 or more"),
     "characters": Kind(lambda value: _whole(value) and value >= 0,
                        "a number of characters, 0 or more"),
     **dict.fromkeys(
@@ -271,7 +272,7 @@ KINDS: dict[str, Kind] = {
          "key", "sent", "name", "prefill", "reasoning", "first_token", "where", "on_full",
          "heal", "on_doubt", "shard"), TEXT),
     **dict.fromkeys(("prefill_model", "decode_model", "source", "target", "draft_model"), MODEL),
-    **dict.fromkeys(("sampler", "progress", "solving", "suits", "until"), FUNCTION),
+    **dict.fromkeys(("sampler", "progress", "solving", "say", "suits", "until"), FUNCTION),
     "path_or_hf_repo": MODEL,
     "load_translator.path_or_hf_repo": Kind(_path, "a translator's folder or Hub id"),
     **dict.fromkeys(

@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 
 from kvlingo_mlx.cli.needs import Checked
 from kvlingo_mlx.cli.output import complain, launched, rank, warn
+from kvlingo_mlx.cli.progress import watch
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning, tell_new_name
 from kvlingo_mlx.version import __version__
 
@@ -183,7 +184,8 @@ def _in_a_line(others: Callable[..., None]) -> Callable[..., None]:
         if issubclass(category, UserWarning):
             warn(str(message))
         else:
-            others(message, category, *where, **more)
+            with watch().aside():
+                others(message, category, *where, **more)
 
     return show
 

@@ -87,7 +87,7 @@ class ChatOptions(WritingOptions):
     max_tokens: int = option(512, "Longest answer; -1: to the context's end.", "--max-tokens", "-m")
 
 
-@verb(ChatOptions, long=True)
+@verb(ChatOptions, long=True, waits=True)
 def command(options: ChatOptions) -> None:
     """Talk to several models in one conversation; /help lists what can be typed.
 

@@ -7,6 +7,8 @@ file, so that each has the same name, help and spellings everywhere.
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
@@ -16,7 +18,8 @@ import typer
 
 from kvlingo_mlx import blas
 from kvlingo_mlx.cli.keys import read_config
-from kvlingo_mlx.cli.output import keep_stdout_for_json
+from kvlingo_mlx.cli.output import keep_stdout_for_json, launched, rank
+from kvlingo_mlx.cli.progress import watching
 
 
 def option(default: Any, help: str, *names: str, **more: Any) -> Any:
@@ -190,11 +193,13 @@ Given = TypeVar("Given", bound=Options)
 
 
 def verb(
-    options: type[Given], *, long: bool = False
+    options: type[Given], *, long: bool = False, waits: bool = False
 ) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
     """Make a function of ``options`` one that typer can run; inherited fields are listed last.
 
-    ``long`` says that the verb computes for long, so that it tells if the machine is slow.
+    ``long`` says that the verb computes for long, so that it tells if the machine is slow. How far
+    it is, is told meanwhile (``cli/progress``). A verb that ``waits`` for a person or for clients,
+    or whose answer can be read as it comes, tells of its phases alone.
     """
     hints = get_type_hints(options, include_extras=True)
     listed = [name for cls in options.__mro__ for name in inspect.get_annotations(cls)]
@@ -215,7 +220,12 @@ def verb(
             given = options(**values)
             keep_stdout_for_json(given.json_file)
             blas.long_run = long
-            function(given)
+            name = function.__module__.rpartition(".")[2].strip("_").replace("_", "-")
+            # mlx.launch keeps the terminal to itself, and a dumb one cannot be drawn in.
+            dumb = launched() or os.environ.get("TERM") == "dumb"
+            terminal = sys.stderr.isatty() and not dumb
+            with watching(None if waits else name, terminal, silent=rank() > 0):
+                function(given)
 
         command.__doc__ = function.__doc__
         command.__annotations__ = {p.name: p.annotation for p in parameters}

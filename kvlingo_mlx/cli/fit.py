@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvlingo_mlx.cli.command import Configured, Force, TwoModels, option, verb
-from kvlingo_mlx.cli.output import keep, progress_bar, rank, say, warn
+from kvlingo_mlx.cli.output import keep, rank, say, warn
 
 if TYPE_CHECKING:
     from kvlingo_mlx.format.assignment import Assignment
@@ -37,6 +38,9 @@ class FitOptions(Configured, TwoModels):
     memory_gb: float = option(
         8.0, "Most GB of sums at once; with less, the data are read several times."
     )
+    tokens: int | None = option(
+        None, "Tokens to read, from all over the data; default: 64 for each unknown of a map."
+    )
     force: Force = False
 
 
@@ -44,9 +48,9 @@ class FitOptions(Configured, TwoModels):
 def command(options: FitOptions) -> None:
     """Fit a translator in closed form on your own text.
 
-    Give 32 tokens or more for each number that a map reads (KV heads x head dim x --nu; with
-    head_mixing off, of one head): 32,768 for a KV width of 1,024. Fewer get a warning, fewer
-    than one an error.
+    A map has an unknown for each number that it reads: KV heads x head dim x --nu; with
+    head_mixing off, of one head. 64 tokens for each are read, from all over the data: 65,536 for
+    a KV width of 1,024. Data of fewer than 32 get a warning, of fewer than one an error.
     """
     if options.memory_gb <= 0:
         raise ValueError(f"--memory-gb is {options.memory_gb}; give a positive number")
@@ -55,15 +59,15 @@ def command(options: FitOptions) -> None:
     from kvlingo_mlx.format.assignment import narrow_groups
     from kvlingo_mlx.loading.grading import NO_RECEIPT, said_of
     from kvlingo_mlx.loading.models import load_pair
-    from kvlingo_mlx.tokenization.samples import read_jsonl
+    from kvlingo_mlx.tokenization.records import open_lines
 
     if not rank():  # which has the folder, if mlx.launch started several
         translator_folder.check_destination(options.out)
         if not options.force:
             translator_folder.check_free(options.out)
-    records = len(read_jsonl(options.data))  # refused before models are loaded
+    open_lines(Path(options.data))  # refused before models are loaded
     models = load_pair(options.source, options.target)
-    translator = _fit(options, models, records)
+    translator = _fit(options, models)
     ends = translator.config.source.layers, translator.config.target.layers
     listed = options.assignment.endswith(".json")
     if not listed and (narrow := narrow_groups(*ends, options.nu)):
@@ -72,7 +76,7 @@ def command(options: FitOptions) -> None:
         return
     folder = translator.save(options.out, overwrite=options.force)
     made = translator.config.provenance
-    skipped = records - made["samples"] - made.get("held_out", 0)
+    skipped = made["records"] - made["samples"] - made.get("held_out", 0)
     say(
         f"wrote {folder}: {translator.num_parameters:,} parameters from {made['samples']} samples"
         + (f" ({skipped} skipped: not usable)" if skipped else "")
@@ -84,22 +88,17 @@ def command(options: FitOptions) -> None:
     keep(options.json_file, "fit", config, results)
 
 
-def _fit(
-    options: FitOptions, models: tuple[LanguageModel, LanguageModel], records: int
-) -> Translator:
+def _fit(options: FitOptions, models: tuple[LanguageModel, LanguageModel]) -> Translator:
     from kvlingo_mlx.fitting import fit
 
-    with progress_bar("fitting", records) as step:
-        return fit(
-            *models,
-            options.data,
-            **options.some("norm capture nu head_mixing state_maps ridge"),
-            assignment=_assignment(options.assignment, *models),
-            memory=int(options.memory_gb * 2**30),
-            progress=lambda done, total: step(done, total, "fitting: reading samples"),
-            solving=lambda done, total: step(done, total, "fitting: solving maps"),
-            judging=lambda done, total: step(done, total, "fitting: measuring the receipt"),
-        )
+    return fit(
+        *models,
+        options.data,
+        **options.some("norm capture nu head_mixing state_maps ridge tokens"),
+        assignment=_assignment(options.assignment, *models),
+        memory=int(options.memory_gb * 2**30),
+        say=say,
+    )
 
 
 def _assignment(text: str, source: LanguageModel, target: LanguageModel) -> Assignment | str:

@@ -17,7 +17,7 @@ from kvlingo_mlx.cli.command import (
     option,
     verb,
 )
-from kvlingo_mlx.cli.output import keep, native_number, say
+from kvlingo_mlx.cli.output import awaited, keep, native_number, say
 from kvlingo_mlx.cli.prompt_input import MESSAGES_HELP, read_prompt
 from kvlingo_mlx.cli.sampling import WritingOptions
 
@@ -81,7 +81,7 @@ class GenerateOptions(WritingOptions, TwoModels):
     verbose: bool = option(True, "Print the times after the answer.")
 
 
-@verb(GenerateOptions)
+@verb(GenerateOptions, waits=True)
 def command(options: GenerateOptions) -> None:
     """Read a prompt with one model and answer with another."""
     asked = read_prompt(options.prompt, options.messages_file)
@@ -112,9 +112,10 @@ def command(options: GenerateOptions) -> None:
     respond = folded_stream_generate if options.memory_budget else stream_generate
     prompt = _messages(asked, options.system_prompt) if templated else asked
     pieces = []
-    for response in respond(
+    answer = respond(
         source, target, prompt, sampler=sampler, enable_thinking=options.thinking, **given
-    ):
+    )
+    for response in awaited("reading the prompt", answer):
         pieces.append(response.text)
         say(response.text, end="\n" if response.finish_reason else "")
     if options.verbose:

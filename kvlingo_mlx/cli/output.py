@@ -1,21 +1,23 @@
-"""Tables, progress bars and records, the same for every verb."""
+"""Texts, tables and records, the same for every verb."""
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 
+from kvlingo_mlx.cli.progress import watch
 from kvlingo_mlx.errors import printable
+from kvlingo_mlx.phases import Step
 
+Piece = TypeVar("Piece")
 RANK = "MLX_RANK"  # which mlx.launch sets; `group` has it, too, and imports NumPy
-TELL = 10.0  # seconds between two lines that stand for a progress bar
 
 # rich is imported where it is used, since --help does not need it.
 
@@ -29,60 +31,23 @@ def native_number(text: str | None) -> int | str | None:
     return int(text)
 
 
-@contextlib.contextmanager
-def progress_bar(text: str, total: int | None) -> Iterator[Callable[..., None]]:
-    """A progress bar on standard error that vanishes when done; none without a terminal.
+def progress_bar(
+    text: str, total: float | None = None, *, seconds: float | None = None
+) -> AbstractContextManager[Step]:
+    """Show a phase of a verb: how many of ``total`` are done, or how much of ``seconds`` is over.
 
     Yields a function to call after each step, with the number done if it is known. Its ``text``
-    replaces the text beside the bar. Under ``mlx.launch``, which keeps the terminal to itself, the
-    first rank says a line now and then.
+    replaces the text beside the bar.
     """
-    if launched():
-        yield _telling(text, total)
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    bar = Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with bar:
-        task = bar.add_task(text, total=total)
-
-        def step(
-            done: int | None = None, total: int | None = None, text: str | None = None
-        ) -> None:
-            one = 1 if done is None and text is None else None
-            bar.update(task, advance=one, completed=done, total=total, description=text)
-
-        yield step
+    return watch().phase(text, seconds or total, timed=seconds is not None)
 
 
-def _telling(text: str, total: int | None) -> Callable[..., None]:
-    """What a progress bar's function does without one: a line at most every ``TELL`` seconds."""
-    count, of, what, told = 0, total, text, time.monotonic()
-
-    def step(done: int | None = None, total: int | None = None, text: str | None = None) -> None:
-        nonlocal count, of, what, told
-        count = count + (text is None) if done is None else done
-        of, what = total or of, text or what
-        if not rank() and time.monotonic() - told >= TELL:
-            told = time.monotonic()
-            typer.echo(f"{what}: {count}" + (f" of {of}" if of else ""), err=True)
-
-    return step
+def awaited(text: str, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The pieces of an answer, with a phase until the first one is there."""
+    rest = iter(pieces)
+    with progress_bar(text):
+        first = list(itertools.islice(rest, 1))
+    yield from itertools.chain(first, rest)
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -95,7 +60,8 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         out.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
         out.add_row(*row)
-    Console(stderr=_on_stderr).print(out)
+    with watch().aside():
+        Console(stderr=_on_stderr).print(out)
 
 
 _on_stderr = False
@@ -119,7 +85,8 @@ def keep_stdout_for_json(json_file: str | None) -> None:
 
 def say(text: str, *, end: str = "\n") -> None:
     """Print a text unchanged."""
-    typer.echo(text + end, err=_on_stderr, nl=False)
+    with watch().aside():
+        typer.echo(text + end, err=_on_stderr, nl=False)
 
 
 def ask(prompt: str) -> str:
@@ -136,7 +103,8 @@ def ask(prompt: str) -> str:
 
 def warn(text: str) -> None:
     """Print a warning as one line on standard error."""
-    typer.echo(f"warning: {printable(' '.join(text.split()))}", err=True)
+    with watch().aside():
+        typer.echo(f"warning: {printable(' '.join(text.split()))}", err=True)
 
 
 def complain(error: Exception) -> None:

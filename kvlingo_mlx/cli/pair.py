@@ -11,8 +11,6 @@ from kvlingo_mlx.cli.command import (
 )
 from kvlingo_mlx.cli.output import keep, progress_bar, say, warn
 
-PARTS = 1000  # of the progress bar
-
 
 @dataclass(frozen=True, kw_only=True)
 class PairOptions(TwoModels):
@@ -52,10 +50,11 @@ def command(options: PairOptions) -> None:
 
     from kvlingo_mlx.making import Told, pair
 
-    with progress_bar("looking at the models", PARTS) as step:
+    seconds = 60.0 * options.minutes
+    with progress_bar("looking at the models", seconds=seconds) as step:
 
-        def show(stage: str, share: float | None, text: str) -> None:
-            step(None if share is None else round(share * PARTS), text=f"{stage}: {text}")
+        def show(stage: str, share: float, text: str) -> None:
+            step(share * seconds, text=f"{stage}: {text}")
 
         made = pair(
             source,

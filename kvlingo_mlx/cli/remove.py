@@ -9,6 +9,7 @@ import typer
 
 from kvlingo_mlx.cli.command import Options, argument, option, verb
 from kvlingo_mlx.cli.output import keep, say
+from kvlingo_mlx.cli.progress import watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,8 @@ def command(options: RemoveOptions) -> None:
     if not options.yes:
         if sys.stdin is None or not sys.stdin.isatty():
             raise ValueError(f"there is no terminal to ask at; add --yes to remove {folder}")
-        typer.confirm(f"Remove {folder}?", abort=True, err=True)
+        with watch().aside():
+            typer.confirm(f"Remove {folder}?", abort=True, err=True)
     listing.remove(folder)
     say(f"removed {folder}")
     keep(options.json_file, "remove", {"name": options.translator}, {"removed": str(folder)})

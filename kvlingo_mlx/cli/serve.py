@@ -91,7 +91,7 @@ class ServeOptions(Options):
     log_level: str | None = option(None, "debug, info, warning or error; default: info.")
 
 
-@verb(ServeOptions, long=True)
+@verb(ServeOptions, long=True, waits=True)
 def command(options: ServeOptions) -> None:
     """Serve models to any client of OpenAI or Anthropic (needs the [server] extra).
 

@@ -31,7 +31,7 @@ class ServePrefillOptions(Options):
     log_level: str | None = option(None, "debug, info, warning or error; default: info.")
 
 
-@verb(ServePrefillOptions, long=True)
+@verb(ServePrefillOptions, long=True, waits=True)
 def command(options: ServePrefillOptions) -> None:
     """Let a model read prompts for another machine (needs the [server] extra).
 

@@ -145,12 +145,11 @@ def command(options: TrainOptions) -> None:
     with progress_bar("training", options.steps) as step:
 
         def show(stage: str, report: Any) -> None:
+            text = "stage 1"
             if stage == "stage2":
                 speed = f"{report.tokens_per_second:.0f} tokens/s"
                 text = f"KL {report.kl:.4f}, held out {report.held_out:.4f}, {speed}"
-                step(round(report.share * options.steps), text=text)
-            else:
-                step(text=f"{stage}: {getattr(report, 'step', report)}")
+            step(round(report.share * options.steps), text=text)
 
         heard = command_line.Listeners(show, warn, say)
         job = command_line.Job(asked, plan, recipe, options.out, stage1, options.force)

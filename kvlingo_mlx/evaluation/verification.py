@@ -40,6 +40,7 @@ from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import recorded
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.phases import Step, phase
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample, other_tokenizer
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
@@ -148,15 +149,14 @@ def agreement(
     own: HeldOut | None = None,
     allow_mismatch: bool = False,
     group: Group = ALONE,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Agreement | None:
     """The quality of the target's continuations of the bundled conversations.
 
     The caches are translated above the first ``native_layers``, which the target reads itself: as
     many as the receipt was measured with, whatever `tune` has chosen since. ``own`` are samples of
     the user's data, measured besides. ``allow_mismatch`` is as in :func:`hand_over`. The processes
-    of a ``group`` share the conversations, and all return the same. ``progress`` is called with
-    (conversations done, number of conversations). None if no bundled one fits both contexts.
+    of a ``group`` share the conversations, and all return the same. None if no bundled one fits
+    both contexts.
     """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)
@@ -172,7 +172,8 @@ def agreement(
         return _measured((source, target, translator), native_layers, samples[number], value)
 
     costs = [len(sample.prefix) + len(sample.continuation) for sample in samples]
-    found = _shared(group, costs, measured, progress)
+    with phase("measuring the receipt", len(samples)) as step:
+        found = _shared(group, costs, measured, step)
     kls, every, hits, apart = zip(*found[: len(asked)], strict=True)
     kl, hidden = (float(np.mean([each[i] for each in kls])) for i in (0, 2))
     same = np.concatenate(every)
@@ -235,20 +236,16 @@ def _from_states(
 
 
 def _shared(
-    group: Group,
-    costs: Sequence[int],
-    measured: Callable[[int], list[Any]],
-    progress: Callable[[int, int], None],
+    group: Group, costs: Sequence[int], measured: Callable[[int], list[Any]], step: Step
 ) -> list[list[Any]]:
     """What is measured of each item, by all processes; what one cannot measure, none can."""
     found: dict[str, list[Any]] = {}
     own: dict[str, list[Any]] = {}
     problem = ""
     try:
-        share = list(group.share(costs))
-        for number in share:
+        for number in group.share(costs):
             own[str(number)] = measured(number)
-            progress(len(own), len(share))
+            step(len(own) * group.size)
     except (KVLingoError, ValueError) as error:
         if group.size == 1:
             raise
@@ -305,15 +302,12 @@ def receipt(
     native_layers: int = 0,
     group: Group = ALONE,
     own: HeldOut | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any] | None:
     """The receipt that goes into a new translator's provenance; None if no prompt fits.
 
-    ``own`` and ``progress`` are as in :func:`agreement`.
+    ``own`` is as in :func:`agreement`.
     """
-    found = agreement(
-        source, target, translator, native_layers, own=own, group=group, progress=progress
-    )
+    found = agreement(source, target, translator, native_layers, own=own, group=group)
     if found is None:
         return None
     dtype = str(target.cache_dtype).rsplit(".", 1)[-1]

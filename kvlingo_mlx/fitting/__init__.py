@@ -9,7 +9,7 @@ import dataclasses
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
 from kvlingo_mlx.evaluation.verification import receipt
+from kvlingo_mlx.fitting.data import Outlook, Record, chosen, records_of
 from kvlingo_mlx.fitting.rows import Rows
 from kvlingo_mlx.format.assignment import Assignment, by_depth, check_windows
 from kvlingo_mlx.format.config_reading import check_mapped, parse_assignment
@@ -39,27 +40,19 @@ from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm, Hooks
 from kvlingo_mlx.stage1.selection import METHODS
 from kvlingo_mlx.tokenization.aligned_prefix import check_capture
-from kvlingo_mlx.tokenization.samples import (
-    JUDGES,
-    HeldOut,
-    Sample,
-    other_tokenizer,
-    read_jsonl,
-    to_samples,
-)
+from kvlingo_mlx.tokenization.samples import HeldOut
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.version import __version__
 
 Progress = Callable[[int, int], None]
-MANY = 16 * JUDGES  # records, from which on some are kept from fitting
 
 
 @checked
 def fit(
     source: LanguageModel | str,
     target: LanguageModel | str,
-    samples: Iterable[Mapping[str, Any] | Sample] | str | os.PathLike[str],
+    samples: Iterable[Record] | str | os.PathLike[str],
     *,
     capture: str | None = None,
     norm: str = "frobenius",
@@ -69,9 +62,10 @@ def fit(
     state_maps: bool = False,
     ridge: float | None = None,
     memory: int = MEMORY,
+    tokens: int | None = None,
     progress: Progress | None = None,
     solving: Progress | None = None,
-    judging: Progress | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Translator:
     """Fit a translator in closed form (section "Training the translator", equation (3.2)).
 
@@ -100,11 +94,14 @@ def fit(
             paper.
         memory: Most bytes of moments in memory at once; where they would take more, the samples
             are read several times, for some layers at a time.
+        tokens: How many to read, in samples from all over the data; data that hold fewer are read
+            to their end. None is 64 for each unknown of the largest map. Of 128 records or more a
+            few are not fitted on; the receipt measures these, too.
         progress: Called with (samples done, number of samples), over all passes.
         solving: Called with (maps solved, number of maps); with little memory some maps are solved
             before the samples are read again.
-        judging: Called with (conversations done, number of conversations), for the receipt: the
-            bundled ones, and a few of ``samples`` that nothing is fitted on where there are 128.
+        say: Called once, as soon as the first samples are read, with a line that says what is
+            read, and about how long it takes on this machine.
 
     Raises:
         ValueError: An argument is bad, no sample is usable, or there are fewer tokens than a map
@@ -119,32 +116,30 @@ def fit(
     Warns:
         KVLingoWarning: The data have few tokens for the unknowns; it says how many suffice.
     """
-    records, name = _records(samples)
     source, target = load_pair(source, target)
     norm = norm_named(norm)
-    method = assignment if isinstance(assignment, str) else None
-    if method not in (None, "relative_depth", *METHODS):
-        known = f"relative_depth, {' or '.join(METHODS)}, or an Assignment"
-        raise ValueError(f"assignment is {method!r}; it must be {known}")
+    method = _method(assignment)
     capture = capture_point(source, target, capture)
     explicit = assignment if isinstance(assignment, Assignment) else None
     config = _config(source, target, explicit, nu, head_mixing, capture, state_maps)
     group = ranks.here()
-    asked = {"data": records, "options": (config.to_json(), norm, method, nu, memory, ridge)}
+    read = chosen(records_of(samples), (source, target), config, norm, tokens)
+    every = list(enumerate(read.samples))
+    asked = {"data": every, "options": (config.to_json(), norm, method, nu, memory, ridge)}
     group.agree(lambda: sharding.facts_of_work((source, target), **sharding.digests_of(asked)))
-    records, own = _kept_apart(records, name, source, target)
     work = ClosedForm(
         config,
         Rows(source, target),
-        _again(records, source, target, group),
+        lambda start: (s if group.owns(n) else None for n, s in every[start:]),
         norm,
         method,
         nu,
         memory,
-        _hooks(len(records), config, progress, solving),
-        checked_ridge(ridge),
-        group,
+        ridge=checked_ridge(ridge),
+        group=group,
+        count=len(read.samples),
     )
+    work.hooks = _hooks(Outlook(work, read, say), progress, solving)
     work.run()
     if group.leads and (short := shortage(config, work.used, work.tokens, work.lowest)):
         warnings.warn(short, KVLingoWarning, stacklevel=2)
@@ -154,14 +149,24 @@ def fit(
         "norm": norm,
         "assignment": method or ("explicit" if assignment else "relative_depth"),
         **work.facts(),
+        "records": read.records,
         "kvlingo_mlx": __version__,
         "mlx": version("mlx"),
         "date": time.strftime("%Y-%m-%d"),
         **facts_of_models({"source": source, "target": target}),
-        **_receipt((source, target, fitted), own, group, judging),
+        **_receipt((source, target, fitted), read.own, group),
     }
     told = dataclasses.replace(work.config, provenance=provenance)
     return dataclasses.replace(fitted, config=told)
+
+
+def _method(assignment: Assignment | str | None) -> str | None:
+    """How source layers are chosen; None by depth, or as they are given."""
+    method = assignment if isinstance(assignment, str) else None
+    if method not in (None, "relative_depth", *METHODS):
+        known = f"relative_depth, {' or '.join(METHODS)}, or an Assignment"
+        raise ValueError(f"assignment is {method!r}; it must be {known}")
+    return method
 
 
 def _config(
@@ -196,55 +201,16 @@ def _config(
     return config
 
 
-def _records(
-    samples: Iterable[Mapping[str, Any] | Sample] | str | os.PathLike[str],
-) -> tuple[list[Mapping[str, Any] | Sample], str]:
-    """What to fit on, as a list, and the data's name."""
-    if isinstance(samples, str | os.PathLike):
-        return [*read_jsonl(samples)], Path(samples).name
-    return list(samples), "the data"
-
-
-def _kept_apart(
-    records: list[Mapping[str, Any] | Sample],
-    name: str,
-    source: LanguageModel,
-    target: LanguageModel,
-) -> tuple[list[Mapping[str, Any] | Sample], HeldOut | None]:
-    """The records to fit on, and samples of others, which are none of these.
-
-    The last usable ones are kept, where there are many.
-    """
-    if len(records) < MANY:
-        return records, None
-    context = min(source.context_length, target.context_length)
-    ends = target.tokenizer, context, other_tokenizer(source.tokenizer, target.tokenizer)
-    kept: list[Mapping[str, Any] | Sample] = []
-    samples: list[Sample] = []
-    for number in range(len(records), len(records) // 2, -1):
-        record = records[number - 1]
-        if record not in kept and len(kept) < JUDGES:
-            found = HeldOut.of(name, to_samples([record], *ends, number)).samples
-            samples += found
-            kept += [record] if found else []
-    rest = [record for record in records if record not in kept]
-    return rest, HeldOut(name, tuple(samples)) if samples else None
-
-
 def _receipt(
-    models: tuple[LanguageModel, LanguageModel, Translator],
-    own: HeldOut | None,
-    group: Group,
-    judging: Progress | None,
+    models: tuple[LanguageModel, LanguageModel, Translator], own: HeldOut | None, group: Group
 ) -> dict[str, Any]:
     """The translator's receipt, if these models can read the bundled conversations.
 
     Beside it the number of records that nothing was fitted on.
     """
     kept = {} if own is None else {"held_out": len(own.samples)}
-    tell = judging or (lambda *numbers: None)
     try:
-        found = receipt(*models, group=group, own=own, progress=tell)
+        found = receipt(*models, group=group, own=own)
         return kept if found is None else {**kept, "receipt": found}
     except (KVLingoError, ValueError) as problem:
         if group.leads:
@@ -252,36 +218,17 @@ def _receipt(
         return kept
 
 
-def _again(
-    records: Sequence[Mapping[str, Any] | Sample],
-    source: LanguageModel,
-    target: LanguageModel,
-    group: Group,
-) -> Callable[[int], Iterable[Sample | None]]:
-    """The samples of records, from the first on, as often as they are asked for.
-
-    None stands for a record that is another process's.
-    """
-    context = min(source.context_length, target.context_length)
-    other = other_tokenizer(source.tokenizer, target.tokenizer)
-
-    def samples(start: int) -> Iterator[Sample | None]:
-        for number, record in enumerate(records):
-            if group.owns(number):
-                yield from to_samples([record], target.tokenizer, context, other, number + 1)
-            else:
-                yield None
-
-    return samples
-
-
-def _hooks(
-    samples: int, config: TranslatorConfig, progress: Progress | None, solving: Progress | None
-) -> Hooks:
+def _hooks(outlook: Outlook, progress: Progress | None, solving: Progress | None) -> Hooks:
     """The user's functions, called with numbers and their totals."""
+    config, count = outlook.form.config, len(outlook.read.samples)
     maps = len(maps_of(config)) + len(state_maps_of(config))
-    tell, solve = progress or (lambda *numbers: None), solving or (lambda *numbers: None)
+
+    def read(used: int, done: int, passes: int) -> None:
+        outlook(used)
+        if progress is not None:
+            progress(used + done * count, passes * count)
+
     return Hooks(
-        progress=lambda used, done, passes: tell(used + done * samples, passes * samples),
-        solved=lambda number: solve(number, maps),
+        progress=read,
+        solved=lambda number: None if solving is None else solving(number, maps),
     )

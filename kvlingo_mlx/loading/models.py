@@ -18,6 +18,7 @@ from kvlingo_mlx.loading.opening import damage_told, open_model
 from kvlingo_mlx.loading.translators import translator_bytes
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt, encode
+from kvlingo_mlx.phases import counted
 from kvlingo_mlx.remote.address import address_of
 from kvlingo_mlx.remote.model import RemoteModel, connect
 from kvlingo_mlx.threads import working
@@ -190,8 +191,9 @@ def read_weights(model: LanguageModel, between: Callable[[], None] = lambda: Non
         UnsupportedModelError: MLX cannot run the model on this device; nothing was read.
     """
     model.check_device()
+    modules = model.model.modules()[::-1]  # the inner ones first
     with damage_told(model.path), working():
-        for module in reversed(model.model.modules()):  # the inner ones first
+        for module in counted(f"reading the weights of {model.name}", modules):
             mx.eval(dict(module))  # also RoPE, which has no parameters
             between()
 

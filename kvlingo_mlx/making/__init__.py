@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,7 +52,8 @@ def pair(
         target: The model that decodes from it.
         data: JSONL files, folders or Hugging Face datasets of conversations, one or several; none
             for generated ones, which do for a first try.
-        minutes: The time for everything.
+        minutes: The time for everything: reading the models, the closed forms, self-distillation,
+            the receipt. Too few are refused once this machine's speed is measured.
         out: The folder to write; default: SOURCE-to-TARGET, their names, here.
         max_kl: Tune to the fewest native layers with at most this KL, in nats per token.
         min_recall: Tune to the fewest that recall this share of the dialogues' answers.
@@ -67,6 +69,7 @@ def pair(
             training diverged, or there are several ranks of ``mlx.launch``.
         KeyboardInterrupt: A signal asked to stop; the work is kept.
     """
+    started = time.monotonic()
     ranks.check_alone("pair")
     require("minutes (--minutes)", minutes, 0, strict=True)
     require("the KL to tune to (--max-kl)", max_kl or 0.0, 0)
@@ -84,7 +87,7 @@ def pair(
         task = dialogues(*ends, seed)
     names = {"source": ends[0].name, "target": ends[1].name}
     asked = {**names, "data": list(sources), "minutes": minutes, "nu": nu, "seed": seed}
-    work = Work(folder.with_name(f"{folder.name}.pair"), asked)
+    work = Work(folder.with_name(f"{folder.name}.pair"), asked, started)
     making = Making(ends, folder, work, sources, 60.0 * minutes, seed, force, told, task, nu)
     if not making.finished():
         work.open()

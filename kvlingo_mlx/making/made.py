@@ -80,9 +80,9 @@ class Told:
     Attributes:
         say: A line of text.
         warn: A line about what may go wrong.
-        progress: The stage, the share of it that is done if known, and a text.
+        progress: The stage, the share of the time for everything that is over, and a text.
     """
 
     say: Callable[[str], None] = lambda text: None
     warn: Callable[[str], None] = lambda text: None
-    progress: Callable[[str, float | None, str], None] = lambda stage, share, text: None
+    progress: Callable[[str, float, str], None] = lambda stage, share, text: None

@@ -24,6 +24,7 @@ SHORTEST = 512  # tokens: no training reads less at most
 PROBES = 8  # conversations of each length that the pace is measured with
 PROBING = 0.02  # the share of the time that one length may take, but for its last conversation
 SOME = 4  # tokens per unknown from which a closed form begins, since its ridge is chosen
+MORE = 1.1  # times as long as was measured: a machine is not always as quick
 STARTING, DISTILLING = 0.2, 0.7  # the shares of closed forms and of stage 2
 
 
@@ -108,6 +109,7 @@ def lengths(
     context: int,
     rates: int,
     configs: Mapping[int, TranslatorConfig],
+    besides: Callable[[Pace], float] = lambda pace: 0.0,
 ) -> Lengths:
     """The longest prefixes that leave time for :data:`MANY_STEPS` steps, or else the shortest ones.
 
@@ -118,6 +120,7 @@ def lengths(
         context: The tokens of the shorter context.
         rates: The number of learning rates.
         configs: The configs of the translators that may be fitted, by their source layers.
+        besides: The seconds of all but closed forms and stage 2, at a pace.
 
     Raises:
         ValueError: There is no time for a closed form, or for steps that would change it; or the
@@ -127,9 +130,10 @@ def lengths(
     for longest in candidates(context):
         if (pace := pace_of(longest)) is None:
             continue
-        steps = pace.steps(DISTILLING * seconds, rates)
+        room = max(0.0, seconds - besides(pace))
+        steps = pace.steps(DISTILLING * room, rates)
         if chosen is None or steps >= MANY_STEPS:
-            chosen = longest, pace, steps
+            chosen = longest, pace, steps, room
         if steps < MANY_STEPS:
             break
     if chosen is None:
@@ -137,17 +141,21 @@ def lengths(
             f"no conversation of the data fits into a context of {context:,} tokens and into the "
             "memory there is; add shorter ones"
         )
-    longest, pace, steps = chosen
+    longest, pace, steps, room = chosen
     # A closed form is about half of the start's time; there is time for so many tokens.
-    there = STARTING / 2 * seconds / pace.reading * pace.prefix
+    there = STARTING / 2 * room / pace.reading * pace.prefix
     least = SOME * unknowns(configs[min(configs)])
     if steps < FEWEST_STEPS or there < least:
-        needed = max(STEPS / steps, least / there) * seconds
+        fitting = 2 / STARTING * least * pace.reading / pace.prefix
+        distilling = 1 / pace.steps(DISTILLING, rates)
+        few, some = (
+            math.ceil(MORE * (besides(pace) + max(fitting, distilling * count)) / 60)
+            for count in (FEWEST_STEPS, STEPS)
+        )
         raise ValueError(
             f"{seconds / 60:g} minutes are too few here: there is time for {int(steps)} steps and "
-            f"to fit on {int(there):,} tokens of {least:,}; give --minutes "
-            f"{math.ceil(needed / 60)} or more, take smaller models, or use `fit`, which reads the "
-            "data once"
+            f"to fit on {int(there):,} tokens of {least:,}; give --minutes {few} at least, "
+            f"{some} for {STEPS} steps, which bring most, or use `fit`, which reads the data once"
         )
     most = max(nu for nu, config in configs.items() if SOME * unknowns(config) <= there)
     # As many as the fewest source layers want: with a ridge they do for more, whose sums cost most.

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 import kvlingo_mlx.making.pace as pace
 import kvlingo_mlx.making.starts as starts
+from kvlingo_mlx.embedded.bundled import receipt_rows
 from kvlingo_mlx.embedded.first_chats import first_chats
 from kvlingo_mlx.errors import NotEnoughMemoryError
 from kvlingo_mlx.evaluation import probes, tuning
@@ -40,7 +41,8 @@ CHATS = 2000  # generated conversations, where the user has none
 HELD_OUT = 32  # conversations that choose the closed form and the learning rate
 TUNED_ON = 16  # dialogues that choose the native layers
 RATES = (1e-4, 1e-3, 1e-2)  # learning rates, beside the pair's own
-LEAST = 0.3  # the share of the time that stage 2 gets, however little is left
+LEAST = 1.0  # seconds that stage 2 gets, however little time is left
+WRITING = 0.03  # the share of the time for what is written
 TALK = 750  # tokens that a dialogue costs with a number of native layers, read by both models
 
 
@@ -75,6 +77,7 @@ class Making:
     told: Told
     task: Task | None = None
     nu: int | None = None
+    opening: float = 0.0  # the seconds in which the data were read
 
     def finished(self) -> bool:
         """Whether the folder holds a trained translator of these models, and no work is left."""
@@ -146,7 +149,7 @@ class Making:
         def step() -> None:
             nonlocal done
             done += 1
-            self.told.progress("tuning", done / total, "native layers")
+            self._tell("tuning", f"native layers, {done} of {total}")
 
         self.work.folder.mkdir(parents=True, exist_ok=True)
         journal = Journal(str(self.work.folder / "tune.jsonl"))
@@ -161,9 +164,24 @@ class Making:
         return [n for n in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if n < depth]
 
     def _left(self, seconds_per_token: float) -> float:
-        """The seconds for stage 2: what is left, but for the choice of native layers."""
-        later = TUNED_ON * len(self._numbers()) * TALK * seconds_per_token if self.task else 0.0
-        return max(LEAST * self.seconds, self.seconds - self.work.spent - later)
+        """The seconds for stage 2: what is left, but for what follows it."""
+        return max(LEAST, self.seconds - self.work.spent - self._later(seconds_per_token))
+
+    def _later(self, seconds_per_token: float) -> float:
+        """The seconds of all that follows stage 2: the receipt, native layers, writing."""
+        source, target = self.ends
+        other = other_tokenizer(source.tokenizer, target.tokenizer)
+        rows = receipt_rows(target.tokenizer, self._context, other)
+        if self.task is not None:
+            rows += TUNED_ON * len(self._numbers()) * TALK
+        return WRITING * self.seconds + rows * seconds_per_token
+
+    def _besides(self, measured: pace.Pace) -> float:
+        """The seconds of all but closed forms and stage 2, those that are over among them.
+
+        The data are read once more, for the lengths that were chosen.
+        """
+        return self.work.spent + self.opening + self._later(measured.reading / measured.prefix)
 
     def done(self) -> Made:
         """Put the translator into the store, and report."""
@@ -226,7 +244,9 @@ class Making:
     def _lengths(self) -> dict[str, Any]:
         """Measure the pace, and choose lengths."""
         models, few = pair_of(*self.ends), pace.PROBES
+        before = self.work.spent
         stream = self._stream(MAX_PREFIX, pace.ANSWERS, few)
+        self.opening = self.work.spent - before
         rates = len(self._rates(self.nu or max(starts.NUS)))
         configs = self._configs(models, rates)
         widest = configs[max(configs)]
@@ -242,7 +262,7 @@ class Making:
                     raise
                 return None
             said = f"how fast this machine trains on prefixes of up to {longest:,} tokens"
-            self.told.progress("looking", None, said)
+            self._tell("looking", said)
             try:
                 there = stream.at(mixture)
                 samples = [there.sample(number) for number in range(few)]
@@ -251,7 +271,8 @@ class Making:
             most = pace.PROBING * self.seconds
             return pace.measured(models, widest, samples, most)
 
-        return pace.lengths(pace_of, self.seconds, self._context, rates, configs).as_json()
+        asked = self.seconds, self._context, rates, configs, self._besides
+        return pace.lengths(pace_of, *asked).as_json()
 
     def _configs(self, models: Pair, rates: int) -> dict[int, TranslatorConfig]:
         """The configs to choose from, by source layers: those that fit into memory."""
@@ -277,7 +298,7 @@ class Making:
         last = 0.0
 
         def judge(nu: int, norm: str) -> starts.Start:
-            self.told.progress("trying closed forms", None, f"nu = {nu}, {norm}")
+            self._tell("trying closed forms", f"nu = {nu}, {norm}")
             nonlocal last
             now, fit = self.work.spent, starts.fit_of(models, nu, norm, samples)
             path = self._fit_path(nu, norm)
@@ -308,9 +329,8 @@ class Making:
         source, target = self.ends
         return tuple(sorted({rate_of(source.name, target.name, {"nu": nu}), *RATES}))
 
-    def _show(self, stage: str, report: Report | int) -> None:
-        if isinstance(report, Report):
-            text = f"KL {report.kl:.4f}, held out {report.held_out:.4f}"
-            self.told.progress("distilling", report.share, text)
-        else:
-            self.told.progress(stage, None, str(report))
+    def _tell(self, stage: str, text: str) -> None:
+        self.told.progress(stage, self.work.spent / self.seconds, text)
+
+    def _show(self, stage: str, report: Report) -> None:
+        self._tell("distilling", f"KL {report.kl:.4f}, held out {report.held_out:.4f}")

@@ -7,6 +7,7 @@ The MLX and the CUDA path fill the same ``Moments``, so their results cannot dri
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -17,11 +18,13 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.stage1.bilinear import STATES
 
 RELATIVE_TOLERANCE = 1e-8
+SMALL = 256  # unknowns of the decomposition by which the time of larger ones is guessed
 # Tokens per unknown of one regression; the unknowns are the input width of a map. Measured on the
 # zoo without a ridge (benchmarks/LOG.md, "how much data"): at one token per unknown a fit is worse
 # than no cache at all, and below that it recalls nothing. At 32, recall equals that at 256, and
 # most of the KL is gained.
 FEWEST, ENOUGH = 1, 32
+READ = 64  # tokens per unknown at which a fit stops to read: twice enough; 128 gain 0.02 of the KL
 RIDGES = (0.0, *(10.0 ** (power / 2) for power in range(-12, 5)))
 # Tokens of one text are alike, so a fit learns less from them than from as many independent ones.
 # Taken as half as many, the ridge that is chosen is near the best in hindsight, from 1.5 tokens per
@@ -229,6 +232,15 @@ def unknowns(config: TranslatorConfig) -> int:
     A head-wise map reads one source head only.
     """
     return max(m.inputs for m in maps_of(config))
+
+
+def solving_seconds(config: TranslatorConfig) -> float:
+    """About how long one process solves all maps on this machine, by a small decomposition."""
+    small = np.eye(SMALL)
+    started = time.perf_counter()
+    np.linalg.eigh(small + small[::-1])
+    pace = (time.perf_counter() - started) / SMALL**3
+    return sum(len(_blocks(config, m.name)) * pace * m.inputs**3 for m in maps_of(config))
 
 
 def check_tokens(config: TranslatorConfig, tokens: int) -> None:

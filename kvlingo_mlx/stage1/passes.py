@@ -21,6 +21,7 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import StateMap, maps_of, maps_states, reads_of, state_maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
+from kvlingo_mlx.phases import Step, phase
 from kvlingo_mlx.stage1 import bilinear
 from kvlingo_mlx.stage1.closed_form import check_tokens, solve_maps
 from kvlingo_mlx.stage1.norms import ATTENTION_NORMS, token_weights
@@ -106,6 +107,7 @@ class ClosedForm:
         memory: Most bytes of sums at once.
         hooks: What is told on the way.
         ridge: The ridge of each map, as a share of its inputs' mean square; None chooses one.
+        count: The number of samples of a pass, if known.
         group: The processes that share the samples and the solving. Between two of the
             :meth:`gather` calls, sums and counts are of what this process has read.
         weights: The maps solved so far, in float64, by their names in the format.
@@ -128,6 +130,7 @@ class ClosedForm:
     hooks: Hooks = field(default_factory=Hooks)
     ridge: float | None = None
     group: Group = field(default_factory=Group)
+    count: int | None = None
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     ranks: list[int] = field(default_factory=list)
     ridges: list[float] = field(default_factory=list)
@@ -148,7 +151,7 @@ class ClosedForm:
             ValueError: No sample is usable, or there are fewer tokens than a map has unknowns.
         """
         before = 0
-        for plan in (self._parts_to_choose, self._parts_to_solve):
+        for plan in self._plans:
             parts = plan()
             for done, part in enumerate(parts):
                 if before + done == self.part:
@@ -156,6 +159,15 @@ class ClosedForm:
                     self._lead(part, parts[done + 1].maps if part is not parts[-1] else {})
             before += len(parts)
         self._solve_states(before)
+
+    @property
+    def _plans(self) -> tuple[Callable[[], list[Part]], ...]:
+        return self._parts_to_choose, self._parts_to_solve
+
+    @property
+    def passes(self) -> int:
+        """How often the samples are read."""
+        return sum(len(plan()) for plan in self._plans)
 
     @property
     def lowest(self) -> int:
@@ -231,6 +243,18 @@ class ClosedForm:
             self._tiles.turn_to(part.maps)
         self._tiles.maps = part.maps  # which a file does not hold
         norm = "frobenius" if part.chooses and not self._shared else self.norm
+        again = "" if passes == 1 else f", pass {done + 1} of {passes}"
+        with phase(f"reading the samples{again}", self.count) as step:
+            self._read_samples(norm, lambda seen: self.hooks.progress(seen, done, passes), step)
+        self.gather()
+        if self.used == 0:
+            raise ValueError(
+                "the data hold no usable sample: every prefix is empty or too long"
+                + ("" if self._shared else ", or nothing follows it")
+            )
+        check_tokens(self.config, self.tokens)
+
+    def _read_samples(self, norm: str, told: Callable[[int], None], step: Step) -> None:
         seen = self.used
         for sample in self.samples(self.read):
             self.read += 1
@@ -242,15 +266,9 @@ class ClosedForm:
                 self.longest = max(self.longest, len(sample.prefix))
             if sample is None or usable:
                 seen += 1
-                self.hooks.progress(seen, done, passes)
+                told(seen)
+            step(self.read)
             self.hooks.keep()
-        self.gather()
-        if self.used == 0:
-            raise ValueError(
-                "the data hold no usable sample: every prefix is empty or too long"
-                + ("" if self._shared else ", or nothing follows it")
-            )
-        check_tokens(self.config, self.tokens)
 
     def _add(self, sample: Sample, norm: str) -> None:
         """Add a sample to the sums, span by span."""
@@ -325,9 +343,11 @@ class ClosedForm:
 
         def solved() -> None:
             self.hooks.solved(before + min(next(numbers) * size, len(names)))
+            step()
 
         moments = ((name, self._tiles.moments(name, chosen[name])) for name in own)
-        weights, found = solve_maps(self.config, moments, solved, self.ridge)
+        with phase("solving the maps", len(own)) as step:
+            weights, found = solve_maps(self.config, moments, solved, self.ridge)
         told = weights, [each.rank for each in found], [each.ridge for each in found]
         for theirs, ranks, ridges in self.group.gathered(told):
             self.weights |= theirs

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from kvlingo_mlx.tokenization.records import Spec
 from kvlingo_mlx.tokenization.renderings import front
 from kvlingo_mlx.tokenization.samples import Sample, encode_plain
 from kvlingo_mlx.training.conversations import (
@@ -32,7 +33,6 @@ from kvlingo_mlx.training.conversations import (
 from kvlingo_mlx.training.library import Library, Place, Shelf, Talk, fill
 from kvlingo_mlx.training.mixture import Kind, Mixture, PlainText, Range, slot_at, spread
 from kvlingo_mlx.training.orders import ELSEWHERE, Orders, Survey, reach
-from kvlingo_mlx.training.records import Spec
 from kvlingo_mlx.training.wanted import Wanted
 
 Bin = tuple[int, int, int, int]

@@ -70,7 +70,7 @@ class Distillation:
     steps. ``warn`` receives each complaint about the curve once. ``curve`` is the log so far.
     ``seconds`` is the time of all steps, ``validating`` that of all validations. ``kept`` is the
     step last kept, and the time at which it was. ``judged`` is the step last validated, and the
-    time that all took until then.
+    time that all took until then. ``latest`` are the seconds of the last step and validation.
     """
 
     pair: Pair
@@ -92,6 +92,7 @@ class Distillation:
     validating: float = 0.0
     kept: tuple[int, float] = (-1, 0.0)
     judged: tuple[int, float] = (0, 0.0)
+    latest: tuple[float, float] = (0.0, 0.0)
 
     def run(self, progress: Callable[[Report], None] = lambda report: None) -> Best:
         """Train to the last step; returns the translator of lowest held-out KL.
@@ -110,7 +111,8 @@ class Distillation:
             self._heed()
             started = time.perf_counter()
             self.advance()
-            self.seconds += time.perf_counter() - started
+            took = time.perf_counter() - started
+            self.seconds, self.latest = self.seconds + took, (took, self.latest[1])
             last, due = self._due()
             if last or due:
                 self._judge(self.entry())
@@ -124,7 +126,8 @@ class Distillation:
         """Validate, and record the result beside ``entry``."""
         started = time.perf_counter()
         self.validate()
-        self.validating += time.perf_counter() - started
+        took = time.perf_counter() - started
+        self.validating, self.latest = self.validating + took, (self.latest[0], took)
         self.judged = self.step, self._agreed([self.spent])[0]
         self.group.agree(self._digests)
         if self.recipe.halving:
@@ -155,7 +158,10 @@ class Distillation:
         ends = self.step == recipe.steps
         due = self.step % recipe.validate_every == 0
         if recipe.seconds is not None:
-            ends = ends or self.spent + cost >= recipe.seconds
+            # There must be time for a step more and the last validation, of all runs that are left.
+            runs = len(self.live) if self.judged[0] == 0 else 1
+            rest = self.latest[0] + max(cost, runs * self.latest[1])
+            ends = ends or self.spent + rest >= recipe.seconds
             due = due or self.spent - self.judged[1] >= cost / VALIDATING
         found = self._agreed([ends, due])
         return bool(found[0]), bool(found[1])

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from kvlingo_mlx.phases import counted
+from kvlingo_mlx.tokenization.records import Source, Spec, open_source
 from kvlingo_mlx.tokenization.samples import encode_plain
 from kvlingo_mlx.training.conversations import Message, normalise, replies
 from kvlingo_mlx.training.mixture import key_of, shuffled
-from kvlingo_mlx.training.records import Source, Spec, open_source
 from kvlingo_mlx.training.wanted import Wanted
 
 Place = tuple[int, int]  # a source and one of its records, both numbered from 0
@@ -233,7 +234,8 @@ class Library:
     ) -> Shelf:
         """A shelf of a source's usable ``records``, without those whose opening is ``known``."""
         rows, whole, counts, lengths, traces = [], [], [], [], []
-        for record in records.tolist():
+        read = f"reading the records of {self.sources[number].name}"
+        for record in counted(read, records.tolist()):
             found, refusal = self._judged((number, record))
             if refusal or not found.get(self._kind):
                 self.skipped += 1

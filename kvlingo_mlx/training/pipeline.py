@@ -60,7 +60,7 @@ class Data(Samples, Protocol):
 
 LOOK = 16  # conversations between two looks of several processes whether to keep their sums
 SHORT = 16  # tokens of a continuation that serves to see whether there is a gradient
-Progress = Callable[[str, Report | int], None]
+Progress = Callable[[str, Report], None]
 
 
 @dataclass(frozen=True)
@@ -383,6 +383,7 @@ class Training:
             plan.nu,
             ridge=plan.ridge,
             group=group,
+            count=plan.fit_samples,
         )
         path = self.partial / "stage1" / "sums.safetensors"
 
@@ -397,11 +398,7 @@ class Training:
                 fit.restore(*there)
             except (ValueError, KeyError):
                 raise other_version(path) from None
-        fit.hooks = Hooks(
-            lambda used, done, passes: self.progress(_pass_name(done, passes), used),
-            self._keeper(fit, path, config, stop),
-            lambda number: self.progress("stage 1, maps solved", number),
-        )
+        fit.hooks = Hooks(keep=self._keeper(fit, path, config, stop))
         fit.run()
         return fit
 
@@ -500,12 +497,7 @@ class Training:
         held_out: Sequence[Sample],
     ) -> None:
         data = ", ".join(Path(name).name for name in self.settings.get("data", ())) or "the data"
-        found = self.pair.receipt(
-            config,
-            arrays,
-            HeldOut.of(data, held_out),
-            lambda done, total: self.progress("measuring the receipt", done),
-        )
+        found = self.pair.receipt(config, arrays, HeldOut.of(data, held_out))
         left = {} if found is None else {"receipt": found}
         provenance = {**provenance, "run": self._identity(config), **left}
         overwrite = self.force or self._is_ours(config)
@@ -522,10 +514,6 @@ def _short(samples: Sequence[Sample]) -> Sample | None:
         return None
     sample = min(found, key=lambda sample: len(sample.prefix))
     return dataclasses.replace(sample, continuation=sample.continuation[:SHORT])
-
-
-def _pass_name(done: int, passes: int) -> str:
-    return "stage 1" if passes == 1 else f"stage 1, pass {done + 1} of {passes}"
 
 
 def _part(stage: str, number: int) -> str:

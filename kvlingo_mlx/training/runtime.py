@@ -8,7 +8,7 @@ NumPy; what a pair hands out as ``Any`` (readings, states, rows) goes back to th
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -163,12 +163,10 @@ class Pair(Rows, Protocol):
         config: TranslatorConfig,
         arrays: Mapping[str, np.ndarray],
         own: HeldOut | None = None,
-        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> dict[str, Any] | None:
         """The quality of a translator on the bundled conversations; None if none fits.
 
-        ``own`` are samples of the user's data, measured besides. ``progress`` is called with
-        (conversations done, number of conversations).
+        ``own`` are samples of the user's data, measured besides.
         """
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from kvlingo_mlx.training.records import Source, Spec, open_source
+from kvlingo_mlx.tokenization.records import Source, Spec, open_source
 
 # ---- the language of a record ----------------------------------------------------------
 

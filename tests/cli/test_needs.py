@@ -51,7 +51,7 @@ ALWAYS = {
     "demo": "every_pair json_file",
     "pair": "models source target data minutes out max_kl min_recall nu seed plot force json_file",
     "fit": "models config source target data out norm capture assignment head_mixing "
-    "state_maps ridge memory_gb force json_file",
+    "state_maps ridge memory_gb tokens force json_file",
     "train": "models config source target data english apart_from plain_text max_prefix "
     "max_continuation histogram steps json_file",
     "import": "path_or_hub_id revision out dtype format spec allow_mismatch force json_file",
@@ -447,7 +447,7 @@ ALWAYS_ARGUMENTS = set(
     "path_or_hf_repo quantize name prefill_model decode_model prompt tokens translator strategy "
     "max_tokens sampler logits_processors prefill_step_size native_layers native_head native_tail "
     "allow_mismatch draft_model kv_bits verbose prompt_cache source target samples capture norm "
-    "assignment head_mixing state_maps ridge memory progress models translators system tools "
+    "assignment head_mixing state_maps ridge memory say progress models translators system tools "
     "enable_thinking "
     "verbatim message messages prefill reasoning where folder eager on_missing offload on_full "
     "characters overwrite solving suits data minutes out max_kl min_recall "

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import kvlingo_mlx as kv
+from kvlingo_mlx import making as made_here
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import bundled, dialogues
 from kvlingo_mlx.embedded.first_chats import first_chats
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.making import pace, starts
+from kvlingo_mlx.making import pace, starts, work
 from kvlingo_mlx.making import run as making
 from kvlingo_mlx.making.pace import ANSWERS, Lengths, Pace, lengths
 from kvlingo_mlx.making.run import Making
@@ -25,11 +28,13 @@ from kvlingo_mlx.making.starts import Start, choose
 from kvlingo_mlx.making.work import Work
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training import distill
 from kvlingo_mlx.training.distill import Distillation
 from kvlingo_mlx.training.on_mlx.pair import Pair
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 
 MINUTES = 0.05
+STARTING, BESIDES = pace.STARTING, Making._besides
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +43,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pace, "STARTING", 1e9)  # however slow this machine is
     monkeypatch.setattr(pace, "FEWEST_STEPS", 0)
+    monkeypatch.setattr(Making, "_besides", lambda self, measured: 0.0)
     for name, few in (("CHATS", 200), ("HELD_OUT", 8), ("TUNED_ON", 2)):
         monkeypatch.setattr(making, name, few)
     monkeypatch.setattr(pace, "ENOUGH", 4)
@@ -263,19 +269,73 @@ def test_a_pace_is_measured_in_its_parts() -> None:
         assert pace.measured(clocked, config, samples, 5.0) == Pace(4.0, 10.0, 0.5)
 
 
+@pytest.mark.parametrize("speed", [0.07, 3.0])
+@pytest.mark.parametrize("besides", [0.0, 200.0, 5000.0])
 def test_too_little_time_is_refused(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+    models: dict[str, LanguageModel],
+    monkeypatch: pytest.MonkeyPatch,
+    speed: float,
+    besides: float,
 ) -> None:
-    """With the minutes that would do: with these, it is not refused."""
+    """With the minutes that would do: with these, it is not refused, with fewer it is.
+
+    ``besides`` are seconds for the models that are read, and the receipt.
+    """
     monkeypatch.undo()
     config = make_config(models["dense"], models["wide"], TrainingPlan())
-    for speed in (0.07, 3.0):
-        with pytest.raises(ValueError, match=r"4 minutes are too few here: .*`fit`") as told:
-            lengths(paces(speed), 240.0, 40_960, 4, {1: config})
-        minutes = int(str(told.value).split("--minutes ")[1].split()[0])
-        assert lengths(paces(speed), 60.0 * minutes, 40_960, 4, {1: config}).steps >= 300
-        with pytest.raises(ValueError, match="are too few"):
-            lengths(paces(speed), 60.0 * minutes / 20, 40_960, 4, {1: config})
+
+    def steps(minutes: float) -> int:
+        rest = 60.0 * minutes, 40_960, 4, {1: config}, lambda pace: besides
+        return lengths(paces(speed), *rest).steps
+
+    with pytest.raises(ValueError, match=r"4 minutes are too few here: .*`fit`") as told:
+        steps(4)
+    found = re.findall(r"--minutes (\d+) at least, (\d+) for 300", str(told.value))[0]
+    few, some = map(int, found)
+    assert steps(few) >= 20 and steps(some) >= 300
+    with pytest.raises(ValueError, match="are too few"):
+        steps((few - 1) / 1.2)
+
+
+@pytest.mark.parametrize("minutes", [2.0, 5.0])
+def test_it_ends_within_its_minutes(
+    models: dict[str, LanguageModel], chats: str, monkeypatch: pytest.MonkeyPatch, minutes: float
+) -> None:
+    """By a clock of planted speed: reading, learning and the receipt are all that takes time."""
+    short = functools.partial(dialogues.held_out, facts=(2, 3), questions=1)
+    for place, name, value in (
+        (pace, "STARTING", STARTING), (Making, "_besides", BESIDES), (bundled, "held_out", short),
+    ):  # fmt: skip
+        monkeypatch.setattr(place, name, value)
+    now, receipts = [0.0], []
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
+    for module in (made_here, work, pace, distill):
+        monkeypatch.setattr(module, "time", clock)
+
+    def slow(name: str, seconds: float) -> None:
+        function = getattr(Pair, name)
+
+        def slowly(pair: Pair, *rest: Any, **more: Any) -> Any:
+            sample = next(getattr(each, "sample", each) for each in rest
+                          if isinstance(getattr(each, "sample", each), Sample))  # fmt: skip
+            now[0] += seconds * (len(sample.prefix) + len(sample.continuation))
+            return function(pair, *rest, **more)
+
+        monkeypatch.setattr(Pair, name, slowly)
+
+    for name, seconds in (("read", 0.001), ("loss", 0.002), ("spans", 0.001)):
+        slow(name, seconds)
+    receipt = Pair.receipt
+
+    def measured(pair: Pair, *rest: Any) -> Any:
+        receipts.append(0.001 * bundled.receipt_rows(pair.target.tokenizer, 512))
+        now[0] += receipts[-1]
+        return receipt(pair, *rest)
+
+    monkeypatch.setattr(Pair, "receipt", measured)
+    made = kv.pair(models["dense"], models["wide"], [chats], minutes=minutes, out="t")
+    assert made.config.provenance["steps"] > 2 and len(receipts) == 1 and receipts[0] > 0.5
+    assert 0.6 * 60 * minutes < now[0] <= 60 * minutes
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ LAB = TESTS.parent / "benchmarks" / "paper"  # imports the package, never the ot
 BOTH = [*FILES, *sorted(LAB.rglob("*.py"))]
 # Each may import what stands before it; files of one room may import one another.
 ROOMS = """
-    version errors arguments group blas backend threads
+    version errors arguments phases group blas backend threads
     format tokenization stage1 embedded families models translators caches remote loading
     reporting store handover folding conversation timing evaluation fitting
     training making cuda serving cli

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -11,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
 from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
 from kvlingo_mlx.group import Group  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
+from kvlingo_mlx.phases import shown  # noqa: E402
 from kvlingo_mlx.stage1.norms import NORMS  # noqa: E402
 from kvlingo_mlx.stage1.passes import ClosedForm  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
@@ -477,11 +480,19 @@ def test_training_tells_of_each_map_that_is_solved(
     torch_models: dict[str, TorchModel], tmp_path: Path, assignment: str
 ) -> None:
     """Wide maps take minutes, in which nothing else is to be seen."""
-    told: list[tuple[str, Any]] = []
+    told: list[tuple[str, float | None]] = []
+
+    @contextlib.contextmanager
+    def show(text: str, total: float | None) -> Iterator[Any]:
+        yield lambda *done: told.append((text, total))
+
     made = training(torch_models, tmp_path / "t", assignment=assignment, steps=0)
-    dataclasses.replace(made, progress=lambda *told_of: told.append(told_of)).run()
+    with shown(show):
+        made.run()
     maps = 2 * len(made.target.geometry.layers)
-    assert told[-maps:] == [("stage 1, maps solved", n) for n in range(1, maps + 1)]
+    assert told.count(("solving the maps", maps)) == maps
+    assert told.count(("reading the samples", made.plan.fit_samples)) == made.plan.fit_samples
+    assert [text for text, _ in told][-1] == "measuring the receipt"
 
 
 def test_training_tells_of_a_kind_with_few_layers(

@@ -5,7 +5,7 @@ Paper: appendix "Head alignment in released Qwen3 pairs".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from benchmarks.paper.analysis.states import States
 from benchmarks.paper.analysis.statistics import HeadAlignment, head_alignment
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import maps_of
+from kvlingo_mlx.phases import counted
 from kvlingo_mlx.stage1.closed_form import Moments, solve
 from kvlingo_mlx.translators.base import Translator
 
@@ -23,7 +24,6 @@ def closed_form_alignment(
     source_layers: Sequence[int],
     heads: tuple[int, int],
     seed: int,
-    progress: Callable[[], None] = lambda: None,
 ) -> dict[str, HeadAlignment]:
     """The alignment of the closed-form joint map [K; V] fitted on all tokens, by side.
 
@@ -33,10 +33,9 @@ def closed_form_alignment(
         source_layers: The source layer that each target layer reads.
         heads: The numbers of KV heads of the source and of the target.
         seed: The seed of the null's permutations.
-        progress: Called after each layer.
     """
     maps: dict[str, list[np.ndarray]] = {side: [] for side in SIDES}
-    for layer, source_layer in enumerate(source_layers):
+    for layer, source_layer in enumerate(counted("aligning heads", source_layers)):
         x = [source.side(side)[source_layer] for side in SIDES]
         y = [target.side(side)[layer] for side in SIDES]
         moments = Moments(x[0].shape[1] + x[1].shape[1], y[0].shape[1] + y[1].shape[1])
@@ -45,7 +44,6 @@ def closed_form_alignment(
         keys_in, keys_out = x[0].shape[1], y[0].shape[1]
         maps["keys"].append(weight[:keys_out, :keys_in])
         maps["values"].append(weight[keys_out:, keys_in:])
-        progress()
     return {side: head_alignment(maps[side], *heads, seed=seed) for side in SIDES}
 
 

@@ -5,7 +5,7 @@ Paper: appendix "Cache linearity and rank, per layer".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -27,6 +27,7 @@ from benchmarks.paper.analysis.statistics import (
 )
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.phases import counted
 from kvlingo_mlx.translators.base import Translator
 
 POSITIONS = (0, 256, 1024, 4096, 16_384)  # bucket edges (paragraph "Depth x position")
@@ -189,7 +190,6 @@ def by_position(
     source_layers: Sequence[int],
     recipe: Recipe | None,
     seed: int,
-    progress: Callable[[], None] = lambda: None,
 ) -> list[Bucket]:
     """R2 by position in the document (paragraph "Depth x position").
 
@@ -216,10 +216,10 @@ def by_position(
     rng = np.random.default_rng(seed)
     chosen = [rng.permutation(f)[:fewest] for f in fitted]
     first: Bucket | None = None
-    for i in enough:
+    for i in counted("fitting by position", enough):
         empty = replace(buckets[i], fitted=fewest)
         rows = chosen[i], scored[i]
-        buckets[i] = _fill(empty, (source, target), source_layers, rows, recipe, progress)
+        buckets[i] = _fill(empty, (source, target), source_layers, rows, recipe)
         first = first or buckets[i]
         if first is not buckets[i]:
             change = {side: _change(buckets[i], first, side) for side in SIDES}
@@ -233,7 +233,6 @@ def _fill(
     source_layers: Sequence[int],
     rows: tuple[np.ndarray, np.ndarray],
     recipe: Recipe | None,
-    progress: Callable[[], None],
 ) -> Bucket:
     """The bucket with its maps, fitted on the first of ``rows`` and scored on the second."""
     tokens = np.concatenate(rows)
@@ -246,7 +245,6 @@ def _fill(
             y = pair[1].side(side)[layer][tokens]
             fits[side].append(fit_layer(x, y, scored, recipe))
             alike[side].append(cka(x[~scored], y[~scored]))
-            progress()
     summary = {side: summarise(fits[side]) for side in SIDES}
     return replace(bucket, linearity=fits, summary=summary, cka=alike)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -41,10 +41,9 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.translator_config import CAPTURES, capture_point
 from kvlingo_mlx.loading.pairing import check_pair, check_tokenizers
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.phases import counted
 from kvlingo_mlx.reporting.measure import plain
 from kvlingo_mlx.translators.base import Translator
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,6 @@ def analyze(
     settings: Settings,
     *,
     translator: Translator | None = None,
-    progress: Progress = lambda text: None,
 ) -> Report:
     """Measure what two models' caches have in common (paper: "Motivating measurements").
 
@@ -172,7 +170,6 @@ def analyze(
         records: {"messages": [...]} or {"text": ...}.
         settings: What to measure.
         translator: A translator whose own maps are scored and aligned beside the closed form's.
-        progress: Called after each part with a word for it.
 
     Raises:
         ValueError: A bad argument, or no usable text.
@@ -197,14 +194,11 @@ def analyze(
     if settings.random_init:
         source = randomly_initialised(source, 2 * settings.seed)
         target = randomly_initialised(target, 2 * settings.seed + 1)
-    read, wanted = (
-        collect(model, corpus, str(settings.capture), lambda: progress("reading"))
-        for model in (source, target)
-    )
+    read, wanted = (collect(model, corpus, str(settings.capture)) for model in (source, target))
     heads = [{g.kv_heads for g in model.geometry.layers} for model in (source, target)]
     layers = source.geometry.layers, target.geometry.layers
     reads = [own[0] for own in by_depth(*layers).keys]
-    report = compare(read, wanted, corpus, settings, heads, translator, progress, reads)
+    report = compare(read, wanted, corpus, settings, heads, translator, reads)
     return replace(report, notes=[*report.notes, *_of_other_kinds(*layers, reads)])
 
 
@@ -249,7 +243,6 @@ def compare(
     settings: Settings,
     heads: Sequence[set[int]],
     translator: Translator | None = None,
-    progress: Progress = lambda text: None,
     reads: Sequence[int] | None = None,
 ) -> Report:
     """All statistics of two models' states over ``corpus``; ``heads`` are their KV heads.
@@ -262,26 +255,20 @@ def compare(
     recipe = Recipe(settings.hidden, settings.epochs, seed=settings.seed) if settings.mlp else None
     linearity: dict[str, list[LayerFit]] = {side: [] for side in SIDES}
     for side in SIDES:
-        for layer, source_layer in enumerate(source_layers):
+        for layer, source_layer in enumerate(counted(f"fitting {side}", source_layers)):
             x, y = source.side(side)[source_layer], target.side(side)[layer]
             linearity[side].append(fit_layer(x, y, corpus.scored, recipe))
-            progress("linearity")
     rank = {
         name: {side: [_rank(x) for x in states.side(side)] for side in SIDES}
         for name, states in (("source", source), ("target", target))
     }
-    progress("rank")
     grids = {}
     for side in SIDES if settings.cka else ():
-        grid = cka_grid(source.side(side), target.side(side), lambda: progress("CKA"))
+        grid = cka_grid(source.side(side), target.side(side))
         grids[side] = Grid(grid, correspondence(grid))
     own = {} if translator is None else translator_r2(translator, source, target, corpus.scored)
-    aligned, notes = _align(
-        source, target, source_layers, heads, settings, translator, lambda: progress("heads")
-    )
-    positions = by_position(
-        source, target, corpus, source_layers, recipe, settings.seed, lambda: progress("positions")
-    )
+    aligned, notes = _align(source, target, source_layers, heads, settings, translator)
+    positions = by_position(source, target, corpus, source_layers, recipe, settings.seed)
     scored = int(corpus.scored.sum())
     fitted = corpus.num_tokens - scored
     widest = max(x.shape[1] for side in SIDES for x in source.side(side))
@@ -319,7 +306,6 @@ def _align(
     heads: Sequence[set[int]],
     settings: Settings,
     translator: Translator | None,
-    progress: Callable[[], None],
 ) -> tuple[dict[str, dict[str, HeadAlignment]], list[str]]:
     """Head alignments, and notes on those left out."""
     if not settings.heads:
@@ -333,7 +319,7 @@ def _align(
             f"{counts[0]} source heads have no counterparts of their own among {counts[1]} target "
             "heads: the grid shows where they go, its diagonal and p say little"
         )
-    joint = closed_form_alignment(source, target, source_layers, counts, settings.seed, progress)
+    joint = closed_form_alignment(source, target, source_layers, counts, settings.seed)
     if translator is None:
         return {"closed form": joint}, notes
     config = translator.config

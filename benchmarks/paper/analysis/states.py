@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvlingo_mlx.backend import mx
@@ -25,6 +25,7 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.models.capture import move, prefill
 from kvlingo_mlx.models.delta_rule import stepping_in_chunks
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.phases import counted
 
 
 class Layers(Sequence[np.ndarray]):
@@ -71,7 +72,6 @@ def collect(
     model: LanguageModel,
     corpus: Corpus,
     capture: str,
-    progress: Callable[[], None] = lambda: None,
 ) -> States:
     """Run a model over every document, each from an empty cache.
 
@@ -81,7 +81,7 @@ def collect(
     """
     layers = len(model.attentions)
     parts: list[list[mx.array]] = [[] for _ in range(2 * layers)]
-    for document in corpus.documents:
+    for document in counted(f"reading the texts with {model.name}", corpus.documents):
         model.check_tokens(document)
         with contextlib.closing(prefill(model, document)) as spans:
             for span in stepping_in_chunks(spans):
@@ -89,7 +89,6 @@ def collect(
                 mx.eval(arrays)
                 for part, array in zip(parts, arrays, strict=True):
                     part.append(array)
-        progress()
     joined = [_join(parts[index]) for index in range(2 * layers)]
     keys, values = joined[:layers], joined[layers:]
     for layer, pair in enumerate(zip(keys, values, strict=True)):

@@ -7,12 +7,13 @@ of a layer are (T, d): T tokens, all heads side by side.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvlingo_mlx.format.assignment import relative_depth
+from kvlingo_mlx.phases import counted
 
 RIDGE = 1e-3  # relative to the mean diagonal of the inputs' Gram matrix (paragraph "Protocol")
 
@@ -32,19 +33,17 @@ def cka(x: np.ndarray, y: np.ndarray) -> float:
 def cka_grid(
     source: Sequence[np.ndarray],
     target: Sequence[np.ndarray],
-    progress: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
     """CKA of every target layer (rows) with every source layer (columns).
 
-    Only one layer of each side is in float64 at a time. ``progress`` is called after each row.
+    Only one layer of each side is in float64 at a time.
     """
     own = np.array([_gram_norm(_centred(x)) for x in source])
     rows = []
-    for y in map(_centred, target):
+    for y in map(_centred, counted("comparing layers", target)):
         cross = np.array([np.linalg.norm(_centred(x).T @ y) ** 2 for x in source])
         with np.errstate(divide="ignore", invalid="ignore"):
             rows.append(cross / (own * _gram_norm(y)))
-        progress()
     return np.array(rows)
 
 

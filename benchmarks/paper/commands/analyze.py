@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvlingo_mlx.cli.command import Options, Source, Target, option, verb
-from kvlingo_mlx.cli.output import keep, progress_bar, say, table, warn
+from kvlingo_mlx.cli.output import keep, say, table, warn
 from kvlingo_mlx.format.kinds import SIDES
 
 if TYPE_CHECKING:
@@ -67,13 +67,7 @@ def command(options: AnalyzeOptions) -> None:
     records = read_jsonl(options.data) if options.data else bundled(options.documents)
     given = load_translator(options.translator) if options.translator else None
     models = load(options.source, lazy=True), load(options.target, lazy=True)
-    with progress_bar("analyzing", None) as step:
-
-        def done(text: str) -> None:
-            step(text=text)
-            step()
-
-        report = analyze(*models, records, settings, translator=given, progress=done)
+    report = analyze(*models, records, settings, translator=given)
     text = options.data or "bundled dialogues (no --data was given)"
     say(
         f"{models[0].name} to {models[1].name}"

@@ -20,7 +20,7 @@ from benchmarks.paper.reproducing.tables import (
 )
 from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.loading.models import load_pair
-from kvlingo_mlx.training.records import open_source
+from kvlingo_mlx.tokenization.records import open_source
 
 # Paragraph "Protocol": 512 documents of 256 tokens. A tiny run reads fewer.
 DOCUMENTS, TOKENS = 512, 512 * 256
@@ -41,7 +41,6 @@ def report_of(work: Work, pair: Pair, way: str, **asked: Any) -> Report:
         target,
         _records(work, settings.documents),
         settings,
-        progress=lambda part: work.heard.progress(f"{source.name} to {target.name}: {part}"),
     )
 
 

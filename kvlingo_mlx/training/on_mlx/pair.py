@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar
@@ -105,10 +105,7 @@ class Pair(Rows):
         config: TranslatorConfig,
         arrays: Mapping[str, np.ndarray],
         own: HeldOut | None = None,
-        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> dict[str, Any] | None:
         made = build(config, Weights.from_float32(dict(arrays), "float32"))
         layers = config.native_layers
-        return verification.receipt(
-            self.source, self.target, made, layers, own=own, progress=progress
-        )
+        return verification.receipt(self.source, self.target, made, layers, own=own)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar
@@ -90,6 +90,5 @@ class Pair:
         config: TranslatorConfig,
         arrays: Mapping[str, np.ndarray],
         own: HeldOut | None = None,
-        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> dict[str, Any] | None:
-        return receipt(self.source, self.target, self.trainable(config, arrays), own, progress)
+        return receipt(self.source, self.target, self.trainable(config, arrays), own)

@@ -5,7 +5,7 @@ Others verify the translator against it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from kvlingo_mlx.embedded.bundled import bundled, spelled
 from kvlingo_mlx.loading.grading import GUARD, Apart, Receipt, cuts, own_data, recall_of
+from kvlingo_mlx.phases import counted
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample, other_tokenizer
 from kvlingo_mlx.training.objectives import Loss, objective_named
 from kvlingo_mlx.training.on_torch.gradients import conversation_loss, entries, handed_over, read
@@ -26,13 +27,12 @@ def receipt(
     target: TorchModel,
     translator: TorchTranslator,
     own: HeldOut | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any] | None:
     """A :class:`~kvlingo_mlx.loading.grading.Receipt` as JSON; None if no prompt fits.
 
     It is measured as the translator was trained, with its ``native_layers``. The receipt names
     them, since `tune` may choose others later. ``own`` are samples of the user's data, measured
-    besides. ``progress`` is called with (conversations done, number of conversations).
+    besides.
     """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)
@@ -41,14 +41,13 @@ def receipt(
         return None
     losses, numbers = [], []
     samples = [*(sample for sample, _ in asked), *(() if own is None else own.samples)]
-    for done, sample in enumerate(samples, 1):
+    for done, sample in enumerate(counted("measuring the receipt", samples), 1):
         losses.append(_losses(source, target, translator, sample))
         if other is None and done <= len(asked):
             numbers += [
                 _apart(source, target, translator, sample.prefix[: stop + 1])
                 for stop in cuts(len(sample.prefix) - 1)
             ]
-        progress(done, len(samples))
     of_own = [[loss.kl for loss in ways] for ways in losses[len(asked) :]]
     losses = losses[: len(asked)]
     tokens = sum(len(sample.continuation) for sample, _ in asked)

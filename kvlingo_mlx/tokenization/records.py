@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvlingo_mlx.errors import needs_extra
+from kvlingo_mlx.phases import phase
 
 Spec = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
@@ -43,6 +44,9 @@ class JsonLines:
     lines: np.ndarray
     files: np.ndarray
     digest: str
+
+    def __len__(self) -> int:
+        return len(self.starts)
 
     def read(self, number: int) -> tuple[Any, str]:
         """Record ``number`` as parsed (None for a blank line), with its file and line.
@@ -131,6 +135,15 @@ def _weighted(spec: Spec) -> tuple[str, float]:
     return name, weight
 
 
+def open_lines(path: Path) -> JsonLines:
+    """A JSONL file.
+
+    Raises:
+        ValueError: It cannot be read, or is empty.
+    """
+    return _json_lines(str(path), [path])
+
+
 def _json_lines(name: str, paths: Sequence[Path]) -> JsonLines:
     digest = hashlib.sha256()
     parts = [_index(path, digest) for path in paths]
@@ -149,8 +162,9 @@ def _index(path: Path, digest: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     ``digest``, a hash object of hashlib, is updated with the file's content.
     """
     breaks, length = [np.array([-1], np.int64)], 0
+    shown = phase(f"finding the records of {path.name}")
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as file, shown:
             while chunk := file.read(CHUNK):
                 breaks.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + length)
                 length += len(chunk)

@@ -1,0 +1,171 @@
+"""What a fit reads: as many samples, from all over the data, as its maps can use."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvlingo_mlx.embedded.bundled import receipt_rows
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.phases import phase, spelled
+from kvlingo_mlx.stage1.bilinear import STATES
+from kvlingo_mlx.stage1.closed_form import READ, solving_seconds, unknowns
+from kvlingo_mlx.stage1.norms import ATTENTION_NORMS
+from kvlingo_mlx.stage1.passes import ClosedForm
+from kvlingo_mlx.tokenization.records import JsonLines, open_lines
+from kvlingo_mlx.tokenization.samples import (
+    JUDGES,
+    HeldOut,
+    Sample,
+    checked_record,
+    other_tokenizer,
+    to_samples,
+)
+
+Record = Mapping[str, Any] | Sample
+Records = JsonLines | Sequence[Record]
+MANY = 16 * JUDGES  # records, from which on some are kept from fitting
+MEASURED, LONG = 1.0, 10.0  # seconds of reading that tell a pace; and with those that warm up
+
+
+def records_of(samples: Iterable[Record] | str | os.PathLike[str]) -> Records:
+    """The records of a file, of which only the places of lines are kept, or of anything else."""
+    if isinstance(samples, str | os.PathLike):
+        return open_lines(Path(samples))
+    return list(samples)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The samples to fit on, in the order of the data.
+
+    Attributes:
+        samples: The samples.
+        tokens: Their rows, on which maps are fitted.
+        records: The records that were looked at.
+        of: All records.
+        name: What messages call the data.
+        own: A few others, which the receipt measures; None of data of few records.
+        models: Source and target.
+    """
+
+    samples: Sequence[Sample]
+    tokens: int
+    records: int
+    of: int
+    name: str
+    own: HeldOut | None
+    models: Sequence[LanguageModel]
+
+
+def chosen(
+    records: Records,
+    models: Sequence[LanguageModel],
+    config: TranslatorConfig,
+    norm: str,
+    tokens: int | None,
+) -> Chosen:
+    """Samples of ``tokens`` rows or a little more: all of fewer, else drawn from all over the data.
+
+    A file may be sorted, so its head is not taken. The draw is the same in each process.
+
+    Args:
+        records: The data.
+        models: Source and target.
+        config: The translator's config.
+        norm: The norm of the fit.
+        tokens: None is :data:`READ` for each unknown.
+
+    Raises:
+        ValueError: A record that was drawn is malformed, or there is none.
+    """
+    wanted = READ * unknowns(config) if tokens is None else tokens
+    texts = STATES if config.state_maps and tokens is None else 0
+    target, context = models[1], min(model.context_length for model in models)
+    other = other_tokenizer(models[0].tokenizer, target.tokenizer)
+    name = Path(records.name).name if isinstance(records, JsonLines) else "the data"
+    apart = JUDGES if len(records) >= MANY else 0
+    kept: list[Record] = []
+    own: list[Sample] = []
+    found: dict[int, Sample] = {}
+    rows = looked = 0
+    with phase("choosing samples", wanted) as step:
+        for number in np.random.default_rng(0).permutation(len(records)).tolist():
+            record = _read(records, number)
+            looked += record is not None
+            samples = [] if record is None or record in kept else [record]
+            for sample in to_samples(samples, target.tokenizer, context, other, number + 1):
+                if len(own) < apart and (short := HeldOut.of(name, [sample]).samples):
+                    own += short
+                    kept += samples
+                elif sample.num_translated and (sample.continuation or norm not in ATTENTION_NORMS):
+                    found[number] = sample
+                    rows += sample.num_translated
+            step(min(rows, wanted))
+            if rows >= wanted and len(found) >= texts:
+                break
+    if not looked:
+        raise ValueError('the data hold no records; give {"messages": [...]} or {"text": ...}')
+    held = HeldOut(name, tuple(own)) if own else None
+    picked = [found[n] for n in sorted(found)]
+    return Chosen(picked, rows, looked, len(records), name, held, models)
+
+
+def _read(records: Records, number: int) -> Record | None:
+    """A record; None for a blank line."""
+    if not isinstance(records, JsonLines):
+        return records[number]
+    record, where = records.read(number)
+    return None if record is None else checked_record(record, where)
+
+
+@dataclass
+class Outlook:
+    """Says once what a fit reads and about how long it takes, at the pace of the first samples.
+
+    The first ones warm up, and count only where they take long or there are no others.
+    """
+
+    form: ClosedForm
+    read: Chosen
+    say: Callable[[str], None]
+    began: float = field(default_factory=lambda: time.monotonic())
+    before: int = 0
+    said: bool = False
+
+    def __call__(self, used: int) -> None:
+        """To be called after each sample that is read."""
+        now, tokens = time.monotonic(), self.form.tokens
+        ends = used == len(self.read.samples)
+        if self.said or tokens == self.before or not (ends or now - self.began >= MEASURED):
+            return
+        pace = (now - self.began) / (tokens - self.before)
+        if not self.before and not ends and now - self.began < LONG:
+            self.began, self.before = now, tokens
+            return
+        self.said = True
+        if not self.form.group.leads:
+            return
+        read, widest = self.read, unknowns(self.form.config)
+        self.say(
+            f"fits maps of {widest:,} unknowns on {read.tokens:,} tokens, "
+            f"{read.tokens / widest:,.0f} for each, from {len(read.samples):,} of {read.of:,} "
+            f"records of {read.name}: about {spelled(self._seconds(pace))} on this machine"
+        )
+
+    def _seconds(self, pace: float) -> float:
+        """The seconds of all that is to be done: reading, solving, the receipt."""
+        form, (source, target) = self.form, self.read.models
+        context = min(source.context_length, target.context_length)
+        other = other_tokenizer(source.tokenizer, target.tokenizer)
+        judged = () if self.read.own is None else self.read.own.samples
+        rows = self.read.tokens * form.passes + receipt_rows(target.tokenizer, context, other)
+        rows += sum(len(sample.prefix) + len(sample.continuation) for sample in judged)
+        return (pace * rows + solving_seconds(form.config)) / form.group.size

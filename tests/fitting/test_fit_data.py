@@ -1,0 +1,147 @@
+"""What a fit reads, and what it says of the time before."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.fitting import data
+from kvlingo_mlx.fitting.data import Chosen, Outlook, chosen, records_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.stage1.closed_form import READ, unknowns
+from kvlingo_mlx.stage1.passes import ClosedForm
+from kvlingo_mlx.tokenization.samples import read_jsonl, to_samples
+from kvlingo_mlx.training.plan import TrainingPlan, make_config
+
+WORDS = "the a one two some many red green small large man dog tree house sees finds".split()
+
+
+@pytest.fixture(scope="module")
+def pair(models: dict[str, LanguageModel]) -> tuple[LanguageModel, LanguageModel, TranslatorConfig]:
+    ends = models["dense"], models["wide"]
+    return *ends, make_config(*ends, TrainingPlan())
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """600 texts of a file that is sorted: the first half begins with `A`, the others with `B`."""
+    path, draw = tmp_path_factory.mktemp("data") / "sorted.jsonl", np.random.default_rng(3)
+    lines = []
+    for number in range(600):
+        text = "AB"[number // 300] + " " + " ".join(draw.choice(WORDS, 60))
+        lines += [json.dumps({"text": text}), " " * (number % 2)]  # blank lines are no records
+    path.write_text("\n".join(lines), encoding="utf-8-sig")
+    return path
+
+
+def texts(read: Chosen, model: LanguageModel) -> list[str]:
+    return [model.tokenizer.decode(list(sample.prefix))[0] for sample in read.samples]
+
+
+def test_data_that_hold_less_are_read_to_their_end(pair: Any, file: Path) -> None:
+    """As they were before there was a limit: all samples, in the order of the file."""
+    source, target, config = pair
+    context = min(source.context_length, target.context_length)
+    every = list(to_samples(read_jsonl(file), target.tokenizer, context))
+    assert len(every) == 600
+    for records in (records_of(file), records_of(read_jsonl(file))):
+        read = chosen(records, (source, target), config, "frobenius", 10**9)
+        assert list(read.samples) == every and read.records == 600
+        assert read.tokens == sum(sample.num_translated for sample in every)
+
+
+def test_a_sorted_file_is_read_all_over(pair: Any, file: Path) -> None:
+    """As many tokens as were wanted and at most one sample more; in each process the same."""
+    source, target, config = pair
+    wanted = 3000
+    read = chosen(records_of(file), (source, target), config, "frobenius", wanted)
+    longest = max(sample.num_translated for sample in read.samples)
+    assert wanted <= read.tokens < wanted + longest and read.records == len(read.samples) < 300
+    begin = texts(read, target)
+    share = begin.count("A") / len(begin)
+    assert 0.3 < share < 0.7 and begin == sorted(begin), "both halves, in the order of the file"
+    again = chosen(records_of(file), (source, target), config, "frobenius", wanted)
+    assert again == read
+
+
+def test_how_much_is_read_by_itself(pair: Any, file: Path) -> None:
+    """64 tokens an unknown; a norm by attention wants samples that go on."""
+    source, target, config = pair
+    texts = [*read_jsonl(file)] * 5
+    read = chosen(texts, (source, target), config, "frobenius", None)
+    assert READ * unknowns(config) <= read.tokens < READ * unknowns(config) + 250
+    (sample,) = to_samples([{"text": "a dog sees"}], target.tokenizer, 512)
+    ends = dataclasses.replace(sample, continuation=())
+    found = chosen([ends, sample], (source, target), config, "attention_mass", 10**9)
+    assert found.samples == [sample] and found.records == 2
+
+
+def test_the_fit_that_is_made(pair: Any, file: Path) -> None:
+    source, target, config = pair
+    told: list[str] = []
+    made = kv.fit(source, target, file, tokens=2000, say=told.append)
+    facts = made.config.provenance
+    assert 2000 <= facts["prefix_tokens"] < 2250 and facts["records"] == facts["samples"]
+    (line,) = told
+    assert f"maps of {unknowns(config)} unknowns on {facts['prefix_tokens']:,} tokens" in line
+    assert f"{facts['samples']} of 600 records of sorted.jsonl" in line
+    assert line.endswith(" on this machine")
+    with pytest.raises(ValueError, match="tokens is 0; give a number of tokens, 1 or more"):
+        kv.fit(source, target, file, tokens=0)
+
+
+def test_a_bad_line_is_named(pair: Any, tmp_path: Path) -> None:
+    source, target, config = pair
+    path = tmp_path / "bad.jsonl"
+    for text, told in (
+        ('{"text": "a"}\nnot json\n', "line 2: not JSON"),
+        ('{"text": "a"}\n\n{"text": 5}', "line 3: expected"),
+        ("", "holds no records"),
+        ("\n \n  \n", "hold no records"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=told):
+            chosen(records_of(path), (source, target), config, "frobenius", None)
+    with pytest.raises(ValueError, match="cannot be read"):
+        records_of(tmp_path / "absent.jsonl")
+
+
+@pytest.mark.parametrize("pace", [0.0001, 0.01, 0.5])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_the_time_that_is_told(
+    pair: Any, file: Path, monkeypatch: pytest.MonkeyPatch, pace: float, passes: int
+) -> None:
+    """A planted pace, behind a first sample that takes ten times as long; told once and early."""
+    source, target, config = pair
+    read = chosen(records_of(file), (source, target), config, "frobenius", 4000)
+    now, told = [0.0], []
+    monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(data, "solving_seconds", lambda config: 100.0)
+    monkeypatch.setattr(data, "receipt_rows", lambda *arguments: 1000.0)
+    monkeypatch.setattr(ClosedForm, "passes", passes)
+    form: Any = ClosedForm(config, SimpleNamespace(), lambda start: ())
+    outlook = Outlook(form, read, lambda text: told.append((now[0], text)))
+    for number, sample in enumerate(read.samples, 1):
+        slow = 10 if number == 1 and pace < 0.1 else 1
+        now[0] += pace * sample.num_translated * slow
+        form.tokens += sample.num_translated
+        outlook(number)
+    ((when, text),) = told
+    seconds = pace * (passes * read.tokens + 1000) + 100
+    least, most = (0.9 * seconds, 1.1 * seconds) if pace > 0.001 else (99, 102)
+    assert least <= outlook._seconds(pace) <= most
+    units = {"s": 1, "min": 60, "h": 3600}
+    parts = re.findall(r"(\d+) (s|min|h)\b", text.split("about ")[1])
+    found = sum(int(number) * units[unit] for number, unit in parts)
+    assert least - 60 <= found <= most + 60
+    first = pace * read.samples[0].num_translated
+    assert when < (2.5 if pace < 0.001 else 13 * first if pace < 0.1 else 1.1 * first), "early"

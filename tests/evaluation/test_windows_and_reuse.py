@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
-from benchmarks.paper.commands import run
 from benchmarks.paper.evaluation import droidspeak
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions, lineup, probes
@@ -25,10 +24,10 @@ from kvlingo_mlx.timing import geometries
 from kvlingo_mlx.timing.ceilings import Costs
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import tiny, two_tokenizers
-from tests.support.command_line import fails
+from tests.support.command_line import fails, run
 
 ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
-PAIR = ["eval", "--source", ENDS[0], "--target", ENDS[1], "--tasks", "continuation"]
+PAIR = ["paper eval", "--source", ENDS[0], "--target", ENDS[1], "--tasks", "continuation"]
 WORDS = "the sun is up and Anna knows the code of Ben or so they say in Paris today "
 
 

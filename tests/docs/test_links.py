@@ -52,7 +52,7 @@ def faults_of_command(words: list[str]) -> list[str]:
     if not words or words[0].startswith("-"):
         return [option for option in options if option not in EVERYWHERE]
     verb = words[0]
-    if verb == "VERB":
+    if verb in ("VERB", "help"):
         return []
     if verb not in COMMANDS:
         return [verb] if verb not in OLD else []

@@ -1086,7 +1086,7 @@ def test_an_mlps_stage_1_does_what_it_is_told(
                 "-c",
                 "gated=false",
             ),
-            "--no-gated has no effect with --kind linear,",
+            "-c gated=false has no effect with --kind linear,",
         ),
         (("--kind", "mlp", "-c", "stage1_lr=x"), "stage1_lr is 'x'; give a number"),
         (("--kind", "mlp", "-c", "stage1_steps=-1"), "steps (--steps): -1"),

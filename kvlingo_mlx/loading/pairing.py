@@ -112,8 +112,7 @@ def check_one_tokenizer(config: TranslatorConfig, what: str, instead: str) -> No
     """
     if config.alignment is not None:
         raise IncompatibleTranslatorError(
-            f"{what} is not available between two tokenizers, and {config.title} is between two; "
-            f"{instead}"
+            f"{what} is not available here: {config.title} is between two tokenizers; {instead}"
         )
 
 

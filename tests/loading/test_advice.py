@@ -188,8 +188,8 @@ def test_what_is_not_available_is_not_offered_where_it_is_refused(tmp_path: Path
     folder = two_tokenizers.write_translator(tmp_path / "t", *two(tmp_path))
     translator = load_translator(folder)
     text = said(lambda: guarding.check_reference(translator.config))
-    assert text.startswith("guard (--guard) is not available between two tokenizers")
-    assert text.endswith("; leave it out") and "use it with" not in text
+    assert text.startswith("guard (--guard) is not available here: the translator from ")
+    assert text.endswith(" is between two tokenizers; leave it out") and "use it with" not in text
     assert advice.to_tune(translator.config, None) is None
 
 

@@ -60,11 +60,11 @@ def test_template_keeps_only_the_last_turns_reasoning() -> None:
 
 def test_template_announces_tools_and_shows_calls() -> None:
     """Prompts without tools are as they were when the models were trained."""
-    tool = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+    tool = {"function": {"name": "clock", "parameters": {}}, "type": "function"}
     said = render(TALK, tools=[tool], add_generation_prompt=True)
     assert said.startswith(
         "<|im_start|>system\nBe brief.\n\n# Tools\n<tools>\n"
-        '{"type": "function", "function": {"name": "clock", "parameters": {}}}\n</tools>\n'
+        '{"function": {"name": "clock", "parameters": {}}, "type": "function"}\n</tools>\n'
     )
     assert said.count("Be brief.") == 1
     rest = HEAD.removeprefix("<|im_start|>system\nBe brief.<|im_end|>\n")

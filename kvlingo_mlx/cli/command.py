@@ -7,6 +7,7 @@ file, so that each has the same name, help and spellings everywhere.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -130,7 +131,7 @@ def verb(
         def command(**values: Any) -> None:
             given = options(**values)
             keep_stdout_for_json(given.json_file)
-            blas.long_run = long
+            os.environ[blas.LONG_RUN] = "1" if long else ""
             function(given)
 
         command.__doc__ = function.__doc__

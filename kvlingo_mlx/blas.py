@@ -36,7 +36,7 @@ ABSENT = (
     "package of libopenblas.so.0), or set KVLINGO_BLAS=0 to end this notice"
 )
 late = False  # whether MLX was imported before this package
-long_run = False  # set by verbs that compute for long, before they import MLX
+LONG_RUN = "KVLINGO_LONG_RUN"  # set by verbs that compute for long, also for their processes
 
 
 def prepare() -> None:
@@ -101,7 +101,7 @@ def missed() -> str | None:
 def tell_if_missed() -> None:
     """Warn (KVLingoWarning) of :func:`missed`; that none is installed only in a long run."""
     found = missed()
-    if found is not None and (long_run or found != ABSENT):
+    if found is not None and (os.environ.get(LONG_RUN) or found != ABSENT):
         warnings.warn(printable(found), KVLingoWarning, stacklevel=2)
 
 

@@ -219,7 +219,7 @@ def verb(
                 refuse_models(verb, values.get("translators") or (), values)
             given = options(**values)
             keep_stdout_for_json(given.json_file)
-            blas.long_run = long
+            os.environ[blas.LONG_RUN] = "1" if long else ""
             name = function.__module__.rpartition(".")[2].strip("_").replace("_", "-")
             # mlx.launch keeps the terminal to itself, and a dumb one cannot be drawn in.
             dumb = launched() or os.environ.get("TERM") == "dumb"

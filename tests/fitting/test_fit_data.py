@@ -120,7 +120,7 @@ def test_a_bad_line_is_named(pair: Any, tmp_path: Path) -> None:
 def test_the_time_that_is_told(
     pair: Any, file: Path, monkeypatch: pytest.MonkeyPatch, pace: float, passes: int
 ) -> None:
-    """A planted pace, behind a first sample that takes ten times as long; told once and early."""
+    """A planted pace, behind a first sample that takes three times as long; told once and early."""
     source, target, config = pair
     read = chosen(records_of(file), (source, target), config, "frobenius", 4000)
     now, told = [0.0], []
@@ -131,7 +131,7 @@ def test_the_time_that_is_told(
     form: Any = ClosedForm(config, SimpleNamespace(), lambda start: ())
     outlook = Outlook(form, read, lambda text: told.append((now[0], text)))
     for number, sample in enumerate(read.samples, 1):
-        slow = 10 if number == 1 and pace < 0.1 else 1
+        slow = 3 if number == 1 and pace < 0.1 else 1
         now[0] += pace * sample.num_translated * slow
         form.tokens += sample.num_translated
         outlook(number)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from kvlingo_mlx.cli.command import (
     Both,
+    Configured,
     MaybeSource,
     MaybeTarget,
-    Options,
     PrefillStepSize,
     Translator,
     option,
@@ -20,7 +20,7 @@ HEALING = "healing"  # not every pair can be healed, so "all" leaves it out
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(Options):
+class BenchOptions(Configured):
     table_name: str = option(
         "moe-switch",
         f"{', '.join(TABLES)}, or all of these; or {HEALING}, which all leaves out.",

@@ -9,8 +9,8 @@ from typing import Any
 
 from kvlingo_mlx.cli.command import (
     AllowMismatch,
+    Configured,
     NativeLayers,
-    Options,
     Source,
     Target,
     argument,
@@ -23,7 +23,7 @@ OWN = ("continuation", "recall", "needles")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions(Options):
+class EvalOptions(Configured):
     translators: list[str] | None = argument(
         None, "Translators: FOLDER, NAME=FOLDER, or NAME=A,B,C (seeds); else the store's."
     )

@@ -40,6 +40,9 @@ KEYS = {
     "fit_samples hidden gated stage1_steps stage1_lr native_layers objective ce_weight sweep "
     "at_once held_out val_every packed_share later_turns seeds histogram",
     "tune": "lengths droidspeak trials",
+    "eval": "window style haystack num_shots apply_chat_template include_path task_data metadata "
+    "confirm_run_unsafe_code",
+    "bench": "layers precision nu prompt batch decode_tokens",
 }
 OWN_FILE = ("serve",)  # whose file has tables, too: serving/settings reads it
 HEADING = "Keys of --config (-c KEY=VALUE, or a TOML or JSON file of KEY = VALUE)"
@@ -50,10 +53,10 @@ def key_of(parameter: Any) -> str:
     return str(parameter.opts[0]).lstrip("-").replace("-", "_")
 
 
-def hide(verb: str, parameters: Sequence[Any]) -> None:
-    """Leave a verb's keys out of the flags of its help and of the shell's completion."""
+def hide(keys: str, parameters: Sequence[Any]) -> None:
+    """Leave keys out of the flags of a verb's help and of the shell's completion."""
     for parameter in parameters:
-        if parameter.name in KEYS.get(verb, "").split():
+        if parameter.name in keys.split():
             parameter.hidden = True
 
 

@@ -6,7 +6,8 @@ test's list of options that always have an effect.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from typer.core import TyperCommand
 
@@ -14,7 +15,7 @@ from kvlingo_mlx.arguments import Need, among, but, check_needs, is_set, off, se
 from kvlingo_mlx.cli.bench_options import HEALING
 from kvlingo_mlx.cli.command import take_words
 from kvlingo_mlx.cli.eval_options import OWN, words
-from kvlingo_mlx.cli.keys import hide, spelled, tell_of_flags, write_help
+from kvlingo_mlx.cli.keys import KEYS, hide, spelled, tell_of_flags, write_help
 from kvlingo_mlx.cli.output import given_options
 from kvlingo_mlx.errors import tell_new_name
 from kvlingo_mlx.format.kinds import KINDS
@@ -163,11 +164,12 @@ VERBS: dict[str, tuple[Need, ...]] = {
 class Checked(TyperCommand):
     """A verb that refuses options without effect before it begins."""
 
-    needs = VERBS
+    needs: ClassVar[Mapping[str, tuple[Need, ...]]] = VERBS
+    keys: ClassVar[Mapping[str, str]] = KEYS
 
     def __init__(self, name: str | None, **settings: Any) -> None:
         super().__init__(name, **settings)
-        hide(name or "", self.params)
+        hide(self.keys.get(name or "", ""), self.params)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words after the verb; of two models there are no more."""

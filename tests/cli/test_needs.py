@@ -296,7 +296,7 @@ def test_the_tables_of_groups_and_keys_name_options() -> None:
 def test_no_verb_has_many_flags(verb: str) -> None:
     """What is beyond is a key, or is for the paper's tables alone."""
     flags = [p for p in COMMANDS[verb].params if p.param_type_name == "option" and not p.hidden]
-    assert len(flags) <= {"eval": 35, "bench": 23}.get(verb, 21)
+    assert len(flags) <= 22
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from benchmarks.paper.commands.bench import BUDGET
 from benchmarks.paper.evaluation.suites import Benchmark, chosen
@@ -146,3 +146,4 @@ class Checked(needs.Checked):
     """A command that refuses options without effect before it begins."""
 
     needs = VERBS
+    keys: ClassVar[Mapping[str, str]] = {}  # none: every option of these is a flag

@@ -23,9 +23,9 @@ from kvlingo_mlx.errors import KVLingoError, MissingModelError
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.loading.files import files_fingerprint
 from kvlingo_mlx.loading.hub import MODEL_FILES, resolve
+from kvlingo_mlx.tokenization.records import Source, open_source
 from kvlingo_mlx.training.checkpoints import check_settings
 from kvlingo_mlx.training.interruption import postponed
-from kvlingo_mlx.tokenization.records import Source, open_source
 
 LOG, SETTINGS = "log.jsonl", "settings.json"  # in the folder of a run
 TOLD = (ValueError, OSError, KVLingoError, FloatingPointError, SafetensorError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 # Before any of them is loaded. Where workers share the cores, the threads of their libraries
@@ -36,6 +37,8 @@ pytest_plugins = ["tests.support.extras"]
 
 def pytest_configure() -> None:
     gc.disable()
+    # A shell ignores it for what it starts in the background, and processes of tests inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     progress.FIRST = float("inf")  # a slow machine would write lines that no test expects
 
 

@@ -16,6 +16,7 @@ from kvlingo_mlx.cli.bench_options import (
     precisions,
 )
 from kvlingo_mlx.cli.bench_output import (
+    FEWER,
     Beside,
     check_measured,
     foot,
@@ -84,7 +85,7 @@ def _run(
     clock = Clock(options.time_limit)  # it includes making or reading the models
     tell_of_machine()
     tokens = options.batch * max(lengths or [0])
-    with making(clock, "smaller models" if ends is None else "fewer --layers") as progress:
+    with making(clock, "smaller models" if ends is None else FEWER) as progress:
         pair = _pair(options, ends, bits, tokens=tokens, progress=progress)
     asked = runs.Asked(
         tables=TABLES if options.table_name == "all" else (options.table_name,),
@@ -131,8 +132,8 @@ def _pair(
         warn("no translator of this pair is stored; random maps of the same shapes are timed")
     if options.nu not in (None, found.nu):
         raise ValueError(
-            f"--nu is {options.nu}, but it is for random maps, and the stored translator of this "
-            f"pair has nu = {found.nu}; leave --nu out"
+            f"nu is {options.nu}, but it is for random maps, and the stored translator of this "
+            f"pair has nu = {found.nu}; leave nu out"
         )
     return found
 
@@ -148,8 +149,8 @@ def _paper_nu(options: BenchOptions, source: str, target: str) -> int:
     nu = NU if best is None else best.nu
     if options.layers is not None and options.layers < nu:
         say(
-            f"nu is {options.layers}, in the paper {nu} for this pair: --layers {options.layers} "
-            f"leaves no more to read; give --layers {nu} or more"
+            f"nu is {options.layers}, in the paper {nu} for this pair: {options.layers} layers "
+            f"leave no more to read; give -c layers={nu} or more"
         )
         return options.layers
     return nu

@@ -13,6 +13,7 @@ from kvlingo_mlx.cli.command import (
     Translator,
     option,
 )
+from kvlingo_mlx.cli.keys import KEYS
 from kvlingo_mlx.cli.sampling import check_ranges
 
 TABLES = ("moe-switch", "switch", "quant")
@@ -83,16 +84,21 @@ def check(options: BenchOptions, *more: str) -> None:
     check_ranges(
         ("--table", repr(table), table in (*TABLES, HEALING, *more, "all"), tables),
         *(
-            (f"--{name.replace('_', '-')}", count, count is None or count >= 1, "at least 1")
+            (_typed(name), count, count is None or count >= 1, "at least 1")
             for name, count in counts.items()
         ),
         ("--time-limit", f"{limit:g}", limit > 0, "seconds above 0"),
-        ("--prompt", repr(prompt), prompt in (None, "text", "random"), "text or random"),
+        ("prompt", repr(prompt), prompt in (None, "text", "random"), "text or random"),
     )
 
 
+def _typed(name: str) -> str:
+    """An option's name as it is typed: of those that are keys without dashes."""
+    return name if name in KEYS["bench"].split() else f"--{name.replace('_', '-')}"
+
+
 def precisions(options: BenchOptions) -> list[str | None]:
-    """The precisions of ``--precision``, each once; one None without it.
+    """The precisions of the key ``precision``, each once; one None without it.
 
     Raises:
         ValueError: There are several, and one picture.
@@ -102,7 +108,7 @@ def precisions(options: BenchOptions) -> list[str | None]:
     found = list[str | None](dict.fromkeys(options.precision.split(",")))
     if len(found) > 1 and options.plot:
         raise ValueError(
-            f"--plot draws one run, and --precision is {options.precision!r}; give one of them, or "
+            f"--plot draws one run, and precision is {options.precision!r}; give one of them, or "
             "leave --plot out"
         )
     return found
@@ -112,8 +118,8 @@ def geometry_names(options: BenchOptions) -> tuple[str, str] | None:
     """The source and target of ``--geometry``; None without it.
 
     Raises:
-        ValueError: They are not two known names, or do not fit ``--layers``, ``--precision`` or
-            ``--nu``.
+        ValueError: They are not two known names, or do not fit ``layers``, ``precision`` or
+            ``nu``.
     """
     if options.geometry is None:
         return None
@@ -129,6 +135,6 @@ def geometry_names(options: BenchOptions) -> tuple[str, str] | None:
     depth = options.layers or GEOMETRIES[names[0]]["num_hidden_layers"]
     if options.nu is not None and options.nu > depth:
         raise ValueError(
-            f"--nu is {options.nu}; {names[0]} has {depth} layers here to read: give fewer"
+            f"nu is {options.nu}; {names[0]} has {depth} layers here to read: give fewer"
         )
     return names[0], names[1]

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from kvlingo_mlx.timing.tables import Clock, Table, Timing
 
 
+FEWER = "fewer layers (-c layers)"
+
+
 @contextlib.contextmanager
-def making(clock: Clock, smaller: str = "fewer --layers") -> Iterator[Callable[[int, int], None]]:
+def making(clock: Clock, smaller: str = FEWER) -> Iterator[Callable[[int, int], None]]:
     """A bar for making or reading models; yields a function of steps done, and of how many.
 
     Raises:
@@ -88,7 +91,7 @@ def show(ran: Ran, pair: Pair, beside: Beside | None, config: Mapping[str, Any])
             if config["decode_tokens"] is None and timings[0].decoded < tables.DECODED:
                 say(
                     f"decoding speeds are over {timings[0].decoded} tokens, in the paper over "
-                    f"{tables.DECODED}: --time-limit allows no more; --decode-tokens sets them"
+                    f"{tables.DECODED}: --time-limit allows no more; -c decode_tokens sets them"
                 )
         if beside is not None:
             compared = beside(ran.name, timings, grown, config)

@@ -231,7 +231,7 @@ def _check_settings(options: ChatOptions, talk: Conversation) -> None:
         for name, given, found in (
             ("--system-prompt", options.system_prompt, system),
             ("--thinking", options.thinking, began.switches.get("enable_thinking")),
-            ("--verbatim", options.verbatim, began.verbatim),
+            ("verbatim", options.verbatim, began.verbatim),
         )
         if given is not None and given != found
     ]

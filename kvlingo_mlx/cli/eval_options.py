@@ -141,12 +141,12 @@ def check_device(device: str, own: list[str], baselines: list[str]) -> None:
 
 
 def window(text: str | None) -> tuple[int, int] | None:
-    """The numbers of tokens of a prefix and of its continuation, of ``--window``."""
+    """The numbers of tokens of a prefix and of its continuation, of the key ``window``."""
     if text is None:
         return None
     numbers = [part.strip() for part in text.split("+")]
     if len(numbers) != 2 or not all(n.isdecimal() and int(n) > 0 for n in numbers):
-        raise ValueError(f"--window is {text!r}; give two numbers of tokens: 256+64")
+        raise ValueError(f"window is {text!r}; give two numbers of tokens: 256+64")
     return int(numbers[0]), int(numbers[1])
 
 
@@ -156,21 +156,19 @@ def named_files(texts: list[str] | None) -> dict[str, str]:
     for text in texts or []:
         name, equals, file = text.partition("=")
         if not (name and equals and file):
-            raise ValueError(f"--task-data is {text!r}; give NAME=FILE, such as quac=quac.jsonl")
+            raise ValueError(f"task_data is {text!r}; give NAME=FILE, such as quac=quac.jsonl")
         files[name] = file
     return files
 
 
 def json_object(text: str | None) -> dict[str, Any]:
-    """The object in ``--metadata``."""
+    """The object of the key ``metadata``."""
     try:
         found = json.loads(text or "{}")
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ValueError(
-            f'--metadata is {text!r}; give a JSON object: {{"max_seq_lengths": [4096]}}'
-        )
+        raise ValueError(f'metadata is {text!r}; give a JSON object: {{"max_seq_lengths": [4096]}}')
     return found
 
 
@@ -219,7 +217,7 @@ def haystack_text(path: str | None) -> str | None:
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--haystack {path} cannot be read ({error})") from None
+        raise ValueError(f"haystack {path} cannot be read ({error})") from None
     if not text.strip():
-        raise ValueError(f"--haystack {path} is empty; give a text, or none for generated prose")
+        raise ValueError(f"haystack {path} is empty; give a text, or none for generated prose")
     return text

@@ -40,8 +40,7 @@ KEYS = {
     "fit_samples hidden gated stage1_steps stage1_lr native_layers objective ce_weight sweep "
     "at_once held_out val_every packed_share later_turns seeds histogram",
     "tune": "lengths droidspeak trials",
-    "eval": "window style haystack num_shots apply_chat_template include_path task_data metadata "
-    "confirm_run_unsafe_code",
+    "eval": "window style haystack num_shots chat include_path task_data metadata unsafe_code",
     "bench": "layers precision nu prompt batch decode_tokens",
 }
 OWN_FILE = ("serve",)  # whose file has tables, too: serving/settings reads it

@@ -55,7 +55,7 @@ def make(name: str, source: LanguageModel, target: LanguageModel, asked: Asked) 
             talks = dialogues.held_out(asked.limit, seed=asked.seed)
             records = [{"messages": talk.conversation()} for talk in talks]
         if asked.window is not None:
-            check_tokenizers(source, target, "--window cuts by one tokenizer; leave it out")
+            check_tokenizers(source, target, "window cuts by one tokenizer; leave it out")
             return probes.windows(target, records, asked.limit, asked.window, context)
         other = other_tokenizer(source.tokenizer, target.tokenizer)
         return probes.continuation(target, records, asked.limit, context, other)

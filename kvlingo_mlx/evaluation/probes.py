@@ -186,15 +186,15 @@ def windows(
     read, predicted = size
     if read + predicted > context_length:
         raise ValueError(
-            f"--window {read}+{predicted} takes {read + predicted} tokens, and the shorter of the "
+            f"-c window={read}+{predicted} takes {read + predicted} tokens, and the shorter of the "
             f"two contexts has {context_length}; give smaller numbers"
         )
     cut = [(str(number), found) for number, record in enumerate(records)
            if (found := _windows_of(target, record, number, size))]  # fmt: skip
     if not cut:
         raise ValueError(
-            f"no text of the data has the {read + predicted} tokens of --window {read}+{predicted};"
-            " give longer texts, or smaller numbers"
+            f"no text of the data has the {read + predicted} tokens of -c window={read}+{predicted}"
+            "; give longer texts, or smaller numbers"
         )
     rounds = range(max(len(found) for _, found in cut))
     items = [
@@ -220,8 +220,8 @@ def _windows_of(
 ) -> list[RecallSample]:
     if not isinstance(record.get("text"), str):
         raise ValueError(
-            f"record {number + 1} of the data is a conversation, and --window cuts plain texts; "
-            'give {"text": ...}, or leave --window out'
+            f"record {number + 1} of the data is a conversation, and window cuts plain texts; "
+            'give {"text": ...}, or leave window out'
         )
     begins, text = front(target.tokenizer), record["text"]
     if opened(target.tokenizer, text):

@@ -172,7 +172,10 @@ class Heard:
             return ""
         known = getattr(tokenizer, "added_tokens_decoder", {})
         marks = {i for i, token in known.items() if token.special} - set(tokenizer.eos_token_ids)
+        template = getattr(tokenizer, "chat_template", None)
         found = [known[i].content for i in sorted(marks & self.marks)]
+        if isinstance(template, str):  # the end of a document, say, is none of its marks
+            found = [mark for mark in found if mark in template]
         if not found or any(mark in self.prompt() for mark in found):
             return ""
         return (

@@ -195,7 +195,7 @@ def read(
             kept = f"the translator's own {layers} native layers" if layers else "plain translation"
             raise MissingTimingsError(
                 f"strategy auto goes by measured times, and none of {names[0]} to {names[1]} with "
-                f"{parts} are in the local store; {advice} measures {kept}, which --native-layers "
+                f"{parts} are in the local store; {advice} measures {kept}, which -c native_layers="
                 f"{layers} asks for; or give native or accelerator"
             ) from None
         if (bits := key["maps"]["bits"]) is not None:

@@ -213,7 +213,7 @@ class LanguageModel:
         """
         if self._wide_experts is not None and not on_gpu():
             copy = f"a copy that `mlx_lm.convert --hf-path {self.name} --mlx-path COPY -q` makes"
-            other = "--precision 4bit or float32" if self.path is None else copy
+            other = "-c precision=4bit or -c precision=float32" if self.path is None else copy
             raise UnsupportedModelError(
                 f"{self.name} has experts in {self._wide_experts}, and on a CPU MLX multiplies by "
                 f"experts in float32 or few bits alone; use {other}, or a GPU"

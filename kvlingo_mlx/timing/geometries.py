@@ -35,15 +35,15 @@ def check(name: str, layers: int | None, precision: str | None) -> None:
     if name not in GEOMETRIES:
         raise ValueError(f"--geometry names {name!r}; there are {', '.join(GEOMETRIES)}")
     if precision is not None and precision not in PRECISIONS:
-        raise ValueError(f"--precision is {precision!r}; give one of {', '.join(PRECISIONS)}")
+        raise ValueError(f"precision is {precision!r}; give one of {', '.join(PRECISIONS)}")
     config = GEOMETRIES[name]
     depth = config["num_hidden_layers"]
     if layers is not None and not 1 <= layers <= depth:
-        raise ValueError(f"--layers is {layers}; {name} has {depth}")
+        raise ValueError(f"layers is {layers}; {name} has {depth}")
     period = _period(config)
     if (layers or depth) < period:
         raise ValueError(
-            f"--layers is {layers}; of {name} every {period}th attends to all tokens: give more"
+            f"layers is {layers}; of {name} every {period}th attends to all tokens: give more"
         )
 
 
@@ -103,11 +103,11 @@ def _less(models: Sequence[LanguageModel], more: int) -> str:
         own = sum(array.nbytes for _, array in parts)
         grows, fixed = grows + own / len(layers), fixed + memory.weights_bytes(model) - own
     fits = int((free - fixed) / grows)
-    found = [f"--layers {fits}"] if fits >= max(_period(m.config) for m in models) else []
+    found = [f"-c layers={fits}"] if fits >= max(_period(m.config) for m in models) else []
     whole: Any = tree_flatten([model.model.parameters() for model in models])
     numbers = sum(array.size for _, array in whole)
     if all(m.bits is None for m in models) and 0.6 * numbers + more < free:  # 4.5 bits and norms
-        found.append("--precision 4bit")
+        found.append("-c precision=4bit")
     return " or ".join(found or ["smaller models"])
 
 

@@ -86,7 +86,7 @@ def check(pair: Pair, asked: Asked) -> None:
             f"give at most {room}"
         )
     needed = _caches_bytes(pair, longest, asked.effort.batch)
-    instead = "--prompt-tokens or a --batch of less"
+    instead = "--prompt-tokens or a batch (-c batch) of less"
     memory.check({memory.caches_of(longest * asked.effort.batch): needed}, instead=instead)
 
 

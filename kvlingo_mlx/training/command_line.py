@@ -86,7 +86,7 @@ class Options:
         if self.dtype is not None and self.dtype not in known:
             raise ValueError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(known)}")
         if self.at_once is not None:
-            require("learning rates trained at a time (--at-once)", self.at_once, 1)
+            require("learning rates trained at a time (-c at_once)", self.at_once, 1)
         self._mixture()
         self.runtime.check_device(self.place)
 

@@ -824,12 +824,12 @@ def test_a_chat_is_resumed_with_the_settings_that_it_began_with(
     chats: Chats, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "talk")
-    same = ("--no-thinking", "--system-prompt", "be kind", "--verbatim")
+    same = ("--no-thinking", "--system-prompt", "be kind", "-c", "verbatim=true")
     chats("hi there", options=("--save", folder, *same))
     assert chats("and you", options=("--resume", folder, *same)).strip()
     for options, told in (
         (("--thinking",), "--thinking is True, and there it is False"),
-        (("--no-verbatim",), "--verbatim is False, and there it is True"),
+        (("-c", "verbatim=false"), "verbatim is False, and there it is True"),
         (("--system-prompt", "x"), "--system-prompt is 'x', and there it is 'be kind'"),
     ):
         chats("and you", options=("--resume", folder, *options), status=2)

@@ -77,7 +77,7 @@ def test_the_first_command_of_the_readme_is_answered_without_a_warning(
 
 
 def test_an_answer_ends_before_each_stop_text(capsys: pytest.CaptureFixture[str]) -> None:
-    pair = ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l", "--no-verbose"]
+    pair = ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l", "-c", "verbose=false"]
     given = ["generate", *pair, "--prompt", EXAMPLE]
     assert run([*given, "--stop", "Oslo", "--stop", " of Emma"]) == 0
     assert capsys.readouterr() == ("The hotel\n", "")

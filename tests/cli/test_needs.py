@@ -62,17 +62,18 @@ ALWAYS = {
     "show": "path_or_hub_id quantize json_file",
     "verify": "translator json_file",
     "doctor": "json_file",
-    "eval": "translators source target native_layers tasks baselines device limit out "
-            "allow_mismatch json_file",
+    "eval": "translators config source target native_layers tasks baselines device limit "
+            "out allow_mismatch json_file",
     "tune": "models config source target translator data max_kl min_recall limit native_layers "
                "lengths droidspeak trials out allow_mismatch json_file",
-    "paper eval": "translators source target native_layers turns baselines limit out "
+    "paper eval": "translators config source target native_layers turns baselines limit out "
                   "allow_mismatch json_file",
     "paper analyze": "source target data translator capture documents tokens random_init cka mlp "
                "heads seed plot json_file",
-    "bench": "models table_name geometry nu prompt_tokens num_trials time_limit prefill_step_size "
-             "plot json_file",
-    "paper bench": "models table_name prompt_tokens num_trials time_limit reference json_file",
+    "bench": "models config table_name geometry nu prompt_tokens num_trials time_limit "
+             "prefill_step_size plot json_file",
+    "paper bench": "models config table_name prompt_tokens num_trials time_limit reference "
+                   "json_file",
     "paper reproduce": "listing room json_file",
 }  # fmt: skip
 # Texts that stand for the states of an option; others are tried with TEXTS.
@@ -137,7 +138,7 @@ def partners(verb: str, option: str) -> set[str]:
     found: set[str] = set()
     new = {option}
     while new:
-        needs = [n for n in NEEDS[verb] if new & set(n.options.split())]
+        needs = [n for n in NEEDS.get(verb, ()) if new & set(n.options.split())]
         new = {name for need in needs for name in need.partner.split()} - found
         found |= new
     return found
@@ -223,13 +224,13 @@ FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
         ([*TRAIN, "--kind", "mlp", "-c", "assignment=r2", "-c", "ridge=1"], "ridge has no effect"),
         ([*EVAL, "--needles", "nonsense"], "--needles has no effect with --tasks continuation"),
         ([*EVAL, "--lengths", "none"], "--lengths has no effect with --tasks continuation"),
-        ([*EVAL, "--style", "no"], "--style has no effect with --tasks continuation"),
+        ([*EVAL, "-c", "style=no"], "style has no effect with --tasks continuation"),
         ([*PAPERS, "--tasks", "recall", "--judge", "nobody"], f"--judge {SAID}tasks recall"),
-        ([*EVAL, "--include-path", "/nowhere"], "--include-path has no effect with --tasks"),
-        ([*EVAL, "--num-shots", "3"], "--num-shots has no effect with --tasks continuation"),
+        ([*EVAL, "-c", "include_path=/nowhere"], "include_path has no effect with --tasks"),
+        ([*EVAL, "-c", "num_shots=3"], "num_shots has no effect with --tasks continuation"),
         ([*EVAL, "--no-thinking"], "--no-thinking has no effect with --tasks continuation"),
         ([*EVAL, "--data", "x", "--seed", "1"], "--seed has no effect with --data x"),
-        ([*EVAL, "--window", "9+9"], "--window has no effect without --data"),
+        ([*EVAL, "-c", "window=9+9"], "window has no effect without --data"),
         ([*PAPERS, "--profile-data", "x"], f"--profile-data {SAID}baselines hidden"),
         ([*PAPERS, "--turns", "coqa", "--data", "x"], "--data has no effect with --turns"),
         ([*EVAL, "--plot", "x.png"], "--plot has no effect without --compare"),
@@ -240,7 +241,7 @@ FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
         ([*PAPERS, "--suite", "paper:coqa", "--judge", "x"], "--judge has no effect with"),
         ([*PAPERS, "--suite", "paper", "--judge-prompts", "x"], "without --judge; add --jud"),
         (["eval", *PAIR, "--tasks", "recall", "--data", "x"], "--data has no effect with --tasks"),
-        (["eval", *PAIR, "--tasks", "gsm8k", "--task-data", "quac=x"], "it names no task of --t"),
+        (["eval", *PAIR, "--tasks", "gsm8k", "-c", "task_data=quac=x"], "it names no task of --t"),
         ([*FIT, "--assignment", "a.json", "--nu", "3"], "--nu has no effect with --assignment a.j"),
         (
             [*GENERATE, "--strategy", "native", "--translator", "/none", "-c", "quantize=8"],
@@ -257,10 +258,10 @@ FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
         (["tune", "a", "b", "--data", "x", "--seed", "1"], "--seed has no effect with --data x"),
         (["bench", "--table", "quant", "--native-layers", "1"], "no effect with --table quant"),
         (["bench", "--table", "healing", "--quantize", "8"], "--quantize has no effect with --tab"),
-        (["bench", "--table", "healing", "--batch", "2"], "--batch has no effect with --table hea"),
+        (["bench", "--table", "healing", "-c", "batch=2"], "batch has no effect with --table hea"),
         (["bench", "--table", "healing", "--save-timings"], "has no effect with --table healing"),
         (["paper bench", "--table", "healing", "--batch-sizes", "1"], "but with --table memory"),
-        (["bench", "--layers", "2"], "--layers has no effect without --geometry"),
+        (["bench", "-c", "layers=2"], "layers has no effect without --geometry"),
         (["bench", "--geometry", "a:b", "--source", "x"], "--source has no effect with --geometry"),
         (["paper bench", "--batch-sizes", "1,2"], "but with --table memory-budget; give --batch"),
         (["chat", "--model", "a=x", "-c", "eager=false"], "-c eager=false has no effect wi"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -254,7 +255,9 @@ def test_a_switch_without_a_translator_changes_nothing(
 ) -> None:
     monkeypatch.setenv("KVLINGO_HOME", str(tmp_path))
     model = family_models["qwen3"]
-    talk = Conversation({"a": model, "b": model})
+    copy = kv.load(shutil.copytree(model.path, tmp_path / "copy"))
+    with pytest.warns(kv.KVLingoWarning, match="no translator from a to b, none from b to a"):
+        talk = Conversation({"a": model, "b": copy})
     ask(talk, "a", "hi there")
     before = talk.messages, talk.transcript.tokens
     with pytest.raises(kv.MissingTranslatorError, match="from a .* to b .*on_missing='reprefill'"):

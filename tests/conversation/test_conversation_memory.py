@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -563,7 +564,8 @@ def test_a_missing_translator_is_found_before_a_line_is_trimmed(
 ) -> None:
     monkeypatch.setenv("KVLINGO_HOME", str(tmp_path))
     model = models["qwen3"]
-    talk = Conversation({"a": model, "b": model}, on_missing="reprefill")
+    copy = kv.load(shutil.copytree(model.path, tmp_path / "copy"))
+    talk = Conversation({"a": model, "b": copy}, on_missing="reprefill")
     ask(talk, "a", "hi there")
     ask(talk, "b", "is it on?")
     ask(talk, "a", "and you")

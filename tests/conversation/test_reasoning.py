@@ -29,7 +29,8 @@ def models() -> dict[str, LanguageModel]:
 @pytest.fixture
 def talk(models: dict[str, LanguageModel]) -> Conversation:
     """A conversation on facts, some of which will be asked for."""
-    made = Conversation(models, [str(TRANSLATORS / pair) for pair in PAIRS])
+    made = Conversation(models, [str(TRANSLATORS / pair) for pair in PAIRS],
+                        enable_thinking=True)  # fmt: skip
     made.transcript.messages += TALK.messages[:-1]
     return made
 
@@ -77,7 +78,7 @@ def test_an_answer_without_a_trace_is_told(talk: Conversation) -> None:
     assert writers == {"small"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        talk.reply("large", TALK.questions[1], max_tokens=4)
+        talk.reply("large", TALK.questions[1], max_tokens=80)
 
 
 def test_a_tokenizer_names_its_own_mark(models: dict[str, LanguageModel]) -> None:

@@ -85,6 +85,6 @@ def test_what_is_refused(models: dict[str, LanguageModel], tmp_path: Any) -> Non
         with pytest.raises(ValueError, match=message):
             kv.generate(source, target, PROMPT, max_tokens=3, **options)
     name, facts = tiny.FAMILIES["gemma3"]
-    gemma = kv.load(tiny.write_tiny_model(tmp_path / "g", name, **facts))
+    gemmas = [kv.load(tiny.write_tiny_model(tmp_path / end, name, **facts)) for end in "st"]
     with pytest.raises(kv.UnsupportedModelError, match="cannot be healed while it answers"):
-        kv.generate(gemma, gemma, PROMPT, max_tokens=3, heal="interleaved")
+        kv.generate(*gemmas, PROMPT, max_tokens=3, heal="interleaved")

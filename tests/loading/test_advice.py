@@ -179,7 +179,8 @@ def test_what_is_advised_is_not_refused(
         assert not faults(words)
         with pytest.raises(ReachedError):
             run([*words, "--debug"])
-    for option in ("--guard", "--native-layers"):  # advised nowhere for two tokenizers
+    for option in ("guard", "-c guard", "native_layers", "-c native_layers", "--native-layers"):
+        # advised nowhere for two tokenizers
         assert kind != "two tokenizers" or not any(f"give {option}" in text for text in texts)
 
 
@@ -188,7 +189,7 @@ def test_what_is_not_available_is_not_offered_where_it_is_refused(tmp_path: Path
     folder = two_tokenizers.write_translator(tmp_path / "t", *two(tmp_path))
     translator = load_translator(folder)
     text = said(lambda: guarding.check_reference(translator.config))
-    assert text.startswith("guard (--guard) is not available here: the translator from ")
+    assert text.startswith("guard (-c guard) is not available here: the translator from ")
     assert text.endswith(" is between two tokenizers; leave it out") and "use it with" not in text
     assert advice.to_tune(translator.config, None) is None
 

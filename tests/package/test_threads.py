@@ -305,7 +305,7 @@ def ended(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_process_ends_in_peace(models: dict[str, LanguageModel], tmp_path: Path) -> None:
     """One thread resumed and has ended, another is at work still, an answer was left."""
     talk = Conversation({"s": kv.load("tiny-qwen3-s")})
-    talk.reply("s", "hi", max_tokens=2)
+    talk.reply("s", "The home of Anna is Lima.", max_tokens=2)
     code = """
         import sys, threading
         from concurrent.futures import ThreadPoolExecutor

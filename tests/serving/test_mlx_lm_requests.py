@@ -13,6 +13,7 @@ a field of another type     200, 400 or 404                  400 that names the 
 a plain text's answer       lacks the space it begins with   begins with it
 a token's text in logprobs  as the vocabulary writes it      as the answer shows it
 first frame of a stream     a role and the first text        a role alone, then the texts
+an embedded model           thinks unless told not to        thinks if it is told to
 ``draft_model``             drafts with it                   refused, but for ``default_model``
 too long a prompt           may be cut                       400
 out of memory, other faults 503, 500                         503, 500 (``test_app.py``)
@@ -45,6 +46,8 @@ from tests.support.served import ZOO, Server  # noqa: E402
 KIND = {"role": "system", "content": "Answer kindly."}
 GREETING = {"role": "user", "content": "Good morning! Anna lives in Rome. Where does Anna live?"}
 SAMPLED = {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 999}
+# What mlx-lm's server renders unless told otherwise; here the embedded models do not think.
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +82,8 @@ def urls(zoo_server: Server, theirs: str) -> tuple[str, str]:
 
 def both(urls: tuple[str, str], path: str, **body: Any) -> tuple[Any, Any]:
     """The answers of both servers; ours has all fields that theirs has."""
-    body = {"model": "default_model", "max_tokens": 10, **body}
+    more = THINKING if "messages" in body else {}
+    body = {"model": "default_model", "max_tokens": 10, **more, **body}
     found = [httpx.post(f"{url}{path}", json=body, timeout=60) for url in urls]
     assert [each.status_code for each in found] == [200, 200], found[0].text
     ours, other = (each.json() for each in found)
@@ -149,7 +153,7 @@ def test_a_call_whose_message_has_no_content(urls: tuple[str, str]) -> None:
 
 
 def test_a_stream(urls: tuple[str, str]) -> None:
-    body = {"model": "default_model", "messages": [KIND, GREETING], "max_tokens": 10}
+    body = {"model": "default_model", "messages": [KIND, GREETING], "max_tokens": 10, **THINKING}
     texts = []
     for url in urls:
         asked = {**body, "temperature": 0.0, "stream": True}

@@ -90,7 +90,7 @@ def test_it_serves_until_a_signal_and_saves(number: int, status: int, tmp_path: 
 
 def test_ctrl_c_of_a_terminal_reaches_the_front_alone(tmp_path: Path) -> None:
     """A terminal's Ctrl-C goes to all processes; the worker saves all the same."""
-    with program(tmp_path, "--stop-timeout", "0.5") as process:
+    with program(tmp_path, "-c", "stop_timeout=0.5") as process:
         url = ready(process)
         body = {"model": "small", "prompt": "begin;say a;wait 600", "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
@@ -179,7 +179,8 @@ def test_without_the_extra(
 def test_every_setting_is_an_option() -> None:
     options = {OPTIONS.get(name, name) for name in NAMES}
     fields = set(serve.ServeOptions.__dataclass_fields__)
-    assert fields == options - {"pairs"} | {"config", "json_file"}  # pairs stand in a file
+    of_verbs = {"models", "config", "json_file"}
+    assert fields == options - {"pairs"} | of_verbs  # pairs stand in a file
 
 
 def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,9 +140,8 @@ def test_errors_are_the_clients_own(zoo_server: Server) -> None:
             ask(zoo_server, "x", model="none")
         with pytest.raises(long, match="context"):
             ask(zoo_server, "Anna " * 4000)
-    with pytest.raises(openai.BadRequestError, match="does not announce tools"):
-        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-        chat(zoo_server, "x", tools=[tool])
+    with pytest.raises(openai.BadRequestError, match="logit_bias names token 99999"):
+        chat(zoo_server, "x", logit_bias={"99999": 1})
 
 
 @pytest.mark.parametrize("client", ["openai", "anthropic"])

@@ -159,7 +159,7 @@ def test_a_judge_and_times(
         (["--tasks", "quac", "-c", "task_data=quac"], "task_data is 'quac'; give NAME=FILE"),
         (
             ["--tasks", "quac", "-c", "task_data=boolq=x"],
-            "task_data has no effect where it names no task of --tasks",
+            "--task-data has no effect where it names no task of --tasks",
         ),
         (["--tasks", "quac", "-c", "task_data=quac=absent.json"], "absent.json"),
         (["--tasks", "quac", "-c", "metadata=[1]"], "metadata is '[1]'; give a JSON object"),

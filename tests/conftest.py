@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -109,3 +110,10 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def seeded() -> None:
     """The same random numbers in every test."""
     mx.random.seed(0)
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time limit that plans as ever, and does not end what has begun."""
+    limiting = "kvlingo_mlx.timing.tables.Clock.limiting"
+    monkeypatch.setattr(limiting, lambda clock: contextlib.nullcontext())

@@ -15,7 +15,7 @@ from kvlingo_mlx.arguments import Need, among, but, check_needs, is_set, off, se
 from kvlingo_mlx.cli.bench_options import HEALING
 from kvlingo_mlx.cli.command import take_words
 from kvlingo_mlx.cli.eval_options import OWN, words
-from kvlingo_mlx.cli.keys import KEYS, hide, spelled, tell_of_flags, write_help
+from kvlingo_mlx.cli.keys import KEYS, hide, is_key, spelled, tell_of_flags, write_help
 from kvlingo_mlx.cli.output import given_options
 from kvlingo_mlx.errors import tell_new_name
 from kvlingo_mlx.format.kinds import KINDS
@@ -194,7 +194,9 @@ class Checked(TyperCommand):
         given |= dict.fromkeys(take_words(self.name or "", ctx.params), "")
 
         def spell(name: str, value: Any) -> str:
-            return spelled(options[name], value)
+            option = options[name]
+            is_as_ever = is_key(option) and value is option.default is False
+            return spelled(option, None if is_as_ever else value)
 
         check_needs(self.needs.get(self.name or "", ()), given, ctx.params, spell)
         return super().invoke(ctx)

@@ -14,12 +14,12 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.fitting import data
-from kvlingo_mlx.fitting.data import Chosen, Outlook, chosen, records_of
+from kvlingo_mlx.fitting.data import MANY, Chosen, Outlook, chosen, records_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.stage1.closed_form import READ, unknowns
 from kvlingo_mlx.stage1.passes import ClosedForm
-from kvlingo_mlx.tokenization.samples import read_jsonl, to_samples
+from kvlingo_mlx.tokenization.samples import JUDGES, HeldOut, read_jsonl, to_samples
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 
 WORDS = "the a one two some many red green small large man dog tree house sees finds".split()
@@ -48,15 +48,22 @@ def texts(read: Chosen, model: LanguageModel) -> list[str]:
 
 
 def test_data_that_hold_less_are_read_to_their_end(pair: Any, file: Path) -> None:
-    """As they were before there was a limit: all samples, in the order of the file."""
+    """All samples, in the order of the file, but for the few that the receipt measures."""
     source, target, config = pair
     context = min(source.context_length, target.context_length)
     every = list(to_samples(read_jsonl(file), target.tokenizer, context))
-    assert len(every) == 600
-    for records in (records_of(file), records_of(read_jsonl(file))):
-        read = chosen(records, (source, target), config, "frobenius", 10**9)
-        assert list(read.samples) == every and read.records == 600
-        assert read.tokens == sum(sample.num_translated for sample in every)
+    assert len(every) == len(set(every)) == 600
+    ends = (source, target), config, "frobenius", 10**9
+    for name, records in (("sorted.jsonl", file), ("the data", read_jsonl(file))):
+        read = chosen(records_of(records), *ends)
+        kept = [sample for sample in every if sample not in read.samples]
+        assert read.own is not None and read.own.data == name and len(kept) == JUDGES == 8
+        assert set(read.own.samples) == set(HeldOut.of(name, kept).samples)
+        assert list(read.samples) == [sample for sample in every if sample not in kept]
+        assert read.records == 600
+        assert read.tokens == sum(sample.num_translated for sample in read.samples)
+    few = chosen(read_jsonl(file)[: MANY - 1], *ends)
+    assert few.own is None and list(few.samples) == every[: MANY - 1] and few.records == MANY - 1
 
 
 def test_a_sorted_file_is_read_all_over(pair: Any, file: Path) -> None:
@@ -65,7 +72,9 @@ def test_a_sorted_file_is_read_all_over(pair: Any, file: Path) -> None:
     wanted = 3000
     read = chosen(records_of(file), (source, target), config, "frobenius", wanted)
     longest = max(sample.num_translated for sample in read.samples)
-    assert wanted <= read.tokens < wanted + longest and read.records == len(read.samples) < 300
+    assert wanted <= read.tokens < wanted + longest
+    assert read.own is not None and len(read.own.samples) == JUDGES
+    assert read.records == len(read.samples) + JUDGES < 300
     begin = texts(read, target)
     share = begin.count("A") / len(begin)
     assert 0.3 < share < 0.7 and begin == sorted(begin), "both halves, in the order of the file"
@@ -90,7 +99,8 @@ def test_the_fit_that_is_made(pair: Any, file: Path) -> None:
     told: list[str] = []
     made = kv.fit(source, target, file, tokens=2000, say=told.append)
     facts = made.config.provenance
-    assert 2000 <= facts["prefix_tokens"] < 2250 and facts["records"] == facts["samples"]
+    assert 2000 <= facts["prefix_tokens"] < 2250
+    assert facts["records"] == facts["samples"] + JUDGES
     (line,) = told
     assert f"maps of {unknowns(config)} unknowns on {facts['prefix_tokens']:,} tokens" in line
     assert f"{facts['samples']} of 600 records of sorted.jsonl" in line
@@ -136,7 +146,10 @@ def test_the_time_that_is_told(
         form.tokens += sample.num_translated
         outlook(number)
     ((when, text),) = told
-    seconds = pace * (passes * read.tokens + 1000) + 100
+    assert read.own is not None
+    judged = sum(len(sample.prefix) + len(sample.continuation) for sample in read.own.samples)
+    assert judged > 8 * 100
+    seconds = pace * (passes * read.tokens + 1000 + judged) + 100
     least, most = (0.9 * seconds, 1.1 * seconds) if pace > 0.001 else (99, 102)
     assert least <= outlook._seconds(pace) <= most
     units = {"s": 1, "min": 60, "h": 3600}

@@ -150,10 +150,12 @@ def test_ranks_that_were_given_different_things(
     assert not list(tmp_path.glob("*.npz"))
 
 
-def test_a_record_that_one_rank_cannot_read_ends_all(tmp_path: Path) -> None:
-    """The verb: one line, by the rank that reads it, and no rank waits for it.
+@pytest.mark.parametrize("told_by", [0, 1])
+def test_a_record_that_one_rank_cannot_read_ends_all(tmp_path: Path, told_by: int) -> None:
+    """The verb: one line, by the first rank that cannot, and no rank waits for it.
 
-    The launcher ends the other one while that leaves the first word to it.
+    All cannot, or the last one alone, whose file is another. The launcher ends the other one while
+    that leaves the first word to it.
     """
     shape = {"layers": 2, "kv_heads": 1, "head_dim": 16}
     ends = [tiny.write_tiny_model(tmp_path / n, "qwen3", seed=1, **shape) for n in "ab"]
@@ -165,15 +167,24 @@ def test_a_record_that_one_rank_cannot_read_ends_all(tmp_path: Path) -> None:
         path.write_text(json.dumps(config))
     record = {"messages": [{"role": "user", "content": "a long question " * 30}]}
     wrong = {"messages": [{"role": "user", "content": "boom"}]}
-    data = tmp_path / "data.jsonl"
-    data.write_text("\n".join(json.dumps(r) for r in [record, wrong, *[record] * 6]))
-    words = ["--source", str(ends[0]), "--target", str(ends[1]), "--data", str(data)]
-    done = launched(
-        2, sys.executable, "-m", "kvlingo_mlx.cli", "fit", *words, "--out", str(tmp_path / "out"),
-    )  # fmt: skip
+    for rank in range(2):
+        records = [record, wrong if rank >= told_by else record, *[record] * 6]
+        data = tmp_path / f"data-{rank}.jsonl"
+        data.write_text("\n".join(map(json.dumps, records)))
+    words = ["fit", "--source", str(ends[0]), "--target", str(ends[1]), "--out"]
+    words += [str(tmp_path / "out"), "--tokens", "9999"]  # more than there are: each is read
+    verb = f"""
+import os, sys
+from kvlingo_mlx.cli import run
+data = {str(tmp_path)!r} + "/data-" + os.environ["MLX_RANK"] + ".jsonl"
+sys.exit(run([*{words!r}, "--data", data]))
+"""
+    (tmp_path / "verb.py").write_text(verb)
+    done = launched(2, sys.executable, str(tmp_path / "verb.py"))
     told = done.stdout + done.stderr
     assert told.count("error:") == 1, told
-    assert "rank 1: error: the chat template does not take a conversation of user" in told
+    wanted = f"rank {told_by}: error: the chat template does not take a conversation of user"
+    assert wanted in told, told
     assert not (tmp_path / "out").exists()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from kvlingo_mlx.embedded.bundled import NAME
 from kvlingo_mlx.embedded.dialogues import for_fitting
 from kvlingo_mlx.evaluation import conditions, verification
 from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
+from kvlingo_mlx.fitting.data import chosen
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.loading import grading, notes
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.phases import shown
 from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.settings import Settings
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample, to_samples
@@ -203,17 +206,43 @@ def test_a_server_rereads_by_the_one_grade(
     assert found.strategy == way and f"keeps {round(8 * recall)} of 8 facts" in found.why
 
 
-def test_what_a_fit_is_measured_on_is_not_fitted_on(models: dict[str, LanguageModel]) -> None:
-    """Of many records the last few that are of use are kept, with all that are like them."""
+def test_what_a_fit_is_measured_on_is_not_fitted_on(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many records a few that are of use are kept, with all that are like them."""
+    source, target = models["dense"], models["moe"]
+    ends = (source, target), to_config(config_json()), "frobenius", 10**9
     many = samples(130, 20)
-    kept = many[-8:]
-    fit = importlib.import_module("kvlingo_mlx.fitting")
-    rest, own = fit._kept_apart(
-        [*many[:5], many[-1], *many[5:]], "x", models["dense"], models["moe"]
-    )
-    assert own is not None and own.data == "x" and set(own.samples) == set(kept)
-    assert rest == many[:-8]
-    assert fit._kept_apart(many[:127], "x", models["dense"], models["moe"]) == (many[:127], None)
+    for records in (many, [*many, *reversed(many)]):
+        read = chosen(records, *ends)
+        assert read.own is not None and read.own.data == "the data"
+        kept = set(read.own.samples)
+        assert len(read.own.samples) == len(kept) == 8 and kept < set(many)
+        assert list(read.samples) == [sample for sample in records if sample not in kept]
+        assert read.records == len(records)
+    silent = [dataclasses.replace(s, continuation=()) for s in samples(130, 20, seed=4)]
+    read = chosen([*silent, *many], *ends)
+    assert read.own is not None and set(read.own.samples) < set(many)
+    assert set(silent) < set(read.samples)
+    few = chosen(many[:127], *ends)
+    assert few.own is None and list(few.samples) == many[:127]
+    # The maps are those of the other records alone.
+    seen: list[HeldOut | None] = []
+    fits = importlib.import_module("kvlingo_mlx.fitting")
+    monkeypatch.setattr(fits, "receipt", lambda *a, own, **others: seen.append(own))
+    made = kv.fit(source, target, many)
+    own = seen.pop()
+    assert own is not None and made.config.provenance["samples"] == 122
+    rest = kv.fit(source, target, [sample for sample in many if sample not in own.samples])
+    assert seen == [None] and arrays_equal(made, rest)
+    every = kv.fit(source, target, many[:127])
+    assert not arrays_equal(made, every)
+
+
+def arrays_equal(one: Any, other: Any) -> bool:
+    first, second = (translator.to_weights().arrays for translator in (one, other))
+    assert set(first) == set(second)
+    return all(np.array_equal(first[name], second[name]) for name in first)
 
 
 def test_own_data_are_measured_beside_the_dialogues() -> None:
@@ -227,10 +256,15 @@ def test_own_data_are_measured_beside_the_dialogues() -> None:
     assert [len(s.prefix) for s in own.samples] == [256] * 3
     assert all((s.prefix + s.continuation) == (w.prefix + w.continuation)[:288]
                for s, w in zip(own.samples, whole, strict=True))  # fmt: skip
-    seen: list[tuple[int, int]] = []
-    left = verification.receipt(source, target, translator, own=own,
-                                progress=lambda *numbers: seen.append(numbers))  # fmt: skip
-    assert left is not None and seen == [(n, 11) for n in range(1, 12)]
+    seen: list[tuple[str, float | None, float]] = []
+
+    @contextlib.contextmanager
+    def show(text: str, total: float | None) -> Iterator[Callable[..., None]]:
+        yield lambda done: seen.append((text, total, done))
+
+    with shown(show):
+        left = verification.receipt(source, target, translator, own=own)
+    assert left is not None and seen == [("measuring the receipt", 11, n) for n in range(1, 12)]
     makers = [make(*ends) for make, ends in (
         (conditions.native, [target]), (conditions.hidden, [target]),
         (conditions.translated, [source, target, translator]))]  # fmt: skip

@@ -207,14 +207,16 @@ def test_a_limit_in_which_nothing_is_measured_is_refused(
 ) -> None:  # fmt: skip
     """While models are made, and after it; a line says which of them takes longer."""
     monkeypatch.setattr(memory_budget, "FULL", "gemma-3-4b")
-    pair = ["--geometry", "qwen3-4b:qwen3-30b-a3b"] if table != "memory-budget" else []
-    command = ["bench", "--table", table, *pair, "-p", "12", "--layers", "2", "-n", "1"]
+    papers = table == "memory-budget"
+    pair = [] if papers else ["--geometry", "qwen3-4b:qwen3-30b-a3b"]
+    command = ["paper bench" if papers else "bench", "--table", table, *pair, "-p", "12"]
+    command += ["-c", "layers=2", "-n", "1"]
     assert run([*command, "--time-limit", "1e-9"]) == 2
     error = capsys.readouterr().err
     assert "--time-limit is over before the models are ready" in error and error.count("\n") == 1
     cleared = contextlib.nullcontext(lambda done, total: None)
-    for module in ("bench", "bench_budget"):
-        monkeypatch.setattr(f"kvlingo_mlx.cli.{module}.making", lambda *_: cleared)
+    for module in ("kvlingo_mlx.cli.bench", "benchmarks.paper.commands.bench_budget"):
+        monkeypatch.setattr(f"{module}.making", lambda *_: cleared)
     assert run([*command, "--time-limit", "1e-9"]) == 2
     error = capsys.readouterr().err
     assert "1e-09, and the shortest measurement takes longer; give more, or fewer" in error
@@ -571,10 +573,10 @@ def test_random_models(small_geometries: None, precision: str) -> None:
     for a, b in zip(*(m.model.layers[0].self_attn.q_proj.parameters().values()
                       for m in (model, again)), strict=True):  # fmt: skip
         assert mx.array_equal(a, b)
-    with pytest.raises(ValueError, match="--layers is 9; gemma-3-4b has 4"):
+    with pytest.raises(ValueError, match="layers is 9; gemma-3-4b has 4"):
         geometries.random_model("gemma-3-4b", 9, precision)
     with pytest.raises(
-        ValueError, match="--layers is 1; of gemma-3-4b every 2th attends to all tokens"
+        ValueError, match="layers is 1; of gemma-3-4b every 2th attends to all tokens"
     ):
         geometries.random_model("gemma-3-4b", 1, precision)
     with pytest.raises(ValueError, match="--geometry names 'gpt'; there are qwen3-0.6b, "):
@@ -709,7 +711,7 @@ def test_a_table_for_which_there_is_no_time(
     small_geometries: None, unhurried: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
-    arguments = ["bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "2", "-n", "1",
+    arguments = ["bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "-c", "layers=2", "-n", "1",
                  "--table", "all", "-p", "12", "--time-limit", "1e-9",
                  "--json", str(out)]  # fmt: skip
     assert run(arguments) == 0
@@ -749,12 +751,12 @@ def test_what_does_not_fit_into_memory_is_not_made(
     error = capsys.readouterr().err
     assert "of memory are needed (weights of random qwen3-4b " in error and error.count("\n") == 1
     monkeypatch.setattr(geometries.mx, "eval", evaluated)
-    layers = re.search(r"take --layers (\d+) or --precision 4bit, end", error)[1]
+    layers = re.search(r"take -c layers=(\d+) or -c precision=4bit, end", error)[1]
     assert int(layers) > 2
-    assert run([*command, "12", "--layers", layers]) == 0
-    assert run([*command, "12", "--precision", "4bit"]) == 0
+    assert run([*command, "12", "-c", f"layers={layers}"]) == 0
+    assert run([*command, "12", "-c", "precision=4bit"]) == 0
     capsys.readouterr()
-    assert run([*command, "40000", "--layers", layers]) == 2  # the caches' fault
+    assert run([*command, "40000", "-c", f"layers={layers}"]) == 2  # the caches' fault
     assert "caches of 40000 tokens" in capsys.readouterr().err
 
 
@@ -767,7 +769,9 @@ def test_caches_of_many_rows_are_refused(
     monkeypatch.setattr(runs.memory, "free", lambda: 3 * row)
     effort = tables.Effort(text=False, trials=1, clock=tables.Clock(None), batch=3)
     runs.check(pair, runs.Asked(("quant",), effort, [64]))
-    with pytest.raises(kv.NotEnoughMemoryError, match="take --prompt-tokens or a --batch of less"):
+    with pytest.raises(
+        kv.NotEnoughMemoryError, match=r"take --prompt-tokens or a batch \(-c batch\) of less"
+    ):
         runs.check(pair, runs.Asked(("quant",), replace(effort, batch=4), [64]))
     nothing = contextlib.nullcontext(lambda: None)
     (ran,) = runs.run(pair, runs.Asked(("quant",), effort), lambda *_: nothing)
@@ -779,10 +783,10 @@ def test_the_head_that_is_not_extrapolated_is_of_the_batch(
 ) -> None:
     rows = []
     monkeypatch.setattr(paths, "run_head", lambda model, batch: rows.append(batch))
-    arguments = ["bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "2", "-n", "1",
+    arguments = ["bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "-c", "layers=2", "-n", "1",
                  "--table", "switch", "-p", "12", "--quantize", "none"]  # fmt: skip
     for batch in (1, 3):
-        assert run([*arguments, "--batch", str(batch)]) == 0
+        assert run([*arguments, "-c", f"batch={batch}"]) == 0
     assert set(rows[: len(rows) // 2]) == {1} and set(rows[len(rows) // 2 :]) == {3}
 
 
@@ -813,15 +817,18 @@ def test_bench_without_a_translator_times_random_maps(
         (["--geometry", "a:b"], "--geometry names 'a'"),
         (["-p", "12,x"], "--prompt-tokens is '12,x'"),
         (["--geometry", "qwen3-4b:nope"], "--geometry names 'nope'; there are qwen3-0.6b, "),
-        (["--geometry", "qwen3-4b:qwen3-8b", "--layers", "37"], "--layers is 37; qwen3-4b has 36"),
-        (["--geometry", "qwen3-4b:qwen3-8b", "--precision", "1bit"], "--precision is '1bit'; give"),
-        (["--geometry", "qwen3-4b:qwen3-8b", "--layers", "2", "--nu", "3"], "--nu is 3; qwen3-4b"),
+        (["--geometry", "qwen3-4b:qwen3-8b", "-c", "layers=37"], "layers is 37; qwen3-4b has 36"),
+        (["--geometry", "qwen3-4b:qwen3-8b", "-c", "precision=1bit"], "precision is '1bit'; give"),
+        (
+            ["--geometry", "qwen3-4b:qwen3-8b", "-c", "layers=2", "-c", "nu=3"],
+            "error: nu is 3; qwen3-4b has 2 layers",
+        ),
         (["-p", "1"], "--prompt-tokens holds 1; give at least 2"),
         (["-p", "64,-5"], "--prompt-tokens holds -5; give at least 2"),
         (["-p", "64,9999"], "holds 9999, but the context of tiny-qwen3-s is 2048: give at most"),
         (["--prefill-step-size", "0"], "--prefill-step-size is 0; give at least 1"),
-        (["--nu", "0"], "--nu is 0; give at least 1"),
-        (["--nu", "2"], "--nu is 2, but it is for random maps, and the stored"),
+        (["-c", "nu=0"], "error: nu is 0; give at least 1"),
+        (["-c", "nu=2"], "error: nu is 2, but it is for random maps, and the stored"),
         (["--native-layers", "0"], "--native-layers holds 0; give at least 1"),
         (["--time-limit", "0"], "--time-limit is 0; give seconds above 0"),
         (["--time-limit", "-3"], "--time-limit is -3"),
@@ -833,22 +840,28 @@ def test_bench_without_a_translator_times_random_maps(
             "--reference is paper-m3-ultra, which has no table of healing; give a file of --json",
         ),
         (["--quantize", "7"], "7"),
-        (["--prompt", "x"], "--prompt is 'x'; give text or random"),
+        (["-c", "prompt=x"], "prompt is 'x'; give text or random"),
         (["-n", "0"], "--num-trials is 0"),
-        (["--decode-tokens", "0"], "--decode-tokens is 0; give at least 1"),
-        (["--decode-tokens", "9", "--batch", "2"], "--decode-tokens has no effect with --batch 2"),
-        (["--decode-tokens", "9", "--table", "quant"], "--decode-tokens has no effect with --tab"),
-        (["--table", "memory-budget", "--reference", "x.json"], "stands beside paper-m3-ultra alo"),
-        (["--geometry", "qwen3-4b:qwen3-8b", "--precision", "4bit,x"], "--precision is 'x'; give"),
+        (["-c", "decode_tokens=0"], "decode_tokens is 0; give at least 1"),
         (
-            ["--geometry", "qwen3-4b:qwen3-8b", "--precision", "4bit,8bit", "--plot", "x.png"],
-            "--plot draws one run, and --precision is '4bit,8bit'; give one of them",
+            ["-c", "decode_tokens=9", "-c", "batch=2"],
+            "decode_tokens has no effect with -c batch=2, of several prompts at once; give -c bat",
         ),
-        (["--batch", "0"], "--batch is 0"),
+        (["-c", "decode_tokens=9", "--table", "quant"], "decode_tokens has no effect with --tab"),
+        (["--table", "memory-budget", "--reference", "x.json"], "stands beside paper-m3-ultra alo"),
+        (["--geometry", "qwen3-4b:qwen3-8b", "-c", "precision=4bit,x"], "precision is 'x'; give"),
+        (
+            ["--geometry", "qwen3-4b:qwen3-8b", "-c", "precision=4bit,8bit", "--plot", "x.png"],
+            "--plot draws one run, and precision is '4bit,8bit'; give one of them",
+        ),
+        (["-c", "batch=0"], "error: batch is 0"),
         (["--native-layers", "x"], "--native-layers is 'x'; give numbers: 1,2"),
         (["--native-layers", "9"], "--native-layers holds 9; give numbers from 1 to 6"),
-        (["--native-layers", "1", "--batch", "2"], "--native-layers has no effect with --batch 2"),
-        (["--batch", "2", "--save-timings"], "--save-timings has no effect with --batch 2"),
+        (
+            ["--native-layers", "1", "-c", "batch=2"],
+            "--native-layers has no effect with -c batch=2",
+        ),
+        (["-c", "batch=2", "--save-timings"], "--save-timings has no effect with -c batch=2"),
         (["--reference", "nowhere"], "--reference nowhere cannot be read"),
     ],
 )

@@ -336,7 +336,7 @@ def bench(tmp_path: Path, *more: str) -> tuple[int, Sequence[dict[str, Any]]]:
 
 
 def test_the_verb_and_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, (record,) = bench(tmp_path, "-p", "2,40", "--decode-tokens", "8")
+    status, (record,) = bench(tmp_path, "-p", "2,40", "-c", "decode_tokens=8")
     assert status == 0
     text = " ".join(capsys.readouterr().out.split())
     for told in (
@@ -364,7 +364,7 @@ def test_the_verb_and_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_the_verb_with_numbers_of_layers_a_reference_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ["-p", "12", "--decode-tokens", "8"]
+    more = ["-p", "12", "-c", "decode_tokens=8"]
     assert bench(tmp_path, *more)[0] == 0
     capsys.readouterr()
     more += ["--native-layers", "1,6", "--reference", str(tmp_path / "out.jsonl")]
@@ -401,8 +401,8 @@ def test_random_models_of_fewer_layers(
     small_geometries: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Their times are shown as they are; the target's experts are those of a mixture."""
-    more = ["--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "3", "-p", "12"]
-    status, (record,) = bench(tmp_path, *more, "--decode-tokens", "8")
+    more = ["--geometry", "qwen3-4b:qwen3-30b-a3b", "-c", "layers=3", "-p", "12"]
+    status, (record,) = bench(tmp_path, *more, "-c", "decode_tokens=8")
     text = capsys.readouterr().out
     assert status == 0 and "none of these times is extrapolated to full depth" in text
     assert "until native, 1 layer at once" in text and "experts touched, prompt" in text
@@ -413,7 +413,7 @@ def test_random_models_of_fewer_layers(
 def test_little_time_leaves_long_prompts_out(
     small_geometries: None, unhurried: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ["--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "2", "-p", "12,20"]
+    more = ["--geometry", "qwen3-4b:qwen3-30b-a3b", "-c", "layers=2", "-p", "12,20"]
     status, (record,) = bench(tmp_path, *more, "--time-limit", "1e-9")
     assert status == 0 and record["results"]["healing"]["left_out"] == [20]
     assert "left out, since --time-limit allows no more: 20 tokens" in capsys.readouterr().out

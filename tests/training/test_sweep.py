@@ -503,9 +503,9 @@ def test_seeds_share_the_first_ones_rate(
         (["-c", "seeds=-1"], "seeds is '-1'; give different whole numbers"),
         (["-c", "seeds="], "seeds is ''; give different whole numbers"),
         (["-c", "seeds=1", "--seed", "2"], "--seed has no effect with -c seeds=1"),
-        (["-c", "at_once=2"], "--at-once has no effect without --sweep; add --sweep"),
-        (["-c", "sweep=true", "--at-once", "0"], "(--at-once): 0, expected at least 1"),
-        (["-c", "sweep=true", "--minutes", "1"], "--sweep has no effect with --minutes"),
+        (["-c", "at_once=2"], "at_once has no effect without sweep; add -c sweep=true"),
+        (["-c", "sweep=true", "-c", "at_once=0"], "(-c at_once): 0, expected at least 1"),
+        (["-c", "sweep=true", "--minutes", "1"], "error: sweep has no effect with --minutes 1.0"),
     ],
 )
 def test_what_is_refused(

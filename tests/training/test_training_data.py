@@ -21,11 +21,11 @@ from transformers import AutoTokenizer
 
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.errors import MissingExtraError
+from kvlingo_mlx.tokenization import records as records_room
 from kvlingo_mlx.tokenization.records import open_source
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import data as data_room
 from kvlingo_mlx.training import library as library_room
-from kvlingo_mlx.training import records as records_room
 from kvlingo_mlx.training.conversations import keeps_system, normalise, pack, to_sample, until
 from kvlingo_mlx.training.data import Stream, prefix_histogram
 from kvlingo_mlx.training.mixture import BLOCK, Mixture, PlainText, key_of, shuffled, slot_at

@@ -227,7 +227,7 @@ def test_a_pair_that_the_paper_timed_is_timed_as_there(
     assert "--time-limit allows no more" not in text  # they were asked for
     assert run([*moe, "--layers", "2", "--time-limit", "1e-6"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "nu is 2, in the paper 3 for this pair: --layers 2 leaves no more to read" in text
+    assert "nu is 2, in the paper 3 for this pair: 2 layers leave no more to read; give -c" in text
     assert "decoding speeds are over 8 tokens, in the paper over 256: --time-limit allows" in text
     assert run([*base, "gemma-3-4b:gemma-3-12b", "--table", "quant"]) == 0
     assert run([*moe, "--nu", "1", "--table", "quant"]) == 0

@@ -17,7 +17,7 @@ from typing import Any
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
 from kvlingo_mlx.evaluation.verification import receipt
-from kvlingo_mlx.fitting.data import Outlook, Record, chosen, records_of
+from kvlingo_mlx.fitting.data import Record, chosen, outlook, records_of
 from kvlingo_mlx.fitting.rows import Rows
 from kvlingo_mlx.format.assignment import Assignment, by_depth, check_windows
 from kvlingo_mlx.format.config_reading import check_mapped, parse_assignment
@@ -100,8 +100,8 @@ def fit(
         progress: Called with (samples done, number of samples), over all passes.
         solving: Called with (maps solved, number of maps); with little memory some maps are solved
             before the samples are read again.
-        say: Called once, as soon as the first samples are read, with a line that says what is
-            read, and about how long it takes on this machine.
+        say: Called once, before anything is fitted, with a line that says what is read, and about
+            how long it takes on this machine.
 
     Raises:
         ValueError: An argument is bad, no sample is usable, or there are fewer tokens than a map
@@ -139,7 +139,9 @@ def fit(
         group=group,
         count=len(read.samples),
     )
-    work.hooks = _hooks(Outlook(work, read, say), progress, solving)
+    work.hooks = _hooks(config, len(read.samples), progress, solving)
+    if group.leads:
+        say(outlook(work, read))
     work.run()
     if group.leads and (short := shortage(config, work.used, work.tokens, work.lowest)):
         warnings.warn(short, KVLingoWarning, stacklevel=2)
@@ -218,17 +220,13 @@ def _receipt(
         return kept
 
 
-def _hooks(outlook: Outlook, progress: Progress | None, solving: Progress | None) -> Hooks:
+def _hooks(
+    config: TranslatorConfig, count: int, progress: Progress | None, solving: Progress | None
+) -> Hooks:
     """The user's functions, called with numbers and their totals."""
-    config, count = outlook.form.config, len(outlook.read.samples)
     maps = len(maps_of(config)) + len(state_maps_of(config))
-
-    def read(used: int, done: int, passes: int) -> None:
-        outlook(used)
-        if progress is not None:
-            progress(used + done * count, passes * count)
-
+    tell, solve = progress or (lambda *numbers: None), solving or (lambda *numbers: None)
     return Hooks(
-        progress=read,
-        solved=lambda number: None if solving is None else solving(number, maps),
+        progress=lambda used, done, passes: tell(used + done * count, passes * count),
+        solved=lambda number: solve(number, maps),
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from kvlingo_mlx.embedded.bundled import receipt_rows
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.models.capture import prefill
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.phases import phase, spelled
 from kvlingo_mlx.stage1.bilinear import STATES
@@ -32,7 +33,7 @@ from kvlingo_mlx.tokenization.samples import (
 Record = Mapping[str, Any] | Sample
 Records = JsonLines | Sequence[Record]
 MANY = 16 * JUDGES  # records, from which on some are kept from fitting
-MEASURED, LONG = 1.0, 10.0  # seconds of reading that tell a pace; and with those that warm up
+PIECE = 64  # tokens by which the pace of reading is measured
 
 
 def records_of(samples: Iterable[Record] | str | os.PathLike[str]) -> Records:
@@ -126,46 +127,33 @@ def _read(records: Records, number: int) -> Record | None:
     return None if record is None else checked_record(record, where)
 
 
-@dataclass
-class Outlook:
-    """Says once what a fit reads and about how long it takes, at the pace of the first samples.
+def outlook(form: ClosedForm, read: Chosen) -> str:
+    """What a fit reads, and about how long all of it takes: reading, solving, the receipt."""
+    source, target = read.models
+    context, widest = min(source.context_length, target.context_length), unknowns(form.config)
+    other = other_tokenizer(source.tokenizer, target.tokenizer)
+    judged = () if read.own is None else read.own.samples
+    rows = read.tokens * form.passes + receipt_rows(target.tokenizer, context, other)
+    rows += sum(len(sample.prefix) + len(sample.continuation) for sample in judged)
+    seconds = pace(read.models, read.samples[0]) * rows + solving_seconds(form.config)
+    return (
+        f"fits maps of {widest:,} unknowns on {read.tokens:,} tokens, "
+        f"{read.tokens / widest:,.0f} for each, from {len(read.samples):,} of {read.of:,} "
+        f"records of {read.name}: about {spelled(seconds / form.group.size)} on this machine"
+    )
 
-    The first ones warm up, and count only where they take long or there are no others.
+
+def pace(models: Sequence[LanguageModel], sample: Sample) -> float:
+    """The seconds that a token takes to be read by both models, measured on a short piece.
+
+    It is read twice, since the first time warms up.
     """
-
-    form: ClosedForm
-    read: Chosen
-    say: Callable[[str], None]
-    began: float = field(default_factory=lambda: time.monotonic())
-    before: int = 0
-    said: bool = False
-
-    def __call__(self, used: int) -> None:
-        """To be called after each sample that is read."""
-        now, tokens = time.monotonic(), self.form.tokens
-        ends = used == len(self.read.samples)
-        if self.said or tokens == self.before or not (ends or now - self.began >= MEASURED):
-            return
-        pace = (now - self.began) / (tokens - self.before)
-        if not self.before and not ends and now - self.began < LONG:
-            self.began, self.before = now, tokens
-            return
-        self.said = True
-        if not self.form.group.leads:
-            return
-        read, widest = self.read, unknowns(self.form.config)
-        self.say(
-            f"fits maps of {widest:,} unknowns on {read.tokens:,} tokens, "
-            f"{read.tokens / widest:,.0f} for each, from {len(read.samples):,} of {read.of:,} "
-            f"records of {read.name}: about {spelled(self._seconds(pace))} on this machine"
-        )
-
-    def _seconds(self, pace: float) -> float:
-        """The seconds of all that is to be done: reading, solving, the receipt."""
-        form, (source, target) = self.form, self.read.models
-        context = min(source.context_length, target.context_length)
-        other = other_tokenizer(source.tokenizer, target.tokenizer)
-        judged = () if self.read.own is None else self.read.own.samples
-        rows = self.read.tokens * form.passes + receipt_rows(target.tokenizer, context, other)
-        rows += sum(len(sample.prefix) + len(sample.continuation) for sample in judged)
-        return (pace * rows + solving_seconds(form.config)) / form.group.size
+    pieces = (sample.source_prefix or sample.prefix)[:PIECE], sample.prefix[:PIECE]
+    took = 0.0
+    for _ in range(2):
+        began = time.monotonic()
+        for model, piece in zip(models, pieces, strict=True):
+            for _ in prefill(model, piece):
+                pass
+        took = time.monotonic() - began
+    return took / max(map(len, pieces))

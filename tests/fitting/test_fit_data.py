@@ -14,12 +14,12 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.fitting import data
-from kvlingo_mlx.fitting.data import MANY, Chosen, Outlook, chosen, records_of
+from kvlingo_mlx.fitting.data import MANY, Chosen, chosen, outlook, pace, records_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.stage1.closed_form import READ, unknowns
 from kvlingo_mlx.stage1.passes import ClosedForm
-from kvlingo_mlx.tokenization.samples import JUDGES, HeldOut, read_jsonl, to_samples
+from kvlingo_mlx.tokenization.samples import JUDGES, HeldOut, Sample, read_jsonl, to_samples
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 
 WORDS = "the a one two some many red green small large man dog tree house sees finds".split()
@@ -125,36 +125,44 @@ def test_a_bad_line_is_named(pair: Any, tmp_path: Path) -> None:
         records_of(tmp_path / "absent.jsonl")
 
 
-@pytest.mark.parametrize("pace", [0.0001, 0.01, 0.5])
+@pytest.mark.parametrize("paces", [(0.0001, 0.0002), (0.01, 0.03), (0.5, 0.25)])
 @pytest.mark.parametrize("passes", [1, 3])
 def test_the_time_that_is_told(
-    pair: Any, file: Path, monkeypatch: pytest.MonkeyPatch, pace: float, passes: int
+    pair: Any, file: Path, monkeypatch: pytest.MonkeyPatch, paces: tuple[float, float], passes: int
 ) -> None:
-    """A planted pace, behind a first sample that takes three times as long; told once and early."""
+    """A planted pace of each model, three times slower at first; little is read to find it."""
     source, target, config = pair
     read = chosen(records_of(file), (source, target), config, "frobenius", 4000)
-    now, told = [0.0], []
+    pace_of, taken = {source.name: paces[0], target.name: paces[1]}, list[int]()
+    now = [0.0]
+
+    def prefill(model: LanguageModel, tokens: Any) -> Any:
+        taken.append(len(tokens))
+        now[0] += pace_of[model.name] * len(tokens) * (3 if len(taken) <= 2 else 1)
+        return iter(())
+
     monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(data, "prefill", prefill)
     monkeypatch.setattr(data, "solving_seconds", lambda config: 100.0)
     monkeypatch.setattr(data, "receipt_rows", lambda *arguments: 1000.0)
     monkeypatch.setattr(ClosedForm, "passes", passes)
     form: Any = ClosedForm(config, SimpleNamespace(), lambda start: ())
-    outlook = Outlook(form, read, lambda text: told.append((now[0], text)))
-    for number, sample in enumerate(read.samples, 1):
-        slow = 3 if number == 1 and pace < 0.1 else 1
-        now[0] += pace * sample.num_translated * slow
-        form.tokens += sample.num_translated
-        outlook(number)
-    ((when, text),) = told
-    assert read.own is not None
+    text = outlook(form, read)
+    assert sum(taken) <= 4 * 64 and read.own is not None
     judged = sum(len(sample.prefix) + len(sample.continuation) for sample in read.own.samples)
     assert judged > 8 * 100
-    seconds = pace * (passes * read.tokens + 1000 + judged) + 100
-    least, most = (0.9 * seconds, 1.1 * seconds) if pace > 0.001 else (99, 102)
-    assert least <= outlook._seconds(pace) <= most
+    seconds = sum(paces) * (passes * read.tokens + 1000 + judged) + 100
     units = {"s": 1, "min": 60, "h": 3600}
     parts = re.findall(r"(\d+) (s|min|h)\b", text.split("about ")[1])
     found = sum(int(number) * units[unit] for number, unit in parts)
-    assert least - 60 <= found <= most + 60
-    first = pace * read.samples[0].num_translated
-    assert when < (2.5 if pace < 0.001 else 13 * first if pace < 0.1 else 1.1 * first), "early"
+    assert 0.95 * seconds - 30 <= found <= 1.05 * seconds + 30
+
+
+def test_the_pace_is_of_both_models(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a real reading, and a planted clock of one second a look."""
+    looks = iter(range(100))
+    monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=lambda: float(next(looks))))
+    sample = Sample(tuple(range(5, 45)), (7,))
+    assert pace((models["dense"], models["wide"]), sample) == pytest.approx(1 / 40)

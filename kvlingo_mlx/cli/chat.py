@@ -227,7 +227,7 @@ def _check_settings(options: ChatOptions, talk: Conversation) -> None:
     began, first = talk.transcript, talk.messages[:1]
     system = next((m["content"] for m in first if m["role"] == "system"), None)
     differ = [
-        f"{name} is {given!r}, and there it is {found!r}"
+        f"{name} is {given!r}, and there it is {'not set' if found is None else repr(found)}"
         for name, given, found in (
             ("--system-prompt", options.system_prompt, system),
             ("--thinking", options.thinking, began.switches.get("enable_thinking")),

@@ -56,13 +56,17 @@ def command(options: PairOptions) -> None:
         def show(stage: str, share: float, text: str) -> None:
             step(share * seconds, text=f"{stage}: {text}")
 
-        made = pair(
-            source,
-            target,
-            options.data or (),
-            **options.some("minutes out max_kl min_recall nu seed force"),
-            told=Told(say, warn, show),
-        )
+        try:
+            made = pair(
+                source,
+                target,
+                options.data or (),
+                **options.some("minutes out max_kl min_recall nu seed force"),
+                told=Told(say, warn, show),
+            )
+        except KeyboardInterrupt:
+            warn("stopped; the same command goes on with what is kept")
+            raise
     if options.plot and made.curve:
         from kvlingo_mlx.training import command_line
 

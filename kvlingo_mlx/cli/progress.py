@@ -36,10 +36,11 @@ class Shown:
     done: float = 0
     began: float = field(default_factory=lambda: time.monotonic())
     moved: float = field(init=False)
+    alive: float = field(init=False)  # when it last moved, or a phase within it ended
     start: tuple[float, float] = field(init=False)  # a number done and its time: the pace is since
 
     def __post_init__(self) -> None:
-        self.moved = self.began
+        self.moved = self.alive = self.began
         self.start = 0, self.began
 
     def step(
@@ -47,6 +48,7 @@ class Shown:
     ) -> None:
         """As :data:`kvlingo_mlx.phases.Step`; a text alone is no step."""
         before, self.moved = self.moved, time.monotonic()
+        self.alive = self.moved
         if self.timed and done is not None:
             self.began = self.moved - done
         elif done is not None or text is None:
@@ -60,8 +62,9 @@ class Shown:
 
     def rest(self) -> None:
         """Do not count the time so far to the pace, if nothing is done yet."""
+        self.alive = time.monotonic()
         if not self.done:
-            self.start = 0, time.monotonic()
+            self.start = 0, self.alive
 
     @property
     def share(self) -> float | None:
@@ -78,28 +81,30 @@ class Shown:
         if self.timed:
             return max(0.0, self.began + self.total - now)
         done, since = self.start
-        left = (self.moved - since) / (self.done - done) * (self.total - self.done)
-        return max(0.0, left - (now - self.moved)) or None
+        # A step that takes longer than those before says that those to come will, too.
+        pace = max((self.moved - since) / (self.done - done), now - self.moved)
+        return max(0.0, pace * (self.total - self.done) - (now - self.moved)) or None
 
     @property
     def far(self) -> str:
         """For example ``12 of 48, about 3 min left``."""
-        spent, told = spelled(time.monotonic() - self.began), []
+        took, told = time.monotonic() - self.began, list[str]()
+        spent = spelled(took)
         if self.timed and self.total:
             told.append(f"{spent} of {spelled(self.total)}")
         elif self.total:
             told.append(f"{self.done:,.0f} of {self.total:,.0f}")
         else:
-            told += [f"{self.done:,.0f}"] * bool(self.done) + [f"{spent} so far"]
+            told += [f"{self.done:,.0f}"] * bool(self.done) + [f"{spent} so far"] * (took >= 1)
         if (left := self.left) is not None:
             told.append(f"about {spelled(left)} left")
-        return ", ".join(told)
+        return ", ".join(told) or "begun"
 
     def __str__(self) -> str:
-        still = time.monotonic() - self.moved
+        still = time.monotonic() - self.alive
         if still < STILL or not self.total or self.timed:
             return f"{self.text}: {self.far}"
-        return f"still {self.text}: {self.far}, no step for {spelled(still)}"
+        return f"{self.text}: {self.far}, no step for {spelled(still)}"
 
 
 class Watch:
@@ -111,6 +116,7 @@ class Watch:
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._next = time.monotonic() + FIRST
         self._live: Any = None
+        self.whole: Shown | None = None  # the verb itself
 
     @contextlib.contextmanager
     def phase(self, text: str, total: float | None = None, timed: bool = False) -> Iterator[Step]:
@@ -148,9 +154,10 @@ class Watch:
             if self.silent or not self.phases or self._ended.is_set():
                 return
             now, latest = time.monotonic(), self.phases[-1]
+            soon = EVERY if latest is self.whole else 0.0  # whose own name says little
             if self.terminal and now - latest.began >= SOON:
                 self._draw()
-            elif not self.terminal and now >= self._next:
+            elif not self.terminal and now >= max(self._next, latest.began + soon):
                 self._next = now + EVERY
                 sys.stderr.write(f"{latest}\n")
                 sys.stderr.flush()
@@ -206,10 +213,12 @@ _watches: list[Watch] = []
 def watching(text: str | None, terminal: bool, silent: bool = False) -> Iterator[None]:
     """Show the phases of this context, and that of all of it, if it has a ``text``."""
     own = Watch(terminal, silent)
-    whole = contextlib.nullcontext() if text is None else own.phase(text)
     _watches.append(own)
     try:
-        with shown(own.phase), own.looking(), whole:
+        with shown(own.phase), own.looking(), contextlib.ExitStack() as whole:
+            if text is not None:
+                whole.enter_context(own.phase(text))
+                own.whole = own.phases[0]
             yield
     finally:
         _watches.remove(own)

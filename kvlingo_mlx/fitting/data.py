@@ -137,7 +137,7 @@ def outlook(form: ClosedForm, read: Chosen) -> str:
     rows += sum(len(sample.prefix) + len(sample.continuation) for sample in judged)
     seconds = pace(read.models, read.samples[0]) * rows + solving_seconds(form.config)
     return (
-        f"fits maps of {widest:,} unknowns on {read.tokens:,} tokens, "
+        f"fits maps of {widest:,} inputs on {read.tokens:,} tokens, "
         f"{read.tokens / widest:,.0f} for each, from {len(read.samples):,} of {read.of:,} "
         f"records of {read.name}: about {spelled(seconds / form.group.size)} on this machine"
     )

@@ -81,6 +81,11 @@ def pair(
     folder = Path(out or _folder_name(source, target))
     translator_folder.check_destination(folder)
     ends = load_pair(source, target)
+    if ends[0].is_same(ends[1]):
+        raise ValueError(
+            f"source and target are one model, {ends[0].name}, which needs no translator for its "
+            "own caches; give two models"
+        )
     task = None
     if (max_kl, min_recall) != (None, None):
         check_one_tokenizer(make_config(*ends, TrainingPlan()), *TUNING)

@@ -272,7 +272,11 @@ class Making:
             return pace.measured(models, widest, samples, most)
 
         asked = self.seconds, self._context, rates, configs, self._besides
-        return pace.lengths(pace_of, *asked).as_json()
+        try:
+            return pace.lengths(pace_of, *asked).as_json()
+        except ValueError:
+            self.work.remove()  # so that what the message advises is no other settings
+            raise
 
     def _configs(self, models: Pair, rates: int) -> dict[int, TranslatorConfig]:
         """The configs to choose from, by source layers: those that fit into memory."""

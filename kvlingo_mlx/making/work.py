@@ -44,11 +44,14 @@ class Work:
                 listed = ", ".join(f"{n} was {kept.get(n)!r}, is {asked.get(n)!r}" for n in changed)
                 raise ValueError(
                     f"{self.folder} holds unfinished work with other settings ({listed}); give "
-                    "these again, name another --out, or remove that folder and "
-                    f"{self.folder.with_suffix('.partial').name}"
+                    f"these again, name another --out, or remove that folder{self._partial()}"
                 )
             self.started -= self.facts["spent"]
         self.keep()
+
+    def _partial(self) -> str:
+        partial = self.folder.with_suffix(".partial")
+        return f" and {partial.name}" if partial.exists() else ""
 
     @property
     def spent(self) -> float:

@@ -102,7 +102,7 @@ def test_the_fit_that_is_made(pair: Any, file: Path) -> None:
     assert 2000 <= facts["prefix_tokens"] < 2250
     assert facts["records"] == facts["samples"] + JUDGES
     (line,) = told
-    assert f"maps of {unknowns(config)} unknowns on {facts['prefix_tokens']:,} tokens" in line
+    assert f"maps of {unknowns(config)} inputs on {facts['prefix_tokens']:,} tokens" in line
     assert f"{facts['samples']} of 600 records of sorted.jsonl" in line
     assert line.endswith(" on this machine")
     with pytest.raises(ValueError, match="tokens is 0; give a number of tokens, 1 or more"):

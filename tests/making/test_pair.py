@@ -103,6 +103,21 @@ def test_the_curve_is_drawn(folders: dict[str, Path], home: Path, tmp_path: Path
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_a_refusal_advises_is_taken(
+    models: dict[str, LanguageModel], chats: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too little time leaves nothing behind that binds the next command; one model is refused."""
+    ends = models["dense"], models["wide"]
+    with monkeypatch.context() as patch:
+        patch.setattr(pace, "FEWEST_STEPS", 10**9)
+        with pytest.raises(ValueError, match=r"minutes are too few here.*give --minutes \d+"):
+            kv.pair(*ends, [chats], minutes=MINUTES / 2, out="t")
+    assert not Path("t.pair").exists()
+    assert kv.pair(*ends, [chats], minutes=MINUTES, out="t").config.provenance["stage"] == 2
+    with pytest.raises(ValueError, match="one model.*give two models"):
+        kv.pair(models["dense"], models["dense"], [chats], minutes=MINUTES, out="u")
+
+
 def test_stopped_anywhere_it_goes_on(
     models: dict[str, LanguageModel], chats: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ import pytest
 from mlx_lm.generate import stream_generate
 
 import kvlingo_mlx as kv
+from benchmarks.paper.tasks import QUESTION_AT
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning, NotEnoughMemoryError
@@ -355,7 +356,9 @@ def test_prompts_without_their_mark(
 ) -> None:
     requests = asked(["no question here"], task="repliqa")
     with pytest.raises(KVLingoError, match="a prompt of repliqa does not hold '.*Question: '"):
-        lm(pair[1], makers["native"], point="context").generate_until(requests)
+        lm(pair[1], makers["native"], point="context", question_at=QUESTION_AT).generate_until(
+            requests
+        )
 
 
 # ---- after the reasoning ------------------------------------------------------------------------

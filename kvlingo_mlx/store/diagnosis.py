@@ -140,7 +140,10 @@ def _blas() -> Iterator[Finding]:
         mx.eval(square)
         took = min(measure.seconds(lambda: mx.eval(square @ square)) for _ in range(3))
     value = f"{name}, float32 products at {2 * SIZE**3 / took / 1e9:,.0f} GFLOP/s"
-    yield Finding("BLAS", value, blas.missed(), "slow")
+    problem = blas.missed()
+    if blas.choice() is None and name == blas.BUNDLED:
+        problem = "KVLINGO_BLAS=0 chose the BLAS that MLX bundles; leave it out for speed"
+    yield Finding("BLAS", value, problem, "slow")
 
 
 def _precision() -> Iterator[Finding]:

@@ -130,6 +130,9 @@ def test_the_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert "wrong: disk of the store: nearly full" in out
     assert "offline (HF_HUB_OFFLINE)" in out and "slow: BLAS: install a better one" in out
     assert out.endswith(" checks failed; 1 thing is slow\n")
+    monkeypatch.setattr(diagnosis.blas, "missed", lambda: None)
+    monkeypatch.setattr(diagnosis.blas, "choice", lambda: None)  # as KVLINGO_BLAS=0 has it
+    assert "slow: BLAS: KVLINGO_BLAS=0 chose the BLAS" in told(capsys, 1)
 
 
 def test_a_device_that_does_not_compute(

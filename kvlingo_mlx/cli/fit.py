@@ -113,5 +113,5 @@ def _assignment(text: str, source: LanguageModel, target: LanguageModel) -> Assi
     try:
         blob = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"assignment {text} cannot be read: {error.strerror}") from None
+        raise ValueError(f"--assignment {text} cannot be read: {error.strerror}") from None
     return parse_assignment(path, parse_json(path, blob), source.spec(), target.spec())

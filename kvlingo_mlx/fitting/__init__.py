@@ -5,11 +5,11 @@ The ranks of ``mlx.launch`` share the samples and the maps.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,7 @@ def fit(
     norm = norm_named(norm)
     method = _method(assignment)
     capture = capture_point(source, target, capture)
-    explicit = assignment if isinstance(assignment, Assignment) else None
-    config = _config(source, target, explicit, nu, head_mixing, capture, state_maps)
+    config = _config(source, target, assignment, nu, head_mixing, capture, state_maps)
     group = ranks.here()
     read = chosen(records_of(samples), (source, target), config, norm, tokens)
     every = list(enumerate(read.samples))
@@ -140,7 +139,7 @@ def fit(
         count=len(read.samples),
     )
     work.hooks = _hooks(config, len(read.samples), progress, solving)
-    if group.leads:
+    if group.leads and read.samples:
         say(outlook(work, read))
     work.run()
     if group.leads and (short := shortage(config, work.used, work.tokens, work.lowest)):
@@ -158,8 +157,7 @@ def fit(
         **facts_of_models({"source": source, "target": target}),
         **_receipt((source, target, fitted), read.own, group),
     }
-    told = dataclasses.replace(work.config, provenance=provenance)
-    return dataclasses.replace(fitted, config=told)
+    return replace(fitted, config=replace(work.config, provenance=provenance))
 
 
 def _method(assignment: Assignment | str | None) -> str | None:
@@ -174,7 +172,7 @@ def _method(assignment: Assignment | str | None) -> str | None:
 def _config(
     source: LanguageModel,
     target: LanguageModel,
-    assignment: Assignment | None,
+    assignment: Assignment | str | None,
     nu: int,
     head_mixing: bool,
     capture: str,
@@ -192,12 +190,12 @@ def _config(
     check_windows(*ends)
     if state_maps:
         check_states(*specs)
-    if assignment is None:
-        chosen = by_depth(*ends, nu)
+    if not isinstance(assignment, Assignment):
+        layers = by_depth(*ends, nu)
     else:
-        chosen = parse_assignment(Path("assignment"), assignment.to_json(), *specs)
+        layers = parse_assignment(Path("assignment"), assignment.to_json(), *specs)
     config = TranslatorConfig(
-        *specs, chosen, "linear", head_mixing, False, capture, alignment, state_maps
+        *specs, layers, "linear", head_mixing, False, capture, alignment, state_maps
     )
     check_mapped(Path("assignment"), config)
     return config

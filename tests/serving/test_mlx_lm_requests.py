@@ -62,13 +62,14 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(600):
+        asked = {"model": "default_model", "prompt": "hi", "max_tokens": 1}
+        for _ in range(600):  # its port is open before its model is read
             try:
-                httpx.get(f"{url}/health")
-                break
+                if httpx.post(f"{url}/v1/completions", json=asked, timeout=60).status_code == 200:
+                    break
             except httpx.TransportError:
                 assert process.poll() is None, "mlx-lm's server did not start"
-                time.sleep(0.1)
+            time.sleep(0.1)
         yield url
     finally:
         process.terminate()

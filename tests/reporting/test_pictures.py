@@ -63,7 +63,7 @@ def test_benchs_times() -> None:
     assert ticks(axes.xaxis) == ["64", "256", "2,048"]
     assert all(text.replace(",", "").replace(".", "").isdecimal() for text in ticks(axes.yaxis))
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
-    assert lines["native"] == [[n, pytest.approx(n / 30)] for n in lengths]
+    assert lines["target prefill, as mlx-lm"] == [[n, pytest.approx(n / 30)] for n in lengths]
 
 
 def test_heads_are_drawn_as_layers_are() -> None:

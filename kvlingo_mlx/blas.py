@@ -10,6 +10,7 @@ library.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -96,6 +97,18 @@ def missed() -> str | None:
             f"bundles, not by {named}; put `import kvlingo_mlx` before mlx and mlx_lm"
         )
     return f"{named} was opened, but this build of MLX computes by the BLAS that it bundles"
+
+
+@contextlib.contextmanager
+def in_run(long: bool) -> Iterator[None]:
+    """A context in which work begins that takes long, or not: so for its own processes, too."""
+    before = os.environ.pop(LONG_RUN, None)
+    os.environ |= {LONG_RUN: "1"} if long else {}
+    try:
+        yield
+    finally:
+        os.environ.pop(LONG_RUN, None)
+        os.environ |= {} if before is None else {LONG_RUN: before}
 
 
 def tell_if_missed() -> None:

@@ -219,12 +219,12 @@ def verb(
                 refuse_models(verb, values.get("translators") or (), values)
             given = options(**values)
             keep_stdout_for_json(given.json_file)
-            os.environ[blas.LONG_RUN] = "1" if long else ""
             name = function.__module__.rpartition(".")[2].strip("_").replace("_", "-")
             # mlx.launch keeps the terminal to itself, and a dumb one cannot be drawn in.
             dumb = launched() or os.environ.get("TERM") == "dumb"
             terminal = sys.stderr.isatty() and not dumb
-            with watching(None if waits else name, terminal, silent=rank() > 0):
+            shown = watching(None if waits else name, terminal, silent=rank() > 0)
+            with blas.in_run(long), shown:
                 function(given)
 
         command.__doc__ = function.__doc__

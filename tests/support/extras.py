@@ -31,8 +31,15 @@ class Lacking:
         output = getattr(self.config, "workeroutput", None)
         if output is not None:
             output["lacking"] = sorted(self.found)
-        elif not self.config.getoption("extras_only") and self.config.cache is not None:
+        elif self._whole and self.config.cache is not None:
             self.config.cache.set(KEPT, sorted(self.found))
+
+    @property
+    def _whole(self) -> bool:
+        """Whether this is a run of all tests: one of some of them leaves what the last one kept."""
+        option = self.config.option
+        some = option.extras_only or option.keyword or option.markexpr or option.collectonly
+        return not some and self.config.args_source is pytest.Config.ArgsSource.TESTPATHS
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:

@@ -24,9 +24,9 @@ from translation_cost import model_of_shape, random_translator
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.caches.validation import validate_cache
-from kvlingo_mlx.handover.fill import filled
-from kvlingo_mlx.handover.plan import Plan
-from kvlingo_mlx.handover.responses import check_numbers
+from kvlingo_mlx.engine.fill import filled
+from kvlingo_mlx.engine.plan import Plan
+from kvlingo_mlx.engine.responses import check_numbers
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure

@@ -36,14 +36,14 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
 from quality import model_folder
 
-from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
+from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.fill import filled
+from kvlingo_mlx.engine.hybrid import Native
+from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.errors import KVLingoWarning
 from kvlingo_mlx.evaluation import conditions, continuation, needles
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.handover.fill import filled
-from kvlingo_mlx.handover.hybrid import Native
-from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.loading.grading import GUARD, receipt_of
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator

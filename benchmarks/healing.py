@@ -39,15 +39,15 @@ import numpy as np
 from conversations import hit, talk_of
 from quality import model_folder, standard_error
 
-from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
+from kvlingo_mlx.engine import healing
+from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.fill import filled, healing_of
+from kvlingo_mlx.engine.generation import stream_generate
+from kvlingo_mlx.engine.hybrid import Native
+from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
-from kvlingo_mlx.handover import healing
-from kvlingo_mlx.handover.fill import filled, healing_of
-from kvlingo_mlx.handover.generation import stream_generate
-from kvlingo_mlx.handover.hybrid import Native
-from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.language_model import LanguageModel

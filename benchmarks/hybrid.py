@@ -30,13 +30,13 @@ from quality import mean, model_folder, summary
 from translation_cost import model_of_shape, random_translator
 
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
+from kvlingo_mlx.engine.hybrid import Native
+from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.evaluation.conditions import CacheMaker
 from kvlingo_mlx.fitting import fit
-from kvlingo_mlx.handover.hybrid import Native
-from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.reporting import measure

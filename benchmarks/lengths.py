@@ -36,9 +36,9 @@ from quality import model_folder, standard_error
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
+from kvlingo_mlx.engine.fill import filled
+from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.evaluation import conditions, continuation, probes
-from kvlingo_mlx.handover.fill import filled
-from kvlingo_mlx.handover.hybrid import Native
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.reporting import measure

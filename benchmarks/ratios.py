@@ -31,7 +31,7 @@ from mlx_lm.generate import generate_step
 
 from benchmarks.paper.timing import memory_budget
 from kvlingo_mlx import caches
-from kvlingo_mlx.handover import fill, generation, timings
+from kvlingo_mlx.engine import fill, generation, timings
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.timing import geometries, saving, tables

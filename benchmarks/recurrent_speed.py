@@ -23,8 +23,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from translation_cost import alternated, random_translator
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.handover import hybrid
-from kvlingo_mlx.handover.fill import translate_span
+from kvlingo_mlx.engine import hybrid
+from kvlingo_mlx.engine.fill import translate_span
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.delta_rule import in_chunks
 from kvlingo_mlx.models.language_model import LanguageModel

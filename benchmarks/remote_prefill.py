@@ -35,9 +35,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import cli
+from kvlingo_mlx.engine import fill
+from kvlingo_mlx.engine.responses import GenerationResponse
 from kvlingo_mlx.errors import KVLingoWarning
-from kvlingo_mlx.handover import fill
-from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.reporting import measure
 from tests.support import tiny

@@ -24,7 +24,7 @@ import mlx_lm
 from mlx_lm.generate import generate_step
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.conversation import Conversation
+from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.translators.base import Translator

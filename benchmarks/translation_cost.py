@@ -24,7 +24,7 @@ from mlx_lm.utils import load_tokenizer
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.embedded import zoo
-from kvlingo_mlx.handover.fill import translate_span
+from kvlingo_mlx.engine.fill import translate_span
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.reporting import measure

@@ -20,7 +20,7 @@ from kvlingo_mlx.backend import mx
 from translation_cost import alternated, model_of_shape, random_translator
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.handover.fill import translate_span
+from kvlingo_mlx.engine.fill import translate_span
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.reporting import measure

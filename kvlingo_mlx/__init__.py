@@ -10,8 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names, for type checkers and editors
-    from kvlingo_mlx.conversation import Conversation as Conversation
     from kvlingo_mlx.embedded import zoo as zoo
+    from kvlingo_mlx.engine.conversation import Conversation as Conversation
+    from kvlingo_mlx.engine.fill import hand_over as hand_over
+    from kvlingo_mlx.engine.generation import generate as generate
+    from kvlingo_mlx.engine.generation import stream_generate as stream_generate
+    from kvlingo_mlx.engine.responses import GenerationResponse as GenerationResponse
     from kvlingo_mlx.errors import CacheError as CacheError
     from kvlingo_mlx.errors import IncompatibleTranslatorError as IncompatibleTranslatorError
     from kvlingo_mlx.errors import KVLingoError as KVLingoError
@@ -31,10 +35,6 @@ if TYPE_CHECKING:  # the names, for type checkers and editors
     from kvlingo_mlx.folding import folded_generate as folded_generate
     from kvlingo_mlx.folding import folded_hand_over as folded_hand_over
     from kvlingo_mlx.folding import folded_stream_generate as folded_stream_generate
-    from kvlingo_mlx.handover.fill import hand_over as hand_over
-    from kvlingo_mlx.handover.generation import generate as generate
-    from kvlingo_mlx.handover.generation import stream_generate as stream_generate
-    from kvlingo_mlx.handover.responses import GenerationResponse as GenerationResponse
     from kvlingo_mlx.loading.models import load as load
     from kvlingo_mlx.loading.translators import find_translator as find_translator
     from kvlingo_mlx.loading.translators import load_translator as load_translator
@@ -48,7 +48,7 @@ from kvlingo_mlx import errors as _errors
 from kvlingo_mlx.version import __version__ as __version__
 
 _NAMES = {  # by the module that defines them
-    "conversation": "Conversation",
+    "engine.conversation": "Conversation",
     "embedded": "zoo",
     "errors": "KVLingoError KVLingoWarning CacheError IncompatibleTranslatorError "
     "MalformedConversationError MalformedTimingsError MalformedTranslatorError MissingExtraError "
@@ -56,9 +56,9 @@ _NAMES = {  # by the module that defines them
     "PublishingError RemoteModelError UnsupportedModelError",
     "fitting": "fit",
     "folding": "folded_generate folded_hand_over folded_stream_generate",
-    "handover.fill": "hand_over",
-    "handover.generation": "generate stream_generate",
-    "handover.responses": "GenerationResponse",
+    "engine.fill": "hand_over",
+    "engine.generation": "generate stream_generate",
+    "engine.responses": "GenerationResponse",
     "loading.models": "load",
     "loading.translators": "find_translator load_translator",
     "making": "pair",

@@ -186,7 +186,7 @@ def foot(pair: Pair, rates: Rates, text: bool) -> None:
 
 def keep_timings(ran: Ran, pair: Pair, step_size: int) -> None:
     """Keep the times of a table with all ways, for `generate --strategy auto`."""
-    from kvlingo_mlx.handover import timings
+    from kvlingo_mlx.engine import timings
     from kvlingo_mlx.timing import saving
 
     if not saving.serves(ran.table):

@@ -30,7 +30,7 @@ from kvlingo_mlx.cli.output import keep, launched, native_number
 from kvlingo_mlx.cli.sampling import WritingOptions, check_ranges
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.conversation import Conversation
+    from kvlingo_mlx.engine.conversation import Conversation
     from kvlingo_mlx.models.language_model import LanguageModel
 
 OFFLOAD = ("8bit", "disk")
@@ -112,7 +112,7 @@ def command(options: ChatOptions) -> None:
     native_number(options.native_layers)  # refused before any model is loaded
     lines = Lines()
 
-    from kvlingo_mlx.conversation.routing import load_route
+    from kvlingo_mlx.engine.routing import load_route
     from kvlingo_mlx.loading.translators import store
     from kvlingo_mlx.translators.quantised import check_bits
 
@@ -168,7 +168,7 @@ def _check_folder(save: str | None) -> None:
     """Refuse a folder that could not be written after the conversation."""
     if save is None:
         return
-    from kvlingo_mlx.conversation.folder import check_destination
+    from kvlingo_mlx.engine.folder import check_destination
 
     path = Path(os.path.expanduser(save)).absolute()
     check_destination(path)
@@ -196,7 +196,7 @@ def _models(options: ChatOptions, named: Mapping[str, str]) -> dict[str, Languag
 
 def _conversation(options: ChatOptions, named: Mapping[str, str]) -> Conversation:
     """A new conversation, or the saved one that is resumed."""
-    from kvlingo_mlx.conversation import Conversation
+    from kvlingo_mlx.engine.conversation import Conversation
 
     models, translators = _models(options, named), options.translator or ()
     given = options.some(

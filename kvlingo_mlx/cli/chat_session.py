@@ -18,8 +18,8 @@ from kvlingo_mlx.cli.output import complain, rank, say
 from kvlingo_mlx.errors import KVLingoError, printable
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.conversation import Conversation, Switch
-    from kvlingo_mlx.conversation.routing import Route
+    from kvlingo_mlx.engine.conversation import Conversation, Switch
+    from kvlingo_mlx.engine.routing import Route
 
 # The words of MLX's memory errors on a CPU, on Metal and on CUDA.
 MEMORY = re.compile("malloc|allocat|insufficient memory|out of memory", re.IGNORECASE)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvlingo_mlx.cli.output import facts, ms, table, tell_of_machine
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.conversation import Stats, Switch
+    from kvlingo_mlx.engine.conversation import Stats, Switch
 
 COLUMNS = ["model", "tokens", "own", "translated", "cache (MB)", "for others (MB)", "where"]
 

@@ -86,10 +86,10 @@ def command(options: GenerateOptions) -> None:
     """Read a prompt with one model and answer with another."""
     asked = read_prompt(options.prompt, options.messages_file)
 
+    from kvlingo_mlx.engine.generation import stream_generate
+    from kvlingo_mlx.engine.plan import check_strategy
+    from kvlingo_mlx.engine.responses import summary
     from kvlingo_mlx.folding import folded_stream_generate
-    from kvlingo_mlx.handover.generation import stream_generate
-    from kvlingo_mlx.handover.plan import check_strategy
-    from kvlingo_mlx.handover.responses import summary
     from kvlingo_mlx.loading import sharding
     from kvlingo_mlx.loading.models import load_pair, reached
     from kvlingo_mlx.translators.quantised import check_bits

@@ -18,15 +18,15 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.memory import check_caches
+from kvlingo_mlx.engine import hybrid
+from kvlingo_mlx.engine.fill import filled
+from kvlingo_mlx.engine.hybrid import Native, native_part
+from kvlingo_mlx.engine.plan import Plan, check_tokens
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.folding import check_foldable, folded_hand_over
 from kvlingo_mlx.format.geometry import layer_differences
 from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.handover import hybrid
-from kvlingo_mlx.handover.fill import filled
-from kvlingo_mlx.handover.hybrid import Native, native_part
-from kvlingo_mlx.handover.plan import Plan, check_tokens
 from kvlingo_mlx.loading.pairing import check_pair, check_tokenizers
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix

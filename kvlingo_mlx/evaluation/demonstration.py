@@ -12,9 +12,9 @@ from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.embedded.dialogues import Dialogue
+from kvlingo_mlx.engine.generation import generate
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
-from kvlingo_mlx.handover.generation import generate
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvlingo_mlx import folding
+from kvlingo_mlx.engine.hybrid import AUTO, Native, native_part
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, Reuse, target_ids
 from kvlingo_mlx.evaluation.harness.decoding import POINTS, PROMPT, TRACE
-from kvlingo_mlx.handover.hybrid import AUTO, Native, native_part
 from kvlingo_mlx.loading.pairing import check_tokenizers
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel

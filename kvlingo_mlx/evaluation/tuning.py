@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
+from kvlingo_mlx.engine.healing import check_models
+from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.evaluation import compare, lineup, probes
 from kvlingo_mlx.evaluation.conditions import Reuse, plan_of, target_ids
@@ -26,8 +28,6 @@ from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.evaluation.lineup import Condition
 from kvlingo_mlx.evaluation.probes import Task
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.handover.healing import check_models
-from kvlingo_mlx.handover.hybrid import Native
 from kvlingo_mlx.loading import advice
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import by_name, find_translator, resolve_translator

@@ -12,6 +12,9 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 from kvlingo_mlx.embedded.bundled import bundled, spelled
+from kvlingo_mlx.engine.fill import take_over
+from kvlingo_mlx.engine.hybrid import Native
+from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.teacher_forcing import PerToken, per_token, predicted
@@ -21,9 +24,6 @@ from kvlingo_mlx.format.maps import Map, maps_of, state_maps_of
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import ALONE, Group
-from kvlingo_mlx.handover.fill import take_over
-from kvlingo_mlx.handover.hybrid import Native
-from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.loading.grading import (
     GRADES,
     GUARD,

@@ -1,6 +1,6 @@
 """Prefill with one model, decode with another directly from the first one's cache.
 
-The three layers are those of :mod:`kvlingo_mlx.handover.generation`, but nothing is translated: the
+The three layers are those of :mod:`kvlingo_mlx.engine.generation`, but nothing is translated: the
 source reads the prompt as usual, and the maps are applied to the target's queries.
 """
 
@@ -18,11 +18,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx import caches
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_groups
-from kvlingo_mlx.folding.folds import check_foldable, check_whole, fold_caches
-from kvlingo_mlx.format.translator_config import TranslatorConfig, unfoldable
-from kvlingo_mlx.handover.fill import Clock
-from kvlingo_mlx.handover.generation import check_max_tokens
-from kvlingo_mlx.handover.plan import (
+from kvlingo_mlx.engine.fill import Clock
+from kvlingo_mlx.engine.generation import check_max_tokens
+from kvlingo_mlx.engine.plan import (
     AnyTranslator,
     Asked,
     Plan,
@@ -30,8 +28,10 @@ from kvlingo_mlx.handover.plan import (
     check_tokens,
     prepare_whole,
 )
-from kvlingo_mlx.handover.responses import GenerationResponse, Started, decoded, joined
-from kvlingo_mlx.handover.sampling import AnswerOptions, LogitsProcessor, Sampler, choice_of, given
+from kvlingo_mlx.engine.responses import GenerationResponse, Started, decoded, joined
+from kvlingo_mlx.engine.sampling import AnswerOptions, LogitsProcessor, Sampler, choice_of, given
+from kvlingo_mlx.folding.folds import check_foldable, check_whole, fold_caches
+from kvlingo_mlx.format.translator_config import TranslatorConfig, unfoldable
 from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt, as_ids

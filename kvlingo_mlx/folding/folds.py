@@ -8,6 +8,7 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx import caches
+from kvlingo_mlx.engine.hybrid import native_part
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.families.base import LATENT
 from kvlingo_mlx.folding.attention import Fold, Part, Rows, Side
@@ -15,7 +16,6 @@ from kvlingo_mlx.folding.cache import FoldedCache
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import head_map_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig, unfoldable
-from kvlingo_mlx.handover.hybrid import native_part
 from kvlingo_mlx.loading.pairing import check_pair
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
@@ -71,7 +71,7 @@ def check_foldable(
 def check_whole(config: TranslatorConfig, native_layers: int | str | None = None) -> None:
     """Refuse to fold every layer where the target is to read some layers itself.
 
-    ``native_layers`` is as in :func:`kvlingo_mlx.handover.hybrid.native_part`: None takes the tuned
+    ``native_layers`` is as in :func:`kvlingo_mlx.engine.hybrid.native_part`: None takes the tuned
     number, and 0 folds every layer of any translator.
 
     Raises:

@@ -14,18 +14,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from kvlingo_mlx.conversation import Conversation
-from kvlingo_mlx.conversation.accounting import check_room
-from kvlingo_mlx.conversation.asking import Request
-from kvlingo_mlx.conversation.exchange import Exchange
-from kvlingo_mlx.conversation.line import Steps as LineSteps
-from kvlingo_mlx.conversation.routing import Route, load_route
-from kvlingo_mlx.conversation.rules import Rules
-from kvlingo_mlx.conversation.turn import Decoding, Part, Turn
+from kvlingo_mlx.engine.accounting import check_room
+from kvlingo_mlx.engine.asking import Request
+from kvlingo_mlx.engine.batches import Batch
+from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.exchange import Exchange
+from kvlingo_mlx.engine.line import Steps as LineSteps
+from kvlingo_mlx.engine.responses import GenerationResponse
+from kvlingo_mlx.engine.routing import Route, load_route
+from kvlingo_mlx.engine.rules import Rules
+from kvlingo_mlx.engine.sampling import choice_of
+from kvlingo_mlx.engine.turn import Decoding, Part, Turn
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
-from kvlingo_mlx.handover.batches import Batch
-from kvlingo_mlx.handover.responses import GenerationResponse
-from kvlingo_mlx.handover.sampling import choice_of
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode

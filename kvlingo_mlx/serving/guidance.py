@@ -11,7 +11,7 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 from mlx_lm.tool_parsers import json_tools
 
-from kvlingo_mlx.handover.answers import begins_in_reasoning
+from kvlingo_mlx.engine.answers import begins_in_reasoning
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.messages import Ask
 

@@ -11,11 +11,11 @@ from kvlingo_mlx.backend import mx
 
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from kvlingo_mlx.conversation.exchange import Exchange
-from kvlingo_mlx.conversation.offers import read_again
-from kvlingo_mlx.handover.batches import Batch, Row
-from kvlingo_mlx.handover.responses import GenerationResponse
-from kvlingo_mlx.handover.sampling import Choice, LogitsProcessor, Sampler
+from kvlingo_mlx.engine.batches import Batch, Row
+from kvlingo_mlx.engine.exchange import Exchange
+from kvlingo_mlx.engine.offers import read_again
+from kvlingo_mlx.engine.responses import GenerationResponse
+from kvlingo_mlx.engine.sampling import Choice, LogitsProcessor, Sampler
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.serving.guidance import guided

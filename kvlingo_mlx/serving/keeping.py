@@ -25,9 +25,9 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.caches import memory
-from kvlingo_mlx.conversation import Conversation
-from kvlingo_mlx.conversation.folder import Draft
-from kvlingo_mlx.conversation.storage import worker as files
+from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.folder import Draft
+from kvlingo_mlx.engine.storage import worker as files
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.translators import home

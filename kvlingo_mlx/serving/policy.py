@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvlingo_mlx.conversation.directions import Directions
-from kvlingo_mlx.conversation.rules import Rules
+from kvlingo_mlx.engine.directions import Directions
+from kvlingo_mlx.engine.rules import Rules
 from kvlingo_mlx.errors import KVLingoWarning
 from kvlingo_mlx.loading.grading import GRADES, grade_of, receipt_of, said_of
 from kvlingo_mlx.models.language_model import LanguageModel

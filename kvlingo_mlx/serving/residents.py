@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.caches import memory
-from kvlingo_mlx.conversation.folder import describe
+from kvlingo_mlx.engine.folder import describe
 from kvlingo_mlx.loading.models import read_weights
 from kvlingo_mlx.loading.opening import let_go
 from kvlingo_mlx.loading.placement import open_spread

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.conversation import Conversation
-from kvlingo_mlx.conversation.exchange import Exchange
-from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.conversation.spans import common_prefix
+from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.exchange import Exchange
+from kvlingo_mlx.engine.line import Line
+from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.serving.messages import Ask, Message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvlingo_mlx.handover.hybrid import Native, native_part
+from kvlingo_mlx.engine.hybrid import Native, native_part
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import median
 from kvlingo_mlx.timing.ceilings import Costs, Rates, Work, translation_work

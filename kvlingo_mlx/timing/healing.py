@@ -1,7 +1,7 @@
 """What it takes until a target's cache is its own: runs to be timed, and their work, counted.
 
 A translated cache is native once the target has read the prefix behind it
-(:mod:`kvlingo_mlx.handover.healing`). The work is the same on every machine, so it stands
+(:mod:`kvlingo_mlx.engine.healing`). The work is the same on every machine, so it stands
 for energy.
 """
 
@@ -18,9 +18,9 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.generate import generate_step, generation_stream
 
 from kvlingo_mlx.caches.validation import room_for
-from kvlingo_mlx.handover.fill import healing_of, take_over
-from kvlingo_mlx.handover.healing import HealingCache, Interleaved, Prefix
-from kvlingo_mlx.handover.plan import Plan
+from kvlingo_mlx.engine.fill import healing_of, take_over
+from kvlingo_mlx.engine.healing import HealingCache, Interleaved, Prefix
+from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.timing.ceilings import Costs, translation_work

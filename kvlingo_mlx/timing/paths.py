@@ -18,9 +18,9 @@ from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.handover.fill import filled, take_over, translate_span
-from kvlingo_mlx.handover.hybrid import Native, native_part
-from kvlingo_mlx.handover.plan import Plan
+from kvlingo_mlx.engine.fill import filled, take_over, translate_span
+from kvlingo_mlx.engine.hybrid import Native, native_part
+from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import decoder_of, text_of
 from kvlingo_mlx.models.language_model import LanguageModel

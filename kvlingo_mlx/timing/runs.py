@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from kvlingo_mlx.backend import on_gpu
 
 from kvlingo_mlx.caches import memory
+from kvlingo_mlx.engine import healing
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.handover import healing
 from kvlingo_mlx.reporting.measure import seconds
 from kvlingo_mlx.timing import derived, paths, tables
 from kvlingo_mlx.timing.ceilings import Costs, Rates, measured_rates

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvlingo_mlx.handover.hybrid import native_part
-from kvlingo_mlx.handover.timings import USUAL_STEP, WAYS, Timings, key_of
+from kvlingo_mlx.engine.hybrid import native_part
+from kvlingo_mlx.engine.timings import USUAL_STEP, WAYS, Timings, key_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing.tables import Table, Timing
 from kvlingo_mlx.translators.base import Translator

@@ -24,12 +24,12 @@ import kvlingo_mlx.backend
 import pytest
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
-import kvlingo_mlx.conversation
+import kvlingo_mlx.engine.conversation
 from kvlingo_mlx.cli import chat_input, run
 from kvlingo_mlx.cli.chat_input import Stop
-from kvlingo_mlx.conversation import Conversation, Switch
-from kvlingo_mlx.conversation.accounting import LineStats, Stats
-from kvlingo_mlx.handover import healing
+from kvlingo_mlx.engine import healing
+from kvlingo_mlx.engine.accounting import LineStats, Stats
+from kvlingo_mlx.engine.conversation import Conversation, Switch
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
 from tests.support.guards import with_receipt
@@ -237,7 +237,7 @@ def test_translators_are_held_in_few_bits(
             super().__init__(*arguments, **options)
             made.append(self)
 
-    monkeypatch.setattr(kvlingo_mlx.conversation, "Conversation", Seen)
+    monkeypatch.setattr(kvlingo_mlx.engine.conversation, "Conversation", Seen)
     chats("hi there", options=("-c", "quantize=8"))  # the store's
     (store / "same").rename(tmp_path / "same")
     chats("hi there", options=("-c", "quantize=8", "--translator", str(tmp_path / "same")))
@@ -352,7 +352,7 @@ class Recorder(Conversation):
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
-    monkeypatch.setattr(kvlingo_mlx.conversation, "Conversation", Recorder)
+    monkeypatch.setattr(kvlingo_mlx.engine.conversation, "Conversation", Recorder)
     return Recorder
 
 
@@ -492,7 +492,7 @@ def test_ctrl_c(
 ) -> None:
     monkeypatch.setattr(Interrupted, "moment", moment)
     monkeypatch.setattr(Interrupted, "talks", [], raising=False)
-    monkeypatch.setattr(kvlingo_mlx.conversation, "Conversation", Interrupted)
+    monkeypatch.setattr(kvlingo_mlx.engine.conversation, "Conversation", Interrupted)
     before = signal.getsignal(signal.SIGINT)
     out = chats("hi there", "and you")
     assert signal.getsignal(signal.SIGINT) is before and chats.err == ""
@@ -540,7 +540,7 @@ import fcntl, json, os, pathlib, sys, termios, time
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 if os.environ["TERM"] == "no readline":
     sys.modules["readline"] = None
-import kvlingo_mlx.conversation as conversation
+import kvlingo_mlx.engine.conversation as conversation
 
 class Slow(conversation.Conversation):
     def stream_reply(self, *arguments, **options):

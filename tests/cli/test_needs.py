@@ -27,7 +27,7 @@ from kvlingo_mlx import arguments
 from kvlingo_mlx.arguments import FUNCTIONS, KINDS, READ_ELSEWHERE, Need
 from kvlingo_mlx.cli import VERBS
 from kvlingo_mlx.cli.keys import GROUPS, KEYS, is_key, key_of, spelled
-from kvlingo_mlx.handover.sampling import DecodingOptions
+from kvlingo_mlx.engine.sampling import DecodingOptions
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode, rendering
 from kvlingo_mlx.tokenization.samples import read_jsonl, to_samples

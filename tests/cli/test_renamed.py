@@ -16,8 +16,8 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import errors
 from kvlingo_mlx.cli import MOVED, OLD_VERBS, VERBS, command_line, run
 from kvlingo_mlx.cli.needs import OLD_OPTIONS
-from kvlingo_mlx.handover import timings
-from kvlingo_mlx.handover.timings import Timings
+from kvlingo_mlx.engine import timings
+from kvlingo_mlx.engine.timings import Timings
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support.command_line import COMMANDS as PAPERS
 from tests.support.command_line import PAPER

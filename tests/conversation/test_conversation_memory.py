@@ -21,7 +21,7 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from kvlingo_mlx.conversation import Conversation, storage
+from kvlingo_mlx.engine.conversation import Conversation, storage
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished
 from tests.support import TESTS, tiny
@@ -212,7 +212,7 @@ def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
     for name in (f"{ended}-left", f"{os.getpid()}-ours"):
         (root / name).mkdir(parents=True)
         (root / name / "x.safetensors").write_bytes(b"x")
-    script = "from kvlingo_mlx.conversation.storage import _folder; print(_folder())"
+    script = "from kvlingo_mlx.engine.storage import _folder; print(_folder())"
     env = {**os.environ, "KVLINGO_HOME": str(tmp_path)}
     made = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True,
                           check=True).stdout.strip()  # fmt: skip
@@ -226,7 +226,7 @@ MEMORY = """
 import json, os, sys
 from kvlingo_mlx.backend import mx
 import kvlingo_mlx as kv
-import kvlingo_mlx.conversation
+import kvlingo_mlx.engine.conversation
 from kvlingo_mlx.embedded import zoo
 
 def active():

@@ -18,8 +18,8 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from kvlingo_mlx.conversation import Conversation
-from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import hybrid_models
 from tests.support.identity import identity_of

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.conversation import Conversation
-from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.embedded import TRANSLATORS, zoo
+from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.models.language_model import LanguageModel
 
 SEEDS = int(os.environ.get("KVLINGO_EXAMPLES", "3"))  # more of them by hand

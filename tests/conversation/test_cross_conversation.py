@@ -27,10 +27,10 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.entries import PositionedKVCache, move_on
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.conversation import Conversation
-from kvlingo_mlx.conversation.cross_exchange import CrossExchange
-from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
-from kvlingo_mlx.conversation.positioned import INSIDE
+from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.cross_exchange import CrossExchange
+from kvlingo_mlx.engine.cross_transcript import CrossTranscript
+from kvlingo_mlx.engine.positioned import INSIDE
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.alignment import NO_END

@@ -15,11 +15,11 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.conversation import Conversation
-from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
+from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.guarding import Guarded
+from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.evaluation import conditions
-from kvlingo_mlx.handover.guarding import Guarded
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator

@@ -18,12 +18,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from kvlingo_mlx.conversation import Conversation
-from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.conversation.spans import Span
 from kvlingo_mlx.embedded import TRANSLATORS, zoo
 from kvlingo_mlx.embedded.dialogues import held_out
-from kvlingo_mlx.handover import healing
+from kvlingo_mlx.engine import healing
+from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.line import Line
+from kvlingo_mlx.engine.spans import Span
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny

@@ -18,9 +18,9 @@ from mlx_lm.generate import generate_step
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from kvlingo_mlx.conversation import Conversation
-from kvlingo_mlx.conversation.cross_exchange import CrossExchange
-from kvlingo_mlx.conversation.spans import common_prefix
+from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.cross_exchange import CrossExchange
+from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import hybrid_models, tiny
 from tests.support.identity import identity_of

@@ -13,11 +13,11 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from kvlingo_mlx.conversation import Conversation
-from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.conversation.spans import Span
+from kvlingo_mlx.engine import healing
+from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.line import Line
+from kvlingo_mlx.engine.spans import Span
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.handover import healing
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from tests.support import hybrid_models, tiny

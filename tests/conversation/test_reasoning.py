@@ -11,9 +11,9 @@ import pytest
 from mlx_lm.generate import generate_step
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.conversation import Conversation
-from kvlingo_mlx.conversation.turn import thought_end
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
+from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.turn import thought_end
 from kvlingo_mlx.models.language_model import LanguageModel
 
 SMALL, LARGE = "tiny-qwen3-s", "tiny-qwen3-l"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvlingo_mlx.conversation.routing import Route, load_route
+from kvlingo_mlx.engine.routing import Route, load_route
 
 NAMES = ("small", "large", "coder")
 RULES = """

@@ -25,13 +25,13 @@ from kvlingo_mlx.cuda.finish import finish_plainly, in_pairs  # noqa: E402
 from kvlingo_mlx.cuda.maps import Cut  # noqa: E402
 from kvlingo_mlx.cuda.memory import Memory  # noqa: E402
 from kvlingo_mlx.cuda.tile import Tile  # noqa: E402
+from kvlingo_mlx.engine import fill  # noqa: E402
 from kvlingo_mlx.errors import UnsupportedModelError  # noqa: E402
 from kvlingo_mlx.format.assignment import Assignment  # noqa: E402
 from kvlingo_mlx.format.kinds import SIDES  # noqa: E402
 from kvlingo_mlx.format.maps import expected_shapes, head_map_of  # noqa: E402
 from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
 from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
-from kvlingo_mlx.handover import fill  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.models.states import KVStates  # noqa: E402
 from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402

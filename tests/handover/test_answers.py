@@ -21,8 +21,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
-from kvlingo_mlx.handover.answers import AnswerReader
-from kvlingo_mlx.handover.responses import GenerationResponse
+from kvlingo_mlx.engine.answers import AnswerReader
+from kvlingo_mlx.engine.responses import GenerationResponse
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
 from tests.support.identity import identity_of

@@ -15,9 +15,9 @@ from mlx_lm.models.cache import make_prompt_cache
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.limits import can_merge
+from kvlingo_mlx.engine.batches import Batch, Row
+from kvlingo_mlx.engine.sampling import Choice
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.handover.batches import Batch, Row
-from kvlingo_mlx.handover.sampling import Choice
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
@@ -175,7 +175,7 @@ def test_an_answer_ends_at_its_limit_or_at_a_stop(models: dict[str, LanguageMode
 def test_caches_that_cannot_be_merged_stay_alone(
     models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvlingo_mlx.handover.batches.can_merge", lambda _: False)
+    monkeypatch.setattr("kvlingo_mlx.engine.batches.can_merge", lambda _: False)
     prompts = [prompt(9, 1), prompt(12, 2), prompt(5, 3)]
     for tokens, (_, answer, _, _) in zip(
         prompts, staggered(models["qwen3"], prompts, [6, 9, 4]), strict=True
@@ -200,7 +200,7 @@ def test_an_error_of_the_model_ends_all_its_answers(
     rows = [batch.join(filled(model, tokens), tokens, GREEDY, 100) for _ in range(2)]
     assert batch.full
     monkeypatch.setattr(
-        "kvlingo_mlx.handover.batches.GenerationBatch.next",
+        "kvlingo_mlx.engine.batches.GenerationBatch.next",
         lambda _: (_ for _ in ()).throw(RuntimeError("out of memory")),
     )
     batch.step()
@@ -222,7 +222,7 @@ def test_an_answer_of_one_token_that_cannot_be_run_leaves_nothing(
     row = batch.join(cache, tokens, GREEDY, 1)
     assert row.take() is not None and row.over
     failing = lambda _: (_ for _ in ()).throw(RuntimeError("out of memory"))  # noqa: E731
-    monkeypatch.setattr("kvlingo_mlx.handover.batches.GenerationBatch.next", failing)
+    monkeypatch.setattr("kvlingo_mlx.engine.batches.GenerationBatch.next", failing)
     assert batch.leave(row) is None and not len(batch)
 
 

@@ -28,11 +28,11 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.caches.entries import PositionedKVCache
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.engine.fill import filled, take_over
+from kvlingo_mlx.engine.plan import Plan, align
 from kvlingo_mlx.evaluation import lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
-from kvlingo_mlx.handover.fill import filled, take_over
-from kvlingo_mlx.handover.plan import Plan, align
 from kvlingo_mlx.loading import pairing
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models import capture

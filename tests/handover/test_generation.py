@@ -16,9 +16,9 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
+from kvlingo_mlx.engine import fill
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.handover import fill
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.reporting import measure

@@ -21,13 +21,13 @@ from mlx_lm.models.cache import make_prompt_cache
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
+from kvlingo_mlx.engine import healing, hybrid
+from kvlingo_mlx.engine.responses import summary
 from kvlingo_mlx.evaluation import conditions, lineup, tuning
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.lineup import Condition
 from kvlingo_mlx.evaluation.tuning import Point
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.handover import healing, hybrid
-from kvlingo_mlx.handover.responses import summary
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator

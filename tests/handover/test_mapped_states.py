@@ -17,10 +17,10 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
+from kvlingo_mlx.engine.guarding import Watch
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.evaluation import conditions, verification
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.handover.guarding import Watch
 from kvlingo_mlx.loading.grading import GUARD, cuts
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import hidden_states

@@ -15,9 +15,9 @@ from mlx_lm.sample_utils import make_logits_processors
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo
-from kvlingo_mlx.handover import plan, timings
-from kvlingo_mlx.handover.hybrid import Native
-from kvlingo_mlx.handover.timings import Timings
+from kvlingo_mlx.engine import plan, timings
+from kvlingo_mlx.engine.hybrid import Native
+from kvlingo_mlx.engine.timings import Timings
 from kvlingo_mlx.loading import models
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel

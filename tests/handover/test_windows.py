@@ -15,8 +15,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches, translators
+from kvlingo_mlx.engine.fill import translate_span
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.handover.fill import translate_span
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates

@@ -16,10 +16,10 @@ import pytest
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import command_line, run
 from kvlingo_mlx.embedded.bundled import NAME
+from kvlingo_mlx.engine import guarding
+from kvlingo_mlx.engine.hybrid import native_part
 from kvlingo_mlx.evaluation import tuning, verification
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.handover import guarding
-from kvlingo_mlx.handover.hybrid import native_part
 from kvlingo_mlx.loading import advice, notes
 from kvlingo_mlx.loading.translators import known_by, load_translator
 from kvlingo_mlx.making.run import Making

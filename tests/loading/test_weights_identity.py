@@ -15,6 +15,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import kvlingo_mlx as kv
+from kvlingo_mlx.engine import timings
 from kvlingo_mlx.evaluation import lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
@@ -22,7 +23,6 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.format.projections import Checked, weights_fingerprint
 from kvlingo_mlx.format.tensor_file import read_tensors
-from kvlingo_mlx.handover import timings
 from kvlingo_mlx.loading.translators import translator_facts
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny

@@ -75,7 +75,7 @@ def test_who_comes_too_late_is_told_once(planted: Path, started: Callable) -> No
     """Neither being open nor being opened first of ours makes it the one in effect."""
     code = (
         f"import mlx.core\nimport ctypes\nctypes.CDLL({str(planted)!r}, mode=ctypes.RTLD_GLOBAL)"
-        f"{TELL}import kvlingo_mlx.handover.generation"
+        f"{TELL}import kvlingo_mlx.engine.generation"
     )
     said, warned, bound = started(code, str(planted), "bindings")
     assert said == ["bundled BLAS", "0 bundled BLAS"] and PACKED.name in bound

@@ -22,7 +22,7 @@ BOTH = [*FILES, *sorted(LAB.rglob("*.py"))]
 ROOMS = """
     version errors arguments phases group blas backend threads
     format tokenization stage1 embedded families models translators caches remote loading
-    reporting store handover folding conversation timing evaluation fitting
+    reporting store engine folding timing evaluation fitting
     training making cuda serving cli
 """.split()
 NO_MLX = (
@@ -232,7 +232,7 @@ def test_import_and_help_load_few_modules(code: str, most: int) -> None:
 def test_backend_keeps_the_descriptor_limits() -> None:
     code = (
         "import resource as r; before = r.getrlimit(r.RLIMIT_NOFILE)\n"
-        "import kvlingo_mlx.handover.generation\n"
+        "import kvlingo_mlx.engine.generation\n"
         "assert r.getrlimit(r.RLIMIT_NOFILE) == before, 'descriptor limits were lowered'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -246,9 +246,9 @@ def test_every_public_name_resolves() -> None:
 LINES, PARAMETERS = 60, 8  # a function's, its docstring left out
 MANY = {  # functions of more parameters, by the reason
     "what a user may ask for, each by its own name": (
-        "handover/generation.stream_generate", "handover/fill.hand_over",
+        "engine/generation.stream_generate", "engine/fill.hand_over",
         "folding/decoding.folded_stream_generate", "folding/decoding.folded_hand_over",
-        "conversation/__init__.__init__", "conversation/__init__.stream_reply",
+        "engine/conversation.__init__", "engine/conversation.stream_reply",
         "fitting/__init__.fit", "evaluation/probes.find_needles", "making/__init__.pair",
         "store/importing.import_translator",
     ),

@@ -25,7 +25,7 @@ import pytest
 import kvlingo_mlx as kv
 from kvlingo_mlx import threads
 from kvlingo_mlx.caches import memory
-from kvlingo_mlx.conversation import Conversation
+from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import ROOT, tiny
@@ -310,7 +310,7 @@ def test_a_process_ends_in_peace(models: dict[str, LanguageModel], tmp_path: Pat
         import sys, threading
         from concurrent.futures import ThreadPoolExecutor
         import kvlingo_mlx as kv
-        from kvlingo_mlx.conversation import Conversation
+        from kvlingo_mlx.engine.conversation import Conversation
         def resumed():
             talk = Conversation.resume(sys.argv[1], {"s": model})
             return talk, talk.reply("s", "you", max_tokens=4)

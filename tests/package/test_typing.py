@@ -15,7 +15,7 @@ from typing import Any, Unpack, get_type_hints
 import pytest
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.handover import generation
+from kvlingo_mlx.engine import generation
 
 ROOT = Path(kv.__file__).parents[1]
 # mlx-lm brings transformers and torch, which take mypy a minute and tell nothing of our names.
@@ -40,7 +40,7 @@ reveal_type(kv.Conversation.resume("f", {"s": small}, eager=False))
 for response in kv.stream_generate(small, large, [{"role": "user", "content": "hi"}], max_tokens=3):
     reveal_type(response.ttft_s)
 """
-TYPES = ["int", "str", "str", "kvlingo_mlx.conversation.Conversation", "float"]
+TYPES = ["int", "str", "str", "kvlingo_mlx.engine.conversation.Conversation", "float"]
 WRONG = {
     'kv.generate("a", "b", "x", max_tokens="5")': "arg-type",
     'kv.generate("a", "b", "x", maxtokens=5)': "call-arg",

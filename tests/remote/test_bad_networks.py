@@ -322,7 +322,7 @@ def test_a_client_that_leaves_ends_its_job(
     def interrupt(*_: Any) -> Any:
         raise StopError
 
-    from kvlingo_mlx.handover import fill
+    from kvlingo_mlx.engine import fill
 
     plain, fill.translate_span = fill.translate_span, interrupt
     try:

@@ -17,8 +17,8 @@ pytest.importorskip("starlette")
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
+from kvlingo_mlx.engine.responses import summary
 from kvlingo_mlx.format.maps import maps_of
-from kvlingo_mlx.handover.responses import summary
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
 from tests.support import hybrid_models, tiny

@@ -19,9 +19,8 @@ from mlx_lm.models.cache import make_prompt_cache
 pytest.importorskip("pydantic")
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.conversation import exchange
 from kvlingo_mlx.embedded import dialogues, zoo
-from kvlingo_mlx.handover import healing
+from kvlingo_mlx.engine import exchange, healing
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.engine import Engine
 from kvlingo_mlx.serving.messages import Ask, Piece, Sampling

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("pydantic")
 
-from kvlingo_mlx.conversation import folder
 from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.engine import folder
 from kvlingo_mlx.serving import admission, jobs, keeping, worker
 from kvlingo_mlx.serving.engine import Engine
 from kvlingo_mlx.serving.messages import Ask, Waiting

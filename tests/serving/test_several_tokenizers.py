@@ -18,8 +18,8 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("openai")
 
 import kvlingo_mlx as kv  # noqa: E402
-from kvlingo_mlx.conversation.spans import translated  # noqa: E402
 from kvlingo_mlx.embedded import zoo  # noqa: E402
+from kvlingo_mlx.engine.spans import translated  # noqa: E402
 from tests.support import TESTS  # noqa: E402
 from tests.support.served import PLAIN, Server, served  # noqa: E402
 

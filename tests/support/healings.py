@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvlingo_mlx.handover import healing
+from kvlingo_mlx.engine import healing
 
 
 @dataclass(frozen=True)

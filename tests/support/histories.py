@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.handover.responses import GenerationResponse
+from kvlingo_mlx.engine.responses import GenerationResponse
 
 Message = dict[str, Any]
 Answers = Callable[[Sequence[tuple[str, list[Message]]]], list[str]]

@@ -264,7 +264,7 @@ def main() -> None:
     args = parser.parse_args()
     for module in (
         "fitting",
-        "handover.generation",
+        "engine.generation",
         *(["training.pipeline"] * any(job.startswith("train") for job in args.jobs)),
     ):
         importlib.import_module(f"kvlingo_mlx.{module}")  # once, not in every child

@@ -9,8 +9,8 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.generate import generate_step
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.conversation import Conversation
-from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support.identity import identity_of
 from tests.support.native_caches import native

@@ -20,8 +20,8 @@ from mlx_lm.models.switch_layers import SwitchLinear
 import kvlingo_mlx as kv
 from benchmarks.paper.timing.reference import differences
 from kvlingo_mlx.cli import bench_healing
-from kvlingo_mlx.handover.hybrid import Native
-from kvlingo_mlx.handover.plan import Plan
+from kvlingo_mlx.engine.hybrid import Native
+from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing import ceilings, derived, geometries, healing, paths, runs, tables

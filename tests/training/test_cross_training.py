@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.handover import fill, generation
+from kvlingo_mlx.engine import fill, generation
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.stage1.norms import token_weights
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
@@ -26,7 +26,7 @@ torch = pytest.importorskip("torch")
 cross_reference = pytest.importorskip("tests.support.cross_reference")
 reference = pytest.importorskip("tests.support.reference")
 
-from kvlingo_mlx.handover.plan import Plan  # noqa: E402
+from kvlingo_mlx.engine.plan import Plan  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
 from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
 from kvlingo_mlx.training.on_torch.gradients import conversation_loss, read  # noqa: E402

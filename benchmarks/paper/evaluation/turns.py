@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kvlingo_mlx.conversation import Conversation
-from kvlingo_mlx.conversation.spans import common_prefix
+from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.evaluation.conditions import shuffled
 from kvlingo_mlx.loading.pairing import matches
@@ -83,7 +83,7 @@ class Way:
 
     Attributes:
         name: The name in tables.
-        switching: As for :class:`~kvlingo_mlx.conversation.Conversation`.
+        switching: As for :class:`~kvlingo_mlx.engine.conversation.Conversation`.
         seeds: The translators of both directions, once for each seed; scores are averaged.
         alone: The one model that answers every turn.
         hidden: Whether the conversation's text is left out.
@@ -112,7 +112,7 @@ class Manner:
         max_tokens: The most tokens of an answer.
         thinking: The chat template's reasoning switch; a trace is no part of an answer.
         native_layers: Cache layers that the incoming model reads itself, unless naive.
-        verbatim: As for :class:`~kvlingo_mlx.conversation.Conversation`.
+        verbatim: As for :class:`~kvlingo_mlx.engine.conversation.Conversation`.
         allow_mismatch: Likewise.
     """
 

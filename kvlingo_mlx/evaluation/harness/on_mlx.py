@@ -11,13 +11,13 @@ from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.caches.limits import can_merge
+from kvlingo_mlx.engine.batches import Batch, Row
+from kvlingo_mlx.engine.sampling import Choice
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.conditions import CacheMaker
 from kvlingo_mlx.evaluation.harness.decoding import Reading, Wanted
 from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities
-from kvlingo_mlx.handover.batches import Batch, Row
-from kvlingo_mlx.handover.sampling import Choice
 from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import wired

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from kvlingo_mlx.conversation.spans import common_prefix
-from kvlingo_mlx.handover.answers import Parts, divided
+from kvlingo_mlx.engine.answers import Parts, divided
+from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message, render_text
 from kvlingo_mlx.tokenization.alignment import NO_END

@@ -16,8 +16,8 @@ from mlx_lm.generate import generation_stream
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.entries import move_on, positioned, shorten
-from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.conversation.spans import grown
+from kvlingo_mlx.engine.line import Line
+from kvlingo_mlx.engine.spans import grown
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.threads import unit
 from kvlingo_mlx.tokenization.alignment import TokenAlignment

@@ -13,8 +13,10 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.conversation.recording import Recording
-from kvlingo_mlx.conversation.spans import (
+from kvlingo_mlx.engine import healing, hybrid
+from kvlingo_mlx.engine.guarding import Watch
+from kvlingo_mlx.engine.recording import Recording
+from kvlingo_mlx.engine.spans import (
     Span,
     common_prefix,
     cut,
@@ -23,10 +25,8 @@ from kvlingo_mlx.conversation.spans import (
     healed,
     unhealed,
 )
-from kvlingo_mlx.conversation.storage import PUT, Storage
+from kvlingo_mlx.engine.storage import PUT, Storage
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.handover import healing, hybrid
-from kvlingo_mlx.handover.guarding import Watch
 from kvlingo_mlx.loading import spreading
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import hidden_states

@@ -19,9 +19,9 @@ from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.sample_utils import greedy_sampler
 
 from kvlingo_mlx.caches.limits import can_merge
+from kvlingo_mlx.engine.responses import Sound
+from kvlingo_mlx.engine.sampling import Choice, LogitsProcessor
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.handover.responses import Sound
-from kvlingo_mlx.handover.sampling import Choice, LogitsProcessor
 from kvlingo_mlx.models.capture import Ear
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 
-from kvlingo_mlx.conversation.cross_exchange import CrossExchange
-from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
-from kvlingo_mlx.conversation.exchange import Switch
-from kvlingo_mlx.conversation.line import Steps
-from kvlingo_mlx.conversation.offers import Known
-from kvlingo_mlx.conversation.reading import Reading
-from kvlingo_mlx.conversation.transcript import Transcript
-from kvlingo_mlx.conversation.turn import Decoding, Part, Turn
-from kvlingo_mlx.handover.responses import GenerationResponse
+from kvlingo_mlx.engine.cross_exchange import CrossExchange
+from kvlingo_mlx.engine.cross_transcript import CrossTranscript
+from kvlingo_mlx.engine.exchange import Switch
+from kvlingo_mlx.engine.line import Steps
+from kvlingo_mlx.engine.offers import Known
+from kvlingo_mlx.engine.reading import Reading
+from kvlingo_mlx.engine.responses import GenerationResponse
+from kvlingo_mlx.engine.transcript import Transcript
+from kvlingo_mlx.engine.turn import Decoding, Part, Turn
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message
 

@@ -14,11 +14,11 @@ from functools import cached_property
 from typing import Any
 
 from kvlingo_mlx.caches.memory import check_caches
+from kvlingo_mlx.engine import guarding, healing, timings
+from kvlingo_mlx.engine.guarding import Watch
+from kvlingo_mlx.engine.hybrid import Below, Native, check_first_layers, native_part
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.handover import guarding, healing, timings
-from kvlingo_mlx.handover.guarding import Watch
-from kvlingo_mlx.handover.hybrid import Below, Native, check_first_layers, native_part
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.models import Model, load, load_pair, reached

@@ -23,16 +23,16 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from kvlingo_mlx.conversation.exchange import Exchange
-from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.conversation.storage import (
+from kvlingo_mlx.engine.exchange import Exchange
+from kvlingo_mlx.engine.line import Line
+from kvlingo_mlx.engine.storage import (
     by_dtype,
     from_weights,
     read_file,
     to_weights,
     write_file,
 )
-from kvlingo_mlx.conversation.transcript import Transcript
+from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.errors import (
     IncompatibleTranslatorError,
     KVLingoError,

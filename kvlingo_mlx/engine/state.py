@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Self
 
 from kvlingo_mlx.arguments import checked
-from kvlingo_mlx.conversation.accounting import Stats, stats_of
-from kvlingo_mlx.conversation.asking import history_of
-from kvlingo_mlx.conversation.exchange import Exchange, Switch
-from kvlingo_mlx.conversation.folder import Draft, check_destination, draft, own_folder
-from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.conversation.rules import by_tokenizer, check_all_can_heal
-from kvlingo_mlx.conversation.transcript import Transcript, same_message
-from kvlingo_mlx.conversation.use import Use
+from kvlingo_mlx.engine.accounting import Stats, stats_of
+from kvlingo_mlx.engine.asking import history_of
+from kvlingo_mlx.engine.exchange import Exchange, Switch
+from kvlingo_mlx.engine.folder import Draft, check_destination, draft, own_folder
+from kvlingo_mlx.engine.line import Line
+from kvlingo_mlx.engine.rules import by_tokenizer, check_all_can_heal
+from kvlingo_mlx.engine.transcript import Transcript, same_message
+from kvlingo_mlx.engine.use import Use
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.models.prompts import Message
 

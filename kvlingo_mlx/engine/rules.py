@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlingo_mlx.caches.limits import check_going_back, check_interleaving
-from kvlingo_mlx.conversation.spans import common_prefix
-from kvlingo_mlx.conversation.storage import PLACES
+from kvlingo_mlx.engine.guarding import HEAL, WARN, check_guard
+from kvlingo_mlx.engine.healing import ANSWERING, HEAL_SHARE, LAYERS, check_way, first_layers
+from kvlingo_mlx.engine.hybrid import native_part
+from kvlingo_mlx.engine.spans import common_prefix
+from kvlingo_mlx.engine.storage import PLACES
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.handover.guarding import HEAL, WARN, check_guard
-from kvlingo_mlx.handover.healing import ANSWERING, HEAL_SHARE, LAYERS, check_way, first_layers
-from kvlingo_mlx.handover.hybrid import native_part
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
@@ -30,7 +30,7 @@ SAMPLE = [
 
 @dataclass(frozen=True)
 class Rules:
-    """The arguments of :class:`~kvlingo_mlx.conversation.Conversation` for growing its lines."""
+    """The arguments of a :class:`~.conversation.Conversation` for growing its lines."""
 
     switching: str = "alternated"
     on_missing: str = "error"

@@ -8,16 +8,16 @@ from typing import Any
 
 from kvlingo_mlx.caches.limits import check_bits
 from kvlingo_mlx.caches.validation import room_for
-from kvlingo_mlx.conversation.cross_exchange import CrossExchange
-from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
-from kvlingo_mlx.conversation.cross_turn import CrossTurn
-from kvlingo_mlx.conversation.exchange import Exchange
-from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.conversation.transcript import Transcript, without_oldest_turn
-from kvlingo_mlx.conversation.turn import Decoding, Turn
-from kvlingo_mlx.handover.batches import Place
-from kvlingo_mlx.handover.generation import DECODE_OPTIONS, check_drafting
-from kvlingo_mlx.handover.sampling import DecodingOptions, LogitsProcessor, Sampler
+from kvlingo_mlx.engine.batches import Place
+from kvlingo_mlx.engine.cross_exchange import CrossExchange
+from kvlingo_mlx.engine.cross_transcript import CrossTranscript
+from kvlingo_mlx.engine.cross_turn import CrossTurn
+from kvlingo_mlx.engine.exchange import Exchange
+from kvlingo_mlx.engine.generation import DECODE_OPTIONS, check_drafting
+from kvlingo_mlx.engine.line import Line
+from kvlingo_mlx.engine.sampling import DecodingOptions, LogitsProcessor, Sampler
+from kvlingo_mlx.engine.transcript import Transcript, without_oldest_turn
+from kvlingo_mlx.engine.turn import Decoding, Turn
 from kvlingo_mlx.loading.models import Model, load
 from kvlingo_mlx.models.prompts import Message
 from kvlingo_mlx.tokenization.renderings import with_joined_parts
@@ -43,7 +43,7 @@ class Request:
     """What :meth:`Conversation.stream_reply` was asked for; the attributes are its arguments.
 
     Attributes:
-        options: Its :class:`~kvlingo_mlx.handover.sampling.DecodingOptions`.
+        options: Its :class:`~kvlingo_mlx.engine.sampling.DecodingOptions`.
         template: Further switches of the chat template.
         batch: The answers beside which the model decodes this one, or None.
     """

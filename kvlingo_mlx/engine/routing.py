@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvlingo_mlx.conversation.transcript import Message
+from kvlingo_mlx.engine.transcript import Message
 
 # A route takes the messages, the newest last, and the models' names; it returns one of the names.
 Route = Callable[[Sequence[Message], Sequence[str]], str]

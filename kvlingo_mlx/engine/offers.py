@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.conversation.reading import Reading
-from kvlingo_mlx.conversation.spans import common_prefix
+from kvlingo_mlx.engine.line import Line
+from kvlingo_mlx.engine.reading import Reading
+from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, TokenAlignment, align
 from kvlingo_mlx.tokenization.renderings import Rendering
 

@@ -14,7 +14,7 @@ from kvlingo_mlx.backend import mx
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.between import prefill_between
 from kvlingo_mlx.caches.entries import pin
-from kvlingo_mlx.handover.plan import Plan
+from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.threads import working

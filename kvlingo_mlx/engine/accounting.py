@@ -13,9 +13,9 @@ import numpy as np
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.memory import cache_bytes, caches_of, check, weights_bytes
-from kvlingo_mlx.conversation.exchange import Exchange
-from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.conversation.spans import translated
+from kvlingo_mlx.engine.exchange import Exchange
+from kvlingo_mlx.engine.line import Line
+from kvlingo_mlx.engine.spans import translated
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.threads import unit
 

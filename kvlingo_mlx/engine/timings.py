@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from kvlingo_mlx.caches.memory import weights_bytes
+from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.errors import MalformedTimingsError, MissingTimingsError, printable
 from kvlingo_mlx.format.atomic import sync_file
 from kvlingo_mlx.format.geometry import canonical_json
-from kvlingo_mlx.handover.hybrid import Native
 from kvlingo_mlx.loading.translators import TranslatorFacts, home
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import machine

@@ -20,12 +20,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_bits, check_draft
-from kvlingo_mlx.handover import guarding, healing
-from kvlingo_mlx.handover.fill import Clock, alone, filled, healing_of, judged
-from kvlingo_mlx.handover.healing import HEAL_SHARE, Interleaved
-from kvlingo_mlx.handover.plan import Asked, Plan, prepare
-from kvlingo_mlx.handover.responses import GenerationResponse, Started, decoded, joined
-from kvlingo_mlx.handover.sampling import (
+from kvlingo_mlx.engine import guarding, healing
+from kvlingo_mlx.engine.fill import Clock, alone, filled, healing_of, judged
+from kvlingo_mlx.engine.healing import HEAL_SHARE, Interleaved
+from kvlingo_mlx.engine.plan import Asked, Plan, prepare
+from kvlingo_mlx.engine.responses import GenerationResponse, Started, decoded, joined
+from kvlingo_mlx.engine.sampling import (
     DecodingOptions,
     LogitsProcessor,
     Sampler,
@@ -98,7 +98,7 @@ def stream_generate(
     """Prefill with one model, decode with another; yield one response per token.
 
     The arguments are those of :func:`generate`. The ``options`` are those of
-    :class:`~kvlingo_mlx.handover.sampling.DecodingOptions`.
+    :class:`~kvlingo_mlx.engine.sampling.DecodingOptions`.
 
     Raises:
         UnsupportedModelError: mlx-lm cannot quantise a model's cache, or cannot remove rejected

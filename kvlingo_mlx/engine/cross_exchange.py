@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
-from kvlingo_mlx.conversation.exchange import Exchange, Step, Switch, no_translator
-from kvlingo_mlx.conversation.line import Line, Steps
-from kvlingo_mlx.conversation.offers import (
+from kvlingo_mlx.engine.cross_transcript import CrossTranscript
+from kvlingo_mlx.engine.exchange import Exchange, Step, Switch, no_translator
+from kvlingo_mlx.engine.line import Line, Steps
+from kvlingo_mlx.engine.offers import (
     Known,
     Offer,
     Offers,
@@ -21,9 +21,9 @@ from kvlingo_mlx.conversation.offers import (
     recorded,
     wrote_itself,
 )
-from kvlingo_mlx.conversation.positioned import PositionedLine
-from kvlingo_mlx.conversation.reading import Reading
-from kvlingo_mlx.conversation.transcript import Transcript
+from kvlingo_mlx.engine.positioned import PositionedLine
+from kvlingo_mlx.engine.reading import Reading
+from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
 from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.models.language_model import LanguageModel

@@ -14,21 +14,21 @@ from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 from kvlingo_mlx.caches.validation import room_for
-from kvlingo_mlx.conversation.exchange import Exchange, Switch
-from kvlingo_mlx.conversation.line import Line, Steps
-from kvlingo_mlx.conversation.transcript import Transcript
-from kvlingo_mlx.conversation.use import Use
-from kvlingo_mlx.handover.answers import AnswerReader
-from kvlingo_mlx.handover.batches import Place
-from kvlingo_mlx.handover.fill import PHASES
-from kvlingo_mlx.handover.responses import (
+from kvlingo_mlx.engine.answers import AnswerReader
+from kvlingo_mlx.engine.batches import Place
+from kvlingo_mlx.engine.exchange import Exchange, Switch
+from kvlingo_mlx.engine.fill import PHASES
+from kvlingo_mlx.engine.line import Line, Steps
+from kvlingo_mlx.engine.responses import (
     GenerationResponse,
     Heard,
     check_numbers,
     timed,
     with_prefix,
 )
-from kvlingo_mlx.handover.sampling import Choice, LogitsProcessor
+from kvlingo_mlx.engine.sampling import Choice, LogitsProcessor
+from kvlingo_mlx.engine.transcript import Transcript
+from kvlingo_mlx.engine.use import Use
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message
 from kvlingo_mlx.threads import finished, in_turn, stepping, wired, working

@@ -18,19 +18,19 @@ from mlx_lm.generate import generation_stream
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.validation import validate_cache
-from kvlingo_mlx.conversation.directions import Directions, Given
-from kvlingo_mlx.conversation.line import Line, Steps
-from kvlingo_mlx.conversation.offers import Known, Offers
-from kvlingo_mlx.conversation.positioned import PositionedLine
-from kvlingo_mlx.conversation.rules import Rules
-from kvlingo_mlx.conversation.spans import Span, cut, translated, unhealed, wrote
-from kvlingo_mlx.conversation.storage import PLACES
-from kvlingo_mlx.conversation.transcript import Transcript
+from kvlingo_mlx.engine import guarding
+from kvlingo_mlx.engine.directions import Directions, Given
+from kvlingo_mlx.engine.guarding import Guarded, Watch
+from kvlingo_mlx.engine.healing import IDLE_S, Interleaved, Pace
+from kvlingo_mlx.engine.line import Line, Steps
+from kvlingo_mlx.engine.offers import Known, Offers
+from kvlingo_mlx.engine.positioned import PositionedLine
+from kvlingo_mlx.engine.rules import Rules
+from kvlingo_mlx.engine.sampling import Choice
+from kvlingo_mlx.engine.spans import Span, cut, translated, unhealed, wrote
+from kvlingo_mlx.engine.storage import PLACES
+from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.errors import MissingTranslatorError
-from kvlingo_mlx.handover import guarding
-from kvlingo_mlx.handover.guarding import Guarded, Watch
-from kvlingo_mlx.handover.healing import IDLE_S, Interleaved, Pace
-from kvlingo_mlx.handover.sampling import Choice
 from kvlingo_mlx.loading import advice, sharding
 from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.notes import tell, tell_of_length

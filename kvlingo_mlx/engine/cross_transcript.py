@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from kvlingo_mlx.conversation.reading import Reading, moved
-from kvlingo_mlx.conversation.transcript import (
+from kvlingo_mlx.engine.reading import Reading, moved
+from kvlingo_mlx.engine.transcript import (
     MARK,
     Transcript,
     by_difference,

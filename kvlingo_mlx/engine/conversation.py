@@ -14,31 +14,31 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, Self, TypedDict, Unpack
 
 from kvlingo_mlx.arguments import checked, renamed
-from kvlingo_mlx.conversation import folder as folders
-from kvlingo_mlx.conversation.accounting import Stats, check_room
-from kvlingo_mlx.conversation.asking import Asking, ReplyOptions, Request
-from kvlingo_mlx.conversation.cross_exchange import CrossExchange
-from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
-from kvlingo_mlx.conversation.directions import Given
-from kvlingo_mlx.conversation.exchange import Exchange, Switch
-from kvlingo_mlx.conversation.line import Steps
-from kvlingo_mlx.conversation.rules import Rules, by_tokenizer, tell_of_templates
-from kvlingo_mlx.conversation.state import State
-from kvlingo_mlx.conversation.transcript import Transcript
-from kvlingo_mlx.conversation.turn import Decoding, Part, Turn, thought_end, tokens_alone
-from kvlingo_mlx.conversation.use import claiming
-from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.handover.generation import check_max_tokens
-from kvlingo_mlx.handover.guarding import WARN
-from kvlingo_mlx.handover.healing import HEAL_SHARE
-from kvlingo_mlx.handover.responses import GenerationResponse, Heard
-from kvlingo_mlx.handover.sampling import (
+from kvlingo_mlx.engine import folder as folders
+from kvlingo_mlx.engine.accounting import Stats, check_room
+from kvlingo_mlx.engine.asking import Asking, ReplyOptions, Request
+from kvlingo_mlx.engine.cross_exchange import CrossExchange
+from kvlingo_mlx.engine.cross_transcript import CrossTranscript
+from kvlingo_mlx.engine.directions import Given
+from kvlingo_mlx.engine.exchange import Exchange, Switch
+from kvlingo_mlx.engine.generation import check_max_tokens
+from kvlingo_mlx.engine.guarding import WARN
+from kvlingo_mlx.engine.healing import HEAL_SHARE
+from kvlingo_mlx.engine.line import Steps
+from kvlingo_mlx.engine.responses import GenerationResponse, Heard
+from kvlingo_mlx.engine.rules import Rules, by_tokenizer, tell_of_templates
+from kvlingo_mlx.engine.sampling import (
     DecodingOptions,
     LogitsProcessor,
     Sampler,
     choice_of,
     given,
 )
+from kvlingo_mlx.engine.state import State
+from kvlingo_mlx.engine.transcript import Transcript
+from kvlingo_mlx.engine.turn import Decoding, Part, Turn, thought_end, tokens_alone
+from kvlingo_mlx.engine.use import claiming
+from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.models import Model, load_together
 from kvlingo_mlx.models.prompts import Message, check_json, check_tools, render_text
@@ -244,7 +244,7 @@ class Conversation(State):
                 this conversation's models, which has read most of the prompt, or another model.
                 Not between several tokenizers, nor with ``reasoning`` or ``first_token``.
             num_draft_tokens: How many tokens it drafts at a time (2).
-            options: Those of :class:`~kvlingo_mlx.handover.sampling.DecodingOptions`;
+            options: Those of :class:`~kvlingo_mlx.engine.sampling.DecodingOptions`;
                 ``kv_bits`` quantises a copy of the cache, and not between several tokenizers.
                 After a reply with ``kv_bits`` or ``draft_model``, ``name`` reads its answer once.
 

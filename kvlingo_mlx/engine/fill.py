@@ -23,9 +23,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx import caches
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.validation import validate_cache
-from kvlingo_mlx.handover import cross_tokenizer, guarding, healing, hybrid
-from kvlingo_mlx.handover.guarding import Guarded, Watch
-from kvlingo_mlx.handover.plan import Asked, Plan, prepare
+from kvlingo_mlx.engine import cross_tokenizer, guarding, healing, hybrid
+from kvlingo_mlx.engine.guarding import Guarded, Watch
+from kvlingo_mlx.engine.plan import Asked, Plan, prepare
 from kvlingo_mlx.loading import sharding, spreading
 from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.loading.notes import tell
@@ -295,7 +295,7 @@ def hand_over(
             check that the caches belong to these tokens.
         enable_thinking: The chat template's switch, for messages.
         tools: The tools that the chat template announces, for messages.
-        heal: ``idle`` returns a :class:`~kvlingo_mlx.handover.healing.HealingCache`, a list whose
+        heal: ``idle`` returns a :class:`~kvlingo_mlx.engine.healing.HealingCache`, a list whose
             ``heal()`` lets the decode model read the prompt itself, a chunk a call, in the place of
             the translation. ``layers`` also lets it read some layers at once: ``native_layers``,
             the tuned number or a quarter of all. No layer is read twice.

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvlingo_mlx.conversation.spans import common_prefix
+from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, Span
 from kvlingo_mlx.tokenization.renderings import Rendering, bare, content_parts, written
 

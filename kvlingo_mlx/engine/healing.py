@@ -20,9 +20,9 @@ from mlx_lm.generate import generation_stream
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.limits import check_interleaving
+from kvlingo_mlx.engine.hybrid import Below
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.handover.hybrid import Below
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
@@ -218,7 +218,7 @@ def check_models(source: LanguageModel, target: LanguageModel) -> None:
 def first_layers(config: TranslatorConfig, tokens: int | None = None) -> int:
     """The layers that ``layers`` reads at once: the tuned number, else a quarter of all.
 
-    ``tokens`` is as in :func:`~kvlingo_mlx.handover.hybrid.native_part`.
+    ``tokens`` is as in :func:`~kvlingo_mlx.engine.hybrid.native_part`.
     """
     return config.native_layers_at(tokens) or math.ceil(FIRST_SHARE * len(config.target.layers))
 

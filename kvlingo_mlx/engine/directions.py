@@ -7,7 +7,9 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kvlingo_mlx.conversation.rules import Rules, by_tokenizer
+from kvlingo_mlx.engine.guarding import check_reference
+from kvlingo_mlx.engine.hybrid import check_first_layers
+from kvlingo_mlx.engine.rules import Rules, by_tokenizer
 from kvlingo_mlx.errors import (
     IncompatibleTranslatorError,
     MissingTranslatorError,
@@ -15,8 +17,6 @@ from kvlingo_mlx.errors import (
 )
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.format.translator_folder import read_config
-from kvlingo_mlx.handover.guarding import check_reference
-from kvlingo_mlx.handover.hybrid import check_first_layers
 from kvlingo_mlx.loading import advice, sharding
 from kvlingo_mlx.loading.notes import tell, tell_of_grade
 from kvlingo_mlx.loading.pairing import check_one_tokenizer, check_positions, matches

@@ -17,13 +17,13 @@ from mlx_lm.generate import stream_generate as mlx_stream_generate
 from kvlingo_mlx.caches.validation import first_bad, room_for
 from kvlingo_mlx.embedded import EXAMPLE, is_embedded
 from kvlingo_mlx.embedded.dialogues import states_a_fact
+from kvlingo_mlx.engine.answers import AnswerReader, ToolCall
+from kvlingo_mlx.engine.fill import PHASES, Clock
+from kvlingo_mlx.engine.guarding import Guarded
+from kvlingo_mlx.engine.healing import Interleaved
+from kvlingo_mlx.engine.plan import Plan
+from kvlingo_mlx.engine.sampling import Choice, LogitsProcessor
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.handover.answers import AnswerReader, ToolCall
-from kvlingo_mlx.handover.fill import PHASES, Clock
-from kvlingo_mlx.handover.guarding import Guarded
-from kvlingo_mlx.handover.healing import Interleaved
-from kvlingo_mlx.handover.plan import Plan
-from kvlingo_mlx.handover.sampling import Choice, LogitsProcessor
 from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.remote.stream import Received

@@ -20,6 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from kvlingo_mlx.cuda import model as torch_model
+from kvlingo_mlx.cuda.gradients import Reading
+from kvlingo_mlx.cuda.pair import Pair
 from kvlingo_mlx.embedded import dialogues, zoo
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
@@ -33,9 +36,6 @@ from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.distill import Distillation
-from kvlingo_mlx.training.on_torch import model as torch_model
-from kvlingo_mlx.training.on_torch.gradients import Reading
-from kvlingo_mlx.training.on_torch.pair import Pair
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runs import start_runs
 from kvlingo_mlx.translators import build

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.on_torch.model import TorchModel
 
 VOCABULARY = 151_936  # Qwen3's
 DENSE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -39,12 +39,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvlingo_mlx.cuda.converted_mla import MODEL_TYPE
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.atomic import alone
 from kvlingo_mlx.format.model_files import files_fingerprint
 from kvlingo_mlx.tokenization.samples import tokenise
 from kvlingo_mlx.training.conversations import normalise
-from kvlingo_mlx.training.on_torch.converted_mla import MODEL_TYPE
 
 FAMILIES = ("qwen3", "llama", "mistral")
 INDEX = "model.safetensors.index.json"

@@ -23,13 +23,13 @@ from pathlib import Path
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvlingo_mlx.cuda import model as torch_model
 from kvlingo_mlx.embedded import TRANSLATORS, zoo, zoo_names
 from kvlingo_mlx.evaluation.continuation import DialogueStream
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.store.importing import import_translator
 from kvlingo_mlx.training.distill import Report
-from kvlingo_mlx.training.on_torch import model as torch_model
 from kvlingo_mlx.training.pipeline import Training
 from kvlingo_mlx.training.plan import MLP_STAGE1_RATE, TrainingPlan
 from kvlingo_mlx.training.recipe import Recipe

@@ -13,11 +13,11 @@ import dataclasses
 
 import torch
 
+from kvlingo_mlx.cuda import model as torch_model
+from kvlingo_mlx.cuda.receipt import receipt
+from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.training.on_torch import model as torch_model
-from kvlingo_mlx.training.on_torch.receipt import receipt
-from kvlingo_mlx.training.on_torch.translator import TorchTranslator
 
 
 def main() -> None:

@@ -191,7 +191,7 @@ def _models(options: EvalOptions) -> Models:
         from kvlingo_mlx.loading.models import load_pair
 
         return load_pair(*names)
-    from kvlingo_mlx.training.on_torch.runtime import load_as_stored
+    from kvlingo_mlx.cuda.runtime import load_as_stored
 
     loaded: Any = tuple(load_as_stored(name, options.device) for name in names)
     return loaded  # with the same facts under the same names
@@ -204,7 +204,7 @@ def _ways(options: EvalOptions) -> tuple[Any, Any]:
         from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
 
         return conditions, MLXDecoder
-    from kvlingo_mlx.training.on_torch import decoding
+    from kvlingo_mlx.cuda import decoding
 
     return decoding, decoding.TorchDecoder
 

@@ -1,1 +1,1 @@
-"""A translation on an NVIDIA GPU, timed: PyTorch and Triton."""
+"""PyTorch, for a GPU: the models of a training, lm-eval's tasks, and the timing of a switch."""

@@ -23,18 +23,18 @@ from importlib.util import find_spec
 
 import torch
 
+from kvlingo_mlx.cuda.families import TorchFamily
+from kvlingo_mlx.cuda.families.gemma3 import Gemma3
+from kvlingo_mlx.cuda.families.llama import Llama
 from kvlingo_mlx.cuda.finish import Finish, finish_of
 from kvlingo_mlx.cuda.maps import Cut, Maps, stacked_maps
 from kvlingo_mlx.cuda.memory import Memory, alike, one_width
+from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.cuda.products import MAX_WIDTH, MIN_WIDTH, fused, products
 from kvlingo_mlx.cuda.tile import Tile
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.training.on_torch.families import TorchFamily
-from kvlingo_mlx.training.on_torch.families.gemma3 import Gemma3
-from kvlingo_mlx.training.on_torch.families.llama import Llama
-from kvlingo_mlx.training.on_torch.model import TorchModel
 
 # "torch": products, then the rest in plain PyTorch. "products": products, then one kernel for the
 # rest. "fused": one kernel per side for everything.

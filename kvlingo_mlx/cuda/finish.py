@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kvlingo_mlx.cuda.families import POINTS
+from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.training.on_torch.families import POINTS
-from kvlingo_mlx.training.on_torch.model import TorchModel
 
 
 @dataclass(frozen=True)

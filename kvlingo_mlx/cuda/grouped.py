@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache
 
 from kvlingo_mlx.cuda.fast_translation import METHODS, FastTranslation
 from kvlingo_mlx.cuda.memory import Filled, FilledWindow, Memory, kept_of
+from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.training.on_torch.model import TorchModel
 
 
 @dataclass(frozen=True)

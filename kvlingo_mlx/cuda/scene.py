@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvlingo_mlx.cuda.families import family_of
 from kvlingo_mlx.cuda.grouped import GroupedMemory, GroupedTranslation
+from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.cuda.shapes import SHAPES, Form, forms_of
 from kvlingo_mlx.format.assignment import by_depth
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 from kvlingo_mlx.timing.shapes import cache_layers
-from kvlingo_mlx.training.on_torch.families import family_of
-from kvlingo_mlx.training.on_torch.model import TorchModel
 
 CHECKED = 200  # tokens that are compared
 ERRORS = {"bfloat16": 2e-2, "float16": 1e-2, "float32": 1e-4}

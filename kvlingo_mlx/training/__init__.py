@@ -1,8 +1,8 @@
 """Training: stage 1 and self-distillation (stage 2), on MLX or PyTorch.
 
 The loop, the data, the checkpoints and the recipe are here and know neither runtime. ``on_mlx`` and
-``on_torch`` compute: the passes, the gradients, the optimizer's step. ``on_torch`` needs the
-``[cuda]`` extra and imports no MLX.
+the room ``cuda`` compute: the passes, the gradients, the optimizer's step. ``cuda`` needs the
+extra of that name and imports no MLX.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def runtime_of(place: str) -> Any:
                 "mlx, or start PyTorch's processes by torchrun"
             )
         training.check_extra()
-    room = "on_mlx" if place == "mlx" else "on_torch"
-    return importlib.import_module(f"kvlingo_mlx.training.{room}.runtime")
+    room = "training.on_mlx" if place == "mlx" else "cuda"
+    return importlib.import_module(f"kvlingo_mlx.{room}.runtime")
 
 
 @dataclass(frozen=True)

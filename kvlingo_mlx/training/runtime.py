@@ -1,8 +1,8 @@
 """What a training needs of a runtime: two frozen models, and translators that learn.
 
-MLX (``on_mlx``) and PyTorch (``on_torch``) each have a :class:`Pair`. All else of a training is the
-same code: data, recipe, stages, checkpoints, log, interruption. What crosses between the two is
-NumPy; what a pair hands out as ``Any`` (readings, states, rows) goes back to the same pair only.
+MLX (``on_mlx``) and PyTorch (the room ``cuda``) each have a :class:`Pair`. All else of a training
+is the same code: data, recipe, stages, checkpoints, log, interruption. What crosses between the two
+is NumPy; what a pair hands out as ``Any`` (readings, states, rows) goes back to the same pair only.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def pair_of(source: Model, target: Model) -> Pair:
             f"{source.name} and {target.name} were loaded by different runtimes; load both with "
             "kvlingo_mlx.load, or both for PyTorch"
         )
-    room = "on_torch" if kinds == {"TorchModel"} else "on_mlx"
-    module = importlib.import_module(f"kvlingo_mlx.training.{room}.pair")
+    room = "cuda" if kinds == {"TorchModel"} else "training.on_mlx"
+    module = importlib.import_module(f"kvlingo_mlx.{room}.pair")
     made: Pair = module.Pair(source, target)
     return made

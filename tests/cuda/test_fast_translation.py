@@ -20,10 +20,12 @@ pytest.importorskip("transformers")
 from kvlingo_mlx.backend import mx  # noqa: E402
 
 from kvlingo_mlx import caches  # noqa: E402
+from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
 from kvlingo_mlx.cuda.fast_translation import METHODS, FastTranslation  # noqa: E402
 from kvlingo_mlx.cuda.finish import finish_plainly, in_pairs  # noqa: E402
 from kvlingo_mlx.cuda.maps import Cut  # noqa: E402
 from kvlingo_mlx.cuda.memory import Memory  # noqa: E402
+from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.cuda.tile import Tile  # noqa: E402
 from kvlingo_mlx.engine import fill  # noqa: E402
 from kvlingo_mlx.errors import UnsupportedModelError  # noqa: E402
@@ -34,8 +36,6 @@ from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
 from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.models.states import KVStates  # noqa: E402
-from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
-from kvlingo_mlx.training.on_torch.model import TorchModel  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.translators import build  # noqa: E402
 

@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 from kvlingo_mlx.cuda import scene as scenes  # noqa: E402
 from kvlingo_mlx.cuda import switch, vllm_serving  # noqa: E402
+from kvlingo_mlx.cuda.agreement import check_agreement  # noqa: E402
 from kvlingo_mlx.cuda.grouped import (  # noqa: E402
     Group,
     GroupedMemory,
@@ -28,6 +29,7 @@ from kvlingo_mlx.cuda.grouped import (  # noqa: E402
     groups_of,
 )
 from kvlingo_mlx.cuda.memory import kept_of  # noqa: E402
+from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.cuda.shapes import (  # noqa: E402
     FORMS,
     PAIRS,
@@ -42,8 +44,6 @@ from kvlingo_mlx.errors import KVLingoError, MissingExtraError  # noqa: E402
 from kvlingo_mlx.format.assignment import identity  # noqa: E402
 from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
 from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
-from kvlingo_mlx.training.on_torch.agreement import check_agreement  # noqa: E402
-from kvlingo_mlx.training.on_torch.model import TorchModel  # noqa: E402
 from tests.support import paper_tables  # noqa: E402
 
 BENCHMARKS = ROOT / "benchmarks"

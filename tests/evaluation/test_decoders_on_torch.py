@@ -22,13 +22,13 @@ torch = pytest.importorskip("torch")
 
 from lm_eval.api.instance import Instance  # noqa: E402
 
+from kvlingo_mlx.cuda import decoding, model  # noqa: E402
+from kvlingo_mlx.cuda.decoding import TorchDecoder  # noqa: E402
+from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
+from kvlingo_mlx.cuda.runtime import load_as_stored  # noqa: E402
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM  # noqa: E402
 from kvlingo_mlx.evaluation.harness.decoding import Reading, Wanted  # noqa: E402
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder  # noqa: E402
-from kvlingo_mlx.training.on_torch import decoding, model  # noqa: E402
-from kvlingo_mlx.training.on_torch.decoding import TorchDecoder  # noqa: E402
-from kvlingo_mlx.training.on_torch.model import TorchModel  # noqa: E402
-from kvlingo_mlx.training.on_torch.runtime import load_as_stored  # noqa: E402
 from tests.support import tiny  # noqa: E402
 
 NAMES = "tiny-qwen3-s", "tiny-qwen3-l"

@@ -176,9 +176,9 @@ def test_a_translator_of_upper_layers_leaves_a_receipt_of_them(
 ) -> None:
     """The one in the test zoo was distilled above two native layers; both runtimes measure that."""
     pytest.importorskip("torch")
-    torch_model = importlib.import_module("kvlingo_mlx.training.on_torch.model")
-    training = importlib.import_module("kvlingo_mlx.training.on_torch.receipt")
-    maps = importlib.import_module("kvlingo_mlx.training.on_torch.translator")
+    torch_model = importlib.import_module("kvlingo_mlx.cuda.model")
+    training = importlib.import_module("kvlingo_mlx.cuda.receipt")
+    maps = importlib.import_module("kvlingo_mlx.cuda.translator")
     folder = TESTS / "zoo" / "native" / "tiny-qwen3-s--tiny-qwen3-moe"
     config, weights = translator_folder.read(folder)
     models = [

@@ -520,7 +520,7 @@ def test_four_bits(convert: Convert, tmp_path: Path) -> None:
 
 def test_pytorch_describes_the_model_as_mlx_does(mixed: Path) -> None:
     """So a translator that one of them trained is recognised by the other."""
-    from kvlingo_mlx.training.on_torch import model as torch_model
+    from kvlingo_mlx.cuda import model as torch_model
 
     there, here = torch_model.load(str(mixed), dtype=torch.float32), kv.load(mixed)
     assert there.geometry == here.geometry
@@ -536,7 +536,7 @@ def test_pytorch_describes_the_model_as_mlx_does(mixed: Path) -> None:
 
 def test_a_layer_at_the_widths_of_qwen3_4b(tool: ModuleType) -> None:
     """36 layers of 32 heads over 8, 128 wide: shapes, and the rank and width of the paper."""
-    from kvlingo_mlx.training.on_torch.converted_mla import ConvertedMLAConfig
+    from kvlingo_mlx.cuda.converted_mla import ConvertedMLAConfig
 
     config = transformers.Qwen3Config(
         hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,

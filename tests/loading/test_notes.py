@@ -223,7 +223,7 @@ def test_numbers_of_projections() -> None:
 
 def test_both_runtimes_describe_projections_alike(folders: dict[str, Path]) -> None:
     torch = pytest.importorskip("torch")
-    from kvlingo_mlx.training.on_torch import model as torch_model
+    from kvlingo_mlx.cuda import model as torch_model
 
     for name in ("dense", "moe"):
         theirs = torch_model.load(str(folders[name]), dtype=torch.float32)
@@ -354,7 +354,7 @@ def test_a_conversation_tells_which_translators_it_lacks(
 def test_training_keeps_the_longest_prefix(tmp_path: Path, folders: dict[str, Path]) -> None:
     """Of the closed form's and the held-out conversations; both models' projections too."""
     torch = pytest.importorskip("torch")
-    from kvlingo_mlx.training.on_torch import model as torch_model
+    from kvlingo_mlx.cuda import model as torch_model
     from tests.support.trainings import Random, training
 
     names = ("dense", "wide")

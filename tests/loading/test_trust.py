@@ -521,7 +521,7 @@ def test_fit_refuses_before_it_reads_anything(
 def test_a_finished_training_says_so(folders: dict[str, Path], tmp_path: Path) -> None:
     """It is not trained again, nor replaced by another one, unless that is asked for."""
     torch = pytest.importorskip("torch")
-    from kvlingo_mlx.training.on_torch import model as torch_model
+    from kvlingo_mlx.cuda import model as torch_model
     from tests.support.trainings import Random, training
 
     pair = {n: torch_model.load(str(folders[n]), dtype=torch.float32) for n in ("dense", "wide")}
@@ -558,7 +558,7 @@ def test_a_forced_training_that_is_stopped_goes_on(
 ) -> None:
     """Another translator stands there until the new one is whole."""
     torch = pytest.importorskip("torch")
-    from kvlingo_mlx.training.on_torch import model as torch_model
+    from kvlingo_mlx.cuda import model as torch_model
     from tests.support.trainings import Random, training
 
     pair = {n: torch_model.load(str(folders[n]), dtype=torch.float32) for n in ("dense", "wide")}

@@ -107,7 +107,7 @@ def test_in_pytorch_as_well(folders: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("torch")
     import torch
 
-    from kvlingo_mlx.training.on_torch import model as torch_model
+    from kvlingo_mlx.cuda import model as torch_model
 
     def fingerprint(folder: Path, dtype: torch.dtype = torch.float32) -> str:
         return torch_model.load(str(folder), dtype=dtype).weights_fingerprint

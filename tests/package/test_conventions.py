@@ -36,6 +36,7 @@ NO_MLX = (
     "stage1",
     "embedded",
     "training",
+    "cuda",
 )
 # The server's front, which survives a worker whose MLX crashes.
 FRONT = "app front guard link messages metrics replies settings wire/".split()
@@ -46,7 +47,7 @@ WITHOUT = (
     "store/publishing",
     *(f"serving/{file}" for file in FRONT),
 )
-TORCH = ("training/on_torch", "training/__init__", "cuda")
+TORCH = ("cuda/", "training/__init__")
 ON_MLX = "training/on_mlx"
 
 
@@ -202,7 +203,7 @@ def test_what_runs_on_cuda_needs_no_mlx() -> None:
     here = PACKAGE.parent / "benchmarks"
     names = "cuda_switch, training_throughput, throughput_on_torch"
     code = f"import sys; sys.path.insert(0, {str(here)!r}); import {names}"
-    code += "; import kvlingo_mlx.training.on_torch.decoding"
+    code += "; import kvlingo_mlx.cuda.decoding"
     record = "measure.record('x', {}, {}); measure.machine_line()"
     loaded = loaded_after(f"{code}\nfrom kvlingo_mlx.reporting import measure; {record}")
     assert "torch" in loaded and not loaded & {"mlx", "mlx_lm"}

@@ -140,7 +140,7 @@ def test_repeats_are_bit_equal(models: dict[str, LanguageModel]) -> None:
 def test_bfloat16_is_no_further_from_float32_than_pytorchs(tmp_path: Path) -> None:
     """Two-sided: at depth, two right runtimes differ by more than any fixed tolerance allows."""
     torch = pytest.importorskip("torch")
-    from kvlingo_mlx.training.on_torch import model as torch_model
+    from kvlingo_mlx.cuda import model as torch_model
 
     folder = tiny.write_tiny_model(
         tmp_path / "m", "qwen3", seed=2, layers=6, kv_heads=2, head_dim=32, dtype="bfloat16"

@@ -250,7 +250,7 @@ def _for_training(runtime: str) -> list[Any]:
         return [kv.load(zoo(name)) for name in PAIR]
     import torch
 
-    from kvlingo_mlx.training.on_torch import model as torch_model
+    from kvlingo_mlx.cuda import model as torch_model
 
     return [torch_model.load(str(zoo(name)), dtype=torch.float32) for name in PAIR]
 

@@ -18,6 +18,8 @@ from tests.support import tiny
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
+from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.evaluation import conditions  # noqa: E402
 from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities  # noqa: E402
 from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
@@ -29,8 +31,6 @@ from kvlingo_mlx.stage1.passes import ClosedForm  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
 from kvlingo_mlx.training import distill  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
-from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
-from kvlingo_mlx.training.on_torch.model import TorchModel  # noqa: E402
 from kvlingo_mlx.training.pipeline import Training  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402

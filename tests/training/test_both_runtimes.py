@@ -16,13 +16,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import kvlingo_mlx as kv  # noqa: E402
+from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.format import translator_folder  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.training.checkpoints import Checkpoints  # noqa: E402
 from kvlingo_mlx.training.distill import Distillation  # noqa: E402
 from kvlingo_mlx.training.on_mlx import gradients  # noqa: E402
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator  # noqa: E402
-from kvlingo_mlx.training.on_torch.model import TorchModel  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
 from kvlingo_mlx.training.runs import start_runs  # noqa: E402

@@ -26,11 +26,11 @@ torch = pytest.importorskip("torch")
 cross_reference = pytest.importorskip("tests.support.cross_reference")
 reference = pytest.importorskip("tests.support.reference")
 
+from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
+from kvlingo_mlx.cuda.gradients import conversation_loss, read  # noqa: E402
+from kvlingo_mlx.cuda.translator import TorchTranslator  # noqa: E402
 from kvlingo_mlx.engine.plan import Plan  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
-from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
-from kvlingo_mlx.training.on_torch.gradients import conversation_loss, read  # noqa: E402
-from kvlingo_mlx.training.on_torch.translator import TorchTranslator  # noqa: E402
 from kvlingo_mlx.training.pipeline import Training  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402

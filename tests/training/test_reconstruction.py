@@ -95,7 +95,7 @@ def loaded(folder: Path, runtime: str) -> Any:
         return kv.load(folder)
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    room = importlib.import_module("kvlingo_mlx.training.on_torch.model")
+    room = importlib.import_module("kvlingo_mlx.cuda.model")
     return room.load(str(folder), dtype=torch.float32)
 
 

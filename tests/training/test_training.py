@@ -28,6 +28,12 @@ pytest.importorskip("transformers")
 
 import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx.cli import run  # noqa: E402
+from kvlingo_mlx.cuda import gradients  # noqa: E402
+from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
+from kvlingo_mlx.cuda.gradients import conversation_loss, read  # noqa: E402
+from kvlingo_mlx.cuda.losses import loss_of  # noqa: E402
+from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
+from kvlingo_mlx.cuda.translator import TorchTranslator  # noqa: E402
 from kvlingo_mlx.errors import (  # noqa: E402
     KVLingoError,
     MissingModelError,
@@ -51,12 +57,6 @@ from kvlingo_mlx.training import (  # noqa: E402
 )
 from kvlingo_mlx.training.initial import initial  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
-from kvlingo_mlx.training.on_torch import gradients  # noqa: E402
-from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
-from kvlingo_mlx.training.on_torch.gradients import conversation_loss, read  # noqa: E402
-from kvlingo_mlx.training.on_torch.losses import loss_of  # noqa: E402
-from kvlingo_mlx.training.on_torch.model import TorchModel  # noqa: E402
-from kvlingo_mlx.training.on_torch.translator import TorchTranslator  # noqa: E402
 from kvlingo_mlx.training.pipeline import Training  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config, reconstruction  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
@@ -378,7 +378,7 @@ def test_objectives_equal_plain_sums(
     monkeypatch: pytest.MonkeyPatch, name: str, weight: float
 ) -> None:
     """In float64, in blocks of three tokens, against the formulas written out."""
-    monkeypatch.setattr("kvlingo_mlx.training.on_torch.losses.BLOCK", 3)
+    monkeypatch.setattr("kvlingo_mlx.cuda.losses.BLOCK", 3)
     generator = torch.Generator().manual_seed(0)
     student, teacher, head = (
         torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -912,7 +912,7 @@ import torch
 sys.path.insert(0, {root!r})
 torch.set_num_threads(1)
 from tests.support.trainings import Random, Recipe, TrainingPlan, Training, torch_model
-from kvlingo_mlx.training.on_torch.distributed import join, leave
+from kvlingo_mlx.cuda.distributed import join, leave
 group = join("cpu")
 models = [torch_model.load(f, dtype=torch.float32) for f in {folders!r}]
 recipe = Recipe(steps=4, batch=3, learning_rates=(1e-2,), validate_every=2)

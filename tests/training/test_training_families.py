@@ -22,6 +22,11 @@ from safetensors.numpy import load_file  # noqa: E402
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration  # noqa: E402
 
 import kvlingo_mlx as kv  # noqa: E402
+from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
+from kvlingo_mlx.cuda.attention import attention_mass  # noqa: E402
+from kvlingo_mlx.cuda.gradients import conversation_loss, read  # noqa: E402
+from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
+from kvlingo_mlx.cuda.translator import TorchTranslator  # noqa: E402
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError  # noqa: E402
 from kvlingo_mlx.format.geometry import CacheGeometry  # noqa: E402
 from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
@@ -30,11 +35,6 @@ from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
 from kvlingo_mlx.training.forward import Maps  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
-from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
-from kvlingo_mlx.training.on_torch.attention import attention_mass  # noqa: E402
-from kvlingo_mlx.training.on_torch.gradients import conversation_loss, read  # noqa: E402
-from kvlingo_mlx.training.on_torch.model import TorchModel  # noqa: E402
-from kvlingo_mlx.training.on_torch.translator import TorchTranslator  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.runtime import pair_of  # noqa: E402
 from kvlingo_mlx.translators import build  # noqa: E402

@@ -14,12 +14,12 @@ pytest.importorskip("torch")
 import kvlingo_mlx as kv
 from kvlingo_mlx import families
 from kvlingo_mlx.cli import run
+from kvlingo_mlx.cuda.families import HYBRIDS, family_of
 from kvlingo_mlx.embedded.first_chats import first_chats
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.recurrent import Recurrent
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.training.on_torch.families import HYBRIDS, family_of
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.runtime import pair_of
 from tests.support import hybrid_models

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.training.on_torch.model import TorchModel
 from kvlingo_mlx.training.watch import complaints
 from tests.support.trainings import die_after, log_of, training
 

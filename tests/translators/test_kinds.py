@@ -202,8 +202,8 @@ def test_gelu_is_the_exact_one(name: str) -> None:
 def test_every_kind_equals_pytorch(form: Form, batched: bool) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from kvlingo_mlx.training.on_torch.model import States
-    from kvlingo_mlx.training.on_torch.translator import TorchTranslator
+    from kvlingo_mlx.cuda.model import States
+    from kvlingo_mlx.cuda.translator import TorchTranslator
 
     data = config_json(form)
     arrays, states = random_arrays(form, data, True), random_states(data, 1, 7)

@@ -22,7 +22,7 @@ def load(work: Work, source: str, target: str) -> Models:
         from kvlingo_mlx.loading.models import load_pair
 
         return load_pair(source, target)
-    from kvlingo_mlx.training.on_torch.runtime import load_as_stored
+    from kvlingo_mlx.cuda.runtime import load_as_stored
 
     place = work.place
     opened: Any = {name: load_as_stored(name, place) for name in dict.fromkeys((source, target))}
@@ -35,14 +35,14 @@ def ways(work: Work) -> Any:
         from kvlingo_mlx.evaluation import conditions
 
         return conditions
-    from kvlingo_mlx.training.on_torch import decoding
+    from kvlingo_mlx.cuda import decoding
 
     return decoding
 
 
 def decoders(work: Work, models: Models) -> dict[str, Any]:
     """Who decodes from caches, and who writes the traces that are handed over."""
-    room = "evaluation.harness.on_mlx" if on_mlx(work) else "training.on_torch.decoding"
+    room = "evaluation.harness.on_mlx" if on_mlx(work) else "cuda.decoding"
     module = importlib.import_module(f"kvlingo_mlx.{room}")
     decoder = module.MLXDecoder if on_mlx(work) else module.TorchDecoder
     return {"decode": decoder, "writer": decoder(models[0], ways(work).native(models[0]))}

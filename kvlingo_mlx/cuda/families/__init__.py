@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from kvlingo_mlx.cuda.families.base import POINTS, TorchFamily
+from kvlingo_mlx.cuda.families.converted_mla import FAMILY as CONVERTED
+from kvlingo_mlx.cuda.families.gemma3 import Gemma3
+from kvlingo_mlx.cuda.families.gemma4 import Gemma4
+from kvlingo_mlx.cuda.families.latent import DeepseekV2, Latent
+from kvlingo_mlx.cuda.families.llama import Llama, Ministral3
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.training.on_torch.families.base import POINTS, TorchFamily
-from kvlingo_mlx.training.on_torch.families.converted_mla import FAMILY as CONVERTED
-from kvlingo_mlx.training.on_torch.families.gemma3 import Gemma3
-from kvlingo_mlx.training.on_torch.families.gemma4 import Gemma4
-from kvlingo_mlx.training.on_torch.families.latent import DeepseekV2, Latent
-from kvlingo_mlx.training.on_torch.families.llama import Llama, Ministral3
 
 __all__ = ["FAMILIES", "POINTS", "TorchFamily", "family_of"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvlingo_mlx.cuda.families import TorchFamily
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format import misread
 from kvlingo_mlx.format.geometry import RopeSpec
-from kvlingo_mlx.training.on_torch.families import TorchFamily
 
 # YaRN's magnitude scaling: transformers applies it only where both parameters are given, mlx-lm
 # also with one of them.

@@ -18,6 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig
 from transformers.utils import logging
 
+from kvlingo_mlx.cuda.agreement import check_agreement
+from kvlingo_mlx.cuda.families import POINTS, TorchFamily, family_of
+from kvlingo_mlx.cuda.families.base import Positions
 from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import KVLingoError, MissingModelError, UnsupportedModelError
 from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
@@ -26,9 +29,6 @@ from kvlingo_mlx.format.projections import SAMPLED, Checked, Sketch, sketch, wei
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
 from kvlingo_mlx.loading.hub import MODEL_FILES, SMALL_FILES, resolve
-from kvlingo_mlx.training.on_torch.agreement import check_agreement
-from kvlingo_mlx.training.on_torch.families import POINTS, TorchFamily, family_of
-from kvlingo_mlx.training.on_torch.families.base import Positions
 
 # Required in a config.json; transformers would fill in its own defaults.
 NEEDED = ("model_type", "rms_norm_eps", "vocab_size", "max_position_embeddings")

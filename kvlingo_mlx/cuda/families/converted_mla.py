@@ -1,4 +1,4 @@
-"""Models that ``tools/convert_mla.py`` made; ``on_torch/converted_mla.py`` is the model itself."""
+"""Models that ``tools/convert_mla.py`` made; ``cuda/converted_mla.py`` is the model itself."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from kvlingo_mlx.cuda import converted_mla  # registered with transformers
+from kvlingo_mlx.cuda.families.base import Positions, places
+from kvlingo_mlx.cuda.families.latent import Latent
 from kvlingo_mlx.format.geometry import RopeSpec
-from kvlingo_mlx.training.on_torch import converted_mla  # registered with transformers
-from kvlingo_mlx.training.on_torch.families.base import Positions, places
-from kvlingo_mlx.training.on_torch.families.latent import Latent
 
 
 class ConvertedMLA(Latent):

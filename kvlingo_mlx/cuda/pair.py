@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from kvlingo_mlx.cuda import gradients
+from kvlingo_mlx.cuda.aligned import paired_states
+from kvlingo_mlx.cuda.attention import attention_mass
+from kvlingo_mlx.cuda.model import States, TorchModel
+from kvlingo_mlx.cuda.receipt import receipt
+from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.objectives import Loss, Objective
-from kvlingo_mlx.training.on_torch import gradients
-from kvlingo_mlx.training.on_torch.aligned import paired_states
-from kvlingo_mlx.training.on_torch.attention import attention_mass
-from kvlingo_mlx.training.on_torch.model import States, TorchModel
-from kvlingo_mlx.training.on_torch.receipt import receipt
-from kvlingo_mlx.training.on_torch.translator import TorchTranslator
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from kvlingo_mlx.training.on_torch import model
-from kvlingo_mlx.training.on_torch.distributed import join, leave, local_device
+from kvlingo_mlx.cuda import model
+from kvlingo_mlx.cuda.distributed import join, leave, local_device
 
 __all__ = ["DTYPES", "check_device", "facts", "join", "leave", "load", "load_as_stored"]
 

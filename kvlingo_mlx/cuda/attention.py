@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kvlingo_mlx.cuda.model import TorchModel, tapped
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.on_torch.model import TorchModel, tapped
 
 SCORE_NUMBERS = 2**28  # the most attention scores in memory at once: 1 GB in float32
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from kvlingo_mlx.cuda.families.base import TorchFamily
 from kvlingo_mlx.format.geometry import RopeSpec, configured_rope
-from kvlingo_mlx.training.on_torch.families.base import TorchFamily
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 

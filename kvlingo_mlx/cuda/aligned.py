@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kvlingo_mlx.cuda.model import States, TorchModel
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.on_torch.model import States, TorchModel
 
 
 @torch.no_grad()

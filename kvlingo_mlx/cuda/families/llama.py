@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvlingo_mlx.training.on_torch.families.base import TorchFamily, places
+from kvlingo_mlx.cuda.families.base import TorchFamily, places
 
 
 class Llama(TorchFamily):

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from kvlingo_mlx.cuda import gradients
+from kvlingo_mlx.cuda.model import TorchModel
+from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.on_torch import gradients
-from kvlingo_mlx.training.on_torch.model import TorchModel
-from kvlingo_mlx.training.on_torch.translator import TorchTranslator
 
 CHUNK = 2048  # tokens of a prompt that are read at once
 BLOCK = 256  # scored tokens whose logits are computed at once

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from kvlingo_mlx.cuda.families.base import TorchFamily
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.geometry import RopeSpec, configured_rope, layer_period
-from kvlingo_mlx.training.on_torch.families.base import TorchFamily
 
 
 class Gemma3(TorchFamily):

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
+from kvlingo_mlx.cuda.gradients import conversation_loss, entries, handed_over, read
+from kvlingo_mlx.cuda.losses import loss_of
+from kvlingo_mlx.cuda.model import TorchModel
+from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.embedded.bundled import bundled, spelled
 from kvlingo_mlx.loading.grading import GUARD, Apart, Receipt, cuts, own_data, recall_of
 from kvlingo_mlx.phases import counted
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample, other_tokenizer
 from kvlingo_mlx.training.objectives import Loss, objective_named
-from kvlingo_mlx.training.on_torch.gradients import conversation_loss, entries, handed_over, read
-from kvlingo_mlx.training.on_torch.losses import loss_of
-from kvlingo_mlx.training.on_torch.model import TorchModel
-from kvlingo_mlx.training.on_torch.translator import TorchTranslator
 
 
 def receipt(

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from kvlingo_mlx.cuda.aligned import translated_rows
+from kvlingo_mlx.cuda.losses import loss_of
+from kvlingo_mlx.cuda.model import States, TorchModel
+from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import Loss, Objective
-from kvlingo_mlx.training.on_torch.aligned import translated_rows
-from kvlingo_mlx.training.on_torch.losses import loss_of
-from kvlingo_mlx.training.on_torch.model import States, TorchModel
-from kvlingo_mlx.training.on_torch.translator import TorchTranslator
 
 Entry = tuple[torch.Tensor, torch.Tensor]  # one layer's keys and values in the cache's form
 

@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from kvlingo_mlx.cuda.model import States
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.training.forward import Maps, Operations
-from kvlingo_mlx.training.on_torch.model import States
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -15,7 +15,7 @@ The real verb runs with the three embedded models; 0 of a thing leaves it out.
   library's `Conversation` does the same beside it, token for token. The memory of both processes in
   the last quarter of the time is told against that in the second. After a stop and a start, all go
   on with their conversations.
-- Kills: the worker, the front, or both, by SIGKILL at random moments of loading, answering, saving.
+- Kills: the server, its parent, or both, by SIGKILL at random moments: loading, answering, saving.
   Clients hear why, or lose the connection; then all go on, what was saved is not read anew, answers
   are right as above, and nothing but whole conversations lies in the folder. Ctrl-C ends it early.
 

@@ -1,4 +1,4 @@
-"""A worker, a front, or both, killed at random moments: what clients hear, and what is left."""
+"""A server, its parent, or both, killed at random moments: what clients hear, and what is left."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def run(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     try:
         with contextlib.suppress(KeyboardInterrupt):  # the figures until then are told
             while sum(killed.values()) < kills:
-                what = chance.choice(["worker", "worker", "front", "both"])
+                what = chance.choice(["server", "server", "parent", "both"])
                 asyncio.run(_round(server, users, what, chance, killed))
                 saved = _saved(server)
                 _tidy(server, told)
@@ -112,11 +112,11 @@ async def _round(
         until.set()
         await asyncio.gather(*running)
     again = chance.random() < 0.2
-    if what != "worker":
+    if what != "server":
         await asyncio.to_thread(server.start)
     elif again:
         await asyncio.sleep(chance.random() * 4)
-        killed["worker that starts"] += server.kill("worker")
+        killed["server that starts"] += server.kill("server")
     await asyncio.to_thread(_ready, server)
 
 
@@ -149,8 +149,8 @@ async def _after(
         for each in users:
             each.http = http
             kept = bool(each.history) and each.kept(saved)
-            if each.history and what == "front" and not kept:
-                told.fault("the worker lost its front and did not save a conversation")
+            if each.history and what == "parent" and not kept:
+                told.fault("the server lost its parent and did not save a conversation")
             each.history.append(user(each.chance, each.name()))
             answer = await each.answered(each.body(stream=False))
             if answer is None:

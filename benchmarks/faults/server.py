@@ -72,32 +72,32 @@ class Server:
         """What ``/v1/status`` tells."""
         return dict(httpx.get(f"{self.url}/v1/status", timeout=60).json())
 
-    def worker(self) -> int | None:
+    def child(self) -> int | None:
         """The process that owns the models; None while there is none."""
         command = ["pgrep", "-f", "-P", str(self.process.pid), "spawn_main"]
         found = subprocess.run(command, capture_output=True, text=True).stdout.split()
         return int(found[0]) if found else None
 
     def kill(self, what: str) -> bool:
-        """Kill the "worker", the "front", or "both"; whether there was one."""
+        """Kill the "server", its "parent", or "both"; whether there was one."""
         if what == "both":
             os.killpg(self.process.pid, signal.SIGKILL)
-        elif what == "front":
+        elif what == "parent":
             self.process.kill()
-        elif (number := self.worker()) is None:
+        elif (number := self.child()) is None:
             return False
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
-        if what != "worker":
+        if what != "server":
             self.process.wait()
         return True
 
     def memory(self) -> dict[str, int]:
         """The bytes in memory of both processes."""
-        found = {"front": _resident(self.process.pid)}
-        if (worker := self.worker()) is not None:
-            found["worker"] = _resident(worker)
+        found = {"parent": _resident(self.process.pid)}
+        if (child := self.child()) is not None:
+            found["server"] = _resident(child)
         return found
 
     def log(self) -> str:

@@ -64,7 +64,7 @@ async def _soak(server: Server, users: list[Client], minutes: float) -> list[dic
 
 
 def _look(server: Server) -> dict[str, int]:
-    """The bytes of both processes, and of the lines that the worker tells of."""
+    """The bytes of both processes, and of the lines that the engine tells of."""
     worker = server.status()["worker"] or {}
     return {**server.memory(), "lines": worker.get("lines_bytes", 0)}
 
@@ -89,7 +89,7 @@ async def _survived(server: Server, users: list[Client], told: Findings) -> None
 def _memory(looks: list[dict[str, int]]) -> dict[str, float]:
     """Both processes' mean memory in the second and the last quarter, and what it grew by."""
     quarter, found = max(1, len(looks) // 4), {}
-    for name in ("front", "worker", "lines"):
+    for name in ("parent", "server", "lines"):
         sizes = [look[name] / 1e6 for look in looks if name in look]
         early, late = sizes[quarter : 2 * quarter], sizes[-quarter:]
         found[f"{name}_mb_second_quarter"] = sum(early) / max(1, len(early))
@@ -102,7 +102,7 @@ def _memory(looks: list[dict[str, int]]) -> dict[str, float]:
 
 def _handles(server: Server) -> int:
     """Open files and threads of both processes."""
-    pids = [pid for pid in (server.process.pid, server.worker()) if pid is not None]
+    pids = [pid for pid in (server.process.pid, server.child()) if pid is not None]
     return sum(len(os.listdir(f"/proc/{pid}/{what}")) for pid in pids for what in ("fd", "task"))
 
 

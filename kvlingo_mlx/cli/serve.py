@@ -76,7 +76,7 @@ class ServeOptions(Options):
         None, "Seconds of silence before a stream is kept open; default: 10."
     )
     worker_timeout: float | None = option(
-        None, "Seconds of silence before the worker is taken for hung; default: 600."
+        None, "Seconds without a sign of the models before the server is restarted; default: 600."
     )
     stop_timeout: float | None = option(
         None, "Seconds that running answers have when the server stops; default: 20."
@@ -99,7 +99,7 @@ def command(options: ServeOptions) -> None:
     decoding step. The page at / is a small chat. --json writes the address and settings.
     """
     try:
-        from kvlingo_mlx.serving import front, settings
+        from kvlingo_mlx.serving import server, settings
     except ImportError as error:
         if (error.name or "").startswith("kvlingo_mlx"):
             raise
@@ -114,7 +114,7 @@ def command(options: ServeOptions) -> None:
     if options.config and len(options.config) > 1:
         raise ValueError(f"--config names {len(options.config)} files; give one")
     told = settings.read(options.config[0] if options.config else None, given)
-    front.log_to_stderr(told.log_level)
+    server.log_to_stderr(told.log_level)
 
     if launched() and told.keep_conversations and given["keep_conversations"]:
         raise ValueError(
@@ -122,9 +122,7 @@ def command(options: ServeOptions) -> None:
             "in memory; leave it out"
         )
     if rank():
-        from kvlingo_mlx.serving import worker
-
-        worker.follow(told)
+        server.follow(told)
         return
 
     def listening(url: str) -> None:
@@ -133,4 +131,4 @@ def command(options: ServeOptions) -> None:
         keep(options.json_file, "serve", config, {"url": url})
 
     with contextlib.suppress(KeyboardInterrupt):  # the usual end
-        front.serve(told, listening=listening)
+        server.serve(told, listening=listening)

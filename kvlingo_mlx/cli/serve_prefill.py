@@ -39,14 +39,14 @@ def command(options: ServePrefillOptions) -> None:
     states and the key travel in plain text: see the guide on several machines.
     """
     with needs_extra("server", "a server needs starlette and others"):
-        from kvlingo_mlx.serving import front, prefill, settings
+        from kvlingo_mlx.serving import prefill, server, settings
 
     from kvlingo_mlx.loading.models import load
     from kvlingo_mlx.loading.translators import load_translator
 
     given = options.some("host port api_key allow_anyone write_timeout log_level")
     told = settings.read(None, {"models": {"source": options.source}, **given})
-    front.log_to_stderr(told.log_level)
+    server.log_to_stderr(told.log_level)
     model = load(options.source)
     translators = [load_translator(name) for name in options.translator or []]
 

@@ -1,5 +1,5 @@
 """An HTTP server whose models share their conversations' caches.
 
-Two processes: the front talks HTTP and never imports MLX; the worker owns all models, and one
-thread of it does all the work of MLX. They send each other the plain data of :mod:`.messages`.
+HTTP runs in the main thread, and loads no MLX; the engine, which owns the models, in another one.
+A small parent process holds the socket, and starts the server again if it crashes.
 """

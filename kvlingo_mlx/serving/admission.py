@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.errors import NotEnoughMemoryError
-from kvlingo_mlx.serving import moment
+from kvlingo_mlx.serving import clock
 from kvlingo_mlx.serving.jobs import Job
 from kvlingo_mlx.serving.keeping import Keeper
 from kvlingo_mlx.serving.messages import Ask
@@ -43,7 +43,7 @@ class Admission:
         Raises:
             NotEnoughMemoryError: There will never be room for its model.
         """
-        now, resident = moment.now(), self._residents[job.name]
+        now, resident = clock.now(), self._residents[job.name]
         before = itertools.takewhile(lambda other: other is not job, self._jobs)
         if any(o.lacking is not None and now - o.lacking > PATIENCE_S for o in before):
             return False

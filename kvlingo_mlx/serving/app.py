@@ -23,8 +23,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive
 
 from kvlingo_mlx.errors import printable
+from kvlingo_mlx.serving.engine_thread import Answering, ClientGone, EngineThread
 from kvlingo_mlx.serving.guard import Gate, Refused, read_json
-from kvlingo_mlx.serving.link import Asked, ClientGone, Link
 from kvlingo_mlx.serving.messages import (
     Ask,
     Count,
@@ -100,9 +100,9 @@ def wires() -> Wires:
     return Wires(apis, (anthropic.COUNT,))
 
 
-def build(settings: Settings, link: Link, spoken: Wires) -> ASGIApp:
-    """The application, over a worker that somebody else starts and stops."""
-    front = _Front(settings, link, spoken)
+def build(settings: Settings, engine: EngineThread, spoken: Wires) -> ASGIApp:
+    """The application, over an engine that somebody else starts and stops."""
+    front = _Front(settings, engine, spoken)
     routes = front.routes()
     paths = frozenset(route.path for route in routes)
     middleware = [Middleware(Tally, metrics=front.metrics, paths=paths)]
@@ -127,8 +127,8 @@ def build(settings: Settings, link: Link, spoken: Wires) -> ASGIApp:
 class _Front:
     """The endpoints."""
 
-    def __init__(self, settings: Settings, link: Link, spoken: Wires) -> None:
-        self.settings, self.link, self.metrics = settings, link, Metrics(link)
+    def __init__(self, settings: Settings, engine: EngineThread, spoken: Wires) -> None:
+        self.settings, self.engine, self.metrics = settings, engine, Metrics(engine)
         self._spoken = spoken
         every: tuple[Api | CountApi, ...] = (*spoken.apis, *spoken.counts)
         self._forms = {path: api for api in every for path in api.paths}
@@ -167,7 +167,7 @@ class _Front:
         ask = self._admitted(incoming.ask, Outcome.of(request.scope))
         incoming = dataclasses.replace(incoming, ask=ask)
         every = self.settings.keep_alive
-        return Reply(self.link, self.metrics, api, incoming, every)
+        return Reply(self.engine, self.metrics, api, incoming, every)
 
     async def count(self, api: CountApi, request: Request) -> Response:
         """The number of a prompt's tokens."""
@@ -178,32 +178,34 @@ class _Front:
             failed = Failed("invalid", bad.message, bad.param)
             raise Refused(failed, status=bad.status) from None
         ask = self._admitted(count.ask, Outcome.of(request.scope))
-        counted = await self._last(self.link.ask(Count(ask)), request.receive)
+        counted = await self._last(self.engine.ask(Count(ask)), request.receive)
         if not isinstance(counted, Counted):
-            raise Refused(Failed("internal", "the worker sent no count; send the request again"))
+            raise Refused(Failed("internal", "the engine sent no count; send the request again"))
         return JSONResponse(api.body(counted))
 
     def _admitted(self, ask: Ask, outcome: Outcome) -> Ask:
-        """Refuse a request for which there is no model, no worker or no room."""
+        """Refuse a request for which there is no model, no engine or no room."""
         names = self._names()
         if ask.model == DEFAULT and DEFAULT not in names:
             ask = dataclasses.replace(ask, model=names[0])
         _check_name(ask.model, names)
         outcome.model = ask.model
-        if why := self.link.unready():
+        if why := self.engine.unready():
             raise Refused(why, retry_headers(why))
-        if (waiting := self.link.waiting) >= self.settings.queue_limit:
+        if (waiting := self.engine.waiting) >= self.settings.queue_limit:
             message = f"{waiting} requests wait already, as many as may; try again later"
             raise Refused(Failed("busy", message), {"retry-after": RETRY_S})
         return ask
 
-    async def _last(self, asked: Asked, receive: Receive | None = None) -> Event:
+    async def _last(self, answering: Answering, receive: Receive | None = None) -> Event:
         """The event that ends a request; cancelled when the client leaves, if that is watched."""
-        leaving = None if receive is None else asyncio.create_task(tell_when_left(receive, asked))
+        leaving = (
+            None if receive is None else asyncio.create_task(tell_when_left(receive, answering))
+        )
         try:
-            event = await asked.last()
+            event = await answering.last()
         finally:
-            asked.close()
+            answering.close()
             if leaving is not None:
                 leaving.cancel()
         if isinstance(event, ClientGone):
@@ -215,13 +217,13 @@ class _Front:
     # ---- models --------------------------------------------------------------------------------
 
     def _names(self) -> tuple[str, ...]:
-        status = self.link.status
+        status = self.engine.status
         if status is None:
             return self.settings.names
         return (*(m.name for m in status.models), *([AUTO] if status.routes else []))
 
     def _infos(self) -> dict[str, ModelInfo | None]:
-        status = self.link.status
+        status = self.engine.status
         known = {} if status is None else {m.name: m for m in status.models}
         return {name: known.get(name) for name in self._names()}
 
@@ -243,9 +245,9 @@ class _Front:
         name = request.path_params["name"]
         _check_name(name, tuple(n for n in self._names() if n != AUTO))
         Outcome.of(request.scope).model = name
-        if why := self.link.unready():
+        if why := self.engine.unready():
             raise Refused(why, retry_headers(why))
-        await self._last(self.link.load(name) if verb == "load" else self.link.unload(name))
+        await self._last(self.engine.load(name) if verb == "load" else self.engine.unload(name))
         info = self._infos().get(name)  # a status may still be on its way
         info = info and dataclasses.replace(info, loaded=verb == "load")
         return JSONResponse(_model(name, info))
@@ -253,12 +255,12 @@ class _Front:
     # ---- the server itself ---------------------------------------------------------------------
 
     async def live(self, request: Request) -> Response:
-        """That the front answers."""
+        """That HTTP answers."""
         return JSONResponse({"status": "ok"})
 
     async def health(self, request: Request) -> Response:
         """Whether requests would be answered."""
-        if why := self.link.unready():
+        if why := self.engine.unready():
             told = {"status": "unavailable", "message": why.message}
             return JSONResponse(told, 503, {"retry-after": RETRY_S})
         return JSONResponse({"status": "ok"})
@@ -268,14 +270,14 @@ class _Front:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def status(self, request: Request) -> Response:
-        """What the worker holds and does: the fields of :class:`Status`, and of the front."""
-        link = self.link
+        """What the engine holds and does: the fields of :class:`Status`, and more."""
+        engine, status = self.engine, self.engine.status
         told = {
             "version": __version__,
-            "ready": link.ready,
-            "waiting": link.waiting,
-            "restarts": link.restarts,
-            "worker": None if link.status is None else dataclasses.asdict(link.status),
+            "ready": status is not None,
+            "waiting": engine.waiting,
+            "restarts": engine.restarts,
+            "worker": None if status is None else dataclasses.asdict(status),
         }
         return JSONResponse(told)
 

@@ -14,6 +14,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+
+from mlx_lm.generate import maybe_set_recommended_wired_limit
+
 from kvlingo_mlx.engine.accounting import check_room
 from kvlingo_mlx.engine.asking import Request
 from kvlingo_mlx.engine.batches import Batch
@@ -29,7 +33,7 @@ from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
-from kvlingo_mlx.serving import moment
+from kvlingo_mlx.serving import clock
 from kvlingo_mlx.serving.admission import Admission, too_large
 from kvlingo_mlx.serving.jobs import Job, Seat, Steps, processors_of, sampler_of, tools_of, usage_of
 from kvlingo_mlx.serving.keeping import Keeper, conversing
@@ -48,7 +52,7 @@ REFUSED = (ValueError, KVLingoError, MemoryError, RuntimeError, OSError)
 
 
 class Engine:
-    """The worker's models, conversations and requests.
+    """The server's models, conversations and requests.
 
     Args:
         settings: The server's settings.
@@ -78,6 +82,7 @@ class Engine:
         self._jobs: dict[int, Job] = {}
         self._admission = Admission(self.keeper, self.residents, self._jobs.values())
         self._turn = 0
+        maybe_set_recommended_wired_limit()  # once, since somebody always answers
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -163,6 +168,17 @@ class Engine:
             self._turn = min(later or waiting)
             self._advance(self._turn, self._jobs[self._turn])
 
+    def use_idle_time(self) -> bool:
+        """Read behind translations, else write to disk; whether there is more to read."""
+        if self.heal():
+            return True
+        self.keeper.tidy()
+        return False
+
+    def shared_by_first(self, blob: bytes) -> bytes:
+        """The first rank's bytes, on all ranks."""
+        return sharding.gathered_bytes(blob)[0]
+
     def heal(self) -> bool:
         """Let a model read a chunk of what it holds translated; False where nothing is left of it.
 
@@ -226,7 +242,7 @@ class Engine:
                 yield from self._written(job, talk, keys, resident)
         finally:
             talk.busy, talk.ending, talk.expected = False, False, 0
-            talk.used = resident.used = moment.now()
+            talk.used = resident.used = clock.now()
             resident.running -= 1
         self.keeper.make_room()
 
@@ -406,7 +422,7 @@ class Engine:
             raise ValueError(f"{name} is answering a request; try again when it is done")
 
     def status(self) -> Status:
-        """What the worker holds and does."""
+        """What the engine holds and does."""
         begun = sum(job.row is not None for job in self._jobs.values())
         return replace(
             self.keeper.status(),

@@ -1,4 +1,4 @@
-"""One request in the worker: from its Ask to the events of its answer, a unit of work at a time."""
+"""One request in the engine: from its Ask to the events of its answer, a unit of work at a time."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Job:
         ask: The request.
         tell: Sends an event to the client.
         name: The model that answers.
-        arrived: When the worker got the request (``time.perf_counter``).
+        arrived: When the engine got the request (``time.perf_counter``).
         steps: The work; None before it has begun.
         seat: Its place among the answers of its model.
         usage: What is known of the prompt and the answer so far.

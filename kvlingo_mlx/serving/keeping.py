@@ -31,7 +31,7 @@ from kvlingo_mlx.engine.storage import worker as files
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.translators import home
-from kvlingo_mlx.serving import moment
+from kvlingo_mlx.serving import clock
 from kvlingo_mlx.serving.messages import Ask, Status
 from kvlingo_mlx.serving.residents import Residents
 from kvlingo_mlx.serving.settings import Settings
@@ -193,7 +193,7 @@ class Keeper:
                     self.talks.append(Talk(keys, folder=kept, used=used))
 
     def _take_lock(self, folder: Path, patience: float) -> None:
-        """Take the folder; the worker of a server that was killed may still be saving into it."""
+        """Take the folder; a server whose parent was killed may still be saving into it."""
         until = time.monotonic() + patience
         while True:
             try:
@@ -277,7 +277,7 @@ class Keeper:
         if self._writing is not None and not self._writing.written.done():
             return
         self._settle()
-        late = moment.now() - IDLE_S
+        late = clock.now() - IDLE_S
         for talk in self.talks:
             idle = not talk.busy and talk.conversation is not None and talk.used < late
             new = talk.used not in (talk.saved_at, talk.unsaved_at)

@@ -1,7 +1,7 @@
-"""What the front and the worker of a server send each other: plain data, pickled.
+"""What HTTP and the engine pass each other: requests, and the events of their answers.
 
-The front makes an :class:`Ask` of a client's request, whichever API it came by, and turns the
-:class:`Event` s that come back into that API's form. Nothing here knows HTTP or MLX.
+Each API of :mod:`.wire` makes an :class:`Ask` of a client's request, and turns the events that come
+back into its own form. Nothing here knows HTTP or MLX; ranks send each other what is here, pickled.
 """
 
 from __future__ import annotations
@@ -13,35 +13,18 @@ from typing import Any
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 
-# ---- front to worker ------------------------------------------------------------------------
+# ---- requests -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; the names and ranges are those of mlx-lm's server.
-
-    Attributes:
-        temperature: 0 takes the likeliest token.
-        top_p: Samples from the likeliest tokens that make up this share; 1 is off.
-        top_k: Samples from this many of the likeliest tokens; 0 is off.
-        min_p: Leaves out tokens with less than this share of the likeliest one's probability.
-        repetition_penalty: Divides the logits of the tokens before, if it is neither 0 nor 1.
-        repetition_context_size: How many of the tokens before it looks at.
-        presence_penalty: Subtracted from the logits of the tokens before; 0 is off.
-        presence_context_size: How many of the tokens before it looks at.
-        frequency_penalty: Subtracted once for each time that a token came before; 0 is off.
-        frequency_context_size: How many of the tokens before it looks at.
-        xtc_probability: How often the likeliest tokens are left out; 0 is off.
-        xtc_threshold: The probability above which a token counts as one of them.
-        logit_bias: Added to the logits, by token id.
-        seed: Seeds this answer's own random numbers.
-    """
+    """How tokens are chosen; the names, ranges and defaults are those of mlx-lm's server."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    repetition_penalty: float = 0.0
+    repetition_penalty: float = 0.0  # 0 and 1 are off
     repetition_context_size: int = 20
     presence_penalty: float = 0.0
     presence_context_size: int = 20
@@ -49,53 +32,35 @@ class Sampling:
     frequency_context_size: int = 20
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
+    seed: int | None = None  # of this answer's own random numbers
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for one answer.
+    """A request for one answer: to ``messages``, a whole conversation, or to a plain ``prompt``.
 
-    Attributes:
-        model: The name that the client gave.
-        messages: The whole conversation in the form of OpenAI's chat messages: ``role``
-            ("system", "user", "assistant", "tool"), ``content`` (a text), and where they are
-            given ``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content``. Contents of
-            several text parts are joined. None for a plain completion.
-        prompt: The text, or the token ids, of a plain completion; None for a chat.
-        tools: The tools that the template announces, in OpenAI's chat form.
-        tool_choice: "auto", "none", "required", or a tool's name.
-        parallel_tool_calls: Whether an answer may hold several tool calls.
-        schema: A JSON schema that the answer must fit; ``{}`` for any JSON object; None for none.
-        max_tokens: The most tokens of the answer; None for the server's own limit.
-        stop: Texts before which the answer ends.
-        sampling: How tokens are chosen.
-        logprobs: How many of the likeliest tokens to tell with each token; None for none, 0 for
-            the chosen one alone.
-        template: Further arguments of the chat template (``chat_template_kwargs``).
-        prefill: Whether the last message is the beginning of the answer, to be gone on with.
-        echo: Whether a plain completion repeats its prompt.
-        strategy: "translate", "reread", or None for what the server's policy says.
-        pin: Whether the conversation stays in memory as long as the server runs.
+    The messages are OpenAI's chat messages: ``role`` ("system", "user", "assistant", "tool"), a
+    text as ``content``, and where they are given ``tool_calls``, ``tool_call_id``, ``name`` and
+    ``reasoning_content``.
     """
 
-    model: str
+    model: str  # the name that the client gave
     messages: tuple[Message, ...] | None = None
-    prompt: str | tuple[int, ...] | None = None
-    tools: tuple[Tool, ...] = ()
-    tool_choice: str = "auto"
+    prompt: str | tuple[int, ...] | None = None  # a text, or token ids
+    tools: tuple[Tool, ...] = ()  # in OpenAI's chat form
+    tool_choice: str = "auto"  # or "none", "required", or a tool's name
     parallel_tool_calls: bool = True
-    schema: Mapping[str, Any] | None = None
-    max_tokens: int | None = None
+    schema: Mapping[str, Any] | None = None  # of the answer; {} is any JSON object
+    max_tokens: int | None = None  # None: the server's own limit
     stop: tuple[str, ...] = ()
     sampling: Sampling = Sampling()
-    logprobs: int | None = None
-    template: Mapping[str, Any] = field(default_factory=dict)
-    prefill: bool = False
-    echo: bool = False
-    strategy: str | None = None
-    pin: bool = False
+    logprobs: int | None = None  # likeliest tokens to tell with each; 0: of the chosen one alone
+    template: Mapping[str, Any] = field(default_factory=dict)  # chat_template_kwargs
+    prefill: bool = False  # whether the last message is the beginning of the answer
+    echo: bool = False  # whether a plain completion repeats its prompt
+    strategy: str | None = None  # "translate" or "reread"; None: as the server's policy says
+    pin: bool = False  # whether the conversation stays in memory
 
 
 @dataclass(frozen=True)
@@ -105,60 +70,38 @@ class Count:
     ask: Ask
 
 
-# ---- worker to front ------------------------------------------------------------------------
+# ---- events of an answer --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Where the tokens of a prompt came from, and how long things took.
+    """Where the tokens of a prompt came from, and how long things took; times are in seconds.
 
-    Attributes:
-        prompt_tokens: All tokens of the prompt.
-        completion_tokens: Tokens of the answer, so far or in all.
-        reasoning_tokens: Those of them that are reasoning.
-        cached_tokens: Prompt tokens that the answering model's line held from before. With the two
-            following they are the whole prompt (see ``conversation.exchange.Switch``).
-        translated_tokens: Prompt tokens that were translated for this answer, perhaps ahead of it.
-        read_tokens: Prompt tokens that the answering model read now, the last one included.
-        strategy: How the line was brought up to date: "translate", "hybrid" (some layers read),
-            "reread" (though another model had read it), "kept" (nothing was lacking but what is
-            new), or "read" (nobody had read it).
-        fallback: Why tokens were read anew that another model had read; None if none were.
-        doubt: Why the guard found the translation in doubt; None if it did not.
-        translator: The translator's folder, where one was used.
-        translator_digest: A sha256 of what that translator computes.
-        ttft_s: Seconds from the worker's receipt of the request to the first token.
-        queue_s: The part of them that the request waited for its turn or for a model to load.
-        reread_s: Seconds that reading the whole prompt would take, from the model's measured
-            speed; None while none has been measured.
+    ``cached_tokens``, ``translated_tokens`` and ``read_tokens`` are together the whole prompt (see
+    ``conversation.exchange.Switch``).
     """
 
     prompt_tokens: int = 0
-    completion_tokens: int = 0
-    reasoning_tokens: int = 0
-    cached_tokens: int = 0
-    translated_tokens: int = 0
-    read_tokens: int = 0
-    strategy: str = "read"
-    fallback: str | None = None
-    doubt: str | None = None
-    translator: str | None = None
-    translator_digest: str | None = None
-    ttft_s: float = 0.0
-    queue_s: float = 0.0
-    reread_s: float | None = None
+    completion_tokens: int = 0  # so far, or in all
+    reasoning_tokens: int = 0  # of these
+    cached_tokens: int = 0  # that the model's line held from before
+    translated_tokens: int = 0  # for this answer, perhaps ahead of it
+    read_tokens: int = 0  # by the answering model now, the last one included
+    strategy: str = "read"  # or "translate", "hybrid", "reread", "kept"
+    fallback: str | None = None  # why tokens were read that another model had read
+    doubt: str | None = None  # why the guard found the translation in doubt
+    translator: str | None = None  # its folder
+    translator_digest: str | None = None  # a sha256 of what it computes
+    ttft_s: float = 0.0  # from the request's receipt to the first token
+    queue_s: float = 0.0  # the part of it that was spent waiting for a turn or a model
+    reread_s: float | None = None  # what reading the whole prompt would take, once measured
 
 
 @dataclass(frozen=True)
 class Begun:
-    """The first token is there. Sent once, before any :class:`Piece`.
+    """The first token is there; sent once, before any :class:`Piece`."""
 
-    Attributes:
-        model: The model that answers, which may be another than the one asked for ("auto").
-        usage: What is known of the prompt.
-    """
-
-    model: str
+    model: str  # that answers, which may be another than the one asked for ("auto")
     usage: Usage
 
 
@@ -174,47 +117,27 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Piece:
-    """A further part of the answer; every part may be empty.
-
-    Attributes:
-        content: Text for the user.
-        reasoning: Text of a reasoning trace.
-        tool_calls: Whole tool calls: ``{"id", "type": "function", "function": {"name",
-            "arguments"}}``, the arguments as JSON text.
-        logprobs: Those of the tokens of this piece, if they were asked for.
-        tokens: The number of tokens in this piece.
-    """
+    """A further part of the answer; every part may be empty."""
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    tool_calls: tuple[Mapping[str, Any], ...] = ()  # whole ones, in OpenAI's chat form
     logprobs: tuple[TokenLogprob, ...] = ()
     tokens: int = 1
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The answer is complete.
+    """The answer is complete."""
 
-    Attributes:
-        reason: "stop", "length" or "tool_calls".
-        usage: All counts and times.
-        stop_text: The stop text before which it ended, or None.
-    """
-
-    reason: str
+    reason: str  # "stop", "length" or "tool_calls"
     usage: Usage
-    stop_text: str | None = None
+    stop_text: str | None = None  # before which it ended
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Nothing to tell yet; how far the prompt has been read.
-
-    Attributes:
-        done: Prompt tokens that the model's line holds.
-        total: Prompt tokens in all; 0 while the request waits in the queue.
-    """
+    """Nothing to tell yet but how far the prompt has been read; in the queue, 0 of 0."""
 
     done: int = 0
     total: int = 0
@@ -229,69 +152,42 @@ class Counted:
 
 @dataclass(frozen=True)
 class Failed:
-    """No answer, or no more of it. It is the last event of a request.
+    """No answer, or no more of it; the last event of a request."""
 
-    Attributes:
-        kind: "invalid" (400), "not_found" (404), "too_long" (400), "busy" (429),
-            "unready" (503), "memory" (503), "crashed" (503) or "internal" (500).
-        message: One line: what was found, what was expected, what to do.
-        param: The request's field that is wrong, or None.
-    """
-
-    kind: str
-    message: str
-    param: str | None = None
+    kind: str  # see ``wire.KINDS``, which have a status each
+    message: str  # one line: what was found, what was expected, what to do
+    param: str | None = None  # the request's field that is wrong
 
 
 Event = Begun | Piece | Ended | Waiting | Counted | Failed
+LAST = (Ended, Counted, Failed)
+
+# ---- what the engine holds ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model that the server offers.
-
-    Attributes:
-        name: Its name in requests.
-        path: Its folder or Hub id.
-        context: The longest context in tokens.
-        loaded: Whether its weights are in memory.
-        weights_bytes: The bytes of its weights.
-        family: mlx-lm's name of the architecture.
-    """
+    """A model that the server offers."""
 
     name: str
-    path: str
-    context: int
+    path: str  # its folder or Hub id
+    context: int  # tokens
     loaded: bool
     weights_bytes: int
-    family: str
+    family: str  # mlx-lm's name of the architecture
 
 
 @dataclass(frozen=True)
 class Status:
-    """What the worker holds and does; sent when it is ready, and after each answer.
-
-    Attributes:
-        models: The models that are offered.
-        routes: Whether a model named "auto" is offered.
-        conversations: Conversations in memory, and on disk.
-        lines_bytes: Bytes of their caches in memory.
-        translators_bytes: Bytes of the translators in memory.
-        budget_bytes: What weights, lines and translators may take together.
-        running: Answers that are being read or written.
-        queued: Requests that wait.
-        pairs: For each ordered pair of models how it is switched: (source, target, "translate" |
-            "hybrid" | "reread", why).
-        healed: Tokens that were read in the place of translated ones, since the worker began.
-    """
+    """What the engine holds and does."""
 
     models: tuple[ModelInfo, ...] = ()
-    routes: bool = False
-    conversations: tuple[int, int] = (0, 0)
-    lines_bytes: int = 0
+    routes: bool = False  # whether a model named "auto" is offered
+    conversations: tuple[int, int] = (0, 0)  # in memory, and on disk
+    lines_bytes: int = 0  # of their caches in memory
     translators_bytes: int = 0
-    budget_bytes: int = 0
-    running: int = 0
-    queued: int = 0
-    pairs: tuple[tuple[str, str, str, str], ...] = ()
-    healed: int = 0
+    budget_bytes: int = 0  # for weights, lines and translators together
+    running: int = 0  # answers that are being written
+    queued: int = 0  # requests that wait
+    pairs: tuple[tuple[str, str, str, str], ...] = ()  # source, target, strategy, why
+    healed: int = 0  # tokens read in the place of translated ones

@@ -1,4 +1,4 @@
-"""What Prometheus is told: counts and times of requests, and what the worker holds.
+"""What Prometheus is told: counts and times of requests, and what the engine holds.
 
 Labels are names that the server itself knows, never texts of a client's.
 """
@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvlingo_mlx.serving.link import Link
+from kvlingo_mlx.serving.engine_thread import EngineThread
 from kvlingo_mlx.serving.messages import Begun, Ended, Event, Status, Usage
 
 log = logging.getLogger("kvlingo_mlx.serving")
@@ -35,7 +35,7 @@ PER_TOKEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.5, 1)
 class Metrics:
     """The numbers of one server, in a registry of its own."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, engine: EngineThread) -> None:
         self._registry = own = CollectorRegistry()
         self.requests = Counter(
             "kvlingo_requests", "Requests by the status that ended them; 499: the client left.",
@@ -68,7 +68,7 @@ class Metrics:
         self._written = Counter(
             "kvlingo_completion_tokens", "Tokens of answers.", ("model",), registry=own
         )
-        own.register(_Held(link))
+        own.register(_Held(engine))
 
     def text(self) -> bytes:
         """All numbers in Prometheus' text form."""
@@ -123,26 +123,30 @@ class Watch:
 
 
 class _Held(Collector):
-    """What the link and the worker's last status say, read when Prometheus asks."""
+    """What the engine's thread and last status say, read when Prometheus asks."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, engine: EngineThread) -> None:
+        self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
         """The families, each with its samples."""
-        link, status = self._link, self._link.status or Status()
-        yield _gauge("worker_ready", "Whether the worker answers.", [((), link.ready)])
+        engine, status = self._engine, self._engine.status or Status()
+        yield _gauge(
+            "worker_ready",
+            "Whether the models can answer.",
+            [((), self._engine.status is not None)],
+        )
         restarts = CounterMetricFamily("kvlingo_worker_restarts", "Starts after a crash.")
-        restarts.add_metric((), link.restarts)
+        restarts.add_metric((), engine.restarts)
         yield restarts
         healed = CounterMetricFamily(
             "kvlingo_healed_tokens", "Read in the place of translated ones."
         )
         healed.add_metric((), status.healed)
         yield healed
-        yield _gauge("waiting", "Requests without a token yet.", [((), link.waiting)])
-        yield _gauge("running", "Answers that the worker reads or writes.", [((), status.running)])
-        yield _gauge("queued", "Requests that wait in the worker.", [((), status.queued)])
+        yield _gauge("waiting", "Requests without a token yet.", [((), engine.waiting)])
+        yield _gauge("running", "Answers that are being written.", [((), status.running)])
+        yield _gauge("queued", "Requests that wait in the engine.", [((), status.queued)])
         weights = sum(model.weights_bytes for model in status.models if model.loaded)
         held = {"weights": weights, "lines": status.lines_bytes}
         held |= {"translators": status.translators_bytes, "budget": status.budget_bytes}

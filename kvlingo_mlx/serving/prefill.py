@@ -33,11 +33,11 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.remote.client import PATH
 from kvlingo_mlx.remote.model import digest_of, facts_of
 from kvlingo_mlx.remote.order import Order
-from kvlingo_mlx.serving.front import bind, configured, url_of
 from kvlingo_mlx.serving.guard import Gate, Refused, read_json
 from kvlingo_mlx.serving.messages import Failed
 from kvlingo_mlx.serving.reader import Reader, Sealed
 from kvlingo_mlx.serving.replies import LEFT
+from kvlingo_mlx.serving.server import bind, configured, url_of
 from kvlingo_mlx.serving.settings import Settings
 from kvlingo_mlx.serving.wire import openai_error
 from kvlingo_mlx.translators.base import Translator

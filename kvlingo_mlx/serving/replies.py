@@ -1,4 +1,4 @@
-"""How the worker's events become the response to a request: streamed, or whole."""
+"""How the engine's events become the response to a request: streamed, or whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from kvlingo_mlx.errors import printable
-from kvlingo_mlx.serving.link import Asked, ClientGone, Link
+from kvlingo_mlx.serving.engine_thread import Answering, ClientGone, EngineThread
 from kvlingo_mlx.serving.messages import Begun, Counted, Ended, Failed, Usage
 from kvlingo_mlx.serving.metrics import Metrics, Outcome, Watch
 from kvlingo_mlx.serving.wire import Api, Incoming
@@ -29,36 +29,43 @@ LEFT = 499  # the status by which metrics count a client that left
 
 
 class Reply:
-    """The response to one request: the worker's events in the API's form."""
+    """The response to one request: the engine's events in the API's form."""
 
     def __init__(
-        self, link: Link, metrics: Metrics, api: Api, incoming: Incoming, keep_alive: float
+        self,
+        engine: EngineThread,
+        metrics: Metrics,
+        api: Api,
+        incoming: Incoming,
+        keep_alive: float,
     ) -> None:
-        self._link, self._metrics, self._keep_alive = link, metrics, keep_alive
+        self._engine, self._metrics, self._keep_alive = engine, metrics, keep_alive
         self._api, self._incoming = api, incoming
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Ask, and send what comes; a client that leaves cancels the request."""
-        asked = self._link.ask(self._incoming.ask)
-        leaving = asyncio.create_task(tell_when_left(receive, asked))
+        answering = self._engine.ask(self._incoming.ask)
+        leaving = asyncio.create_task(tell_when_left(receive, answering))
         outcome = Outcome.of(scope)
         watch = Watch(self._metrics, self._incoming.ask.model)
         try:
             way = self._stream if self._incoming.stream else self._whole
-            response, outcome.status = await way(asked, watch, send)
+            response, outcome.status = await way(answering, watch, send)
             if response is not None:
                 await response(scope, receive, send)
         finally:
             leaving.cancel()
-            asked.close()
+            answering.close()
             outcome.model = watch.model
             _tell(watch, outcome.status)
 
-    async def _whole(self, asked: Asked, watch: Watch, send: Send) -> tuple[Response | None, int]:
+    async def _whole(
+        self, answering: Answering, watch: Watch, send: Send
+    ) -> tuple[Response | None, int]:
         """The answer in one piece; while it is written, nothing can be sent."""
         answer = self._incoming.answer
         while True:
-            event = await asked.next()
+            event = await answering.next()
             if event is None or isinstance(event, ClientGone):
                 return None, LEFT
             watch.take(event)
@@ -68,14 +75,16 @@ class Reply:
             if isinstance(event, Ended):
                 return JSONResponse(answer.body(), headers=told_headers(event.usage)), 200
 
-    async def _stream(self, asked: Asked, watch: Watch, send: Send) -> tuple[Response | None, int]:
+    async def _stream(
+        self, answering: Answering, watch: Watch, send: Send
+    ) -> tuple[Response | None, int]:
         """The answer as it is written. The headers wait for the first token, or for the first
         keep-alive, so that a request that fails before has a true status."""
         answer, every = self._incoming.answer, self._keep_alive
         held: list[str] = []
         started, due = False, time.monotonic() + every
         while True:
-            event = await asked.next(max(0.0, due - time.monotonic()))
+            event = await answering.next(max(0.0, due - time.monotonic()))
             if isinstance(event, ClientGone):
                 return None, LEFT
             if event is None:
@@ -88,7 +97,7 @@ class Reply:
             if not started and (event is None or isinstance(event, Begun | Ended)):
                 await send(_head(told_headers(watch.usage)))
                 started = True
-            if started and held and not asked.more:
+            if started and held and not answering.more:
                 await send(_part("".join(held)))
                 held, due = [], time.monotonic() + every
             if isinstance(event, Ended | Counted | Failed):
@@ -100,17 +109,17 @@ class Reply:
         return JSONResponse(body, status, retry_headers(failed)), status
 
 
-async def tell_when_left(receive: Receive, asked: Asked) -> None:
+async def tell_when_left(receive: Receive, answering: Answering) -> None:
     """Put it into a request's events when its client leaves; ask before any answer is sent, too."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    asked.put(ClientGone())
+    answering.put(ClientGone())
 
 
 def retry_headers(failed: Failed) -> dict[str, str]:
     """What tells a client's library whether to send a request again by itself.
 
-    One that was there when the worker crashed may be why it did, so a person should decide.
+    One that was there when the engine failed may be why it did, so a person should decide.
     """
     if failed.kind == "crashed":
         return {"x-should-retry": "false"}

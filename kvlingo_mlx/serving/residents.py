@@ -14,8 +14,8 @@ from kvlingo_mlx.loading.models import read_weights
 from kvlingo_mlx.loading.opening import let_go
 from kvlingo_mlx.loading.placement import open_spread
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.serving.clock import now
 from kvlingo_mlx.serving.messages import ModelInfo
-from kvlingo_mlx.serving.moment import now
 
 
 @dataclass

@@ -105,9 +105,9 @@ class Settings:
         body_timeout: The longest that a request's body may take to arrive.
         write_timeout: The longest that a client may take nothing of what waits for it.
         keep_alive: Silence after which a stream is sent something that keeps it open.
-        worker_timeout: Silence after which a worker that has requests is taken for hung.
+        worker_timeout: The time without a sign of the models after which the server is restarted.
         stop_timeout: The time that running answers have to end when the server stops, and that
-            the worker then has to save.
+            it then has to save.
         conversations: The folder of conversations on disk; None: one in the user's data folder.
         keep_conversations: Whether conversations survive the server's end.
         volatile: Patterns of lines that agents change with every request. A line of a system
@@ -179,7 +179,7 @@ class Settings:
         return (*self.models, *([AUTO] if self.routes else []))
 
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"  # of the front and of the worker
+LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 OPTIONS = {"models": "model", "translators": "translator", "routes": "route"}  # named otherwise
 NAMES = tuple(field.name for field in fields(Settings))
 _HINTS = get_type_hints(Settings, include_extras=True)

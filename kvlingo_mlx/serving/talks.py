@@ -24,8 +24,8 @@ from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.serving.clock import now
 from kvlingo_mlx.serving.messages import Ask, Message
-from kvlingo_mlx.serving.moment import now
 
 PART = 1000  # characters of a message's parts
 # A request that leaves out no more than so many last messages, and parts of them, goes on with the

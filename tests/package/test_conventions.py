@@ -38,14 +38,14 @@ NO_MLX = (
     "training",
     "cuda",
 )
-# The server's front, which survives a worker whose MLX crashes.
-FRONT = "app front guard link messages metrics replies settings wire/".split()
+# The HTTP of a server, which answers before MLX is loaded.
+HTTP = "app guard messages metrics replies server settings supervisor wire/".split()
 WITHOUT = (
     "loading/hub",
     "loading/grading",
     "reporting/pictures",
     "store/publishing",
-    *(f"serving/{file}" for file in FRONT),
+    *(f"serving/{file}" for file in HTTP),
 )
 TORCH = ("cuda/", "training/__init__")
 ON_MLX = "training/on_mlx"
@@ -164,9 +164,9 @@ def loaded_after(code: str) -> set[str]:
     return set(done.stderr.split())
 
 
-def test_the_front_of_a_server_loads_no_mlx() -> None:
+def test_the_http_of_a_server_loads_no_mlx() -> None:
     pytest.importorskip("starlette")
-    code = "from kvlingo_mlx.serving import front; front.wires()"
+    code = "from kvlingo_mlx.serving import server; server.wires()"
     assert not loaded_after(code) & {"mlx", "mlx_lm", "torch", "transformers", "numpy"}
     assert "starlette" in loaded_after(code)
 

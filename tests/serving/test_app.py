@@ -1,4 +1,4 @@
-"""Requests and their responses, over real connections, with a worker that runs scripts."""
+"""Requests and their responses, over real connections, with an engine that runs scripts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_fallback_is_seen_in_a_header(server: Running) -> None:
 
 
 def test_pieces_come_as_they_are_written(server: Running) -> None:
-    """The first one is there while the worker still waits."""
+    """The first one is there while the engine still waits."""
     body = {"model": "small", "prompt": "begin;say one;wait 30", "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/plain", json=body, timeout=20) as response:
         assert next(response.iter_text()) == "data: one\n\n"
@@ -83,7 +83,7 @@ def test_a_failure_of_a_whole_answer_has_its_status_at_any_time(server: Running)
 
 
 def test_keep_alives_come_by_timer(server: Running) -> None:
-    """Also while the worker tells how far it has read; a failure is then a frame."""
+    """Also while the engine tells how far it has read; a failure is then a frame."""
     quiet = server.ask("wait 1;begin;say one", stream=True)
     assert lines(quiet)[-2:] == ["data: one", "data: [DONE]"]
     assert set(lines(quiet)[:-2]) == {": still here"} and STRATEGY not in quiet.headers
@@ -108,7 +108,7 @@ def test_a_client_that_leaves_cancels(script: str, stream: bool, server: Running
         server.until(lambda: len(asks(server)) > asked)
         assert server.told().count(["cancel"]) == before
     server.until(lambda: server.told().count(["cancel"]) == before + 1)
-    server.until(lambda: server.link.waiting == 0)
+    server.until(lambda: server.engine.waiting == 0)
 
 
 # ---- what is refused ---------------------------------------------------------------------------
@@ -123,13 +123,13 @@ def test_too_many_that_wait_are_refused(server: Running) -> None:
         head = b"POST /plain HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
         client.sendall(head % len(data) + data)
         clients.append(client)
-        server.until(lambda number=number: server.link.waiting == number)
+        server.until(lambda number=number: server.engine.waiting == number)
     refused = server.ask("begin")
     assert refused.status_code == 429 and int(refused.headers["retry-after"]) > 0
     assert "3 requests wait already" in refused.json()["plain"]["message"]
     for client in clients:
         client.close()
-    server.until(lambda: server.link.waiting == 0)
+    server.until(lambda: server.engine.waiting == 0)
     assert server.ask("begin").status_code == 200
 
 
@@ -238,24 +238,26 @@ def test_health_and_status(server: Running) -> None:
 # ---- crashes, starts, ends ---------------------------------------------------------------------
 
 
-def test_a_crash_is_told_and_survived(tmp_path: Path) -> None:
+def test_an_engine_that_fails_ends_its_requests_and_the_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The parent then starts another one."""
     with running(tmp_path) as server:
-        response = server.ask("wait 0;signal SIGABRT")
-        assert response.status_code == 503 and "SIGABRT" in response.json()["plain"]["message"]
-        assert response.headers["x-should-retry"] == "false"
-        server.ready()
-        streamed = server.ask("begin;say a;signal SIGKILL", stream=True)
-        assert lines(streamed) == ["data: a", "data: failed crashed"]
-        server.ready()
-        assert server.ask("begin;say a").json() == {"text": "a"}
-        numbers = httpx.get(f"{server.url}/metrics").text
-        assert "kvlingo_worker_restarts_total 2.0" in numbers
+        body = {"model": "small", "prompt": "begin;say a;wait 600", "stream": True}
+        with httpx.stream("POST", f"{server.url}/plain", json=body, timeout=30) as other:
+            text = other.iter_text()
+            assert next(text) == "data: a\n\n"
+            response = server.ask("wait 0;raise")
+            assert response.status_code == 503 and "LookupError" in response.text
+            assert response.headers["x-should-retry"] == "false"
+            assert "".join(text) == "data: failed crashed\n\n"
+        server.thread.join(60)
+    assert str(server.error) == "LookupError" and not server.engine.fatal
 
 
 def test_not_ready_is_not_healthy_but_alive(tmp_path: Path) -> None:
-    (tmp_path / "first").write_text("wait 600")
-    settings: dict[str, Any] = {"stop_timeout": 0.5}
-    context = running(tmp_path, **settings)
+    (tmp_path / "first").write_text("wait 3")
+    context = running(tmp_path)
     ready, Running.ready = Running.ready, lambda self: self  # type: ignore[method-assign]
     try:
         with context as server:
@@ -271,11 +273,12 @@ def test_not_ready_is_not_healthy_but_alive(tmp_path: Path) -> None:
         Running.ready = ready  # type: ignore[method-assign]
 
 
-def test_a_server_without_a_worker_ends_with_its_line(tmp_path: Path) -> None:
+def test_a_server_without_models_ends_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "first").write_text("fatal /models/a does not exist, so give another")
     with running(tmp_path) as server:
         server.thread.join(60)
         assert str(server.error) == "/models/a does not exist, so give another"
+        assert server.engine.fatal
 
 
 def test_a_stop_lets_answers_end_or_cuts_them(tmp_path: Path) -> None:
@@ -296,7 +299,7 @@ def test_a_stop_lets_answers_end_or_cuts_them(tmp_path: Path) -> None:
 def test_stopping_refuses_new_requests_on_old_connections(tmp_path: Path) -> None:
     with running(tmp_path) as server, httpx.Client() as client:
         assert client.get(f"{server.url}/health").status_code == 200
-        server.link._stopping = True
+        server.engine._stopping = True
         refused = client.post(f"{server.url}/plain", json={"prompt": "begin"})
         assert refused.status_code == 503 and "is stopping" in refused.text
 
@@ -342,7 +345,7 @@ def test_texts_are_never_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither of prompts nor of answers, also when we make a mistake."""
-    from kvlingo_mlx.serving import front
+    from kvlingo_mlx.serving.server import NoContents
     from tests.support import serving
 
     read, counter = serving.PlainApi.read, itertools.count()
@@ -354,7 +357,7 @@ def test_texts_are_never_logged(
 
     monkeypatch.setattr(serving.PlainApi, "read", fails_once)
     caplog.set_level("DEBUG")
-    caplog.handler.addFilter(front.NoContents())
+    caplog.handler.addFilter(NoContents())
     with running(tmp_path) as server:
         assert server.ask("begin;say SECRET").status_code == 200
         broken = server.ask("begin;say SECRET")

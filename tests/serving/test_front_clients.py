@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,23 +161,3 @@ def test_a_client_asks_again_where_all_places_are_taken(server: Running) -> None
     assert patient.completions.create(model="small", prompt="begin;say x").choices
     for response in held:
         response.__exit__(None, None, None)
-
-
-def test_a_crash_is_an_error_that_is_not_tried_again(tmp_path: Path) -> None:
-    with running(tmp_path, wires()) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=2)
-        with pytest.raises(openai.InternalServerError, match="crashed .SIGKILL."):
-            client.completions.create(model="small", prompt="signal SIGKILL")
-        assert [told[0] for told in server.told()].count("ask") == 1
-        server.ready()
-        with pytest.raises(openai.APIError, match="crashed .SIGKILL."):
-            list(client.chat.completions.create(
-                model="small", messages=user("begin;say a;signal SIGKILL"), stream=True
-            ))  # fmt: skip
-        server.ready()
-        claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=2)
-        with pytest.raises(anthropic.APIStatusError, match="crashed .SIGKILL."):
-            list(claude.messages.create(
-                model="small", max_tokens=9, messages=user("begin;say a;signal SIGKILL"),
-                stream=True,
-            ))  # fmt: skip

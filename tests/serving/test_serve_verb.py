@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,20 +20,22 @@ import pytest
 
 pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
+openai = pytest.importorskip("openai")
 
 from kvlingo_mlx.cli import run, serve  # noqa: E402
 from kvlingo_mlx.serving.settings import NAMES, OPTIONS  # noqa: E402
 from tests.support import ROOT  # noqa: E402
 from tests.support.command_line import fails  # noqa: E402
-from tests.support.scripted_worker import TOLD  # noqa: E402
+from tests.support.scripted_engine import TOLD  # noqa: E402
 
 MODELS = ["--model", "small=tiny-qwen3-s", "--model", "large=tiny-qwen3-l"]
 PROGRAM = (
     "import functools, sys\n"
     "from kvlingo_mlx import cli\n"
-    "from kvlingo_mlx.serving import front\n"
-    "from tests.support.scripted_worker import WORKER\n"
-    "front.serve = functools.partial(front.serve, entry=WORKER)\n"
+    "from kvlingo_mlx.serving import server, supervisor\n"
+    "from tests.support.scripted_engine import ENGINE\n"
+    "server.serve = functools.partial(server.serve, engine=ENGINE)\n"
+    "supervisor.CRASHES = 3\n"
     "if __name__ == '__main__':\n"
     "    sys.argv[0] = 'kvlingo-mlx'\n"
     "    cli.main()\n"
@@ -41,7 +44,7 @@ PROGRAM = (
 
 @contextmanager
 def program(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """The verb in a process of its own, over a worker that runs scripts."""
+    """The verb in a process of its own, over an engine that runs scripts."""
     script = folder / "program.py"
     script.write_text(PROGRAM)
     command = [sys.executable, str(script), "serve", *MODELS, "--port", "0"]
@@ -58,11 +61,11 @@ def program(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def ready(process: subprocess.Popen[str]) -> str:
-    """The address, as soon as the worker is ready."""
+    """The address, as soon as the models are ready."""
     assert process.stdout is not None and process.stderr is not None
     line = process.stdout.readline()
     assert line.startswith("small, large at http://127.0.0.1:")
-    assert "the worker is ready: small, large" in process.stderr.readline()
+    assert "ready: small, large" in process.stderr.readline()
     return re.findall(r"a chat at (http://\S+)/ ", line)[0]
 
 
@@ -88,33 +91,80 @@ def test_it_serves_until_a_signal_and_saves(number: int, status: int, tmp_path: 
     assert json.loads((tmp_path / TOLD).read_text().splitlines()[-1]) == ["stop"]
 
 
-def test_ctrl_c_of_a_terminal_reaches_the_front_alone(tmp_path: Path) -> None:
-    """A terminal's Ctrl-C goes to all processes; the worker saves all the same."""
+def test_ctrl_c_of_a_terminal_reaches_the_parent_alone(tmp_path: Path) -> None:
+    """A terminal's Ctrl-C goes to all processes; the server saves all the same."""
     with program(tmp_path, "-c", "stop_timeout=0.5") as process:
         url = ready(process)
         body = {"model": "small", "prompt": "begin;say a;wait 600", "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
-            self_and_worker(process, signal.SIGINT)
+            all_processes(process, signal.SIGINT)
             _, error = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "waiting for an answer to end, at most 0.5 s; Ctrl-C again ends them" in error
     assert json.loads((tmp_path / TOLD).read_text().splitlines()[-1]) == ["stop"]
 
 
-def self_and_worker(process: subprocess.Popen[str], number: int) -> None:
+def all_processes(process: subprocess.Popen[str], number: int) -> None:
     """Send a signal as a terminal does."""
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
     for pid in [*map(int, children.stdout.split()), process.pid]:
         os.kill(pid, number)
 
 
-def test_a_worker_that_cannot_begin_is_one_line(tmp_path: Path) -> None:
+def test_a_server_that_cannot_begin_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "first").write_text("fatal there is no model /a, name another")
     with program(tmp_path) as process:
         _, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (2, "error: there is no model /a, name another\n")
+
+
+def test_a_server_that_crashes_is_started_again(tmp_path: Path) -> None:
+    """Its clients see a closed connection; those that come meanwhile wait, and are answered."""
+    with program(tmp_path) as process:
+        url = ready(process)
+        for script in ("signal SIGKILL", "begin;say a;signal SIGABRT"):
+            body = {"model": "small", "prompt": script, "stream": True}
+            with pytest.raises(httpx.TransportError):
+                httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=30)
+            asked: dict[str, Any] = {"model": "small", "prompt": "begin;say a"}
+            assert client.completions.create(**asked).choices[0].text == "a"
+        assert "kvlingo_worker_restarts_total 2.0" in httpx.get(f"{url}/metrics").text
+        process.terminate()
+        _, error = process.communicate(timeout=60)
+    for signal_name in ("SIGKILL", "SIGABRT"):
+        assert f"the server crashed ({signal_name}); it is started again in " in error
+
+
+def test_an_engine_that_hangs_ends_the_process(tmp_path: Path) -> None:
+    with program(tmp_path, "-c", "worker_timeout=1") as process:
+        url = ready(process)
+        with pytest.raises(httpx.TransportError):
+            httpx.post(f"{url}/v1/completions", json={"model": "small", "prompt": "hang"})
+        assert httpx.get(f"{url}/health/live", timeout=60).is_success
+        process.terminate()
+        _, error = process.communicate(timeout=60)
+    assert "the server crashed (exit status 1)" in error
+
+
+def test_a_server_that_crashes_again_and_again_ends(tmp_path: Path) -> None:
+    (tmp_path / "first").write_text("exit 3")
+    with program(tmp_path) as process:
+        _, error = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "error: the server crashed 3 times in a row, last by exit status 3; see" in error
+
+
+def test_the_server_ends_with_its_parent(tmp_path: Path) -> None:
+    with program(tmp_path) as process:
+        ready(process)
+        process.kill()
+        until = time.monotonic() + 30
+        while not (tmp_path / TOLD).exists() and time.monotonic() < until:
+            time.sleep(0.1)
+    assert json.loads((tmp_path / TOLD).read_text()) == ["stop"]
 
 
 # ---- errors of the command line ----------------------------------------------------------------
@@ -184,7 +234,7 @@ def test_every_setting_is_an_option() -> None:
 
 
 def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvlingo_mlx.serving import front
+    from kvlingo_mlx.serving import server
 
     got: list[Any] = []
 
@@ -192,8 +242,8 @@ def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         got.append(settings)
         listening("http://localhost:1")
 
-    monkeypatch.setattr(front, "serve", noted)
-    monkeypatch.setattr(front, "log_to_stderr", lambda level: None)
+    monkeypatch.setattr(server, "serve", noted)
+    monkeypatch.setattr(server, "log_to_stderr", lambda level: None)
     config, record = tmp_path / "server.toml", tmp_path / "record.jsonl"
     config.write_text('port = 1\nmax_tokens = 2\nroutes = "r.toml"\n[models]\na = "x"\n')
     options = ["--config", str(config), "--max-tokens", "3", "--memory-limit", "1GB"]

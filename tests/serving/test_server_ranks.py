@@ -37,7 +37,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str], list[st
     assert process.stdout is not None
     threading.Thread(target=printed.extend, args=(process.stdout,), daemon=True).start()
     until = time.monotonic() + 300
-    while not any("the worker is ready" in line for line in printed):
+    while not any(" ready: " in line for line in printed):
         assert process.poll() is None and time.monotonic() < until, "".join(printed)
         time.sleep(0.2)
     (url,) = re.findall(r"a chat at (http://\S+?)/ ", "".join(printed))

@@ -176,18 +176,15 @@ async def cancelled(server: Server, client: str, messages: list[Any], facts: Any
             await answer
 
 
-def test_a_killed_worker_is_told_and_comes_back(zoo_server: Server) -> None:
-    """A client that tries again gets its answer when the next worker is ready."""
+def test_a_killed_server_comes_back(zoo_server: Server) -> None:
+    """A client that tries again gets its answer when the next process is ready."""
     biased = {**PLAIN, "logit_bias": stops()}
     stream = chat(zoo_server, "Iris?", stream=True, max_tokens=400, extra_body=biased)
     next(stream)
-    os.kill(zoo_server.worker(), signal.SIGKILL)
-    with pytest.raises(openai.APIError, match="crashed .SIGKILL."):
+    os.kill(zoo_server.child(), signal.SIGKILL)
+    with pytest.raises((openai.APIError, httpx.TransportError)):
         for _ in stream:
             pass
-    with pytest.raises(anthropic.InternalServerError, match="is started again") as refused:
-        message(zoo_server, "Iris?")
-    assert refused.value.body["error"]["type"] == "overloaded_error"
     patient = claude(zoo_server).with_options(max_retries=30)
     asked: dict[str, Any] = {"model": "large", "messages": [{"role": "user", "content": "Iris?"}]}
     assert patient.messages.create(**asked, max_tokens=8).content

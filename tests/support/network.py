@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.serving import front, prefill
+from kvlingo_mlx.serving import prefill, server
 from kvlingo_mlx.serving.settings import Settings
 
 PIECE = 2**16
@@ -24,7 +24,7 @@ class Offered:
         self, model: LanguageModel, translators: Sequence[Any] = (), jobs: int = 4, **told: Any
     ) -> None:
         settings = Settings(models={"source": "x"}, port=0, **told)
-        listener = front.bind(settings.host, settings.port)
+        listener = server.bind(settings.host, settings.port)
         self.port = listener.getsockname()[1]
         self.server = prefill.Server(model, settings, translators, jobs)
         self._thread = threading.Thread(target=self.server.run_at, args=(listener,))

@@ -37,7 +37,7 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def status(self) -> Any:
-        """What the worker holds and does."""
+        """What the engine holds and does."""
         return httpx.get(f"{self.url}/v1/status").json()["worker"]
 
     def left(self) -> int:
@@ -57,7 +57,7 @@ class Server:
         """Wait until the models can answer."""
         self.until(lambda: httpx.get(f"{self.url}/health").is_success)
 
-    def worker(self) -> int:
+    def child(self) -> int:
         """The process that owns the models."""
         command = ["pgrep", "-f", "-P", str(self.process.pid), "spawn_main"]
         (line,) = subprocess.run(command, capture_output=True, text=True).stdout.split()

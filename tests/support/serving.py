@@ -1,4 +1,4 @@
-"""A server whose worker runs scripts instead of models, and an API that is only for tests."""
+"""A server whose engine runs scripts instead of models, and an API that is only for tests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 import httpx
 
-from kvlingo_mlx.serving import front
+from kvlingo_mlx.serving import server
 from kvlingo_mlx.serving.app import Wires
-from kvlingo_mlx.serving.link import Link
+from kvlingo_mlx.serving.engine_thread import EngineThread
 from kvlingo_mlx.serving.messages import Ask, Count, Counted, Ended, Event, Failed, Piece
 from kvlingo_mlx.serving.settings import Settings
 from kvlingo_mlx.serving.wire import Answer, BadRequest, Incoming, openai_error
-from tests.support.scripted_worker import TOLD, WORKER
+from tests.support.scripted_engine import ENGINE, TOLD
 
 # ---- an API ------------------------------------------------------------------------------------
 
@@ -88,39 +88,33 @@ PLAIN = Wires((API,), (PlainCount(),))
 
 
 class Running:
-    """A server in a thread of the test's process, over a scripted worker in a process of its own.
+    """A server in a thread of the test's process, over a scripted engine.
 
     Attributes:
         url: Where it listens.
-        link: Its worker; use it through :meth:`later` alone.
+        engine: Its engine's thread.
         error: What it ended with.
     """
 
-    def __init__(self, settings: Settings, spoken: Wires, entry: str = WORKER) -> None:
+    def __init__(self, settings: Settings, spoken: Wires) -> None:
         self.settings = settings
-        self.link = Link(settings, entry, 0.05)
-        self.server = front.Served(settings, self.link, spoken)
-        self.listener = front.bind(settings.host, settings.port)
-        self.url, self.port = "", self.listener.getsockname()[1]
+        self.engine = EngineThread(settings, ENGINE)
+        self.server = server.Server(settings, self.engine, spoken)
+        self.listener = server.bind(settings.host, settings.port)
+        self.url, self.port = server.url_of(self.listener), self.listener.getsockname()[1]
         self.error: BaseException | None = None
-        self.began = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
         try:
-            asyncio.run(self.server.until_stopped(self.listener, self._listening))
-        except front.WorkerError as error:
+            asyncio.run(self.server.until_stopped(self.listener))
+        except server.ServerError as error:
             self.error = error
         finally:
-            self.began.set()
             self.listener.close()
 
-    def _listening(self, url: str) -> None:
-        self.url = url
-        self.began.set()
-
     def told(self) -> list[list[Any]]:
-        """What the worker was told, so far."""
+        """What the engine was told, so far."""
         file = Path(self.settings.conversations or "") / TOLD
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -139,8 +133,8 @@ class Running:
         raise AssertionError("did not come true in time")
 
     def ready(self) -> Running:
-        """Wait until the worker answers."""
-        self.until(lambda: self.link.ready or self.error)
+        """Wait until the engine answers."""
+        self.until(lambda: self.engine.status or self.error)
         return self
 
     def stop(self) -> None:
@@ -152,15 +146,14 @@ class Running:
 
 @contextlib.contextmanager
 def running(folder: Path, spoken: Wires = PLAIN, **more: Any) -> Iterator[Running]:
-    """A server with short times, which is ready; its worker notes what it is told in a folder."""
+    """A server with short times, which is ready; its engine notes what it is told in a folder."""
     given: dict[str, Any] = {
         "models": {"small": "/models/a", "large": "/models/b"},
         "port": 0, "conversations": str(folder), "keep_alive": 0.3, "stop_timeout": 5.0,
     }  # fmt: skip
-    server = Running(Settings(**{**given, **more}), spoken)
-    server.thread.start()
-    assert server.began.wait(60)
+    found = Running(Settings(**{**given, **more}), spoken)
+    found.thread.start()
     try:
-        yield server.ready()
+        yield found.ready()
     finally:
-        server.stop()
+        found.stop()

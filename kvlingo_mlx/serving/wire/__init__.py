@@ -1,6 +1,6 @@
 """The APIs that clients speak: a request is read into an :class:`Ask`, events become its answer.
 
-Each API has a file with one object ``API``. Nothing here waits or sends; the front does.
+Each API has a file with one object ``API``. Nothing here waits or sends.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class _Kind:
     anthropic: str
 
 
-# Those of Failed.kind, and what the front itself refuses.
-_KINDS = {
+# Those of Failed.kind.
+KINDS = {
     "invalid": _Kind(400, "invalid_request_error", None, "invalid_request_error"),
     "too_long": _Kind(
         400, "invalid_request_error", "context_length_exceeded", "invalid_request_error"
@@ -101,14 +101,14 @@ _KINDS = {
 
 def openai_error(failed: Failed) -> tuple[int, dict[str, Any]]:
     """A failure in the form of OpenAI's APIs: status and body."""
-    kind = _KINDS.get(failed.kind, _KINDS["internal"])
+    kind = KINDS.get(failed.kind, KINDS["internal"])
     error = {"message": failed.message, "type": kind.openai, "param": failed.param}
     return kind.status, {"error": {**error, "code": kind.code}}
 
 
 def anthropic_error(failed: Failed) -> tuple[int, dict[str, Any]]:
     """A failure in the form of Anthropic's API: status and body."""
-    kind = _KINDS.get(failed.kind, _KINDS["internal"])
+    kind = KINDS.get(failed.kind, KINDS["internal"])
     return kind.status, {
         "type": "error",
         "error": {"type": kind.anthropic, "message": failed.message},

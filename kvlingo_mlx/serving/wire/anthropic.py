@@ -254,7 +254,7 @@ class _Prompt(Sampled):
         return template(self.output_config.effort if self.output_config else None, given)
 
     def ask(self, max_tokens: int | None = None, stop: list[str] | None = None) -> Ask:
-        """The request for the worker."""
+        """The request for the engine."""
         tools = tuple(tool.told() for tool in self.tools or [])
         asked = (self.output_config and self.output_config.format) or self.output_format
         alone = self.tool_choice and self.tool_choice.disable_parallel_tool_use

@@ -240,7 +240,7 @@ class _Chat(OpenAIRequest):
         return {} if asked and asked.type == "json_object" else None
 
     def ask(self) -> Ask:
-        """The request for the worker."""
+        """The request for the engine."""
         tools = tuple(tool.function.told() for tool in self.tools or [])
         choice = self.tool_choice
         named = choice.function.name if isinstance(choice, _NamedTool) else None

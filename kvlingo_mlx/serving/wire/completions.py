@@ -52,7 +52,7 @@ class _Completion(OpenAIRequest):
     top_logprobs: Tops | None = None
 
     def ask(self) -> Ask:
-        """The request for the worker."""
+        """The request for the engine."""
         top = self.top_logprobs if self.top_logprobs and self.top_logprobs > 0 else self.logprobs
         return Ask(
             model=self.model,

@@ -240,7 +240,7 @@ class _Request(Sampled):
         return {} if asked and asked.type == "json_object" else None
 
     def ask(self) -> Ask:
-        """The request for the worker."""
+        """The request for the engine."""
         tools = tuple(tool.told() for tool in self.tools or [])
         choice = self.tool_choice
         named = choice.name if isinstance(choice, _NamedTool) else None

@@ -1,4 +1,4 @@
-"""The front as a program: its socket, the HTTP server, the worker's life, and a graceful end."""
+"""The server as a program: its socket, its two threads, and a graceful end."""
 
 from __future__ import annotations
 
@@ -6,53 +6,97 @@ import asyncio
 import contextlib
 import errno
 import logging
+import multiprocessing
+import os
+import signal
 import socket
+import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import uvicorn
 
-from kvlingo_mlx.errors import KVLingoError, MissingModelError
+from kvlingo_mlx.errors import MissingModelError
 from kvlingo_mlx.loading.hub import SMALL_FILES, model_type, resolve
 from kvlingo_mlx.serving.app import Wires, build, wires
+from kvlingo_mlx.serving.engine_thread import ENGINE, EngineThread
 from kvlingo_mlx.serving.guard import protocol
-from kvlingo_mlx.serving.link import FIRST_PAUSE, WORKER, Link
 from kvlingo_mlx.serving.settings import LOG_FORMAT, Settings
+from kvlingo_mlx.serving.supervisor import ServerError, supervise
 
 log = logging.getLogger("kvlingo_mlx.serving")
 
 CONNECTIONS = 1000  # more at once are told 503
 IDLE_S = 75  # how long a connection without a request is kept; clients' pools expect about a minute
-
-
-class WorkerError(KVLingoError):
-    """The worker cannot be started, or crashes whatever is done."""
+RANK = "MLX_RANK"  # which mlx.launch sets
 
 
 def serve(
-    settings: Settings,
-    *,
-    entry: str = WORKER,
-    listening: Callable[[str], None] = lambda url: None,
+    settings: Settings, *, engine: str = ENGINE, listening: Callable[[str], None] = lambda url: None
 ) -> None:
     """Serve until SIGINT or SIGTERM; running answers then have a while to end.
 
+    The server runs in a child process, which is started again if it crashes; under ``mlx.launch``
+    in this one, since the other ranks cannot go on with a new one.
+
     Args:
-        settings: All that there is to tell.
-        entry: The worker, as ``module:function``.
+        settings: The server's settings.
+        engine: The engine's class, as ``module:name``.
         listening: Called with the server's address as soon as there is one.
 
     Raises:
         MissingModelError: A model's name stands for no folder with a config; nobody has listened.
         ValueError: The address cannot be listened at.
-        WorkerError: There is no worker any more.
+        ServerError: The server cannot begin, or crashes again and again.
     """
     for name in dict.fromkeys(settings.models.values()):
         model_type(resolve(name, None, SMALL_FILES, MissingModelError)[0])
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
-        link, spoken = Link(settings, entry, FIRST_PAUSE), wires()
-        asyncio.run(Served(settings, link, spoken).until_stopped(listener, listening))
+        listening(url_of(listener))
+        if RANK in os.environ:
+            asyncio.run(Server(settings, EngineThread(settings, engine)).until_stopped(listener))
+        else:
+            patience = 2 * settings.stop_timeout + 10
+            supervise(_child, listener, settings, engine, patience=patience)
+
+
+def follow(settings: Settings) -> None:
+    """Serve on a rank of ``mlx.launch`` that is not the first.
+
+    Raises:
+        KVLingoError, ValueError: A model cannot be opened, or the first rank has ended.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank decides when all stop
+    EngineThread(settings).follow()
+
+
+def _child(
+    listener: socket.socket, pipe: Any, restarts: int, settings: Settings, engine: str
+) -> None:
+    """The server in a process of its own; it ends with its parent."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # see backend.py
+    log_to_stderr(settings.log_level)
+    thread = EngineThread(settings, engine, restarts)
+    server = Server(settings, thread)
+
+    def end_with_parent() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            server.should_exit = True
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    status = 0
+    try:
+        asyncio.run(server.until_stopped(listener))
+    except ServerError as error:
+        status = 1
+        if thread.fatal:
+            pipe.send(str(error))
+    logging.shutdown()
+    os._exit(status)  # an engine that still computes would not let Python end
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -103,48 +147,47 @@ def configured(app: Any, settings: Settings) -> uvicorn.Config:
     )
 
 
-class Served(uvicorn.Server):
-    """uvicorn's server, with a worker that starts before it and stops after it."""
+class Server(uvicorn.Server):
+    """uvicorn's server, with an engine that starts before it and stops after it."""
 
-    def __init__(self, settings: Settings, link: Link, spoken: Wires) -> None:
-        self._settings, self._link = settings, link
-        super().__init__(configured(build(settings, link, spoken), settings))
-
-    async def until_stopped(
-        self, listener: socket.socket, listening: Callable[[str], None] = lambda url: None
+    def __init__(
+        self, settings: Settings, engine: EngineThread, spoken: Wires | None = None
     ) -> None:
+        self._settings, self.engine = settings, engine
+        super().__init__(configured(build(settings, engine, spoken or wires()), settings))
+
+    async def until_stopped(self, listener: socket.socket) -> None:
         """Serve at a bound socket.
 
         Raises:
-            WorkerError: There is no worker any more.
+            ServerError: The engine has ended by itself.
         """
-        await self._link.start()
-        self._link.given_up.add_done_callback(lambda _: setattr(self, "should_exit", True))
+        self.engine.start()
+        self.engine.ended.add_done_callback(lambda _: setattr(self, "should_exit", True))
         try:
-            listening(url_of(listener))
             await self.serve(sockets=[listener])
         finally:
-            await self._link.stop()
-        if self._link.given_up.done():
-            raise WorkerError(self._link.given_up.result())
+            await self.engine.stop()
+        if self.engine.ended.done():
+            raise ServerError(self.engine.ended.result())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let running answers end for a while, then end them and the worker, which saves.
-
-        The worker stops here, before uvicorn raises the signal again that it was ended by.
-        """
+        """Let running answers end for a while, then end them."""
         loop, limit = asyncio.get_running_loop(), self._settings.stop_timeout
-        if number := self._link.asked:
+        if number := self.engine.requests:
             answers = "an answer" if number == 1 else f"{number} answers"
             log.warning(
                 "waiting for %s to end, at most %g s; Ctrl-C again ends them", answers, limit
             )
-        cut = loop.call_later(limit, self._link.cut)
+        cut = loop.call_later(limit, self.engine.cut)
         try:
             await super().shutdown(sockets)
         finally:
             cut.cancel()
-            await self._link.stop()
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """End well at a first signal, at once at a second one; none of them is raised again."""
+        self.force_exit, self.should_exit = self.should_exit, True
 
 
 class NoContents(logging.Filter):

@@ -44,13 +44,12 @@ class Plain(Stream):
 
     def sample(self, index: int) -> Sample:
         """Record ``index`` of an endless series of permutations, up to one of its replies."""
-        shelf = self._library.training[0]
-        count = len(shelf.records)
-        epoch, step = divmod(index, count)
-        row = int(np.random.default_rng((self.seed, epoch)).permutation(count)[step])
-        replies = int(shelf.starts[row + 1] - shelf.starts[row])
-        reply = random.Random(f"{self.seed}/{index}").randrange(replies)
-        return self._whole(self._library.talk(shelf.place(row), reply), self.mixture).sample
+        table = self._index.training
+        epoch, step = divmod(index, len(table))
+        row = int(np.random.default_rng((self.seed, epoch)).permutation(len(table))[step])
+        reply = random.Random(f"{self.seed}/{index}").randrange(int(np.diff(table.starts)[row]))
+        draw = self._natural(self.mixture, table.place(row), reply)
+        return self.sample(index + len(table)) if draw is None else draw.sample
 
 
 def write_data(path: Path, tokenizer: Any, count: int, seed: int) -> None:

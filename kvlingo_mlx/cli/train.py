@@ -217,8 +217,8 @@ def _histogram(options: TrainOptions, asked: command_line.Options) -> None:
         if cells:
             table(TITLES[stage], ["tokens", "reasoning", "without"], cells)
     say(str(found.survey))
-    if asked.wanted.anything:
-        say(f"data: left out {asked.wanted}")
+    if asked.accepts:
+        say(f"data: left out {asked.accepts}")
     keep(options.json_file, "prefix_lengths", asdict(asked), results)
 
 

@@ -24,8 +24,8 @@ from kvlingo_mlx.training.paper_pairs import filled, rate_of
 from kvlingo_mlx.training.pipeline import Progress, Training
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
 from kvlingo_mlx.training.recipe import Recipe, require
+from kvlingo_mlx.training.record_filter import RecordFilter
 from kvlingo_mlx.training.sweep import window
-from kvlingo_mlx.training.wanted import Wanted
 from kvlingo_mlx.training.watch import outlook
 
 SHORTEST = 64  # tokens: the least that --max-prefix takes
@@ -62,8 +62,8 @@ class Options:
     """The models, the data and the device of a training.
 
     ``at_once`` is the most learning rates of a sweep that are trained together; None: what fits.
-    ``english`` and ``apart_from`` are those of :class:`~kvlingo_mlx.training.wanted.Wanted`,
-    ``later_turns`` is that of :class:`~kvlingo_mlx.training.mixture.Mixture`.
+    ``english`` and ``apart_from`` are those of a :class:`RecordFilter`, ``later_turns`` is that of
+    a :class:`Mixture`.
     """
 
     source: str
@@ -119,13 +119,13 @@ class Options:
         """
         mixture = self._mixture().scaled(context_length)
         return Stream(
-            self.data, tokenizer, mixture, self.seed, source_tokenizer, planned, self.wanted
+            self.data, tokenizer, mixture, self.seed, source_tokenizer, planned, self.accepts
         )
 
     @cached_property
-    def wanted(self) -> Wanted:
-        """What is asked of the data's records."""
-        return Wanted(self.english, self.apart_from)
+    def accepts(self) -> RecordFilter:
+        """Which records of the data are left out."""
+        return RecordFilter(self.english, self.apart_from)
 
     def settings(self, stream: Stream) -> dict[str, Any]:
         """The settings, beside plan and models, that must not change when a training is resumed."""
@@ -135,8 +135,8 @@ class Options:
         if self.later_turns:
             own["later_turns"] = True
         # The order of samples depends on their planned number.
-        if self.wanted.anything:
-            own |= {"english": self.english, "apart_from": self.wanted.contents}
+        if self.accepts:
+            own |= {"english": self.english, "apart_from": self.accepts.contents}
         return {"data": list(self.data), **own, **contents, "samples": stream.survey.samples}
 
     def _mixture(self) -> Mixture | PlainText:
@@ -290,8 +290,8 @@ def _train(job: Job, listeners: Listeners) -> tuple[Done | None, dict[str, Any]]
     )
     group = options.runtime.join(options.place)
     try:
-        if options.wanted.anything and group.leads:
-            listeners.say(f"data: left out {options.wanted}")
+        if options.accepts and group.leads:
+            listeners.say(f"data: left out {options.accepts}")
         training = Training(
             source,
             target,

@@ -6,10 +6,11 @@ goes. ``samples.tokenise`` renders the turns by the family's own chat template.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from kvlingo_mlx.tokenization.samples import (
     Sample,
@@ -239,10 +240,10 @@ def boilerplate(tokenizer: Any, source_tokenizer: Any = None) -> tuple[float, fl
     return short - own - header, header
 
 
-def excerpt(text: str, characters: int, rng: random.Random) -> str:
+def excerpt(text: str, characters: int, rng: np.random.Generator) -> str:
     """Up to ``characters`` of a text, from a random word on (a book is not tokenised whole)."""
     if len(text) <= characters:
         return text
-    start = rng.randint(0, len(text) - characters)
+    start = int(rng.integers(len(text) - characters + 1))
     space = text.find(" ", start, start + characters // 2)
     return text[max(start, space + 1) :][:characters]

@@ -1,17 +1,15 @@
 """The training stream: numbered, seeded samples from one or more sources of records.
 
-Appendix "Training data and training recipe". A sample depends only on the seed, its number and how
-many samples the run will draw. So a run can resume at any number, and processes share a stream by
-dividing the numbers. No record is repeated before all other records of usable length have been
-drawn.
+Appendix "Training data and training recipe". The records are indexed once, and the order of a run
+is listed once: sample i is row i of that list. So a run can resume at any number, and processes
+share a stream by dividing the numbers. The list depends on the seed, the data and how many samples
+the run will draw.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,19 +28,18 @@ from kvlingo_mlx.training.conversations import (
     to_sample,
     until,
 )
-from kvlingo_mlx.training.library import Library, Place, Shelf, Talk, fill
-from kvlingo_mlx.training.mixture import Kind, Mixture, PlainText, Range, slot_at, spread
-from kvlingo_mlx.training.orders import ELSEWHERE, Orders, Survey, reach
-from kvlingo_mlx.training.wanted import Wanted
+from kvlingo_mlx.training.index import Place, RecordIndex, Table
+from kvlingo_mlx.training.mixture import Kind, Mixture, PlainText, reach
+from kvlingo_mlx.training.record_filter import RecordFilter
+from kvlingo_mlx.training.schedule import Schedule, cells
 
 Bin = tuple[int, int, int, int]
 
 LIFTED = 6  # most exchanges at the end of a pack whose continuation goes on
-TRIES = 16  # records tried for one sample before it fails
-PACKS_TRIED = 64  # the same for a pack, before one below its lengths will do
-PACK_TRIES = 4  # attempts to fill one pack; each gives a better estimate of bytes per token
-PACK_LIMIT = 4096  # the most records read for one pack
-DIFFERENT_PACKS = 4  # disjoint packs that the data must hold
+TRIES = {"natural": 16, "text": 16, "packed": 64}  # records tried for one sample before it fails
+PACK_TRIES = 4  # attempts to fill one pack; each gives a better estimate of its tokens
+OTHER_FILLERS = 8  # tries to fill a pack, before its record is left for another
+DIFFERENT_PACKS = 4  # packs that the data must hold
 
 
 @dataclass(frozen=True)
@@ -53,6 +50,79 @@ class Draw:
     kind: Kind
     reasoning: bool
     records: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Statistics of the data that a run will see."""
+
+    records: int  # of all sources, that can end a sample
+    skipped: int  # that cannot: no usable assistant turn (or text), or no wanted length
+    held_out: int  # records kept from training
+    samples: int  # that the run draws
+    distinct: int  # different records that end these samples
+    uses: int  # the most samples that end with the same record
+    longest: int  # about the tokens of the longest natural prefix (or text)
+    wanted: int  # the longest natural prefix of the recipe
+    tokens: int  # about those of all conversations together
+    packed_share: float  # the share of samples that are concatenated
+    packed_asked: float  # the share asked for; not kept where the data hold too few packs
+
+    @property
+    def falls_short(self) -> bool:
+        """Whether the data make the run differ from its recipe."""
+        return (
+            self.packed_share != self.packed_asked
+            or 2 * self.longest < self.wanted
+            or self.uses > 2
+        )
+
+    def __str__(self) -> str:
+        lengths = f"prefixes of at most {self.longest:,} tokens (the recipe: {self.wanted:,})"
+        packed = f"packed: {self.packed_share:.0%} of samples"
+        if self.packed_share != self.packed_asked:
+            packed += f", not {self.packed_asked:.0%}: too few fit, of {self.tokens:,} tokens"
+        return (
+            f"data: {self.records:,} records to train on; {self.samples:,} samples end in "
+            f"{self.distinct:,} different ones, each used at most {self.uses:,} "
+            f"time{'' if self.uses == 1 else 's'}; {lengths}; {packed}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """Some records in the order of a run."""
+
+    table: Table
+    ends: Schedule  # of the records that end samples
+    fillers: Schedule | None = None  # of those that fill packs
+    per_sample: float = 0.0  # how many of these a sample takes, on average
+    tokens: float = 0.0  # of all of these
+
+
+def order_of(
+    table: Table, shares: np.ndarray, mixture: Mixture | PlainText, planned: int, seed: int
+) -> Order:
+    """The order of records for a mixture."""
+    low, high = reach(mixture)
+    within = (table.before >= low) & (table.before <= high)
+    if isinstance(mixture, PlainText):
+        return Order(
+            table, Schedule(table, cells(table, "text", 1.0, shares, within), planned, seed)
+        )
+    part, (shortest, most) = mixture.packed_share, mixture.packed
+    last, small = np.zeros((2, len(table.before)), bool)
+    last[table.last] = True
+    small[table.last[table.tokens <= most]] = True
+    natural = cells(table, "natural", 1 - part, shares, within)
+    lifted = cells(table, "packed", part, shares, last & (table.before <= most))
+    fillers = cells(table, "filler", 1.0, shares, small) if lifted else []
+    ends = Schedule(table, natural + lifted, planned, seed)
+    if not fillers:
+        return Order(table, ends)
+    tokens = table.tokens[table.tokens <= most]
+    per_sample = part * (shortest + most) / 2 / float(tokens.mean())
+    return Order(table, ends, Schedule(table, fillers, planned, seed), per_sample, tokens.sum())
 
 
 class Stream:
@@ -73,13 +143,13 @@ class Stream:
         seed: int = 0,
         source_tokenizer: Any = None,
         planned: int = 40_000,
-        wanted: Wanted | None = None,
+        accepts: RecordFilter | None = None,
     ) -> None:
         """Open ``sources`` (see ``records.open_source``) for models that share ``tokenizer``.
 
         ``source_tokenizer`` is the source's tokenizer where it differs. ``planned`` is the number
         of samples that the run draws (the paper: 5,000 steps of 8), over which lengths are spread.
-        ``wanted`` is what is asked of the records; None is nothing.
+        ``accepts`` leaves out some of the records.
 
         Raises:
             ValueError: Plain text is asked for with two tokenizers; a source cannot be read, has a
@@ -99,36 +169,74 @@ class Stream:
         both = [tokenizer] if source_tokenizer is None else [tokenizer, source_tokenizer]
         self._fold = not texts and not all(map(keeps_system, both))
         template = None if texts else boilerplate(*both)
-        self._library = Library(sources, both, template, reach(mixture), seed, wanted)
-        self._order(mixture)
+        self._index = RecordIndex(sources, both, template, seed, accepts or RecordFilter())
+        self._mix(mixture)
 
     def at(self, mixture: Mixture) -> Stream:
-        """The same data at other lengths, without reading all of them again.
-
-        Where lengths are estimated they are so for the lengths before, so samples may differ from
-        those of a stream that is opened with ``mixture``.
-        """
+        """The same data at other lengths, without reading all of them again."""
         other = copy.copy(self)
-        other._order(mixture)
+        other._mix(mixture)
         return other
 
-    def _order(self, mixture: Mixture | PlainText) -> None:
-        asked, shelves = mixture, self._library.training
-        self._training = Orders(shelves, mixture, self._planned, self.seed)
-        if isinstance(mixture, Mixture) and not self._can_pack(mixture):
-            mixture = replace(mixture, packed_share=0.0)
-            self._training = Orders(shelves, mixture, self._planned, self.seed)
-        if not self._training.natural and not (
-            isinstance(mixture, Mixture) and mixture.packed_share == 1
+    def _mix(self, asked: Mixture | PlainText) -> None:
+        self.mixture, self._order = asked, self._order_of(asked)
+        if isinstance(asked, Mixture) and asked.packed_share and not self._can_pack(asked):
+            self.mixture = replace(asked, packed_share=0.0)
+            self._order = self._order_of(self.mixture)
+        ends = self._order.ends
+        if not any(cell.kind != "packed" for cell in ends.cells) and not (
+            isinstance(self.mixture, Mixture) and self.mixture.packed_share == 1
         ):
-            raise ValueError(self._unmet(mixture, "natural"))
-        self.mixture = mixture
-        self.survey = self._survey(asked)
+            raise ValueError(self._unmet("natural"))
+        self.survey = self._surveyed(asked)
+
+    def _order_of(self, mixture: Mixture | PlainText) -> Order:
+        index = self._index
+        return order_of(index.training, index.shares, mixture, self._planned, self.seed)
+
+    def _can_pack(self, mixture: Mixture) -> bool:
+        """Whether the data hold enough different packs; at ``packed_share`` 1, one is enough.
+
+        Enough tokens do not suffice: the conversations must add up to the lengths wanted, which a
+        few packs show.
+
+        Raises:
+            ValueError: The data hold no pack, and only packs are asked for.
+        """
+        least = 1 if mixture.packed_share == 1 else DIFFERENT_PACKS
+        found = self._order.tokens >= least * sum(mixture.packed) / 2 and any(
+            self._found(self._order, number, mixture)
+            for number in self._order.ends.numbers("packed")[:DIFFERENT_PACKS].tolist()
+        )
+        if mixture.packed_share == 1 and not found:
+            raise ValueError(self._unmet("packed"))
+        return found
+
+    def _surveyed(self, asked: Mixture | PlainText) -> Survey:
+        index, ends, mixture = self._index, self._order.ends, self.mixture
+        share = mixture.packed_share if isinstance(mixture, Mixture) else 0.0
+        own = [cell for cell in ends.cells if (cell.kind == "packed") == (share == 1)]
+        uses = np.unique(ends.first, return_counts=True)[1]
+        records = sum(len(cell.rows) for cell in own)
+        longest = max(index.training.before[cell.replies].max() for cell in own)
+        return Survey(
+            records,
+            sum(len(source.sizes) for source in index.sources) - records - self.reserved,
+            self.reserved,
+            self._planned,
+            len(uses),
+            int(uses.max(initial=0)),
+            int(longest),
+            int(mixture.natural[1] if isinstance(mixture, Mixture) else reach(mixture)[0]),
+            round(self._order.tokens),
+            share,
+            asked.packed_share if isinstance(asked, Mixture) else 0.0,
+        )
 
     @property
     def skipped(self) -> int:
         """The number of records without a usable assistant turn (or text)."""
-        return self._library.skipped
+        return self._index.skipped
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -142,57 +250,14 @@ class Stream:
     @property
     def reserved(self) -> int:
         """The number of usable records reserved for :meth:`held_out`."""
-        return sum(len(shelf.records) for shelf in self._library.reserved)
+        return len(self._index.reserved)
 
     @property
     def contents(self) -> dict[str, str]:
         """Size and hash of each source by its name, to detect changed data."""
-        return self._library.contents
+        return self._index.contents
 
-    def _can_pack(self, mixture: Mixture) -> bool:
-        """Whether the data hold enough different packs; at ``packed_share`` 1, one is enough.
-
-        Enough tokens do not suffice: the conversations must add up to the lengths wanted, which a
-        few packs show.
-
-        Raises:
-            ValueError: The data hold no pack, and only packs are asked for.
-        """
-        if mixture.packed_share == 0:
-            return True
-        least = 1 if mixture.packed_share == 1 else DIFFERENT_PACKS
-        enough = math.floor(self._training.tokens / (sum(mixture.packed) / 2)) >= least
-        found = enough and any(
-            self._find("packed", n, self._training, tries=PACKS_TRIED, mixture=mixture)
-            for n in range(DIFFERENT_PACKS)
-        )
-        if mixture.packed_share == 1 and not found:
-            raise ValueError(self._unmet(mixture, "packed"))
-        return found
-
-    def _survey(self, asked: Mixture | PlainText) -> Survey:
-        orders, mixture = self._training, self.mixture
-        share, wanted, tokens, lifted = 0.0, reach(mixture)[0], 0.0, (set[Place](), 0)
-        if isinstance(mixture, Mixture):
-            share, wanted, tokens = mixture.packed_share, mixture.natural[1], orders.tokens
-            lifted = orders.met(orders.lifted, share)
-        natural = orders.met(orders.natural, 1 - share)
-        walks = orders.lifted if share == 1 else orders.natural
-        records = sum(map(len, walks.values()))
-        listed = sum(len(source.sizes) for source in self._library.sources)
-        return Survey(
-            records,
-            listed - records - self.reserved,
-            self.reserved,
-            self._planned,
-            len(natural[0] | lifted[0]),
-            natural[1] + lifted[1],
-            max((walk.longest for walk in walks.values()), default=0),
-            int(wanted),
-            round(tokens),
-            share,
-            asked.packed_share if isinstance(asked, Mixture) else 0.0,
-        )
+    # ---- samples ---------------------------------------------------------------------
 
     def sample(self, index: int) -> Sample:
         """Training sample ``index`` (see :meth:`draw`)."""
@@ -208,14 +273,13 @@ class Stream:
             ValueError: No record fits within a bounded number of tries; the message names the
                 lengths wanted.
         """
-        slot, mixture = slot_at(index, self.mixture, self.seed), self.mixture
-        tries = PACKS_TRIED if slot.kind == "packed" else TRIES
-        found = self._find(slot.kind, slot.ordinal, self._training, tries=tries)
-        if found is None and isinstance(mixture, Mixture) and slot.kind == "packed":
-            shorter = replace(mixture, packed=(mixture.packed[0] // 2, mixture.packed[1]))
-            found = self._find("packed", slot.ordinal, self._training, tries=tries, mixture=shorter)
+        found = self._found(self._order, index, self.mixture)
+        kind = self._order.ends.at(index)[0]
+        if found is None and kind == "packed" and isinstance(self.mixture, Mixture):
+            low, high = self.mixture.packed
+            found = self._found(self._order, index, replace(self.mixture, packed=(low // 2, high)))
         if found is None:
-            raise ValueError(f"sample {index}: {self._unmet(self.mixture, slot.kind)}")
+            raise ValueError(f"sample {index}: {self._unmet(kind)}")
         return found
 
     def held_out(self, count: int = 64) -> list[Sample]:
@@ -228,61 +292,66 @@ class Stream:
         Raises:
             ValueError: There are too few records to reserve any, or none fits.
         """
-        kinds: list[Kind] = [slot_at(i, self.mixture, self.seed).kind for i in range(count)]
-        orders = Orders(self._library.reserved, self.mixture, count, self.seed)
+        table, planned = self._index.reserved, 4 * max(count, self.reserved)
+        order = order_of(table, self._index.shares, self.mixture, planned, self.seed)
+        share = self.mixture.packed_share if isinstance(self.mixture, Mixture) else 0.0
+        own: Kind = "text" if isinstance(self.mixture, PlainText) else "natural"
         found: dict[Sample, None] = {}
         taken: set[Place] = set()
-        # Natural samples come first, since a pack uses up many records.
-        wanted = [kind for kind in kinds if kind != "packed"]
-        spare: list[Kind] = ["text" if isinstance(self.mixture, PlainText) else "natural"] * count
-        ordinals = dict.fromkeys([*kinds, *spare], 0)
-        for kind in [*wanted, *(kind for kind in kinds if kind == "packed"), *spare]:
-            if len(found) == count:
-                break
-            while ordinals[kind] < 4 * count:
-                draw = self._find(kind, ordinals[kind], orders, frozenset(taken), tries=1)
-                ordinals[kind] += 1
+        # Natural samples come first, since a pack uses up many records; then in place of packs.
+        plan: tuple[tuple[Kind, int], ...] = (
+            (own, count - round(share * count)),
+            ("packed", count),
+            (own, count),
+        )
+        for kind, enough in plan:
+            for index in order.ends.numbers(kind).tolist():
+                if len(found) == enough:
+                    break
+                draw = self._drawn(order, index, index, self.mixture, taken)
                 if draw is not None:
                     found[draw.sample] = None
                     taken.update(draw.records)
-                    break
         if not found:
-            names, held = self._library.names, self.reserved
+            names, held = self._index.names, self.reserved
             raise ValueError(f"no sample in the {held} records held out of {names}; add records")
         return list(found)
 
-    def _find(
-        self,
-        kind: Kind,
-        ordinal: int,
-        orders: Orders,
-        taken: frozenset[Place] = frozenset(),
-        *,
-        tries: int,
-        mixture: Mixture | PlainText | None = None,
-    ) -> Draw | None:
-        mixture = mixture or self.mixture
-        walks = orders.lifted if kind == "packed" else orders.natural
-        if not walks:
-            return None
-        for attempt in range(tries):
-            shelf, row, reply = orders.of(walks, ordinal, attempt)
-            if shelf.place(row) in taken:
-                continue
-            if isinstance(mixture, PlainText):
-                draw = self._window(mixture, shelf, row, ordinal, attempt)
-            elif kind == "packed":
-                talk = self._library.talk(shelf.place(row))
-                draw = self._packed(mixture, ordinal + attempt * ELSEWHERE, talk, orders, taken)
-            else:
-                draw = self._natural(mixture, self._library.talk(shelf.place(row), reply))
-            if draw is not None:
-                return draw
-        return None
+    def _found(self, order: Order, index: int, mixture: Mixture | PlainText) -> Draw | None:
+        """Sample ``index``; where its record does not fit, one that ends with another."""
+        kind = order.ends.at(index)[0]
+        others = order.ends.others(index, TRIES[kind])
+        tries = [(index, index), *((number, number) for number in others)]
+        if kind == "packed":  # first the same record among other ones
+            tries[1:1] = [(index, number) for number in others[:OTHER_FILLERS]]
+        draws = (self._drawn(order, number, start, mixture) for number, start in tries)
+        return next((draw for draw in draws if draw is not None), None)
 
-    def _unmet(self, mixture: Mixture | PlainText, kind: Kind) -> str:
+    def _drawn(
+        self,
+        order: Order,
+        number: int,
+        start: int,
+        mixture: Mixture | PlainText,
+        taken: Set[Place] = frozenset(),
+    ) -> Draw | None:
+        """The record of sample ``number``, if it fits and is not taken.
+
+        A pack is filled by the records that pack ``start`` would be.
+        """
+        kind, row, reply = order.ends.at(number)
+        place = order.table.place(row)
+        if place in taken:
+            return None
+        if isinstance(mixture, PlainText):
+            return self._window(mixture, place, np.random.default_rng((self.seed, number)))
+        if kind == "packed":
+            return self._packed(mixture, order, row, start, taken)
+        return self._natural(mixture, place, reply)
+
+    def _unmet(self, kind: Kind) -> str:
         """The error message for a kind of sample that the data do not hold."""
-        names = self._library.names
+        names, mixture = self._index.names, self.mixture
         if isinstance(mixture, PlainText):
             wanted = mixture.prefix + mixture.continuation
             return f"no text of {wanted} tokens in {names}; give longer texts"
@@ -292,20 +361,16 @@ class Stream:
             return f"no {what}; add conversations, or allow longer ones (train --max-prefix)"
         return (
             f"no concatenation with a prefix of {low} to {high} tokens in {names}, whose "
-            f"conversations have {round(self._training.tokens):,} tokens; add conversations, or "
+            f"conversations have {round(self._order.tokens):,} tokens; add conversations, or "
             "pack none (-c packed_share=0)"
         )
 
-    # ---- natural ---------------------------------------------------------------------
+    # ---- one sample ------------------------------------------------------------------
 
-    def _natural(self, mixture: Mixture, talk: Talk) -> Draw | None:
-        """One conversation up to one of its replies, if its length is within the limits."""
-        own = until(talk.messages, talk.turn, fold=self._fold)
-        sample = self._cut(own, talk.messages[talk.turn + 1 :], mixture)
-        low, high = mixture.natural
-        if not (low <= sample.num_read <= high and sample.continuation):
-            return None
-        return Draw(sample, "natural", talk.reasoning, (talk.place,))
+    def _messages(self, place: Place) -> list[Message]:
+        record = self._index.read(place)
+        assert record is not None, "a record of no use is not in the table"
+        return record["messages"]
 
     def _cut(
         self, messages: Sequence[Message], later: Sequence[Message], mixture: Mixture
@@ -313,104 +378,93 @@ class Stream:
         longest, ends = mixture.max_continuation, (self._tokenizer, self._source_tokenizer)
         return to_sample(messages, ends[0], longest, ends[1], later if mixture.later_turns else ())
 
-    # ---- packed ----------------------------------------------------------------------
+    def _natural(self, mixture: Mixture, place: Place, reply: int) -> Draw | None:
+        """One conversation up to one of its replies, if its length is within the limits."""
+        messages = self._messages(place)
+        turn = replies(messages)[reply]
+        own = until(messages, turn, fold=self._fold)
+        sample = self._cut(own, messages[turn + 1 :], mixture)
+        low, high = mixture.natural
+        if not (low <= sample.num_read <= high and sample.continuation):
+            return None
+        return Draw(sample, "natural", bool(messages[turn].get("reasoning_content")), (place,))
 
     def _packed(
-        self, mixture: Mixture, ordinal: int, lifted: Talk, orders: Orders, taken: frozenset[Place]
+        self, mixture: Mixture, order: Order, row: int, start: int, taken: Set[Place]
     ) -> Draw | None:
-        """Several conversations in a row, with the last question of ``lifted`` at the end."""
-        rng = random.Random(f"packed/{self.seed}/{ordinal}")
-        low, high = mixture.packed
-        target = low + (high - low) * spread(ordinal, self.seed)
-        others = self._others(orders, ordinal, lifted, mixture.packed, rng, taken)
-        own = self._library.measure(lifted.place[0], {"messages": lifted.messages}).lengths[-1]
-        tried: list[Talk] | None = None
-        scale = 1.0  # estimated tokens per real token
+        """Several conversations in a row, with the last question of one of them at the end."""
+        table, (low, high) = order.table, mixture.packed
+        rng = np.random.default_rng((self.seed, row, start))
+        lifted, target = self._messages(table.place(row)), rng.uniform(low, high)
+        others = self._fillers(order, row, start, 1.5 * high, taken)
+        own = float(table.before[table.last[row]])
+        at, scale, tried = rng.random(), 1.0, list[int]()
         for _ in range(PACK_TRIES):
-            chosen = fill(others, own, target * scale, high * scale)
+            chosen = _filled(others, table.tokens, own, target * scale, high * scale)
             if chosen == tried:
                 break
-            tried, draw = chosen, self._concatenated(lifted, chosen, mixture, rng)
-            length = draw.sample.num_read
-            if low <= length <= high and draw.sample.continuation:
-                return draw
-            sizes = {talk.place: tokens for talk, tokens in others}
-            scale = (own + sum(sizes[talk.place] for talk in chosen)) / max(length, 1)
+            tried, place = chosen, round(at * len(chosen))
+            talks = [self._messages(table.place(other)) for other in chosen]
+            # The later half of a conversation, rounded up, is moved to the end: the questions there
+            # are about what is left of it.
+            half = (len(replies(lifted)) + 1) // 2
+            moved = min(LIFTED, half) if mixture.later_turns else 1
+            packed = pack([*talks[:place], lifted, *talks[place:]], place, moved)
+            sample = self._cut(*packed, mixture)
+            if low <= sample.num_read <= high and sample.continuation:
+                traced = bool(table.traced[table.last[row]])
+                records = tuple(table.place(each) for each in (row, *chosen))
+                return Draw(sample, "packed", traced, records)
+            scale = (own + float(table.tokens[chosen].sum())) / max(sample.num_read, 1)
         return None
 
-    def _others(
-        self,
-        orders: Orders,
-        ordinal: int,
-        lifted: Talk,
-        packed: Range,
-        rng: random.Random,
-        taken: frozenset[Place],
-    ) -> list[tuple[Talk, float]]:
-        """More conversations than a pack needs, with their tokens; none opens like ``lifted``."""
-        found: list[tuple[Talk, float]] = []
-        seen, room = {lifted.place, *taken}, 1.5 * packed[1]
-        for shelf, row in self._refill(orders, ordinal, packed, rng):
-            place = shelf.place(row)
-            if place in seen:
+    def _fillers(
+        self, order: Order, own: int, start: int, room: float, taken: Set[Place]
+    ) -> list[int]:
+        """Rows of more conversations than a pack needs; none opens like the pack's own."""
+        table = order.table
+        found: dict[int, None] = {}
+        first = round(start * order.per_sample)  # about where the packs before end
+        assert order.fillers is not None, "there are packs"
+        for step in range(2 * len(table)):
+            row = order.fillers.at(first + step)[1]
+            if row in found or table.place(row) in taken:
                 continue
-            seen.add(place)
-            talk = self._library.talk(place)
-            if talk.opening != lifted.opening:
-                found.append((talk, float(shelf.whole[row])))
-                room -= found[-1][1]
+            if table.opening[row] != table.opening[own]:
+                found[row] = None
+                room -= table.tokens[row]
             if room < 0:
                 break
-        return found
+        return list(found)
 
-    def _refill(
-        self, orders: Orders, ordinal: int, packed: Range, rng: random.Random
-    ) -> Iterator[tuple[Shelf, int]]:
-        """Records of all sources by their weights, starting where the previous packs end."""
-        refills = orders.refills
-        shelves = [shelf for shelf in orders.shelves if shelf.source in refills]
-        shares = orders.shares(refills)
-        met = ordinal * (packed[0] + packed[1]) / 2
-        positions = [
-            refills[shelf.source].start(met * share)
-            for shelf, share in zip(shelves, shares, strict=True)
-        ]
-        for _ in range(min(PACK_LIMIT, 2 * sum(map(len, refills.values())))):
-            index = rng.choices(range(len(shelves)), shares)[0]
-            yield shelves[index], refills[shelves[index].source].at(positions[index])
-            positions[index] += 1
-
-    def _concatenated(
-        self, lifted: Talk, others: list[Talk], mixture: Mixture, rng: random.Random
-    ) -> Draw:
-        at = rng.randint(0, len(others))
-        talks = [*others[:at], lifted, *others[at:]]
-        # The later half of a conversation, rounded up, is moved to the end: the questions there are
-        # about what is left of it.
-        moved = min(LIFTED, (len(replies(lifted.messages)) + 1) // 2) if mixture.later_turns else 1
-        sample = self._cut(*pack([talk.messages for talk in talks], at, moved), mixture)
-        records = (lifted.place, *(talk.place for talk in others))
-        return Draw(sample, "packed", lifted.reasoning, records)
-
-    # ---- plain text ------------------------------------------------------------------
-
-    def _window(
-        self, windows: PlainText, shelf: Shelf, row: int, ordinal: int, attempt: int
-    ) -> Draw | None:
+    def _window(self, windows: PlainText, place: Place, rng: np.random.Generator) -> Draw | None:
         """A window at a random place in one text."""
-        rng = random.Random(f"text/{self.seed}/{ordinal}/{attempt}")
         first = front(self._tokenizer)  # the tokens that begin every prompt of plain text
         wanted = windows.prefix - len(first) + windows.continuation
-        per_token, _ = self._library.per_token[shelf.source]
-        record = self._library.read(shelf.place(row))
+        per_token, _ = self._index.per_token[place[0]]
+        record = self._index.read(place)
         text = excerpt(record["text"], int(2 * wanted * per_token), rng) if record else ""
         tokens = encode_plain(self._tokenizer, text)
         if len(tokens) < wanted:
             return None
-        start = rng.randint(0, len(tokens) - wanted)
+        start = int(rng.integers(len(tokens) - wanted + 1))
         cut = start + windows.prefix - len(first)
         sample = Sample(first + tokens[start:cut], tokens[cut : start + wanted])
-        return Draw(sample, "text", False, (shelf.place(row),))
+        return Draw(sample, "text", False, (place,))
+
+
+def _filled(
+    rows: Sequence[int], tokens: np.ndarray, used: float, target: float, most: float
+) -> list[int]:
+    """Rows in order, until their tokens reach ``target``, without exceeding ``most``."""
+    chosen = []
+    for row in rows:
+        if used >= target:
+            break
+        if used + tokens[row] <= most:
+            chosen.append(row)
+            used += tokens[row]
+    return chosen
 
 
 def prefix_histogram(stream: Stream, count: int = 240, bins: int = 12, every: int = 1) -> list[Bin]:

@@ -25,10 +25,10 @@ from kvlingo_mlx.tokenization import records as records_room
 from kvlingo_mlx.tokenization.records import open_source
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import data as data_room
-from kvlingo_mlx.training import library as library_room
+from kvlingo_mlx.training import index as index_room
 from kvlingo_mlx.training.conversations import keeps_system, normalise, pack, to_sample, until
 from kvlingo_mlx.training.data import Stream, prefix_histogram
-from kvlingo_mlx.training.mixture import BLOCK, Mixture, PlainText, key_of, shuffled, slot_at
+from kvlingo_mlx.training.mixture import Mixture, PlainText
 
 MODEL = Path(dialogues.__file__).parent / "models" / "tiny-qwen3-s"
 GEMMA = (
@@ -339,16 +339,6 @@ def test_malformed_records_name_file_and_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_bad_line_met_later_is_named_too(tmp_path: Path, qwen3: Any) -> None:
-    good = [conversation(i, 4, reasons=False) for i in range(40)]
-    path = write(
-        tmp_path / "late.jsonl", [*good, {"messages": [ASK, {"role": "?", "content": ""}]}]
-    )
-    with pytest.raises(ValueError, match=r"late.jsonl, line 41: role '\?'"):
-        stream = Stream([path], qwen3, Mixture(packed_share=0))
-        [stream.sample(index) for index in range(64)]
-
-
 def test_records_without_an_answer_are_skipped_and_counted(tmp_path: Path, qwen3: Any) -> None:
     good = [conversation(i, 9, reasons=False) for i in range(30)]
     useless = [{"messages": [ASK]}, {"messages": []}, {"text": "plain"}, {"messages": [ASK, CALL]}]
@@ -482,7 +472,7 @@ def test_streams_that_go_on(tmp_path: Path, qwen3: Any) -> None:
     """Natural samples go on to the end; packs hold all turns once, the last ones at the end."""
     path = tmp_path / "talks.jsonl"
     talks = [
-        [m | {"content": f"{number} {m['content']}"} for m in TURNS[: 2 * (number % 4 + 1)]]
+        [m | {"content": f"#{number} {m['content']}"} for m in TURNS[: 2 * (number % 4 + 1)]]
         for number in range(200)
     ]
     path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
@@ -492,14 +482,12 @@ def test_streams_that_go_on(tmp_path: Path, qwen3: Any) -> None:
     seen = Counter[int]()
     for draw in map(stream.draw, range(64)):
         number = draw.records[0][1]
-        prefix, answers = (
-            qwen3.decode(part) for part in (draw.sample.prefix, draw.sample.continuation)
-        )
-        asked = [w for w in ("one", "two", "three", "four") if f"{number} {w}?" in prefix]
-        told = [w for w in ("one", "two", "three", "four") if f"{number} {w}!" in answers]
+        prefix, answers = texts(qwen3, draw.sample)
+        asked = [w for w in ("one", "two", "three", "four") if f"#{number} {w}?" in prefix]
+        told = [w for w in ("one", "two", "three", "four") if f"#{number} {w}!" in answers]
         whole = ["one", "two", "three", "four"][: number % 4 + 1]
         assert told == whole[whole.index(told[0]) :] and asked[-1] == told[0]
-        assert f"{number} {told[0]}!" not in prefix
+        assert f"#{number} {told[0]}!" not in prefix
         if draw.kind == "packed":
             assert len(told) == (len(whole) + 1) // 2  # at most the later half
         seen[len(told)] += 1
@@ -555,6 +543,7 @@ def test_natural_samples_are_turns_of_their_record(
 ) -> None:
     turns = Counter()
     for draw in (d for d in draws if d.kind == "natural"):
+        assert SMALL.natural[0] <= len(draw.sample.prefix) <= SMALL.natural[1]
         ((source, record),) = draw.records
         messages = told[record]["messages"]
         prefix, continuation = texts(qwen3, draw.sample)
@@ -574,6 +563,7 @@ def test_packed_samples_hold_whole_conversations(
 ) -> None:
     behind = 0
     for draw in (d for d in draws if d.kind == "packed"):
+        assert SMALL.packed[0] <= len(draw.sample.prefix) <= SMALL.packed[1]
         prefix, continuation = texts(qwen3, draw.sample)
         lifted, *others = (told[record]["messages"] for _, record in draw.records)
         question, answer = lifted[-2:]
@@ -590,30 +580,6 @@ def test_packed_samples_hold_whole_conversations(
         behind += prefix.index(remainder) > 0
         assert "Let me see" not in prefix
     assert 10 < behind < 118, "the evaluated conversation stands anywhere"
-
-
-def test_lengths_keep_to_the_mixture(draws: list[Any]) -> None:
-    for draw in draws:
-        low, high = SMALL.natural if draw.kind == "natural" else SMALL.packed
-        assert low <= len(draw.sample.prefix) <= high
-        assert 0 < len(draw.sample.continuation) <= SMALL.max_continuation
-        assert len(draw.sample.prefix) + len(draw.sample.continuation) <= 2048
-
-
-def test_full_size_packs(tmp_path: Path, qwen3: Any) -> None:
-    records = [conversation(i, 60, reasons=False) for i in range(80)]
-    stream = Stream([write(tmp_path / "long.jsonl", records)], qwen3, Mixture(packed_share=1))
-    lengths = [len(stream.sample(index).prefix) for index in range(4)]
-    assert all(12_288 <= length <= 16_384 for length in lengths)
-    assert max(lengths) - min(lengths) > 500
-
-
-def test_continuations_are_cut(data: str, qwen3: Any) -> None:
-    short = Stream([data], qwen3, Mixture(SMALL.natural, SMALL.packed, max_continuation=5))
-    whole = Stream([data], qwen3, Mixture(SMALL.natural, SMALL.packed))
-    for index in range(6):
-        assert short.sample(index).continuation == whole.sample(index).continuation[:5]
-        assert len(short.sample(index).continuation) == 5
 
 
 # ---- which samples come --------------------------------------------------------------
@@ -657,54 +623,6 @@ def test_reasoning_alternates(plenty: list[Any]) -> None:
     natural = [draw for draw in plenty if draw.kind == "natural"]
     long = [d.reasoning for d in natural if len(d.sample.prefix) > SMALL.natural[1] / 2]
     assert 0.35 < sum(long) / len(long) < 0.65
-
-
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.3, 0.5, 1.0])
-def test_shares_hold_in_every_stretch(share: float) -> None:
-    slots = [slot_at(index, Mixture(packed_share=share), seed=5) for index in range(400)]
-    for kind in ("natural", "packed"):
-        ordinals = [slot.ordinal for slot in slots if slot.kind == kind]
-        assert sorted(ordinals) == list(range(len(ordinals))), "each ordinal comes once"
-    packed = np.cumsum([slot.kind == "packed" for slot in slots])
-    ends = np.arange(BLOCK, 401, BLOCK)
-    assert np.abs(packed[ends - 1] - share * ends).max() <= 1
-    if share == 0.5:
-        for processes in (2, 4, 8):
-            kinds = [slot.kind for slot in slots[::processes]]
-            assert 0.3 < kinds.count("packed") / len(kinds) < 0.7, "no process gets one kind only"
-
-
-def test_the_order_is_the_same_on_every_machine() -> None:
-    """Written down once: a run that resumes elsewhere must meet the same records."""
-    assert key_of(0, "natural", 3) == 13374673769651531736
-    assert [shuffled(i, 12, key_of("x")) for i in range(12)] == [
-        0,
-        11,
-        9,
-        7,
-        3,
-        1,
-        5,
-        4,
-        8,
-        2,
-        10,
-        6,
-    ]
-
-
-def test_records_are_visited_evenly(tmp_path: Path, qwen3: Any) -> None:
-    """Conversations of one size: over two epochs of packs none is left out or worn out."""
-    records = [conversation(i, 12, reasons=False) for i in range(60)]
-    path = write(tmp_path / "even.jsonl", records)
-    stream = Stream([path], qwen3, Mixture((10, 1820), SMALL.packed, packed_share=1))
-    met: Counter[int] = Counter()
-    epochs, index = 4, 0
-    while sum(met.values()) < epochs * 54:
-        met.update(record for _, record in stream.draw(index).records)
-        index += 1
-    assert len(met) == 54
-    assert max(met.values()) <= 2 * epochs
 
 
 def test_a_sample_is_a_function_of_seed_and_index(data: str, qwen3: Any, draws: list[Any]) -> None:
@@ -768,7 +686,6 @@ def test_held_out_records_never_train(stream: Stream, draws: list[Any], qwen3: A
     assert len(kept) > 30
     assert len(trained) > 300
     assert not kept & trained
-    assert kept <= {shuffled(i, 600, key_of(3, "held out")) for i in range(60)}
     lengths = [len(sample.prefix) for sample in held]
     assert sum(length >= SMALL.packed[0] for length in lengths) == 8
 
@@ -814,24 +731,6 @@ def test_held_out_of_little_data(tmp_path: Path, qwen3: Any) -> None:
 
 
 # ---- several sources, what does not fit, texts ---------------------------------------
-
-
-def test_weights_are_shares_of_the_samples(tmp_path: Path, qwen3: Any) -> None:
-    paths = [
-        write(
-            tmp_path / f"{name}.jsonl",
-            [conversation(first + i, 5, reasons=False) for i in range(count)],
-        )
-        for name, first, count in (("a", 0, 30), ("b", 100, 90))
-    ]
-    stream = Stream([f"{paths[0]}@3", (paths[1], 1.0)], qwen3, Mixture(packed_share=0))
-    origin = Counter(stream.draw(index).records[0][0] for index in range(100))
-    assert 0.65 < origin[0] / 100 < 0.85
-    packs = Stream(
-        [f"{paths[0]}@3", (paths[1], 1.0)], qwen3, Mixture(SMALL.natural, SMALL.packed, 1.0)
-    )
-    places = Counter(source for index in range(20) for source, _ in packs.draw(index).records)
-    assert 0.65 < places[0] / sum(places.values()) < 0.85
 
 
 def test_what_does_not_fit_is_refused(data: str, tmp_path: Path, qwen3: Any) -> None:
@@ -891,17 +790,13 @@ def test_an_estimate_that_is_far_off_is_drawn_again(
     lengths = [len(qwen3.encode(talk[0]["content"])) for talk in talks]
     limit = (min(lengths[::4]) + max(lengths[1:4])) // 2
     assert max(lengths[1:4]) < limit < min(lengths[::4])
-    trains = set(range(120)) - {shuffled(i, 120, key_of(0, "held out")) for i in range(12)}
     counted = Stream([path], qwen3, Mixture((10, limit), packed_share=0))
-    assert counted.survey.records == sum(i % 4 > 0 for i in trains), (
-        "all lengths are counted where the data are few"
-    )
-    monkeypatch.setattr(library_room, "COUNTED", 0)  # as of much data: estimated
-    monkeypatch.setattr(library_room, "UNSURE", 1.0)
+    assert 78 <= counted.survey.records <= 90, "all lengths are counted where the data are few"
+    monkeypatch.setattr(index_room, "COUNTED", 0)  # as of much data: estimated
     stream = Stream([path], qwen3, Mixture((10, limit), packed_share=0))
     drawn = [stream.draw(index).records[0][1] for index in range(60)]
     assert all(record % 4 for record in drawn)
-    monkeypatch.setattr(data_room, "TRIES", 1)
+    monkeypatch.setitem(data_room.TRIES, "natural", 1)
     with pytest.raises(ValueError, match="no conversation with a prefix of 10 to"):
         [stream.draw(index) for index in range(60)]
 
@@ -1009,10 +904,9 @@ def test_no_run_ends_for_want_of_one_pack(tmp_path: Path, qwen3: Any) -> None:
     mixture = Mixture((10, 312), (384, 400), max_prefix=512, max_continuation=64)
     stream = Stream([path], qwen3, mixture, planned=1200)
     assert stream.mixture.packed_share == 0.5
-    lengths = [len(stream.sample(index).prefix) for index in range(400)]
-    packed = [n for n, index in zip(lengths, range(400), strict=True)
-              if stream.draw(index).kind == "packed"]  # fmt: skip
-    assert len(packed) == 200
+    drawn = [stream.draw(index) for index in range(400)]
+    packed = [len(draw.sample.prefix) for draw in drawn if draw.kind == "packed"]
+    assert abs(len(packed) - 200) <= 2
     assert all(192 <= length <= 400 for length in packed)
     assert sum(length >= 384 for length in packed) > 100
 

@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from kvlingo_mlx.training.data import Stream
-from kvlingo_mlx.training.mixture import Mixture, PlainText, key_of, shuffled
-from kvlingo_mlx.training.order import Refill, Walk, fill_evenly, halve, source_at
+from kvlingo_mlx.training.index import Table
+from kvlingo_mlx.training.mixture import Mixture
+from kvlingo_mlx.training.schedule import Schedule, cells
 from tests.support import two_tokenizers
 
 CONTEXT = 32_768  # of an ordinary model: the mixture is not scaled down
@@ -67,12 +66,9 @@ def spread_lengths(count: int) -> list[int]:
 
 
 SHAPES: dict[str, Callable[[], list[int]]] = {
-    "all short": lambda: [3 + i % 9 for i in range(400)],
-    "all long": lambda: [1500 + i % 40 for i in range(60)],
     "bimodal": lambda: [5 + i % 3 if i % 2 else 900 + i % 7 for i in range(300)],
     "one long": lambda: [1200 if i == 777 else 4 + i % 5 for i in range(2000)],
     "three": lambda: [4, 9, 40],
-    "one size": lambda: [20] * 250,
     "long tail": lambda: spread_lengths(600),
 }
 
@@ -99,13 +95,6 @@ def test_no_record_comes_again_too_soon(
     check(late, records)
 
 
-def test_a_pass_meets_every_usable_record(tmp_path: Path, tokenizer: Any) -> None:
-    path = write(tmp_path / "data.jsonl", SHAPES["long tail"](), replies=3)
-    stream = Stream([path], tokenizer, NATURAL, 5)
-    met = {stream.draw(index).records for index in range(stream.survey.records)}
-    assert len(met) == stream.survey.records == 540
-
-
 def test_packs_end_in_different_records(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "data.jsonl", [60 + i % 90 for i in range(400)])
     mixture = Mixture(packed_share=1).scaled(2048)
@@ -122,24 +111,6 @@ def test_packs_end_in_different_records(tmp_path: Path, tokenizer: Any) -> None:
     assert [again.draw(index) for index in (71, 3)] == [draws[71], draws[3]]
 
 
-def test_many_records(tmp_path: Path, tokenizer: Any) -> None:
-    path = write(tmp_path / "many.jsonl", (2 + i % 6 for i in range(20_000)))
-    stream = Stream([path], tokenizer, NATURAL, planned=2000)
-    assert stream.survey.records == 18_000
-    check([stream.draw(index).records[0][1] for index in range(1500)], stream.survey.records)
-    assert stream.survey.distinct == 2000 and stream.survey.uses == 1
-
-
-@pytest.mark.parametrize("planned", [10_000, 250_000])
-def test_a_hundred_thousand_records(planned: int) -> None:
-    lengths = np.random.default_rng(1).pareto(0.8, 100_000) * 50 + 10
-    usable = int((lengths <= 10_000).sum())
-    walk = Walk(np.arange(100_001), lengths, np.zeros(100_000, bool), (1, 10_000), planned, 5)
-    assert len(walk) == usable < 99_900
-    for count in (1000, usable, 130_000):
-        check([walk.at(step)[0] for step in range(count)], usable)
-
-
 def test_sources_keep_their_weights_and_their_records(tmp_path: Path, tokenizer: Any) -> None:
     sizes, weights = (60, 300, 90), (3.0, 1.0, 0.5)
     paths = [write(tmp_path / f"{n}.jsonl", spread_lengths(n)) for n in sizes]
@@ -149,6 +120,38 @@ def test_sources_keep_their_weights_and_their_records(tmp_path: Path, tokenizer:
         mine = [record for origin, record in drawn if origin == source]
         assert abs(len(mine) - 300 * weight / sum(weights)) <= 4
         check(mine, size - max(2, size // 10))
+
+
+@pytest.mark.parametrize("planned", [10_000, 250_000])
+def test_a_hundred_thousand_records(planned: int) -> None:
+    """A short run has all lengths evenly, half of them traced; a long one meets each as often."""
+    rng, many = np.random.default_rng(1), 100_000
+    lengths, ones = rng.pareto(0.8, many) * 50 + 10, np.zeros(many, int)
+    table = Table(ones, np.arange(many), lengths, ones, np.arange(many + 1), lengths,
+                  rng.random(many) < 0.2)  # fmt: skip
+    usable = lengths <= 10_000
+    schedule = Schedule(table, cells(table, "natural", 1.0, np.ones(1), usable), planned, 5)
+    check([schedule.at(step)[1] for step in range(130_000)], int(usable.sum()))
+    assert usable[schedule.first].all() and not (~usable).all()
+    if planned < many:
+        inside = np.histogram(lengths[schedule.first], np.linspace(10, 10_000, 9))[0]
+        as_they_come = np.histogram(lengths[usable], np.linspace(10, 10_000, 9))[0]
+        assert inside[0] < 0.5 * planned < 0.9 * as_they_come[0], "the long ones all come"
+        assert (inside[4:] == as_they_come[4:]).all()
+        assert table.traced[schedule.first].mean() > 0.3
+
+
+def test_kinds_keep_their_shares_in_every_stretch(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "data.jsonl", [60 + i % 90 for i in range(400)])
+    for share in (0.25, 0.3, 0.5):
+        mixture = Mixture((10, 900), (1200, 1800), packed_share=share)
+        stream = Stream([path], tokenizer, mixture, 5, planned=400)
+        packed = [stream.draw(index).kind == "packed" for index in range(120)]
+        ends = np.arange(1, 121)
+        assert np.abs(np.cumsum(packed) - share * ends).max() <= 2
+        for processes in (2, 4, 8):
+            some = packed[::processes]
+            assert abs(sum(some) / len(some) - share) < 0.2, "no process gets one kind only"
 
 
 def test_two_tokenizers(tmp_path: Path) -> None:
@@ -162,18 +165,6 @@ def test_two_tokenizers(tmp_path: Path) -> None:
     check([draw.records[0][1] for draw in draws], stream.survey.records)
     assert all(draw.sample.num_read <= mixture.natural[1] for draw in draws)
     assert any(draw.sample.aligned is not None for draw in draws)
-
-
-def test_texts(tmp_path: Path, tokenizer: Any) -> None:
-    path = tmp_path / "texts.jsonl"
-    books = [" ".join(WORDS[(n + i) % 10] for i in range(20 + 9 * (n % 40))) for n in range(200)]
-    path.write_text("".join(json.dumps({"text": book}) + "\n" for book in books))
-    stream = Stream([str(path)], tokenizer, PlainText(128, 64), planned=150)
-    long_enough = [len(tokenizer.encode(book, add_special_tokens=False)) >= 192 for book in books]
-    for index in range(20):
-        long_enough[shuffled(index, 200, key_of(0, "held out"))] = False
-    assert 100 < stream.survey.records == sum(long_enough) < 190
-    check([stream.draw(i).records[0][1] for i in range(400)], stream.survey.records)
 
 
 # ---- what the run is told of its data ----------------------------------------------------
@@ -206,110 +197,3 @@ def test_data_that_bear_the_recipe_are_not_complained_of(tmp_path: Path, tokeniz
     assert survey.packed_share == 0.5
     met = {stream.draw(index).records[0] for index in range(200)}
     assert survey.distinct > 170 and abs(len(met) - survey.distinct) <= 10, "a pack may not fit"
-
-
-# ---- the arithmetic, against plain loops --------------------------------------------------
-
-
-def a_walk(records: int, planned: int, rng: random.Random) -> tuple[Walk, list[list[float]]]:
-    talks = [sorted(rng.uniform(1, 200) for _ in range(rng.randint(1, 4))) for _ in range(records)]
-    starts = np.cumsum([0, *map(len, talks)])
-    lengths = np.array([length for talk in talks for length in talk])
-    traces = np.array([rng.random() < 0.3 for _ in lengths])
-    return Walk(starts, lengths, traces, (20, 150), planned, key=7), talks
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 60), st.integers(1, 90), st.integers(0, 10**6))
-def test_an_epoch_is_every_record_that_has_a_reply_within_reach(
-    records: int, planned: int, seed: int
-) -> None:
-    walk, talks = a_walk(records, planned, random.Random(seed))
-    usable = [n for n, talk in enumerate(talks) if any(20 <= length <= 150 for length in talk)]
-    assert walk.rows.tolist() == usable
-    for epoch in range(2 if usable else 0):
-        steps = [walk.at(epoch * len(usable) + step) for step in range(len(usable))]
-        assert sorted(row for row, _ in steps) == usable
-        assert all(20 <= talks[row][reply] <= 150 for row, reply in steps)
-    assert sorted(walk.first(planned)) == sorted(
-        walk.at(step)[0] for step in range(min(planned, len(usable)))
-    )
-
-
-def test_a_run_gets_all_lengths_evenly_and_all_the_time() -> None:
-    """Ninety-nine short records to one long: a run of 200 gets the long ones too, spread out."""
-    rng = np.random.default_rng(0)
-    lengths = np.concatenate([rng.uniform(10, 100, 9900), rng.uniform(900, 1000, 100)])
-    walk = Walk(np.arange(10_001), lengths, np.zeros(10_000, bool), (1, 2000), 200, key=3)
-    drawn = np.array([lengths[walk.at(step)[0]] for step in range(200)])
-    assert 90 <= (drawn > 500).sum() <= 100
-    for part in np.split(drawn, 4):
-        assert 20 <= (part > 500).sum() <= 28, "in every quarter of the run"
-    rest = np.array([lengths[walk.at(step)[0]] for step in range(200, 10_000)])
-    assert (rest > 500).sum() + (drawn > 500).sum() == 100, "and none of them twice"
-
-
-def test_half_of_a_run_reasons_where_the_data_allow_it() -> None:
-    traces = np.arange(4000) % 10 == 0
-    lengths = np.linspace(10, 1000, 4000)
-    walk = Walk(np.arange(4001), lengths, traces, (1, 2000), 600, key=3)
-    assert abs(sum(traces[walk.at(step)[0]] for step in range(600)) - 300) <= 16
-    scarce = Walk(np.arange(4001), lengths, np.arange(4000) < 3, (1, 2000), 600, key=3)
-    assert sum(scarce.at(step)[0] < 3 for step in range(600)) == 3
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.data())
-def test_filling_evenly(sizes: list[int], data: st.DataObject) -> None:
-    total = data.draw(st.integers(0, sum(sizes)))
-    found = fill_evenly(np.array(sizes), total)
-    by_hand = [0] * len(sizes)  # one after the other, always the least filled
-    for _ in range(total):
-        open_ = [i for i, size in enumerate(sizes) if by_hand[i] < size]
-        by_hand[min(open_, key=lambda i: by_hand[i])] += 1
-    assert sorted(found.tolist()) == sorted(by_hand)
-    assert all(found <= np.array(sizes))
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1), st.data())
-def test_halving(pairs: list[tuple[int, int]], data: st.DataObject) -> None:
-    some, others = (np.array(side) for side in zip(*pairs, strict=True))
-    quotas = np.array([data.draw(st.integers(0, a + b)) for a, b in pairs])
-    taken = halve(some, others, quotas)
-    assert (taken >= np.maximum(quotas - others, 0)).all()
-    assert (taken <= np.minimum(some, quotas)).all()
-    least, most = np.maximum(quotas - others, 0).sum(), np.minimum(some, quotas).sum()
-    half = min(max(quotas.sum() / 2, least), most)
-    assert abs(taken.sum() - half) <= len(pairs), "up to a rounding each"
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.floats(0.05, 1), min_size=1, max_size=5), st.integers(0, 1000))
-def test_sources_by_number(weights: list[float], key: int) -> None:
-    shares = [weight / sum(weights) for weight in weights]
-    drawn = [source_at(ordinal, shares, key) for ordinal in range(160)]
-    for source, share in enumerate(shares):
-        mine = [ordinal for origin, ordinal in drawn if origin == source]
-        assert sorted(mine) == list(range(len(mine))), "each number once"
-        assert abs(len(mine) - 160 * share) <= 2 + 2 * len(shares)
-
-
-def test_refilling_goes_on_where_it_stopped() -> None:
-    tokens = np.array([5.0, 1.0, 10.0, 4.0])
-    refill = Refill(np.array([3, 5, 8, 9]), tokens, key=2)
-    by_row = dict(zip((3, 5, 8, 9), tokens, strict=True))
-    met = 0.0
-    for position in range(12):
-        assert refill.start(met) == position
-        assert refill.start(met + by_row[refill.at(position)] - 0.5) == position
-        met += by_row[refill.at(position)]
-    epochs = [[refill.at(4 * e + i) for i in range(4)] for e in range(4)]
-    assert all(sorted(epoch) == [3, 5, 8, 9] for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) > 1
-
-
-def test_the_order_is_the_same_on_every_machine() -> None:
-    """Written down once: a run that resumes elsewhere must meet the same records."""
-    walk, _ = a_walk(12, 5, random.Random(0))
-    assert [walk.at(step)[0] for step in range(len(walk))] == [11, 0, 2, 1, 6, 10, 9, 7, 5, 4, 3]

@@ -1,4 +1,4 @@
-"""Which records a training reads: English ones where asked for, and none of an evaluation's.
+"""Records that a training leaves out: those not English, and those of an evaluation.
 
 The paper's translators are fitted on the English subset of their data (appendix "Cache translation
 across languages"), and their data share nothing with the benchmarks (appendix "Training data").
@@ -65,11 +65,11 @@ def is_english(record: Mapping[str, Any], texts: Sequence[str]) -> bool:
             counts, there or in its ``metadata``: a name or a code such as ``en-US``.
         texts: Its messages' contents, or its text.
     """
-    told = _told(record)
-    return all(map(reads_english, texts)) if told is None else told
+    stated = _stated(record)
+    return all(map(reads_english, texts)) if stated is None else stated
 
 
-def _told(record: Mapping[str, Any]) -> bool | None:
+def _stated(record: Mapping[str, Any]) -> bool | None:
     """Whether a record calls itself English; None if it does not say."""
     for place in (record, *(record.get(name) for name in PLACES)):
         fields = place if isinstance(place, Mapping) else {}
@@ -124,41 +124,36 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is asked of the records of a training.
+class RecordFilter:
+    """Which records of a training are left out; counts them."""
 
-    Attributes:
-        english: Whether only English ones are read.
-        apart_from: Sources of an evaluation's data, of any schema. A record is left out if one of
-            its questions, or its text, is a text of theirs of 32 characters or more.
-        left_out: How many records were left out when the data were opened, by reason.
-    """
-
-    english: bool = False
+    english: bool = False  # all that are not English
+    # Those that ask what these sources of an evaluation's data hold, of any schema: one of their
+    # questions, or their text, is a text there of 32 characters or more.
     apart_from: tuple[Spec, ...] = ()
     left_out: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def anything(self) -> bool:
-        """Whether anything is asked for."""
+    def __bool__(self) -> bool:
         return self.english or bool(self.apart_from)
 
     def __str__(self) -> str:
-        asked = ["not English"] * self.english + ["evaluated on"] * bool(self.apart_from)
-        return ", ".join(f"{self.left_out[why]:,} records {why}" for why in asked)
+        reasons = ["not English"] * self.english + ["evaluated on"] * bool(self.apart_from)
+        return ", ".join(f"{self.left_out[why]:,} records {why}" for why in reasons)
 
-    def refusal(self, record: Any, found: Mapping[str, Any]) -> str:
-        """Why a record is not read; empty if it is.
+    def accepts(self, record: Any, found: Mapping[str, Any]) -> bool:
+        """Whether a record is read; ``found`` is what ``conversations.normalise`` makes of it."""
+        refusal = self._refusal(record, found) if self else ""
+        self.left_out.update([refusal] if refusal else [])
+        return not refusal
 
-        Args:
-            record: The record as it was read.
-            found: The same as ``conversations.normalise`` gives it.
-        """
+    def _refusal(self, record: Any, found: Mapping[str, Any]) -> str:
         messages = found.get("messages", [])
         texts = [found["text"]] if "text" in found else [m["content"] for m in messages]
         if self.english and not is_english(record, texts):
             return "not English"
-        asked = texts if "text" in found else [m["content"] for m in messages if _asks(m)]
+        asked = (
+            texts if "text" in found else [m["content"] for m in messages if m["role"] == "user"]
+        )
         if self.apart_from and not self._known.isdisjoint(map(fingerprint, asked)):
             return "evaluated on"
         return ""
@@ -177,7 +172,3 @@ class Wanted:
         records = (source.read(i)[0] for source in self._sources for i in range(len(source.sizes)))
         texts = (text for record in records for text in _texts(record))
         return frozenset(fingerprint(text) for text in texts if len(_plain(text)) >= LONG)
-
-
-def _asks(message: Mapping[str, str]) -> bool:
-    return message["role"] == "user"

@@ -17,7 +17,7 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.on_mlx.pair import Pair
-from kvlingo_mlx.training.wanted import Wanted, is_english, reads_english
+from kvlingo_mlx.training.record_filter import RecordFilter, is_english, reads_english
 from tests.support.languages import LANGUAGES
 
 MODEL = Path(dialogues.__file__).parent / "models" / "tiny-qwen3-s"
@@ -140,20 +140,20 @@ def test_a_stream_of_english_records(tmp_path: Path, tokenizer: Any) -> None:
         records.append({"messages": []})
         kept.add(told)
     path = write(tmp_path / "all.jsonl", records)
-    wanted = Wanted(english=True)
-    stream = Stream([path], tokenizer, ALONE, wanted=wanted)
-    questions = [stream._library.talk(shelf.place(row)).opening
-                 for shelf in (*stream._library.training, *stream._library.reserved)
-                 for row in range(len(shelf.records))]  # fmt: skip
-    assert sorted(questions) == sorted(kept)
-    assert wanted.left_out["not English"] == len(records) - len(kept) - 30
+    accepts = RecordFilter(english=True)
+    stream = Stream([path], tokenizer, ALONE, accepts=accepts)
+    drawn = [tokenizer.decode(stream.sample(n).prefix) for n in range(stream.survey.records)]
+    drawn += [tokenizer.decode(sample.prefix) for sample in stream.held_out(stream.reserved)]
+    assert len(drawn) == len(kept)
+    assert all(sum(question in text for text in drawn) == 1 for question in kept)
+    assert accepts.left_out["not English"] == len(records) - len(kept) - 30
     assert stream.skipped == len(records) - len(kept)
-    assert str(wanted) == f"{wanted.left_out['not English']:,} records not English"
+    assert str(accepts) == f"{accepts.left_out['not English']:,} records not English"
     everything = Stream([path], tokenizer, ALONE)
     assert everything.survey.records > 5 * stream.survey.records
     texts = [{"text": f"{n} {text} " * 60} for n in range(8) for text in LANGUAGES.values()]
     plain = Stream(
-        [write(tmp_path / "texts.jsonl", texts)], tokenizer, PlainText(8, 8), wanted=wanted
+        [write(tmp_path / "texts.jsonl", texts)], tokenizer, PlainText(8, 8), accepts=accepts
     )
     assert plain.survey.records + plain.reserved == 8
 
@@ -184,16 +184,16 @@ def test_what_is_evaluated_on_is_left_out(
                for n in range(40)]  # fmt: skip
     records += [talk("Hi!", "Hello."), talk("Hi!", "Hello.", QUESTION, "The second.")]
     judged = write(tmp_path / "judged.jsonl", [{"text": "Nothing of interest."}, evaluated])
-    wanted = Wanted(apart_from=(judged,))
-    stream = Stream([write(tmp_path / "d.jsonl", records)], tokenizer, ALONE, wanted=wanted)
-    assert wanted.left_out == ({"evaluated on": 1} if left_out else {})
+    accepts = RecordFilter(apart_from=(judged,))
+    stream = Stream([write(tmp_path / "d.jsonl", records)], tokenizer, ALONE, accepts=accepts)
+    assert accepts.left_out == ({"evaluated on": 1} if left_out else {})
     kept = stream.survey.records + stream.reserved
     assert kept <= 42 - left_out and kept >= 40
     drawn = [tokenizer.decode(stream.sample(i).prefix) for i in range(60)]
     drawn += [tokenizer.decode(sample.prefix) for sample in stream.held_out(8)]
     if left_out:
         assert not any("ferries" in text for text in drawn)
-    assert list(wanted.contents) == [judged]
+    assert list(accepts.contents) == [judged]
 
 
 def test_by_the_verb(

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +29,10 @@ from mlx_lm.generate import generate_step
 
 from benchmarks.paper.timing import memory_budget
 from kvlingo_mlx import caches
-from kvlingo_mlx.engine import fill, generation, timings
+from kvlingo_mlx.engine import fill
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing import geometries, saving, tables
+from kvlingo_mlx.timing import geometries, tables
 from kvlingo_mlx.timing.paths import Paths
 from kvlingo_mlx.translators.base import Translator
 
@@ -122,6 +120,16 @@ def switch(trials: int, tokens: int = 512, layers: int = 4) -> Found:
     return translation_cost.alternated(actions, 2 * trials)
 
 
+def _reader(width: int, layers: int, kv_heads: int = 2, head_dim: int = 64) -> LanguageModel:
+    """A random model that has a tokenizer."""
+    tokenizer = switch_cost.plain_tokenizer()
+    model = translation_cost.model_of_shape(
+        "qwen3", layers, kv_heads, head_dim, hidden_size=width, intermediate_size=3 * width,
+        num_attention_heads=max(4, kv_heads), vocab_size=tokenizer.vocab_size,
+    )  # fmt: skip
+    return dataclasses.replace(model, tokenizer=tokenizer, name=f"random of width {width}")
+
+
 def memory(trials: int, tokens: int = 2048, step: int = 256) -> Found:
     """Peak of a hand-over over source's prefill, target's cache and one chunk together."""
     source, target = (_reader(64, 6, 4, 128) for _ in range(2))
@@ -157,70 +165,6 @@ def folded(name: str, trials: int, context: int = 8192, layers: int = 6) -> Foun
     return {"ratios": [maps / step for maps, step in steps]}
 
 
-# ---- strategy auto ----------------------------------------------------------------------------
-
-
-def auto(trials: int, source_width: int, target_width: int) -> Found:
-    """First token by ``auto`` over the sooner of native and accelerator, by times measured now.
-
-    At lengths between and beyond those measured.
-    """
-    source, target = _reader(source_width, 3), _reader(target_width, 4)
-    translator = translation_cost.random_translator(source, target, 1)
-    with tempfile.TemporaryDirectory() as home:
-        os.environ["KVLINGO_HOME"] = home
-        _measure_timings(source, target, translator, trials)
-        found = [_choice(source, target, translator, n, trials) for n in (96, 400, 1500)]
-    return {
-        name: [value for each in found for value in each[name]]
-        for name in ("ratios", "processor_ratios")
-    } | {"chosen": [each["chosen"] for each in found]}  # fmt: skip
-
-
-def _reader(width: int, layers: int, kv_heads: int = 2, head_dim: int = 64) -> LanguageModel:
-    """A random model that has a tokenizer."""
-    tokenizer = switch_cost.plain_tokenizer()
-    model = translation_cost.model_of_shape(
-        "qwen3", layers, kv_heads, head_dim, hidden_size=width, intermediate_size=3 * width,
-        num_attention_heads=max(4, kv_heads), vocab_size=tokenizer.vocab_size,
-    )  # fmt: skip
-    return dataclasses.replace(model, tokenizer=tokenizer, name=f"random of width {width}")
-
-
-def _measure_timings(
-    source: LanguageModel, target: LanguageModel, translator: Translator, trials: int
-) -> None:
-    table = tables.FIRST_TOKENS
-    effort = tables.Effort(text=False, trials=trials, clock=tables.Clock(None))
-    maps = {"float32": translator}
-    measured, _ = tables.run_table(source, target, maps, table, [64, 256, 1024], effort)
-    timings.write(saving.timings_of(source, target, translator, measured))
-
-
-def _choice(
-    source: LanguageModel, target: LanguageModel, translator: Translator, tokens: int, trials: int
-) -> dict[str, Any]:
-    """``auto`` over the way of the lower median, round by round."""
-    prompt = tables.prompt_of(source, target, tokens, text=False)
-    chosen = []
-
-    def first(strategy: str) -> None:
-        used = {} if strategy == "native" else {"translator": translator}
-        responses = generation.stream_generate(
-            source, target, prompt, strategy=strategy, max_tokens=1, **used
-        )
-        chosen.append(next(responses).strategy)
-        responses.close()
-
-    ways = ("auto", "native", "accelerator")
-    actions = {way: (lambda way=way: first(way)) for way in ways}
-    found = translation_cost.alternated(actions, trials)
-    samples = found["samples_s"]
-    better = min(("native", "accelerator"), key=lambda way: measure.median(samples[way]))
-    both = zip(samples["auto"], samples[better], strict=True)
-    return {"ratios": [a / b for a, b in both], "processor_ratios": [], "chosen": chosen[0]}
-
-
 # ---- all of them ------------------------------------------------------------------------------
 
 RATIOS = {
@@ -250,12 +194,6 @@ RATIOS = {
         "the translator's products / a folded decoding step", 0.1,
         lambda trials: folded("maps", trials),
     ),
-    "auto-small-source": Ratio(
-        "auto / the sooner way, small source", 1.05, lambda trials: auto(trials, 64, 512)
-    ),
-    "auto-large-source": Ratio(
-        "auto / the sooner way, large source", 1.05, lambda trials: auto(trials, 512, 256)
-    ),
 }  # fmt: skip
 
 
@@ -266,10 +204,9 @@ def line(name: str, ratio: Ratio, found: Found) -> str:
     sign, verdict = (">=" if ratio.at_least else "<="), ("ok" if ratio.kept(middle) else "MISSED")
     processor = found.get("processor_ratios")
     beside = f", of processor time {measure.median(processor):.3f}" if processor else ""
-    ways = f", chosen {', '.join(found['chosen'])}" if "chosen" in found else ""
     return (
         f"{verdict:6s} {name:22s} {sign} {ratio.bound:4.2f}: {middle:6.3f} "
-        f"({min(ratios):.3f} to {max(ratios):.3f}{beside}{ways})  {ratio.what}"
+        f"({min(ratios):.3f} to {max(ratios):.3f}{beside})  {ratio.what}"
     )
 
 

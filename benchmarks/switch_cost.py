@@ -56,7 +56,6 @@ WIDTH, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 64
 STRATEGIES = {
     "alternated": {"eager": False},
     "eager": {"eager": True},
-    "naive": {"switching": "naive", "eager": False},
     "reprefill": {"switching": "reprefill", "eager": False},
 }
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -21,11 +21,9 @@ if TYPE_CHECKING:  # the names, for type checkers and editors
     from kvlingo_mlx.errors import KVLingoError as KVLingoError
     from kvlingo_mlx.errors import KVLingoWarning as KVLingoWarning
     from kvlingo_mlx.errors import MalformedConversationError as MalformedConversationError
-    from kvlingo_mlx.errors import MalformedTimingsError as MalformedTimingsError
     from kvlingo_mlx.errors import MalformedTranslatorError as MalformedTranslatorError
     from kvlingo_mlx.errors import MissingExtraError as MissingExtraError
     from kvlingo_mlx.errors import MissingModelError as MissingModelError
-    from kvlingo_mlx.errors import MissingTimingsError as MissingTimingsError
     from kvlingo_mlx.errors import MissingTranslatorError as MissingTranslatorError
     from kvlingo_mlx.errors import NotEnoughMemoryError as NotEnoughMemoryError
     from kvlingo_mlx.errors import PublishingError as PublishingError
@@ -44,15 +42,14 @@ if TYPE_CHECKING:  # the names, for type checkers and editors
     from kvlingo_mlx.translators.base import Translator as Translator
 
 from kvlingo_mlx import blas
-from kvlingo_mlx import errors as _errors
 from kvlingo_mlx.version import __version__ as __version__
 
 _NAMES = {  # by the module that defines them
     "engine.conversation": "Conversation",
     "embedded": "zoo",
     "errors": "KVLingoError KVLingoWarning CacheError IncompatibleTranslatorError "
-    "MalformedConversationError MalformedTimingsError MalformedTranslatorError MissingExtraError "
-    "MissingModelError MissingTimingsError MissingTranslatorError NotEnoughMemoryError "
+    "MalformedConversationError MalformedTranslatorError MissingExtraError "
+    "MissingModelError MissingTranslatorError NotEnoughMemoryError "
     "PublishingError RemoteModelError UnsupportedModelError",
     "fitting": "fit",
     "folding": "folded_generate folded_hand_over folded_stream_generate",
@@ -75,10 +72,6 @@ blas.prepare()
 if not TYPE_CHECKING:  # type checkers must report an unknown name as an error
 
     def __getattr__(name: str) -> Any:
-        if name in _errors.OLD_NAMES:
-            new = _errors.OLD_NAMES[name]
-            _errors.tell_new_name(f"kvlingo_mlx.{name}", new)
-            return getattr(_errors, new)
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

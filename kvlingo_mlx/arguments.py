@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
-from kvlingo_mlx.errors import tell_new_name
-
 P = ParamSpec("P")
 R = TypeVar("R")
 Spell = Callable[[str, Any], str]  # (name, value) -> the option as a user types it
@@ -418,28 +416,6 @@ def _check_models(scope: str, values: Mapping[str, Any]) -> None:
                     f"{scope} takes whole models, and {model.name} is spread over "
                     f"{model.part.size} ranks; load it without shard"
                 )
-
-
-def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Wrap a public function so that it accepts old argument names (old=new), with a warning.
-
-    Raises:
-        TypeError: An argument is given by both of its names.
-    """
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            for old in names.keys() & kwargs.keys():
-                if names[old] in kwargs:
-                    raise TypeError(f"{old} and {names[old]} are one argument; give {names[old]}")
-                tell_new_name(old, names[old])
-                kwargs[names[old]] = kwargs.pop(old)
-            return function(*args, **kwargs)
-
-        return run
-
-    return decorate
 
 
 def _same(value: object, default: object) -> bool:

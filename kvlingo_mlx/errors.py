@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 
 class KVLingoError(Exception):
@@ -39,14 +37,6 @@ class PublishingError(KVLingoError):
 
 class RemoteModelError(KVLingoError):
     """A model on another machine cannot be reached, refuses, or sends what is wrong."""
-
-
-class MissingTimingsError(KVLingoError):
-    """The faster way was to be chosen by timings, but this machine has none of this pair."""
-
-
-class MalformedTimingsError(KVLingoError):
-    """A file of timings breaks its format (the message names the file)."""
 
 
 class MalformedConversationError(KVLingoError):
@@ -87,26 +77,3 @@ def malformed(path: Path, text: str) -> MalformedTranslatorError:
 def printable(text: str) -> str:
     """A text from outside as one line without control codes."""
     return "".join(c if c.isprintable() else "?" for c in text)
-
-
-# ---- names that have changed ---------------------------------------------------------------------
-
-OLD_NAMES = {
-    "MissingProfileError": "MissingTimingsError",
-    "MalformedProfileError": "MalformedTimingsError",
-}
-
-
-def tell_new_name(old: str, new: str) -> None:
-    """Warn (KVLingoWarning) that a name has changed, at the line that uses it."""
-    text = f"{old} is now called {new}; the old name works for one release"
-    warnings.warn(text, KVLingoWarning, stacklevel=3)
-
-
-if not TYPE_CHECKING:  # type checkers must report an old name as an error
-
-    def __getattr__(name: str) -> Any:
-        if name not in OLD_NAMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        tell_new_name(name, OLD_NAMES[name])
-        return globals()[OLD_NAMES[name]]

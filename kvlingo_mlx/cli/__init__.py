@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from kvlingo_mlx.cli.needs import Checked
 from kvlingo_mlx.cli.output import complain, launched, rank, warn
 from kvlingo_mlx.cli.progress import watch
-from kvlingo_mlx.errors import KVLingoError, KVLingoWarning, tell_new_name
+from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
 from kvlingo_mlx.version import __version__
 
 GROUPS = {
@@ -33,7 +33,6 @@ GROUPS = {
     "Several machines": ("serve-prefill",),
 }
 VERBS = tuple(verb for verbs in GROUPS.values() for verb in verbs)
-OLD_VERBS = {"profile": "tune"}  # old names with their new ones, accepted for one release
 PAPER = "python -m benchmarks.paper"
 # Verbs, and options of verbs, that are for the paper's tables alone: where each is now.
 MOVED = {
@@ -51,13 +50,7 @@ MOVED = {
 
 
 class Verbs(TyperGroup):
-    """All verbs, found by their names or old names."""
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The verb of this name; an old name gives the new verb and tells its name."""
-        if cmd_name in OLD_VERBS:
-            tell_new_name(f"`kvlingo-mlx {cmd_name}`", f"`kvlingo-mlx {OLD_VERBS[cmd_name]}`")
-        return super().get_command(ctx, OLD_VERBS.get(cmd_name, cmd_name))
+    """All verbs, in groups."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the verbs into the help in their groups, each with its first sentence."""

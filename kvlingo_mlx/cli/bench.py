@@ -20,7 +20,6 @@ from kvlingo_mlx.cli.bench_output import (
     Beside,
     check_measured,
     foot,
-    keep_timings,
     making,
     show,
 )
@@ -103,8 +102,6 @@ def _run(
     config, results = _config(pair, asked), {}
     for ran in runs.run(pair, asked, progress_bar):
         results[ran.name] = show(ran, pair, beside, config)
-        if options.save_timings:
-            keep_timings(ran, pair, asked.effort.step_size)
     measured = any(result["timings"] for result in results.values())
     check_measured(measured, options.time_limit, "fewer --prompt-tokens")
     foot(pair, ran.rates, asked.effort.text)
@@ -127,7 +124,7 @@ def _pair(
         return pairs.of_geometry(ends, options.layers, options.precision, nu, bits, **making)
     given = options.some("source target translator")
     nu = _paper_nu(options, options.source or "", options.target or "")
-    found = pairs.of_models(**given, nu=nu, bits=bits, stored=options.save_timings)
+    found = pairs.of_models(**given, nu=nu, bits=bits)
     if found.unstored:
         warn("no translator of this pair is stored; random maps of the same shapes are timed")
     if options.nu not in (None, found.nu):

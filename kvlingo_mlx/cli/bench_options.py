@@ -56,9 +56,6 @@ class BenchOptions(Configured):
     time_limit: float = option(150.0, "Seconds in all, models made; longer prompts are left out.")
     prefill_step_size: PrefillStepSize = 2048
     plot: str | None = option(None, "Draw times over prompt lengths into this file.")
-    save_timings: bool = option(
-        False, "Keep the times by which `--strategy auto` chooses.", "--save-timings"
-    )
 
 
 def numbers(option: str, text: str, example: str, least: int = 1) -> list[int]:

@@ -182,17 +182,3 @@ def foot(pair: Pair, rates: Rates, text: bool) -> None:
         f"ceilings: {rates.flops / 1e9:,.0f} GFLOP/s in a large {rates.dtype} product, "
         f"{rates.bandwidth / 1e9:,.1f} GB/s in a large sum or matrix times vector, measured now"
     )
-
-
-def keep_timings(ran: Ran, pair: Pair, step_size: int) -> None:
-    """Keep the times of a table with all ways, for `generate --strategy auto`."""
-    from kvlingo_mlx.engine import timings
-    from kvlingo_mlx.timing import saving
-
-    if not saving.serves(ran.table):
-        return
-    first = next(iter(pair.translators.values()))  # used for the whole ways
-    kept = saving.timings_of(pair.source, pair.target, first, ran.timings, step_size)
-    timings.write(kept)
-    ways = ", ".join(f"{n} tokens {kept.best(n)}" for n in kept.prompt_tokens)
-    say(f"timings kept for --strategy auto: {ways}")

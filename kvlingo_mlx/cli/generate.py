@@ -24,10 +24,6 @@ from kvlingo_mlx.cli.sampling import WritingOptions
 if TYPE_CHECKING:
     from kvlingo_mlx.models.language_model import LanguageModel
 
-STRATEGY_HELP = (
-    "accelerator: the source reads; native: the target reads; auto: the sooner by `bench "
-    "--save-timings`."
-)
 TIMES = (
     "strategy prompt_tokens prefill_s translate_s native_s ttft_s generation_tps translator "
     "translator_digest"
@@ -40,7 +36,9 @@ class GenerateOptions(WritingOptions, TwoModels):
     messages_file: str | None = option(None, MESSAGES_HELP, "--messages")
     translator: Translator = None
     quantize: Quantize = None
-    strategy: str = option("accelerator", STRATEGY_HELP)
+    strategy: str = option(
+        "accelerator", "accelerator: the source reads the prompt; native: the target reads it."
+    )
     native_layers: NativeLayers = None
     shard: Shard = None
     placement: str | None = option(

@@ -1,6 +1,7 @@
 """Options in groups, and those that are keys of ``--config`` rather than flags.
 
-A key is checked and typed as a flag is: click reads both into the same parameter.
+A key is checked as a flag is: click reads both into the same parameter. It may
+be typed as one, too.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from typing import Any
 
 import typer
 
-from kvlingo_mlx.cli.output import warn
-
 # Where an option stands in --help, the same in every verb; others are in the first group.
 GROUPS = {
     "Sampling and seed": "temp top_p top_k min_p seed stop",
@@ -23,7 +22,7 @@ GROUPS = {
     "Speed and memory": "kv_bits draft_model prefill_step_size memory_limit memory_gb "
     "max_concurrent device dtype batch_size batch time_limit",
     "Network": "host port api_key allow_anyone cors max_jobs write_timeout",
-    "Output and settings": "json_file plot save_timings log_level conversations keep_conversations "
+    "Output and settings": "json_file plot log_level conversations keep_conversations "
     "force config reference",
 }
 # The fields of each verb that are keys: what a first month does not need.
@@ -71,17 +70,6 @@ def spelled(parameter: Any, value: Any = None) -> str:
     if not is_key(parameter):
         return parameter.opts[0] + ("" if value is None or isinstance(value, bool) else f" {value}")
     return key_of(parameter) if value is None else f"-c {key_of(parameter)}={_text('', value)}"
-
-
-def tell_of_flags(parameters: Mapping[str, Any], typed: Mapping[str, Any]) -> None:
-    """Say of each key that was typed as a flag how it is given now."""
-    for name, value in typed.items():
-        parameter = parameters[name]
-        if is_key(parameter):
-            warn(
-                f"{parameter.opts[0]} is now a key of --config: {spelled(parameter, value)}; the "
-                "flag works for one release"
-            )
 
 
 # ---- --config --------------------------------------------------------------------------------

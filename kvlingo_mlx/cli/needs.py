@@ -15,12 +15,9 @@ from kvlingo_mlx.arguments import Need, among, but, check_needs, is_set, off, se
 from kvlingo_mlx.cli.bench_options import HEALING
 from kvlingo_mlx.cli.command import take_words
 from kvlingo_mlx.cli.eval_options import OWN, words
-from kvlingo_mlx.cli.keys import KEYS, hide, is_key, spelled, tell_of_flags, write_help
+from kvlingo_mlx.cli.keys import KEYS, hide, is_key, spelled, write_help
 from kvlingo_mlx.cli.output import given_options
-from kvlingo_mlx.errors import tell_new_name
 from kvlingo_mlx.format.kinds import KINDS
-
-OLD_OPTIONS = {"--save-profile": "--save-timings"}  # old names with new ones, for one release
 
 
 def asks(*names: str) -> Any:
@@ -146,17 +143,14 @@ VERBS: dict[str, tuple[Need, ...]] = {
              "which heals one prompt behind the maps as they are"),
         Need("source target translator", "geometry", off, why="whose models and maps are random"),
         Need("prompt", "geometry", off, why="whose models read random tokens"),
-        Need("save_timings", "geometry", off, why="whose models are random"),
         Need("layers precision", "geometry", is_set, "qwen3-4b:qwen3-30b-a3b",
              "and models from a folder are as they are"),
         Need("native_layers", "table_name", but("quant"), "moe-switch", "which times no switch"),
-        Need("native_layers save_timings decode_tokens", "batch", among(1), 1,
+        Need("native_layers decode_tokens", "batch", among(1), 1,
              "of several prompts at once"),
         Need("decode_tokens", "table_name", among("moe-switch", "all", HEALING),
              "moe-switch",
              "which times no decoding"),
-        Need("save_timings", "table_name", among("moe-switch", "all"), "moe-switch",
-             "which does not time every way to a first token"),
     ),
 }  # fmt: skip
 
@@ -179,18 +173,10 @@ class Checked(TyperCommand):
         """Write the options into the help, in groups."""
         write_help(self, ctx, formatter)
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the command line, with old options replaced by their new names."""
-        for old in OLD_OPTIONS.keys() & set(args):
-            tell_new_name(old, OLD_OPTIONS[old])
-        return super().parse_args(ctx, [OLD_OPTIONS.get(word, word) for word in args])
-
     def invoke(self, ctx: Any) -> Any:
         """Check the options, then run the verb."""
         options = {p.name: p for p in self.params}
         given = given_options(ctx)
-        typed = [name for name, source in given.items() if source == "COMMANDLINE"]
-        tell_of_flags(options, {name: ctx.params[name] for name in typed})
         given |= dict.fromkeys(take_words(self.name or "", ctx.params), "")
 
         def spell(name: str, value: Any) -> str:

@@ -24,7 +24,7 @@ from kvlingo_mlx.cuda.families.base import Positions
 from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import KVLingoError, MissingModelError, UnsupportedModelError
 from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
-from kvlingo_mlx.format.model_files import STORED, norms_fingerprints
+from kvlingo_mlx.format.model_files import norms_fingerprint
 from kvlingo_mlx.format.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
@@ -136,20 +136,15 @@ class TorchModel:
         """The sha256 of the tokenizer's vocabulary."""
         return vocabulary_fingerprint(self.tokenizer.get_vocab())
 
-    @property
+    @cached_property
     def norms_fingerprint(self) -> str:
         """The sha256 of the stored weights of all norms."""
-        return self.norms_fingerprints[STORED]
-
-    @cached_property
-    def norms_fingerprints(self) -> dict[str, str]:
-        """The sha256 of all norms as the files store them, and of these rounded to 16 bits."""
         norms = {
             name: module.weight.detach().float().cpu().numpy()
             for name, module in self.family.text(self.model).named_modules()
             if type(module).__name__.endswith("RMSNorm") and hasattr(module, "weight")
         }
-        return norms_fingerprints(norms, self.path)
+        return norms_fingerprint(norms, self.path)
 
     def spec(self) -> ModelSpec:
         """The description of this model that a translator carries."""

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, Self, TypedDict, Unpack
 
-from kvlingo_mlx.arguments import checked, renamed
+from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.engine import folder as folders
 from kvlingo_mlx.engine.accounting import Stats, check_room
 from kvlingo_mlx.engine.asking import Asking, ReplyOptions, Request
@@ -75,9 +75,7 @@ class Conversation(State):
             and each model reads the text that its template puts around them.
         translators: Loaded translators, folders or Hub ids; each serves the directions that its two
             models fit. Translators that are missing are searched for in the local store.
-        switching: ``alternated``; or, for comparison, ``naive``, which translates the whole prefix
-            anew at every switch, translated spans included (not between tokenizers), and
-            ``reprefill``.
+        switching: ``alternated``; or, for comparison, ``reprefill``, which reads everything again.
         eager: Translate what one model wrote for all the others as soon as it is finished, so
             that a switch costs one decoding step. Off saves the other lines' memory.
         on_missing: ``error``; ``reprefill`` lets a model read a span that has no translator.
@@ -127,7 +125,6 @@ class Conversation(State):
     closes the conversation at the end.
     """
 
-    @renamed(strategy="switching")
     @checked
     def __init__(
         self,

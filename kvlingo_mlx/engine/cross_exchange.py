@@ -83,8 +83,8 @@ class CrossExchange(Exchange):
         self.known = known
         return super().bring(name, tokens, mark, known, then)
 
-    def _sources(self, line: Line, origin: str | None) -> list[Line]:
-        return [other for other in super()._sources(line, origin) if self._alike(line, other)]
+    def _sources(self, line: Line) -> list[Line]:
+        return [other for other in super()._sources(line) if self._alike(line, other)]
 
     def _offers(self, line: Line, begun: int, length: int, known: Known | None) -> Offers:
         given: list[Offer] = []
@@ -102,14 +102,12 @@ class CrossExchange(Exchange):
                 (given if found else missing).extend(more)
         return given, missing if self.rules.on_missing == "error" else []
 
-    def _next(
-        self, line: Line, tokens: Sequence[int], begun: int, origin: str | None, offers: Offers
-    ) -> Step:
+    def _next(self, line: Line, tokens: Sequence[int], begun: int, offers: Offers) -> Step:
         given, missing = offers
         refused: MissingTranslatorError | None = None
         step = Step(None, begun)
         try:
-            step = super()._next(line, tokens, begun, origin, offers)
+            step = super()._next(line, tokens, begun, offers)
         except MissingTranslatorError as error:
             refused = error
         if step.source is not None:
@@ -151,7 +149,7 @@ class CrossExchange(Exchange):
                 continue
             known = Known(reading, others)
             try:
-                plan = self._plan(line, tokens, len(line), None, known)
+                plan = self._plan(line, tokens, len(line), known)
             except (MissingTranslatorError, UnsupportedModelError):
                 continue
             yield from self._grow(line, _followed(plan, len(line), known), tokens, mark)

@@ -99,28 +99,11 @@ class Directions:
             found, source, target, allow_mismatch=allow_mismatch, quantize=self._rules.quantize
         )
         config = translator.config
-        self._check_naive(translator)
         if self._rules.guard:
             check_reference(config)
         for tokens in (None, *(length for length, _ in config.native_by_length)):
             check_first_layers(target, self.native(config, tokens))
         self._found[pair] = translator
-
-    def _check_naive(self, translator: Translator) -> None:
-        """Refuse translators in naive switching that cannot read what another one has made."""
-        configs = [t.config for t in self.loaded.values()] + [translator.config]
-        points = {config.capture for config in configs}
-        if self._rules.switching == "naive" and len({c.state_maps for c in configs}) > 1:
-            raise IncompatibleTranslatorError(
-                "switching is 'naive', but some translators map recurrent states and others what "
-                "goes into them; give translators of one kind, or use alternated"
-            )
-        if self._rules.switching == "naive" and len(points) > 1:
-            raise IncompatibleTranslatorError(
-                "switching is 'naive', but the translators read keys at "
-                f"{' and '.join(sorted(points))}; give translators of one capture point, or use "
-                "alternated"
-            )
 
     def stored(self, source: str, target: str) -> Translator | Path | None:
         """The translator of a direction, or its path in the local store, searched once.

@@ -128,7 +128,6 @@ class Exchange:
         self.last: Switch | None = None
         self._brought: list[int] = []
         self.active: str | None = None
-        self._from: str | None = None
         self.directions = Directions(models, translators, rules)
         self.barred: frozenset[tuple[str, str]] = frozenset()
         self.asleep: frozenset[str] = frozenset()
@@ -262,10 +261,9 @@ class Exchange:
             self._look_again()
         whole = switched and self.rules.switching != "alternated"
         kept = line.kept(0 if whole else line.common(tokens))
-        origin = self.active if switched else self._from
-        plan, look = self._plan(line, tokens, kept, origin, known), None
-        if self.rules.guard and switched and origin is not None and then is not None:
-            plan, look = self._watched(line, tokens, plan, kept, origin)
+        plan, look = self._plan(line, tokens, kept, known), None
+        if self.rules.guard and switched and then is not None:
+            plan, look = self._watched(line, tokens, plan, kept)
             kept = line.kept(kept if look is None else min(kept, look.start))
         with working():
             line.recall()
@@ -286,7 +284,7 @@ class Exchange:
         with working():
             mx.eval(caches.arrays(line.cache))
             validate_cache(line.cache, line.model, len(tokens))
-            self.active, self._from = name, origin
+            self.active = name
             self._forget()
         self._brought = list(tokens)
         seconds += time.perf_counter() - started + translate_s + read_s
@@ -321,27 +319,28 @@ class Exchange:
     # ---- a guard --------------------------------------------------------------------------
 
     def _watched(
-        self, line: Line, tokens: Sequence[int], plan: list[Step], kept: int, origin: str
+        self, line: Line, tokens: Sequence[int], plan: list[Step], kept: int
     ) -> tuple[list[Step], Look | None]:
         """A plan by which the line reads the tokens that its guard compares, if it has any.
 
-        These are the first that follow what ``origin`` holds, or the last ones of all if there are
+        These are the first that follow what the active line holds, or the last of all if there are
         fewer: so that model has little to read, and a translation before them to be judged. They
         are at most half of all.
         """
-        source, guard = self.lines[origin], watched(self.rules.guard, len(tokens))
-        pair = origin, line.name
-        if origin in self.asleep or pair in self.barred or not self.directions.stored(*pair):
+        assert self.active is not None
+        source, guard = self.lines[self.active], watched(self.rules.guard, len(tokens))
+        pair = source.name, line.name
+        if source.name in self.asleep or pair in self.barred or not self.directions.stored(*pair):
             return plan, None
         start = max(0, min(source.common(tokens), len(tokens) - guard))
         stop = min(start + guard, len(tokens))
         begun = line.kept(min(kept, start))
-        before = self._plan(line, tokens[:start], begun, origin)
+        before = self._plan(line, tokens[:start], begun)
         taken = any(step.source for step in before) or translated(cut(line.spans, begun))
         if not taken or start == stop:
             return plan, None
         look = Look(source, start, stop, Watch(source.model, line.model, stop - start))
-        after = self._plan(line, tokens, stop, origin)
+        after = self._plan(line, tokens, stop)
         return [*before, Step(None, stop, watch=look.watch), *after], look
 
     def _judged(self, line: Line, look: Look, tokens: Sequence[int]) -> Guarded:
@@ -433,7 +432,6 @@ class Exchange:
             translator,
             step_size,
             native_layers=self.directions.native(translator.config, step.stop),
-            keep=self.rules.switching == "naive",
         )
 
     def _plan(
@@ -441,7 +439,6 @@ class Exchange:
         line: Line,
         tokens: Sequence[int],
         begun: int,
-        origin: str | None,
         known: Known | None = None,
     ) -> list[Step]:
         """The steps that bring the line from position ``begun`` to the end of ``tokens``.
@@ -454,7 +451,7 @@ class Exchange:
         steps: list[Step] = []
         offers = self._offers(line, begun, len(tokens), known)
         while begun < len(tokens):
-            steps.append(self._next(line, tokens, begun, origin, offers))
+            steps.append(self._next(line, tokens, begun, offers))
             begun = steps[-1].stop
         return steps
 
@@ -462,13 +459,11 @@ class Exchange:
         """What lines of other tokenizers offer for the tokens from ``begun`` to ``length``."""
         return (), ()
 
-    def _next(
-        self, line: Line, tokens: Sequence[int], begun: int, origin: str | None, offers: Offers
-    ) -> Step:
+    def _next(self, line: Line, tokens: Sequence[int], begun: int, offers: Offers) -> Step:
         """The step from position ``begun`` on: its source, or None to read, and where it stops."""
         best, later = Step(None, begun), len(tokens)
         missing: Line | None = None
-        for other in self._sources(line, origin):
+        for other in self._sources(line):
             shared = other.common(tokens)
             if (other.name, line.name) in self.barred:
                 continue
@@ -496,12 +491,10 @@ class Exchange:
         states = hybrid and self.directions.maps_states(source.name, line.name)
         return source.native.reach(begun, most, kept=states)
 
-    def _sources(self, line: Line, origin: str | None) -> list[Line]:
-        """The lines to translate from: all others; for naive switching only ``origin``."""
-        if self.rules.switching == "reprefill":
-            return []
-        others = [other for other in self.lines.values() if other is not line]
-        return [o for o in others if self.rules.switching == "alternated" or o.name == origin]
+    def _sources(self, line: Line) -> list[Line]:
+        """The lines to translate from: all others, unless ``switching`` is ``reprefill``."""
+        translates = self.rules.switching == "alternated"
+        return [other for other in self.lines.values() if translates and other is not line]
 
     def follow(self, tokens: Sequence[int], mark: int | None = None) -> Steps:
         """Translate as much as possible of what each other line lacks of ``tokens``.
@@ -514,7 +507,7 @@ class Exchange:
             if line.trim(line.common(tokens)) == len(tokens):
                 continue
             try:
-                plan = self._plan(line, tokens, len(line), None)
+                plan = self._plan(line, tokens, len(line))
             except MissingTranslatorError:
                 continue
             steps = list(itertools.takewhile(lambda step: step.source is not None, plan))
@@ -524,8 +517,6 @@ class Exchange:
     @unit
     def _forget(self) -> None:
         """Drop the recorded states that every line that could take them has."""
-        if self.rules.switching == "naive":
-            return
         for line in self.lines.values():
             others = [
                 other.kept(other.common(line.tokens))

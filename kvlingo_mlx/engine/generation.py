@@ -254,13 +254,11 @@ def generate(
         verbose: Write the text as it comes, and the times at the end.
         options: ``translator`` (a loaded one, a folder or a Hub id; None searches the local
             store), ``strategy`` (``accelerator``; ``native``: the decode model reads the prompt
-            itself; ``auto``: the faster of the two for such a length, as measured by
-            `kvlingo-mlx bench --save-timings`), ``max_tokens`` (256; with -1, or more than the
-            context has room for, the answer ends when the context is full, with
-            ``finish_reason`` "length"), ``temperature``, ``top_p``, ``top_k``,
-            ``min_p``, ``repetition_penalty``, ``seed``, ``stop`` (a text, or several, before
-            which the answer ends), ``tools`` (which the chat template announces), or mlx-lm's
-            own ``sampler`` and ``logits_processors``,
+            itself), ``max_tokens`` (256; with -1, or more than the context has room
+            for, the answer ends when the context is full, with ``finish_reason`` "length"),
+            ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``, ``seed``,
+            ``stop`` (a text, or several, before which the answer ends), ``tools`` (which the chat
+            template announces), or mlx-lm's own ``sampler`` and ``logits_processors``,
             ``prefill_step_size`` (2048), ``enable_thinking`` (the template's switch; off
             puts the empty think block into the prompt; None is on, as in mlx-lm, but off for the
             embedded models), ``native_layers``, ``native_head`` and
@@ -292,7 +290,6 @@ def generate(
         NotEnoughMemoryError: The models, the translator and the prompt's caches do not fit.
         MissingTranslatorError, IncompatibleTranslatorError, MalformedTranslatorError: No
             translator for this pair can be used.
-        MissingTimingsError, MalformedTimingsError: ``auto`` has no timings to choose by.
 
     Warns:
         KVLingoWarning: The answer is empty, ends within its reasoning, or goes on with the chat

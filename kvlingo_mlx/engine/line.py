@@ -491,13 +491,11 @@ class Line:
         step_size: int,
         *,
         native_layers: int = 0,
-        keep: bool = False,
     ) -> Steps:
         """Append what another line's model wrote of ``tokens``, translated, without waiting for it.
 
         Each chunk is a step. ``states`` begin where this line ends. The first ``native_layers``
-        layers read the tokens themselves. ``keep`` records the translation as this model's own,
-        for a later translation.
+        layers read the tokens themselves.
         """
         upper = translator.above(native_layers)
         kept = self.model.geometry.first_kept(len(self) + len(tokens))
@@ -517,27 +515,22 @@ class Line:
                         own = tokens[start - states.start : stop - states.start]
                         hybrid.read_layers(self.model, own, self.cache, step_size, native_layers)
                     moved = capture.move(part, writer, translator.config.capture)
-                    self._append(upper(moved, kept), keep)
+                    self._append(upper(moved, kept))
                 yield
             begun = len(self)
             self.tokens += tokens
-            for span in spans:  # the source's own spans only, unless switching is naive
+            for span in spans:  # the source's own
                 if span.stop > begun:
                     stop = min(span.stop, len(self))
                     self.spans = grown(self.spans, stop, span.writer, span.passes + 1)
             self._settle()
 
-    def _append(self, translated: TranslatedStates, keep: bool) -> None:
+    def _append(self, translated: TranslatedStates) -> None:
         if self._away is not None:  # translate while the stored arrays are read
             groups = (*translated.keys, *translated.values)
             mx.async_eval([group.states for group in groups])
         caches.append(self.cache, translated, self.model)
-        kept: Sequence[mx.array] = ()
-        if keep:
-            states = translated.states(len(self.cache), self.model.cache_dtype)
-            self._record(states)
-            kept = states.arrays
-        mx.async_eval(caches.arrays(self.cache), kept)
+        mx.async_eval(caches.arrays(self.cache))
 
     # ---- as numbers -----------------------------------------------------------------------
 

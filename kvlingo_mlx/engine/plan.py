@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from kvlingo_mlx.caches.memory import check_caches
-from kvlingo_mlx.engine import guarding, healing, timings
+from kvlingo_mlx.engine import guarding, healing
 from kvlingo_mlx.engine.guarding import Watch
 from kvlingo_mlx.engine.hybrid import Below, Native, check_first_layers, native_part
 from kvlingo_mlx.errors import UnsupportedModelError
@@ -23,12 +23,10 @@ from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.models import Model, load, load_pair, reached
 from kvlingo_mlx.loading.notes import tell_of_length
-from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import (
     find_translator,
     name_of,
     resolve_translator,
-    translator_facts,
 )
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.parts import FIRST
@@ -36,7 +34,7 @@ from kvlingo_mlx.models.prompts import Prompt, check_tools, encode, is_chat, ren
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.translators.base import Translator
 
-STRATEGIES = ("accelerator", "native", "auto")
+STRATEGIES = ("accelerator", "native")
 AnyTranslator = Translator | str | os.PathLike[str] | None
 
 
@@ -191,7 +189,6 @@ def prepare(
         NotEnoughMemoryError: The models, the translator and the prompt's caches do not fit.
         MissingTranslatorError, IncompatibleTranslatorError, MalformedTranslatorError: No
             translator for this pair can be used.
-        MissingTimingsError, MalformedTimingsError: ``auto`` has no timings to choose by.
     """
     check_strategy(asked.strategy)
     plan = begin(reached(prefill_model, asked.strategy), decode_model, prompt, asked)
@@ -211,7 +208,6 @@ def _check_remote(plan: Plan, asked: Asked) -> None:
     for name, given in {
         "draft_model": plan.draft is not None and plan.draft.address is not None,
         "guard": bool(asked.guard),
-        "strategy auto": asked.strategy == "auto",
         "a target that several ranks hold": target.part is not None,
     }.items():
         if given:
@@ -232,12 +228,10 @@ def _planned(plan: Plan, prompt: Prompt, asked: Asked, check: Callable[[Plan], N
     refused = {
         "draft_model": plan.draft is not None,
         "guard": bool(asked.guard) and first,
-        "strategy auto": asked.strategy == "auto",
     }
     sharding.check_use((plan.source, plan.target), refused)
     _check_remote(plan, asked)
     native = asked.strategy == "native" or _one_model(plan, asked)
-    native = native or (asked.strategy == "auto" and _reads_itself(plan, asked))
     readers = (plan.target,) if native else (plan.source, plan.target)
     check_tokens(readers, plan.tokens, plan.step_size)
     check_caches(readers, len(plan.tokens))
@@ -366,35 +360,7 @@ def check_strategy(strategy: str) -> None:
     if strategy == "switch":
         raise ValueError(
             "strategy is 'switch', which only a conversation has (Conversation, or `kvlingo-mlx "
-            "chat`); give accelerator, native or auto"
+            "chat`); give accelerator or native"
         )
     if strategy not in STRATEGIES:
-        raise ValueError(f"strategy is {strategy!r}; give accelerator, native or auto")
-
-
-def _reads_itself(plan: Plan, asked: Asked) -> bool:
-    """Whether, by this machine's timings, the target has its first token sooner by itself.
-
-    Timings hold for one choice of native layers and tokens and one chunk size only. A source that
-    is also the draft model reads the prompt in any case.
-    """
-    count = len(plan.tokens)
-    if count == 1:
-        return True  # nothing to translate
-    facts = translator_facts(
-        asked.translator, plan.source, plan.target, allow_mismatch=asked.allow_mismatch
-    )
-    instead = "give strategy accelerator or native (--strategy)"
-    check_one_tokenizer(facts.config, "strategy auto", instead)
-    native = asked.native(facts.config)
-    if not replace(plan, native=native).span:
-        return True  # nothing would be translated
-    key = timings.key_of(plan.source, plan.target, facts, native, plan.step_size)
-    given = asked.translator
-    if given is not None:
-        given = "FOLDER" if isinstance(given, Translator) else os.fspath(given)
-    names = plan.source.name, plan.target.name
-    found = timings.read(key, names, given, facts.config.native_layers)
-    # A source that drafts has read the prompt: a switch remains, timed for plain translation only.
-    remains = "switch" if plan.draft is plan.source and native == Native() else "accelerator"
-    return found.best(count, remains) == "native"
+        raise ValueError(f"strategy is {strategy!r}; give accelerator or native")

@@ -19,7 +19,7 @@ from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 
-SWITCHING = ("alternated", "naive", "reprefill")
+SWITCHING = ("alternated", "reprefill")
 ON_MISSING = ("error", "reprefill")
 SAMPLE = [
     {"role": "user", "content": "One."},
@@ -50,11 +50,11 @@ class Rules:
         return self.heal is not None or (self.guard > 0 and self.on_doubt == HEAL)
 
     def layers(self, config: TranslatorConfig, tokens: int | None = None) -> int:
-        """The native layers at a switch with a translator, checked; a naive one translates all.
+        """The native layers at a switch with a translator, checked.
 
         ``tokens`` is the length of what the line will hold, as in :func:`native_part`.
         """
-        asked = 0 if self.switching == "naive" else self.native_layers
+        asked = self.native_layers
         if asked is None and self.heal == LAYERS:
             asked = first_layers(config, tokens)
         return native_part(config, asked, tokens=tokens).layers
@@ -70,11 +70,10 @@ class Rules:
                 listed = ", ".join(map(str, allowed))
                 raise ValueError(f"{what} is {value!r}; it must be one of {listed}")
         check_way(self.heal, ANSWERING, self.heal_share)
-        if self.heal == LAYERS and (self.switching == "naive" or self.native_layers == 0):
-            other = "native_layers is 0" if self.native_layers == 0 else "switching is 'naive'"
+        if self.heal == LAYERS and self.native_layers == 0:
             raise ValueError(
-                f"heal is 'layers', which reads first layers at a switch, and {other}, which reads "
-                "none; leave one of them out, or give heal='interleaved'"
+                "heal is 'layers', which reads first layers at a switch, and native_layers is 0, "
+                "which reads none; leave one of them out, or give heal='interleaved'"
             )
         check_guard(self.guard, self.on_doubt)
         if self.heals_answers:
@@ -87,11 +86,9 @@ class Rules:
             check_ranks(models.values())
         if self.step_size < 1:
             raise ValueError(f"prefill_step_size is {self.step_size}; it must be at least 1")
-        if len(by_tokenizer(models.values())) > 1:
-            self._check_across()
+        if len(by_tokenizer(models.values())) > 1 and self.native_layers not in (None, 0):
+            raise ValueError("native_layers cannot be used between two tokenizers; leave it out")
         self._check_layers(models)
-        if self.switching == "naive":
-            self._check_naive(models)
 
     def _check_layers(self, models: Mapping[str, LanguageModel]) -> None:
         layers = self.native_layers
@@ -102,30 +99,6 @@ class Rules:
                 f"native_layers is {layers}; give a number from 0 to {most}, the cache layers "
                 f"of {deep.name}, or 'auto'"
             )
-
-    def _check_naive(self, models: Mapping[str, LanguageModel]) -> None:
-        if self.native_layers not in (None, 0):
-            raise ValueError(
-                f"native_layers is {self.native_layers!r}, but switching 'naive' translates every "
-                "layer; leave one of them out"
-            )
-        for model in models.values():
-            local = [g for g in model.geometry.layers if g.reach is not None]
-            if local:
-                what = "windows" if local[0].window else "short convolutions"
-                raise ValueError(
-                    f"switching is 'naive', but {model.name} has {what}: its local layers keep "
-                    "too little of a translated prefix to be translated again; use alternated"
-                )
-
-    def _check_across(self) -> None:
-        if self.switching == "naive":
-            raise ValueError(
-                "switching is 'naive', which needs models of one tokenizer, and these have "
-                "different ones; use alternated"
-            )
-        if self.native_layers not in (None, 0):
-            raise ValueError("native_layers cannot be used between two tokenizers; leave it out")
 
 
 def by_tokenizer(models: Iterable[LanguageModel]) -> list[list[LanguageModel]]:

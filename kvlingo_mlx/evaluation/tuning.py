@@ -356,8 +356,8 @@ def keep(
     facts: dict[str, Any] = {"native_layers": layers, "tuning": tuning}
     if shorter := distinct(by_length or {}, layers):
         facts["native_by_length"] = shorter
-    older = ("profile", "native_by_length")  # "profile" is the old name of "tuning"
-    before = {name: fact for name, fact in config.provenance.items() if name not in older}
+    before = dict(config.provenance)
+    before.pop("native_by_length", None)
     tuned = dataclasses.replace(config, provenance={**before, **facts})
     translator_folder.write(folder, tuned, weights, overwrite=True)
 

@@ -18,11 +18,10 @@ from kvlingo_mlx.format.tensor_file import FILE_DTYPES, STORAGE, DType, Weights,
 
 READ = 1024  # bytes of a tensor that are read at its beginning, in its middle, and at its end
 MOST = 2**16  # numbers of a norm
-STORED = "stored"
 NARROW: tuple[DType, ...] = ("bfloat16", "float16")
 
 
-def norms_fingerprints(held: Mapping[str, np.ndarray], folder: Path | None) -> dict[str, str]:
+def norms_fingerprint(held: Mapping[str, np.ndarray], folder: Path | None) -> str:
     """Sha256 over the weights of a model's norms, in the order of their names, in float32.
 
     4-bit conversion leaves these weights as they are, so a quantised copy has the same fingerprint.
@@ -31,17 +30,9 @@ def norms_fingerprints(held: Mapping[str, np.ndarray], folder: Path | None) -> d
         held: Each norm's weight in float32, by its module's name in the runtime, which may have
             rounded it to 16 bits.
         folder: The model's folder, whose files say what was rounded; None: there is none.
-
-    Returns:
-        Under ``STORED`` the fingerprint of what the files store. Under ``NARROW`` those of these
-        weights rounded, which earlier versions wrote where they trained with PyTorch.
     """
     files = {} if folder is None else _stored(folder)
-    norms = [_unrounded(name, held[name].reshape(-1), files) for name in sorted(held)]
-    return {
-        STORED: _sha256(norms),
-        **{dtype: _sha256(rounded(norm, dtype) for norm in norms) for dtype in NARROW},
-    }
+    return _sha256(_unrounded(name, held[name].reshape(-1), files) for name in sorted(held))
 
 
 def _unrounded(name: str, held: np.ndarray, files: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -217,11 +217,6 @@ def _check_length(path: Path, header: Any, begin: int, size: int) -> None:
         )
 
 
-def read_shapes(path: Path) -> tuple[DType, dict[str, tuple[int, ...]]]:
-    """The dtype and the shapes by name of a file's tensors, without reading their data."""
-    return _facts(path, _read_header(path)[0])
-
-
 def read_tensors(
     path: Path, check: Callable[[Shapes], None] = lambda shapes: None, *, lazy: bool = False
 ) -> Weights:

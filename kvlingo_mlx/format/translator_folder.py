@@ -29,11 +29,9 @@ from kvlingo_mlx.format.maps import (
 from kvlingo_mlx.format.tensor_file import (
     PICKLE,
     PICKLE_SUFFIXES,
-    DType,
     Shapes,
     Weights,
     check_numbers,
-    read_shapes,
     read_tensors,
     regular_file,
     write_tensors,
@@ -136,18 +134,6 @@ def read_config(folder: str | os.PathLike[str]) -> TranslatorConfig:
     regular_file(path)
     with open(path, "rb") as file:
         return parse_config(path, parse_json(path, file.read(MAX_CONFIG_BYTES + 1)))
-
-
-def read_facts(folder: str | os.PathLike[str]) -> tuple[TranslatorConfig, DType, Shapes]:
-    """The config of a translator folder, and its tensors' dtype and shapes without their data.
-
-    Raises:
-        MalformedTranslatorError: The config or a shape breaks the format page's rules.
-    """
-    config, path = read_config(folder), Path(folder) / WEIGHTS_FILE
-    dtype, shapes = read_shapes(path)
-    _check_shapes(path, config, shapes)
-    return config, dtype, shapes
 
 
 def read(folder: str | os.PathLike[str], *, lazy: bool = False) -> tuple[TranslatorConfig, Weights]:

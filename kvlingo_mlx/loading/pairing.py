@@ -5,9 +5,8 @@ from __future__ import annotations
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.format.assignment import check_windows
 from kvlingo_mlx.format.geometry import layer_differences
-from kvlingo_mlx.format.model_files import STORED
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
-from kvlingo_mlx.loading.notes import tell, tell_of_pair
+from kvlingo_mlx.loading.notes import tell_of_pair
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.aligned_prefix import check_capture, check_layers
 
@@ -37,22 +36,12 @@ def difference(
         return "RoPE, norm epsilon or embedding rows differ (geometry fingerprint)"
     if expected["tokenizer"] not in (None, model.tokenizer_fingerprint):
         return "the vocabulary differs (tokenizer fingerprint)"
-    if not allow_mismatch and expected["norms"] not in (None, *model.norms_fingerprints.values()):
+    if not allow_mismatch and expected["norms"] not in (None, model.norms_fingerprint):
         return (
             "the weights are those of another checkpoint (norms fingerprint); "
             "allow_mismatch (--allow-mismatch) uses it all the same"
         )
     return None
-
-
-def rounding_of(spec: ModelSpec, model: LanguageModel) -> str | None:
-    """The dtype to which a model's norms were rounded for a spec's fingerprint; None if to none.
-
-    Earlier versions did so where they trained with PyTorch.
-    """
-    kept = spec.fingerprint["norms"]
-    named = [dtype for dtype, found in model.norms_fingerprints.items() if found == kept]
-    return named[0] if named and STORED not in named else None
 
 
 def check_pair(
@@ -123,22 +112,12 @@ def check_end(
 
     Raises:
         IncompatibleTranslatorError: The message names the field that differs.
-
-    Warns:
-        KVLingoWarning: Its norms are known by their fingerprint after rounding.
     """
     spec = config.source if role == "source" else config.target
     text = difference(spec, model, allow_mismatch=allow_mismatch)
     if text is not None:
         raise IncompatibleTranslatorError(
             f"{config.title} does not fit the {role} model {model.name}: {text}"
-        )
-    if dtype := rounding_of(spec, model):
-        told = f"{config.title} knows the {role} {model.name} by its norms rounded to {dtype}"
-        tell(
-            told,
-            f"{told}, as earlier versions wrote it after training with PyTorch; it is used all the "
-            "same, and `kvlingo-mlx import` writes the right fingerprint",
         )
     if config.capture not in model.family.points:
         raise IncompatibleTranslatorError(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 from pathlib import Path
 
 from kvlingo_mlx.arguments import checked
@@ -20,7 +19,6 @@ from kvlingo_mlx.errors import (
 )
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.geometry import LayerGeometry
-from kvlingo_mlx.format.maps import flops_of
 from kvlingo_mlx.format.tensor_file import MAX_FILE_BYTES
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.format.translator_folder import CONFIG_FILE, OUR_FILES, WEIGHTS_FILE
@@ -317,34 +315,3 @@ def _cut(
     made = replace(build(config, weights, quantize=quantize), path=path, part=target.part)
     vars(made)["digest"] = digest
     return made
-
-
-@dataclass(frozen=True)
-class TranslatorFacts:
-    """The facts of a translator whose weights are not read, named as in :class:`Translator`."""
-
-    config: TranslatorConfig
-    dtype: str
-    flops_per_token: int
-    bits: int | None = None
-
-
-def translator_facts(
-    translator: Translator | str | os.PathLike[str] | None,
-    source: LanguageModel,
-    target: LanguageModel,
-    *,
-    allow_mismatch: bool = False,
-) -> Translator | TranslatorFacts:
-    """What :func:`resolve_translator` would use: a loaded translator, or the facts of a stored one.
-
-    Raises:
-        MissingTranslatorError: None was given and none is stored.
-        MalformedTranslatorError: The folder breaks the format.
-    """
-    if isinstance(translator, Translator):
-        return translator
-    if translator is None:
-        translator = find_translator(source, target, allow_mismatch=allow_mismatch)
-    config, dtype, shapes = translator_folder.read_facts(folder_of(translator))
-    return TranslatorFacts(config, dtype, flops_of((n, prod(s)) for n, s in shapes.items()))

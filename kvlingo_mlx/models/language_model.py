@@ -21,7 +21,7 @@ from kvlingo_mlx.families import family_of
 from kvlingo_mlx.families.base import Family, Finish, setting
 from kvlingo_mlx.format import misread
 from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
-from kvlingo_mlx.format.model_files import STORED, norms_fingerprints
+from kvlingo_mlx.format.model_files import norms_fingerprint
 from kvlingo_mlx.format.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
@@ -184,21 +184,16 @@ class LanguageModel:
         """Sha256 of the tokenizer's vocabulary."""
         return vocabulary_fingerprint(self.tokenizer.get_vocab())
 
-    @property
-    def norms_fingerprint(self) -> str:
-        """Sha256 of the stored weights of all norms, which quantisation does not change."""
-        return self.norms_fingerprints[STORED]
-
     @cached_property
     @unit
-    def norms_fingerprints(self) -> dict[str, str]:
-        """The sha256 of all norms as the files store them, and of these rounded to 16 bits."""
+    def norms_fingerprint(self) -> str:
+        """Sha256 of the stored weights of all norms, which quantisation does not change."""
         norms = {
             name: np.array(module.weight.astype(mx.float32))
             for name, module in self.model.named_modules()
             if type(module).__name__.endswith(NORMS) and "weight" in module
         }
-        return norms_fingerprints(norms, self.path)
+        return norms_fingerprint(norms, self.path)
 
     def spec(self) -> ModelSpec:
         """The description of this model that a translator's config contains."""

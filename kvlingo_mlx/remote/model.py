@@ -61,13 +61,13 @@ class RemoteModel(LanguageModel):
             mlx_lm=str(facts["mlx_lm"]),
             config={"model_type": facts["model_type"]},
             name=printable(str(facts["name"])), revision=facts["revision"], geometry=geometry,
-            tokenizer_fingerprint=facts["tokenizer"], norms_fingerprints=dict(facts["norms"]),
+            tokenizer_fingerprint=facts["tokenizer"], norms_fingerprint=str(facts["norms"]),
             ignored_window=facts["ignored_window"],
             cache_dtype=getattr(mx, facts["dtype"]),
             projections=None if sketch is None else Sketch(*map(tuple, sketch)),
             _told=(int(facts["context_length"]), facts["bits"], str(facts["precision"])),
         )  # fmt: skip
-        _ = self.family, self.norms_fingerprint  # refused here if they are not known
+        _ = self.family  # refused here if it is not known
 
     client: Client
     sent: str
@@ -169,7 +169,7 @@ def facts_of(model: LanguageModel) -> dict[str, Any]:
         "geometry": model.geometry.facts,
         "fingerprint": model.geometry.fingerprint,
         "tokenizer": model.tokenizer_fingerprint,
-        "norms": model.norms_fingerprints,
+        "norms": model.norms_fingerprint,
         "projections": None if sketch is None else [sketch.numbers, sketch.scales],
         "context_length": model.context_length,
         "ignored_window": model.ignored_window,

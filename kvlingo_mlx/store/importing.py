@@ -24,7 +24,7 @@ from kvlingo_mlx.format.tensor_file import DType, Weights
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig, capture_point
 from kvlingo_mlx.loading.hub import resolve
 from kvlingo_mlx.loading.models import at_hand, load
-from kvlingo_mlx.loading.pairing import check_end, check_pair, rounding_of
+from kvlingo_mlx.loading.pairing import check_end, check_pair
 from kvlingo_mlx.loading.translators import by_name, store
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.store import veloxquant
@@ -107,7 +107,7 @@ def import_translator(
         config, weights, unchecked = _converted(foreign, models, allow_mismatch)
     else:
         config, weights = translator_folder.read(path, lazy=True)
-        config, unchecked = _checked(config, models, allow_mismatch)
+        unchecked = _unchecked(config, models, allow_mismatch)
         dtype = dtype or "bfloat16"
     translator_folder.check_sizes(path, config, weights)
     if commit is not None:
@@ -260,47 +260,29 @@ def _rotation(rope: RopeSpec | None) -> str:
     return f"base {rope.base:g} over {rope.dims} numbers ({rope.type}, {way})"
 
 
-def _checked(
+def _unchecked(
     config: TranslatorConfig, models: tuple[Model, Model] | None, allow_mismatch: bool
-) -> tuple[TranslatorConfig, dict[str, str]]:
-    """The config, with the models' own norms, and the models that are not here, and why."""
+) -> dict[str, str]:
+    """Check the config against its models; those that are not here, and why."""
     if models is not None:
         source, target = (load(m, lazy=True) if isinstance(m, str) else m for m in models)
         check_pair(config, source, target, allow_mismatch=allow_mismatch)
-        ends = _with_stored_norms(config.source, source), _with_stored_norms(config.target, target)
-        return dataclasses.replace(config, source=ends[0], target=ends[1]), {}
-    config, unchecked = _check_those_at_hand(config, allow_mismatch)
+        return {}
+    unchecked = {}
+    for role, spec in zip(ROLES, (config.source, config.target), strict=True):
+        try:
+            model = at_hand(spec.name, spec.revision)
+        except (MissingModelError, UnsupportedModelError) as problem:
+            unchecked[spec.name] = str(problem)
+        else:
+            check_end(config, role, model, allow_mismatch=allow_mismatch)
     if allow_mismatch and {config.source.name, config.target.name} <= set(unchecked):
         raise ValueError(
             "--allow-mismatch (allow_mismatch=) has no effect where neither of the models is "
             f"at hand, {config.source.name} and {config.target.name}: give --source and "
             "--target (models=), or leave it out"
         )
-    return config, unchecked
-
-
-def _check_those_at_hand(
-    config: TranslatorConfig, allow_mismatch: bool
-) -> tuple[TranslatorConfig, dict[str, str]]:
-    unchecked, ends = {}, []
-    for role, spec in zip(ROLES, (config.source, config.target), strict=True):
-        try:
-            model = at_hand(spec.name, spec.revision)
-        except (MissingModelError, UnsupportedModelError) as problem:
-            unchecked[spec.name] = str(problem)
-            ends.append(spec)
-        else:
-            check_end(config, role, model, allow_mismatch=allow_mismatch)
-            ends.append(_with_stored_norms(spec, model))
-    return dataclasses.replace(config, source=ends[0], target=ends[1]), unchecked
-
-
-def _with_stored_norms(spec: ModelSpec, model: LanguageModel) -> ModelSpec:
-    """The spec; a fingerprint of rounded norms is replaced by the model's own."""
-    if rounding_of(spec, model) is None:
-        return spec
-    fingerprint = {**spec.fingerprint, "norms": model.norms_fingerprint}
-    return dataclasses.replace(spec, fingerprint=fingerprint)
+    return unchecked
 
 
 def place_of(config: TranslatorConfig) -> Path:

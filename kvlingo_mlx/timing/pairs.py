@@ -113,13 +113,11 @@ def of_models(
     translator: str | None,
     nu: int,
     bits: Sequence[int],
-    *,
-    stored: bool,
 ) -> Pair:
-    """Real models; with random maps if no translator is given or stored and ``stored`` is False.
+    """Real models; with random maps if no translator is given or stored.
 
     Raises:
-        MissingTranslatorError: A translator is required, and there is none.
+        MissingTranslatorError: There is no translator of the given name.
         IncompatibleTranslatorError: It is between two tokenizers, or of other models.
     """
     models = load_pair(source or zoo("tiny-qwen3-s"), target or zoo("tiny-qwen3-moe"))
@@ -128,7 +126,7 @@ def of_models(
         check_one_tokenizer(found["stored"].config, "bench", "give two models of one tokenizer")
         found |= {f"{n} bits": resolve_translator(translator, *models, quantize=n) for n in bits}
     except MissingTranslatorError:
-        if translator is not None or stored:
+        if translator is not None:
             raise
         maps = geometries.random_translators(*models, nu, _forms(bits))
         return Pair(*models, maps, notes=(f"random maps, nu = {nu}",), unstored=True)

@@ -1,10 +1,7 @@
-"""Two models are named alike in every verb, and what was called otherwise once still works."""
+"""Two models are named alike in every verb, and what went to the laboratory says where."""
 
 from __future__ import annotations
 
-import shutil
-import warnings
-from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.backend import mx  # noqa: F401  (before mlx, always)
@@ -12,13 +9,7 @@ from kvlingo_mlx.backend import mx  # noqa: F401  (before mlx, always)
 import pytest
 from typer.core import TyperCommand
 
-import kvlingo_mlx as kv
-from kvlingo_mlx import errors
-from kvlingo_mlx.cli import MOVED, OLD_VERBS, VERBS, command_line, run
-from kvlingo_mlx.cli.needs import OLD_OPTIONS
-from kvlingo_mlx.engine import timings
-from kvlingo_mlx.engine.timings import Timings
-from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.cli import MOVED, VERBS, command_line, run
 from tests.support.command_line import COMMANDS as PAPERS
 from tests.support.command_line import PAPER
 
@@ -73,21 +64,6 @@ def test_a_chat_names_its_models_one_way(
     assert told in capsys.readouterr().err
 
 
-# ---- old names of the command line -------------------------------------------------------------
-
-
-def test_old_verbs(begun: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    for old, new in OLD_VERBS.items():
-        capsys.readouterr()
-        assert run([new, "A", "B"]) == 0 and not capsys.readouterr().err
-        assert run([old, "A", "B"]) == 0 and begun[-1] == begun[-2]
-        assert capsys.readouterr().err == (
-            f"warning: `kvlingo-mlx {old}` is now called `kvlingo-mlx {new}`; the old name works "
-            "for one release\n"
-        )
-        assert run(["--help"]) == 0 and f" {old} " not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("old", "new"), MOVED.items())
 def test_what_the_papers_tables_alone_need_is_in_a_checkout(
     old: str, new: str, begun: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
@@ -101,57 +77,3 @@ def test_what_the_papers_tables_alone_need_is_in_a_checkout(
     assert run(["bench", "--source", "a", "--target", "b"]) == 0 and len(begun) == 1
     module, command, *_ = [*new.split()[2:], "reproduce"]
     assert module == "benchmarks.paper" and f"{PAPER}{command}" in PAPERS
-
-
-def test_old_options(begun: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    for old, new in OLD_OPTIONS.items():
-        capsys.readouterr()
-        assert run(["bench", new]) == 0 and not capsys.readouterr().err
-        assert run(["bench", old]) == 0 and begun[-1] == begun[-2]
-        told = capsys.readouterr().err
-        assert told.startswith(f"warning: {old} is now called {new}") and told.count("\n") == 1
-        assert run(["bench", "--help"]) == 0 and old not in capsys.readouterr().out
-    assert begun[-1]["save_timings"]
-
-
-# ---- old names of Python -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("old", "new"), errors.OLD_NAMES.items())
-def test_old_errors(old: str, new: str) -> None:
-    for where in (kv, errors):
-        with pytest.warns(kv.KVLingoWarning, match=f"{old} is now called {new}") as told:
-            assert getattr(where, old) is getattr(kv, new)
-        assert len(told) == 1 and told[0].filename == __file__
-    assert old not in kv.__all__ and new in kv.__all__
-    with pytest.raises(AttributeError):
-        errors.NoSuchError  # noqa: B018
-
-
-def test_strategy_of_a_conversation(models: dict[str, LanguageModel]) -> None:
-    model = models["dense"]
-    with pytest.warns(kv.KVLingoWarning, match="^strategy is now called switching;") as told:
-        talk = kv.Conversation({"a": model, "b": model}, strategy="reprefill")
-    assert len(told) == 1 and told[0].filename == __file__
-    assert talk.exchange.rules.switching == "reprefill"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert kv.Conversation({"a": model}).exchange.rules.switching == "alternated"
-    with pytest.warns(kv.KVLingoWarning), pytest.raises(ValueError, match="switching is 'fast'"):
-        kv.Conversation({"a": model, "b": model}, strategy="fast")
-    with pytest.raises(TypeError, match="strategy and switching are one argument"):
-        kv.Conversation({"a": model}, strategy="naive", switching="naive")
-
-
-def test_timings_in_the_folder_of_before(store: Path) -> None:
-    """They are read there; new ones go to the new folder, and count more."""
-    key, names = {"source": "a"}, ("a", "b")
-    written = timings.write(Timings(key, (8,), {way: (1.0,) for way in timings.WAYS}))
-    assert written.parent == store.parent / "timings"
-    before = store.parent / "profiles" / written.name
-    before.parent.mkdir()
-    shutil.move(written, before)
-    assert timings.read(key, names).seconds["native"] == (1.0,)
-    timings.write(Timings(key, (8,), {way: (2.0,) for way in timings.WAYS}))
-    assert timings.read(key, names).seconds["native"] == (2.0,)
-    assert before.exists()

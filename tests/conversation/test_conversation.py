@@ -24,7 +24,7 @@ from kvlingo_mlx.threads import finished
 from tests.support import hybrid_models, tiny
 from tests.support.identity import identity_of
 from tests.support.parity import in_order
-from tests.support.talks import NEW, ask, ask_naive, talk_of
+from tests.support.talks import NEW, ask, talk_of
 
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "3"))  # more of them by hand
 MESSAGES = ("the use of an other", "is it on?", "and you", "hi there")
@@ -230,24 +230,14 @@ def test_templates_that_differ_are_told_once(tmp_path: Path) -> None:
             quiet.reply(next(iter(quiet.lines)), "is it on?", max_tokens=NEW)
 
 
-@pytest.mark.parametrize("switching", ["naive", "reprefill"])
-def test_other_strategies_bring_the_whole_prefix(
-    family_models: dict[str, LanguageModel], switching: str
-) -> None:
-    talk = talk_of(family_models["qwen3"], switching=switching, verbatim=True, eager=False)
-    passes = []
+def test_reprefill_reads_the_whole_prefix(family_models: dict[str, LanguageModel]) -> None:
+    talk = talk_of(family_models["qwen3"], switching="reprefill", verbatim=True, eager=False)
     for name in "abab":
         before = len(talk.transcript.tokens)
-        text = talk.reply(name, "is it on?", max_tokens=NEW)
-        assert text is not None and talk.last_switch is not None
-        if before:
-            assert talk.last_switch.kept == 0
-            assert (talk.last_switch.translated >= before) == (switching == "naive")
-        passes.append([span.passes for span in talk.lines[name].spans])
-    wanted = [[0], [1, 0], [2, 1, 0], [3, 2, 1, 0]] if switching == "naive" else [[0]] * 4
-    assert passes == wanted
-    with pytest.raises(ValueError, match="switching is 'naive', but .* has windows"):
-        talk_of(family_models["gemma3"], switching="naive")
+        ask(talk, name, "is it on?")
+        assert talk.last_switch is not None and talk.last_switch.translated == 0
+        assert not before or talk.last_switch.kept == 0
+        assert [span.passes for span in talk.lines[name].spans] == [0]
 
 
 def test_a_switch_without_a_translator_changes_nothing(
@@ -334,23 +324,6 @@ def test_a_message_may_hold_any_text(family_models: dict[str, LanguageModel]) ->
     ask(talk, "b", "what is \u2039answer\u203a then")
     written = family_models["qwen3"].tokenizer.decode(talk.transcript.tokens)
     assert "what is \u2039answer\u203a then" in written
-
-
-def test_naive_needs_one_capture_point(family_models: dict[str, LanguageModel]) -> None:
-    model = family_models["qwen3"]
-    for point in ("post_norm", "post_rope"):
-        talk = Conversation(
-            dict.fromkeys("ab", model), [identity_of(model, capture=point)], switching="naive",
-            verbatim=True, eager=False,
-        )  # fmt: skip
-        for name in "abab":
-            ask_naive(talk, name)
-    with pytest.raises(kv.IncompatibleTranslatorError, match="read keys at post_norm and pre_norm"):
-        Conversation(
-            dict.fromkeys("ab", model),
-            [identity_of(model, capture=point) for point in ("pre_norm", "post_norm")],
-            switching="naive",
-        )
 
 
 def test_bad_arguments(family_models: dict[str, LanguageModel]) -> None:

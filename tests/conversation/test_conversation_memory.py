@@ -27,7 +27,7 @@ from kvlingo_mlx.threads import finished
 from tests.support import TESTS, tiny
 from tests.support.identity import identity_of
 from tests.support.processes import WITHOUT_TORCH
-from tests.support.talks import NEW, ask, ask_naive, expected, talk_of
+from tests.support.talks import NEW, ask, expected, talk_of
 
 FAMILIES = ("qwen3", "gemma3", "gemma4", "deepseek_v3", "converted_mla")
 
@@ -503,32 +503,6 @@ def test_a_switch_that_is_interrupted_changes_nothing(
     assert len(calls) == 2 and (talk.messages, talk.transcript.tokens) == (said, tokens)
     ask(talk, "b", "is it on?")
     ask(talk, "a", "and you")
-
-
-def test_an_interrupted_translation_is_not_translated_again(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A naive line keeps its translations to hand them on: no part of one twice."""
-    model = models["qwen3"]
-    talk = Conversation(
-        dict.fromkeys("ab", model), [identity_of(model, capture="post_norm")], switching="naive",
-        verbatim=True, prefill_step_size=7,
-    )  # fmt: skip
-    ask_naive(talk, "a")
-    real, calls = caches.append, []
-
-    def append(*arguments: Any) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        real(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(caches, "append", append)
-        with pytest.raises(KeyboardInterrupt):
-            talk.reply("b", "is it on?")
-    for name in "ba":
-        ask_naive(talk, name)
 
 
 def test_an_interrupted_reading_goes_back_to_a_mark(

@@ -148,11 +148,10 @@ def test_saved_and_resumed(model: LanguageModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-@pytest.mark.parametrize("switching", ["alternated", "naive"])
-def test_what_is_recorded(model: LanguageModel, kind: str, switching: str, tmp_path: Path) -> None:
+def test_what_is_recorded(model: LanguageModel, kind: str, tmp_path: Path) -> None:
     """States, and nothing of what goes into them; also in two dtypes, of which each has a file."""
     model = model if kind == "float32" else cast(model, tmp_path / "half", mx.bfloat16)
-    talk = talk_of(model, eager=False, switching=switching)
+    talk = talk_of(model, eager=False)
     for name in "ab":
         talk.reply(name, "is it on?", max_tokens=NEW)
     recurrent = [t for t, g in enumerate(model.geometry.layers) if g.recurrence is not None]
@@ -246,12 +245,6 @@ def test_another_thread_may_save(model: LanguageModel, state_maps: bool, tmp_pat
     thread.join()
     assert not failed
     talk.reply("b", "is it on?", max_tokens=NEW)
-
-
-def test_naive_switching(model: LanguageModel) -> None:
-    talk = talk_of(model, switching="naive")
-    for name in "abba":
-        ask(talk, name, "is it on?")
 
 
 def test_without_a_state_nothing_is_taken_over(

@@ -608,7 +608,6 @@ def test_a_switch_that_is_interrupted_changes_nothing(
 
 def test_refusals(root: Path, opened: Callable[[str], LanguageModel]) -> None:
     for options, said in (
-        ({"switching": "naive"}, "switching is 'naive', which needs models of one tokenizer"),
         ({"native_layers": 1}, "native_layers cannot be used between two tokenizers"),
         ({"native_layers": "auto"}, "native_layers cannot be used between two tokenizers"),
     ):

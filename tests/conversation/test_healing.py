@@ -410,7 +410,6 @@ def test_what_cannot_be_healed_is_refused(
     for wrong, message in (
         ({"heal": "later"}, "heal is 'later'; give interleaved or layers"),
         ({"heal": "layers", "native_layers": 0}, "and native_layers is 0, which reads none"),
-        ({"heal": "layers", "switching": "naive"}, "and switching is 'naive', which reads none"),
         ({"heal": "interleaved", "heal_share": 0.0}, "heal_share is 0.0; give the share"),
         ({"heal": "interleaved", "heal_share": 1}, "heal_share is 1; give the share"),
     ):

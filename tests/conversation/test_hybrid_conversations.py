@@ -23,7 +23,7 @@ from kvlingo_mlx.translators import build
 from tests.support import hybrid_models, tiny
 from tests.support.identity import identity_of
 from tests.support.opened import cast
-from tests.support.talks import CLOSE, NEW, apart, ask, ask_naive, check_caches, talk_of
+from tests.support.talks import CLOSE, NEW, apart, ask, check_caches, talk_of
 
 LONG = "the use of an other is it on? " * 2
 
@@ -391,13 +391,6 @@ def test_a_plain_target_reads_the_layers_of_attention(
     check_caches(talk.lines["hybrid"])
 
 
-def test_naive_switching_makes_states_of_a_whole_translation(model: LanguageModel) -> None:
-    talk = talk_of(model, switching="naive", verbatim=True)
-    for name in "abba":
-        ask_naive(talk, name)
-        check_caches(talk.lines[name])
-
-
 def test_what_cannot_be_done_is_said(model: LanguageModel, models: dict[str, Any]) -> None:
     refused: Any = kv.UnsupportedModelError
     for options, message in (
@@ -409,6 +402,4 @@ def test_what_cannot_be_done_is_said(model: LanguageModel, models: dict[str, Any
     talk = talk_of(model)
     with pytest.raises(refused, match="draft_model cannot be used: .*keeps recurrent states"):
         talk.reply("a", "hi", draft_model=models["delta"], max_tokens=NEW)
-    with pytest.raises(ValueError, match="switching is 'naive', but .* has short convolutions"):
-        talk_of(models["lfm2"], switching="naive")
     assert not talk.messages and all(not len(line) for line in talk.lines.values())

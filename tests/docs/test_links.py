@@ -32,8 +32,6 @@ EVERYWHERE = {"--help", "-h", "--version", "-V", "--debug", "--install-completio
 FOLDERS = "kvlingo_mlx tests benchmarks tools docs examples .github .ci".split()
 # Options of other programs that a page's prose may name.
 OTHERS = {"--nproc-per-node"}
-# Old names that work for one release; pages may say so.
-OLD = {"profile", "bench --save-profile", "--save-profile"}
 
 
 def options_of(verb: str) -> set[str]:
@@ -43,7 +41,7 @@ def options_of(verb: str) -> set[str]:
     return {o for o in spelt if o.startswith("-")} | EVERYWHERE
 
 
-ALL_OPTIONS = EVERYWHERE.union(*map(options_of, COMMANDS)) | OTHERS | OLD
+ALL_OPTIONS = EVERYWHERE.union(*map(options_of, COMMANDS)) | OTHERS
 
 
 def faults_of_command(words: list[str]) -> list[str]:
@@ -55,13 +53,13 @@ def faults_of_command(words: list[str]) -> list[str]:
     if verb in ("VERB", "help"):
         return []
     if verb not in COMMANDS:
-        return [verb] if verb not in OLD else []
+        return [verb]
     wrong = [f"{verb} {option}" for option in options if option not in options_of(verb)]
     keys = {key_of(p) for p in COMMANDS[verb].params}
     for flag, value in itertools.pairwise(words):
         if flag in ("-c", "--config") and "=" in value and value.split("=")[0] not in keys:
             wrong.append(f"{verb} {value}")
-    return [fault for fault in wrong if fault not in OLD]
+    return wrong
 
 
 def faults_of_code(code: str) -> list[str]:

@@ -15,15 +15,12 @@ import pytest
 from mlx.utils import tree_flatten
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.engine import timings
 from kvlingo_mlx.evaluation import lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
-from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.format.projections import Checked, weights_fingerprint
 from kvlingo_mlx.format.tensor_file import read_tensors
-from kvlingo_mlx.loading.translators import translator_facts
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
 
@@ -176,26 +173,3 @@ def test_eval_tells_apart_a_model_with_other_weights(
             scores.append(results["t"][0].scores["kl"])
     assert found == alone and found[0] != found[1]
     assert lineup.identity_of(kv.load(place))["weights"] == source.weights_fingerprint
-
-
-# ---- times ------------------------------------------------------------------------------
-
-
-def test_times_are_of_the_work_that_maps_are(folders: dict[str, Path], tmp_path: Path) -> None:
-    """MLPs of 8 and of 512 hidden units take other times; so do floats of other widths."""
-    source, target = kv.load(folders["dense"]), kv.load(folders["wide"])
-    linear = kv.fit(source, target, [RECORD]).save(tmp_path / "linear")
-    made = {
-        name: tiny.write_mlp_translator(tmp_path / name, linear, hidden)
-        for name, hidden in (("narrow", 8), ("wide", 64), ("again", 8))
-    }
-    keys = {name: timings.key_of(source, target, translator_facts(folder, source, target))
-            for name, folder in made.items()}  # fmt: skip
-    assert keys["narrow"] == keys["again"] != keys["wide"]
-    for name, folder in made.items():  # the file's facts are those of the translator it makes
-        loaded = kv.load_translator(folder)
-        assert timings.key_of(source, target, loaded) == keys[name]
-    config, weights = translator_folder.read(made["narrow"])
-    half = translator_folder.write(tmp_path / "half", config, weights.cast("bfloat16"))
-    facts = translator_facts(half, source, target)
-    assert timings.key_of(source, target, facts) != keys["narrow"]

@@ -169,16 +169,6 @@ def test_weights_that_one_thread_opened_another_reads(
     assert together(lambda: plain(rotated)) == [expected]
 
 
-def test_a_naive_switch_in_another_thread(models: dict[str, LanguageModel]) -> None:
-    """What is kept to be translated again was lazy."""
-    model = models["qwen3"]
-    talk, other = (talk_of(model, switching="naive") for _ in range(2))
-    said = list(zip("aba", ("hi there", "is it on?", "and you"), strict=True))
-    expected = [talk.reply(name, message, max_tokens=NEW) for name, message in said]
-    for (name, message), answer in zip(said, expected, strict=True):
-        assert together(lambda: other.reply(name, message, max_tokens=NEW)) == [answer]
-
-
 def test_a_second_thread_is_refused_and_an_ended_answer_lets_go(
     models: dict[str, LanguageModel],
 ) -> None:

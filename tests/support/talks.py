@@ -87,11 +87,3 @@ def ask(talk: Conversation, name: str, message: str, **options: Any) -> None:
         assert (line.spans[-1].stop if line.spans else 0) == len(line)
         assert all(span.passes <= 1 for span in line.spans)
         assert all((span.writer == line.name) == (span.passes == 0) for span in line.spans)
-
-
-def ask_naive(talk: Conversation, name: str) -> None:
-    """One reply, which identity translators leave as it is however often they are applied."""
-    model = talk.lines[name].model
-    prompt = talk.transcript.prompt(model, [{"role": "user", "content": "is it on?"}])
-    talk.reply(name, "is it on?", max_tokens=NEW)
-    assert talk.transcript.tokens[len(prompt) :] == expected(model, prompt)

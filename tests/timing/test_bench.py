@@ -861,7 +861,6 @@ def test_bench_without_a_translator_times_random_maps(
             ["--native-layers", "1", "-c", "batch=2"],
             "--native-layers has no effect with -c batch=2",
         ),
-        (["-c", "batch=2", "--save-timings"], "--save-timings has no effect with -c batch=2"),
         (["--reference", "nowhere"], "--reference nowhere cannot be read"),
     ],
 )

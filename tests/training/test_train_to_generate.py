@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import struct
 from pathlib import Path
 
@@ -143,48 +142,6 @@ def test_pytorch_refuses_4_bits_in_a_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and "4-bit weights of mlx-lm" in line
     assert "--device mlx" in line
-
-
-@pytest.mark.parametrize("kept", ["bfloat16", "float16"])
-def test_rounded_norms_are_recognised_and_told(
-    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str], kept: str
-) -> None:
-    """As earlier versions wrote them; `import` writes the right ones; other norms are refused."""
-    names = ("source", "target", "other")
-    source, target, other = (written(tmp_path, name, "float32") for name in names)
-    old = kv.fit(kv.load(source), kv.load(target), [{"text": "One two three. " * 60}]).save(
-        tmp_path / "old"
-    )
-    right = fingerprints(old)
-    config = json.loads((old / CONFIG).read_text())
-    for role, folder in (("source", source), ("target", target)):
-        if kept == "float16":
-            rounded = stored_norms(folder, np.float16)
-        else:  # by MLX's own rounding
-            model = kv.load(folder)
-            held = {n: m.weight for n, m in model.model.named_modules() if n.endswith("norm")}
-            narrow = [held[n].astype(mx.bfloat16).astype(mx.float32) for n in sorted(held)]
-            rounded = hashlib.sha256(b"".join(np.array(a).tobytes() for a in narrow)).hexdigest()
-        config[role]["fingerprint"]["norms"] = rounded
-    (old / CONFIG).write_text(json.dumps(config))
-    assert not set(fingerprints(old)) & set(right)
-    ends = ends_of(source, target)
-    words = ["--translator", str(old), "--prompt", "hello there", "--max-tokens", "2"]
-    assert run(["generate", *ends, *words]) == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if "rounded" in line]
-    assert len(lines) == 2  # one an end
-    assert all(f"norms rounded to {kept}" in line and "import`" in line for line in lines)
-    assert run(["import", str(old)]) == 0  # both models are found by their names
-    (made,) = store.iterdir()
-    assert fingerprints(made) == right
-    capsys.readouterr()
-    assert run(["generate", *ends, *words[2:]]) == 0  # with the one in the store
-    assert "rounded" not in capsys.readouterr().err
-    shutil.rmtree(made)
-    for command in (["generate", *ends_of(other, target), *words],
-                    ["import", str(old), *ends_of(source, other)]):  # fmt: skip
-        assert run(command) == 2
-        assert "another checkpoint (norms fingerprint)" in capsys.readouterr().err
 
 
 def test_norms_that_a_user_rounded(tmp_path: Path) -> None:

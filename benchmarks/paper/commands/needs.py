@@ -74,7 +74,7 @@ def _judged(tasks: str, suite: str | None, turns: str | None) -> bool:
 
 MEMORY_BUDGET = (
     "source target translator geometry nu quantize native_layers prompt batch "
-    "prefill_step_size plot save_timings"
+    "prefill_step_size plot"
 )
 
 VERBS: dict[str, tuple[Need, ...]] = {
@@ -122,18 +122,15 @@ VERBS: dict[str, tuple[Need, ...]] = {
              told=f"but with --table {BUDGET}; give --batch, or leave it out"),
         Need("source target translator", "geometry", off, why="whose models and maps are random"),
         Need("prompt", "geometry", off, why="whose models read random tokens"),
-        Need("save_timings", "geometry", off, why="whose models are random"),
         Need("layers precision", "geometry table_name",
              lambda geometry, table: is_set(geometry) or table == BUDGET,
              "qwen3-4b:qwen3-30b-a3b", "and models from a folder are as they are"),
         Need("native_layers", "table_name", but("quant"), "moe-switch", "which times no switch"),
-        Need("native_layers save_timings decode_tokens", "batch", among(1), 1,
+        Need("native_layers decode_tokens", "batch", among(1), 1,
              "of several prompts at once"),
         Need("decode_tokens", "table_name", among("moe-switch", "all", HEALING, BUDGET),
              "moe-switch",
              "which times no decoding"),
-        Need("save_timings", "table_name", among("moe-switch", "all"), "moe-switch",
-             "which does not time every way to a first token"),
     ),
     "reproduce": (
         Need("labels tiny models translators data text task_data judge steps items seeds device",

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from benchmarks.paper.evaluation.naive import NaiveConversation
 from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.errors import IncompatibleTranslatorError
@@ -83,7 +84,7 @@ class Way:
 
     Attributes:
         name: The name in tables.
-        switching: As for :class:`~kvlingo_mlx.engine.conversation.Conversation`.
+        switching: As for :class:`~kvlingo_mlx.engine.conversation.Conversation`; or ``naive``.
         seeds: The translators of both directions, once for each seed; scores are averaged.
         alone: The one model that answers every turn.
         hidden: Whether the conversation's text is left out.
@@ -216,7 +217,8 @@ def _refused(models: Models, way: Way, manner: Manner) -> str:
     """Why these models cannot take over naively; empty for what they can do."""
     try:
         for seed in range(len(way.seeds)):
-            begun(models, way, manner, seed).close()
+            with begun(models, way, manner, seed):
+                pass
     except (ValueError, IncompatibleTranslatorError) as error:
         if way.switching != "naive":
             raise
@@ -227,17 +229,21 @@ def _refused(models: Models, way: Way, manner: Manner) -> str:
 # ---- one conversation ------------------------------------------------------------------------
 
 
-def begun(models: Models, way: Way, manner: Manner, seed: int = 0) -> Conversation:
+def begun(
+    models: Models, way: Way, manner: Manner, seed: int = 0
+) -> Conversation | NaiveConversation:
     """An empty conversation; not eager, since answers do not depend on when one translates."""
     shared: dict[str, Any] = {"enable_thinking": manner.thinking, "verbatim": manner.verbatim}
     if way.alone is not None:
         return Conversation({way.alone: models[way.alone]}, **shared)
+    if way.switching == "naive":
+        return NaiveConversation(models, way.seeds[seed], **shared)
     return Conversation(
         models,
         way.seeds[seed],
         switching=way.switching,
         eager=False,
-        native_layers=0 if way.switching == "naive" else manner.native_layers,
+        native_layers=manner.native_layers,
         allow_mismatch=manner.allow_mismatch,
         **shared,
     )
@@ -254,13 +260,14 @@ def answers(
     names = order if way.alone is None else [way.alone]
     said: list[str] = []
     with begun(models, way, manner, seed) as conversation:
-        written = [] if way.hidden else _listened(conversation, talk, names, manner)
+        written = [] if way.hidden else _listened(conversation, models, talk, names, manner)
         for number, turn in enumerate(talk.turns):
             if turn.written is not None:
                 continue
             new = list((way.hidden and turn.bare) or turn.messages)
             asked, name = conversation, names[number % len(names)]
             if way.once and number % len(names):
+                assert isinstance(conversation, Conversation)
                 asked = conversation.branch()
                 conversation.reply(names[0], new, max_tokens=manner.max_tokens)
             answer = asked.reply(name, [*written, *new], max_tokens=manner.max_tokens)
@@ -271,7 +278,11 @@ def answers(
 
 
 def _listened(
-    conversation: Conversation, talk: Talk, names: Sequence[str], manner: Manner
+    conversation: Conversation | NaiveConversation,
+    models: Models,
+    talk: Talk,
+    names: Sequence[str],
+    manner: Manner,
 ) -> list[Message]:
     """The messages of the written turns, of which each model has read its own, in the lines.
 
@@ -281,11 +292,13 @@ def _listened(
     if not turns:
         return []
     switch = {"enable_thinking": manner.thinking}
-    tokens = encode(conversation.lines[names[0]].model, talk.messages(turns + 1), **switch)
+    tokens = encode(models[names[0]], talk.messages(turns + 1), **switch)
     for number in range(turns):
         name = names[number % len(names)]
         following = [*talk.messages(number + 1), {"role": "user", "content": UNLIKELY}]
-        model = conversation.lines[name].model
-        end = common_prefix(tokens, encode(model, following, **switch))
-        finished(conversation.exchange.bring(name, tokens[:end]))
+        read = tokens[: common_prefix(tokens, encode(models[name], following, **switch))]
+        if isinstance(conversation, NaiveConversation):
+            conversation.bring(name, read)
+        else:
+            finished(conversation.exchange.bring(name, read))
     return talk.messages(turns)

@@ -30,7 +30,7 @@ from benchmarks.paper.timing import memory_budget
 from benchmarks.paper.timing.memory_budget import Cell, Setup
 from kvlingo_mlx.folding.attention import Fold, Part, Rows, Side, attend
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing.tables import Clock
+from kvlingo_mlx.timing.switching import Stopwatch
 
 
 def summary(cell: Cell, models: Setup, weights: int) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def decoding(args: argparse.Namespace) -> list[dict[str, Any]]:
     mx.synchronize()
     mx.clear_cache()
     weights, found = mx.get_active_memory(), []
-    sizes = {"trials": args.trials, "decoded": args.decoded, "clock": Clock(None)}
+    sizes = {"trials": args.trials, "decoded": args.decoded, "clock": Stopwatch(None)}
     for cell in memory_budget.run(models, args.contexts, args.batches, **sizes):
         found.append(summary(cell, models, weights))
         print(

@@ -40,7 +40,7 @@ from kvlingo_mlx.fitting import fit
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing.paths import first_token, interleaved, translation
+from kvlingo_mlx.timing.switching import first_token, interleaved, translation
 
 
 def one_native(translated: CacheMaker, native: CacheMaker, layer: int) -> CacheMaker:

@@ -56,7 +56,7 @@ from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure, pictures
 from kvlingo_mlx.stage1.passes import ClosedForm
-from kvlingo_mlx.timing.paths import interleaved, switch_times
+from kvlingo_mlx.timing.switching import interleaved, switch_times
 from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer, to_samples
 from kvlingo_mlx.translators import build
 

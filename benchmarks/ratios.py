@@ -28,12 +28,13 @@ import window_cost
 from mlx_lm.generate import generate_step
 
 from benchmarks.paper.timing import memory_budget
+from benchmarks.paper.timing.paths import Paths
 from kvlingo_mlx import caches
 from kvlingo_mlx.engine import fill
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing import geometries, tables
-from kvlingo_mlx.timing.paths import Paths
+from kvlingo_mlx.timing import geometries
+from kvlingo_mlx.timing.switching import prompt_of
 from kvlingo_mlx.translators.base import Translator
 
 BESIDE_CACHE = "alive_beside_source_cache"
@@ -114,7 +115,7 @@ def switch(trials: int, tokens: int = 512, layers: int = 4) -> Found:
         geometries.random_model("qwen3-0.6b", layers, "float32", seed) for seed in (0, 1)
     )
     form = {"float32": translation_cost.random_translator(source, target, 1)}
-    paths = Paths(source, target, form, tables.prompt_of(source, target, tokens, text=False))
+    paths = Paths(source, target, form, prompt_of(source, target, tokens, text=False))
     phases = ("switch", "translate", "target_step")
     actions = {name: paths.phase(name) for name in phases}
     return translation_cost.alternated(actions, 2 * trials)

@@ -27,6 +27,7 @@ import pytest
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import progress
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.timing import geometries
 
 pytest.register_assert_rewrite("tests.support")  # before it is imported
 
@@ -115,5 +116,20 @@ def seeded() -> None:
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A time limit that plans as ever, and does not end what has begun."""
-    limiting = "kvlingo_mlx.timing.tables.Clock.limiting"
+    limiting = "kvlingo_mlx.timing.switching.Stopwatch.limiting"
     monkeypatch.setattr(limiting, lambda clock: contextlib.nullcontext())
+
+
+SMALL = {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": 256,
+    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def small_geometries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("qwen3-4b", "qwen3-30b-a3b", "gemma-3-4b"):
+        more = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+        more = more if "a3b" in name else {"sliding_window_pattern": 2}
+        made = {**geometries.GEOMETRIES[name], **SMALL, **more}
+        monkeypatch.setitem(geometries.GEOMETRIES, name, made)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from benchmarks.paper.timing.phases import label
 from benchmarks.paper.timing.reference import BEFORE
-from kvlingo_mlx.cli.bench_output import label
 from kvlingo_mlx.cli.output import ms
 from rendering.records import records, source, table
 

@@ -44,7 +44,11 @@ MOVED = {
     },
     **{
         f"bench --{option}": f"{PAPER} bench --{option}"
-        for option in ("reference", "batch-sizes", "table memory-budget")
+        for option in "reference batch-sizes table native-layers batch decode-tokens prompt".split()
+    },
+    **{
+        f"bench -c {key}": f"{PAPER} bench --{key.replace('_', '-')}"
+        for key in "batch decode_tokens prompt".split()
     },
 }
 

@@ -2,177 +2,238 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from kvlingo_mlx.cli.bench_options import (
-    HEALING,
-    TABLES,
-    BenchOptions,
-    check,
-    geometry_names,
+from kvlingo_mlx.cli.command import (
+    Both,
+    Configured,
+    MaybeSource,
+    MaybeTarget,
+    PrefillStepSize,
+    Translator,
+    option,
+    verb,
+)
+from kvlingo_mlx.cli.output import (
+    draw,
+    keep,
+    ms,
     numbers,
-    precisions,
+    progress_bar,
+    say,
+    table,
+    tell_of_machine,
+    warn,
 )
-from kvlingo_mlx.cli.bench_output import (
-    FEWER,
-    Beside,
-    check_measured,
-    foot,
-    making,
-    show,
-)
-from kvlingo_mlx.cli.command import verb
-from kvlingo_mlx.cli.output import draw, keep, progress_bar, say, tell_of_machine, warn
+from kvlingo_mlx.cli.sampling import check_ranges
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.timing.pairs import Pair
-    from kvlingo_mlx.timing.runs import Asked
+    from kvlingo_mlx.timing.bench import BenchPair, PhaseTimes
+    from kvlingo_mlx.timing.ceilings import Rates
+    from kvlingo_mlx.timing.switching import Stopwatch
 
-Given = TypeVar("Given", bound=BenchOptions)
+ROWS = {"source_prefill": "source reads", "target_step": "first step", "native": "re-prefill"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(Configured):
+    models: Both = None
+    source: MaybeSource = None
+    target: MaybeTarget = None
+    translator: Translator = None
+    geometry: str | None = option(
+        None, "Random models of true widths instead: qwen3-4b:qwen3-30b-a3b, say."
+    )
+    layers: int | None = option(None, "Layers of each model of --geometry; default: all.")
+    precision: str | None = option(
+        None, "Of --geometry: bfloat16, 4bit, 8bit or float32; default: the machine's."
+    )
+    nu: int | None = option(
+        None, "Source layers that a target layer reads, in random maps; default: 1."
+    )
+    quantize: str = option("8,4", "Also time the maps in so many bits: 8,4 or none.")
+    prompt_tokens: str | None = option(None, "Lengths: 64,256.", "--prompt-tokens", "-p")
+    num_trials: int = option(5, "Trials per length.", "--num-trials", "-n")
+    time_limit: float = option(150.0, "Seconds in all, models made; longer prompts are left out.")
+    prefill_step_size: PrefillStepSize = 2048
+    plot: str | None = option(None, "Draw times over prompt lengths into this file.")
 
 
 @verb(BenchOptions, long=True)
 def command(options: BenchOptions) -> None:
-    """Time the first token: the target reads; translated at a switch; the source reads first.
+    """Time the phases of a switch, beside reading the prompt again.
 
-    Without --source and --target two tiny embedded models are timed.
+    The source reads; its cache is translated; the target's first step; the target reads it all
+    itself. Without --source and --target two tiny embedded models are timed.
     """
-    check(options)
-    measure(options)
-
-
-def measure(options: BenchOptions, beside: Beside | None = None) -> None:
-    """Time and print the tables that are asked for, one precision after the other."""
+    limit = options.time_limit
+    check_ranges(
+        *(
+            (name, number, number is None or number >= 1, "at least 1")
+            for name, number in (
+                ("--num-trials", options.num_trials),
+                ("nu", options.nu),
+                ("--prefill-step-size", options.prefill_step_size),
+            )
+        ),
+        ("--time-limit", f"{limit:g}", limit > 0, "seconds above 0"),
+    )
     asked = options.prompt_tokens
-    # One token leaves nothing to hand over.
     lengths = numbers("--prompt-tokens", asked, "64,256", 2) if asked else None
-    ends = geometry_names(options)
-    for one in by_precision(options):
-        _run(one, ends, lengths, beside)
-
-
-def by_precision(options: Given) -> Iterator[Given]:
-    """The options of each precision, in turn: models of two would not fit in memory together."""
-    each = precisions(options)
-    for precision in each:
-        yield replace(options, precision=precision, time_limit=options.time_limit / len(each))
-
-
-def _run(
-    options: BenchOptions,
-    ends: tuple[str, str] | None,
-    lengths: Sequence[int] | None,
-    beside: Beside | None,
-) -> None:
-    """Time the tables of a switch, print them and append the record."""
-    plain = options.quantize == "none" or options.table_name == HEALING
-    bits = [] if plain else numbers("--quantize", options.quantize, "8,4")
-    layers = options.native_layers
-    hybrids = numbers("--native-layers", layers, "1,2") if layers else []
+    bits = [] if options.quantize == "none" else numbers("--quantize", options.quantize, "8,4")
+    ends = _geometry(options)
 
     from kvlingo_mlx.reporting import measure, pictures
-    from kvlingo_mlx.timing import runs
-    from kvlingo_mlx.timing.tables import Clock, Effort
+    from kvlingo_mlx.timing import bench
+    from kvlingo_mlx.timing.switching import Stopwatch
     from kvlingo_mlx.translators.quantised import check_bits
 
     for number in bits:
         check_bits(number)
     if options.plot:
         pictures.check(options.plot)
-    clock = Clock(options.time_limit)  # it includes making or reading the models
+    clock, step_size = Stopwatch(limit), options.prefill_step_size
     tell_of_machine()
-    tokens = options.batch * max(lengths or [0])
-    with making(clock, "smaller models" if ends is None else FEWER) as progress:
-        pair = _pair(options, ends, bits, tokens=tokens, progress=progress)
-    asked = runs.Asked(
-        tables=TABLES if options.table_name == "all" else (options.table_name,),
-        effort=Effort(
-            text=ends is None and options.prompt != "random",
-            trials=options.num_trials,
-            clock=clock,
-            step_size=options.prefill_step_size,
-            batch=options.batch,
-            decoded=options.decode_tokens,
-        ),
-        lengths=lengths,
-        native_layers=hybrids,
-    )
-    config, results = _config(pair, asked), {}
-    for ran in runs.run(pair, asked, progress_bar):
-        results[ran.name] = show(ran, pair, beside, config)
-    measured = any(result["timings"] for result in results.values())
-    check_measured(measured, options.time_limit, "fewer --prompt-tokens")
-    foot(pair, ran.rates, asked.effort.text)
+    pair = _pair(options, ends, bits, max(lengths or [0]), clock)
+    with progress_bar("timing", options.num_trials * len(lengths or bench.LENGTHS)) as step:
+        timed, left_out, rates = bench.run(
+            pair, lengths, trials=options.num_trials, clock=clock, step_size=step_size,
+            progress=step,
+        )  # fmt: skip
+    if not timed:
+        raise ValueError(
+            f"--time-limit is {limit:g}, and the shortest measurement takes longer; give more, or "
+            "fewer --prompt-tokens"
+        )
+    _print(pair, timed, left_out, rates)
     say(measure.machine_line())
     if options.plot:
-        from kvlingo_mlx.timing.figures import times
+        draw(bench.figure(timed, _label), options.plot, pair.source.name, pair.target.name)
+    found = {"timings": [t.as_json() for t in timed], "left_out": left_out}
+    config = _config(pair) | {"trials": options.num_trials, "prefill_step_size": step_size}
+    keep(options.json_file, "bench", config | {"rates": vars(rates)}, {"switch": found})
 
-        draw(times(results), options.plot, pair.source.name, pair.target.name)
-    keep(options.json_file, "bench", config | {"rates": vars(ran.rates)}, results)
+
+def _config(pair: BenchPair) -> dict[str, Any]:
+    """What of a record's settings is the pair's."""
+    return {
+        "source": pair.source.name,
+        "target": pair.target.name,
+        "weights": [pair.source.precision, pair.target.precision],
+        "forms": list(pair.translators),
+        "nu": pair.translator.config.nu,
+        "notes": pair.notes,
+    }
+
+
+def _geometry(options: BenchOptions) -> tuple[str, str] | None:
+    """The source and target of ``--geometry``; None without it.
+
+    Raises:
+        ValueError: They are not two known names, or do not fit ``layers``, ``precision`` or
+            ``nu``.
+    """
+    if options.geometry is None:
+        return None
+    from kvlingo_mlx.timing.geometries import GEOMETRIES, check
+
+    names = options.geometry.split(":")
+    if len(names) != 2:
+        known = ", ".join(GEOMETRIES)
+        raise ValueError(f"--geometry is {options.geometry!r}; give SOURCE:TARGET of {known}")
+    for name in names:
+        check(name, options.layers, options.precision)
+    depth = options.layers or GEOMETRIES[names[0]]["num_hidden_layers"]
+    if options.nu is not None and options.nu > depth:
+        raise ValueError(
+            f"nu is {options.nu}; {names[0]} has {depth} layers here to read: give fewer"
+        )
+    return names[0], names[1]
 
 
 def _pair(
-    options: BenchOptions, ends: tuple[str, str] | None, bits: Sequence[int], **making: Any
-) -> Pair:
-    """The timed pair: models from folders, or random ones; ``making`` is as for the latter."""
-    from kvlingo_mlx.timing import pairs
+    options: BenchOptions,
+    ends: tuple[str, str] | None,
+    bits: Sequence[int],
+    tokens: int,
+    clock: Stopwatch,
+) -> BenchPair:
+    """The models and maps: from folders, or random ones."""
+    from kvlingo_mlx.timing import bench
 
-    if ends is not None:
-        nu = _paper_nu(options, *ends)
-        return pairs.of_geometry(ends, options.layers, options.precision, nu, bits, **making)
-    given = options.some("source target translator")
-    nu = _paper_nu(options, options.source or "", options.target or "")
-    found = pairs.of_models(**given, nu=nu, bits=bits)
-    if found.unstored:
+    with _making(clock) as progress:
+        if ends is not None:
+            form = options.layers, options.precision, options.nu or 1, bits
+            return bench.of_geometry(ends, *form, tokens=tokens, progress=progress)
+        places = options.source, options.target, options.translator
+        pair = bench.of_models(*places, options.nu, bits)
+    if not pair.stored:
         warn("no translator of this pair is stored; random maps of the same shapes are timed")
-    if options.nu not in (None, found.nu):
+    return pair
+
+
+@contextlib.contextmanager
+def _making(clock: Stopwatch) -> Iterator[Callable[[int, int], None]]:
+    """A bar for making or reading models; yields a function of steps done, and of how many.
+
+    Raises:
+        ValueError: The time is over; the message says how much is needed.
+    """
+    from kvlingo_mlx.timing.switching import OutOfTime
+
+    began, made = time.perf_counter(), [0, 1]
+    try:
+        with clock.limiting(), progress_bar("making the models", None) as step:
+
+            def count(done: int, total: int) -> None:
+                made[:] = done, total
+                step(done, total)
+
+            yield count
+    except OutOfTime:
+        took, (done, total) = time.perf_counter() - began, made
+        least = f"about {took * total / done:.0f} s" if done else f"more than {took:.0f} s"
         raise ValueError(
-            f"nu is {options.nu}, but it is for random maps, and the stored translator of this "
-            f"pair has nu = {found.nu}; leave nu out"
-        )
-    return found
+            f"--time-limit is over before the models are ready, which takes {least}; give more "
+            "than that, or smaller models (-c layers)"
+        ) from None
 
 
-def _paper_nu(options: BenchOptions, source: str, target: str) -> int:
-    """The source layers of random maps: those asked for, or the paper's for this pair."""
-    from kvlingo_mlx.timing.shapes import released
-    from kvlingo_mlx.training.paper_pairs import NU, best_of
+def _print(
+    pair: BenchPair, timed: Sequence[PhaseTimes], left_out: Sequence[int], rates: Rates
+) -> None:
+    def times(phase: str) -> list[str]:
+        cells = []
+        for t in timed:
+            share = f" ({t.floors[phase] / t.median(phase):.0%})" if phase in t.floors else ""
+            cells.append(ms(t.median(phase)) + share)
+        return cells
 
-    if options.nu is not None:
-        return options.nu
-    best = best_of(released(source), released(target))
-    nu = NU if best is None else best.nu
-    if options.layers is not None and options.layers < nu:
-        say(
-            f"nu is {options.layers}, in the paper {nu} for this pair: {options.layers} layers "
-            f"leave no more to read; give -c layers={nu} or more"
-        )
-        return options.layers
-    return nu
+    rows = [[_label(phase), *times(phase)] for phase in timed[0].samples]
+    for name, way in (("switch", "switch"), ("from nothing", "accelerator")):
+        sooner = [f"{t.ways['native'] / t.ways[way]:.2f}" for t in timed]
+        rows.append([f"{name}, times sooner", *sooner])
+    columns = ["prompt tokens", *(str(t.prompt_tokens) for t in timed)]
+    table(f"{pair.source.name} to {pair.target.name}: ms, medians", columns, rows)
+    say(
+        "In brackets: how close to the fastest that this machine could be. Sooner than re-prefill: "
+        "a switch is translation and step, from nothing the source reads first."
+    )
+    if left_out:
+        listed = ", ".join(map(str, left_out))
+        say(f"left out, since --time-limit allows no more: {listed} tokens")
+    for note in pair.notes:
+        say(note)
+    say(f"prompts: {'bundled text' if pair.text else 'random token ids'}")
+    say(
+        f"ceilings: {rates.flops / 1e9:,.0f} GFLOP/s in a large {rates.dtype} product, "
+        f"{rates.bandwidth / 1e9:,.1f} GB/s in a large sum or matrix times vector, measured now"
+    )
 
 
-def _config(pair: Pair, asked: Asked) -> dict[str, Any]:
-    """The run's settings in a record."""
-    from kvlingo_mlx.reporting import measure
-
-    effort = asked.effort
-    return {
-        "machine": measure.environment()["chip"],
-        "source": pair.source.name,
-        "target": pair.target.name,
-        "layers": pair.layers,
-        "prompt": "bundled text" if effort.text else "random token ids",
-        "trials": effort.trials,
-        "batch": effort.batch,
-        "nu": pair.nu,
-        "head_mixing": pair.head_mixing,
-        "translator": pair.form,
-        "decode_tokens": effort.decoded,
-        "prefill_step_size": effort.step_size,
-        "native_layers": asked.native_layers,
-        "forms": list(pair.translators),
-        "precision": pair.precision,
-        "weights": [pair.source.precision, pair.target.precision],
-    }
+def _label(phase: str) -> str:
+    return ROWS.get(phase, phase.replace("translate ", "translation, "))

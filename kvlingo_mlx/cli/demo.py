@@ -73,7 +73,7 @@ def _print_quality(results: Found) -> None:
 def _print_latency(results: Found) -> None:
     columns = ["pair", "native", "switch", "accelerator"]
     rows = [
-        [pair, *(ms(result.latency.median(path)) for path in columns[1:])]
+        [pair, *(ms(result.latency.ways[path]) for path in columns[1:])]
         for pair, result in results.items()
     ]
     table("Time to first token at 512 prompt tokens (ms, median of 3)", columns, rows)

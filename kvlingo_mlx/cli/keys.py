@@ -40,7 +40,7 @@ KEYS = {
     "at_once held_out val_every packed_share later_turns seeds histogram",
     "tune": "lengths droidspeak trials",
     "eval": "window style haystack num_shots chat include_path task_data metadata unsafe_code",
-    "bench": "layers precision nu prompt batch decode_tokens",
+    "bench": "layers precision nu",
 }
 OWN_FILE = ("serve",)  # whose file has tables, too: serving/settings reads it
 HEADING = "Keys of --config (-c KEY=VALUE, or a TOML or JSON file of KEY = VALUE)"

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from typer.core import TyperCommand
 
 from kvlingo_mlx.arguments import Need, among, but, check_needs, is_set, off, several
-from kvlingo_mlx.cli.bench_options import HEALING
 from kvlingo_mlx.cli.command import take_words
 from kvlingo_mlx.cli.eval_options import OWN, words
 from kvlingo_mlx.cli.keys import KEYS, hide, is_key, spelled, write_help
@@ -139,18 +138,9 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("plot", "lengths", off, why="which would need a picture for each"),
     ),
     "bench": (
-        Need("quantize batch", "table_name", but(HEALING), "moe-switch",
-             "which heals one prompt behind the maps as they are"),
         Need("source target translator", "geometry", off, why="whose models and maps are random"),
-        Need("prompt", "geometry", off, why="whose models read random tokens"),
         Need("layers precision", "geometry", is_set, "qwen3-4b:qwen3-30b-a3b",
              "and models from a folder are as they are"),
-        Need("native_layers", "table_name", but("quant"), "moe-switch", "which times no switch"),
-        Need("native_layers decode_tokens", "batch", among(1), 1,
-             "of several prompts at once"),
-        Need("decode_tokens", "table_name", among("moe-switch", "all", HEALING),
-             "moe-switch",
-             "which times no decoding"),
     ),
 }  # fmt: skip
 

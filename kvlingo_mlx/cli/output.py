@@ -31,6 +31,21 @@ def native_number(text: str | None) -> int | str | None:
     return int(text)
 
 
+def numbers(option: str, text: str, example: str, least: int = 1) -> list[int]:
+    """The numbers of a list such as ``64,256``, each once, in the given order.
+
+    Raises:
+        ValueError: A part is not a number, or is below ``least``.
+    """
+    try:
+        found = list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise ValueError(f"{option} is {text!r}; give numbers: {example}") from None
+    if min(found) < least:
+        raise ValueError(f"{option} holds {min(found)}; give at least {least}")
+    return found
+
+
 def progress_bar(
     text: str, total: float | None = None, *, seconds: float | None = None
 ) -> AbstractContextManager[Step]:

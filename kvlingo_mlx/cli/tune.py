@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlingo_mlx.cli.bench_options import numbers
 from kvlingo_mlx.cli.command import (
     AllowMismatch,
     Configured,
@@ -21,6 +20,7 @@ from kvlingo_mlx.cli.output import (
     draw,
     keep,
     ms,
+    numbers,
     progress_bar,
     rank,
     say,

@@ -22,7 +22,7 @@ from kvlingo_mlx.evaluation.probes import Task
 from kvlingo_mlx.loading import ranks
 from kvlingo_mlx.loading.sharding import digests_of, versions
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.timing.paths import switch_times
+from kvlingo_mlx.timing.switching import switch_times
 from kvlingo_mlx.version import __version__
 
 NATIVE = "native"

@@ -19,9 +19,11 @@ from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message, encode
-from kvlingo_mlx.timing import tables
+from kvlingo_mlx.timing import bench
+from kvlingo_mlx.timing.switching import interleaved, prompt_of
 from kvlingo_mlx.translators.base import Translator
 
+PROMPT = 512  # tokens of the prompt that is timed
 SHOWN = 4  # dialogues whose answers are shown
 
 
@@ -31,13 +33,13 @@ class Demonstration:
 
     Attributes:
         scores: Recall and KL by cache: native, translated, shuffled, hidden.
-        latency: Times to the first token with 512 prompt tokens.
+        latency: The seconds of each phase of a switch with 512 prompt tokens.
         answers: One row per dialogue: the question, the true value, and the answers from the native
             cache, from the translated one, and without the dialogue.
     """
 
     scores: dict[str, quality.Score]
-    latency: tables.Timing
+    latency: bench.PhaseTimes
     answers: list[list[str]]
 
     def as_json(self) -> dict[str, Any]:
@@ -60,11 +62,11 @@ def demonstrate(
         "hidden": conditions.hidden(target),
     }
     scores = quality.score(target, samples, makers, progress)
-    effort = tables.Effort(text=True, trials=3, clock=tables.Clock(None))
-    stored = {"stored": translator}
-    timings, _ = tables.run_table(source, target, stored, tables.FIRST_TOKENS, [512], effort)
+    pair = bench.BenchPair(source, target, {"stored": translator})
+    ways = bench.phases(pair, prompt_of(source, target, PROMPT, text=True))
+    latency = bench.PhaseTimes(PROMPT, interleaved(ways, 3), {})
     answers = [_answers(talk, source, target, translator) for talk in talks[:SHOWN]]
-    return Demonstration(scores, timings[0], answers)
+    return Demonstration(scores, latency, answers)
 
 
 def _answers(

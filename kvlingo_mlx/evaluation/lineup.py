@@ -15,7 +15,7 @@ from kvlingo_mlx.loading.pairing import check_tokenizers
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing.ceilings import Costs, translation_work
-from kvlingo_mlx.timing.paths import translation
+from kvlingo_mlx.timing.switching import translation
 from kvlingo_mlx.translators.base import Translator
 
 Action = Callable[[], list]

@@ -17,8 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvlingo_mlx.backend import mx
+
+from mlx_lm.generate import generation_stream
+
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
-from kvlingo_mlx.engine.healing import check_models
+from kvlingo_mlx.engine.fill import healing_of, take_over
+from kvlingo_mlx.engine.healing import HealingCache, check_models
 from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.evaluation import compare, lineup, probes
@@ -34,7 +39,6 @@ from kvlingo_mlx.loading.translators import by_name, find_translator, resolve_tr
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import median, seconds
-from kvlingo_mlx.timing import healing
 from kvlingo_mlx.tokenization.samples import read_jsonl
 from kvlingo_mlx.translators.base import Translator
 
@@ -295,8 +299,12 @@ def with_healing(
         recorded = list(capture.prefill(source, read, kept=translator.config.state_maps))
         for trial in range(-1, trials):
             for layers, plan in plans.items():
-                cache, rest = healing.translated(plan, recorded)
-                took = seconds(partial(healing.read_on, cache, rest))
+                below = plan.below()
+                with mx.stream(generation_stream):
+                    cache = take_over(plan, recorded, below=below)
+                took = seconds(
+                    partial(_read_on, HealingCache(cache, healing_of(plan, cache, below)))
+                )
                 found[layers] += [took] if trial >= 0 else []  # the first one warms up
     except UnsupportedModelError:
         return list(points)
@@ -304,6 +312,11 @@ def with_healing(
         dataclasses.replace(p, until_native=tuple(found[p.layers])) if p.way == HYBRID else p
         for p in points
     ]
+
+
+def _read_on(healing: HealingCache) -> None:
+    while healing.left:
+        healing.heal()
 
 
 def check_bounds(task: Task, min_recall: float | None) -> None:

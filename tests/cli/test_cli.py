@@ -151,9 +151,8 @@ def test_bench(
     assert run(arguments) == 0
     out = capsys.readouterr().out
     assert "switch, times sooner" in out and "prompt tokens" in out
-    timings = json.loads(record.read_text())["results"]["moe-switch"]["timings"]
-    assert [len(timing["samples"]["switch"]) for timing in timings] == [2, 2]
-    assert timings[0]["peak"]["native"] > 0
+    timings = json.loads(record.read_text())["results"]["switch"]["timings"]
+    assert [len(timing["samples"]["native"]) for timing in timings] == [2, 2]
     fails([*arguments[:-4], "-p", "x"], "--prompt-tokens is 'x'", capsys)
     fails([*arguments, "-p", "9999"], "the context of", capsys)
 

@@ -70,7 +70,7 @@ ALWAYS = {
                   "allow_mismatch json_file",
     "paper analyze": "source target data translator capture documents tokens random_init cka mlp "
                "heads seed plot json_file",
-    "bench": "models config table_name geometry nu prompt_tokens num_trials time_limit "
+    "bench": "models config geometry nu quantize prompt_tokens num_trials time_limit "
              "prefill_step_size plot json_file",
     "paper bench": "models config table_name prompt_tokens num_trials time_limit reference "
                    "json_file",
@@ -82,8 +82,7 @@ STATES = {
     "kind": ("linear", "mlp"),
     "objective": ("kl", "ce", "mixed"),
     "tasks": ("continuation", "needles", "gsm8k", "repliqa", "recall"),
-    "table_name": ("quant", "switch", "moe-switch", "all", "healing"),
-    "paper bench table_name": ("quant", "moe-switch", "all", "healing", "memory-budget"),
+    "table_name": ("quant", "moe-switch", "all", "healing", "memory-budget"),
     "strategy": ("native", "accelerator"),
     "assignment": ("x.json", "relative_depth", "r2"),
     "task_data": ("quac=x", "gsm8k=x"),
@@ -256,9 +255,8 @@ FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
         (["verify", "/none", "--allow-mismatch"], "no effect without --source"),
         (["verify", "/none", "--target", "x"], "--target has no effect without --source"),
         (["tune", "a", "b", "--data", "x", "--seed", "1"], "--seed has no effect with --data x"),
-        (["bench", "--table", "quant", "--native-layers", "1"], "no effect with --table quant"),
-        (["bench", "--table", "healing", "--quantize", "8"], "--quantize has no effect with --tab"),
-        (["bench", "--table", "healing", "-c", "batch=2"], "batch has no effect with --table hea"),
+        (["paper bench", "--table", "quant", "--native-layers", "1"], "effect with --table quant"),
+        (["paper bench", "--table", "healing", "--quantize", "8"], "no effect with --table healin"),
         (["paper bench", "--table", "healing", "--batch-sizes", "1"], "but with --table memory"),
         (["bench", "-c", "layers=2"], "layers has no effect without --geometry"),
         (["bench", "--geometry", "a:b", "--source", "x"], "--source has no effect with --geometry"),

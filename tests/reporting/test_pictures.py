@@ -14,7 +14,7 @@ from benchmarks.paper.analysis import figures as of_analysis
 from benchmarks.paper.analysis.statistics import HeadAlignment
 from kvlingo_mlx.evaluation import figures as of_evaluation
 from kvlingo_mlx.reporting import pictures
-from kvlingo_mlx.timing import figures as of_timing
+from kvlingo_mlx.timing import bench
 from tests.support.command_line import run
 
 matplotlib_image = pytest.importorskip("matplotlib.image")
@@ -57,13 +57,13 @@ def test_ticks_are_plain_numbers(values: list[float], expected: list[str] | None
 
 def test_benchs_times() -> None:
     lengths = (64, 256, 2048)
-    timings = [{"prompt_tokens": n, "samples": {"native": [n / 3e4], "switch": [n / 3.4e4]}}
-               for n in lengths]  # fmt: skip
-    axes = of_timing.times({"moe-switch": {"timings": timings}}).axes[0]
+    timed = [bench.PhaseTimes(n, {"native": [n / 3e4], "translate": [n / 3.4e4]}, {})
+             for n in lengths]  # fmt: skip
+    axes = bench.figure(timed, str.upper).axes[0]
     assert ticks(axes.xaxis) == ["64", "256", "2,048"]
     assert all(text.replace(",", "").replace(".", "").isdecimal() for text in ticks(axes.yaxis))
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
-    assert lines["target prefill, as mlx-lm"] == [[n, pytest.approx(n / 30)] for n in lengths]
+    assert lines["NATIVE"] == [[n, pytest.approx(n / 30)] for n in lengths]
 
 
 def test_heads_are_drawn_as_layers_are() -> None:

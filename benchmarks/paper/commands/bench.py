@@ -1,52 +1,37 @@
-"""python -m benchmarks.paper bench: the package's, beside a reference, and the memory budget."""
+"""python -m benchmarks.paper bench: times of a switch, beside a reference, and a memory budget."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.paper.commands import bench_budget
-from kvlingo_mlx.cli import bench as packages
-from kvlingo_mlx.cli.bench_options import HEALING, TABLES, BenchOptions, check, numbers
-from kvlingo_mlx.cli.bench_output import label
-from kvlingo_mlx.cli.command import option, verb
-from kvlingo_mlx.cli.output import ms, say, table
+from benchmarks.paper.commands import bench_budget, bench_running
+from benchmarks.paper.commands.bench_options import BUDGET, HEALING, BenchOptions, check
+from benchmarks.paper.timing.phases import label
+from kvlingo_mlx.cli.command import verb
+from kvlingo_mlx.cli.output import ms, numbers, say, table
 
 if TYPE_CHECKING:
     from benchmarks.paper.timing.beside import Row
     from benchmarks.paper.timing.reference import Reference, Times
-    from kvlingo_mlx.timing.tables import Timing
-
-BUDGET = "memory-budget"  # it times no translation, so "all" leaves it out
+    from benchmarks.paper.timing.tables import Timing
 
 
-@dataclass(frozen=True, kw_only=True)
-class PaperBenchOptions(BenchOptions):
-    table_name: str = option(
-        "moe-switch",
-        f"{', '.join(TABLES)}, or all of these; or {HEALING} or {BUDGET}, which all leaves out.",
-        "--table",
-    )
-    batch_sizes: str = option("1,8", f"With --table {BUDGET}: how many rows are decoded at once.")
-    reference: str | None = option(None, "paper-m3-ultra, or a file of --json, to compare with.")
-
-
-@verb(PaperBenchOptions, long=True)
-def command(options: PaperBenchOptions) -> None:
-    """Time to first token as the package's bench, beside the paper's times or another run's."""
-    check(options, BUDGET)
+@verb(BenchOptions, long=True)
+def command(options: BenchOptions) -> None:
+    """Time to first token by each way, beside the paper's times or another run's."""
+    check(options)
     batches = numbers("--batch-sizes", options.batch_sizes, "1,8")
     if options.table_name == BUDGET:
         asked = options.prompt_tokens
         contexts = numbers("--prompt-tokens", asked, "64,256") if asked else None
-        for one in packages.by_precision(options):
+        for one in bench_running.by_precision(options):
             bench_budget.run(one, contexts, batches)
         return
-    packages.measure(options, _reference(options))
+    bench_running.measure(options, _reference(options))
 
 
-def _reference(options: PaperBenchOptions) -> packages.Beside | None:
+def _reference(options: BenchOptions) -> bench_running.Beside | None:
     """What compares a table with ``--reference``; None without it."""
     if options.reference is None:
         return None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvlingo_mlx.cli.bench_output import check_measured, making
+from benchmarks.paper.commands.bench_output import check_measured, making
 from kvlingo_mlx.cli.output import keep, progress_bar, say, table, tell_of_machine
 
 if TYPE_CHECKING:
-    from benchmarks.paper.commands.bench import PaperBenchOptions
+    from benchmarks.paper.commands.bench_options import BenchOptions
     from benchmarks.paper.timing.memory_budget import Cell
 
 TITLE = "Decoding under a memory budget (paper, app. of that name): {}, random weights and cache"
@@ -28,13 +28,13 @@ LABEL = "app:tab:budget"
 PAPERS_COLUMNS = [*COLUMNS[:5], "full (GB)", "narrowed + translator"]
 
 
-def run(options: PaperBenchOptions, contexts: Sequence[int] | None, batches: Sequence[int]) -> None:
+def run(options: BenchOptions, contexts: Sequence[int] | None, batches: Sequence[int]) -> None:
     """Measure, print the table and append the record."""
     from benchmarks.paper.timing import memory_budget
     from benchmarks.paper.timing.paper import STATED
     from benchmarks.paper.timing.reference import PAPER, differences
     from kvlingo_mlx.reporting import measure
-    from kvlingo_mlx.timing.tables import Clock
+    from kvlingo_mlx.timing.switching import Stopwatch
 
     if options.reference not in (None, PAPER):
         raise ValueError(
@@ -43,7 +43,7 @@ def run(options: PaperBenchOptions, contexts: Sequence[int] | None, batches: Seq
         )
     tell_of_machine()
     precision, trials = options.precision or "4bit", options.num_trials
-    clock = Clock(options.time_limit)  # it includes making the models
+    clock = Stopwatch(options.time_limit)  # it includes making the models
     with making(clock) as progress:
         models = memory_budget.setup(options.layers, precision, progress)
     contexts = contexts or memory_budget.CONTEXTS

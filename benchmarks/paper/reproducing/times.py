@@ -19,7 +19,7 @@ from kvlingo_mlx.reporting import measure
 
 RECORDS = "times.jsonl"
 Record = dict[str, Any]
-# The words of `kvlingo-mlx bench` for a label; in a tiny run, those of the second list.
+# The words of `bench` for a label; in a tiny run, those of the second list.
 BENCH = {
     "app:tab:moespeed": (
         "--geometry qwen3-4b:qwen3-30b-a3b --precision bfloat16 -p 64,128,256,512,1024 "
@@ -106,16 +106,16 @@ def _records(label: str, work: Work) -> list[Record]:
 
 
 def _bench(label: str, work: Work) -> list[Record]:
-    """The records of ``kvlingo-mlx bench``, which has a process of its own and so all memory."""
+    """The records of our ``bench``, which has a process of its own and so all memory."""
     path = work.room / label.replace(":", "-") / "bench.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     words = BENCH[label][work.tiny].split()
-    command = [sys.executable, "-m", "kvlingo_mlx.cli", "bench", *words, "--json", str(path)]
+    command = [sys.executable, "-m", "benchmarks.paper", "bench", *words, "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         told = done.stderr.strip().splitlines() or ["it ended without a word"]
-        raise KVLingoError(f"kvlingo-mlx bench {' '.join(words)}: {told[-1]}")
+        raise KVLingoError(f"bench {' '.join(words)}: {told[-1]}")
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 

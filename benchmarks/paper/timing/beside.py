@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.paper.timing.phases import SPEEDS
 from benchmarks.paper.timing.reference import Difference, Reference, Times, counterpart
-from kvlingo_mlx.timing.phases import SPEEDS
-from kvlingo_mlx.timing.tables import Timing
+from benchmarks.paper.timing.tables import Timing
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.paper.timing.paper import BUDGET, LENGTHS, STATED
+from benchmarks.paper.timing.phases import SPEEDS
 from benchmarks.paper.timing.reference import differences, each
 from kvlingo_mlx.cuda.shapes import COST_PAIRS, SERVED_ROWS, TOKENS
 from kvlingo_mlx.reporting.measure import median
-from kvlingo_mlx.timing.phases import SPEEDS
 
 Record = Mapping[str, Any]
 

@@ -16,6 +16,7 @@ from kvlingo_mlx.backend import mx, nn, on_gpu
 
 from mlx.utils import tree_flatten
 
+from benchmarks.paper.timing.tables import summary
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.folding import FoldedCache, fold_caches
@@ -32,7 +33,7 @@ from kvlingo_mlx.timing.geometries import (
     random_model,
     untrained,
 )
-from kvlingo_mlx.timing.tables import Clock, OutOfTime, summary
+from kvlingo_mlx.timing.switching import OutOfTime, Stopwatch
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.linear import LinearTranslator
 
@@ -246,7 +247,7 @@ def run(
     *,
     trials: int,
     decoded: int,
-    clock: Clock,
+    clock: Stopwatch,
     progress: Callable[[], None] = lambda: None,
 ) -> Iterator[Cell]:
     """Measure the cells, smallest first, until the next takes more time or memory than is left."""

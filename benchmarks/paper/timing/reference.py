@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.timing.paper import LENGTHS, MOE_SPEED, MOE_SPEED_NOTE, MOE_SPEEDS, STATED
+from benchmarks.paper.timing.phases import HEAL, HYBRID, SPEEDS, WHOLE, Layers
 from kvlingo_mlx.reporting.measure import median
-from kvlingo_mlx.timing.phases import HEAL, HYBRID, SPEEDS, WHOLE, Layers
 from kvlingo_mlx.timing.shapes import released
 
 PAPER, LABEL = "paper-m3-ultra", "app:tab:moespeed"

@@ -10,9 +10,10 @@ import pytest
 
 from benchmarks.paper.commands import bench as verb
 from benchmarks.paper.commands import run
-from benchmarks.paper.timing import memory_budget, paper
+from benchmarks.paper.timing import memory_budget, paper, paths, tables
 from benchmarks.paper.timing.reference import COMPARED, Reference, load_reference
-from kvlingo_mlx.timing import geometries, paths, tables
+from kvlingo_mlx.timing import geometries
+from kvlingo_mlx.timing.switching import Stopwatch
 from kvlingo_mlx.training.paper_pairs import best_of
 from tests.support import paper_tables
 
@@ -180,7 +181,7 @@ def test_decoding_is_over_256_tokens_where_there_is_time(
 ) -> None:
     """Three speeds of five lengths: 480 s over 256 tokens, which may take half of the time."""
     planted = Decoding()
-    clock = tables.Clock(seconds)
+    clock = Stopwatch(seconds)
     if seconds is not None:
         monkeypatch.setattr(clock, "left", lambda: seconds)
 
@@ -219,7 +220,8 @@ def test_a_pair_that_the_paper_timed_is_timed_as_there(
 ) -> None:
     """nu = 3 of the mixture of experts, and 1 of others; a run of fewer layers says why not."""
     out = tmp_path / "x.jsonl"
-    base = ["bench", "-n", "1", "-p", "12", "--quantize", "none", "--json", str(out), "--geometry"]
+    base = ["bench", "-n", "1", "-p", "12", "--quantize", "none", "--json", str(out)]
+    base.append("--geometry")
     moe = [*base, "qwen3-4b:qwen3-30b-a3b", "--reference", "paper-m3-ultra"]
     assert run([*moe, "--decode-tokens", "5"]) == 0
     text = capsys.readouterr().out

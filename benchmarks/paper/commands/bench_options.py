@@ -1,4 +1,4 @@
-"""The options of ``kvlingo-mlx bench``, which are checked before a model is made or read."""
+"""The options of ``python -m benchmarks.paper bench``, checked before a model is made or read."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kvlingo_mlx.cli.command import (
     Translator,
     option,
 )
-from kvlingo_mlx.cli.keys import KEYS
 from kvlingo_mlx.cli.sampling import check_ranges
 
 TABLES = ("moe-switch", "switch", "quant")
 HEALING = "healing"  # not every pair can be healed, so "all" leaves it out
+BUDGET = "memory-budget"  # it times no translation, so "all" leaves it out
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(Configured):
     table_name: str = option(
         "moe-switch",
-        f"{', '.join(TABLES)}, or all of these; or {HEALING}, which all leaves out.",
+        f"{', '.join(TABLES)}, or all of these; or {HEALING} or {BUDGET}, which all leaves out.",
         "--table",
     )
     models: Both = None
@@ -56,42 +56,24 @@ class BenchOptions(Configured):
     time_limit: float = option(150.0, "Seconds in all, models made; longer prompts are left out.")
     prefill_step_size: PrefillStepSize = 2048
     plot: str | None = option(None, "Draw times over prompt lengths into this file.")
+    batch_sizes: str = option("1,8", f"With --table {BUDGET}: how many rows are decoded at once.")
+    reference: str | None = option(None, "paper-m3-ultra, or a file of --json, to compare with.")
 
 
-def numbers(option: str, text: str, example: str, least: int = 1) -> list[int]:
-    """The numbers of a list such as ``64,256``, each once, in the given order.
-
-    Raises:
-        ValueError: A part is not a number, or is below ``least``.
-    """
-    try:
-        found = list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise ValueError(f"{option} is {text!r}; give numbers: {example}") from None
-    if min(found) < least:
-        raise ValueError(f"{option} holds {min(found)}; give at least {least}")
-    return found
-
-
-def check(options: BenchOptions, *more: str) -> None:
-    """Refuse (ValueError) meaningless option values; ``more`` are further tables."""
+def check(options: BenchOptions) -> None:
+    """Refuse (ValueError) meaningless option values."""
     table, limit, prompt = options.table_name, options.time_limit, options.prompt
-    tables = f"{', '.join(TABLES)} or all; or {' or '.join((HEALING, *more))}"
+    tables = f"{', '.join(TABLES)} or all; or {HEALING} or {BUDGET}"
     counts = options.some("num_trials batch nu decode_tokens prefill_step_size")
     check_ranges(
-        ("--table", repr(table), table in (*TABLES, HEALING, *more, "all"), tables),
+        ("--table", repr(table), table in (*TABLES, HEALING, BUDGET, "all"), tables),
         *(
-            (_typed(name), count, count is None or count >= 1, "at least 1")
+            (f"--{name.replace('_', '-')}", count, count is None or count >= 1, "at least 1")
             for name, count in counts.items()
         ),
         ("--time-limit", f"{limit:g}", limit > 0, "seconds above 0"),
-        ("prompt", repr(prompt), prompt in (None, "text", "random"), "text or random"),
+        ("--prompt", repr(prompt), prompt in (None, "text", "random"), "text or random"),
     )
-
-
-def _typed(name: str) -> str:
-    """An option's name as it is typed: of those that are keys without dashes."""
-    return name if name in KEYS["bench"].split() else f"--{name.replace('_', '-')}"
 
 
 def precisions(options: BenchOptions) -> list[str | None]:

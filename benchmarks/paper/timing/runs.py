@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from kvlingo_mlx.backend import on_gpu
 
+from benchmarks.paper.timing import derived, paths, tables
+from benchmarks.paper.timing.pairs import Pair
+from benchmarks.paper.timing.tables import Effort, Table, Timing
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.engine import healing
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.reporting.measure import seconds
-from kvlingo_mlx.timing import derived, paths, tables
 from kvlingo_mlx.timing.ceilings import Costs, Rates, measured_rates
-from kvlingo_mlx.timing.pairs import Pair
-from kvlingo_mlx.timing.tables import Effort, Table, Timing
 
 HEALING = "healing"  # the table of it
 # A bar takes a text and a number of steps, and yields a function to call after each step.

@@ -7,28 +7,29 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvlingo_mlx.cli import bench_healing
+from benchmarks.paper.commands import bench_healing
+from benchmarks.paper.timing.phases import LABELS, SPEED_LABELS, label
 from kvlingo_mlx.cli.output import ms, progress_bar, say, table
-from kvlingo_mlx.timing.phases import LABELS, SPEED_LABELS, label
 
 if TYPE_CHECKING:
+    from benchmarks.paper.timing.pairs import Pair
+    from benchmarks.paper.timing.runs import Ran
+    from benchmarks.paper.timing.tables import Table, Timing
     from kvlingo_mlx.timing.ceilings import Rates
-    from kvlingo_mlx.timing.pairs import Pair
-    from kvlingo_mlx.timing.runs import Ran
-    from kvlingo_mlx.timing.tables import Clock, Table, Timing
+    from kvlingo_mlx.timing.switching import Stopwatch
 
 
 FEWER = "fewer layers (-c layers)"
 
 
 @contextlib.contextmanager
-def making(clock: Clock, smaller: str = FEWER) -> Iterator[Callable[[int, int], None]]:
+def making(clock: Stopwatch, smaller: str = FEWER) -> Iterator[Callable[[int, int], None]]:
     """A bar for making or reading models; yields a function of steps done, and of how many.
 
     Raises:
         ValueError: The clock's time is over; the message says how much is needed.
     """
-    from kvlingo_mlx.timing.tables import OutOfTime
+    from kvlingo_mlx.timing.switching import OutOfTime
 
     began, made = time.perf_counter(), [0, 1]
     try:
@@ -69,7 +70,7 @@ def show(ran: Ran, pair: Pair, beside: Beside | None, config: Mapping[str, Any])
 
     ``config`` holds the run's settings.
     """
-    from kvlingo_mlx.timing import derived, tables
+    from benchmarks.paper.timing import derived, tables
 
     shown, timings = ran.table, ran.timings
     least, grown, healed, compared = [], [], {}, None
@@ -113,7 +114,7 @@ def show(ran: Ran, pair: Pair, beside: Beside | None, config: Mapping[str, Any])
 
 def _derived(shown: Table, timings: Sequence[Timing]) -> list[list[str]]:
     """The rows of quantities derived from times, and of memory."""
-    from kvlingo_mlx.timing import derived
+    from benchmarks.paper.timing import derived
 
     rows = []
     for way in derived.speedups(timings[0]):
@@ -155,7 +156,7 @@ def _extrapolate(
     timings: Sequence[Timing], pair: Pair, columns: list[str]
 ) -> list[dict[str, float]]:
     """Print the times extrapolated to full depth, if the models have fewer layers."""
-    from kvlingo_mlx.timing.runs import at_full_depth
+    from benchmarks.paper.timing.runs import at_full_depth
 
     if pair.layers is None:
         return []

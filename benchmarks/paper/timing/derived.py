@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from benchmarks.paper.timing.paths import FEW
+from benchmarks.paper.timing.phases import SPEEDS
+from benchmarks.paper.timing.tables import Timing
 from kvlingo_mlx.engine.hybrid import Native, native_part
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import median
 from kvlingo_mlx.timing.ceilings import Costs, Rates, Work, translation_work
-from kvlingo_mlx.timing.paths import FEW
-from kvlingo_mlx.timing.phases import SPEEDS
-from kvlingo_mlx.timing.tables import Timing
 from kvlingo_mlx.translators.base import Translator
 
 

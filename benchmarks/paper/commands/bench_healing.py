@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.paper.timing.phases import HEAL_IDLE, HEAL_INTERLEAVED, HEAL_LAYERS, layers_of
 from kvlingo_mlx.cli.output import say, table
-from kvlingo_mlx.timing.phases import HEAL_IDLE, HEAL_INTERLEAVED, HEAL_LAYERS, layers_of
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.timing.pairs import Pair
-    from kvlingo_mlx.timing.tables import Table, Timing
+    from benchmarks.paper.timing.pairs import Pair
+    from benchmarks.paper.timing.tables import Table, Timing
 
 NONE = "-"
 
@@ -35,7 +35,7 @@ def rows(timings: Sequence[Timing]) -> list[list[str]]:
 
 def _speeds(timing: Timing) -> dict[str, dict[str, float]]:
     """By phase, the speed while healing, and its share of that from an untouched translation."""
-    from kvlingo_mlx.timing import derived
+    from benchmarks.paper.timing import derived
 
     speeds = derived.speeds_while_healing(timing)
     undisturbed = derived.tokens_per_second(timing).get("decode_translated", math.nan)
@@ -52,8 +52,8 @@ def show(
 
     A table without healing prints nothing, and its record holds nothing more.
     """
-    from kvlingo_mlx.timing import healing
-    from kvlingo_mlx.timing.paths import FEW
+    from benchmarks.paper.timing import healing
+    from benchmarks.paper.timing.paths import FEW
 
     if HEAL_IDLE not in shown.phases:
         return {}
@@ -82,7 +82,7 @@ def show(
 
 def _gflop(work: Mapping[str, float]) -> str:
     """Both numbers of a way; a plain switch has no second one."""
-    from kvlingo_mlx.timing.healing import FIRST_TOKEN, UNTIL_NATIVE
+    from benchmarks.paper.timing.healing import FIRST_TOKEN, UNTIL_NATIVE
 
     both = (work.get(name) for name in (FIRST_TOKEN, UNTIL_NATIVE))
     return " / ".join(NONE if flops is None else f"{flops / 1e9:.3g}" for flops in both)

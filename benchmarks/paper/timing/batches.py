@@ -16,10 +16,11 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
+from benchmarks.paper.timing.paths import Paths
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
-from kvlingo_mlx.timing.paths import Paths, again
+from kvlingo_mlx.timing.switching import again
 from kvlingo_mlx.translators.base import Translator
 
 PHASES = ("source_prefill", "native", "translate", "target_step", "switch")

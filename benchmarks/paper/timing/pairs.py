@@ -8,6 +8,7 @@ from typing import Any
 
 from kvlingo_mlx.backend import on_gpu
 
+from benchmarks.paper.timing.phases import Layers, layers_of
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.errors import MissingTranslatorError
@@ -16,7 +17,6 @@ from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing import geometries
-from kvlingo_mlx.timing.phases import Layers, layers_of
 from kvlingo_mlx.translators.base import Translator
 
 

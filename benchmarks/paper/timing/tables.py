@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,17 +13,11 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 
-from kvlingo_mlx.embedded import dialogues
-from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.reporting.measure import median, peak_bytes, seconds
-from kvlingo_mlx.timing.batches import PHASES, Batch
-from kvlingo_mlx.timing.ceilings import (
-    expert_layers,
-    experts_touched,
-)
-from kvlingo_mlx.timing.healing import Meanwhile
-from kvlingo_mlx.timing.paths import FEW, Paths, interleaved
-from kvlingo_mlx.timing.phases import (
+from benchmarks.paper.timing.batches import PHASES, Batch
+from benchmarks.paper.timing.experts import expert_layers, experts_touched
+from benchmarks.paper.timing.healing import Meanwhile
+from benchmarks.paper.timing.paths import FEW, Paths
+from benchmarks.paper.timing.phases import (
     HEAL_IDLE,
     HEAL_INTERLEAVED,
     HEAL_LAYERS,
@@ -35,6 +25,9 @@ from kvlingo_mlx.timing.phases import (
     SPEEDS,
     STEPS,
 )
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting.measure import median, peak_bytes, seconds
+from kvlingo_mlx.timing.switching import OutOfTime, Stopwatch, interleaved, prompt_of
 from kvlingo_mlx.translators.base import Translator
 
 RUNS = 3  # least runs of every phase: to count experts or take a peak, to warm up, to be timed
@@ -111,9 +104,6 @@ TABLES = {
 HYBRIDS = {"switch": HYBRID, HEAL_INTERLEAVED: HEAL_LAYERS}  # phases that there are with layers too
 
 
-FIRST_TOKENS = Table("Time to first token", (512,), ("native", "switch", "accelerator"), ())
-
-
 def with_hybrids(table: Table, layers: Sequence[int]) -> Table:
     """The table with further phases, by numbers of native layers, each after the plain one."""
     phases: list[str] = []
@@ -167,73 +157,6 @@ def summary(samples: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float
     return found
 
 
-class OutOfTime(BaseException):
-    """The time limit is reached; no child of Exception, so that no library catches it."""
-
-
-class Clock:
-    """The time that is left for measuring; a limit of None is no limit."""
-
-    def __init__(self, limit: float | None) -> None:
-        self._end = None if limit is None else time.perf_counter() + limit
-
-    def left(self) -> float:
-        """The seconds that are left; negative once the limit is passed."""
-        return float("inf") if self._end is None else self._end - time.perf_counter()
-
-    def over(self) -> bool:
-        return self.left() <= 0
-
-    @contextlib.contextmanager
-    def limiting(self) -> Iterator[None]:
-        """Raise :class:`OutOfTime` in the block once the limit is passed, between two steps.
-
-        A step is what Python calls as one: the evaluation of an array, a prefill's chunk. Only the
-        main thread has such a limit.
-        """
-        if self._end is None or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def ring(*_: object) -> None:
-            raise OutOfTime
-
-        before = signal.signal(signal.SIGALRM, ring)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, max(self.left(), 1e-6))
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
-    def part(self, of: int) -> Clock:
-        """A clock with an equal share of the remaining time, for one of ``of`` measurements."""
-        return Clock(None if self._end is None else self.left() / of)
-
-
-def prompt_of(source: LanguageModel, target: LanguageModel, count: int, *, text: bool) -> list[int]:
-    """Token ids of a prompt: the bundled dialogues one after the other, or random ids.
-
-    A mixture of experts touches fewer experts on text than on random ids.
-
-    Raises:
-        ValueError: There are fewer than 2 tokens, or they are beyond a model's context.
-    """
-    if count < 2:
-        raise ValueError(f"a prompt of {count} tokens leaves nothing to hand over; give 2 or more")
-    rows = min(source.geometry.embedding_rows, target.geometry.embedding_rows)
-    rng = random.Random(0)
-    tokens = [rng.randrange(rows) for _ in range(0 if text else count)]
-    for talk in dialogues.held_out(count) if text else ():  # each has more than one token
-        turns = "\n".join(str(turn["content"]) for turn in talk.conversation())
-        tokens += target.tokenizer.encode(turns + "\n", add_special_tokens=not tokens)
-        if len(tokens) >= count:
-            break
-    for model in (source, target):
-        model.check_tokens(tokens[:count])
-    return tokens[:count]
-
-
 def measure_length(
     paths: Paths,
     table: Table,
@@ -283,7 +206,7 @@ def _decode(paths: Paths, phase: str, count: int) -> float:
         paths.decoded = before
 
 
-def affordable(paths: Paths, table: Table, clock: Clock, lengths: int, trials: int = 1) -> int:
+def affordable(paths: Paths, table: Table, clock: Stopwatch, lengths: int, trials: int = 1) -> int:
     """The most tokens of ``COUNTS`` for which so many lengths' speeds take their share of the time.
 
     A few tokens are decoded to find out; a phase's first run also fills its cache. ``trials`` are
@@ -349,7 +272,7 @@ class Effort:
 
     text: bool
     trials: int
-    clock: Clock
+    clock: Stopwatch
     step_size: int = 2048
     progress: Callable[[], None] = lambda: None
     before: Timing | None = None

@@ -7,16 +7,17 @@ translation and one step of the target remain. The accelerator also counts the s
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-from mlx_lm.generate import generate_step, generation_stream
+from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
+from benchmarks.paper.timing import healing
+from benchmarks.paper.timing.phases import HEAL_INTERLEAVED, HEAL_LAYERS, HYBRID
 from kvlingo_mlx import caches
 from kvlingo_mlx.engine.fill import filled, take_over, translate_span
 from kvlingo_mlx.engine.hybrid import Native, native_part
@@ -25,13 +26,9 @@ from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import decoder_of, text_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
-from kvlingo_mlx.reporting.measure import seconds
-from kvlingo_mlx.timing import healing
-from kvlingo_mlx.timing.phases import HEAL_INTERLEAVED, HEAL_LAYERS, HYBRID
+from kvlingo_mlx.timing.switching import again, first_token
 from kvlingo_mlx.translators.base import Translator
 
-MAX_WARM_UP = 5
-LONG = 1.0  # seconds of warming up, after which the extra cost of a first run does not matter
 QUEUED = 2  # steps that mlx-lm runs up to its first token on a CPU: queued work runs at once there
 FEW = 8  # the least tokens over which a decoding speed is measured
 
@@ -205,102 +202,3 @@ def head(model: LanguageModel) -> Callable[[mx.array], mx.array]:
 def run_head(model: LanguageModel, batch: int = 1) -> None:
     """Run the output head, the part of a step that does not grow with the model's depth."""
     mx.eval(head(model)(mx.ones((batch, 1, model.facts["hidden_size"]), model.cache_dtype)))
-
-
-def again(cache: Sequence[Any]) -> list[Any]:
-    """Shallow copies of caches: a timed step writes where the step before it did."""
-    return [copy.copy(c) for c in cache]
-
-
-def translation(plan: Plan) -> Callable[[], list[Any]]:
-    """A function that fills a fresh cache, as a switch does once the source has read the prompt.
-
-    The target reads its native part itself.
-    """
-    assert plan.translator is not None
-    kept = plan.translator.config.state_maps
-    recorded = list(capture.prefill(plan.source, plan.read, plan.step_size, kept=kept))
-
-    def run() -> list[Any]:
-        with mx.stream(generation_stream):
-            return take_over(plan, recorded)
-
-    return run
-
-
-def first_token(
-    target: LanguageModel,
-    tokens: Sequence[int],
-    cache: list[Any] | None,
-    step_size: int = 2048,
-    count: int = 1,
-) -> int:
-    """Run ``tokens`` from a cache and decode ``count`` tokens; return the last one."""
-    steps = generate_step(
-        mx.array(list(tokens)),
-        target.model,
-        max_tokens=count,
-        prompt_cache=cache,
-        prefill_step_size=step_size,
-    )
-    *_, (token, _) = steps
-    return int(token)
-
-
-def switch_times(
-    target: LanguageModel,
-    actions: Mapping[str, Callable[[], list[Any]]],
-    last: int,
-    *,
-    trials: int = 5,
-) -> dict[str, list[float]]:
-    """Seconds to the first token by several ways to fill a cache, interleaved.
-
-    Args:
-        target: The model that decodes.
-        actions: For each name, a function that makes a cache of all but the last token.
-        last: The last token.
-        trials: How often each way is timed.
-    """
-    runs = {
-        name: (lambda make=make: first_token(target, [last], make()))
-        for name, make in actions.items()
-    }
-    return interleaved(runs, trials)
-
-
-def interleaved(
-    runs: Mapping[str, Callable[[], object]],
-    trials: int,
-    progress: Callable[[], None] = lambda: None,
-    out_of_time: Callable[[], bool] = lambda: False,
-    spent: Mapping[str, float] | None = None,
-    samples: dict[str, list[float]] | None = None,
-) -> dict[str, list[float]]:
-    """Seconds of several runs: all are warmed up, then timed in turns.
-
-    Each run is timed at least once; further rounds end when ``out_of_time`` returns True. ``spent``
-    are seconds that some runs have run already. ``samples`` is filled as times come in.
-    """
-    for name, run in runs.items():
-        _warm_up(run, (spent or {}).get(name, 0.0))
-    samples = {name: [] for name in runs} if samples is None else samples
-    for trial in range(trials):
-        if trial and out_of_time():
-            break
-        for name, run in runs.items():
-            samples[name].append(seconds(run))
-        progress()
-    return samples
-
-
-def _warm_up(action: Callable[[], object], spent: float) -> None:
-    """Run until two consecutive times agree within 5 %, at most five times and for ``LONG``."""
-    last = 0.0
-    for _ in range(MAX_WARM_UP):
-        if spent > LONG:
-            return
-        now = seconds(action)
-        if abs(now - last) <= 0.05 * last:
-            return
-        last, spent = now, spent + now

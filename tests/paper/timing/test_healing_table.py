@@ -18,15 +18,17 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 
 import kvlingo_mlx as kv
+from benchmarks.paper.commands import bench_healing
+from benchmarks.paper.timing import derived, healing, paths, runs, tables
+from benchmarks.paper.timing.healing import Meanwhile
+from benchmarks.paper.timing.pairs import Pair
 from benchmarks.paper.timing.reference import differences
-from kvlingo_mlx.cli import bench_healing
 from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.timing import ceilings, derived, geometries, healing, paths, runs, tables
-from kvlingo_mlx.timing.healing import Meanwhile
-from kvlingo_mlx.timing.pairs import Pair
+from kvlingo_mlx.timing import ceilings, geometries
+from kvlingo_mlx.timing.switching import Stopwatch
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
 from tests.support.command_line import run
@@ -40,7 +42,6 @@ LAYERS = ("heal_idle", "heal_interleaved", "heal_layers 1", "heal_layers 2", "he
 @pytest.fixture(autouse=True)
 def rates_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = ceilings.Rates(1e9, 1e9, "float32")
-    monkeypatch.setattr(ceilings, "measured_rates", lambda: rates)
     monkeypatch.setattr(runs, "measured_rates", lambda: rates)
 
 
@@ -81,12 +82,6 @@ def test_a_phase_ends_with_the_targets_own_cache(
         assert found.left == 0 <= found.tokens and found.seconds > 0
         # The last token is run for the first answer's token, and each of these for the next.
         assert read[-1].cache[0].offset >= COUNT + 1 + found.tokens
-
-
-def test_all_layers_at_once_leave_nothing_to_read(made: paths.Paths, read: list[Chunk]) -> None:
-    phase = f"heal_layers {len(made.target.attentions)}"
-    made.phase(phase)()
-    assert read == [] and made.meanwhile[phase][-1].tokens == 0
 
 
 def test_an_answer_that_fills_the_context_ends_and_the_rest_is_read(
@@ -130,23 +125,6 @@ def test_a_reader_that_comes_between_tokens_ends_the_answer(
         assert (found.tokens, found.left) == (COUNT // 10 - 1, 0)
 
 
-def test_rounds_alone_are_kept_and_not_their_warm_up(made: paths.Paths) -> None:
-    table = tables.with_hybrids(tables.TABLES["healing"], [2])
-    assert table.phases == (
-        "switch", "hybrid 2", "native", "heal_idle", "heal_interleaved", "heal_layers 2",
-        "decode_native", "decode_translated",
-    )  # fmt: skip
-    found = tables.measure_length(made, table, trials=3)
-    assert set(found.samples) == set(table.phases)
-    assert set(found.meanwhile) == {"heal_interleaved", "heal_layers 2"}
-    assert {len(seconds) for seconds in found.samples.values()} == {3}  # decoding speeds as well
-    for phase, rounds in found.meanwhile.items():
-        assert rounds == made.meanwhile[phase][-3:] and len(rounds) == 3
-        assert len(made.meanwhile[phase]) > 3
-        for one, whole in zip(rounds, found.samples[phase], strict=True):
-            assert one.seconds < whole
-
-
 def test_speeds_while_healing_are_medians_of_enough_tokens() -> None:
     few = paths.FEW
     timing = tables.Timing(
@@ -171,7 +149,7 @@ def test_layers_are_those_that_healing_takes(models: dict[str, LanguageModel]) -
     translator = fitted(models, "dense", "moe")
     pair = Pair(models["dense"], models["moe"], {"stored": translator})
     quarter = math.ceil(len(models["moe"].attentions) / 4)
-    asked = runs.Asked(("healing",), tables.Effort(False, 1, tables.Clock(None)))
+    asked = runs.Asked(("healing",), tables.Effort(False, 1, Stopwatch(None)))
     assert runs._layers(pair, asked, "healing") == [quarter]
     assert runs._layers(pair, asked, "switch") == ()
     more = runs.Asked(("healing",), asked.effort, native_layers=[3, 1])
@@ -336,7 +314,7 @@ def bench(tmp_path: Path, *more: str) -> tuple[int, Sequence[dict[str, Any]]]:
 
 
 def test_the_verb_and_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, (record,) = bench(tmp_path, "-p", "2,40", "-c", "decode_tokens=8")
+    status, (record,) = bench(tmp_path, "-p", "2,40", "--decode-tokens", "8")
     assert status == 0
     text = " ".join(capsys.readouterr().out.split())
     for told in (
@@ -364,7 +342,7 @@ def test_the_verb_and_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_the_verb_with_numbers_of_layers_a_reference_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ["-p", "12", "-c", "decode_tokens=8"]
+    more = ["-p", "12", "--decode-tokens", "8"]
     assert bench(tmp_path, *more)[0] == 0
     capsys.readouterr()
     more += ["--native-layers", "1,6", "--reference", str(tmp_path / "out.jsonl")]
@@ -382,41 +360,17 @@ def test_the_verb_with_numbers_of_layers_a_reference_and_a_picture(
     assert "--plot" not in more or picture.stat().st_size > 1000
 
 
-SMALL = {
-    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": 256,
-    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 64,
-}  # fmt: skip
-
-
-@pytest.fixture
-def small_geometries(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("qwen3-4b", "qwen3-30b-a3b", "gemma-3-4b"):
-        more = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-        more = more if "a3b" in name else {"sliding_window_pattern": 2}
-        made = {**geometries.GEOMETRIES[name], **SMALL, **more}
-        monkeypatch.setitem(geometries.GEOMETRIES, name, made)
-
-
 def test_random_models_of_fewer_layers(
     small_geometries: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Their times are shown as they are; the target's experts are those of a mixture."""
-    more = ["--geometry", "qwen3-4b:qwen3-30b-a3b", "-c", "layers=3", "-p", "12"]
-    status, (record,) = bench(tmp_path, *more, "-c", "decode_tokens=8")
+    more = ["--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "3", "-p", "12"]
+    status, (record,) = bench(tmp_path, *more, "--decode-tokens", "8")
     text = capsys.readouterr().out
     assert status == 0 and "none of these times is extrapolated to full depth" in text
     assert "until native, 1 layer at once" in text and "experts touched, prompt" in text
     assert record["results"]["healing"]["extrapolated"] == [{}]
     assert record["config"]["forms"] == ["float32"]  # no other form would be timed
-
-
-def test_little_time_leaves_long_prompts_out(
-    small_geometries: None, unhurried: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = ["--geometry", "qwen3-4b:qwen3-30b-a3b", "-c", "layers=2", "-p", "12,20"]
-    status, (record,) = bench(tmp_path, *more, "--time-limit", "1e-9")
-    assert status == 0 and record["results"]["healing"]["left_out"] == [20]
-    assert "left out, since --time-limit allows no more: 20 tokens" in capsys.readouterr().out
 
 
 def test_windows_are_refused_before_anything_is_timed(
@@ -440,6 +394,6 @@ def test_another_tokenizer_is_refused(models: dict[str, LanguageModel]) -> None:
         name, tokenizer_fingerprint = "other", "0"
 
     pair: Any = Pair(Other(), models["moe"], {})
-    asked = runs.Asked(("healing",), tables.Effort(False, 1, tables.Clock(None)))
+    asked = runs.Asked(("healing",), tables.Effort(False, 1, Stopwatch(None)))
     with pytest.raises(kv.KVLingoError, match="--table healing has nothing to time: .* another"):
         runs.check(pair, asked)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.paper.timing.phases import HEAL, HYBRID, label
+from benchmarks.paper.timing.tables import TABLES
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.reporting.measure import median
-from kvlingo_mlx.timing.phases import HEAL, HYBRID, label
-from kvlingo_mlx.timing.tables import TABLES
 
 SHOWN = ("native", "switch", "eager_switch", "accelerator", "source_prefill")
 

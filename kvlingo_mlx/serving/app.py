@@ -11,7 +11,7 @@ import datetime
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,8 +27,6 @@ from kvlingo_mlx.serving.engine_thread import Answering, ClientGone, EngineThrea
 from kvlingo_mlx.serving.guard import Gate, Refused, read_json
 from kvlingo_mlx.serving.messages import (
     Ask,
-    Count,
-    Counted,
     Event,
     Failed,
     ModelInfo,
@@ -44,7 +42,8 @@ from kvlingo_mlx.serving.replies import (
     tell_when_left,
 )
 from kvlingo_mlx.serving.settings import AUTO, Settings
-from kvlingo_mlx.serving.wire import Api, BadRequest, openai_error
+from kvlingo_mlx.serving.wire import BadRequest, openai_error
+from kvlingo_mlx.serving.wire.reading import Api
 from kvlingo_mlx.version import __version__
 
 DEFAULT = "default_model"  # what mlx-lm's server calls the first model, and takes none given for
@@ -62,45 +61,14 @@ PAGE_HEADERS = {
 }
 
 
-class CountApi(Protocol):
-    """An API that counts a prompt's tokens."""
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """Where it is asked."""
-
-    def read(self, body: Any) -> Count:
-        """What a parsed body asks to be counted; raises BadRequest."""
-
-    def body(self, counted: Counted) -> dict[str, Any]:
-        """The answer."""
-
-    def error(self, failed: Failed) -> tuple[int, dict[str, Any]]:
-        """The status and body that tell a client of this failure."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Wires:
-    """The APIs that are spoken.
-
-    Attributes:
-        apis: Those that answer.
-        counts: Those that count a prompt's tokens.
-    """
-
-    apis: Sequence[Api]
-    counts: Sequence[CountApi] = ()
-
-
-def wires() -> Wires:
+def apis() -> tuple[Api, ...]:
     """All APIs of this package."""
     from kvlingo_mlx.serving.wire import anthropic, chat, completions, responses
 
-    apis = (chat.API, completions.API, anthropic.API, responses.API)
-    return Wires(apis, (anthropic.COUNT,))
+    return chat.API, completions.API, anthropic.API, responses.API, anthropic.COUNT
 
 
-def build(settings: Settings, engine: EngineThread, spoken: Wires) -> ASGIApp:
+def build(settings: Settings, engine: EngineThread, spoken: Sequence[Api]) -> ASGIApp:
     """The application, over an engine that somebody else starts and stops."""
     front = _Front(settings, engine, spoken)
     routes = front.routes()
@@ -127,11 +95,10 @@ def build(settings: Settings, engine: EngineThread, spoken: Wires) -> ASGIApp:
 class _Front:
     """The endpoints."""
 
-    def __init__(self, settings: Settings, engine: EngineThread, spoken: Wires) -> None:
+    def __init__(self, settings: Settings, engine: EngineThread, spoken: Sequence[Api]) -> None:
         self.settings, self.engine, self.metrics = settings, engine, Metrics(engine)
         self._spoken = spoken
-        every: tuple[Api | CountApi, ...] = (*spoken.apis, *spoken.counts)
-        self._forms = {path: api for api in every for path in api.paths}
+        self._forms = {path: api for api in spoken for path in api.paths}
 
     def routes(self) -> list[Route]:
         """Which path leads where; a name of a model may have slashes."""
@@ -139,10 +106,8 @@ class _Front:
         def post(path: str, endpoint: Any) -> Route:
             return Route(path, endpoint, methods=["POST"])
 
-        answers, counts = self._spoken.apis, self._spoken.counts
         return [
-            *(post(p, functools.partial(self.answer, api)) for api in answers for p in api.paths),
-            *(post(p, functools.partial(self.count, api)) for api in counts for p in api.paths),
+            *(post(p, functools.partial(self.answer, api)) for p, api in self._forms.items()),
             Route("/v1/models", self.models),
             post("/v1/models/{name:path}/load", functools.partial(self.hold, "load")),
             post("/v1/models/{name:path}/unload", functools.partial(self.hold, "unload")),
@@ -168,20 +133,6 @@ class _Front:
         incoming = dataclasses.replace(incoming, ask=ask)
         every = self.settings.keep_alive
         return Reply(self.engine, self.metrics, api, incoming, every)
-
-    async def count(self, api: CountApi, request: Request) -> Response:
-        """The number of a prompt's tokens."""
-        body = await read_json(request, self.settings)
-        try:
-            count = api.read(body)
-        except BadRequest as bad:
-            failed = Failed("invalid", bad.message, bad.param)
-            raise Refused(failed, status=bad.status) from None
-        ask = self._admitted(count.ask, Outcome.of(request.scope))
-        counted = await self._last(self.engine.ask(Count(ask)), request.receive)
-        if not isinstance(counted, Counted):
-            raise Refused(Failed("internal", "the engine sent no count; send the request again"))
-        return JSONResponse(api.body(counted))
 
     def _admitted(self, ask: Ask, outcome: Outcome) -> Ask:
         """Refuse a request for which there is no model, no engine or no room."""
@@ -300,7 +251,7 @@ class _Front:
     async def no_such(self, request: Request, error: HTTPException) -> Response:
         """A path or method that does not exist."""
         path = request.url.path
-        asked = ", ".join(path for api in self._spoken.apis for path in api.paths[:1])
+        asked = ", ".join(path for api in self._spoken for path in api.paths[:1])
         message = f"there is no {request.method} {path!r:.80}; POST to {asked}; GET /v1/models"
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "POST")

@@ -89,24 +89,21 @@ class Engine:
     def ask(self, number: int, ask: Ask, tell: Tell) -> None:
         """Take on a request."""
         try:
-            if ask.prefill:
+            if ask.prefill and not ask.count:
                 raise ValueError(
                     "the last message is the beginning of an answer, and going on with one is not "
                     "supported; end with a user's or a tool's message"
                 )
-            job = Job(ask, tell, self._chosen(ask))
+            name = self._chosen(ask)
+            if ask.count:
+                tell(Counted(_length(ask, self.residents[name].model)))
+                return
+            job = Job(ask, tell, name)
         except REFUSED as error:
             tell(self._failed(error))
             return
         job.steps = self._answer(job)
         self._jobs[number] = job
-
-    def count(self, ask: Ask, tell: Tell) -> None:
-        """Tell the number of a prompt's tokens."""
-        try:
-            tell(Counted(_length(ask, self.residents[self._chosen(ask)].model)))
-        except REFUSED as error:
-            tell(self._failed(error))
 
     def cancel(self, number: int) -> None:
         """End a request; what was read and written of it stays in its conversation."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.serving import clock
-from kvlingo_mlx.serving.messages import LAST, Ask, Count, Counted, Event, Failed, Status, Waiting
+from kvlingo_mlx.serving.messages import LAST, Ask, Counted, Event, Failed, Status, Waiting
 from kvlingo_mlx.serving.settings import Settings
 
 log = logging.getLogger("kvlingo_mlx.serving")
@@ -137,7 +137,7 @@ class EngineThread:
         """Requests that are not over."""
         return len(self._answering)
 
-    def ask(self, ask: Ask | Count) -> Answering:
+    def ask(self, ask: Ask) -> Answering:
         """Ask the engine; what it answers is in the events of what is returned."""
         return self._request("ask", ask)
 
@@ -256,9 +256,7 @@ class EngineThread:
             self._call(self._arrived, number, event)
 
         if verb == "ask":
-            engine.count(value.ask, tell) if isinstance(value, Count) else engine.ask(
-                number, value, tell
-            )
+            engine.ask(number, value, tell)
         elif verb == "cancel":
             engine.cancel(number)
         else:

@@ -6,34 +6,60 @@ back into its own form. Nothing here knows HTTP or MLX; ranks send each other wh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+MOST = 2**31 - 1
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 
 # ---- requests -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Sampling:
+def _seed(found: Any) -> Any:
+    """Negative seeds are taken too: the same bits without a sign."""
+    return found % 2**64 if type(found) is int else found
+
+
+def _by_token(found: Any) -> Any:
+    """A bias by the tokens' ids, which JSON spells as texts."""
+    if not isinstance(found, dict):
+        return found
+    if any(isinstance(t, str) and not re.fullmatch(r"[0-9]{1,9}", t) for t in found):
+        raise PydanticCustomError("expected", 'token ids as keys, such as "42"; a text has no bias')
+    return {int(token): bias for token, bias in found.items()}
+
+
+Size = Annotated[int, Field(ge=0, le=MOST)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-1e4, le=1e4)]
+
+
+class Sampling(BaseModel):
     """How tokens are chosen; the names, ranges and defaults are those of mlx-lm's server."""
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 0.0  # 0 and 1 are off
-    repetition_context_size: int = 20
-    presence_penalty: float = 0.0
-    presence_context_size: int = 20
-    frequency_penalty: float = 0.0
-    frequency_context_size: int = 20
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
-    seed: int | None = None  # of this answer's own random numbers
+    model_config = ConfigDict(frozen=True)
+    temperature: Annotated[float, Field(ge=0, le=1e4)] = 0.0
+    top_p: Share = 1.0
+    top_k: Size = 0
+    min_p: Share = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0, le=1e4)] = 0.0  # 0 and 1 are off
+    repetition_context_size: Size = 20
+    presence_penalty: Penalty = 0.0
+    presence_context_size: Size = 20
+    frequency_penalty: Penalty = 0.0
+    frequency_context_size: Size = 20
+    xtc_probability: Share = 0.0
+    xtc_threshold: Share = 0.1
+    logit_bias: Annotated[
+        dict[int, Annotated[float, Field(ge=-1e9, le=1e9)]], BeforeValidator(_by_token)
+    ] = {}
+    seed: Annotated[int | None, BeforeValidator(_seed)] = None  # of this answer's own numbers
 
 
 @dataclass(frozen=True)
@@ -54,20 +80,14 @@ class Ask:
     schema: Mapping[str, Any] | None = None  # of the answer; {} is any JSON object
     max_tokens: int | None = None  # None: the server's own limit
     stop: tuple[str, ...] = ()
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     logprobs: int | None = None  # likeliest tokens to tell with each; 0: of the chosen one alone
     template: Mapping[str, Any] = field(default_factory=dict)  # chat_template_kwargs
     prefill: bool = False  # whether the last message is the beginning of the answer
     echo: bool = False  # whether a plain completion repeats its prompt
     strategy: str | None = None  # "translate" or "reread"; None: as the server's policy says
     pin: bool = False  # whether the conversation stays in memory
-
-
-@dataclass(frozen=True)
-class Count:
-    """A request for the number of tokens of a prompt, without an answer."""
-
-    ask: Ask
+    count: bool = False  # whether only the prompt's tokens are counted
 
 
 # ---- events of an answer --------------------------------------------------------------------
@@ -145,7 +165,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Counted:
-    """The answer to :class:`Count`."""
+    """The number of a prompt's tokens, which is all that was asked for."""
 
     tokens: int
 

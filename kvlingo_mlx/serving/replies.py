@@ -14,7 +14,8 @@ from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.engine_thread import Answering, ClientGone, EngineThread
 from kvlingo_mlx.serving.messages import Begun, Counted, Ended, Failed, Usage
 from kvlingo_mlx.serving.metrics import Metrics, Outcome, Watch
-from kvlingo_mlx.serving.wire import Api, Incoming
+from kvlingo_mlx.serving.wire import Incoming
+from kvlingo_mlx.serving.wire.reading import Api
 
 log = logging.getLogger("kvlingo_mlx.serving")
 
@@ -72,8 +73,8 @@ class Reply:
             if isinstance(event, Failed):
                 return self._failure(event)
             answer.take(event)
-            if isinstance(event, Ended):
-                return JSONResponse(answer.body(), headers=told_headers(event.usage)), 200
+            if isinstance(event, Ended | Counted):
+                return JSONResponse(answer.body(), headers=told_headers(watch.usage)), 200
 
     async def _stream(
         self, answering: Answering, watch: Watch, send: Send

@@ -13,18 +13,19 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvicorn
 
 from kvlingo_mlx.errors import MissingModelError
 from kvlingo_mlx.loading.hub import SMALL_FILES, model_type, resolve
-from kvlingo_mlx.serving.app import Wires, build, wires
+from kvlingo_mlx.serving.app import apis, build
 from kvlingo_mlx.serving.engine_thread import ENGINE, EngineThread
 from kvlingo_mlx.serving.guard import protocol
 from kvlingo_mlx.serving.settings import LOG_FORMAT, Settings
 from kvlingo_mlx.serving.supervisor import ServerError, supervise
+from kvlingo_mlx.serving.wire.reading import Api
 
 log = logging.getLogger("kvlingo_mlx.serving")
 
@@ -151,10 +152,10 @@ class Server(uvicorn.Server):
     """uvicorn's server, with an engine that starts before it and stops after it."""
 
     def __init__(
-        self, settings: Settings, engine: EngineThread, spoken: Wires | None = None
+        self, settings: Settings, engine: EngineThread, spoken: Sequence[Api] | None = None
     ) -> None:
         self._settings, self.engine = settings, engine
-        super().__init__(configured(build(settings, engine, spoken or wires()), settings))
+        super().__init__(configured(build(settings, engine, spoken or apis()), settings))
 
     async def until_stopped(self, listener: socket.socket) -> None:
         """Serve at a bound socket.

@@ -185,7 +185,7 @@ def test_paths_and_methods_that_do_not_exist(server: Running) -> None:
     response = httpx.get(f"{server.url}/v2/nothing")
     assert response.status_code == 404
     assert response.json()["error"]["message"] == (
-        "there is no GET '/v2/nothing'; POST to /v1/plain; GET /v1/models"
+        "there is no GET '/v2/nothing'; POST to /v1/plain, /v1/plain/count; GET /v1/models"
     )
     response = httpx.get(f"{server.url}/v1/plain")
     assert (response.status_code, response.headers["allow"]) == (405, "POST")

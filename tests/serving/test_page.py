@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
 
-from kvlingo_mlx.serving.app import PAGE, PAGE_FILES, wires  # noqa: E402
+from kvlingo_mlx.serving.app import PAGE, PAGE_FILES, apis  # noqa: E402
 from tests.support.browser import (  # noqa: E402
     DOWN,
     ENTER,
@@ -31,7 +31,7 @@ seen = pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("told"), wires()) as found:
+    with running(tmp_path_factory.mktemp("told"), apis()) as found:
         yield found
 
 
@@ -175,7 +175,7 @@ def test_a_reload_shows_the_conversation_again(page: Browser, server: Running) -
 
 @seen
 def test_a_server_that_has_gone(window: Browser, tmp_path: Path) -> None:
-    with running(tmp_path, wires()) as found:
+    with running(tmp_path, apis()) as found:
         window.open(f"{found.url}/")
         window.until("return document.querySelector('#model').options.length == 2")
     window.type("begin;say Hello" + ENTER)
@@ -186,7 +186,7 @@ def test_a_server_that_has_gone(window: Browser, tmp_path: Path) -> None:
 
 @seen
 def test_a_key_is_asked_for(window: Browser, tmp_path: Path) -> None:
-    with running(tmp_path, wires(), api_key="right-key") as locked:
+    with running(tmp_path, apis(), api_key="right-key") as locked:
         window.open(f"{locked.url}/")
         window.until("return document.activeElement.id == 'given'")
         window.type("wrong" + ENTER)

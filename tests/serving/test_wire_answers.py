@@ -249,7 +249,7 @@ def test_completions_streamed_are_completions_whole(pieces: list[Piece]) -> None
 
 @pytest.mark.parametrize(("api", "body"), ALL)
 def test_any_order_of_events_is_told(api: Any, body: dict[str, Any]) -> None:
-    """A worker sends them in one order; a front must not fall over another one."""
+    """An engine sends them in one order; an answer must not fall over another one."""
     some: list[Event] = [
         Waiting(1, 2),
         Begun("large", Usage()),

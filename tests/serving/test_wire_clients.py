@@ -13,6 +13,7 @@ anthropic = pytest.importorskip("anthropic")
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
+from tests.support.serving import Running  # noqa: E402
 from tests.support.wire_app import CALL, CALL_2, TOOL, Planted, planted_server  # noqa: E402
 
 HI = [{"role": "user", "content": "hi"}]
@@ -20,18 +21,18 @@ PLAIN = "Grüß Gott,\n\ndata: 世界 \u2028🌍."
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Planted]:
-    with planted_server() as planted:
-        yield planted
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with planted_server(tmp_path_factory.mktemp("told")) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
-def client(server: Planted) -> Any:
+def client(server: Running) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")
-def claude(server: Planted) -> Any:
+def claude(server: Running) -> Any:
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
 
 
@@ -53,22 +54,7 @@ def test_chat_whole(client: Any) -> None:
     assert answer.usage.kvlingo["translator"] == "small-to-large"
 
 
-def test_chat_stream(client: Any) -> None:
-    chunks = list(client.chat.completions.create(model="plain", messages=HI, stream=True))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == PLAIN
-    assert [c.choices[0].finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["stop"]
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert len({c.id for c in chunks}) == 1 and all(c.usage is None for c in chunks)
-
-
-def test_chat_stream_with_usage(client: Any) -> None:
-    asked = {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = list(client.chat.completions.create(model="plain", messages=HI, **asked))
-    assert chunks[-1].choices == [] and chunks[-1].usage.prompt_tokens == 120
-    assert all(c.usage is None for c in chunks[:-1])
-
-
-def test_chat_accumulates_reasoning_and_calls(client: Any, server: Planted) -> None:
+def test_chat_accumulates_reasoning_and_calls(client: Any, server: Running) -> None:
     tools = [{"type": "function", "function": TOOL}]
     with client.chat.completions.stream(model="calls", messages=HI, tools=tools) as stream:
         seen = [event.type for event in stream]
@@ -79,16 +65,16 @@ def test_chat_accumulates_reasoning_and_calls(client: Any, server: Planted) -> N
     assert [c.function.name for c in message.tool_calls] == ["weather", "now"]
     assert message.tool_calls[0].function.arguments == CALL["function"]["arguments"]
     assert answer.choices[0].finish_reason == "tool_calls"
-    assert server.asks[-1].tools == ({"type": "function", "function": TOOL},)
+    assert Planted.asks[-1].tools == ({"type": "function", "function": TOOL},)
 
 
-def test_chat_parses_into_a_class(client: Any, server: Planted) -> None:
+def test_chat_parses_into_a_class(client: Any, server: Running) -> None:
     answer = client.chat.completions.parse(model="json", messages=HI, response_format=City)
     assert answer.choices[0].message.parsed == City(city="Malmö")
-    assert server.asks[-1].schema["properties"]["city"]["type"] == "string"
+    assert Planted.asks[-1].schema["properties"]["city"]["type"] == "string"
 
 
-def test_chat_history_comes_back_as_it_went(client: Any, server: Planted) -> None:
+def test_chat_history_comes_back_as_it_went(client: Any, server: Running) -> None:
     answer = client.chat.completions.create(model="calls", messages=HI)
     message = answer.choices[0].message
     results = [
@@ -98,18 +84,18 @@ def test_chat_history_comes_back_as_it_went(client: Any, server: Planted) -> Non
     dumped = message.model_dump()
     client.chat.completions.create(model="plain", messages=[*HI, dumped, *results])
     told = {"role": "assistant", "content": "One moment.", "reasoning_content": "Ask."}
-    for ask in server.asks[-2:]:
+    for ask in Planted.asks[-2:]:
         assert ask.messages[1] == told | {"tool_calls": [CALL, CALL_2]}
         assert ask.messages[2] == {"role": "tool", "content": "9", "tool_call_id": "call_1"}
 
 
-def test_chat_logprobs(client: Any, server: Planted) -> None:
+def test_chat_logprobs(client: Any, server: Running) -> None:
     asked = {"logprobs": True, "top_logprobs": 2}
     answer = client.chat.completions.create(model="logprobs", messages=HI, **asked)
     first = answer.choices[0].logprobs.content[0]
     assert (first.token, first.logprob, first.bytes) == ("Hej", -0.5, [72, 101, 106])
     assert first.top_logprobs[1].logprob == -9999.0
-    assert server.asks[-1].logprobs == 2
+    assert Planted.asks[-1].logprobs == 2
     (chunk,) = [
         c
         for c in client.chat.completions.create(model="logprobs", messages=HI, stream=True, **asked)
@@ -119,7 +105,7 @@ def test_chat_logprobs(client: Any, server: Planted) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer")
-def test_chat_history_of_helpers_comes_back(client: Any, server: Planted) -> None:
+def test_chat_history_of_helpers_comes_back(client: Any, server: Running) -> None:
     """What the client's own helpers add to a message does no harm."""
     tools = [openai.pydantic_function_tool(City, name="weather")]
     with client.chat.completions.stream(model="one_call", messages=HI, tools=tools) as stream:
@@ -129,7 +115,7 @@ def test_chat_history_of_helpers_comes_back(client: Any, server: Planted) -> Non
     client.chat.completions.create(model="plain", messages=history)
     dumped = [m if isinstance(m, dict) else m.model_dump() for m in history]
     client.chat.completions.create(model="plain", messages=dumped)
-    for ask in server.asks[-2:]:
+    for ask in Planted.asks[-2:]:
         assert ask.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
         assert ask.messages[3] == {"role": "assistant", "content": '{"city": "Malmö"}'}
 
@@ -137,10 +123,10 @@ def test_chat_history_of_helpers_comes_back(client: Any, server: Planted) -> Non
 # ---- completions --------------------------------------------------------------------------------
 
 
-def test_completions(client: Any, server: Planted) -> None:
+def test_completions(client: Any, server: Running) -> None:
     answer = client.completions.create(model="plain", prompt=[1, 2, 3], max_tokens=9)
     assert answer.choices[0].text == PLAIN and answer.usage.completion_tokens == 7
-    assert server.asks[-1].prompt == (1, 2, 3) and server.asks[-1].messages is None
+    assert Planted.asks[-1].prompt == (1, 2, 3) and Planted.asks[-1].messages is None
     chunks = list(client.completions.create(model="cut", prompt="x", stream=True))
     assert "".join(c.choices[0].text for c in chunks) == "Once upon a"
     assert chunks[-1].choices[0].finish_reason == "length"
@@ -184,7 +170,7 @@ def test_responses_stream(client: Any) -> None:
     assert [item.model_dump() for item in done] == [item.model_dump() for item in final.output]
 
 
-def test_responses_accumulate(client: Any, server: Planted) -> None:
+def test_responses_accumulate(client: Any, server: Running) -> None:
     tools = [{"type": "function", **TOOL, "strict": True}]
     with client.responses.stream(model="one_call", input="hi", tools=tools) as stream:
         list(stream)
@@ -192,16 +178,16 @@ def test_responses_accumulate(client: Any, server: Planted) -> None:
     (called,) = answer.output
     assert (called.name, called.call_id) == ("weather", "call_1")
     assert called.arguments == CALL["function"]["arguments"]
-    assert server.asks[-1].tools[0]["function"]["strict"] is True
+    assert Planted.asks[-1].tools[0]["function"]["strict"] is True
 
 
-def test_responses_parse_into_a_class(client: Any, server: Planted) -> None:
+def test_responses_parse_into_a_class(client: Any, server: Running) -> None:
     answer = client.responses.parse(model="json", input="hi", text_format=City)
     assert answer.output_parsed == City(city="Malmö")
-    assert server.asks[-1].schema["properties"]["city"]["type"] == "string"
+    assert Planted.asks[-1].schema["properties"]["city"]["type"] == "string"
 
 
-def test_responses_history_comes_back_as_it_went(client: Any, server: Planted) -> None:
+def test_responses_history_comes_back_as_it_went(client: Any, server: Running) -> None:
     answer = client.responses.create(model="calls", input="hi")
     results = [
         {"type": "function_call_output", "call_id": item.call_id, "output": "9"}
@@ -211,7 +197,7 @@ def test_responses_history_comes_back_as_it_went(client: Any, server: Planted) -
     history = [*HI, *answer.output, *results]
     client.responses.create(model="plain", input=history, instructions="Be kind.", store=False)
     told = {"role": "assistant", "content": "One moment.", "reasoning_content": "Ask."}
-    assert server.asks[-1].messages == (
+    assert Planted.asks[-1].messages == (
         {"role": "system", "content": "Be kind."},
         HI[0],
         told | {"tool_calls": [CALL, CALL_2]},
@@ -220,7 +206,7 @@ def test_responses_history_comes_back_as_it_went(client: Any, server: Planted) -
     )
 
 
-def test_responses_history_of_helpers_comes_back(client: Any, server: Planted) -> None:
+def test_responses_history_of_helpers_comes_back(client: Any, server: Running) -> None:
     parsed = client.responses.parse(model="json", input="hi", text_format=City)
     tools = [openai.pydantic_function_tool(City, name="weather")["function"]]
     tools = [{"type": "function", **tool} for tool in tools]
@@ -229,17 +215,9 @@ def test_responses_history_of_helpers_comes_back(client: Any, server: Planted) -
     client.responses.create(model="plain", input=[*HI, *parsed.output, *HI, *called.output])
     dumped = [item.model_dump() for item in (*parsed.output, *called.output)]
     client.responses.create(model="plain", input=[*HI, dumped[0], *HI, dumped[1]])
-    for ask in server.asks[-2:]:
+    for ask in Planted.asks[-2:]:
         assert ask.messages[1] == {"role": "assistant", "content": '{"city": "Malmö"}'}
         assert ask.messages[3] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
-
-
-def test_responses_that_are_cut(client: Any) -> None:
-    answer = client.responses.create(model="cut", input="hi", max_output_tokens=3)
-    assert answer.status == "incomplete"
-    assert answer.incomplete_details.reason == "max_output_tokens"
-    last = list(client.responses.create(model="cut", input="hi", stream=True))[-1]
-    assert last.type == "response.incomplete" and last.response.output_text == "Once upon a"
 
 
 # ---- messages -----------------------------------------------------------------------------------
@@ -266,7 +244,7 @@ def test_messages_stream_is_the_whole(claude: Any, name: str) -> None:
     assert streamed.usage.output_tokens == whole.usage.output_tokens
 
 
-def test_messages_call_tools_and_history_comes_back(claude: Any, server: Planted) -> None:
+def test_messages_call_tools_and_history_comes_back(claude: Any, server: Running) -> None:
     tool = {"name": "weather", "description": "d", "input_schema": {"type": "object"}}
     answer = claude.messages.create(model="calls", max_tokens=9, messages=HI, tools=[tool])
     assert answer.stop_reason == "tool_use"
@@ -284,7 +262,7 @@ def test_messages_call_tools_and_history_comes_back(claude: Any, server: Planted
     ]
     claude.messages.create(model="plain", max_tokens=9, messages=history, system="Be kind.")
     told = {"role": "assistant", "content": "One moment.", "reasoning_content": "Ask."}
-    assert server.asks[-1].messages == (
+    assert Planted.asks[-1].messages == (
         {"role": "system", "content": "Be kind."},
         HI[0],
         told | {"tool_calls": [CALL, CALL_2]},
@@ -294,42 +272,25 @@ def test_messages_call_tools_and_history_comes_back(claude: Any, server: Planted
     )
 
 
-def test_messages_history_of_helpers_comes_back(claude: Any, server: Planted) -> None:
-    with claude.messages.stream(model="calls", max_tokens=9, messages=HI) as stream:
-        message = stream.get_final_message()
-    answered = [
-        {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "9"}]}
-    ]
-    for content in (message.content, [block.model_dump() for block in message.content]):
-        history = [
-            *HI,
-            {"role": "assistant", "content": content},
-            {"role": "user", "content": answered},
-        ]
-        claude.messages.create(model="plain", max_tokens=9, messages=history)
-        told = {"role": "assistant", "content": "One moment.", "reasoning_content": "Ask."}
-        assert server.asks[-1].messages[1] == told | {"tool_calls": [CALL, CALL_2]}
-
-
-def test_messages_parse_into_a_class(claude: Any, server: Planted) -> None:
+def test_messages_parse_into_a_class(claude: Any, server: Running) -> None:
     asked: dict[str, Any] = {"max_tokens": 9, "messages": HI, "output_format": City}
     assert claude.messages.parse(model="json", **asked).parsed_output == City(city="Malmö")
-    assert server.asks[-1].schema["properties"]["city"]["type"] == "string"
+    assert Planted.asks[-1].schema["properties"]["city"]["type"] == "string"
 
 
-def test_messages_stop_reasons(claude: Any, server: Planted) -> None:
+def test_messages_stop_reasons(claude: Any, server: Running) -> None:
     asked: dict[str, Any] = {"max_tokens": 9, "messages": HI}
     stopped = claude.messages.create(model="stopped", stop_sequences=["three"], **asked)
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "three")
-    assert server.asks[-1].stop == ("three",) and server.asks[-1].max_tokens == 9
+    assert Planted.asks[-1].stop == ("three",) and Planted.asks[-1].max_tokens == 9
     assert claude.messages.create(model="cut", **asked).stop_reason == "max_tokens"
 
 
-def test_tokens_are_counted(claude: Any, server: Planted) -> None:
+def test_tokens_are_counted(claude: Any, server: Running) -> None:
     tools = [{"name": "f", "input_schema": {"type": "object"}}]
     counted = claude.messages.count_tokens(model="plain", messages=HI, system="s", tools=tools)
     assert counted.input_tokens == 321
-    assert server.asks[-1].messages == ({"role": "system", "content": "s"}, HI[0])
+    assert Planted.asks[-1].messages == ({"role": "system", "content": "s"}, HI[0])
     with pytest.raises(anthropic.BadRequestError, match="messages is missing"):
         claude.messages.with_raw_response.count_tokens(model="plain", messages=anthropic.NOT_GIVEN)
 
@@ -398,20 +359,3 @@ def test_refusals_name_the_field(client: Any, claude: Any) -> None:
             messages=HI,
             tools=[{"type": "web_search_20250305", "name": "web_search"}],
         )
-
-
-async def _cut_short(server: Planted) -> list[str]:
-    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    async with client:
-        stream = await client.chat.completions.create(model="plain", messages=HI, stream=True)
-        async for chunk in stream:
-            if chunk.choices[0].delta.content:
-                await stream.close()
-                return [chunk.choices[0].delta.content]
-    return []
-
-
-def test_an_async_client_may_leave(server: Planted) -> None:
-    import asyncio
-
-    assert asyncio.run(_cut_short(server)) == ["Grüß "]

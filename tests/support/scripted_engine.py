@@ -72,11 +72,10 @@ class Scripted:
         routes = bool(self.settings.routes)
         return Status(models, routes, (2, 1), 5_000, 700, 9_000_000, 0, 0, pairs)
 
-    def count(self, ask: Ask, tell: Tell) -> None:
-        self.note("count", ask.model)
-        tell(Counted(len(text_of(ask))))
-
     def ask(self, number: int, ask: Ask, tell: Tell) -> None:
+        if ask.count:
+            self.note("count", ask.model)
+            return tell(Counted(len(text_of(ask))))
         self.note("ask", ask.model)
         self.scripts[number], self.due[number] = self.commands(ask, tell), 0.0
 

@@ -7,16 +7,16 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from kvlingo_mlx.serving import server
-from kvlingo_mlx.serving.app import Wires
 from kvlingo_mlx.serving.engine_thread import EngineThread
-from kvlingo_mlx.serving.messages import Ask, Count, Counted, Ended, Event, Failed, Piece
+from kvlingo_mlx.serving.messages import Ask, Counted, Ended, Event, Failed, Piece
 from kvlingo_mlx.serving.settings import Settings
 from kvlingo_mlx.serving.wire import Answer, BadRequest, Incoming, openai_error
 from tests.support.scripted_engine import ENGINE, TOLD
@@ -45,13 +45,15 @@ class PlainAnswer:
         return ": still here\n\n"
 
     def body(self) -> dict[str, Any]:
+        if isinstance(self.events[-1], Counted):
+            return {"input_tokens": self.events[-1].tokens}
         return {"text": "".join(e.content for e in self.events if isinstance(e, Piece))}
 
 
 class PlainApi:
     """A body of model, prompt and stream."""
 
-    paths = ("/v1/plain", "/plain")
+    paths: tuple[str, ...] = ("/v1/plain", "/plain")
 
     def read(self, body: Any) -> Incoming:
         if not isinstance(body, dict) or not isinstance(body.get("prompt"), str):
@@ -65,23 +67,18 @@ class PlainApi:
         return status, {"plain": body["error"]}
 
 
-class PlainCount:
+class PlainCount(PlainApi):
     """Counts a prompt."""
 
     paths = ("/v1/plain/count",)
 
-    def read(self, body: Any) -> Count:
-        return Count(PlainApi().read(body).ask)
-
-    def body(self, counted: Counted) -> dict[str, Any]:
-        return {"input_tokens": counted.tokens}
-
-    def error(self, failed: Failed) -> tuple[int, dict[str, Any]]:
-        return API.error(failed)
+    def read(self, body: Any) -> Incoming:
+        incoming = PlainApi.read(self, body)
+        return replace(incoming, ask=replace(incoming.ask, count=True), stream=False)
 
 
 API = PlainApi()
-PLAIN = Wires((API,), (PlainCount(),))
+PLAIN = (API, PlainCount())
 
 
 # ---- the server --------------------------------------------------------------------------------
@@ -96,9 +93,9 @@ class Running:
         error: What it ended with.
     """
 
-    def __init__(self, settings: Settings, spoken: Wires) -> None:
+    def __init__(self, settings: Settings, spoken: Sequence[Any], engine: str) -> None:
         self.settings = settings
-        self.engine = EngineThread(settings, ENGINE)
+        self.engine = EngineThread(settings, engine)
         self.server = server.Server(settings, self.engine, spoken)
         self.listener = server.bind(settings.host, settings.port)
         self.url, self.port = server.url_of(self.listener), self.listener.getsockname()[1]
@@ -145,13 +142,15 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(folder: Path, spoken: Wires = PLAIN, **more: Any) -> Iterator[Running]:
+def running(
+    folder: Path, spoken: Sequence[Any] = PLAIN, engine: str = ENGINE, **more: Any
+) -> Iterator[Running]:
     """A server with short times, which is ready; its engine notes what it is told in a folder."""
     given: dict[str, Any] = {
         "models": {"small": "/models/a", "large": "/models/b"},
         "port": 0, "conversations": str(folder), "keep_alive": 0.3, "stop_timeout": 5.0,
     }  # fmt: skip
-    found = Running(Settings(**{**given, **more}), spoken)
+    found = Running(Settings(**{**given, **more}), spoken, engine)
     found.thread.start()
     try:
         yield found.ready()

@@ -1,22 +1,15 @@
-"""A server that answers requests of all APIs with planted events, as its own tests need it."""
+"""An engine that answers requests of all APIs with planted events."""
 
 from __future__ import annotations
 
 import json
-import socket
-import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
 
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
-
+from kvlingo_mlx.serving.app import apis
 from kvlingo_mlx.serving.messages import (
     Ask,
     Begun,
@@ -29,9 +22,9 @@ from kvlingo_mlx.serving.messages import (
     Usage,
     Waiting,
 )
-from kvlingo_mlx.serving.wire import BadRequest, anthropic, chat, completions, responses
+from tests.support.scripted_engine import Scripted, Tell
+from tests.support.serving import Running, running
 
-APIS = (chat.API, completions.API, anthropic.API, responses.API)
 USAGE = Usage(
     prompt_tokens=120,
     completion_tokens=7,
@@ -97,77 +90,30 @@ PLANTED: dict[str, list[Event]] = {
 }
 
 
-@dataclass
-class Planted:
-    """A running server, and what it was asked."""
+class Planted(Scripted):
+    """An engine whose answers are planted."""
 
-    url: str
-    asks: list[Ask] = field(default_factory=list)
+    asks: ClassVar[list[Ask]] = []
 
+    def ask(self, number: int, ask: Ask, tell: Tell) -> None:
+        self.asks.append(ask)
+        if ask.count:
+            return tell(Counted(321))
+        super().ask(number, ask, tell)
 
-def _reply(api: Any, body: Any, asks: list[Ask]) -> Response:
-    try:
-        incoming = api.read(body)
-    except BadRequest as bad:
-        _, told = api.error(Failed("invalid", bad.message, bad.param))
-        return JSONResponse(told, bad.status)
-    asks.append(incoming.ask)
-    planted = PLANTED[incoming.ask.model]
-    if isinstance(planted[0], Failed):
-        status, told = api.error(planted[0])
-        return JSONResponse(told, status)
-    if incoming.stream:
-        return StreamingResponse(_frames(incoming.answer, planted), media_type="text/event-stream")
-    for event in planted:
-        incoming.answer.take(event)
-    last = planted[-1]
-    if isinstance(last, Failed):
-        status, told = api.error(last)
-        return JSONResponse(told, status)
-    return JSONResponse(incoming.answer.body())
-
-
-def _frames(answer: Any, planted: Iterable[Event]) -> Iterator[str]:
-    """All frames, with a sign of life before each event."""
-    for event in planted:
-        yield answer.keep_alive()
-        yield from answer.take(event)
-
-
-def _app(asks: list[Ask]) -> Starlette:
-    def route(api: Any, path: str) -> Route:
-        async def answer(request: Request) -> Response:
-            return _reply(api, json.loads(await request.body()), asks)
-
-        return Route(path, answer, methods=["POST"])
-
-    async def count(request: Request) -> Response:
-        try:
-            asked = anthropic.COUNT.read(json.loads(await request.body()))
-        except BadRequest as bad:
-            _, told = anthropic.COUNT.error(Failed("invalid", bad.message, bad.param))
-            return JSONResponse(told, bad.status)
-        asks.append(asked.ask)
-        return JSONResponse(anthropic.COUNT.body(Counted(321)))
-
-    routes = [route(api, path) for api in APIS for path in api.paths]
-    return Starlette(routes=[*routes, Route(anthropic.COUNT.paths[0], count, methods=["POST"])])
+    def commands(self, ask: Ask, tell: Tell) -> Iterator[float]:
+        for event in PLANTED[ask.model]:
+            tell(event)
+            yield 0.0
 
 
 @contextmanager
-def planted_server() -> Iterator[Planted]:
-    """A server on a port of the loopback interface."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        planted = Planted(f"http://127.0.0.1:{listening.getsockname()[1]}")
-        server = uvicorn.Server(uvicorn.Config(_app(planted.asks), log_level="error"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-        thread.start()
-        while not server.started and thread.is_alive():
-            time.sleep(0.01)
-        yield planted
-        server.should_exit = True
-        thread.join(10)
+def planted_server(folder: Path) -> Iterator[Running]:
+    """A server whose engine answers so."""
+    models = dict.fromkeys([*PLANTED, "m"], "x")
+    engine = "tests.support.wire_app:Planted"
+    with running(folder, apis(), engine, models=models, conversations=None) as found:
+        yield found
 
 
 def frames_of(text: str) -> list[tuple[str | None, Any]]:

@@ -8,19 +8,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvlingo_mlx.serving.messages import Ask, Event, Failed, TokenLogprob, Usage
 
 
 class BadRequest(Exception):
-    """A request that no answer can be given to.
-
-    Attributes:
-        message: One line: what was found, what was expected, what to do.
-        param: The path of the field that is wrong, such as "messages.2.content"; None for the body.
-        status: The status in HTTP.
-    """
+    """A request that no answer can be given to: why, in one line, and the path of the field."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -40,7 +34,7 @@ class Answer(Protocol):
         """A frame that says no more than that the stream is open."""
 
     def body(self) -> dict[str, Any]:
-        """The whole answer, for a client that does not stream; after :class:`Ended`."""
+        """The whole answer, for a client that does not stream; after the last event."""
 
 
 @dataclass(frozen=True)
@@ -52,27 +46,11 @@ class Incoming:
     answer: Answer
 
 
-class Api(Protocol):
-    """One of the APIs."""
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """Where it is asked."""
-
-    def read(self, body: Any) -> Incoming:
-        """What a parsed JSON body of any shape asks for.
-
-        Raises:
-            BadRequest: It is not a request of this API, or asks for what we cannot do.
-        """
-
-    def error(self, failed: Failed) -> tuple[int, dict[str, Any]]:
-        """The status and body that tell a client of this failure."""
+# ---- failures -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of failure in the words of both APIs."""
+class Kind(NamedTuple):
+    """A kind of failure in HTTP and in the words of both APIs."""
 
     status: int
     openai: str
@@ -80,22 +58,20 @@ class _Kind:
     anthropic: str
 
 
-# Those of Failed.kind.
-KINDS = {
-    "invalid": _Kind(400, "invalid_request_error", None, "invalid_request_error"),
-    "too_long": _Kind(
-        400, "invalid_request_error", "context_length_exceeded", "invalid_request_error"
-    ),
-    "unauthorized": _Kind(401, "invalid_request_error", "invalid_api_key", "authentication_error"),
-    "forbidden": _Kind(403, "invalid_request_error", "forbidden", "permission_error"),
-    "not_found": _Kind(404, "invalid_request_error", "model_not_found", "not_found_error"),
-    "timeout": _Kind(408, "invalid_request_error", "timeout", "invalid_request_error"),
-    "too_large": _Kind(413, "invalid_request_error", "request_too_large", "request_too_large"),
-    "busy": _Kind(429, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
-    "unready": _Kind(503, "server_error", "server_unready", "overloaded_error"),
-    "memory": _Kind(503, "server_error", "out_of_memory", "overloaded_error"),
-    "crashed": _Kind(503, "server_error", "worker_crashed", "api_error"),
-    "internal": _Kind(500, "server_error", None, "api_error"),
+_INVALID = "invalid_request_error"
+KINDS = {  # of Failed.kind
+    "invalid": Kind(400, _INVALID, None, _INVALID),
+    "too_long": Kind(400, _INVALID, "context_length_exceeded", _INVALID),
+    "unauthorized": Kind(401, _INVALID, "invalid_api_key", "authentication_error"),
+    "forbidden": Kind(403, _INVALID, "forbidden", "permission_error"),
+    "not_found": Kind(404, _INVALID, "model_not_found", "not_found_error"),
+    "timeout": Kind(408, _INVALID, "timeout", _INVALID),
+    "too_large": Kind(413, _INVALID, "request_too_large", "request_too_large"),
+    "busy": Kind(429, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
+    "unready": Kind(503, "server_error", "server_unready", "overloaded_error"),
+    "memory": Kind(503, "server_error", "out_of_memory", "overloaded_error"),
+    "crashed": Kind(503, "server_error", "worker_crashed", "api_error"),
+    "internal": Kind(500, "server_error", None, "api_error"),
 }
 
 
@@ -109,10 +85,11 @@ def openai_error(failed: Failed) -> tuple[int, dict[str, Any]]:
 def anthropic_error(failed: Failed) -> tuple[int, dict[str, Any]]:
     """A failure in the form of Anthropic's API: status and body."""
     kind = KINDS.get(failed.kind, KINDS["internal"])
-    return kind.status, {
-        "type": "error",
-        "error": {"type": kind.anthropic, "message": failed.message},
-    }
+    error = {"type": kind.anthropic, "message": failed.message}
+    return kind.status, {"type": "error", "error": error}
+
+
+# ---- parts of answers ---------------------------------------------------------------------------
 
 
 def frame(data: dict[str, Any] | str, event: str | None = None) -> str:

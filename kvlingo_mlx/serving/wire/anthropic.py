@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from kvlingo_mlx.serving.messages import Ask, Count, Counted, Failed, Message, Tool
-from kvlingo_mlx.serving.wire import BadRequest, Incoming, anthropic_error
+from kvlingo_mlx.serving.messages import Ask, Counted, Event, Message, Tool
+from kvlingo_mlx.serving.wire import Answer, BadRequest, anthropic_error
 from kvlingo_mlx.serving.wire.anthropic_answer import AnthropicAnswer
 from kvlingo_mlx.serving.wire.content import (
     Described,
@@ -22,13 +23,12 @@ from kvlingo_mlx.serving.wire.content import (
 )
 from kvlingo_mlx.serving.wire.reading import (
     CACHED,
+    Api,
     Body,
     Name,
     Rules,
-    harmless,
+    ignored,
     only,
-    read_body,
-    refused,
 )
 from kvlingo_mlx.serving.wire.sampling import Effort, Positive, Sampled, Stop, template
 
@@ -38,16 +38,13 @@ _DIRECT = only("only the model calls tools", {"type": "direct"})
 
 
 class _Thinking(Body):
-    rules: ClassVar[Rules] = {
-        **CACHED,
-        "signature": harmless("what a model thought is not checked"),
-    }
+    rules: ClassVar[Rules] = {**CACHED, **ignored("signature")}
     type: Literal["thinking"]
     thinking: str
 
 
 class _Redacted(Body):
-    rules: ClassVar[Rules] = {"data": harmless("only the model that wrote it can read it")}
+    rules: ClassVar[Rules] = ignored("data")  # only the model that wrote it can read it
     type: Literal["redacted_thinking"]
 
 
@@ -55,7 +52,7 @@ class _ToolUse(Body):
     rules: ClassVar[Rules] = {
         **CACHED,
         "caller": _DIRECT,
-        "toolset_name": refused("name the tool alone"),
+        "toolset_name": only("name the tool alone"),
     }
     type: Literal["tool_use"]
     id: Name
@@ -155,9 +152,7 @@ class _NamedChoice(Body):
 
 
 class _ThinkingSetting(Body):
-    rules: ClassVar[Rules] = {
-        "budget_tokens": harmless("how long a model thinks, it decides itself")
-    }
+    rules: ClassVar[Rules] = ignored("budget_tokens")  # how long it thinks, a model decides
     type: Literal["enabled", "disabled", "adaptive"]
     display: Literal["summarized", "omitted"] | None = None
 
@@ -167,15 +162,13 @@ class _Format(Schema):
 
 
 class _Output(Body):
-    rules: ClassVar[Rules] = {"task_budget": refused("give max_tokens")}
+    rules: ClassVar[Rules] = {"task_budget": only("give max_tokens")}
     effort: Effort | None = None
     format: _Format | None = None
 
 
 class _Edit(Body):
-    rules: ClassVar[Rules] = {
-        "keep": harmless("the chat template says which thinking is shown to the model")
-    }
+    rules: ClassVar[Rules] = ignored("keep")  # as the chat template says
     type: Literal["clear_thinking_20251015"]
 
 
@@ -189,21 +182,17 @@ class _Edits(Body):
 
 ANTHROPIC: Rules = {
     **CACHED,
-    "metadata": harmless("nothing depends on who asks"),
-    "user_profile_id": harmless("nothing depends on who asks"),
-    "workspace_id": harmless("nothing depends on who asks"),
+    **ignored("metadata user_profile_id workspace_id diagnostics betas"),
     "service_tier": only("all requests are served alike", "auto", "standard_only"),
     "speed": only("all requests are served alike", "standard"),
-    "inference_geo": refused("the server answers where it runs"),
-    "container": refused("the server runs no code; declare a function"),
+    "inference_geo": only("the server answers where it runs"),
+    "container": only("the server runs no code; declare a function"),
     "mcp_servers": only("the server calls no other one; declare its functions as tools", []),
-    "diagnostics": harmless("usage.kvlingo says where a prompt's tokens came from"),
     "fallbacks": only("ask another model yourself", []),
-    "fallback_credit_token": refused("the server charges nothing"),
-    "billing_policy": refused("the server charges nothing"),
-    "compaction": refused("leave out of the messages what shall be forgotten"),
-    "thread": refused("the server keeps no requests; send the whole conversation each time"),
-    "betas": harmless("what is not supported is refused by its own name"),
+    "fallback_credit_token": only("the server charges nothing"),
+    "billing_policy": only("the server charges nothing"),
+    "compaction": only("leave out of the messages what shall be forgotten"),
+    "thread": only("the server keeps no requests; send the whole conversation each time"),
 }
 
 
@@ -253,8 +242,7 @@ class _Prompt(Sampled):
             given = {"enable_thinking": self.thinking.type == "enabled"} | given
         return template(self.output_config.effort if self.output_config else None, given)
 
-    def ask(self, max_tokens: int | None = None, stop: list[str] | None = None) -> Ask:
-        """The request for the engine."""
+    def ask(self) -> Ask:
         tools = tuple(tool.told() for tool in self.tools or [])
         asked = (self.output_config and self.output_config.format) or self.output_format
         alone = self.tool_choice and self.tool_choice.disable_parallel_tool_use
@@ -265,12 +253,14 @@ class _Prompt(Sampled):
             tool_choice=self.choice(tools),
             parallel_tool_calls=not alone,
             schema=asked.schema_ if asked else None,
-            max_tokens=max_tokens,
-            stop=tuple(stop or ()),
+            count=True,
             template=self.arguments(),
             prefill=self.goes_on(),
-            **self.for_server(),
+            **self.for_engine(),
         )
+
+    def answer(self, ask: Ask) -> Answer:
+        return _Count()
 
 
 class _Request(_Prompt):
@@ -278,41 +268,32 @@ class _Request(_Prompt):
     stop_sequences: Stop | None = None
     stream: bool | None = None
 
+    def ask(self) -> Ask:
+        stop = tuple(self.stop_sequences or ())
+        return replace(super().ask(), count=False, max_tokens=self.max_tokens, stop=stop)
 
-class Messages:
-    """``/v1/messages``."""
-
-    paths = ("/v1/messages",)
-
-    def read(self, body: Any) -> Incoming:
-        """What a body asks for; raises BadRequest."""
-        request = read_body(_Request, body)
-        ask = request.ask(request.max_tokens, request.stop_sequences)
-        hidden = bool(request.thinking and request.thinking.display == "omitted")
-        return Incoming(ask, bool(request.stream), AnthropicAnswer(ask, hidden))
-
-    def error(self, failed: Failed) -> tuple[int, dict[str, Any]]:
-        """A failure's status and body."""
-        return anthropic_error(failed)
+    def answer(self, ask: Ask) -> Answer:
+        hidden = bool(self.thinking and self.thinking.display == "omitted")
+        return AnthropicAnswer(ask, hidden)
 
 
-class CountTokens:
-    """``/v1/messages/count_tokens``."""
+class _Count:
+    """The number of a prompt's tokens."""
 
-    paths = ("/v1/messages/count_tokens",)
+    def __init__(self) -> None:
+        self.tokens = 0
 
-    def read(self, body: Any) -> Count:
-        """What a body asks for; raises BadRequest."""
-        return Count(read_body(_Prompt, body).ask())
+    def take(self, event: Event) -> list[str]:
+        if isinstance(event, Counted):
+            self.tokens = event.tokens
+        return []
 
-    def body(self, counted: Counted) -> dict[str, Any]:
-        """The answer."""
-        return {"input_tokens": counted.tokens}
+    def keep_alive(self) -> str:
+        return ""
 
-    def error(self, failed: Failed) -> tuple[int, dict[str, Any]]:
-        """A failure's status and body."""
-        return anthropic_error(failed)
+    def body(self) -> dict[str, Any]:
+        return {"input_tokens": self.tokens}
 
 
-API = Messages()
-COUNT = CountTokens()
+API = Api(("/v1/messages",), _Request, anthropic_error)
+COUNT = Api(("/v1/messages/count_tokens",), _Prompt, anthropic_error)

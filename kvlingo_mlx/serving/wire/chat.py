@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, Field
 
 from kvlingo_mlx.serving.messages import Ask, Ended, Failed, Message, Piece
 from kvlingo_mlx.serving.wire import (
+    Answer,
     BadRequest,
-    Incoming,
     frame,
     openai_error,
     openai_logprobs,
@@ -33,34 +33,30 @@ from kvlingo_mlx.serving.wire.content import (
 )
 from kvlingo_mlx.serving.wire.reading import (
     CACHED,
+    Api,
     Body,
     Name,
     Rules,
-    harmless,
+    ignored,
     only,
-    read_body,
-    refused,
 )
 from kvlingo_mlx.serving.wire.sampling import Effort, Positive, Sampled, Stop, Tops, template
 
 _OLD_TOOLS = "use tools and tool_choice"
 _ONE = "a request gets one answer; send it again for another"
 OPENAI: Rules = {
-    "user": harmless("nothing depends on who asks"),
-    "safety_identifier": harmless("nothing depends on who asks"),
-    "prompt_cache_key": harmless("the server finds a conversation by its messages"),
-    "prompt_cache_retention": harmless("the server keeps caches as long as memory allows"),
-    "prompt_cache_options": harmless("the server keeps caches as long as memory allows"),
+    **ignored("user safety_identifier prompt_cache_key prompt_cache_retention"),
+    **ignored("prompt_cache_options"),
     "service_tier": only("all requests are served alike", "auto", "default"),
     "store": only("the server keeps no requests; leave it out", False),
-    "moderation": refused("the server has no such model"),
+    "moderation": only("the server has no such model"),
     "n": only(_ONE, 1),
 }
 MLX_LM: Rules = {
+    **ignored("num_draft_tokens"),
     "draft_model": only("the server drafts with no other model", "default_model"),
-    "num_draft_tokens": harmless("the server drafts with no other model"),
-    "adapters": refused("fuse the adapter into a model, and serve that one"),
-    "role_mapping": refused("messages are written by the model's own chat template"),
+    "adapters": only("fuse the adapter into a model, and serve that one"),
+    "role_mapping": only("messages are written by the model's own chat template"),
 }
 
 
@@ -74,10 +70,7 @@ class _Called(Body):
 
 
 class _ToolCall(Body):
-    rules: ClassVar[Rules] = {
-        **PARSED,
-        "index": harmless("calls are in the order of their list"),
-    }
+    rules: ClassVar[Rules] = {**PARSED, **ignored("index")}
     id: str = ""
     type: Literal["function"] = "function"
     function: _Called
@@ -103,9 +96,9 @@ class _Assistant(Body):
     rules: ClassVar[Rules] = {
         **CACHED,
         **PARSED,
-        "annotations": harmless("sources of a text aren't shown to a model"),
-        "audio": refused("the models here read text alone"),
-        "function_call": refused(_OLD_TOOLS),
+        **ignored("annotations"),
+        "audio": only("the models here read text alone"),
+        "function_call": only(_OLD_TOOLS),
     }
     role: Literal["assistant"]
     content: Annotated[list[_Part], BeforeValidator(in_parts)] = Field(default_factory=list)
@@ -167,7 +160,7 @@ class _SchemaFormat(Body):
 class StreamOptions(Body):
     """What a stream holds beside the answer."""
 
-    rules: ClassVar[Rules] = {"include_obfuscation": harmless("frames are never padded")}
+    rules: ClassVar[Rules] = ignored("include_obfuscation")
     include_usage: bool | None = None
 
 
@@ -190,13 +183,13 @@ class _Chat(OpenAIRequest):
     rules: ClassVar[Rules] = {
         **OPENAI,
         **MLX_LM,
-        "metadata": harmless("it is for a list of requests, and the server keeps none"),
-        "functions": refused(_OLD_TOOLS),
-        "function_call": refused(_OLD_TOOLS),
-        "audio": refused("the models here write text alone"),
+        **ignored("metadata"),
+        "functions": only(_OLD_TOOLS),
+        "function_call": only(_OLD_TOOLS),
+        "audio": only("the models here write text alone"),
         "modalities": only("the models here write text alone", ["text"]),
-        "prediction": refused("the server drafts from no text; leave it out"),
-        "web_search_options": refused("the server runs no tools itself; declare a function"),
+        "prediction": only("the server drafts from no text; leave it out"),
+        "web_search_options": only("the server runs no tools itself; declare a function"),
         "verbosity": only("say in a message how long the answer should be", "medium"),
     }
     messages: Annotated[
@@ -240,7 +233,6 @@ class _Chat(OpenAIRequest):
         return {} if asked and asked.type == "json_object" else None
 
     def ask(self) -> Ask:
-        """The request for the engine."""
         tools = tuple(tool.function.told() for tool in self.tools or [])
         choice = self.tool_choice
         named = choice.function.name if isinstance(choice, _NamedTool) else None
@@ -257,8 +249,11 @@ class _Chat(OpenAIRequest):
             logprobs=tops(self.logprobs, self.top_logprobs),
             template=template(self.reasoning_effort, self.chat_template_kwargs),
             prefill=self.prefill(),
-            **self.for_server(),
+            **self.for_engine(),
         )
+
+    def answer(self, ask: Ask) -> Answer:
+        return _Answer(ask, "chatcmpl-", self.counted)
 
 
 def tops(wanted: bool | None, top: int | None) -> int | None:
@@ -352,20 +347,4 @@ def _reasoned(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-class ChatCompletions:
-    """``/v1/chat/completions``."""
-
-    paths = ("/v1/chat/completions", "/chat/completions")
-
-    def read(self, body: Any) -> Incoming:
-        """What a body asks for; raises BadRequest."""
-        request = read_body(_Chat, body)
-        ask = request.ask()
-        return Incoming(ask, bool(request.stream), _Answer(ask, "chatcmpl-", request.counted))
-
-    def error(self, failed: Failed) -> tuple[int, dict[str, Any]]:
-        """A failure's status and body."""
-        return openai_error(failed)
-
-
-API = ChatCompletions()
+API = Api(("/v1/chat/completions", "/chat/completions"), _Chat, openai_error)

@@ -7,10 +7,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from kvlingo_mlx.serving.messages import Ask, Ended, Failed, Piece, TokenLogprob
-from kvlingo_mlx.serving.wire import Incoming, finite, openai_error, openai_usage
+from kvlingo_mlx.serving.messages import MOST, Ask, Ended, Piece, TokenLogprob
+from kvlingo_mlx.serving.wire import Answer, finite, openai_error, openai_usage
 from kvlingo_mlx.serving.wire.chat import MLX_LM, OPENAI, OpenAIAnswer, OpenAIRequest, tops
-from kvlingo_mlx.serving.wire.reading import MOST, Rules, only, read_body, refused
+from kvlingo_mlx.serving.wire.reading import Api, Rules, only
 from kvlingo_mlx.serving.wire.sampling import Tops
 
 _ONE = "a request gets one answer; send it again for another"
@@ -43,7 +43,7 @@ class _Completion(OpenAIRequest):
         **OPENAI,
         **MLX_LM,
         "best_of": only(_ONE, 1),
-        "suffix": refused("the models here write what follows; put it into the prompt"),
+        "suffix": only("the models here write what follows; put it into the prompt"),
         "chat_template_kwargs": only("a plain completion has no template", {}),
     }
     prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
@@ -52,7 +52,6 @@ class _Completion(OpenAIRequest):
     top_logprobs: Tops | None = None
 
     def ask(self) -> Ask:
-        """The request for the engine."""
         top = self.top_logprobs if self.top_logprobs and self.top_logprobs > 0 else self.logprobs
         return Ask(
             model=self.model,
@@ -61,8 +60,11 @@ class _Completion(OpenAIRequest):
             stop=tuple(self.stop or ()),
             logprobs=tops(top is not None, top),
             echo=bool(self.echo),
-            **self.for_server(),
+            **self.for_engine(),
         )
+
+    def answer(self, ask: Ask) -> Answer:
+        return _Answer(ask, "cmpl-", self.counted)
 
 
 class _Answer(OpenAIAnswer):
@@ -114,20 +116,4 @@ def _logprobs(tokens: list[TokenLogprob], offset: int) -> dict[str, Any]:
     }
 
 
-class Completions:
-    """``/v1/completions``."""
-
-    paths = ("/v1/completions", "/completions")
-
-    def read(self, body: Any) -> Incoming:
-        """What a body asks for; raises BadRequest."""
-        request = read_body(_Completion, body)
-        ask = request.ask()
-        return Incoming(ask, bool(request.stream), _Answer(ask, "cmpl-", request.counted))
-
-    def error(self, failed: Failed) -> tuple[int, dict[str, Any]]:
-        """A failure's status and body."""
-        return openai_error(failed)
-
-
-API = Completions()
+API = Api(("/v1/completions", "/completions"), _Completion, openai_error)

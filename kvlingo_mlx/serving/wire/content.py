@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.messages import Message, Tool
 from kvlingo_mlx.serving.wire import BadRequest
-from kvlingo_mlx.serving.wire.reading import CACHED, Body, Name, Rules, fault, harmless, only, shown
+from kvlingo_mlx.serving.wire.reading import CACHED, Body, Name, Rules, fault, ignored, only, shown
 
 CHOICES = ("auto", "none", "required")
 
@@ -21,23 +21,13 @@ CHOICES = ("auto", "none", "required")
 
 
 # Clients' own libraries add these to answers that they have parsed, and send them back.
-_ADDED = harmless("it says again what the text says")
-PARSED: Rules = {
-    **dict.fromkeys(("parsed", "parsed_output", "parsed_arguments"), _ADDED),
-    "provider_specific_fields": harmless("it repeats what a server said beside the answer"),
-}
+PARSED = ignored("parsed parsed_output parsed_arguments provider_specific_fields")
 
 
 class Text(Body):
     """A part of a content that is text."""
 
-    rules: ClassVar[Rules] = {
-        **CACHED,
-        **PARSED,
-        "annotations": harmless("sources of a text aren't shown to a model"),
-        "citations": harmless("sources of a text aren't shown to a model"),
-        "logprobs": harmless("log probabilities of an earlier answer change nothing"),
-    }
+    rules: ClassVar[Rules] = {**CACHED, **PARSED, **ignored("annotations citations logprobs")}
     type: Literal["text", "input_text", "output_text"]
     text: str
 
@@ -112,11 +102,10 @@ class Described(Body):
 
     rules: ClassVar[Rules] = {
         **CACHED,
+        **ignored("output_schema eager_input_streaming"),
         "defer_loading": only("all tools are shown to the model", False),
-        "output_schema": harmless("what a tool gives back is not checked"),
         "async": only("a call is answered by the client", False),
         "allowed_callers": only("only the model calls tools", ["direct"], []),
-        "eager_input_streaming": harmless("a call is sent when it is complete"),
         "input_examples": only("put the examples into the description", []),
     }
     name: Name
@@ -147,10 +136,7 @@ class Function(Described):
 class Schema(Body):
     """A JSON schema that the answer must fit."""
 
-    rules: ClassVar[Rules] = {
-        "description": harmless("the answer is held to the schema itself"),
-        "strict": harmless("an answer is always held to its schema"),
-    }
+    rules: ClassVar[Rules] = ignored("description strict")  # an answer is always held to it
     name: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from kvlingo_mlx.serving.messages import Ask, Failed, Message
-from kvlingo_mlx.serving.wire import Incoming, openai_error
+from kvlingo_mlx.serving.messages import Ask, Message
+from kvlingo_mlx.serving.wire import Answer, openai_error
 from kvlingo_mlx.serving.wire.chat import OPENAI, tops
 from kvlingo_mlx.serving.wire.content import (
     PARSED,
@@ -25,7 +25,7 @@ from kvlingo_mlx.serving.wire.content import (
     in_parts,
     joined,
 )
-from kvlingo_mlx.serving.wire.reading import Body, Name, Rules, harmless, only, read_body, refused
+from kvlingo_mlx.serving.wire.reading import Api, Body, Name, Rules, ignored, only
 from kvlingo_mlx.serving.wire.responses_answer import ResponsesAnswer
 from kvlingo_mlx.serving.wire.sampling import Effort, Positive, Sampled, Tops, template
 
@@ -33,16 +33,13 @@ _KEPT = "the server keeps no responses; send the whole conversation as input"
 
 # ---- items --------------------------------------------------------------------------------------
 
-_ITEM = {
-    "id": harmless("items are told apart by their places"),
-    "status": harmless("an item that was sent is complete"),
-}
+_ITEM = ignored("id status")
 _Part = Annotated[Text | Refusal, Field(discriminator="type")]
 _Parts = Annotated[list[_Part], BeforeValidator(in_parts)]
 
 
 class _Message(Body):
-    rules: ClassVar[Rules] = {**_ITEM, "phase": harmless("templates know no phases")}
+    rules: ClassVar[Rules] = {**_ITEM, **ignored("phase")}
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
     content: _Parts
@@ -53,7 +50,7 @@ class _Call(Body):
         **_ITEM,
         **PARSED,
         "caller": only("only the model calls tools", {"type": "direct"}),
-        "namespace": refused("name the tool alone"),
+        "namespace": only("name the tool alone"),
     }
     type: Literal["function_call"]
     call_id: Name
@@ -64,7 +61,7 @@ class _Call(Body):
 class _Output(Body):
     rules: ClassVar[Rules] = {
         **_ITEM,
-        "name": harmless("call_id says which call it belongs to"),
+        **ignored("name"),
         "caller": only("only the model calls tools", {"type": "direct"}),
     }
     type: Literal["function_call_output"]
@@ -78,10 +75,7 @@ class _Thought(Body):
 
 
 class _Reasoning(Body):
-    rules: ClassVar[Rules] = {
-        **_ITEM,
-        "encrypted_content": harmless("only the model that wrote it can read it"),
-    }
+    rules: ClassVar[Rules] = {**_ITEM, **ignored("encrypted_content")}
     type: Literal["reasoning"]
     summary: list[_Thought] = Field(default_factory=list)
     content: list[_Thought] | None = None
@@ -181,8 +175,7 @@ class _TextSetting(Body):
 
 class _ReasoningSetting(Body):
     rules: ClassVar[Rules] = {
-        "summary": harmless("the whole reasoning is sent"),
-        "generate_summary": harmless("the whole reasoning is sent"),
+        **ignored("summary generate_summary"),
         "context": only("the chat template says which reasoning is shown", "auto"),
         "mode": only("models have one mode here", "standard"),
     }
@@ -190,23 +183,22 @@ class _ReasoningSetting(Body):
 
 
 class _StreamOptions(Body):
-    rules: ClassVar[Rules] = {"include_obfuscation": harmless("frames are never padded")}
+    rules: ClassVar[Rules] = ignored("include_obfuscation")
 
 
 class _Request(Sampled):
     rules: ClassVar[Rules] = {
         **OPENAI,
-        "client_metadata": harmless("nothing depends on who asks"),
-        "previous_response_id": refused(_KEPT),
-        "conversation": refused(_KEPT),
-        "prompt": refused("the server keeps no prompts; send instructions and input"),
+        **ignored("client_metadata max_tool_calls"),
+        "previous_response_id": only(_KEPT),
+        "conversation": only(_KEPT),
+        "prompt": only("the server keeps no prompts; send instructions and input"),
         "background": only("an answer is sent as it is made", False),
-        "background_options": refused("an answer is sent as it is made"),
+        "background_options": only("an answer is sent as it is made"),
         "context_management": only("leave out of the input what shall be forgotten", []),
         "truncation": only("a conversation that is too long is refused", "disabled"),
-        "max_tool_calls": harmless("it counts tools that a server runs, and this one runs none"),
-        "access_programs": refused("the server has no such programs"),
-        "image": refused("the models here write text alone"),
+        "access_programs": only("the server has no such programs"),
+        "image": only("the models here write text alone"),
     }
     model: Name
     input: Annotated[Annotated[list[_Item], Field(min_length=1)], BeforeValidator(_in_items)]
@@ -240,7 +232,6 @@ class _Request(Sampled):
         return {} if asked and asked.type == "json_object" else None
 
     def ask(self) -> Ask:
-        """The request for the engine."""
         tools = tuple(tool.told() for tool in self.tools or [])
         choice = self.tool_choice
         named = choice.name if isinstance(choice, _NamedTool) else None
@@ -257,8 +248,11 @@ class _Request(Sampled):
             max_tokens=self.max_output_tokens,
             logprobs=tops(wanted, self.top_logprobs),
             template=template(effort, self.chat_template_kwargs),
-            **self.for_server(),
+            **self.for_engine(),
         )
+
+    def answer(self, ask: Ask) -> Answer:
+        return ResponsesAnswer(ask, self.echoed())
 
     def _choice_echoed(self) -> Any:
         choice = self.tool_choice
@@ -278,27 +272,11 @@ class _Request(Sampled):
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": {"effort": self.reasoning.effort if self.reasoning else None},
-            "temperature": self.sampling().temperature,
+            "temperature": self.temperature,
             "tool_choice": self._choice_echoed(),
             "tools": asked["tools"] or [],
-            "top_p": self.sampling().top_p,
+            "top_p": self.top_p,
         }
 
 
-class Responses:
-    """``/v1/responses``."""
-
-    paths = ("/v1/responses", "/responses")
-
-    def read(self, body: Any) -> Incoming:
-        """What a body asks for; raises BadRequest."""
-        request = read_body(_Request, body)
-        ask = request.ask()
-        return Incoming(ask, bool(request.stream), ResponsesAnswer(ask, request.echoed()))
-
-    def error(self, failed: Failed) -> tuple[int, dict[str, Any]]:
-        """A failure's status and body."""
-        return openai_error(failed)
-
-
-API = Responses()
+API = Api(("/v1/responses", "/responses"), _Request, openai_error)

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from kvlingo_mlx.serving.messages import Sampling
-from kvlingo_mlx.serving.wire import BadRequest
-from kvlingo_mlx.serving.wire.reading import MOST, Body, Name, shown
+from kvlingo_mlx.serving.messages import MOST, Sampling
+from kvlingo_mlx.serving.wire.reading import Body, Name, RequestBody
 
 
 def _to_list(found: Any) -> Any:
@@ -20,16 +19,8 @@ def _to_list(found: Any) -> Any:
     raise PydanticCustomError("expected", "a text or a list of texts")
 
 
-def _seed(found: Any) -> Any:
-    """Negative seeds are taken too: the same bits without a sign."""
-    return found % 2**64 if type(found) is int else found
-
-
-Count = Annotated[int, Field(ge=0, le=MOST)]
 Positive = Annotated[int, Field(ge=1, le=MOST)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Stop = Annotated[list[Name], BeforeValidator(_to_list)]
-Penalty = Annotated[float, Field(ge=-1e4, le=1e4)]
 Tops = Annotated[int, Field(ge=-1, le=20)]  # -1 is mlx-lm's "none"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _TEMPLATE_OWN = """
@@ -48,58 +39,27 @@ def _template(found: Any) -> Any:
 
 
 class Extension(Body):
-    """``kvlingo``: what only this server has.
+    """``kvlingo``: what only this server has."""
 
-    Attributes:
-        strategy: How to get at what another model has read; None for the server's policy.
-        pin: Whether the conversation stays in memory as long as the server runs.
-    """
-
-    strategy: Literal["translate", "reread"] | None = None
-    pin: bool = False
+    strategy: Literal["translate", "reread"] | None = None  # None: as the server's policy says
+    pin: bool = False  # whether the conversation stays in memory
 
 
-class Sampled(Body):
-    """The fields of a request by which tokens are chosen, under the names of mlx-lm's server."""
+class Sampled(Sampling, RequestBody):
+    """The fields of a request by which tokens are chosen, and our own."""
 
-    temperature: Annotated[float, Field(ge=0, le=1e4)] | None = None
-    top_p: Share | None = None
-    top_k: Count | None = None
-    min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(ge=0, le=1e4)] | None = None
-    repetition_context_size: Count | None = None
-    presence_penalty: Penalty | None = None
-    presence_context_size: Count | None = None
-    frequency_penalty: Penalty | None = None
-    frequency_context_size: Count | None = None
-    xtc_probability: Share | None = None
-    xtc_threshold: Share | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-1e9, le=1e9)]] | None = None
-    seed: Annotated[int | None, BeforeValidator(_seed)] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template)] = None
-    kvlingo: Extension | None = None
+    kvlingo: Extension = Extension()
 
-    def sampling(self) -> Sampling:
-        """How tokens are chosen; what was not given is as mlx-lm's server has it."""
-        names = Sampling.__dataclass_fields__.keys() - {"logit_bias"}
-        given = {name: getattr(self, name) for name in names}
-        bias = {_token(text): value for text, value in (self.logit_bias or {}).items()}
-        return Sampling(**{k: v for k, v in given.items() if v is not None}, logit_bias=bias)
-
-    def for_server(self) -> dict[str, Any]:
+    def for_engine(self) -> dict[str, Any]:
         """The arguments of an Ask that every API fills alike."""
-        own = self.kvlingo or Extension()
-        return {"sampling": self.sampling(), "strategy": own.strategy, "pin": own.pin}
-
-
-def _token(text: str) -> int:
-    if text.isascii() and text.isdecimal() and int(text[:12]) <= MOST and len(text) < 12:
-        return int(text)
-    raise BadRequest(
-        f'Found {shown(text)} as a key of logit_bias; expected a token\'s id, such as "42". '
-        "Texts have no bias, since one text may be several tokens.",
-        "logit_bias",
-    )
+        chosen = {name: getattr(self, name) for name in Sampling.model_fields}
+        own = self.kvlingo
+        return {
+            "sampling": Sampling.model_construct(**chosen),
+            "strategy": own.strategy,
+            "pin": own.pin,
+        }
 
 
 def template(effort: str | None, given: dict[str, Any] | None) -> dict[str, Any]:

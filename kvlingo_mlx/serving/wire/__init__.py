@@ -49,7 +49,7 @@ class Incoming:
 # ---- failures -----------------------------------------------------------------------------------
 
 
-class Kind(NamedTuple):
+class FailureKind(NamedTuple):
     """A kind of failure in HTTP and in the words of both APIs."""
 
     status: int
@@ -60,18 +60,18 @@ class Kind(NamedTuple):
 
 _INVALID = "invalid_request_error"
 KINDS = {  # of Failed.kind
-    "invalid": Kind(400, _INVALID, None, _INVALID),
-    "too_long": Kind(400, _INVALID, "context_length_exceeded", _INVALID),
-    "unauthorized": Kind(401, _INVALID, "invalid_api_key", "authentication_error"),
-    "forbidden": Kind(403, _INVALID, "forbidden", "permission_error"),
-    "not_found": Kind(404, _INVALID, "model_not_found", "not_found_error"),
-    "timeout": Kind(408, _INVALID, "timeout", _INVALID),
-    "too_large": Kind(413, _INVALID, "request_too_large", "request_too_large"),
-    "busy": Kind(429, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
-    "unready": Kind(503, "server_error", "server_unready", "overloaded_error"),
-    "memory": Kind(503, "server_error", "out_of_memory", "overloaded_error"),
-    "crashed": Kind(503, "server_error", "worker_crashed", "api_error"),
-    "internal": Kind(500, "server_error", None, "api_error"),
+    "invalid": FailureKind(400, _INVALID, None, _INVALID),
+    "too_long": FailureKind(400, _INVALID, "context_length_exceeded", _INVALID),
+    "unauthorized": FailureKind(401, _INVALID, "invalid_api_key", "authentication_error"),
+    "forbidden": FailureKind(403, _INVALID, "forbidden", "permission_error"),
+    "not_found": FailureKind(404, _INVALID, "model_not_found", "not_found_error"),
+    "timeout": FailureKind(408, _INVALID, "timeout", _INVALID),
+    "too_large": FailureKind(413, _INVALID, "request_too_large", "request_too_large"),
+    "busy": FailureKind(429, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
+    "unready": FailureKind(503, "server_error", "server_unready", "overloaded_error"),
+    "memory": FailureKind(503, "server_error", "out_of_memory", "overloaded_error"),
+    "crashed": FailureKind(503, "server_error", "worker_crashed", "api_error"),
+    "internal": FailureKind(500, "server_error", None, "api_error"),
 }
 
 

@@ -5,26 +5,30 @@
     python benchmarks/cuda_switch.py --device cpu --dtype float32 --pairs tiny-s:tiny-l \
         --tokens 40 --gemm 64                                                           # a trial
 
-What is measured, and how, says kvlingo_mlx/cuda/switch.py; with ``--vllm`` also what its module
-vllm_serving does, for the targets. Random weights at true widths (``--layers`` cuts depths).
+What is measured, and how, says kvlingo_mlx/cuda/switch.py; with ``--vllm`` also what
+benchmarks/paper/timing/vllm_serving.py does, for the targets. Random weights at true widths
+(``--layers`` cuts depths).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.cuda import switch, vllm_serving
-from kvlingo_mlx.cuda.fast_translation import METHODS
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
+
+from benchmarks.paper.timing import vllm_serving
+from kvlingo_mlx.cuda import switch
 from kvlingo_mlx.cuda.scene import ERRORS
 from kvlingo_mlx.cuda.shapes import PAIRS, TOKENS, ends_of
+from kvlingo_mlx.cuda.translation import METHODS
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.reporting import measure
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -42,13 +46,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=ERRORS)
     parser.add_argument("--trials", type=int, default=9)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=(),
-                        help="default: all, but plain PyTorch only where alone")  # fmt: skip
-    parser.add_argument("--cuts", nargs="+", type=numbers, default=(),
-                        metavar="TOKENS,LAYERS,DIRECT",
-                        help="cuts of products to try, as 4096,4,1")  # fmt: skip
-    parser.add_argument("--tiles", nargs="+", type=numbers, default=(),
-                        metavar="TOKENS,INPUTS,WARPS,STAGES",
-                        help="cuts of the fused kernel to try, as 256,64,8,4")  # fmt: skip
+                        help="default: the fused kernel, where it runs")  # fmt: skip
     parser.add_argument("--prefill-chunk", type=int, help="tokens of a re-prefill's chunks")
     parser.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
     parser.add_argument("--gemm", type=int, default=8192, help="width of the large product")
@@ -66,12 +64,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def settings_of(args: argparse.Namespace) -> switch.Settings:
-    return switch.Settings(
+def settings_of(args: argparse.Namespace) -> switch.SwitchSettings:
+    return switch.SwitchSettings(
         device=args.device, dtype=args.dtype, tokens=tuple(args.tokens), layers=args.layers,
-        nu=args.nu, trials=args.trials, methods=tuple(args.methods), cuts=tuple(args.cuts),
-        tiles=tuple(args.tiles), prefill_chunk=args.prefill_chunk, graphs=not args.no_graphs,
-        gemm=args.gemm,
+        nu=args.nu, trials=args.trials, methods=tuple(args.methods),
+        prefill_chunk=args.prefill_chunk, graphs=not args.no_graphs, gemm=args.gemm,
     )  # fmt: skip
 
 
@@ -88,13 +85,40 @@ def keep(args: argparse.Namespace, kind: str, config: dict[str, Any], results: A
         measure.append_json(args.json, measure.record(kind, config, results))
 
 
+def in_lines(pair: str, found: Mapping[str, Any]) -> list[str]:
+    """One length's findings as lines of text."""
+    lines = [f"{pair.replace(':', ' to ')}, {found['tokens']} tokens"]
+    for name, row in found["rows"].items():
+        line = (
+            f"  {name:44s} {1e3 * row['median_s']:10.3f} ms  (min {1e3 * row['min_s']:.3f}, "
+            f"IQR {1e3 * row['iqr_s']:.3f})"
+        )
+        if "flops" in row:
+            line += (
+                f"  {row['flops'] / row['median_s'] / 1e12:.3g} TFLOP/s, "
+                f"{100 * row['of_gemm_rate']:.0f} % of the product's rate"
+            )
+        if "bytes" in row:
+            line += f", {100 * row['of_copy_rate']:.0f} % of the copy's"
+        lines.append(line)
+    for name, each in found["ratios"].items():
+        lines.append(f"  {name}: {np.median(each):.2f} ({min(each):.2f} to {max(each):.2f})")
+    if found["prefill_chunk"] < found["tokens"]:
+        lines.append(f"  re-prefill in chunks of {found['prefill_chunk']}")
+    if found["peak_bytes"]:
+        listed = (f"{name} {n / 1e9:.2f} GB" for name, n in found["peak_bytes"].items())
+        lines.append(f"  most memory: {', '.join(listed)}")
+    lines += [f"  {name} is no CUDA graph: {why}" for name, why in found["not_captured"].items()]
+    return lines
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     settings, told = settings_of(args), dict[str, list[Any]]()
 
     def listen(pair: str, found: dict[str, Any]) -> None:
         told.setdefault(pair, []).append(found)
-        print("", *switch.in_lines(pair, found), sep="\n")
+        print("", *in_lines(pair, found), sep="\n")
 
     config = switch.config_of_record(args.pairs, settings)
     try:

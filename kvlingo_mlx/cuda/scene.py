@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlingo_mlx.cuda.families import family_of
-from kvlingo_mlx.cuda.grouped import GroupedMemory, GroupedTranslation
 from kvlingo_mlx.cuda.model import TorchModel
-from kvlingo_mlx.cuda.shapes import SHAPES, Form, forms_of
+from kvlingo_mlx.cuda.shapes import SHAPES, MapForm, forms_of
+from kvlingo_mlx.cuda.translation import CacheMemory, PrefixTranslation
 from kvlingo_mlx.format.assignment import by_depth
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import maps_of
@@ -22,6 +21,7 @@ from kvlingo_mlx.timing.shapes import cache_layers
 
 CHECKED = 200  # tokens that are compared
 ERRORS = {"bfloat16": 2e-2, "float16": 1e-2, "float32": 1e-4}
+Both = tuple[PrefixTranslation, PrefixTranslation]  # a translator, and the same in float32
 
 
 class NoTokenizer:
@@ -50,9 +50,8 @@ def build_target(name: str, device: str, dtype: torch.dtype, layers: int | None)
         model = AutoModelForCausalLM.from_config(
             config_of(shape), dtype=dtype, attn_implementation="sdpa"
         )
-    model = model.eval().requires_grad_(False)
-    family = family_of(shape["model_type"])
-    return TorchModel(model, NoTokenizer(), dict(family.facts(shape)), name)
+    facts = family_of(shape["model_type"]).facts(shape)
+    return TorchModel(model.eval().requires_grad_(False), NoTokenizer(), dict(facts), name)
 
 
 def source_spec(name: str, layers: int | None) -> ModelSpec:
@@ -62,19 +61,13 @@ def source_spec(name: str, layers: int | None) -> ModelSpec:
     return ModelSpec(name, None, shape["model_type"], unknown, cache_layers(shape))
 
 
-def translators(
-    source: ModelSpec, target: TorchModel, nu: int, positions: int
-) -> dict[str, tuple[GroupedTranslation, GroupedTranslation]]:
+def translators(source: ModelSpec, target: TorchModel, nu: int, positions: int) -> dict[str, Both]:
     """By form, a random translator in the target's dtype, and the same in float32."""
     found = {}
     assignment = by_depth(source.layers, target.geometry.layers, nu)
     for name, form in forms_of(source.name, target.name).items():
         config = TranslatorConfig(
-            source,
-            target.spec(),
-            assignment,
-            head_mixing=form.head_mixing,
-            capture=form.capture,
+            source, target.spec(), assignment, head_mixing=form.head_mixing, capture=form.capture
         )
         tensors = {}
         for m in maps_of(config):
@@ -82,8 +75,8 @@ def translators(
             drawn = torch.randn(shape, device=target.device) / math.sqrt(m.inputs)
             tensors[f"{m.name}.weight"] = drawn.to(target.dtype)
         found[name] = (
-            GroupedTranslation.build(config, tensors, target, positions),
-            GroupedTranslation.build(config, tensors, target, positions, torch.float32),
+            PrefixTranslation.build(config, tensors, target, positions),
+            PrefixTranslation.build(config, tensors, target, positions, torch.float32),
         )
     return found
 
@@ -95,11 +88,22 @@ class Scene:
     source: ModelSpec
     target: TorchModel
     states: tuple[torch.Tensor, torch.Tensor]  # (Ls, n, Hs * Ds) each
-    memory: GroupedMemory
+    memory: CacheMemory
     ids: torch.Tensor
     num_tokens: int
 
-    def given(self, form: Form) -> list[torch.Tensor]:
+    @classmethod
+    def of(cls, source: ModelSpec, target: TorchModel, num_tokens: int) -> Scene:
+        """A scene of random states and tokens."""
+        there: dict[str, Any] = {"device": target.device, "dtype": target.dtype}
+        widths = (source.layers[0].width(side) for side in SIDES)
+        keys, values = (torch.randn(len(source.layers), num_tokens, w, **there) for w in widths)
+        memory = CacheMemory.allocate(target, num_tokens, target.dtype)
+        vocabulary = target.config["vocab_size"]
+        ids = torch.randint(vocabulary, (1, num_tokens + 1), device=target.device)
+        return cls(source, target, (keys, values), memory, ids, num_tokens)
+
+    def given(self, form: MapForm) -> list[torch.Tensor]:
         """States as a form finds them: after RoPE, in a cache (the same numbers, read anew)."""
         if form.capture != "post_rope":
             return list(self.states)
@@ -121,47 +125,27 @@ class Scene:
         """Logits of the token after the prefix."""
         return self.read(self.num_tokens, self.num_tokens + 1, 1)
 
-    def bare(self, out: torch.Tensor, maps: Sequence[torch.Tensor]) -> None:
-        """The products alone, two of all layers, out of place; both sides into one array."""
-        for states, stacked in zip(self.states, maps, strict=True):
-            torch.bmm(states[: len(stacked)], stacked, out=out)
+    @torch.no_grad()
+    def error(self, form: MapForm, both: Both, method: str) -> float:
+        """Relative error of a translation's last tokens, the worst side of any layer's.
 
-
-def make_scene(source: ModelSpec, target: TorchModel, num_tokens: int) -> Scene:
-    there: dict[str, Any] = {"device": target.device, "dtype": target.dtype}
-    widths = (source.layers[0].width(side) for side in SIDES)
-    keys, values = (torch.randn(len(source.layers), num_tokens, w, **there) for w in widths)
-    memory = GroupedMemory.allocate(target, num_tokens, target.dtype)
-    vocabulary = target.config["vocab_size"]
-    ids = torch.randint(vocabulary, (1, num_tokens + 1), device=target.device)
-    return Scene(source, target, (keys, values), memory, ids, num_tokens)
-
-
-def error_of(
-    scene: Scene,
-    form: Form,
-    fast: GroupedTranslation,
-    exact: GroupedTranslation,
-    options: dict[str, Any],
-) -> float:
-    """Relative error of a translation's last tokens, the worst side of any layer's.
-
-    Raises:
-        RuntimeError: The translation left something unwritten.
-    """
-    count = min(CHECKED, scene.num_tokens)
-    first = scene.num_tokens - count
-    given = scene.given(form)
-    scene.memory.fill(math.nan)
-    fast(given, scene.memory, **options)
-    wanted = GroupedMemory.allocate(scene.target, count, torch.float32, 0)
-    exact([array[..., first:, :].float() for array in given], wanted, first, method="torch")
-    worst = 0.0
-    both = zip(scene.memory.held(scene.num_tokens), wanted.held(count), strict=True)
-    for layer, (mine, theirs) in enumerate(both):
-        for side, ours, whole in zip(SIDES, mine, theirs, strict=True):
-            if ours.isnan().any():
-                raise RuntimeError(f"{options}: some {side} of layer {layer} were not written")
-            off = (ours[:, -whole.shape[1] :].float() - whole).norm() / whole.norm()
-            worst = max(worst, float(off))
-    return worst
+        Raises:
+            RuntimeError: The translation left something unwritten.
+        """
+        count = min(CHECKED, self.num_tokens)
+        first, given = self.num_tokens - count, self.given(form)
+        for sides in self.memory.arrays:
+            for array in sides:
+                array.fill_(math.nan)
+        both[0](given, self.memory, method=method)
+        exact = CacheMemory.allocate(self.target, count, torch.float32, 0)
+        both[1]([array[..., first:, :].float() for array in given], exact, first, "torch")
+        worst, rooms = 0.0, zip(self.memory.rooms(), exact.rooms(), strict=True)
+        for layer, ((like, mine), (_, theirs)) in enumerate(rooms):
+            for side, ours, whole in zip(SIDES, mine, theirs, strict=True):
+                written = ours[:, :, : like.kept(self.num_tokens)]
+                if written.isnan().any():
+                    raise RuntimeError(f"{method}: some {side} of layer {layer} were not written")
+                off = (written[:, :, -whole.shape[2] :].float() - whole).norm() / whole.norm()
+                worst = max(worst, float(off))
+        return worst

@@ -42,27 +42,10 @@ def _both(small: str, large: str) -> tuple[str, str]:
     return f"{large}:{small}", f"{small}:{large}"
 
 
-# tab:cost: a part of the table, and its pairs into the smaller and into the larger model.
 TOKENS = (2048, 4096, 8192, 16384, 32768)
-COST_PAIRS = {
-    "Qwen3-0.6B/1.7B": ("qwen3-1.7b:qwen3-0.6b", "qwen3-0.6b:qwen3-1.7b"),
-    "Qwen3-4B/8B": ("qwen3-8b:qwen3-4b", "qwen3-4b:qwen3-8b"),
-}
-# app:tab:vllm: its rows, and the shapes that are served.
-SERVED_ROWS = {
-    "Qwen3-0.6B": "qwen3-0.6b",
-    "Qwen3-1.7B": "qwen3-1.7b",
-    "Qwen3-4B": "qwen3-4b",
-    "Qwen3-8B": "qwen3-8b",
-    "Gemma-3-4B": "gemma-3-4b",
-    "Gemma-3-12B": "gemma-3-12b",
-    "Gemma-3-12B, 4 KV heads": "gemma-3-12b-4kv",
-}
-SERVED = tuple(SERVED_ROWS.values())
-
 # By the label of the paper's table or figure. The tables list the smaller target first.
 PAIRS = {
-    "tab:cost": tuple(pair for both in COST_PAIRS.values() for pair in both),
+    "tab:cost": (*_both("qwen3-0.6b", "qwen3-1.7b"), *_both("qwen3-4b", "qwen3-8b")),
     "fig:nsrc_ttft": _both("qwen3-1.7b", "qwen3-4b"),
     "tab:xdepth": _both("qwen3-0.6b", "qwen3-8b"),
     "tab:gemma3": _both("gemma-3-4b", "gemma-3-12b"),
@@ -89,7 +72,7 @@ def nu_of(source: str, target: str) -> int:
 
 
 @dataclass(frozen=True)
-class Form:
+class MapForm:
     """A translator's form: where its keys are captured, and whether its maps mix heads."""
 
     capture: str
@@ -97,13 +80,13 @@ class Form:
 
 
 FORMS = {
-    "mixing": Form("pre_norm", True),
-    "head-wise": Form("pre_norm", False),
-    "mixing, after RoPE": Form("post_rope", True),
+    "mixing": MapForm("pre_norm", True),
+    "head-wise": MapForm("pre_norm", False),
+    "mixing, after RoPE": MapForm("post_rope", True),
 }
 
 
-def forms_of(source: str, target: str) -> dict[str, Form]:
+def forms_of(source: str, target: str) -> dict[str, MapForm]:
     """The forms in which a pair is translated; head-wise maps pair heads evenly, or are left out.
 
     The paper has none where the two have different numbers of KV heads.

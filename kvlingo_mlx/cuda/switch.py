@@ -4,8 +4,8 @@ Random weights at true widths. For each pair and length n:
 
 - translation: of n tokens' recorded states into the target's cache; products, k_norm, RoPE, cast
   and layout. Maps that mix heads and head-wise ones (where both have as many KV heads), keys taken
-  before k_norm; maps that mix heads, keys taken after RoPE, out of the source's own cache. Each by
-  every method there is, and beside all of it the bare products alone.
+  before k_norm; maps that mix heads, keys taken after RoPE, out of the source's own cache. By the
+  fused kernel, or by plain PyTorch where that cannot run; beside it the bare products alone.
 - step: the target reads one token over a cache of n; its logits.
 - switch: translation (mixing, before k_norm, by the fastest method) and step, measured as one.
 - re-prefill: the target reads n tokens, with cache; the last one's logits. One token less than a
@@ -27,62 +27,40 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvlingo_mlx.cuda import clock
 from kvlingo_mlx.cuda.clock import Action
-from kvlingo_mlx.cuda.fast_translation import METHODS
-from kvlingo_mlx.cuda.grouped import GroupedTranslation
-from kvlingo_mlx.cuda.maps import Cut
 from kvlingo_mlx.cuda.scene import (
     ERRORS,
+    Both,
     Scene,
     build_target,
-    error_of,
-    make_scene,
     shape_of,
     source_spec,
     translators,
 )
 from kvlingo_mlx.cuda.shapes import FORMS, TOKENS, ends_of, forms_of, nu_of
-from kvlingo_mlx.cuda.tile import Tile
+from kvlingo_mlx.cuda.translation import METHODS, PrefixTranslation, nbytes
 from kvlingo_mlx.errors import KVLingoError
 
-Forms = Mapping[str, tuple[GroupedTranslation, GroupedTranslation]]
+ROLES, PERIOD = ("source", "target"), "sliding_window_pattern"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How pairs are timed.
+class SwitchSettings:
+    """How pairs are timed."""
 
-    Attributes:
-        device: ``cuda``, or ``cpu`` for a trial.
-        dtype: Of weights, states and caches.
-        tokens: Prefix lengths.
-        layers: At most so many layers of each model; None is all.
-        nu: Source layers that a target layer reads; None is the paper's for the pair.
-        trials: How often each action is timed.
-        methods: Of a translation; none is all there are, but plain PyTorch only where alone.
-        cuts: Cuts of products to try: tokens, layers, whether in place.
-        tiles: Cuts of the fused kernel to try: tokens, inputs, warps, stages.
-        prefill_chunk: Tokens of a re-prefill's chunks; None is as many as memory allows.
-        graphs: Whether CUDA graphs are timed as well.
-        gemm: Width of the large product whose rate is measured.
-    """
-
-    device: str = "cuda"
-    dtype: str = "bfloat16"
-    tokens: tuple[int, ...] = TOKENS
-    layers: int | None = None
-    nu: int | None = None
-    trials: int = 9
-    methods: tuple[str, ...] = ()
-    cuts: tuple[tuple[int, ...], ...] = ()
-    tiles: tuple[tuple[int, ...], ...] = ()
-    prefill_chunk: int | None = None
-    graphs: bool = True
-    gemm: int = 8192
+    device: str = "cuda"  # or ``cpu``, for a trial
+    dtype: str = "bfloat16"  # of weights, states and caches
+    tokens: tuple[int, ...] = TOKENS  # prefix lengths
+    layers: int | None = None  # at most so many of each model; None: all
+    nu: int | None = None  # source layers a target layer reads; None: the paper's for the pair
+    trials: int = 9  # how often each action is timed
+    methods: tuple[str, ...] = ()  # of a translation; none: the fastest there is
+    prefill_chunk: int | None = None  # tokens of a re-prefill's chunks; None: what memory allows
+    graphs: bool = True  # whether CUDA graphs are timed as well
+    gemm: int = 8192  # width of the large product whose rate is measured
 
     def check(self, pairs: Sequence[str]) -> None:
         """Refuse, before anything is made, what cannot be timed.
@@ -109,7 +87,7 @@ class Settings:
             )
 
 
-def plan(pair: str, settings: Settings) -> dict[str, Any]:
+def plan(pair: str, settings: SwitchSettings) -> dict[str, Any]:
     """What is timed of a pair, as plain data; nothing is made.
 
     Raises:
@@ -119,8 +97,8 @@ def plan(pair: str, settings: Settings) -> dict[str, Any]:
     if settings.layers is not None and settings.layers < 1:
         raise ValueError(f"layers is {settings.layers}; give at least 1")
     nu = nu_of(source, target) if settings.nu is None else settings.nu
-    ends = {role: shape_of(n, settings.layers) for role, n in zip(ROLES, (source, target),
-                                                                  strict=True)}  # fmt: skip
+    named = zip(ROLES, (source, target), strict=True)
+    ends = {role: shape_of(name, settings.layers) for role, name in named}
     depth, period = ends["source"]["num_hidden_layers"], ends["target"].get(PERIOD, 1)
     if not 1 <= nu <= depth:
         raise ValueError(f"nu is {nu}; {source} has {depth} layers here: give 1 to {depth}")
@@ -144,12 +122,9 @@ def plan(pair: str, settings: Settings) -> dict[str, Any]:
     }
 
 
-ROLES, PERIOD = ("source", "target"), "sliding_window_pattern"
-
-
 def time_pairs(
     pairs: Sequence[str],
-    settings: Settings,
+    settings: SwitchSettings,
     listen: Callable[[str, dict[str, Any]], None] = lambda pair, found: None,
 ) -> dict[str, Any]:
     """Time pairs one after the other; returns the results of a record of kind ``cuda_switch``.
@@ -162,7 +137,7 @@ def time_pairs(
             that is left of a run that fails.
 
     Raises:
-        ValueError: As for :meth:`Settings.check`.
+        ValueError: As for :meth:`SwitchSettings.check`.
         KVLingoError: There is no GPU; or a translation is wrong, which is looked at before it is
             timed.
     """
@@ -182,7 +157,7 @@ def time_pairs(
         nu = results["plans"][pair]["nu"]
         forms = translators(source, target, nu, max(settings.tokens))
         for num_tokens in settings.tokens:
-            found = time_length(make_scene(source, target, num_tokens), forms, rate, settings)
+            found = time_length(Scene.of(source, target, num_tokens), forms, rate, settings)
             results["pairs"].setdefault(pair, []).append(found)
             listen(pair, found)
             gc.collect()
@@ -191,37 +166,12 @@ def time_pairs(
     return results
 
 
-def config_of_record(pairs: Sequence[str], settings: Settings) -> dict[str, Any]:
+def config_of_record(pairs: Sequence[str], settings: SwitchSettings) -> dict[str, Any]:
     """The settings as a record keeps them, with what makes a run comparable."""
     return {**asdict(settings), "pairs": list(pairs), "batch": 1, "stack": "transformers"}
 
 
 # ---- one length -------------------------------------------------------------------------------
-
-
-def ways(fast: GroupedTranslation, settings: Settings) -> dict[str, dict[str, Any]]:
-    """Each method there is, by each cut that was asked for; options of a translation."""
-    found: dict[str, dict[str, Any]] = {}
-    for method in fast.methods:
-        if settings.methods and method not in settings.methods:
-            continue
-        if method == "torch" and len(fast.methods) > 1 and not settings.methods:
-            continue  # what is there without Triton
-        asked = settings.tiles if method == "fused" else settings.cuts
-        for numbers in asked or [None]:
-            options: dict[str, Any] = {"method": method}
-            name = method
-            if numbers is not None:
-                name = f"{method} {','.join(map(str, numbers))}"
-                fused = method == "fused"
-                options |= {"tile": Tile(*numbers)} if fused else {"cut": _cut(numbers)}
-            found[name] = options
-    return found
-
-
-def _cut(numbers: Sequence[int]) -> Cut:
-    tokens, layers, direct = numbers
-    return Cut(tokens, layers, bool(direct))
 
 
 @dataclass
@@ -233,28 +183,25 @@ class Timed:
     fastest: dict[str, str]
 
 
-def _translations(scene: Scene, forms: Forms, settings: Settings) -> Timed:
-    """Every form by every way, checked and warmed up; the fastest of each form."""
+def _translations(scene: Scene, forms: Mapping[str, Both], settings: SwitchSettings) -> Timed:
+    """Every form by every method, checked and warmed up; the fastest of each form."""
     found, best = Timed({}, {}, {}), dict[str, float]()
-    moved = _nbytes(*scene.states) + scene.memory.nbytes
-    for form, (fast, exact) in forms.items():
-        options = ways(fast, settings)
-        if not options:
-            there = ", ".join(fast.methods)
-            raise KVLingoError(f"there is no such method here; there is {there}")
-        for way, chosen in options.items():
-            error = error_of(scene, FORMS[form], fast, exact, chosen)
+    for form, both in forms.items():
+        fast, there = both[0], both[0].methods
+        if unknown := set(settings.methods) - set(there):
+            raise KVLingoError(f"there is no {min(unknown)!r} here; there is {', '.join(there)}")
+        for method in settings.methods or there[-1:]:
+            error = scene.error(FORMS[form], both, method)
             if not error < ERRORS[settings.dtype]:
-                raise KVLingoError(f"{form}, {way}: its relative error is {error:.1e}")
-            name = f"translation: {form}, {way}"
-            given = scene.given(FORMS[form])
-            found.actions[name] = functools.partial(fast, given, scene.memory, **chosen)
+                raise KVLingoError(f"{form}, {method}: its relative error is {error:.1e}")
+            name, given = f"translation: {form}, {method}", scene.given(FORMS[form])
+            found.actions[name] = functools.partial(fast, given, scene.memory, method=method)
             found.details[name] = {
                 "form": form,
-                "way": way,
+                "way": method,
                 "error": error,
                 "flops": fast.flops(scene.num_tokens),
-                "bytes": moved + fast.nbytes,
+                "bytes": nbytes(*scene.states) + scene.memory.nbytes + fast.nbytes,
             }
             took = clock.warmed_up(found.actions[name], settings.device)
             if took < best.get(form, math.inf):
@@ -262,21 +209,26 @@ def _translations(scene: Scene, forms: Forms, settings: Settings) -> Timed:
     return found
 
 
-def _bare(scene: Scene, mixing: GroupedTranslation) -> Action | None:
+def _bare(scene: Scene, mixing: PrefixTranslation) -> Action | None:
     """The products of all layers alone; only of one group of maps, each of one layer of its own."""
-    keys, values = mixing.parts[0].keys, mixing.parts[0].values
-    weights = [m.weight.transpose(1, 2).flatten(2) for m in (keys, values)]
-    alone = len(mixing.parts) == 1 and weights[0].shape[1] == scene.states[0].shape[2]
-    if not alone or len(scene.source.layers) < len(weights[0]):
+    weights = [m.weight.transpose(1, 2).flatten(2) for m in mixing.maps[0]]
+    count, inputs, outputs = weights[0].shape
+    alone = len(mixing.groups) == 1 and inputs == scene.states[0].shape[2]
+    if not alone or len(scene.source.layers) < count:
         return None
     there: dict[str, Any] = {"device": scene.target.device, "dtype": scene.target.dtype}
-    out = torch.empty(len(weights[0]), scene.num_tokens, weights[0].shape[2], **there)
-    return functools.partial(scene.bare, out, weights)
+    out = torch.empty(count, scene.num_tokens, outputs, **there)
+
+    def multiply() -> None:
+        for states, stacked in zip(scene.states, weights, strict=True):
+            torch.bmm(states[:count], stacked, out=out)
+
+    return multiply
 
 
 @torch.no_grad()
 def time_length(
-    scene: Scene, forms: Forms, rate: Mapping[str, float], settings: Settings
+    scene: Scene, forms: Mapping[str, Both], rate: Mapping[str, float], settings: SwitchSettings
 ) -> dict[str, Any]:
     """All rows of one pair at one length."""
     timed, mixing = _translations(scene, forms, settings), forms["mixing"][0]
@@ -301,9 +253,9 @@ def time_length(
         details["translation (graph)"] = details[timed.fastest["mixing"]]
     times = _in_turns(actions, settings)
     held = {
-        "weights": _nbytes(*scene.target.model.parameters()),
+        "weights": nbytes(*scene.target.model.parameters()),
         "translator": mixing.nbytes,
-        "states": _nbytes(*scene.states),
+        "states": nbytes(*scene.states),
         "cache": scene.memory.nbytes,
     }
     return {
@@ -345,7 +297,7 @@ def _graphs(phases: Mapping[str, Action], actions: dict[str, Action]) -> dict[st
     return refused
 
 
-def _in_turns(actions: Mapping[str, Action], settings: Settings) -> dict[str, list[float]]:
+def _in_turns(actions: Mapping[str, Action], settings: SwitchSettings) -> dict[str, list[float]]:
     for action in actions.values():
         clock.warmed_up(action, settings.device)
     times: dict[str, list[float]] = {name: [] for name in actions}
@@ -381,10 +333,6 @@ def _ratios(times: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     return found
 
 
-def _nbytes(*arrays: torch.Tensor) -> int:
-    return sum(array.numel() * array.element_size() for array in arrays)
-
-
 def peaks(held: Mapping[str, int], extra: Mapping[str, int | None]) -> dict[str, int]:
     """What each phase needs at most, had it nothing in memory but what it uses."""
     uses = {
@@ -398,30 +346,3 @@ def peaks(held: Mapping[str, int], extra: Mapping[str, int | None]) -> dict[str,
         for name, more in extra.items()
         if more is not None
     }
-
-
-def in_lines(pair: str, found: Mapping[str, Any]) -> list[str]:
-    """One length's findings as lines of text."""
-    lines = [f"{pair.replace(':', ' to ')}, {found['tokens']} tokens"]
-    for name, row in found["rows"].items():
-        line = (
-            f"  {name:44s} {1e3 * row['median_s']:10.3f} ms  (min {1e3 * row['min_s']:.3f}, "
-            f"IQR {1e3 * row['iqr_s']:.3f})"
-        )
-        if "flops" in row:
-            line += (
-                f"  {row['flops'] / row['median_s'] / 1e12:.3g} TFLOP/s, "
-                f"{100 * row['of_gemm_rate']:.0f} % of the product's rate"
-            )
-        if "bytes" in row:
-            line += f", {100 * row['of_copy_rate']:.0f} % of the copy's"
-        lines.append(line)
-    for name, each in found["ratios"].items():
-        lines.append(f"  {name}: {np.median(each):.2f} ({min(each):.2f} to {max(each):.2f})")
-    if found["prefill_chunk"] < found["tokens"]:
-        lines.append(f"  re-prefill in chunks of {found['prefill_chunk']}")
-    if found["peak_bytes"]:
-        listed = (f"{name} {n / 1e9:.2f} GB" for name, n in found["peak_bytes"].items())
-        lines.append(f"  most memory: {', '.join(listed)}")
-    lines += [f"  {name} is no CUDA graph: {why}" for name, why in found["not_captured"].items()]
-    return lines

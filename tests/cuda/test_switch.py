@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
-import math
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.support import ROOT
@@ -20,44 +15,27 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from kvlingo_mlx.cuda import scene as scenes  # noqa: E402
-from kvlingo_mlx.cuda import switch, vllm_serving  # noqa: E402
+from kvlingo_mlx.cuda import switch  # noqa: E402
 from kvlingo_mlx.cuda.agreement import check_agreement  # noqa: E402
-from kvlingo_mlx.cuda.grouped import (  # noqa: E402
-    Group,
-    GroupedMemory,
-    GroupedTranslation,
-    groups_of,
-)
-from kvlingo_mlx.cuda.memory import kept_of  # noqa: E402
-from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.cuda.shapes import (  # noqa: E402
     FORMS,
     PAIRS,
-    SERVED,
     SHAPES,
-    Form,
     ends_of,
-    forms_of,
     nu_of,
 )
-from kvlingo_mlx.errors import KVLingoError, MissingExtraError  # noqa: E402
-from kvlingo_mlx.format.assignment import identity  # noqa: E402
-from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
-from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
+from kvlingo_mlx.cuda.translation import (  # noqa: E402
+    CacheMemory,
+    PrefixTranslation,
+)
+from kvlingo_mlx.errors import KVLingoError  # noqa: E402
 from tests.support import paper_tables  # noqa: E402
+from tests.support.gpu_scenes import made  # noqa: E402
 
 BENCHMARKS = ROOT / "benchmarks"
 TABLES = paper_tables.FILE
 TRIAL = {"device": "cpu", "dtype": "float32", "gemm": 16, "trials": 2}
 TARGETS = ("tiny-l", "tiny-moe", "tiny-gemma-s", "tiny-gemma-l")
-
-
-def made(name: str, dtype: Any = torch.float32) -> TorchModel:
-    torch.manual_seed(1)
-    target = scenes.build_target(name, "cpu", dtype, None)
-    for attention in target.attentions:  # else norms of ones, or zeros, hide how they act
-        torch.nn.init.normal_(attention.k_norm.weight, 0.3, 0.2)
-    return target
 
 
 # ---- shapes -----------------------------------------------------------------------------------
@@ -119,7 +97,7 @@ def test_maps_cost_what_the_paper_says() -> None:
 
 
 def test_every_pair_of_the_papers_tables_has_a_plan() -> None:
-    settings = switch.Settings(device="cpu")
+    settings = switch.SwitchSettings(device="cpu")
     plans = {p: switch.plan(p, settings) for pairs in PAIRS.values() for p in pairs}
     assert len(plans) == 12
     for pair, plan in plans.items():
@@ -140,154 +118,35 @@ def test_the_pairs_of_tab_cost_stand_in_its_order() -> None:
     for small, large in small_first:
         wanted += [f"qwen3-{large}:qwen3-{small}", f"qwen3-{small}:qwen3-{large}"]
     assert list(PAIRS["tab:cost"]) == wanted
-    served = [row[1] for row in tables["app:tab:vllm"]["rows"]]
-    assert len(served) == len(SERVED)
-    for told, name in zip(served, SERVED, strict=True):
-        assert told.lower().replace(", 4 kv heads", "-4kv") == name
 
 
-# ---- what is translated -----------------------------------------------------------------------
+# ---- what is checked --------------------------------------------------------------------------
 
 
-def loops(
-    config: TranslatorConfig, tensors: dict[str, Any], states: list[Any], target: TorchModel
-) -> list[list[np.ndarray]]:
-    """Layer by layer and token by token in float64: keys and values (H, T, D) of each layer."""
-    found, shape = [], target.config
-    dim, heads = shape["head_dim"], shape["num_key_value_heads"]
-    for t, layer in enumerate(config.target.layers):
-        sides = []
-        for side, given in zip(("keys", "values"), states, strict=True):
-            weight = tensors[f"{side}.{t}.weight"].double().numpy()
-            read = np.concatenate([given[s] for s in config.assignment.side(side)[t]], axis=-1)
-            first = 0 if layer.window is None else max(0, len(read) - layer.window + 1)
-            out = np.zeros((heads, len(read) - first, dim))
-            for n in range(first, len(read)):
-                state = (weight @ read[n]).reshape(heads, dim)
-                if side == "keys" and config.capture == "pre_norm":
-                    state = state / np.sqrt((state**2).mean(-1, keepdims=True) + 1e-6)
-                    gain = target.attentions[t].k_norm.weight.double().numpy()
-                    state = state * (gain + ("gemma" in target.name))
-                if side == "keys" and config.capture != "post_rope":
-                    local = layer.window is not None
-                    scaled = 8.0 if "rope_scaling" in shape else 1.0
-                    base, factor = (1e4, 1.0) if local else (1e6, scaled)
-                    angles = n / factor * base ** (-np.arange(0, dim, 2) / dim)
-                    a, b = state[:, : dim // 2], state[:, dim // 2 :]
-                    cos, sin = np.cos(angles), np.sin(angles)
-                    state = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-                out[:, n - first] = state
-            sides.append(out)
-        found.append(sides)
-    return found
-
-
-@pytest.mark.parametrize("nu", [1, 2])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    "pair", ["tiny-gemma-s:tiny-gemma-l", "tiny-gemma-l:tiny-gemma-s", "tiny-s:tiny-moe"]
-)
-def test_windows_and_other_head_counts_equal_a_loop(pair: str, form: str, nu: int) -> None:
-    """Of 5 tokens no window forgets any; of 21 each does."""
-    names = ends_of(pair)
-    if form not in forms_of(*names):
-        assert form == "head-wise"  # of other numbers of KV heads the paper has none
-        return
-    target = made(names[1])
-    source = scenes.source_spec(names[0], None)
-    for tokens in (5, 21):
-        config, tensors = translator(source, target, FORMS[form], nu)
-        fast = GroupedTranslation.build(config, tensors, target, tokens, torch.float64)
-        scene = scenes.make_scene(source, target, tokens)
-        memory = GroupedMemory.allocate(target, tokens, torch.float64)
-        memory.fill(math.nan)
-        given = [array.double() for array in scene.given(FORMS[form])]
-        fast(given, memory)
-        rows = [a if a.ndim == 3 else a.transpose(1, 2).flatten(2) for a in given]  # (Ls, T, width)
-        wanted = loops(config, tensors, [a.numpy() for a in rows], target)
-        for (keys, values), theirs in zip(memory.held(tokens), wanted, strict=True):
-            for ours, exact in zip((keys, values), theirs, strict=True):
-                assert ours.shape == exact.shape
-                assert np.linalg.norm(ours.numpy() - exact) < 2e-6 * np.linalg.norm(exact)
-
-
-def translator(
-    source: Any, target: TorchModel, form: Form, nu: int
-) -> tuple[TranslatorConfig, dict[str, Any]]:
-    from kvlingo_mlx.format.assignment import by_depth
-
-    assignment = by_depth(source.layers, target.geometry.layers, nu)
-    config = TranslatorConfig(
-        source, target.spec(), assignment, head_mixing=form.head_mixing, capture=form.capture
-    )
-    shapes = expected_shapes(config, ())
-    return config, {n: torch.randn(s) / math.sqrt(s[-1]) for n, s in shapes.items()}
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_a_model_goes_on_from_its_own_translated_states(name: str) -> None:
-    """The identity of a model's own states is its own cache: a step's logits are those of a whole
-    pass by transformers, which knows nothing of this memory."""
-    target, tokens = made(name), 21
-    config = TranslatorConfig(target.spec(), target.spec(), identity(len(target.attentions)))
-    eye = torch.eye(config.target.layers[0].key_width)
-    tensors = dict.fromkeys(expected_shapes(config, ()), eye)
-    fast = GroupedTranslation.build(config, tensors, target, tokens)
-    scene = scenes.make_scene(target.spec(), target, tokens)
-    ids = scene.ids[0].tolist()
-    states = target.states(ids[:-1])
-    with torch.no_grad():
-        wanted = target.model(scene.ids).logits[0, -1]
-        fast([torch.stack(states.side(side)) for side in ("keys", "values")], scene.memory)
-        assert torch.allclose(scene.step()[0], wanted, atol=1e-5)
-        assert torch.allclose(scene.step()[0], wanted, atol=1e-5)  # a step leaves no trace
-        assert torch.allclose(scene.read(0, tokens + 1, 5)[0], wanted, atol=1e-5)
-        scene.memory.memories[0].keys[:, :, -3] += 1
-        assert not torch.allclose(scene.step()[0], wanted, atol=1e-4)
-
-
-def test_windows_hold_what_the_next_token_sees() -> None:
-    assert [kept_of(8, n) for n in (1, 7, 8, 30)] == [1, 7, 7, 7] and kept_of(None, 30) == 30
-    target = made("tiny-gemma-l")
-    assert groups_of(target) == [Group((0, 1, 3, 4, 6), 8), Group((2, 5), None)]
-    assert len(groups_of(made("tiny-moe"))) == 1
-    memory = GroupedMemory.allocate(target, 30, torch.float32)
-    entry = 2 * 2 * 16 * 4
-    assert memory.nbytes == entry * (5 * 7 + 2 * 31)
-
-
-def test_what_is_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_written_is_found() -> None:
     target, source = made("tiny-gemma-l"), scenes.source_spec("tiny-gemma-s", None)
     fast, exact = scenes.translators(source, target, 1, 21)["mixing"]
-    scene = scenes.make_scene(source, target, 21)
-    options = {"method": "torch"}
-    assert scenes.error_of(scene, FORMS["mixing"], fast, exact, options) < 1e-5
-    other = GroupedTranslation(fast.groups, tuple(reversed(fast.parts)))
-    with pytest.raises((ValueError, RuntimeError)):
-        scenes.error_of(scene, FORMS["mixing"], other, exact, options)
-    lazy = GroupedTranslation(fast.groups[:1], fast.parts[:1])
+    scene, form = scenes.Scene.of(source, target, 21), FORMS["mixing"]
+    assert scene.error(form, (fast, exact), "torch") < 1e-5
+    other = dataclasses.replace(fast, maps=fast.maps[::-1])
+    with pytest.raises(ValueError, match="do not fit this translator"):
+        scene.error(form, (other, exact), "torch")
+    planted = scenes.translators(source, target, 1, 21)["mixing"][0]
+    assert scene.error(form, (planted, exact), "torch") > 0.5
+
+    def lazy(states: Any, memory: CacheMemory, **options: Any) -> None:
+        first = CacheMemory(memory.groups[:1], memory.arrays[:1])
+        PrefixTranslation(fast.groups[:1], fast.maps[:1])(states, first, **options)
+
     with pytest.raises(RuntimeError, match="some keys of layer 2 were not written"):
-        monkeypatch.setattr(GroupedTranslation, "__call__", _first_group(lazy))
-        scenes.error_of(scene, FORMS["mixing"], fast, exact, options)
-
-
-def _first_group(lazy: GroupedTranslation) -> Any:
-    whole = GroupedTranslation.__call__
-
-    def call(self: Any, states: Any, memory: Any, start: int = 0, **options: Any) -> None:
-        first = GroupedMemory(memory.groups[:1], memory.memories[:1])
-        whole(lazy, states, first, start, **options)
-
-    return call
+        scene.error(form, (lazy, exact), "torch")  # type: ignore[arg-type]
 
 
 # ---- the record -------------------------------------------------------------------------------
 
 
 def test_what_is_measured() -> None:
-    settings = switch.Settings(
-        **TRIAL, tokens=(9, 21), prefill_chunk=10, cuts=((4096, 4, 1), (8, 1, 0))
-    )
+    settings = switch.SwitchSettings(**TRIAL, tokens=(9, 21), prefill_chunk=10)
     pairs = ["tiny-s:tiny-l", "tiny-l:tiny-s", "tiny-gemma-s:tiny-gemma-l", "tiny-s:tiny-moe"]
     told: list[tuple[str, int]] = []
     results = switch.time_pairs(
@@ -301,24 +160,21 @@ def test_what_is_measured() -> None:
         assert forms == [f for f in FORMS if f != "head-wise" or pair in widths]
         for length in found:
             rows = length["rows"]
-            named = {f"translation: {form}, torch {cut}"
-                     for form in forms for cut in ("4096,4,1", "8,1,0")}  # fmt: skip
+            named = {f"translation: {form}, torch" for form in forms}
             named |= {"step", "switch", "re-prefill"}
             assert set(rows) == named | ({"bare products"} if pair == "tiny-l:tiny-s" else set())
             assert all(len(row["samples_s"]) == 2 for row in rows.values())
             assert all(row.get("error", 0) < 1e-5 for row in rows.values())
             if pair in widths:
                 flops = length["tokens"] * 2 * 2 * widths[pair]
-                assert rows["translation: mixing, torch 8,1,0"]["flops"] == flops
-                assert rows["translation: head-wise, torch 8,1,0"]["flops"] == flops / 2
+                assert rows["translation: mixing, torch"]["flops"] == flops
+                assert rows["translation: head-wise, torch"]["flops"] == flops / 2
             assert length["peak_bytes"] == {} and length["prefill_chunk"] == 10
             (ratios,) = length["ratios"].values()
             both = (rows[name]["samples_s"] for name in ("re-prefill", "switch"))
             assert ratios == [slow / quick for slow, quick in zip(*both, strict=True)]
     # Windows: 5 of 7 layers translate 7 tokens alone; one source layer of 16 into 32 numbers.
-    row = results["pairs"]["tiny-gemma-s:tiny-gemma-l"][1]["rows"][
-        "translation: mixing, torch 8,1,0"
-    ]
+    row = results["pairs"]["tiny-gemma-s:tiny-gemma-l"][1]["rows"]["translation: mixing, torch"]
     assert row["flops"] == 2 * 2 * 16 * 32 * (5 * 7 + 2 * 21)
 
 
@@ -348,6 +204,7 @@ def test_the_script_is_a_thin_caller(
         (["--pairs", "gemma-3-4b:gemma-3-12b", "--layers", "3"], "layers is 3; of gemma-3-4b:"),
         (["--trials", "0"], "trials holds 0"),
         (["--tokens", "0"], "tokens holds 0"),
+        (["--methods", "products"], "invalid choice: 'products'"),
         (["--vllm", "--pairs", "tiny-s:tiny-l", "--tokens", "9"], "vLLM cannot be imported here"),
     ):
         with pytest.raises(SystemExit):
@@ -359,7 +216,7 @@ def test_without_a_gpu_it_is_refused_before_anything_is_made() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(KVLingoError, match="no CUDA GPU here; run this on a machine that has one"):
-        switch.time_pairs(PAIRS["tab:cost"], switch.Settings())
+        switch.time_pairs(PAIRS["tab:cost"], switch.SwitchSettings())
 
 
 def test_a_run_that_fails_keeps_what_it_had(
@@ -386,79 +243,3 @@ def test_a_run_that_fails_keeps_what_it_had(
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         cuda_switch.main([*options, "7"])
     assert len(record.read_text().splitlines()) == 1
-
-
-# ---- vLLM -------------------------------------------------------------------------------------
-
-
-class Planted:
-    """A vLLM of planted times: 1 ms a prompt token, 5 ms for each generated after the first."""
-
-    __version__ = "9.9"
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, short: bool = False) -> None:
-        self.now, self.opened, self.prompts, self.asked = 0.0, [], [], []
-        self.configs: list[dict[str, Any]] = []
-        self.short = short
-        monkeypatch.setattr(vllm_serving, "perf_counter", lambda: self.now)
-        monkeypatch.setitem(sys.modules, "vllm", self)  # type: ignore[arg-type]
-
-    def SamplingParams(self, **given: Any) -> dict[str, Any]:
-        self.asked.append(given)
-        return given
-
-    def LLM(self, **given: Any) -> Planted:
-        self.opened.append(given)
-        self.configs.append(json.loads((Path(given["model"]) / "config.json").read_text()))
-        return self
-
-    def generate(self, prompts: Any, asked: Any, use_tqdm: bool) -> list[Any]:
-        ((prompt,), count) = (prompts, asked["max_tokens"] - self.short)
-        self.prompts.append(prompt["prompt_token_ids"])
-        self.now += 1e-3 * len(prompt["prompt_token_ids"]) + 5e-3 * (count - 1)
-        answer = types.SimpleNamespace(token_ids=list(range(count)))
-        return [types.SimpleNamespace(outputs=[answer])]
-
-
-def test_vllm_is_asked_as_the_paper_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted = Planted(monkeypatch)
-    serving = vllm_serving.Serving(tokens=(20, 40), requests=3, decoded=5)
-    names = ("qwen3-0.6b", "gemma-3-12b-4kv")
-    results = vllm_serving.time_models(names, serving)
-    assert results["version"] == "9.9" and list(results["models"]) == list(names)
-    for found in results["models"].values():
-        assert [length["tokens"] for length in found] == [20, 40]
-        for length in found:
-            assert length["first_token"] == pytest.approx([1e-3 * length["tokens"]] * 3)
-            assert length["per_token"] == pytest.approx([5e-3] * 3)
-    for opened in planted.opened:
-        assert opened["enable_prefix_caching"] is False and opened["load_format"] == "dummy"
-        assert opened["max_model_len"] == 45 and opened["dtype"] == "bfloat16"
-    assert len({tuple(prompt) for prompt in planted.prompts}) == len(planted.prompts)
-    assert all(asked["ignore_eos"] and asked["temperature"] == 0 for asked in planted.asked)
-    kinds = [config["architectures"] for config in planted.configs]
-    assert kinds == [["Qwen3ForCausalLM"], ["Gemma3ForCausalLM"]]
-    narrow = planted.configs[1]
-    assert (narrow["num_key_value_heads"], narrow["num_hidden_layers"]) == (4, 48)
-    assert narrow["hidden_size"] == 3840 and narrow["layer_types"].count("full_attention") == 8
-    config = vllm_serving.config_of_record(names, serving)
-    assert config["requests"] == 3 and config["client"] == "in process"
-    defaults = vllm_serving.Serving()
-    assert (defaults.requests, defaults.decoded, defaults.dtype) == (16, 128, "bfloat16")
-
-
-def test_vllm_that_cannot_serve_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("vllm") is None:
-        with pytest.raises(MissingExtraError, match="vLLM cannot be imported here .*pip install"):
-            vllm_serving.time_models(["tiny-s"], vllm_serving.Serving(tokens=(9,)))
-    for wrong, told in (
-        ((["gpt"], {"tokens": (9,)}), "the model is 'gpt'; give some of qwen3-0.6b"),
-        ((["qwen3-8b"], {"tokens": (40_900,)}), "41028 tokens are beyond the context of qwen3-8b"),
-        ((["qwen3-8b"], {"tokens": (9,), "requests": 0}), "asked for 0 requests"),
-        ((["qwen3-8b"], {"tokens": ()}), "prompts of none"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            vllm_serving.time_models(wrong[0], vllm_serving.Serving(**wrong[1]))
-    Planted(monkeypatch, short=True)
-    with pytest.raises(RuntimeError, match="vLLM generated 0 tokens for tiny-s where 1 were asked"):
-        vllm_serving.time_models(["tiny-s"], vllm_serving.Serving(tokens=(9,)))

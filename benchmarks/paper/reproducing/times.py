@@ -124,17 +124,19 @@ def _switch(label: str, work: Work) -> list[Record]:
     from kvlingo_mlx.cuda import switch
     from kvlingo_mlx.cuda.shapes import PAIRS
 
-    pairs, settings = PAIRS[label], switch.Settings()
+    pairs, settings = PAIRS[label], switch.SwitchSettings()
     if work.tiny:
         pairs = ("tiny-s:tiny-l",)
-        settings = switch.Settings(device="cpu", dtype="float32", tokens=(40,), gemm=64, trials=2)
+        settings = switch.SwitchSettings(
+            device="cpu", dtype="float32", tokens=(40,), gemm=64, trials=2
+        )
     results = switch.time_pairs(pairs, settings, lambda pair, _: work.heard.progress(pair))
     return [_record("cuda_switch", switch.config_of_record(pairs, settings), results)]
 
 
 def _served(label: str, work: Work) -> list[Record]:
     """A record of vLLM."""
-    from kvlingo_mlx.cuda import vllm_serving
+    from benchmarks.paper.timing import vllm_serving
 
     serving = vllm_serving.Serving()
     results = vllm_serving.time_models(serving=serving)

@@ -14,10 +14,16 @@ from typing import Any
 from benchmarks.paper.timing.paper import BUDGET, LENGTHS, STATED
 from benchmarks.paper.timing.phases import SPEEDS
 from benchmarks.paper.timing.reference import differences, each
-from kvlingo_mlx.cuda.shapes import COST_PAIRS, SERVED_ROWS, TOKENS
+from benchmarks.paper.timing.vllm_serving import SERVED_ROWS
+from kvlingo_mlx.cuda.shapes import PAIRS, TOKENS
 from kvlingo_mlx.reporting.measure import median
 
 Record = Mapping[str, Any]
+# tab:cost: a part of the table, and its pairs into the smaller and into the larger model.
+COST_PAIRS = {
+    "Qwen3-0.6B/1.7B": PAIRS["tab:cost"][:2],
+    "Qwen3-4B/8B": PAIRS["tab:cost"][2:],
+}
 
 
 @dataclass(frozen=True)

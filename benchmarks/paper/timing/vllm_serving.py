@@ -18,9 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.cuda.shapes import SERVED, SHAPES, TOKENS
+from kvlingo_mlx.cuda.shapes import SHAPES, TOKENS
 from kvlingo_mlx.errors import MissingExtraError
 
+# The table's rows, and the shapes that are served.
+SERVED_ROWS = {
+    "Qwen3-0.6B": "qwen3-0.6b",
+    "Qwen3-1.7B": "qwen3-1.7b",
+    "Qwen3-4B": "qwen3-4b",
+    "Qwen3-8B": "qwen3-8b",
+    "Gemma-3-4B": "gemma-3-4b",
+    "Gemma-3-12B": "gemma-3-12b",
+    "Gemma-3-12B, 4 KV heads": "gemma-3-12b-4kv",
+}
+SERVED = tuple(SERVED_ROWS.values())
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -84,7 +95,7 @@ def time_models(
     """Time models one after the other; returns the results of a record of kind ``cuda_vllm``.
 
     Args:
-        names: Of :data:`~kvlingo_mlx.cuda.shapes.SHAPES`; default the paper's seven.
+        names: Of :data:`~kvlingo_mlx.cuda.shapes.SHAPES`; default :data:`SERVED`.
         serving: How they are timed.
         listen: Called with each model and length's findings as they come.
 

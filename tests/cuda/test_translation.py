@@ -1,0 +1,267 @@
+"""Whole prefixes translated at once in PyTorch: against plain loops, and against MLX."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import tiny
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from kvlingo_mlx.backend import mx  # noqa: E402
+
+from kvlingo_mlx import caches  # noqa: E402
+from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
+from kvlingo_mlx.cuda import scene as scenes  # noqa: E402
+from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
+from kvlingo_mlx.cuda.shapes import FORMS, MapForm, ends_of, forms_of  # noqa: E402
+from kvlingo_mlx.cuda.translation import (  # noqa: E402
+    METHODS,
+    CacheMemory,
+    LikeLayers,
+    PrefixTranslation,
+    in_pairs,
+    like_layers,
+)
+from kvlingo_mlx.engine import fill  # noqa: E402
+from kvlingo_mlx.format.assignment import by_depth, identity  # noqa: E402
+from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
+from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
+from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
+from kvlingo_mlx.loading.models import load  # noqa: E402
+from kvlingo_mlx.models.states import KVStates  # noqa: E402
+from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
+from kvlingo_mlx.translators import build  # noqa: E402
+from tests.support.gpu_scenes import made  # noqa: E402
+
+# Triton's interpreter runs kernels on a CPU where TRITON_INTERPRET=1 is set, slowly.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KERNELS = pytest.mark.skipif(
+    not (torch.cuda.is_available() or INTERPRETED),
+    reason="needs a CUDA GPU, or TRITON_INTERPRET=1",
+)
+TARGETS = ("tiny-l", "tiny-moe", "tiny-gemma-s", "tiny-gemma-l")
+PAIRS = (
+    "tiny-s:tiny-l",
+    "tiny-gemma-s:tiny-gemma-l",
+    "tiny-gemma-l:tiny-gemma-s",
+    "tiny-s:tiny-moe",
+)
+FORMS_OF_DEVICE = [  # capture point, whether heads mix, source layers that a target layer reads
+    ("pre_norm", True, 1), ("pre_norm", False, 3), ("post_norm", True, 3), ("post_rope", True, 1),
+    ("post_rope", False, 3),
+]  # fmt: skip
+
+
+def loops(
+    config: TranslatorConfig, tensors: dict[str, Any], states: list[Any], target: TorchModel
+) -> list[list[np.ndarray]]:
+    """Layer by layer and token by token in float64: keys and values (H, T, D) of each layer."""
+    found, shape = [], target.config
+    dim, heads = shape["head_dim"], shape["num_key_value_heads"]
+    for t, layer in enumerate(config.target.layers):
+        sides = []
+        for side, given in zip(("keys", "values"), states, strict=True):
+            weight = tensors[f"{side}.{t}.weight"].double().numpy()
+            read = np.concatenate([given[s] for s in config.assignment.side(side)[t]], axis=-1)
+            first = 0 if layer.window is None else max(0, len(read) - layer.window + 1)
+            out = np.zeros((heads, len(read) - first, dim))
+            for n in range(first, len(read)):
+                if config.head_mixing:
+                    state = (weight @ read[n]).reshape(heads, dim)
+                else:
+                    rows = read[n].reshape(-1, heads, dim)  # (nu, H, D)
+                    state = np.stack([weight[h] @ rows[:, h].reshape(-1) for h in range(heads)])
+                if side == "keys" and config.capture == "pre_norm":
+                    state = state / np.sqrt((state**2).mean(-1, keepdims=True) + 1e-6)
+                    gain = target.attentions[t].k_norm.weight.double().numpy()
+                    state = state * (gain + ("gemma" in target.name))
+                if side == "keys" and config.capture != "post_rope":
+                    local = layer.window is not None
+                    scaled = 8.0 if "rope_scaling" in shape else 1.0
+                    base, factor = (1e4, 1.0) if local else (1e6, scaled)
+                    angles = n / factor * base ** (-np.arange(0, dim, 2) / dim)
+                    a, b = state[:, : dim // 2], state[:, dim // 2 :]
+                    cos, sin = np.cos(angles), np.sin(angles)
+                    state = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+                out[:, n - first] = state
+            sides.append(out)
+        found.append(sides)
+    return found
+
+
+def translator(
+    source: Any, target: TorchModel, form: MapForm, nu: int
+) -> tuple[TranslatorConfig, dict[str, Any]]:
+    assignment = by_depth(source.layers, target.geometry.layers, nu)
+    config = TranslatorConfig(
+        source, target.spec(), assignment, head_mixing=form.head_mixing, capture=form.capture
+    )
+    shapes = expected_shapes(config, ())
+    return config, {n: torch.randn(s) / math.sqrt(s[-1]) for n, s in shapes.items()}
+
+
+@pytest.mark.parametrize("nu", [1, 2])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_translations_equal_a_loop(pair: str, nu: int) -> None:
+    """All forms. Of 5 tokens no window forgets any; of 21 each does."""
+    names = ends_of(pair)
+    target, source = made(names[1]), scenes.source_spec(names[0], None)
+    for form in forms_of(*names).values():
+        config, tensors = translator(source, target, form, nu)
+        for tokens in (5, 21):
+            fast = PrefixTranslation.build(config, tensors, target, tokens, torch.float64)
+            memory = CacheMemory.allocate(target, tokens, torch.float64)
+            for array in (array for sides in memory.arrays for array in sides):
+                array.fill_(math.nan)
+            given = [
+                array.double() for array in scenes.Scene.of(source, target, tokens).given(form)
+            ]
+            fast(given, memory)
+            rows = [a if a.ndim == 3 else a.transpose(1, 2).flatten(2) for a in given]
+            wanted = loops(config, tensors, [a.numpy() for a in rows], target)
+            for (like, sides), theirs in zip(memory.rooms(), wanted, strict=True):
+                for room, exact in zip(sides, theirs, strict=True):
+                    ours, end = room[0].numpy(), like.kept(tokens)
+                    assert np.isnan(ours[:, end:]).all() and exact.shape[1] == end
+                    # transformers' inverse frequencies are float32, and so are the angles.
+                    assert np.linalg.norm(ours[:, :end] - exact) < 2e-6 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize(("capture", "mixing", "nu"), FORMS_OF_DEVICE)
+@pytest.mark.parametrize("target", ["qwen3", "llama"])
+def test_equals_the_device(
+    tmp_path: Path, target: str, capture: str, mixing: bool, nu: int
+) -> None:
+    """A later span, by the package's own MLX path."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
+    more: dict[str, Any] = {"rope_scaling": scaling} if target == "llama" else {}
+    folders = [
+        tiny.write_tiny_model(tmp_path / "s", "qwen3", seed=0, layers=3, kv_heads=2, head_dim=32),
+        tiny.write_tiny_model(
+            tmp_path / "t", target, seed=1, layers=5, kv_heads=4, head_dim=16, **more
+        ),
+    ]
+    here = [torch_model.load(str(folder), dtype=torch.float32) for folder in folders]
+    there = [load(folder) for folder in folders]
+    config = make_config(*here, TrainingPlan(nu=nu, capture=capture, head_mixing=mixing))
+    rng = np.random.default_rng(0)
+    arrays = {
+        n: (rng.normal(size=s) / math.sqrt(s[-1])).astype(np.float32)
+        for n, s in expected_shapes(config, ()).items()
+    }
+    states = rng.normal(size=(2, 3, 29, 64)).astype(np.float32)
+    cache = caches.allocate(there[1], 29)
+    for start, end in ((0, 9), (9, 29)):
+        sides = (tuple(mx.array(layer[None, start:end]) for layer in side) for side in states)
+        kv = KVStates(*sides, capture, start)
+        fill.translate_span(cache, kv, *there, build(config, Weights("float32", arrays)), 29)
+    tensors = {name: torch.tensor(array) for name, array in arrays.items()}
+    memory = CacheMemory.allocate(here[1], 20, torch.float32)
+    fast = PrefixTranslation.build(config, tensors, here[1], 29)
+    fast(list(torch.tensor(states[:, :, 9:])), memory, 9)
+    for layer, (_, room) in zip(cache, memory.rooms(), strict=True):
+        for ours, theirs in zip(room, (layer.keys, layer.values), strict=True):
+            wanted = np.array(theirs)[0, :, 9:29]
+            assert np.linalg.norm(ours[0, :, :20].numpy() - wanted) < 2e-6 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_model_goes_on_from_its_own_translated_states(name: str) -> None:
+    """The identity of a model's own states is its own cache: a step's logits are those of a whole
+    pass by transformers, which knows nothing of this memory."""
+    target, tokens = made(name), 21
+    config = TranslatorConfig(target.spec(), target.spec(), identity(len(target.attentions)))
+    eye = torch.eye(config.target.layers[0].key_width)
+    tensors = dict.fromkeys(expected_shapes(config, ()), eye)
+    fast = PrefixTranslation.build(config, tensors, target, tokens)
+    scene = scenes.Scene.of(target.spec(), target, tokens)
+    ids = scene.ids[0].tolist()
+    states = target.states(ids[:-1])
+    with torch.no_grad():
+        wanted = target.model(scene.ids).logits[0, -1]
+        fast([torch.stack(states.side(side)) for side in ("keys", "values")], scene.memory)
+        assert torch.allclose(scene.step()[0], wanted, atol=1e-5)
+        assert torch.allclose(scene.step()[0], wanted, atol=1e-5)  # a step leaves no trace
+        assert torch.allclose(scene.read(0, tokens + 1, 5)[0], wanted, atol=1e-5)
+        scene.memory.arrays[0][0][:, :, -3] += 1
+        assert not torch.allclose(scene.step()[0], wanted, atol=1e-4)
+
+
+def test_windows_hold_what_the_next_token_sees() -> None:
+    local, whole = LikeLayers((0, 1, 3, 4, 6), 8), LikeLayers((2, 5), None)
+    assert [local.kept(n) for n in (1, 7, 8, 30)] == [1, 7, 7, 7] and whole.kept(30) == 30
+    target = made("tiny-gemma-l")
+    assert like_layers(target) == (local, whole)
+    assert len(like_layers(made("tiny-moe"))) == 1
+    memory = CacheMemory.allocate(target, 30, torch.float32)
+    entry = 2 * 2 * 16 * 4
+    assert memory.nbytes == entry * (5 * 7 + 2 * 31)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    target, source = made("tiny-l"), scenes.source_spec("tiny-s", None)
+    fast, _ = scenes.translators(source, target, 1, 9)["mixing"]
+    scene = scenes.Scene.of(source, target, 9)
+    keys, values = scene.states
+    for wrong in ((keys[:1], values), (keys[..., :16], values), (keys, values.double())):
+        with pytest.raises(ValueError, match="do not fit"):
+            fast(wrong, scene.memory)
+    with pytest.raises(ValueError, match="do not fit"):  # memory for fewer tokens
+        fast(scene.states, CacheMemory.allocate(target, 7, torch.float32))
+    with pytest.raises(ValueError, match="positions to 10, but there are cosines for 9"):
+        fast(scene.states, scene.memory, 1)
+    with pytest.raises(ValueError, match="'fused'; here it must be one of torch"):
+        fast(scene.states, scene.memory, method="fused")
+
+
+# ---- the kernel ------------------------------------------------------------------------------
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("nu", [1, 2])
+def test_the_kernel_equals_plain_pytorch(
+    form: str, dtype: str, nu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    sizes, device = (1, 37, 700), "cuda"
+    if INTERPRETED:
+        dtype = dtype.replace("bfloat", "float")  # the interpreter multiplies bfloat16's bits
+        monkeypatch.setattr(PrefixTranslation, "methods", METHODS)
+        sizes, device = (37,), "cpu"
+    for pair in ("tiny-s:tiny-l", "tiny-gemma-s:tiny-gemma-l"):
+        names = ends_of(pair)
+        if form not in forms_of(*names):
+            continue
+        target = made(names[1], getattr(torch, dtype), device)
+        source = scenes.source_spec(names[0], None)
+        both = scenes.translators(source, target, nu, max(sizes))[form]
+        for tokens in sizes:
+            scene = scenes.Scene.of(source, target, tokens)
+            most = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
+            assert scene.error(FORMS[form], both, "fused") < most
+
+
+def test_pairs_hold_what_turns_together() -> None:
+    assert in_pairs(torch.arange(6)).tolist() == [0, 3, 1, 4, 2, 5]
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_the_kernels_pipeline_fits_in_shared_memory(itemsize: int) -> None:
+    """For heads of 128 numbers, on Hopper: as Triton compiles it for compute capability 9.0."""
+    pytest.importorskip("triton")
+    from kvlingo_mlx.cuda import kernels
+
+    for tile in (kernels.MIXING, kernels.HEAD_WISE):
+        inputs = tile.inputs * 2 // itemsize
+        assert tile.stages * (tile.tokens + 128) * inputs * itemsize <= 227 * 1024

@@ -259,7 +259,7 @@ MANY = {  # functions of more parameters, by the reason
         "evaluation/harness/running.run", "evaluation/harness/adapter.__init__",
     ),
     "a kernel's pointers and strides": (
-        "cuda/kernels._translate", "cuda/kernels._finish", "cuda/kernels.translate",
+        "cuda/kernels._translate",
     ),
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ from translation_cost import model_of_shape, random_translator
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.caches.validation import validate_cache
-from kvlingo_mlx.engine.fill import filled
+from kvlingo_mlx.engine.fill import bring
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.engine.responses import check_numbers
 from kvlingo_mlx.loading.translators import resolve_translator
@@ -49,7 +49,7 @@ def run(
     tokens = [rng.randrange(5, 1000) for _ in range(length)]
 
     def hand_over() -> list:  # the random models have no tokenizer to be compared
-        return filled(Plan(source, target, tokens, translator))
+        return bring(Plan(source, target, tokens, translator)).cache
 
     cache = hand_over()
     response = cast(Any, SimpleNamespace(logprobs=mx.random.normal((VOCABULARY,))))

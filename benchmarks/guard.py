@@ -38,7 +38,7 @@ from quality import model_folder
 
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.engine.conversation import Conversation
-from kvlingo_mlx.engine.fill import filled
+from kvlingo_mlx.engine.fill import bring
 from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.errors import KVLingoWarning
@@ -157,7 +157,7 @@ def measured(
     tokens, answer, is_value = given
     plan = Plan(source, target, tokens, translator, Native(tail=number), guard=number)
     watch = plan.watch()
-    filled(plan, watch=watch)
+    bring(plan, watch=watch)
     divergence, source_loss, target_loss = watch.measured(tokens[-number:])
     ways = [conditions.translated(source, target, translator), conditions.native(target)]
     run = mx.array([[tokens[-1], *answer[:-1]]])

@@ -27,6 +27,7 @@ without, for each share that is asked for, and the longest chunk of idle healing
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +43,7 @@ from quality import model_folder, standard_error
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.engine import healing
 from kvlingo_mlx.engine.conversation import Conversation
-from kvlingo_mlx.engine.fill import filled, healing_of
+from kvlingo_mlx.engine.fill import bring
 from kvlingo_mlx.engine.generation import stream_generate
 from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.engine.plan import Plan
@@ -160,9 +161,9 @@ def read_behind(
         cache = make(target)(prefix)
     else:
         plan = Plan(source, target, prefix, translator, Native(layers))
-        below = plan.below() if heals else None
-        cache = filled(plan, below=below)
-        reader = healing_of(plan, cache, below) if heals else None
+        line = bring(plan)
+        cache = line.cache
+        reader = functools.partial(line.heal, answers=True) if heals else None
     rows = []
     for token in [prefix[-1], *sample.continuation[: PLACES["next"][1] - 1]]:
         logits = target.model(mx.array([[token]]), cache=cache)[0]

@@ -36,7 +36,7 @@ from quality import model_folder, standard_error
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
-from kvlingo_mlx.engine.fill import filled
+from kvlingo_mlx.engine.fill import bring
 from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.evaluation import conditions, continuation, probes
 from kvlingo_mlx.loading.models import load
@@ -177,7 +177,7 @@ def heated(pair: str, folders: Sequence[Path], args: argparse.Namespace) -> dict
 
         def tailed(prefix: Any, found: Any = found) -> list:
             part = Native(0, tail=64)
-            return filled(conditions.plan_of(source, target, found, prefix, part))
+            return bring(conditions.plan_of(source, target, found, prefix, part)).cache
 
         for facts in FACTS:
             drawn = [

@@ -34,8 +34,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import cli
-from kvlingo_mlx.engine import fill
+from kvlingo_mlx import caches, cli
+from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.responses import GenerationResponse
 from kvlingo_mlx.errors import KVLingoWarning
 from kvlingo_mlx.models import capture
@@ -62,18 +62,22 @@ def made(root: Path, args: argparse.Namespace) -> tuple[Path, Path, Path]:
 def paced(args: argparse.Namespace) -> None:
     """Let reading and translating take the time that they would take on other machines."""
     read, translated = (each * args.chunks / args.tokens for each in args.pace)
-    prefill, translate = capture.prefill, fill.translate_span
+    prefill, reading, append = capture.prefill, Line.read, caches.append
 
     def slow_prefill(*given: Any) -> Iterator[Any]:
         for states in prefill(*given):
             time.sleep(read * states.num_tokens)
             yield states
 
-    def slow_translate(cache: Any, states: Any, *rest: Any) -> None:
-        translate(cache, states, *rest)
-        time.sleep(translated * states.num_tokens)
+    def slow_read(line: Line, tokens: Sequence[int], *rest: Any) -> Iterator[None]:
+        yield from reading(line, tokens, *rest)
+        time.sleep(read * len(tokens) if line.records else 0.0)
 
-    capture.prefill, fill.translate_span = slow_prefill, slow_translate
+    def slow_append(cache: Any, states: Any, *rest: Any) -> None:
+        append(cache, states, *rest)
+        time.sleep(translated * (states.end - states.start))
+
+    capture.prefill, Line.read, caches.append = slow_prefill, slow_read, slow_append
 
 
 @contextlib.contextmanager

@@ -114,9 +114,28 @@ def append(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel
             cache.keys, cache.values = stored
             cache._idx = stored[0].shape[2]
             cache.offset = start + cache._idx
+        elif is_ring(cache) and _begun_late(cache):  # mlx-lm would look for what came before
+            held = cache.keys, cache.values
+            cache.keys, cache.values = (
+                mx.concatenate(list(both), axis=2) for both in zip(held, stored, strict=True)
+            )
+            cache._idx = cache.keys.shape[2]
+            cache.offset += stored[0].shape[2]
         else:
             cache.update_and_fetch(*stored)
     _put_states(caches, states, model)
+
+
+def _begun_late(ring: Any) -> bool:
+    """Whether a ring's window is not full yet, though tokens came before those that it holds."""
+    return ring.keys is not None and ring.keys.shape[2] < min(ring.offset, ring.max_size)
+
+
+def reserve(caches: Sequence[Any], model: LanguageModel, num_tokens: int) -> None:
+    """Make room for ``num_tokens`` and more in empty caches; rings and states need none."""
+    for cache, longer in zip(caches, allocate(model, num_tokens), strict=True):
+        if not forgets(cache) and cache.keys is None:
+            cache.keys, cache.values = longer.keys, longer.values
 
 
 def _put_states(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel) -> None:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
+from kvlingo_mlx.engine.clock import Clock
 from kvlingo_mlx.engine.cross_transcript import CrossTranscript
 from kvlingo_mlx.engine.exchange import Exchange, Step, Switch, no_translator
 from kvlingo_mlx.engine.line import Line, Steps
@@ -152,7 +153,8 @@ class CrossExchange(Exchange):
                 plan = self._plan(line, tokens, len(line), known)
             except (MissingTranslatorError, UnsupportedModelError):
                 continue
-            yield from self._grow(line, _followed(plan, len(line), known), tokens, mark)
+            steps = _followed(plan, len(line), known)
+            yield from self._grow(line, steps, tokens, mark, Clock() if self.waits else None)
 
     def _forget(self) -> None:
         """Do nothing: what a line of another tokenizer lacks is known only after the answer."""

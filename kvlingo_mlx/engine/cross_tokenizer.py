@@ -6,7 +6,7 @@ chunk, one cache entry each. The target then prefills all tokens between them in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -14,8 +14,8 @@ from kvlingo_mlx.backend import mx
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.between import prefill_between
 from kvlingo_mlx.caches.entries import pin
+from kvlingo_mlx.engine.line import Source
 from kvlingo_mlx.engine.plan import Plan
-from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
@@ -24,7 +24,7 @@ from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 def filled_across(
     plan: Plan,
     aligned: AlignedPrefix,
-    spans: Iterable[KVStates],
+    reader: Source,
     lap: Callable[[str], None],
 ) -> list[Any]:
     """Translate a source's states into the target's cache of a text without its last token.
@@ -32,7 +32,7 @@ def filled_across(
     Args:
         plan: Names the two models, the translator and the target's tokens per prefill chunk.
         aligned: The tokens that are translated, and their places in the target's cache.
-        spans: The source's states of the text, in order; each is freed once it is translated.
+        reader: What the source writes of the text; each chunk is freed once it is translated.
         lap: Called with the name of each phase when the phase ends.
 
     Returns:
@@ -40,18 +40,20 @@ def filled_across(
         have one entry per token cannot be trimmed into this prefix.
     """
     assert plan.translator is not None
-    source, target, translator = plan.source, plan.target, plan.translator
+    target, translator = plan.target, plan.translator
     positions = mx.array(aligned.positions + aligned.shift)
     cache = caches.allocate(target, aligned.num_entries)
-    for states in spans:
+    read = aligned.source_ids[: aligned.num_read]
+    for states in reader.written(read, 0, plan.step_size, translator.config):
         lap("prefill")
+        if not isinstance(states, KVStates):
+            continue  # a chunk that was read, and nothing yet
         slots = aligned.between(states.start, states.end)
         if slots.start < slots.stop:
-            moved = capture.move(states, source, translator.config.capture)
             rows = mx.array(aligned.rows[slots] - states.start)
-            translated = translator(moved.gathered(rows, slots.start))
+            translated = translator(states.gathered(rows, slots.start))
             caches.write(cache, translated, target, positions[slots])
-            del moved, translated
+            del translated
         del states
         with working():
             mx.eval(caches.arrays(cache))

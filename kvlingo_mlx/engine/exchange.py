@@ -19,6 +19,7 @@ from mlx_lm.generate import generation_stream
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.validation import validate_cache
 from kvlingo_mlx.engine import guarding
+from kvlingo_mlx.engine.clock import Clock
 from kvlingo_mlx.engine.directions import Directions, Given
 from kvlingo_mlx.engine.guarding import Guarded, Watch
 from kvlingo_mlx.engine.healing import IDLE_S, Interleaved, Pace
@@ -254,7 +255,23 @@ class Exchange:
             MissingTranslatorError: Other models wrote a part that cannot be translated; nothing
                 has changed.
         """
-        started = time.perf_counter()
+        clock = Clock()
+        steps = self._bring(name, tokens, mark, known, then, clock)
+        plan, kept, found = yield from clock.during(steps)
+        self._brought = list(tokens)
+        self.last = self._switch(self.line(name), plan, kept, clock, found)
+        return self.last
+
+    def _bring(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        mark: int | None,
+        known: Known | None,
+        then: int | None,
+        clock: Clock,
+    ) -> Generator[None, None, tuple[list[Step], int, Guarded | None]]:
+        """:meth:`bring`; returns the steps, where they began, and what the guard found."""
         line = self.line(name)
         switched = self.active not in (None, name)
         if switched:
@@ -268,35 +285,30 @@ class Exchange:
         with working():
             line.recall()
             line.trim(kept)
-        seconds = time.perf_counter() - started
-        translate_s, read_s = yield from self._grow(line, plan, tokens, mark, wait=True)
-        started, found = time.perf_counter(), None
+        clock.lap("prepare")
+        yield from self._grow(line, plan, tokens, mark, clock)
+        found = None
         if look is not None and then is not None:
             found = self._judged(line, look, [*tokens, then])
-        seconds += time.perf_counter() - started
+            clock.lap("guard")
         if found is not None and found.doubts and self.rules.on_doubt == guarding.REREAD:
             kept, plan = min(kept, _exact(line.spans)), [Step(None, len(tokens))]
             with working():
                 line.trim(kept)
-            _, again_s = yield from self._grow(line, plan, tokens, mark, wait=True)
-            read_s += again_s
-        started = time.perf_counter()
+            yield from self._grow(line, plan, tokens, mark, clock)
         with working():
             mx.eval(caches.arrays(line.cache))
             validate_cache(line.cache, line.model, len(tokens))
             self.active = name
             self._forget()
-        self._brought = list(tokens)
-        seconds += time.perf_counter() - started + translate_s + read_s
-        self.last = self._switch(line, plan, kept, (seconds, translate_s, read_s), found)
-        return self.last
+        return plan, kept, found
 
     def _switch(
         self,
         line: Line,
         plan: Sequence[Step],
         kept: int,
-        seconds: tuple[float, float, float],
+        clock: Clock,
         found: Guarded | None,
     ) -> Switch:
         """What was done to bring a line from ``kept`` tokens to the end of a plan."""
@@ -309,7 +321,8 @@ class Exchange:
         sources |= {step.source.name for step in plan if step.source}
         used = self.used_by(line.name, sources)
         return Switch(
-            *(line.name, kept - ahead, now + ahead, sum(lengths) - now, *seconds),
+            *(line.name, kept - ahead, now + ahead, sum(lengths) - now),
+            *(clock.passed, clock.seconds["translate"], clock.seconds["native"]),
             ahead,
             max((self.directions.native(t.config, starts[-1]) for t in used), default=0),
             found,
@@ -366,72 +379,53 @@ class Exchange:
         plan: Sequence[Step],
         tokens: Sequence[int],
         mark: int | None,
-        *,
-        wait: bool = False,
-    ) -> Generator[None, None, tuple[float, float]]:
-        """Append a plan's steps to a line, with marks at its present length and at ``mark``.
-
-        ``wait`` evaluates each step, so that the returned seconds of translation and of reading
-        are true.
-        """
-        line.mark()
-        translate_s = read_s = 0.0
-        for step in plan:
-            took = yield from _timed(self._grow_by(line, step, tokens, mark, wait=wait))
-            translate_s += took if step.source else 0.0
-            read_s += 0.0 if step.source else took
-        return translate_s, read_s
-
-    def _grow_by(
-        self, line: Line, step: Step, tokens: Sequence[int], mark: int | None, *, wait: bool
+        clock: Clock | None = None,
     ) -> Steps:
-        """Append one step of a plan to a line, with a mark at ``mark``."""
-        # A line with rings takes nothing over from another tokenizer and needs no mark there. Nor
-        # is it guarded.
-        plain = step.alignment is None and step.watch is None
-        if mark is not None and len(line) < mark < step.stop and plain:
-            plain = step.source is None or self._reach(step.source, line, len(line), mark) == mark
-        if mark is not None and len(line) < mark < step.stop and plain:
-            yield from self._take(line, Step(step.source, mark), tokens)
-            line.mark()
-        yield from self._take(line, step, tokens)
-        if wait:
-            with working():
-                mx.eval(caches.arrays(line.cache))
+        """Append a plan's steps to a line, with marks at its present length and at ``mark``."""
+        line.mark()
+        for step in plan:
+            # A line with rings takes nothing over from another tokenizer and needs no mark there.
+            # Nor is it guarded.
+            marked = step.alignment is None and step.watch is None
+            marked = marked and mark is not None and len(line) < mark < step.stop
+            if mark is not None and marked and step.source is not None:
+                marked = self._reach(step.source, line, len(line), mark) == mark
+            if mark is not None and marked:
+                yield from self._take(line, Step(step.source, mark), tokens, clock)
+                line.mark()
+            yield from self._take(line, step, tokens, clock)
 
-    def _take(self, line: Line, step: Step, tokens: Sequence[int]) -> Steps:
-        """Append one step of a plan to a line."""
-        more = tokens[len(line) : step.stop]
+    def _take(self, line: Line, step: Step, tokens: Sequence[int], clock: Clock | None) -> Steps:
+        """Append one step of a plan to a line; with a ``clock``, it is waited for and timed."""
         if step.source is None:
-            yield from line.read(more, self.rules.step_size, step.watch)
+            hidden = None if step.watch is None else step.watch.target_read
+            more = tokens[len(line) : step.stop]
+            yield from line.read(more, self.rules.step_size, hidden)
+            if clock is not None:
+                clock.lap("native")
             return
-        with contextlib.closing(self._translated(line, step, step.source, more)) as chunks:
-            for _ in chunks:
-                if self.waits:
-                    with working():
-                        mx.eval(caches.arrays(line.cache))
-                yield
-
-    def _translated(self, line: Line, step: Step, source: Line, more: Sequence[int]) -> Steps:
-        """Append one step of a plan, ``more`` tokens of another line; nothing is waited for."""
+        source = step.source
         translator = self.directions.translator(source.name, line.name)
         assert translator is not None
         tell_of_length(translator.config, step.stop + 1, name_of(translator.path))
         step_size = self.rules.step_size
         if step.alignment is not None:
             assert isinstance(line, PositionedLine)
+            more = tokens[len(line) : step.stop]
             line.take_across(more, step.alignment, source, translator, step_size)
+            if clock is not None:
+                with working():
+                    mx.eval(caches.arrays(line.cache))
+                clock.lap("translate")
             yield
             return
-        with working():
-            states = source.native.read(len(line), step.stop)
         yield from line.take_over(
-            more,
-            states,
+            tokens[: step.stop],
             source,
             translator,
             step_size,
             native_layers=self.directions.native(translator.config, step.stop),
+            clock=clock,
         )
 
     def _plan(
@@ -511,7 +505,7 @@ class Exchange:
             except MissingTranslatorError:
                 continue
             steps = list(itertools.takewhile(lambda step: step.source is not None, plan))
-            yield from self._grow(line, steps, tokens, mark)
+            yield from self._grow(line, steps, tokens, mark, Clock() if self.waits else None)
         self._forget()
 
     @unit
@@ -574,19 +568,6 @@ def _exact(spans: Sequence[Span]) -> int:
     """The number of first tokens that a line's own model has read as it would alone."""
     first = unhealed(spans, answers=True)
     return first[0] if first else 0
-
-
-def _timed(steps: Steps) -> Generator[None, None, float]:
-    """The same steps; returns their seconds, without what others did between them."""
-    seconds, more = 0.0, True
-    with contextlib.closing(steps):
-        while True:
-            started = time.perf_counter()
-            more = next(steps, True) is None
-            seconds += time.perf_counter() - started
-            if not more:
-                return seconds
-            yield
 
 
 def no_translator(source: Line, target: Line) -> MissingTranslatorError:

@@ -1,19 +1,16 @@
-"""Carry out a plan: turn a source's states into a target's cache.
+"""Carry out a plan: grow a target's line from a source's.
 
-The prefix comes chunk by chunk. Each chunk is captured, moved to the translator's capture point,
-translated and written. The target may read some of the prefix itself (:mod:`.hybrid`). Pairs with
-two tokenizers go through :mod:`.cross_tokenizer`.
+A hand-over is a conversation of one turn. The source's line reads a chunk, the target's line takes
+it over, and so on; no more than a chunk of the source's states is held. The target may read some of
+the prefix itself (:mod:`.hybrid`). Pairs with two tokenizers go through :mod:`.cross_tokenizer`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from kvlingo_mlx.backend import mx
 
@@ -23,41 +20,70 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx import caches
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.validation import validate_cache
-from kvlingo_mlx.engine import cross_tokenizer, guarding, healing, hybrid
+from kvlingo_mlx.engine import guarding, healing, hybrid
+from kvlingo_mlx.engine.clock import Clock
+from kvlingo_mlx.engine.cross_tokenizer import filled_across
 from kvlingo_mlx.engine.guarding import Guarded, Watch
+from kvlingo_mlx.engine.line import Line, Source
 from kvlingo_mlx.engine.plan import Asked, Plan, prepare
-from kvlingo_mlx.loading import sharding, spreading
+from kvlingo_mlx.engine.spans import Span
+from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.models import capture
-from kvlingo_mlx.models.hidden import hidden_states, recorded
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.parts import FIRST
 from kvlingo_mlx.models.prompts import Prompt
 from kvlingo_mlx.models.states import KVStates, TranslatedStates
 from kvlingo_mlx.remote import stream
 from kvlingo_mlx.remote.model import RemoteModel
-from kvlingo_mlx.threads import working
+from kvlingo_mlx.threads import finished, working
 from kvlingo_mlx.translators.base import Translator
 
-PHASES = ("prefill", "translate", "native")
+States = KVStates | TranslatedStates
 
 
-class Clock:
-    """Seconds by phase since ``started``: each ``lap`` books the time since the last one.
+class Given:
+    """A source whose states exist already, or arrive from another machine, in order."""
 
-    ``received`` is what came from another machine meanwhile.
+    def __init__(self, model: LanguageModel, states: Iterable[States], tokens: int) -> None:
+        self.model, self._states = model, states
+        self.spans = [Span(0, tokens, "source")]
+
+    def written(
+        self, tokens: Sequence[int], start: int, step_size: int, config: TranslatorConfig
+    ) -> Iterator[States]:
+        """The states of ``tokens`` from ``start`` on; the chunks are those that are given."""
+        for states in self._states:
+            if isinstance(states, TranslatedStates):
+                yield states
+                continue
+            begun, stop = max(states.start, start), min(states.end, len(tokens))
+            if begun < stop:
+                with working():
+                    yield capture.move(states.part(begun, stop), self.model, config.capture)
+            del states
+
+    def close(self) -> None:
+        """End what is arriving."""
+        if isinstance(self._states, Generator):
+            self._states.close()
+
+
+class FirstsLine(Line):
+    """The line of a source of which the first rank has the weights, on another rank.
+
+    What it records has the right shapes and is never computed: the first rank sends it.
     """
 
-    def __init__(self, started: float | None = None) -> None:
-        self.started = self._last = time.perf_counter() if started is None else started
-        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        self.received: stream.Received | None = None
-
-    def lap(self, phase: str) -> None:
-        """Book the time since the last lap under ``phase``."""
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
-        self._last = now
+    def read(self, tokens: Sequence[int], step_size: int, hidden: Any = None) -> Any:
+        for start in range(0, len(tokens), step_size):
+            chunk = list(tokens[start : start + step_size])
+            self.native.add(capture.unread(self.model, chunk, len(self)))
+            self.tokens += chunk
+            yield
 
 
 def translate_span(
@@ -77,44 +103,110 @@ def translate_span(
     caches.write(cache, translator(states, target.geometry.first_kept(num_tokens)), target)
 
 
-def filled(
+def source_of(plan: Plan, clock: Clock, cache: list[Any] | None = None) -> Source:
+    """What a plan's target takes over from.
+
+    ``cache`` is a cache of the source's own, which is filled with all of the prefix; the states of
+    what it holds already are read from it.
+
+    Raises:
+        UnsupportedModelError: Several ranks hold the source, and its recurrent states are mapped.
+        ValueError: The cache is not one of the source's, or holds too much.
+    """
+    assert plan.translator is not None
+    source, config = plan.source, plan.translator.config
+    if isinstance(source, RemoteModel):
+        return Given(source, _sent(plan, clock), len(plan.prefix))
+    if source.part is not None and config.state_maps:
+        raise UnsupportedModelError(
+            f"{config.title} maps recurrent states, which are not sent between ranks; load "
+            f"{source.name} on one machine, or make a translator without state_maps"
+        )
+    elsewhere = source.part is not None and source.part.kind == FIRST and source.part.rank
+    line = (FirstsLine if elsewhere else Line)("source", source, records=True)
+    line.inputs, line.states, line.passes_on = not config.state_maps, config.state_maps, True
+    if cache is not None:
+        held = _held(cache, source, plan.translator, len(plan.prefix))
+        if held is not None:
+            _check_end(plan, held)
+        line.hold(plan.prefix[: 0 if held is None else held.end], held, cache)
+    return line
+
+
+def grown(plan: Plan, source: Source, clock: Clock, watch: Watch | None = None) -> Line:
+    """The target's line of a plan's prefix, by one tokenizer.
+
+    ``watch`` keeps what both models make of the last tokens. There is one synchronisation a
+    chunk, for all layers together.
+    """
+    assert plan.translator is not None
+    prefix, span, step_size = plan.prefix, plan.span, plan.step_size
+    target = Line("target", plan.target, records=False)
+    last = len(prefix) - (watch.tokens if watch else 0)
+    target.reserve(len(prefix))
+    finished(target.read(prefix[: span.start], step_size))
+    clock.lap("native")
+    if span:
+        finished(
+            target.take_over(
+                prefix[: span.stop], source, plan.translator, step_size,
+                native_layers=plan.native.layers, clock=clock,
+            )
+        )  # fmt: skip
+    if watch is not None and isinstance(source, Line):
+        finished(source.read(prefix[len(source) : last], step_size))
+        finished(source.read(prefix[last:], watch.tokens, watch.source_read))
+        clock.lap("prefill")
+    finished(target.read(prefix[len(target) : last], step_size))
+    hidden = None if watch is None else watch.target_read
+    finished(target.read(prefix[last:], step_size, hidden))
+    clock.lap("native")
+    validate_cache(target.cache, plan.target, len(prefix))
+    return target
+
+
+def bring(
     plan: Plan,
     clock: Clock | None = None,
     source_cache: list[Any] | None = None,
-    held: KVStates | None = None,
-    below: hybrid.Below | None = None,
     watch: Watch | None = None,
-) -> list[Any]:
-    """Fill the target's cache with a plan's prefix, chunk by chunk; return it evaluated.
+) -> Line:
+    """A target's line of a plan's prefix, grown chunk by chunk, and evaluated.
 
-    The maps work token by token, so each chunk's capture is dropped once it is translated. After
-    the last chunk there is one synchronisation, for all layers together. The source's own cache
-    is dropped too, unless the caller gives ``source_cache``, which is then filled. ``held`` are the
-    states that ``source_cache`` holds already. ``below`` keeps what the native layers end on,
-    ``watch`` what both models make of the last tokens.
-
-    Returns:
-        Stock mlx-lm caches. Between two tokenizers their ``offset`` is the number of entries, which
-        may differ from the number of tokens, and the handed-over part cannot be trimmed.
+    ``source_cache`` is the source's own cache, which is filled, too; ``watch`` keeps what both
+    models make of the last tokens. Between two tokenizers the line has caches and no tokens.
     """
     if plan.translator is None or not plan.prefix:
-        return make_prompt_cache(plan.target.model)
+        return Line("target", plan.target, records=False)
     clock = clock or Clock()
-    if isinstance(plan.source, RemoteModel):
-        with mx.stream(generation_stream), contextlib.closing(_sent(plan, clock)) as arriving:
-            return take_over(plan, arriving, clock, below)
-    read = plan.read if source_cache is None else plan.prefix
-    first: Iterator[KVStates] = iter(())
-    begun = 0
-    if held is not None:
-        _check_end(plan, held)
-        begun, starts = held.end, range(held.start, held.end, plan.step_size)
-        first = (held.part(start, min(start + plan.step_size, held.end)) for start in starts)
-    own = make_prompt_cache(plan.source.model) if source_cache is None else source_cache
-    prefilled = _read(plan, read, own, begun, watch)
-    del own
-    with mx.stream(generation_stream), contextlib.closing(prefilled) as rest:
-        return take_over(plan, itertools.chain(first, rest), clock, below, watch)
+    source = source_of(plan, clock, source_cache)
+    try:
+        line = _brought(plan, source, clock, watch)
+    finally:
+        if isinstance(source, Given):
+            source.close()
+    if source_cache is not None and isinstance(source, Line):
+        finished(source.read(plan.prefix[len(source) :], plan.step_size))
+        clock.lap("prefill")
+    return line
+
+
+def take_over(
+    plan: Plan, states: Iterable[KVStates], clock: Clock | None = None, watch: Watch | None = None
+) -> Line:
+    """A target's line of a plan's prefix, from source states that exist already, evaluated."""
+    source = Given(plan.source, states, len(plan.prefix))
+    return _brought(plan, source, clock or Clock(), watch)
+
+
+def _brought(plan: Plan, source: Source, clock: Clock, watch: Watch | None) -> Line:
+    if plan.aligned is None:
+        return grown(plan, source, clock, watch)
+    line = Line("target", plan.target, records=False)
+    with mx.stream(generation_stream):
+        line.hold([], None, filled_across(plan, plan.aligned, source, clock.lap))
+    validate_cache(line.cache, plan.target, plan.aligned.num_entries)
+    return line
 
 
 def _check_end(plan: Plan, held: KVStates) -> None:
@@ -127,28 +219,6 @@ def _check_end(plan: Plan, held: KVStates) -> None:
             f"{span.stop}, where the target begins to read itself: leave out native_tail and "
             "guard, or give a cache of fewer tokens"
         )
-
-
-def _read(
-    plan: Plan, tokens: Sequence[int], cache: list[Any], begun: int, watch: Watch | None
-) -> Generator[KVStates, None, None]:
-    """The source's states of ``tokens`` from position ``begun`` on, chunk by chunk."""
-    assert plan.translator is not None
-    source, config = plan.source, plan.translator.config
-    last = len(tokens) - (watch.tokens if watch else 0)
-    # A state is mapped as it is after the last token that is translated.
-    stops = [plan.span.stop, last] if config.state_maps else [last]
-    for stop in stops:
-        read = tokens[:stop]
-        yield from spreading.prefill(source, read, plan.step_size, cache, begun, config)
-        begun = max(begun, stop)
-    if watch is None:
-        return
-    with working(), recorded(source) as hidden:
-        spans = list(spreading.prefill(source, tokens, watch.tokens, cache, last, config))
-        mx.eval(hidden)
-    watch.source_read(hidden[0][0])
-    yield from spans
 
 
 def _sent(plan: Plan, clock: Clock) -> stream.Spans:
@@ -171,85 +241,6 @@ def _sent(plan: Plan, clock: Clock) -> stream.Spans:
             f"{address} does not have {title}, so the source's states were sent, which are more "
             "bytes; give it to `serve-prefill --translator` there",
         )
-
-
-def take_over(
-    plan: Plan,
-    spans: Iterable[KVStates | TranslatedStates],
-    clock: Clock | None = None,
-    below: hybrid.Below | None = None,
-    watch: Watch | None = None,
-) -> list[Any]:
-    """Fill the target's cache from source states that exist already or arrive span by span.
-
-    Args:
-        plan: A plan with a translator.
-        spans: The source's states of the prefix, in order, or what they were translated to; each
-            is freed once it is written.
-        clock: Books the time of each phase.
-        below: Keeps the hidden states on which the native layers end.
-        watch: Keeps the target's hidden states of the last tokens.
-
-    Returns:
-        Stock mlx-lm caches, evaluated.
-    """
-    lap = (clock or Clock()).lap
-    if plan.aligned is not None:
-        own = cast("Iterable[KVStates]", spans)  # only models of one tokenizer are apart
-        cache = cross_tokenizer.filled_across(plan, plan.aligned, own, lap)
-        validate_cache(cache, plan.target, plan.aligned.num_entries)
-    else:
-        cache = _take_over(plan, spans, lap, below, watch)
-        validate_cache(cache, plan.target, len(plan.prefix))
-    return cache
-
-
-def _take_over(
-    plan: Plan,
-    spans: Iterable[KVStates | TranslatedStates],
-    lap: Callable[[str], None],
-    below: hybrid.Below | None,
-    watch: Watch | None,
-) -> list[Any]:
-    """:func:`take_over` for two models of one tokenizer."""
-    assert plan.translator is not None
-    source = spreading.writer(plan.source, plan.translator.config)
-    target, prefix, span = plan.target, plan.prefix, plan.span
-    layers, step_size = plan.native.layers, plan.step_size
-    upper = plan.translator.above(layers)
-    cache = hybrid.allocate(target, prefix[: span.stop], plan.native, step_size)
-    lap("native")
-    wanted = target.geometry.first_kept(span.stop)[layers:]
-    done = max(span.start, min(wanted, default=0))
-    for states in spans:
-        lap("prefill")
-        if done < min(states.start, span.stop):  # a gap in the cache would hold zeros
-            raise ValueError(
-                f"the source holds nothing before position {states.start}, and {done} is to be "
-                "translated; prefill the source"
-            )
-        done = max(done, states.end)
-        start, stop = max(states.start, span.start), min(states.end, span.stop)
-        if start < stop:
-            hybrid.read_layers(target, prefix[start:stop], cache, step_size, layers, below)
-            lap("native")
-        with working():
-            if isinstance(states, TranslatedStates):
-                caches.write(cache, states, target)
-            elif start < stop:
-                translate_span(cache, states.part(start, stop), source, target, upper, span.stop)
-            del states
-            mx.eval(caches.arrays(cache))
-        lap("translate")
-    last = len(prefix) - (watch.tokens if watch else 0)
-    hybrid.read_layers(target, prefix[span.stop : last], cache, step_size)
-    if watch is not None:
-        with working():
-            hidden = hidden_states(target, prefix[last:], cache)
-            mx.eval(hidden, caches.arrays(cache))
-        watch.target_read(hidden)
-    lap("native")
-    return cache
 
 
 @checked
@@ -347,22 +338,17 @@ def hand_over(
                 f"prompt_cache is a cache of {plan.target.name} already, since it is both models; "
                 "let it read the rest of the tokens into it"
             )
-        return _read_alone(plan)
-    held = None
+        return _read_alone(plan).cache
     if prompt_cache is not None:
         _check_own(plan)
-    if prompt_cache is not None and plan.translator is not None:
-        held = _held(prompt_cache, plan.source, plan.translator, len(plan.prefix))
-    below = None if heal is None else plan.below()
     watch = plan.watch()
-    cache = filled(plan, source_cache=prompt_cache, held=held, below=below, watch=watch)
+    line = bring(plan, source_cache=prompt_cache, watch=watch)
     doubts = () if watch is None else judged(plan, watch, on_doubt).doubts
     if doubts and on_doubt == guarding.REREAD:
-        plan = alone(plan)
-        cache = _read_alone(plan)
+        line = _read_alone(plan)
     if heal is None:
-        return cache
-    return healing.HealingCache(cache, healing_of(plan, cache, below), together=plan.spread)
+        return line.cache
+    return healing.HealingCache(line, together=plan.spread)
 
 
 def alone(plan: Plan) -> Plan:
@@ -370,12 +356,11 @@ def alone(plan: Plan) -> Plan:
     return replace(plan, way="native", translator=None, native=hybrid.Native(), guard=0)
 
 
-def _read_alone(plan: Plan) -> list[Any]:
-    """The cache of a prompt's prefix that the target has read itself."""
-    cache = make_prompt_cache(plan.target.model)
-    with mx.stream(generation_stream):
-        hybrid.read_layers(plan.target, plan.prefix, cache, plan.step_size)
-    return cache
+def _read_alone(plan: Plan) -> Line:
+    """The line of a prompt's prefix that the target has read itself."""
+    line = Line("target", plan.target, records=False)
+    finished(line.read(plan.prefix, plan.step_size))
+    return line
 
 
 def judged(plan: Plan, watch: Watch, on_doubt: str) -> Guarded:
@@ -389,17 +374,6 @@ def judged(plan: Plan, watch: Watch, on_doubt: str) -> Guarded:
     if found.doubts and on_doubt == guarding.WARN:
         guarding.warn(config, found)
     return found
-
-
-def healing_of(plan: Plan, cache: Sequence[Any], below: hybrid.Below | None) -> healing.Prefix:
-    """What the target reads in the place of its translated entries, from the front on.
-
-    ``below`` has the hidden states on which its native layers ended. The tokens that it read for a
-    guard alone attended to translated ones, so they are read again.
-    """
-    span = plan.span if plan.translator is not None else range(0)
-    stop = len(plan.prefix) if plan.guard else span.stop
-    return healing.Prefix(plan.target, cache, plan.prefix[:stop], span.start, below)
 
 
 def _check_own(plan: Plan) -> None:

@@ -21,7 +21,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_bits, check_draft
 from kvlingo_mlx.engine import guarding, healing
-from kvlingo_mlx.engine.fill import Clock, alone, filled, healing_of, judged
+from kvlingo_mlx.engine.clock import Clock
+from kvlingo_mlx.engine.fill import alone, bring, judged
 from kvlingo_mlx.engine.healing import HEAL_SHARE, Interleaved
 from kvlingo_mlx.engine.plan import Asked, Plan, prepare
 from kvlingo_mlx.engine.responses import GenerationResponse, Started, decoded, joined
@@ -168,9 +169,8 @@ def _start(plan: Plan, heal: str | None, share: float, on_doubt: str, clock: Clo
     draft = plan.draft
     draft_cache = [] if draft is None else make_prompt_cache(draft.model)
     own = draft_cache if draft is plan.source and plan.aligned is None else None
-    may_heal = heal is not None or (plan.guard and on_doubt == guarding.HEAL)
-    below, watch = plan.below() if may_heal else None, plan.watch()
-    cache = filled(plan, clock, own, below=below, watch=watch)
+    watch = plan.watch()
+    line = bring(plan, clock, own, watch)
     guarded = None if watch is None else judged(plan, watch, on_doubt)
     clock.lap("guard")
     doubtful = guarded is not None and bool(guarded.doubts)
@@ -178,8 +178,9 @@ def _start(plan: Plan, heal: str | None, share: float, on_doubt: str, clock: Clo
         return Started(_alone(plan, clock), alone(plan), guarded=guarded)
     between = Interleaved(None)
     if heal is not None or (doubtful and on_doubt == guarding.HEAL):
-        reader = healing_of(plan, cache, below)
+        reader = functools.partial(line.heal, answers=True)
         between = Interleaved(reader, share, together=plan.spread)
+    cache = line.cache
     if draft is not None and own is None:
         with mx.stream(generation_stream):
             for _ in capture.prefill(draft, plan.prefix, plan.step_size, draft_cache):

@@ -8,11 +8,11 @@ goes on to where it ended.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from kvlingo_mlx.backend import mx
 
@@ -20,7 +20,6 @@ from mlx_lm.generate import generation_stream
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.limits import check_interleaving
-from kvlingo_mlx.engine.hybrid import Below
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading import sharding
@@ -39,59 +38,29 @@ HEAL_SHARE = 0.5  # of its speed, which decoding keeps
 Reader = Callable[[int], int]  # reads at most so many tokens; returns how many, 0 at the end
 
 
-@unit
-def reread(
-    model: LanguageModel,
-    cache: Sequence[Any],
-    tokens: Sequence[int],
-    start: int,
-    above: contextlib.AbstractContextManager[None] | None = None,
-) -> None:
-    """Run ``tokens`` in the place of a cache's entries from position ``start`` on.
-
-    ``above`` is a context in which the model begins above the layers that it has run.
-    """
-    with mx.stream(generation_stream), caches.rewound(cache, start):
-        with above or contextlib.nullcontext():
-            model.model(mx.array(list(tokens))[None], cache=list(cache))
-        mx.eval(caches.arrays(cache))
-
-
-class Prefix:
-    """A reader of the prefix of a cache, ``tokens``, from position ``begun`` on.
-
-    ``below`` holds the hidden states of the first of these positions, if the model's first layers
-    have run over them.
-    """
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        cache: Sequence[Any],
-        tokens: Sequence[int],
-        begun: int = 0,
-        below: Below | None = None,
-    ) -> None:
-        self._model, self._cache, self._tokens = model, cache, tokens
-        self._begun, self._done, self._below = begun, begun, below
+class Healing(Protocol):
+    """A line whose model can read in the place of its translated entries."""
 
     @property
-    def left(self) -> int:
-        """The number of tokens that are yet to be read."""
-        return len(self._tokens) - self._done
+    def cache(self) -> list[Any]:
+        """The model's caches."""
+        ...
 
-    def __call__(self, most: int) -> int:
-        start, above = self._done - self._begun, None
-        if self._below is not None and start < len(self._below):
-            most = min(most, len(self._below) - start)
-            above = self._below.going_on(start, min(start + most, start + self.left))
-        chunk = self._tokens[self._done : self._done + most]
-        if chunk:
-            reread(self._model, self._cache, chunk, self._done, above)
-            self._done += len(chunk)
-        if not self.left:
-            self._below = None
-        return len(chunk)
+    def heal(self, most: int, *, answers: bool) -> int:
+        """Read at most ``most`` tokens; return how many were read."""
+        ...
+
+    def left(self, answers: bool) -> int:
+        """The number of tokens that are yet to be read."""
+        ...
+
+
+@unit
+def reread(model: LanguageModel, cache: Sequence[Any], tokens: Sequence[int], start: int) -> None:
+    """Run ``tokens`` in the place of a cache's entries from position ``start`` on."""
+    with mx.stream(generation_stream), caches.rewound(cache, start):
+        model.model(mx.array(list(tokens))[None], cache=list(cache))
+        mx.eval(caches.arrays(cache))
 
 
 class Pace:
@@ -171,14 +140,14 @@ class HealingCache(list[Any]):
     they are, and not what is left to read.
     """
 
-    def __init__(self, cache: Sequence[Any], prefix: Prefix, *, together: bool = False) -> None:
-        super().__init__(cache)
-        self._prefix, self._pace, self._end = prefix, Pace(together=together), cache[0].offset
+    def __init__(self, line: Healing, *, together: bool = False) -> None:
+        super().__init__(line.cache)
+        self._line, self._pace, self._end = line, Pace(together=together), self[0].offset
 
     @property
     def left(self) -> int:
-        """The number of prompt tokens whose entries are still translated."""
-        return self._prefix.left
+        """The number of prompt tokens that the model has yet to read as it would alone."""
+        return self._line.left(answers=True)
 
     def heal(self, seconds: float = IDLE_S) -> int:
         """Let the model read on for about so many ``seconds``; return the tokens that are left.
@@ -196,7 +165,8 @@ class HealingCache(list[Any]):
                 "not read to its end; hand the prompt over again"
             )
         if self.left:
-            self._pace.read(self._prefix, max(1, self._pace.within(seconds)))
+            read = functools.partial(self._line.heal, answers=True)
+            self._pace.read(read, max(1, self._pace.within(seconds)))
         return self.left
 
 

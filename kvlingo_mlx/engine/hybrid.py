@@ -20,10 +20,8 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading import advice
-from kvlingo_mlx.models.hidden import decoder_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.parts import PIPELINE
-from kvlingo_mlx.models.reclassed import Call, calling
 from kvlingo_mlx.threads import working
 
 AUTO = "auto"
@@ -105,91 +103,12 @@ def check_first_layers(target: LanguageModel, layers: int) -> None:
         )
 
 
-class Below:
-    """The hidden states on which a model's first layers ended, from which the others can go on.
-
-    A run of the first ``layers`` cache layers ends in the last of them, as soon as its keys and
-    values are known. So what is kept is that layer's input, (1, T, width) in all. The layers before
-    it are not run again.
-    """
-
-    def __init__(self, model: LanguageModel, layers: int) -> None:
-        self._name, owner = model.name, model.attentions[layers - 1]
-        blocks = list(decoder_of(model).layers)
-        last = next(i for i, b in enumerate(blocks) if any(m is owner for m in b.modules()))
-        self._before, self._last = blocks[:last], blocks[last]
-        self._parts: list[mx.array] = []
-
-    def __len__(self) -> int:
-        """The number of tokens heard."""
-        return sum(part.shape[1] for part in self._parts)
-
-    @property
-    def parts(self) -> list[mx.array]:
-        """What was heard so far, in order."""
-        return self._parts
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Keep what enters the last of the layers in a run inside this context."""
-
-        def heard(call: Call) -> Call:
-            def run(hidden: mx.array, *args: Any, **kwargs: Any) -> Any:
-                self._parts.append(hidden)
-                return call(hidden, *args, **kwargs)
-
-            return run
-
-        def plain(call: Call) -> Call:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                found = call(*args, **kwargs)
-                if not isinstance(found, mx.array):
-                    raise UnsupportedModelError(
-                        f"the layers of {self._name} hand on more than hidden states, so it cannot "
-                        "go on above its native layers; leave out native_layers, or heal"
-                    )
-                return found
-
-            return run
-
-        with calling(self._before, plain), calling([self._last], heard):
-            yield
-
-    @contextlib.contextmanager
-    def going_on(self, start: int, stop: int) -> Iterator[None]:
-        """Let a run of the tokens from ``start`` to ``stop`` of those heard begin above."""
-        if len(self._parts) > 1:
-            self._parts = [mx.concatenate(self._parts, axis=1)]
-        held = self._parts[0][:, start:stop]
-        skipped = calling(self._before, lambda call: lambda hidden, *args, **kwargs: hidden)
-        entered = calling([self._last], lambda call: lambda _, *args, **kw: call(held, *args, **kw))
-        with skipped, entered:
-            yield
-
-
-def allocate(
-    model: LanguageModel, prefix: Sequence[int], native: Native, step_size: int
-) -> list[Any]:
-    """Allocate caches for a prefix and read the native head into them.
-
-    They hold all of ``prefix`` once :func:`read_layers` has read the rest of the native layers and
-    the layers above have been written.
-    """
-    cache = caches.allocate(model, len(prefix))
-    own = make_prompt_cache(model.model)
-    if native.head and prefix:
-        read_layers(model, prefix[: native.head], own, step_size)
-        caches.copy(own[native.layers :], cache[native.layers :])
-    return own[: native.layers] + cache[native.layers :]
-
-
 def read_layers(
     model: LanguageModel,
     tokens: Sequence[int],
     cache: Sequence[Any],
     step_size: int = 2048,
     layers: int | None = None,
-    below: Below | None = None,
 ) -> None:
     """Run tokens through a model's first ``layers`` cache layers (default: all), in chunks.
 
@@ -202,7 +121,6 @@ def read_layers(
         cache: The model's caches, of which those of later layers stay unchanged.
         step_size: Tokens per chunk.
         layers: The number of layers.
-        below: Keeps the hidden states on which these layers end.
     """
     layers = len(cache) if layers is None else layers
     if not layers:
@@ -215,12 +133,9 @@ def read_layers(
                 empty.offset = caches.length(own)
         chunk = mx.array(list(tokens[start : start + step_size]))
         with working():
-            with (
-                _end_at(own[-1]) if later else contextlib.nullcontext(),
-                below.listening() if below is not None else contextlib.nullcontext(),
-            ):
+            with _end_at(own[-1]) if later else contextlib.nullcontext():
                 model.model(chunk[None], cache=[*own, *later])
-            mx.eval([c.state for c in own], below.parts if below is not None else [])
+            mx.eval([c.state for c in own])
             mx.clear_cache()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from kvlingo_mlx.backend import mx
 
@@ -14,7 +14,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.engine import healing, hybrid
-from kvlingo_mlx.engine.guarding import Watch
+from kvlingo_mlx.engine.clock import Clock
 from kvlingo_mlx.engine.recording import Recording
 from kvlingo_mlx.engine.spans import (
     Span,
@@ -27,6 +27,7 @@ from kvlingo_mlx.engine.spans import (
 )
 from kvlingo_mlx.engine.storage import PUT, Storage
 from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading import spreading
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import hidden_states
@@ -37,6 +38,7 @@ from kvlingo_mlx.translators.base import Translator
 
 Listening = Callable[[], contextlib.AbstractContextManager[None]]
 Steps = Generator[None, None, None]  # work; between two steps others may use the models
+Hidden = Callable[[mx.array], None]
 # A length, and copies of the caches that forget, rings and states, as they were at that length.
 Mark = tuple[int, list[Any]]
 MARKS = 2  # marks that are kept: one before the last message, one after it
@@ -49,6 +51,18 @@ class Behind:
     cache: list[Any]
     done: int = 0
     marks: list[Mark] = field(default_factory=list)
+
+
+class Source(Protocol):
+    """What a line can take over from: another line, or a model on another machine."""
+
+    spans: list[Span]
+
+    def written(
+        self, tokens: Sequence[int], start: int, step_size: int, config: TranslatorConfig
+    ) -> Iterator[KVStates | TranslatedStates | None]:
+        """What its model writes of ``tokens`` from ``start`` on; see :meth:`Line.written`."""
+        ...
 
 
 class Line:
@@ -64,9 +78,10 @@ class Line:
         records: Whether to keep these states.
         inputs: Whether what goes into recurrences is kept of them.
         states: Whether recurrent states are, at the end of each span.
+        passes_on: Whether what is recorded is dropped once another line has taken it over.
     """
 
-    inputs, states = True, False
+    inputs, states, passes_on = True, False, False
 
     def __init__(self, name: str, model: LanguageModel, *, records: bool) -> None:
         self.name, self.model, self.records = name, model, records
@@ -87,6 +102,25 @@ class Line:
 
     def _empty(self) -> list[Any]:
         return make_prompt_cache(self.model.model)
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` tokens, so that growing to it copies nothing."""
+        caches.reserve(self._caches, self.model, length)
+
+    @unit
+    def hold(
+        self, tokens: Sequence[int], states: KVStates | None, cache: list[Any] | None = None
+    ) -> None:
+        """Begin with ``tokens`` that the model has read: what it wrote of them, and its caches.
+
+        Without caches the line can be translated from, and not grow.
+        """
+        self._caches = self._caches if cache is None else cache
+        if states is not None:
+            self.native.add(states)
+            self.tokens = list(tokens)
+            self.spans = grown([], len(tokens), self.name)
+            self._settle()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -370,10 +404,10 @@ class Line:
 
     # ---- growing --------------------------------------------------------------------------
 
-    def read(self, tokens: Sequence[int], step_size: int, watch: Watch | None = None) -> Steps:
+    def read(self, tokens: Sequence[int], step_size: int, hidden: Hidden | None = None) -> Steps:
         """Run ``tokens`` after the line's own; each chunk is a step.
 
-        ``watch`` keeps the model's hidden states of them.
+        ``hidden`` gets the model's final hidden states of them, (T, width), evaluated.
         """
         ear, heard = self._ear(), list[mx.array]()
         with self.whole():
@@ -381,16 +415,15 @@ class Line:
                 chunk = list(tokens[start : start + step_size])
                 with working(), mx.stream(generation_stream):
                     with _listening(ear):
-                        if watch is None:
+                        if hidden is None:
                             self.model.model(mx.array(chunk)[None], cache=self.cache)
                         else:
                             heard.append(hidden_states(self.model, chunk, self.cache))
-                    mx.eval([c.state for c in self.cache], heard)
-                    self.wrote(chunk, ear)
+                    self.wrote(chunk, ear, evaluate=heard)
                     mx.clear_cache()
                 yield
-        if watch is not None:
-            watch.target_read(mx.concatenate(heard))
+        if hidden is not None:
+            hidden(mx.concatenate(heard))
 
     @unit
     def hidden_beside(self, tokens: Sequence[int], start: int) -> mx.array:
@@ -422,11 +455,16 @@ class Line:
 
     @unit
     def wrote(
-        self, tokens: Sequence[int], ear: capture.Ear | None, mixed: bool | None = None
+        self,
+        tokens: Sequence[int],
+        ear: capture.Ear | None,
+        mixed: bool | None = None,
+        evaluate: Sequence[mx.array] = (),
     ) -> None:
         """Book tokens that the model has run, and the states that its projections wrote.
 
         ``mixed`` says whether it attended to translated entries; None is what the line holds now.
+        ``evaluate`` are further arrays that are waited for.
 
         Raises:
             RuntimeError: The number of recorded tokens differs.
@@ -435,11 +473,12 @@ class Line:
             states = ear.take(len(self))
             if states.num_tokens != len(tokens):
                 raise RuntimeError(f"{states.num_tokens} tokens were recorded, not {len(tokens)}")
-            self._record(replace(states, kept=self._states()))
-            mx.eval(states.arrays)
+            states = replace(states, kept=self._states())
+            self._record(states)
+            evaluate = [*evaluate, *states.arrays]
         # Another thread may need all of it, and MLX could not evaluate there; of recurrent layers
         # nothing has needed the last token's tail yet.
-        mx.eval(caches.arrays(self._caches))
+        mx.eval(caches.arrays(self._caches), evaluate)
         self.tokens += tokens
         self.spans = grown(self.spans, len(self), self.name, mixed=mixed)
         self._settle()
@@ -482,44 +521,80 @@ class Line:
     def _ear(self) -> capture.Ear | None:
         return capture.Ear(self.model, inputs=self.inputs) if self.records else None
 
+    def written(
+        self, tokens: Sequence[int], start: int, step_size: int, config: TranslatorConfig
+    ) -> Iterator[KVStates | None]:
+        """What this line's model writes of ``tokens`` from ``start`` on, as a translator reads it.
+
+        One span per chunk, in order; chunks end at multiples of ``step_size``. What the line lacks
+        of ``tokens`` it reads first; None stands for a chunk that it has read.
+        """
+        writer = spreading.writer(self.model, config)
+        while start < len(tokens):
+            stop = min(len(tokens), (start // step_size + 1) * step_size)
+            if len(self) < stop:
+                yield from self.read(tokens[len(self) : stop], step_size)
+            stop = self.native.one_point(start, stop)
+            with working(), mx.stream(generation_stream):
+                states = spreading.gathered(self.native.read(start, stop), self.model, config)
+                if self.passes_on:
+                    self.native.forget(stop)
+                moved = capture.move(states, writer, config.capture)
+            del states
+            yield moved
+            del moved
+            start = stop
+
     def take_over(
         self,
         tokens: Sequence[int],
-        states: KVStates,
-        source: Line,
+        source: Source,
         translator: Translator,
         step_size: int,
         *,
         native_layers: int = 0,
+        clock: Clock | None = None,
     ) -> Steps:
-        """Append what another line's model wrote of ``tokens``, translated, without waiting for it.
+        """Append the rest of ``tokens``, translated from what another line's model writes of them.
 
-        Each chunk is a step. ``states`` begin where this line ends. The first ``native_layers``
-        layers read the tokens themselves.
+        Each chunk is a step. The first ``native_layers`` layers read the tokens themselves.
+        With a ``clock``, each chunk is waited for, and its times are booked; else nothing is
+        waited for.
+
+        Raises:
+            ValueError: The source lacks the beginning, as a ring does.
         """
-        upper = translator.above(native_layers)
-        kept = self.model.geometry.first_kept(len(self) + len(tokens))
-        spans, writer = list(source.spans), spreading.writer(source.model, translator.config)
+        upper, begun = translator.above(native_layers), len(self)
+        kept = self.model.geometry.first_kept(len(tokens))
+        done = max(begun, min(kept[native_layers:], default=0))
         with self.whole():
-            # A ring whose window begins beyond this line's end takes its window in one piece.
-            passed = min((first for first in kept if first > len(self)), default=states.end)
-            for start in (*range(states.start, passed, step_size), passed):
-                if start == states.end:
-                    break
-                stop = states.end if start == passed else min(start + step_size, passed)
-                with working(), mx.stream(generation_stream):
-                    part = spreading.gathered(
-                        states.part(start, stop), source.model, translator.config
+            for states in source.written(tokens, begun, step_size, translator.config):
+                if clock is not None:
+                    clock.lap("prefill")
+                if states is None:
+                    yield
+                    continue
+                if done < states.start < len(tokens):  # a gap in the caches would hold zeros
+                    raise ValueError(
+                        f"the source holds nothing before position {states.start}, and {done} is "
+                        "to be translated; prefill the source"
                     )
+                done = max(done, states.end)
+                with working(), mx.stream(generation_stream):
                     if native_layers:  # without them, a stored line may still be on its way
-                        own = tokens[start - states.start : stop - states.start]
+                        own = tokens[caches.length(self.cache) : states.end]
                         hybrid.read_layers(self.model, own, self.cache, step_size, native_layers)
-                    moved = capture.move(part, writer, translator.config.capture)
-                    self._append(upper(moved, kept))
+                        if clock is not None:
+                            clock.lap("native")
+                    ours = states if isinstance(states, TranslatedStates) else upper(states, kept)
+                    self._append(ours)
+                    del states, ours
+                    if clock is not None:
+                        mx.eval(caches.arrays(self.cache))
+                        clock.lap("translate")
                 yield
-            begun = len(self)
-            self.tokens += tokens
-            for span in spans:  # the source's own
+            self.tokens += tokens[begun:]
+            for span in source.spans:  # the source's own
                 if span.stop > begun:
                     stop = min(span.stop, len(self))
                     self.spans = grown(self.spans, stop, span.writer, span.passes + 1)

@@ -16,7 +16,7 @@ from typing import Any
 from kvlingo_mlx.caches.memory import check_caches
 from kvlingo_mlx.engine import guarding, healing
 from kvlingo_mlx.engine.guarding import Watch
-from kvlingo_mlx.engine.hybrid import Below, Native, check_first_layers, native_part
+from kvlingo_mlx.engine.hybrid import Native, check_first_layers, native_part
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading import sharding
@@ -117,11 +117,6 @@ class Plan:
     def span(self) -> range:
         """The positions of the prefix at which some layer is translated (one tokenizer)."""
         return self.native.translated(len(self.prefix), len(self.target.attentions))
-
-    def below(self) -> Below | None:
-        """What keeps the native layers' hidden states; None where they would save nothing."""
-        layers = self.native.layers if self.span and self.translator is not None else 0
-        return Below(self.target, layers) if layers > 1 else None
 
     def watch(self) -> Watch | None:
         """What keeps both models' hidden states of the last tokens, if they are compared."""

@@ -59,6 +59,12 @@ class Recording:
                     found = start
         return found if kept else min(start, most)
 
+    def one_point(self, start: int, stop: int) -> int:
+        """Up to where, at most ``stop``, the states from ``start`` on are of one capture point."""
+        parts = [p for p in self.parts if p.start < stop and p.end > start]
+        others = (p.start for p in parts if p.capture != parts[0].capture)
+        return min([stop, *others])
+
     def next_start(self, position: int) -> int | None:
         """The start of the first part after ``position``, or None."""
         starts = [part.start for part in self.parts if part.start > position]

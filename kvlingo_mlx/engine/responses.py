@@ -18,7 +18,7 @@ from kvlingo_mlx.caches.validation import first_bad, room_for
 from kvlingo_mlx.embedded import EXAMPLE, is_embedded
 from kvlingo_mlx.embedded.dialogues import states_a_fact
 from kvlingo_mlx.engine.answers import AnswerReader, ToolCall
-from kvlingo_mlx.engine.fill import PHASES, Clock
+from kvlingo_mlx.engine.clock import PHASES, Clock
 from kvlingo_mlx.engine.guarding import Guarded
 from kvlingo_mlx.engine.healing import Interleaved
 from kvlingo_mlx.engine.plan import Plan

@@ -16,8 +16,8 @@ from mlx_lm.generate import stream_generate as mlx_stream_generate
 from kvlingo_mlx.caches.validation import room_for
 from kvlingo_mlx.engine.answers import AnswerReader
 from kvlingo_mlx.engine.batches import Place
+from kvlingo_mlx.engine.clock import PHASES
 from kvlingo_mlx.engine.exchange import Exchange, Switch
-from kvlingo_mlx.engine.fill import PHASES
 from kvlingo_mlx.engine.line import Line, Steps
 from kvlingo_mlx.engine.responses import (
     GenerationResponse,

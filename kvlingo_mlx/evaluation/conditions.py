@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.memory import check_caches
 from kvlingo_mlx.engine import hybrid
-from kvlingo_mlx.engine.fill import filled
+from kvlingo_mlx.engine.fill import bring
 from kvlingo_mlx.engine.hybrid import Native, native_part
 from kvlingo_mlx.engine.plan import Plan, check_tokens
 from kvlingo_mlx.errors import IncompatibleTranslatorError
@@ -105,12 +105,12 @@ def translated(
 
     def make(prefix: Prefix) -> list:
         if isinstance(prefix, AlignedPrefix):
-            return filled(plan_of(source, target, translator, prefix))
+            return bring(plan_of(source, target, translator, prefix)).cache
         check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
         check_tokens((source, target), prefix, 2048)
         check_caches((source, target), len(prefix))
         part = native_part(translator.config, native_layers, tokens=len(prefix) - 1)
-        return filled(plan_of(source, target, translator, prefix, part))
+        return bring(plan_of(source, target, translator, prefix, part)).cache
 
     return make
 

@@ -17,12 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import mx
-
-from mlx_lm.generate import generation_stream
-
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
-from kvlingo_mlx.engine.fill import healing_of, take_over
+from kvlingo_mlx.engine.fill import take_over
 from kvlingo_mlx.engine.healing import HealingCache, check_models
 from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
@@ -299,12 +295,8 @@ def with_healing(
         recorded = list(capture.prefill(source, read, kept=translator.config.state_maps))
         for trial in range(-1, trials):
             for layers, plan in plans.items():
-                below = plan.below()
-                with mx.stream(generation_stream):
-                    cache = take_over(plan, recorded, below=below)
-                took = seconds(
-                    partial(_read_on, HealingCache(cache, healing_of(plan, cache, below)))
-                )
+                line = take_over(plan, recorded)
+                took = seconds(partial(_read_on, HealingCache(line)))
                 found[layers] += [took] if trial >= 0 else []  # the first one warms up
     except UnsupportedModelError:
         return list(points)

@@ -230,7 +230,7 @@ def _from_states(
 
     def make(prefix: conditions.Prefix) -> list[Any]:
         plan = conditions.plan_of(*models, prefix, Native(native_layers))
-        return take_over(plan, [states])
+        return take_over(plan, [states]).cache
 
     return make
 

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx import caches
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_groups
-from kvlingo_mlx.engine.fill import Clock
+from kvlingo_mlx.engine.clock import Clock
 from kvlingo_mlx.engine.generation import check_max_tokens
 from kvlingo_mlx.engine.plan import (
     AnyTranslator,

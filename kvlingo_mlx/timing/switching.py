@@ -70,7 +70,7 @@ def translation(plan: Plan, states: Sequence[KVStates] | None = None) -> Callabl
 
     def run() -> list[Any]:
         with mx.stream(generation_stream):
-            return take_over(plan, held)
+            return take_over(plan, held).cache
 
     return run
 

@@ -73,9 +73,10 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> Tape:
         getattr(Line, n) for n in ("take_over", "read", "_cut", "clear", "copy")
     )
 
-    def taking(line: Line, tokens: Any, states: Any, source: Line, *more: Any, **o: Any) -> Any:
-        yield from take_over(line, tokens, states, source, *more, **o)
-        found.put(line, "translated", source.name, len(tokens))
+    def taking(line: Line, tokens: Any, source: Line, *more: Any, **o: Any) -> Any:
+        begun = len(line)
+        yield from take_over(line, tokens, source, *more, **o)
+        found.put(line, "translated", source.name, len(tokens) - begun)
 
     def reading(line: Line, tokens: Any, *more: Any) -> Iterator[None]:
         yield from read(line, tokens, *more)

@@ -28,7 +28,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.caches.entries import PositionedKVCache
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import dialogues
-from kvlingo_mlx.engine.fill import filled, take_over
+from kvlingo_mlx.engine.fill import bring, take_over
 from kvlingo_mlx.engine.plan import Plan, align
 from kvlingo_mlx.evaluation import lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate
@@ -171,7 +171,7 @@ def test_one_model_to_itself_across_two_templates(opened: Callable[[str], Langua
     spans = capture.prefill(model, cut.source_ids, 50)
     handed = take_over(
         Plan(model, model, cut.target_ids, identity_of(model), aligned=cut, step_size=31), spans
-    )
+    ).cache
     native = make_prompt_cache(model.model)
     model.model(mx.array(plan.target_ids[:-1])[None], cache=native)
     tokens = [plan.target_ids[-1], *FOLLOWING]
@@ -239,7 +239,7 @@ def differing(model: LanguageModel) -> float:
     assert plan.shift != 0
     translator = identity_of(model, capture=model.family.points[0])
     spans = capture.prefill(model, IDS[: plan.num_read])
-    fast = take_over(Plan(model, model, IDS, translator, aligned=plan), spans)
+    fast = take_over(Plan(model, model, IDS, translator, aligned=plan), spans).cache
     expected = stretch_by_stretch(model, TruePositions)
     found = logits(model, fast, [IDS[-1], *FOLLOWING])
     return float(np.abs(found - expected).max() / np.abs(expected).max())
@@ -436,7 +436,8 @@ def test_evaluation(folder: Callable[..., Path], opened: Callable[[str], Languag
     found = evaluate(target, [task], line, Journal())["continuation"]
     kl = {name: scored.scores["kl"] for name, (scored,) in found.items()}
     assert kl.pop("native") == 0.0 and len(set(kl.values())) == len(kl) == 5
-    handed = filled(Plan(source, target, item.read.target_ids, translator, aligned=item.read))
+    plan = Plan(source, target, item.read.target_ids, translator, aligned=item.read)
+    handed = bring(plan).cache
     entries = handed[0].offset
     tokens = [item.prefix[-1], *item.sample.continuation[:-1]]
     native = make_prompt_cache(target.model)

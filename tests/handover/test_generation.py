@@ -16,7 +16,6 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from kvlingo_mlx.engine import fill
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -97,15 +96,15 @@ def test_clock_books_each_phase_where_it_belongs(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch, clock: list[float]
 ) -> None:
     """A translation made slow must show as translation, not as prefill."""
-    slow, write = 200.0, caches.write
+    slow, append = 200.0, caches.append
 
-    def slow_write(*arguments: object) -> None:
+    def slow_append(*arguments: object) -> None:
         clock[0] += slow
-        write(*arguments)
+        append(*arguments)
 
     translator = identity_of(model)
     quick = next(kv.stream_generate(model, model, TOKENS, translator=translator))
-    monkeypatch.setattr(caches, "write", slow_write)
+    monkeypatch.setattr(caches, "append", slow_append)
     late = next(kv.stream_generate(model, model, TOKENS, translator=translator))
     assert late.translate_s - quick.translate_s == pytest.approx(slow)
     assert late.ttft_s - quick.ttft_s == pytest.approx(slow)
@@ -116,7 +115,7 @@ def test_one_synchronisation_after_the_last_prefill_chunk(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    evaluate, translate = mx.eval, fill.translate_span
+    evaluate, append = mx.eval, caches.append
 
     def counted(*arrays: object) -> None:
         calls.append("eval")
@@ -124,11 +123,11 @@ def test_one_synchronisation_after_the_last_prefill_chunk(
 
     def noted(*arguments: object) -> None:
         calls.append("translate")
-        translate(*arguments)
+        append(*arguments)
 
     translator = identity_of(model)
     monkeypatch.setattr(mx, "eval", counted)
-    monkeypatch.setattr(fill, "translate_span", noted)
+    monkeypatch.setattr(caches, "append", noted)
     kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=20)
     assert calls == ["eval", "translate", "eval"] * 3
 

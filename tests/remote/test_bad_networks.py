@@ -322,14 +322,14 @@ def test_a_client_that_leaves_ends_its_job(
     def interrupt(*_: Any) -> Any:
         raise StopError
 
-    from kvlingo_mlx.engine import fill
+    from kvlingo_mlx import caches
 
-    plain, fill.translate_span = fill.translate_span, interrupt
+    plain, caches.append = caches.append, interrupt
     try:
         with pytest.raises(StopError):
             kv.hand_over(source, ends[1], PROMPT, translator=ends[2], prefill_step_size=STEP)
     finally:
-        fill.translate_span = plain
+        caches.append = plain
     begun = time.monotonic()
     while set(server.jobs) - others and time.monotonic() - begun < 60:
         time.sleep(0.05)

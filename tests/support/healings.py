@@ -31,9 +31,9 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Chunk]:
     reread, looks = healing.reread, count()
     clock = SimpleNamespace(perf_counter=lambda: next(looks) / 100)
 
-    def spy(model: Any, cache: Any, tokens: Any, start: int, above: Any = None) -> None:
+    def spy(model: Any, cache: Any, tokens: Any, start: int) -> None:
         found.append(Chunk(start, len(tokens), cache))
-        reread(model, cache, tokens, start, above)
+        reread(model, cache, tokens, start)
 
     monkeypatch.setattr(healing, "reread", spy)
     monkeypatch.setattr(healing, "time", clock)

@@ -201,9 +201,9 @@ def test_the_loss_is_that_of_the_devices_cache(
     translator = torch_translator(folder)
     reading = read(source, target, sample, translator.config.capture)
     found = conversation_loss(target, translator, reading, KL).kl
-    handed = fill.filled(
+    handed = fill.bring(
         Plan(*ends, sample.prefix, kv.load_translator(folder), aligned=sample.aligned)
-    )
+    ).cache
     ids = mx.array([[sample.prefix[-1], *sample.continuation[:-1]]])
     student = ends[1].model(ids, cache=handed)
     teacher = ends[1].model(mx.array([[*sample.prefix, *sample.continuation[:-1]]]))

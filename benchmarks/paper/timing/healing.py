@@ -8,19 +8,20 @@ for energy.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-from mlx_lm.generate import generate_step, generation_stream
+from mlx_lm.generate import generate_step
 
 from benchmarks.paper.timing.phases import HEAL_IDLE, HEAL_INTERLEAVED, HEAL_LAYERS
 from kvlingo_mlx.caches.validation import room_for
-from kvlingo_mlx.engine.fill import healing_of, take_over
-from kvlingo_mlx.engine.healing import HealingCache, Interleaved, Prefix
+from kvlingo_mlx.engine.fill import take_over
+from kvlingo_mlx.engine.healing import HealingCache, Interleaved
+from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
@@ -45,17 +46,9 @@ class Meanwhile:
     left: int
 
 
-def translated(plan: Plan, recorded: Sequence[KVStates]) -> tuple[list[Any], Prefix]:
-    """A translated cache, and what reads the prefix behind it."""
-    below = plan.below()
-    with mx.stream(generation_stream):
-        cache = take_over(plan, recorded, below=below)
-    return cache, healing_of(plan, cache, below)
-
-
-def read_on(cache: list[Any], prefix: Prefix) -> None:
+def read_on(line: Line) -> None:
     """Read what is left of a prefix in chunks, as :class:`HealingCache` does between answers."""
-    healing = HealingCache(cache, prefix)
+    healing = HealingCache(line)
     while healing.left:
         healing.heal()
 
@@ -65,13 +58,14 @@ def answered(plan: Plan, recorded: Sequence[KVStates]) -> Meanwhile:
 
     An answer that fills the context ends before; then the rest is read without it.
     """
-    cache, prefix = translated(plan, recorded)
-    between, tokens, first = Interleaved(prefix), -1, 0.0
+    line = take_over(plan, recorded)
+    reader = functools.partial(line.heal, answers=True)
+    between, tokens, first = Interleaved(reader), -1, 0.0
     steps = generate_step(
         mx.array(plan.tokens[-1:]),
         plan.target.model,
         max_tokens=room_for(plan.target, len(plan.tokens), -1),
-        prompt_cache=cache,
+        prompt_cache=line.cache,
     )
     between.began()
     with contextlib.closing(steps):
@@ -79,11 +73,11 @@ def answered(plan: Plan, recorded: Sequence[KVStates]) -> Meanwhile:
             tokens += 1
             first = first or time.perf_counter()
             between()
-            if not prefix.left:
+            if not line.left(answers=True):
                 break
             between.began()
-    found = Meanwhile(tokens, time.perf_counter() - first, prefix.left)
-    read_on(cache, prefix)
+    found = Meanwhile(tokens, time.perf_counter() - first, line.left(answers=True))
+    read_on(line)
     return found
 
 

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from benchmarks.paper.timing import healing
 from benchmarks.paper.timing.phases import HEAL_INTERLEAVED, HEAL_LAYERS, HYBRID
 from kvlingo_mlx import caches
-from kvlingo_mlx.engine.fill import filled, take_over, translate_span
+from kvlingo_mlx.engine.fill import bring, take_over, translate_span
 from kvlingo_mlx.engine.hybrid import Native, native_part
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.models import capture
@@ -149,7 +149,7 @@ class Paths:
     def hybrid(self, layers: int) -> object:
         """A switch at which the target reads its first ``layers`` cache layers itself."""
         with mx.stream(generation_stream):
-            cache = take_over(self._plan(Native(layers)), self._recorded)
+            cache = take_over(self._plan(Native(layers)), self._recorded).cache
         return first_token(self.target, self.tokens[-1:], cache)
 
     def _plan(self, native: Native) -> Plan:
@@ -158,7 +158,7 @@ class Paths:
 
     def heal_idle(self) -> None:
         """A switch; then the target reads the prompt behind it, and decodes nothing meanwhile."""
-        healing.read_on(*healing.translated(self._plan(Native()), self._recorded))
+        healing.read_on(take_over(self._plan(Native()), self._recorded))
 
     def heal_interleaved(self) -> None:
         """A switch; then the target reads the prompt behind it between the tokens of an answer."""
@@ -175,7 +175,7 @@ class Paths:
     def accelerator(self) -> None:
         """Source prefill, translation and the target's step."""
         plan = self._plan(native_part(self._first.config, tokens=len(self.tokens) - 1))
-        first_token(self.target, self.tokens[-1:], filled(plan))
+        first_token(self.target, self.tokens[-1:], bring(plan).cache)
 
     def decode_source(self) -> None:
         """The source decodes some tokens from its own cache."""

@@ -21,7 +21,8 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from kvlingo_mlx.engine.conversation import Conversation, storage
+from kvlingo_mlx.engine import storage
+from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished
 from tests.support import TESTS, tiny

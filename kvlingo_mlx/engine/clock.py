@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Generator
-from typing import TypeVar
-
-from kvlingo_mlx.remote.stream import Received
+from typing import Any, TypeVar
 
 R = TypeVar("R")
 PHASES = ("prefill", "translate", "native")
@@ -20,13 +18,13 @@ class Clock:
         started: When it began, by ``time.perf_counter``.
         seconds: Seconds by phase: ``prefill`` by the source, ``translate``, and what the target
             reads itself, ``native``.
-        received: What came from another machine meanwhile.
+        received: What came over the network meanwhile; None if nothing did.
     """
 
     def __init__(self, started: float | None = None) -> None:
         self.started = self._last = time.perf_counter() if started is None else started
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        self.received: Received | None = None
+        self.received: Any = None
 
     @property
     def passed(self) -> float:

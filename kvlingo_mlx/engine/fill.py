@@ -289,7 +289,7 @@ def hand_over(
         heal: ``idle`` returns a :class:`~kvlingo_mlx.engine.healing.HealingCache`, a list whose
             ``heal()`` lets the decode model read the prompt itself, a chunk a call, in the place of
             the translation. ``layers`` also lets it read some layers at once: ``native_layers``,
-            the tuned number or a quarter of all. No layer is read twice.
+            the tuned number or a quarter of all.
         guard: The number of last tokens over which both models are compared, as in ``generate``; 0
             for no guard.
         on_doubt: What is done if the translation looks out of its depth: ``warn``, or ``reread``,

@@ -265,8 +265,8 @@ def generate(
             embedded models), ``native_layers``, ``native_head`` and
             ``native_tail`` (layers and tokens that the decode model reads itself, as in
             :func:`hand_over`), ``heal`` (``interleaved``: between two steps the decode model
-            reads the prompt itself, in the place of the translation; ``layers``: it reads its
-            first layers at once, ``native_layers`` or a quarter of all, and goes on above them;
+            reads the prompt itself, in the place of the translation; ``layers``: it also reads its
+            first layers at once, ``native_layers`` or a quarter of all;
             not with ``kv_bits`` or ``draft_model``, nor for models with windows), ``heal_share``
             (0.5: the share of its speed that decoding keeps meanwhile), ``guard`` (0: none; else
             the number of last tokens that the decode model reads itself and over which both models

@@ -283,7 +283,7 @@ def with_healing(
     """The points, each hybrid with the seconds until its cache is native, timed in turns.
 
     The prefix is the one of which the first token is timed. Points stay as they are for a pair that
-    cannot be healed: the target keeps windows, or cannot go on above its native layers.
+    cannot be healed: the target keeps windows.
     """
     prefix = compare.typical([task]).read
     numbers = [point.layers or 0 for point in points if point.way == HYBRID]

@@ -18,6 +18,7 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
+ID = 9  # letters and digits of a call's id; Mistral's templates take no other number
 ToolCall = dict[str, Any]
 Response = TypeVar("Response")
 # The errors that mlx-lm's parsers raise when a tool call is cut short or is not a call.
@@ -67,6 +68,9 @@ def _thoughts(state: Any, text: str) -> tuple[Any, list[bool]]:
 class AnswerReader:
     """Reads an answer as it comes, and holds back text that may belong to a stop text or a mark.
 
+    Attributes:
+        calls: The tool calls that have been given out.
+
     Args:
         tokenizer: The tokenizer of the model that writes the answer.
         prompt: The tokens before the answer. If they open a reasoning trace, the answer begins
@@ -84,6 +88,7 @@ class AnswerReader:
     ) -> None:
         self._stop, self._tools = tuple(stop), tools
         self._held, self._call, self._calling = "", "", False
+        self.calls: list[ToolCall] = []
         self._tokenizer: Any = None
         self._first = _first_state(tokenizer, prompt)
         self._thought, self._reasoned, self._answered = [self._first == "reasoning"], False, False
@@ -151,6 +156,7 @@ class AnswerReader:
         if self._reasoned and not self._answered:
             content = content.lstrip()  # the empty lines that end the reasoning
         self._answered |= bool(content)
+        self.calls += calls
         return Parts(content, reasoning, tuple(calls))
 
     def _called(self, calls: list[ToolCall], *, complete: bool) -> str:
@@ -166,9 +172,11 @@ class AnswerReader:
         return ""
 
 
-def divided(tokenizer: Any, text: str) -> Parts:
-    """The parts of a whole answer whose prompt opened no reasoning trace."""
+def divided(tokenizer: Any, text: str, *, opened: bool = False) -> Parts:
+    """The parts of a whole answer; ``opened`` says whether its prompt opened a reasoning trace."""
     reader = AnswerReader(tokenizer, ())
+    if opened:
+        reader._begin(tokenizer, "reasoning")
     return reader._divided(text, ended=True)
 
 
@@ -188,9 +196,11 @@ def begins_in_reasoning(tokenizer: Any, prompt: Sequence[int]) -> bool:
 
 
 def _formatted(call: Mapping[str, Any]) -> ToolCall:
-    arguments = json.dumps(call["arguments"], ensure_ascii=False)
+    arguments = call["arguments"]  # some models write a text that is the JSON of them
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return {
-        "id": call.get("id") or f"call_{uuid.uuid4().hex}",
+        "id": call.get("id") or uuid.uuid4().hex[:ID],
         "type": "function",
         "function": {"name": str(call["name"]), "arguments": arguments},
     }

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvlingo_mlx.caches.limits import check_bits
 from kvlingo_mlx.caches.validation import room_for
+from kvlingo_mlx.engine.answer import AnswerInProgress
 from kvlingo_mlx.engine.batches import Place
 from kvlingo_mlx.engine.cross_exchange import CrossExchange
-from kvlingo_mlx.engine.cross_transcript import CrossTranscript
-from kvlingo_mlx.engine.cross_turn import CrossTurn
 from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.generation import DECODE_OPTIONS, check_drafting
 from kvlingo_mlx.engine.line import Line
+from kvlingo_mlx.engine.messages import history_of, messages_of, without_oldest_turn
 from kvlingo_mlx.engine.sampling import DecodingOptions, LogitsProcessor, Sampler
-from kvlingo_mlx.engine.transcript import Transcript, without_oldest_turn
+from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.engine.turn import Decoding, Turn
 from kvlingo_mlx.loading.models import Model, load
 from kvlingo_mlx.models.prompts import Message
-from kvlingo_mlx.tokenization.renderings import with_joined_parts
 
 
 class ReplyOptions(DecodingOptions, total=False):
@@ -71,13 +70,11 @@ class Asking:
     Attributes:
         exchange: The conversation's lines.
         transcript: The conversation's messages and tokens.
-        same: Says whether two messages, one of them the conversation's own, are the same.
         on_full: What happens when the context is full.
     """
 
     exchange: Exchange
     transcript: Transcript
-    same: Callable[[Message, Message], bool]
     on_full: str
 
     def begun(self, request: Request) -> tuple[Transcript, list[Message]]:
@@ -93,7 +90,7 @@ class Asking:
                 "conversation as messages"
             )
         if messages is not None:
-            base, new = self.transcript.at(history_of(messages), self.same)
+            base, new = self.transcript.at(history_of(messages)), []
         else:
             base = self.transcript.copy()
             new = [] if message is None else messages_of(message)
@@ -146,7 +143,7 @@ class Asking:
         if self.on_full != "drop_oldest":
             return base, new
         models = [self.exchange.line(name).model for name in names]
-        messages, same = [*base.messages, *new], self.same
+        messages = [*base.messages, *new]
 
         def fits() -> bool:
             return all(
@@ -156,9 +153,8 @@ class Asking:
             )
 
         while not fits() and (shorter := without_oldest_turn(messages)) is not None:
-            messages, switches = shorter, base.switches
-            base, new = self.transcript.at(messages, same)
-            base.switches = switches
+            messages, new = shorter, []
+            base = base.at(messages)
         return base, new
 
     def turn(
@@ -170,40 +166,8 @@ class Asking:
         decoding: Decoding,
     ) -> Turn:
         """A turn in which some models answer ``new``; the first model's template renders it."""
-        models = [self.exchange.line(n).model for n in names]
-        if isinstance(self.exchange, CrossExchange):
-            assert isinstance(base, CrossTranscript)
-            return CrossTurn(self.exchange, base, new, names, max_tokens, decoding)
-        prompt = base.prompt(models[0], new)
-        for each in models:
-            each.check_tokens(prompt)
+        progress = AnswerInProgress(self.exchange, base, new, names)
         if (draft := decoding.draft) is not None:
-            drafts = decoding.num_draft_tokens
-            check_drafting(models[0], draft.model, prompt, max_tokens, drafts)
-        mark = base.end_of_messages(models[0], new, prompt)
-        return Turn(self.exchange, new, prompt, mark, max_tokens, decoding)
-
-
-def messages_of(message: object) -> list[Message]:
-    """The user's message as a list of messages; ValueError if it is neither text nor messages."""
-    if isinstance(message, str):
-        return [{"role": "user", "content": message}]
-    listed: list[Any] = list(message) if isinstance(message, Sequence | Iterator) else []
-    if not listed or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) for m in listed
-    ):
-        raise ValueError(
-            f"the message is {message!r:.80}; give text, or a list of messages, each with a "
-            '"role" and a "content"'
-        )
-    return with_joined_parts(listed)
-
-
-def history_of(messages: object) -> list[Message]:
-    """A whole conversation as a list of messages; ValueError if it is not one."""
-    if isinstance(messages, str):
-        raise ValueError(
-            f"messages is {messages!r:.80}; give the whole conversation as a list of messages, or "
-            "the new message alone as message"
-        )
-    return messages_of(messages)
+            model, drafts = self.exchange.line(names[0]).model, decoding.num_draft_tokens
+            check_drafting(model, draft.model, progress.prompt, max_tokens, drafts)
+        return Turn(self.exchange, progress, max_tokens, decoding)

@@ -18,7 +18,6 @@ from kvlingo_mlx.engine import folder as folders
 from kvlingo_mlx.engine.accounting import Stats, check_room
 from kvlingo_mlx.engine.asking import Asking, ReplyOptions, Request
 from kvlingo_mlx.engine.cross_exchange import CrossExchange
-from kvlingo_mlx.engine.cross_transcript import CrossTranscript
 from kvlingo_mlx.engine.directions import Given
 from kvlingo_mlx.engine.exchange import Exchange, Switch
 from kvlingo_mlx.engine.generation import check_max_tokens
@@ -169,8 +168,7 @@ class Conversation(State):
             sharding.agree(sharding.facts_of(loaded) | exchange.directions.facts())
         start = [{"role": "system", "content": system}] if system is not None else []
         switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
-        kind: type[Transcript] = CrossTranscript if several else Transcript
-        super().__init__(exchange, kind(start, verbatim=verbatim, switches=switches))
+        super().__init__(exchange, Transcript(start, verbatim, switches, several))
         self.eager, self.on_full, self._compared = eager, on_full, False
 
     def _compare_templates(self) -> None:
@@ -300,7 +298,7 @@ class Conversation(State):
         named = [n for n in (name, request.prefill, reasoning) if n is not None]
         for each in named:  # check all names before any model begins
             self.exchange.line(each)
-        asking = Asking(self.exchange, self.transcript, self.same(), self.on_full)
+        asking = Asking(self.exchange, self.transcript, self.on_full)
         base, new = asking.begun(request)
         check_tools(self.exchange.line(name).model, [*base.messages, *new], known.get("tools"))
         decoding = Decoding(
@@ -345,7 +343,7 @@ class Conversation(State):
         """Compare over all ranks what is asked and held, so that none waits for another."""
         if request.draft_model is not None:
             sharding.check_use(self.exchange.models, {"draft_model": True})
-        asked = [names, turn.prompt, request.max_tokens, request.first_token]
+        asked = [names, turn.progress.prompt, request.max_tokens, request.first_token]
         held = {name: line.tokens for name, line in self.lines.items()}
         sharding.agree(
             {"prompt": sharding.digest_of(asked), "conversation": sharding.digest_of(held)}
@@ -353,11 +351,10 @@ class Conversation(State):
 
     def _finish(self, base: Transcript, turn: Turn, text: str) -> Steps:
         """Add the message and the answer to the conversation, and let the other lines follow."""
-        turn.book(base, text)
+        turn.book(text)
         base.previous, own = self.transcript, self.transcript.switches
-        base.remember(self.exchange.models[0])
         if (characters := turn.stopped_at(text)) is not None:
-            base.cut_answer(self.exchange.models, characters)
+            base.cut_answer(characters)
         self.transcript = base
         eager = self.eager and self.exchange.rules.switching == "alternated"
         try:
@@ -365,7 +362,7 @@ class Conversation(State):
                 here = [name for name, line in self.lines.items() if not line.away]
                 lengths = dict.fromkeys(here, len(base.tokens))
                 check_room(lengths, self.lines, together=self.exchange.spread)
-            yield from turn.follow(base, eager=eager)
+            yield from turn.progress.follow(eager=eager)
         except (MemoryError, RuntimeError, KVLingoError) as error:
             # The answer stays. The next switch will translate it, or say why it cannot.
             warnings.warn(f"the other lines could not follow ({error})", stacklevel=2)

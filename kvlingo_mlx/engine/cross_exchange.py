@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
 
 from kvlingo_mlx.engine.clock import Clock
-from kvlingo_mlx.engine.cross_transcript import CrossTranscript
 from kvlingo_mlx.engine.exchange import Exchange, Step, Switch, no_translator
 from kvlingo_mlx.engine.line import Line, Steps
 from kvlingo_mlx.engine.offers import (
@@ -24,7 +22,6 @@ from kvlingo_mlx.engine.offers import (
 )
 from kvlingo_mlx.engine.positioned import PositionedLine
 from kvlingo_mlx.engine.reading import Reading
-from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
 from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -51,22 +48,6 @@ class CrossExchange(Exchange):
         except UnsupportedModelError:
             return Line(name, model, records=records)  # it can still be a source
         return PositionedLine(name, model, records=records)
-
-    def transcript(self, data: Mapping[str, Any]) -> Transcript:
-        """The saved transcript, also of a one-tokenizer conversation that other models join now.
-
-        Raises:
-            ValueError, KeyError, TypeError, IndexError: The data are not a transcript.
-        """
-        if "states" in data:
-            return CrossTranscript.from_json(data)
-        found = Transcript.from_json(data)
-        spoken = next(iter(self.lines)) if self.active is None else self.active
-        return CrossTranscript.of_one(found, self.lines[spoken].model)
-
-    def key(self, name: str) -> str:
-        """The fingerprint of a model's tokenizer."""
-        return self.line(name).model.tokenizer_fingerprint
 
     def _alike(self, a: Line, b: Line) -> bool:
         return a.model.tokenizer_fingerprint == b.model.tokenizer_fingerprint

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from kvlingo_mlx.backend import mx
 
@@ -30,7 +29,6 @@ from kvlingo_mlx.engine.rules import Rules
 from kvlingo_mlx.engine.sampling import Choice
 from kvlingo_mlx.engine.spans import Span, cut, translated, unhealed, wrote
 from kvlingo_mlx.engine.storage import PLACES
-from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.errors import MissingTranslatorError
 from kvlingo_mlx.loading import advice, sharding
 from kvlingo_mlx.loading.grading import watched
@@ -171,13 +169,9 @@ class Exchange:
     def _open(self, name: str, model: LanguageModel, records: bool) -> Line:
         return Line(name, model, records=records)
 
-    def transcript(self, data: Mapping[str, Any]) -> Transcript:
-        """The saved transcript of a conversation of this kind.
-
-        Raises:
-            ValueError, KeyError, TypeError, IndexError: The data are not a transcript.
-        """
-        return Transcript.from_json(data)
+    def key(self, name: str) -> str:
+        """The fingerprint of a model's tokenizer."""
+        return self.line(name).model.tokenizer_fingerprint
 
     def used_by(self, name: str, sources: Collection[str]) -> tuple[Translator, ...]:
         """The loaded translators from ``sources`` into a line."""

@@ -46,7 +46,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
 from kvlingo_mlx.version import __version__
 
-FORMAT, VERSION = "kvlingo-conversation", 2  # version 2 has other digests of translators
+FORMAT, VERSION = "kvlingo-conversation", 3  # version 3 has structured messages
 FACTS = "conversation.json"
 # A line's arrays of two dtypes, its recurrent states being float32, are two files.
 OURS = re.compile(r"line-\d+\.(cache|states|native|kept)\.[0-9a-f]{16}\.safetensors(\.tmp)?")
@@ -357,7 +357,7 @@ class Saved:
                 tokens = {name: line.tokens for name, line in exchange.lines.items()}
                 told = sharding.digest_of([tokens, self._facts["transcript"]])
                 sharding.agree({f"conversation in {self.folder.parent}": told})
-            return exchange.transcript(self._facts["transcript"])
+            return Transcript.from_json(self._facts["transcript"], exchange.models)
 
     def _check_translator(self, exchange: Exchange, source: str, target: str, sha256: str) -> None:
         found = exchange.directions.translator(source, target)

@@ -1,20 +1,51 @@
-"""A conversation in the tokens of one tokenizer, with the places of these tokens in its text.
+"""A conversation in the tokens of one tokenizer: what its models read, and what they wrote.
 
-Models of another tokenizer take over the messages' contents. A model may spell a text in other
-tokens than its tokenizer would, so the tokens that a model wrote are kept as they are.
+A reading is a list of pieces. A model may spell a text in other tokens than its tokenizer would, so
+the tokens that it wrote are kept as they are. Models of another tokenizer take over the messages'
+contents, whose places in the text a reading knows as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.engine.spans import common_prefix
+from kvlingo_mlx.engine.messages import meaning, same_answer
+from kvlingo_mlx.models.prompts import Message
 from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, Span
-from kvlingo_mlx.tokenization.renderings import Rendering, bare, content_parts, written
+from kvlingo_mlx.tokenization.renderings import (
+    TEXTS,
+    Rendering,
+    bare,
+    content_parts,
+    message_parts,
+    written,
+)
+
+READ = "read"  # rendered by the template, cut by the tokenizer
+TOLD = "told"  # a part of an answer that a model of another tokenizer wrote
+WROTE = "wrote"  # a part of an answer, in the tokens of the model that wrote it
+MARK, SPACE = "\u2581", "\u0120"  # how SentencePiece's and byte-level tokens spell a space
+
+
+@dataclass(eq=False)
+class Segment:
+    """Text that was read or written in one go, its tokens, and what it is.
+
+    Attributes:
+        held: The number of messages up to its end, if an answer ends there.
+        ends: (T,) the character of the piece at which each token ends; None until it is needed.
+    """
+
+    text: str
+    tokens: list[int]
+    kind: str = READ
+    held: int | None = None
+    ends: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,27 +53,44 @@ class Reading:
     """A conversation as the models of one tokenizer read and wrote it.
 
     Attributes:
-        text: The whole text.
-        tokens: Its T tokens, including those that a model chose.
-        ends: (T,) the character at which each token ends; ``NO_END`` for tokens without an end.
-        asked: The characters of each part of the messages' contents; None for a part that the
-            template altered or dropped.
-        messages: The number of messages in this reading.
-        boundaries: Lengths of ``tokens`` at which a prompt or an answer ended.
+        asked: The characters of each part of the messages' texts, as ``renderings.message_parts``
+            lists them; None for a part that the template altered or dropped. Empty where no other
+            tokenizer needs them.
+        messages: The messages that it holds.
+        rendered: A prompt as the template renders it, where it is one; answers may be written
+            otherwise.
         answer: The character at which the answer in progress begins, or None.
         said: The text of that answer so far.
-        own: The number of tokens before those that the model now writing has chosen.
     """
 
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    ends: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    tokenizer: Any
+    pieces: tuple[Segment, ...] = ()
     asked: tuple[Span | None, ...] = ()
-    messages: int = 0
-    boundaries: list[int] = field(default_factory=list)
+    messages: tuple[Message, ...] = ()
+    rendered: str = ""
     answer: int | None = None
     said: str = ""
-    own: int = 0
+
+    @cached_property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(piece.text for piece in self.pieces)
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """All T tokens."""
+        return [token for piece in self.pieces for token in piece.tokens]
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """(T,) the character at which each token ends; ``NO_END`` for tokens without an end."""
+        ends, at = [np.zeros(0, np.int64)], 0
+        for number, piece in enumerate(self.pieces):
+            if piece.ends is None:
+                piece.ends = _ends(self.tokenizer, self.pieces[:number], piece)
+            ends.append(np.where(piece.ends == NO_END, NO_END, piece.ends + at))
+            at += len(piece.text)
+        return np.concatenate(ends)
 
     @property
     def contents(self) -> tuple[Span | None, ...]:
@@ -56,153 +104,153 @@ class Reading:
         ids = np.array(self.tokens[:length], np.int64)
         return Rendering(self.text, ids, self.ends[:length], self.contents)
 
-    def end(self, length: int) -> int:
-        """The character at which the first ``length`` tokens end."""
-        return int(self.ends[length - 1]) if length else 0
+    def place(self, character: int) -> int | None:
+        """The number of tokens up to a character of the last piece; None if none ends there."""
+        last = self.pieces[-1]
+        at = character - (len(self.text) - len(last.text))
+        ended = [0] if at == 0 else []
+        if last.ends is not None:
+            ended += (np.flatnonzero(last.ends == at) + 1).tolist()
+        return len(self.tokens) - len(last.tokens) + ended[-1] if ended else None
 
     # ---- growing --------------------------------------------------------------------------
 
-    def prompt(
-        self, tokenizer: Any, text: str, contents: Sequence[Span | None], messages: int, kept: int
-    ) -> Reading:
-        """The reading of a prompt whose text begins with the first ``kept`` tokens."""
-        tokens, ends = _spelled(tokenizer, text, self.tokens[:kept], self.ends[:kept])
-        # Where tokens were cut anew, a boundary might divide a character.
-        boundaries = sorted({b for b in self.boundaries if b <= kept} | {len(tokens)})
-        return Reading(text, tokens, ends, tuple(contents), messages, boundaries, own=len(tokens))
+    def read(self, text: str) -> Reading:
+        """This reading with further text, as its tokenizer cuts it."""
+        return self._with(text, READ) if text else self
 
-    def wrote(self, tokenizer: Any, ids: Sequence[int], stops: Collection[int]) -> Reading:
-        """This reading with further tokens that a model has chosen, a stop token included."""
+    def wrote(self, ids: Sequence[int], stops: Collection[int] = ()) -> Reading:
+        """This reading with tokens of an answer that a model has chosen, a stop token included."""
         stopped = bool(ids) and ids[-1] in stops
-        chosen = [*self.tokens[self.own :], *(ids[:-1] if stopped else ids)]
-        begin = self.end(self.own)
-        context = self.tokens[self.own - 1 : self.own] if self.own else []
-        text, ends = written(tokenizer, [*context, *chosen])
-        if context and ends[0] == NO_END:  # it shares a character with the chosen tokens
-            context, (text, ends) = [], written(tokenizer, chosen)
-        before = int(ends[0]) if context else 0
-        ends = np.where(ends == NO_END, NO_END, ends + begin - before)[len(context) :]
-        text = text[before:]
+        pieces, said = self.pieces, self.said
+        chosen = list(ids[:-1] if stopped else ids)
+        if self.answer is not None and pieces[-1].kind == WROTE:  # it goes on in the same tokens
+            said = said[: len(said) - min(len(said), len(pieces[-1].text))]
+            chosen, pieces = [*pieces[-1].tokens, *chosen], pieces[:-1]
+        context = pieces[-1].tokens[-1:] if pieces else []
+        decode = self.tokenizer.decode
+        text, before = decode([*context, *chosen]), decode(context) if context else ""
+        text = text[len(before) :] if text.startswith(before) else decode(chosen)
+        begin = sum(len(piece.text) for piece in pieces)
         answer = self.answer
-        if answer is not None and answer < begin:
-            said = self.said[: begin - answer] + text
-        else:
+        if answer is None or answer >= begin:
             # A decoder drops a leading space as a mark, so streamed text begins without it.
-            mark = text.startswith(" ") and not tokenizer.decode(chosen).startswith(" ")
+            mark = int(text.startswith(" ") and not decode(chosen).startswith(" "))
             answer, said = begin + mark, text[mark:]
-        whole = self.text[:begin] + text
+        else:
+            said += text
+        pieces = (*pieces, Segment(text, chosen, WROTE))
         if stopped:
-            whole += tokenizer.decode(ids[-1:], skip_special_tokens=False)
-            ends = np.append(ends, len(whole))
-        return replace(
-            self,
-            text=whole,
-            tokens=[*self.tokens, *ids],
-            answer=answer,
-            said=said,
-            ends=np.concatenate([self.ends[: self.own], ends]),
-        )
+            pieces = (*pieces, Segment(decode(list(ids[-1:])), list(ids[-1:]), WROTE))
+        return replace(self, pieces=pieces, answer=answer, said=said)
 
-    def told(self, tokenizer: Any, said: str, gap: str) -> Reading:
+    def told(self, said: str, gap: str) -> Reading:
         """This reading with more of the answer, written by a model of another tokenizer.
 
         Args:
-            tokenizer: The tokenizer of this reading.
             said: The answer so far, which begins with :attr:`said`.
             gap: The white space that the template puts between an answer's header and the answer.
         """
         if said == self.said:
             return self
+        first = self.answer is None
         answer = len(self.text) + len(gap) if self.answer is None else self.answer
-        lead = gap if self.answer is None else ""
-        text = self.text + lead + said[len(self.said) :]
-        tokens, ends = _spelled(tokenizer, text, self.tokens, self.ends)
-        return replace(
-            self, text=text, tokens=tokens, ends=ends, answer=answer, said=said, own=len(tokens)
-        )
+        text = (gap if first else "") + said[len(self.said) :]
+        return replace(self._with(text, TOLD), answer=answer, said=said)
 
-    def booked(self, messages: int) -> Reading:
-        """This reading with the answer as one of its ``messages``."""
-        boundaries = sorted({*self.boundaries, len(self.tokens)})
-        return replace(
-            self,
-            asked=self.contents,
-            messages=messages,
-            boundaries=boundaries,
-            answer=None,
-            said="",
-            own=len(self.tokens),
-        )
+    def _with(self, text: str, kind: str) -> Reading:
+        tokens, ends = _spelled(self.tokenizer, self.text, text)
+        return replace(self, pieces=(*self.pieces, Segment(text, tokens, kind, ends=ends)))
 
-    def shortened(self, tokenizer: Any, ids: Sequence[int], content: str, left: str) -> Reading:
-        """This reading with its last answer, whose text was ``content``, shortened to ``left``.
+    def booked(self, message: Message, *, located: bool) -> Reading:
+        """This reading with the answer as ``message``, whose parts are ``located`` if need be."""
+        asked = self.asked
+        if located:
+            begin = len(self.text) if self.answer is None else self.answer
+            asked = (*asked, *_found(message, self.text, begin))
+        messages, pieces = (*self.messages, message), self.pieces
+        if pieces and pieces[-1].kind != READ:
+            pieces = (*pieces[:-1], replace(pieces[-1], held=len(messages)))
+        return Reading(self.tokenizer, pieces, asked, messages)
 
-        ``ids`` are the answer's first tokens, which spell the beginning of ``left``.
+    def holding(self, count: int) -> Reading:
+        """As much of this reading as ends with an answer, of its first ``count`` messages."""
+        for number in range(len(self.pieces), 0, -1):
+            held = self.pieces[number - 1].held
+            if held is not None and held <= count:
+                parts = sum(len(message_parts(m)) for m in self.messages[:held])
+                messages = self.messages[:held]
+                return Reading(self.tokenizer, self.pieces[:number], self.asked[:parts], messages)
+        return Reading(self.tokenizer)
+
+    def agreeing(
+        self, text: str, found: Sequence[Span | None], messages: Sequence[Message]
+    ) -> tuple[Reading, str, tuple[Span | None, ...]]:
+        """As much of this reading as the rendered text of ``messages`` agrees with.
+
+        Returns also the text, and its ``found`` parts. An answer that the template writes otherwise
+        than its model did, with the same meaning, stands there as the model wrote it.
         """
-        begin = self.boundaries[-2]
-        start, parts = self.end(begin), len(content_parts(content))
-        prompt = replace(
-            self,
-            text=self.text[:start],
-            tokens=self.tokens[:begin],
-            ends=self.ends[:begin],
-            asked=self.asked[: len(self.asked) - parts],
-            boundaries=self.boundaries[:-1],
-            own=begin,
-        )
-        grown = prompt.wrote(tokenizer, ids, ()) if ids else prompt
-        if not left.startswith(grown.said):
-            grown = prompt
-        gap = self.text[start : start + 1] == " " and not content.startswith(" ")
-        return grown.told(tokenizer, left, " " * gap).booked(self.messages)
+        at, count = 0, 0
+        for number, piece in enumerate(self.pieces):
+            after = self.pieces[number + 1 : number + 2]
+            held = next((p.held for p in self.pieces[number:] if p.held), len(self.messages))
+            same = self.messages[held - 1 : held], messages[held - 1 : held]
+            if piece.kind != READ and list(map(meaning, same[0])) != list(map(meaning, same[1])):
+                break  # its text may begin another answer
+            if not text.startswith(piece.text, at):
+                stopped = bool(after) and after[0].kind == WROTE
+                end = after[0].text if stopped else self.tokenizer.eos_token
+                stop = text.find(end, at) if end and piece.kind == WROTE else -1
+                if stop < 0 or not same_answer(self.tokenizer, piece.text, text[at:stop]):
+                    break
+                found = _replaced(found, text, (at, stop), piece.text)
+                text = text[:at] + piece.text + text[stop:]
+            at, count = at + len(piece.text), count + 1
+        return Reading(self.tokenizer, self.pieces[:count]), text, tuple(found)
+
+    # ---- shrinking ------------------------------------------------------------------------
+
+    def before_answer(self) -> Reading:
+        """This reading up to the header of its last answer."""
+        count = len(self.pieces)
+        while count and self.pieces[count - 1].kind != READ:
+            count -= 1
+        parts = message_parts(self.messages[-1]) if self.asked else ()
+        asked = self.asked[: len(self.asked) - len(parts)]
+        return replace(self, pieces=self.pieces[:count], asked=asked, messages=self.messages[:-1])
+
+    def shortened(self, content: str, left: str, message: Message, *, located: bool) -> Reading:
+        """This reading with its last answer, written as ``content``, shortened to ``left``.
+
+        The tokens that end before the cut are kept, and the rest is cut into tokens anew.
+        ``message`` is the shorter answer.
+        """
+        prompt = self.before_answer()
+        pieces = self.pieces[len(prompt.pieces) :]
+        text = "".join(piece.text for piece in pieces)
+        gap = text[:1] if text.startswith(" ") and not content.startswith(" ") else ""
+        ids = [token for piece in pieces for token in piece.tokens]
+        kept, done = _whole_tokens(self.tokenizer, ids, content, len(left))
+        rest: list[int] = []
+        if done < len(left):
+            rest, _ = _spelled(self.tokenizer, prompt.text + gap + left[:done], left[done:])
+        if tokens := [*kept, *rest]:
+            piece = Segment(gap + left, tokens, pieces[0].kind)
+            answer = len(prompt.text) + len(gap)
+            prompt = replace(prompt, pieces=(*prompt.pieces, piece), answer=answer, said=left)
+        return prompt.booked(message, located=located)
 
     def cut(self, character: int) -> Reading:
-        """This reading without the tokens that reach beyond a character."""
+        """This reading without the tokens that reach beyond a character of its last piece."""
         cuts = Cuts.of(self.ends)
         kept = int(cuts.fewest[np.searchsorted(cuts.offsets, character, "right") - 1])
-        contents = tuple(c if c and c[1] <= character else None for c in self.asked)
-        return replace(self, tokens=self.tokens[:kept], ends=self.ends[:kept], asked=contents)
-
-    # ---- as JSON --------------------------------------------------------------------------
-
-    def to_json(self, before: Reading) -> dict[str, Any]:
-        """The whole reading as a difference to ``before``; there is no answer in progress."""
-        tokens = common_prefix(self.tokens, before.tokens)
-        text = common_prefix(self.text, before.text)
-        ends = common_prefix(self.ends.tolist(), before.ends.tolist())
-        return {
-            "messages": self.messages,
-            "boundaries": self.boundaries,
-            "contents": self.asked,
-            "shared": [tokens, ends, text],
-            "tokens": self.tokens[tokens:],
-            "ends": self.ends[ends:].tolist(),
-            "text": self.text[text:],
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], before: Reading) -> Self:
-        """The reading that :meth:`to_json` described.
-
-        Raises:
-            ValueError, KeyError, TypeError: The data are not a reading.
-        """
-        tokens, places, text = data["shared"]
-        made = cls(
-            before.text[:text] + data["text"],
-            before.tokens[:tokens] + list(data["tokens"]),
-            np.append(before.ends[:places], np.array(data["ends"], np.int64)),
-            tuple(None if span is None else (span[0], span[1]) for span in data["contents"]),
-            data["messages"],
-            list(data["boundaries"]),
-        )
-        ends = made.ends[made.ends != NO_END]
-        if len(made.tokens) != len(made.ends) or ends[-1:].tolist() != [len(made.text)]:
-            raise ValueError(f"{len(made.tokens)} tokens do not end with their text")
-        spans = [span for span in made.asked if span is not None]
-        if (np.diff(ends) < 0).any() or not all(0 <= a <= b <= ends[-1] for a, b in spans):
-            raise ValueError("tokens or contents stand where there is no text")
-        return replace(made, own=len(made.tokens))
+        last = self.pieces[-1]
+        count = max(0, kept - (len(self.tokens) - len(last.tokens)))
+        ends = None if last.ends is None else last.ends[:count]
+        left = replace(last, tokens=last.tokens[:count], ends=ends)
+        asked = tuple(c if c and c[1] <= character else None for c in self.asked)
+        return replace(self, pieces=(*self.pieces[:-1], left), asked=asked)
 
 
 def moved(spans: Sequence[Span | None], by: int) -> tuple[Span | None, ...]:
@@ -210,24 +258,83 @@ def moved(spans: Sequence[Span | None], by: int) -> tuple[Span | None, ...]:
     return tuple(span and (span[0] + by, span[1] + by) for span in spans)
 
 
-def _spelled(
-    tokenizer: Any, text: str, tokens: Sequence[int], ends: np.ndarray
-) -> tuple[list[int], np.ndarray]:
-    """Ids and ends of a text whose beginning is spelled by ``tokens``.
-
-    The rest is cut as the tokenizer cuts the whole text, if that has a cut where ``tokens`` end.
-    """
-    start = int(ends[-1]) if len(ends) else 0
-    if tokens and start == len(text):
-        return list(tokens), ends
-    rest = bare(tokenizer, text)
-    ids, places = rest.ids, rest.ends
-    if tokens:
-        cuts = Cuts.of(places)
-        found = int(np.searchsorted(cuts.offsets, start))
-        if found < len(cuts.offsets) and cuts.offsets[found] == start:
-            ids, places = ids[cuts.fewest[found] :], places[cuts.fewest[found] :]
+def _replaced(
+    found: Sequence[Span | None], text: str, block: Span, other: str
+) -> list[Span | None]:
+    """Where parts of a text stand once ``other`` stands in the place of a block of it."""
+    start, stop = block
+    moved_by = len(other) - (stop - start)
+    made: list[Span | None] = []
+    for span in found:
+        if span is None or span[1] <= start:
+            made.append(span)
+        elif span[0] >= stop:
+            made.append((span[0] + moved_by, span[1] + moved_by))
         else:
-            rest = bare(tokenizer, text[start:])
-            ids, places = rest.ids, np.where(rest.ends == NO_END, NO_END, rest.ends + start)
-    return [*tokens, *ids.tolist()], np.concatenate([ends, places])
+            place = other.find(text[slice(*span)])
+            inside = (start + place, start + place + span[1] - span[0])
+            made.append(inside if place >= 0 else None)
+    return made
+
+
+def _found(message: Message, text: str, at: int) -> list[Span | None]:
+    """Where the parts of an answer stand in the text in which a model wrote it."""
+    found: list[Span | None] = []
+    for key in TEXTS:
+        for start, stop in content_parts(message.get(key)):
+            part = message[key][start:stop]
+            place = text.find(part, at)
+            found.append((place, place + len(part)) if place >= 0 else None)
+            at = place + len(part) if place >= 0 else at
+    return found
+
+
+def _spelled(tokenizer: Any, before: str, text: str) -> tuple[list[int], np.ndarray | None]:
+    """Ids and ends of a text, as the tokenizer cuts it after the text ``before`` it."""
+    try:
+        alone = bare(tokenizer, text)
+    except ValueError:  # this tokenizer gives no offsets
+        return list(tokenizer.encode(text, add_special_tokens=False)), None
+    first = tokenizer.convert_ids_to_tokens(int(alone.ids[0])) if len(alone.ids) else ""
+    spaced = str(first).startswith(MARK) or (str(first)[:1] == SPACE and text[:1] != " ")
+    if not before or not spaced:
+        return alone.ids.tolist(), alone.ends
+    # Alone, the text may get a space in front that it does not get in its place.
+    whole = bare(tokenizer, before + text)
+    cuts = Cuts.of(whole.ends)
+    found = int(np.searchsorted(cuts.offsets, len(before)))
+    if found == len(cuts.offsets) or cuts.offsets[found] != len(before):
+        return alone.ids.tolist(), alone.ends
+    count = int(cuts.fewest[found])
+    ends = np.where(whole.ends == NO_END, NO_END, whole.ends - len(before))[count:]
+    return whole.ids[count:].tolist(), ends
+
+
+def _ends(tokenizer: Any, before: Sequence[Segment], piece: Segment) -> np.ndarray:
+    """The characters of a piece at which its tokens end, as they are decoded one by one."""
+    if piece.kind != WROTE and (alone := bare(tokenizer, piece.text)).ids.tolist() == piece.tokens:
+        return alone.ends
+    context = before[-1].tokens[-1:] if before else []
+    _, ends = written(tokenizer, [*context, *piece.tokens])
+    if context and ends[0] == NO_END:  # it shares a character with the piece
+        return written(tokenizer, piece.tokens)[1]
+    begin = int(ends[0]) if context else 0
+    return np.where(ends == NO_END, NO_END, ends - begin)[len(context) :]
+
+
+def _whole_tokens(
+    tokenizer: Any, ids: Sequence[int], content: str, characters: int
+) -> tuple[list[int], int]:
+    """The tokens of an answer that end within its first ``characters``, and their length.
+
+    The length is in characters. There are no such tokens if the tokens do not spell ``content``.
+    """
+    text, ends = written(tokenizer, ids)
+    # A decoder drops a leading space as a mark, so streamed text begins without it.
+    mark = int(text.startswith(" ") and not content.startswith(" "))
+    if not text.startswith(content, mark):
+        return [], 0
+    ended = [i for i, end in enumerate(ends) if end != NO_END and mark <= end <= characters + mark]
+    if not ended:
+        return [], 0
+    return list(ids[: ended[-1] + 1]), int(ends[ended[-1]]) - mark

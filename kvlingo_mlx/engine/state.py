@@ -13,12 +13,12 @@ from typing import Self
 
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.engine.accounting import Stats, stats_of
-from kvlingo_mlx.engine.asking import history_of
 from kvlingo_mlx.engine.exchange import Exchange, Switch
 from kvlingo_mlx.engine.folder import Draft, check_destination, draft, own_folder
 from kvlingo_mlx.engine.line import Line
-from kvlingo_mlx.engine.rules import by_tokenizer, check_all_can_heal
-from kvlingo_mlx.engine.transcript import Transcript, same_message
+from kvlingo_mlx.engine.messages import history_of
+from kvlingo_mlx.engine.rules import check_all_can_heal
+from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.engine.use import Use
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.models.prompts import Message
@@ -53,9 +53,7 @@ class State:
     @messages.setter
     def messages(self, messages: Sequence[Message]) -> None:
         with self._use.claimed():
-            listed = history_of(messages) if messages else []
-            made, rest = self.transcript.at(listed, self.same())
-            made.messages += rest
+            made = self.transcript.at(history_of(messages) if messages else [])
             made.previous = self.transcript
             self.transcript = made
 
@@ -83,12 +81,8 @@ class State:
         """
         with self._use.claimed():
             made = self.transcript.copy()
-            made.cut_answer(self.exchange.models, characters)
+            made.cut_answer(characters)
             self.transcript = made
-
-    def same(self) -> Callable[[Message, Message], bool]:
-        """A function that says whether a message is one of this conversation's own."""
-        return same_message([alike[0].tokenizer for alike in by_tokenizer(self.exchange.models)])
 
     def branch(self) -> Self:
         """An independent conversation that goes on from here; models and arrays are shared.

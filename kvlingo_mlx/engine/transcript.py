@@ -1,53 +1,92 @@
-"""A conversation's messages as the tokens that a model must hold to answer the next message."""
+"""A conversation's messages, and the tokens in which the models of each tokenizer hold them.
+
+Messages are structured: role, content, reasoning, tool calls with their ids and arguments. What a
+model wrote is divided into such a message. Its exact tokens stay beside it, for its tokenizer.
+
+The way from messages to a prompt is the same for any number of tokenizers:
+
+1. ``models.templates.fit_to_template`` gives the messages the form that a model's template takes,
+   and the template renders them.
+2. The text is compared with the tokenizer's last reading, piece by piece (a prompt, an answer, its
+   stop token). Pieces of equal text keep their tokens. So does an answer that the template writes
+   with other white space, or a call whose JSON it writes in another way.
+3. In the rest, an answer that a model of this tokenizer wrote keeps its tokens where the text is
+   that of the answer (after an edit, or behind reasoning that a template drops from earlier turns).
+4. What is left is cut by the tokenizer.
+
+Lines compare tokens. So a piece that is not recognised costs a second reading of it, and never
+changes what a model is given. ``verbatim`` takes another way: it continues from the reading as it
+is, and the template renders only what follows.
+
+Where one tokenizer is alone, the places of contents in a text are not needed. They cost a second
+rendering, which is made only for step 3, where there is such an answer.
+"""
 
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from kvlingo_mlx.engine.answers import Parts, divided
+from kvlingo_mlx.engine.messages import answer_message, content_of, meaning, recalled
+from kvlingo_mlx.engine.reading import WROTE, Reading, Segment, moved
 from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message, render_text
-from kvlingo_mlx.tokenization.alignment import NO_END
-from kvlingo_mlx.tokenization.renderings import written
+from kvlingo_mlx.tokenization.alignment import Span
+from kvlingo_mlx.tokenization.renderings import content_spans, message_parts
 
-Same = Callable[[Message, Message], bool]  # whether our message and a given one are the same
 MARK = "\u2039answer\u203a"  # a text that no conversation holds, in place of an answer
+NEXT = "\u2039next\u203a"  # stands for the user's next words, which are not known yet
+
+
+@dataclass(frozen=True)
+class Written:
+    """What models wrote of one message.
+
+    Attributes:
+        message: The message.
+        text: The text as it was written, marks of reasoning and calls included.
+        opened: Whether the prompt opened a reasoning trace.
+        pieces: By tokenizer, the answer in the tokens of its models, if they wrote it alone.
+    """
+
+    message: Message
+    text: str
+    opened: bool = False
+    pieces: Mapping[str, Segment] = field(default_factory=dict)
 
 
 @dataclass(eq=False, repr=False)
 class Transcript:
-    """Messages, and the tokens in which they were read and written.
-
-    Text can be cut into tokens in several ways, and a model that wrote an answer holds the tokens
-    that it chose. So the rendered text is compared with the written text. They are shared up to
-    the last boundary between turns at which they agree, and only the rest is encoded. A template
-    that changes earlier turns (for example, strips their thinking) ends the shared part there.
-    ``verbatim`` continues from the written tokens instead.
+    """Messages, and for each tokenizer the tokens in which its models read and wrote them.
 
     Attributes:
         messages: Every message so far.
-        verbatim: Whether to continue from the written tokens.
+        verbatim: Whether to continue from the tokens as they were written.
         switches: The chat template's switches (``enable_thinking``, ``tools``).
-        tokens: The tokens of the conversation as it was last read and written.
-        boundaries: Lengths of ``tokens`` at which a prompt or an answer ended.
-        held: The number of messages that ``tokens`` cover; later messages were set, not read.
-        spelled: Answers, and the tokens in which models wrote them; all copies share it.
-        previous: The transcript before the last exchange, or None.
+        several: Whether the conversation's models have several tokenizers.
+        readings: By tokenizer fingerprint, the conversation as its models last held it. It may
+            hold other messages: some that were changed since, or fewer.
+        latest: The tokenizer that wrote last.
+        written: What models wrote, by the answers' :func:`~.messages.meaning`; copies share it.
+        previous: The transcript before the last exchange or change, or None.
     """
 
     messages: list[Message] = field(default_factory=list)
     verbatim: bool = False
     switches: dict[str, Any] = field(default_factory=dict)
-    tokens: list[int] = field(default_factory=list)
-    boundaries: list[int] = field(default_factory=list)
-    held: int = 0
-    spelled: dict[str, list[int]] = field(default_factory=dict)
+    several: bool = False
+    readings: dict[str, Reading] = field(default_factory=dict)
+    latest: str | None = None
+    written: dict[str, Written] = field(default_factory=dict)
     previous: Transcript | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the conversation as the last answer's model holds it."""
+        return [] if self.latest is None else self.readings[self.latest].tokens
 
     def copy(self) -> Self:
         """An independent copy."""
@@ -55,8 +94,7 @@ class Transcript:
             self,
             messages=list(self.messages),
             switches=dict(self.switches),
-            tokens=list(self.tokens),
-            boundaries=list(self.boundaries),
+            readings=dict(self.readings),
         )
 
     def undo(self) -> Transcript:
@@ -69,161 +107,198 @@ class Transcript:
             raise ValueError("there is nothing to undo: nobody has answered yet")
         return self.previous.copy()
 
-    def at(self, messages: Sequence[Message], same: Same) -> tuple[Transcript, list[Message]]:
-        """The longest state of this conversation that begins ``messages``, and the other messages.
+    def at(self, messages: Sequence[Message]) -> Self:
+        """This transcript with other messages; answers among them are recalled as written."""
+        made = self.copy()
+        known = [self.written.get(meaning(m)) for m in messages]
+        made.messages = [
+            dict(given) if ours is None else recalled(given, ours.message)
+            for given, ours in zip(messages, known, strict=True)
+        ]
+        return made
 
-        States are the present one, and those before each exchange or change. ``same`` compares
-        messages.
-        """
-        found: Transcript = type(self)(verbatim=self.verbatim, spelled=self.spelled)
-        for state in self._history():
-            length = len(state.messages)
-            if len(found.messages) < length <= len(messages) and all(
-                map(same, state.messages, messages)
-            ):
-                found = state.copy()
-        found.switches = dict(self.switches)
-        return found, [dict(message) for message in messages[len(found.messages) :]]
+    # ---- prompts --------------------------------------------------------------------------
 
-    def prompt(self, model: LanguageModel, new: Sequence[Message]) -> list[int]:
+    def prompt(self, model: LanguageModel, new: Sequence[Message] = ()) -> list[int]:
         """The tokens up to the header of the answer to ``new``, by ``model``'s template.
 
         Raises:
             ValueError: The model has no template, or it does not take these messages.
         """
-        messages = [*self.messages, *new]
-        if self.verbatim and self.tokens:
-            rest = self._after(model, self.tokens[-1], messages[self.held :])
-            return self.tokens + _encode(model, rest)
-        text = render_text(model, messages, **self.switches)
-        for boundary in (*sorted(self.boundaries, reverse=True), 0):
-            written = model.tokenizer.decode(self.tokens[:boundary])
-            if text.startswith(written):
-                known = self.held if boundary == len(self.tokens) else 0
-                kept = self.tokens[:boundary]
-                return self._spell(model, text, len(written), kept, messages, known)
-        raise AssertionError("every text begins with no token")
+        return self.reading(model, new).tokens
 
-    def _spell(
+    def reading(self, model: LanguageModel, new: Sequence[Message] = ()) -> Reading:
+        """:meth:`prompt`, with the places of its tokens and of the messages' contents.
+
+        Raises:
+            ValueError: As for :meth:`prompt`.
+        """
+        messages = (*self.messages, *new)
+        before = self.readings.get(model.tokenizer_fingerprint, Reading(model.tokenizer))
+        if self.verbatim:
+            both = (list(map(meaning, listed)) for listed in (before.messages, messages))
+            kept = before.holding(common_prefix(*both))
+            if kept.pieces:
+                return self._continued(model, kept, messages)
+        rendered, found = self._rendered(self._renderer(model), messages)
+        kept, text, found = before.agreeing(rendered, found, messages)
+        for place, piece in self._own_answers(model, messages, kept, text, found):
+            if place >= len(kept.text):
+                kept = kept.read(text[len(kept.text) : place])
+                kept = replace(kept, pieces=(*kept.pieces, piece))
+        kept = kept.read(text[len(kept.text) :])
+        return replace(kept, asked=found, messages=messages, rendered=rendered)
+
+    def _continued(
+        self, model: LanguageModel, kept: Reading, messages: tuple[Message, ...]
+    ) -> Reading:
+        """A reading that goes on with what the template puts after an earlier one."""
+        rest = messages[len(kept.messages) :]
+        text, found = self._rendered(lambda m: self._after(model, kept.tokens[-1], m), rest)
+        before = kept.asked or (None,) * sum(len(message_parts(m)) for m in kept.messages)
+        asked = (*before, *moved(found, len(kept.text))) if self.several else ()
+        return replace(kept.read(text), asked=asked, messages=messages)
+
+    def _renderer(self, model: LanguageModel) -> Callable[[Sequence[Mapping[str, Any]]], str]:
+        return lambda messages: render_text(model, [*map(dict, messages)], **self.switches)
+
+    def _rendered(
+        self, render: Callable[..., str], messages: Sequence[Message]
+    ) -> tuple[str, tuple[Span | None, ...]]:
+        """The text of messages, and the places of their parts if other tokenizers need them."""
+        return content_spans(render, messages) if self.several else (render(messages), ())
+
+    def _own_answers(
         self,
         model: LanguageModel,
-        text: str,
-        begun: int,
-        tokens: list[int],
         messages: Sequence[Message],
-        known: int,
-    ) -> list[int]:
-        """All tokens of ``text``, whose first ``begun`` characters are ``tokens``.
+        kept: Reading,
+        text: str,
+        found: Sequence[Span | None],
+    ) -> Iterator[tuple[int, Segment]]:
+        """Places and pieces of the answers after ``kept``, in the tokens of their models."""
+        held = max((piece.held or 0 for piece in kept.pieces), default=0)
+        own = {}
+        for number, message in enumerate(messages):
+            known = self.written.get(meaning(message)) if number >= held else None
+            piece = known and known.pieces.get(model.tokenizer_fingerprint)
+            if piece and piece.text:
+                own[number] = piece
+        if not own:
+            return
+        if not self.several:
+            _, found = content_spans(self._renderer(model), messages, text)
+        spans = iter(found)
+        for number, message in enumerate(messages):
+            parts = [next(spans, None) for _ in message_parts(message)]
+            if number in own and parts and (last := parts[-1]) is not None:
+                place = last[0] - own[number].text.find(text[slice(*last)])
+                if text.startswith(own[number].text, place):
+                    yield place, replace(own[number], held=number + 1)
 
-        In the rest, answers that a model wrote keep the tokens in which it wrote them. Answers
-        among the first ``known`` messages are in ``tokens`` already.
-        """
-        for place, content in reversed(self._written(model, messages, known, text, begun)):
-            # A decoder takes a leading space for a mark and drops it.
-            for at in (place, place - 1) if text[begun:place].endswith(" ") else (place,):
-                made = [*tokens, *_encode(model, text[begun:at]), *self.spelled[content]]
-                if model.tokenizer.decode(made) == text[: place + len(content)]:
-                    tokens, begun = made, place + len(content)
-                    break
-        return tokens + (_encode(model, text[begun:]) if begun < len(text) else [])
-
-    def _written(
-        self, model: LanguageModel, messages: Sequence[Message], known: int, text: str, begun: int
-    ) -> list[tuple[int, str]]:
-        """Places and texts of the models' answers in ``text`` from ``begun`` on, last first."""
-        found = []
-        for index in range(len(messages) - 1, known - 1, -1):
-            content = messages[index].get("content")
-            told = isinstance(content, str) and content in self.spelled
-            if not told or messages[index].get("role") != "assistant":
-                continue
-            place = self._place(model, messages, index)
-            if place is not None and place < begun:
-                break
-            if place is not None and text.startswith(str(content), place):
-                found.append((place, str(content)))
-        return found
-
-    def _place(self, model: LanguageModel, messages: Sequence[Message], index: int) -> int | None:
-        """The place of a message's content in the rendering of all messages, or None."""
-        marked = [*messages[:index], {**messages[index], "content": MARK}, *messages[index + 1 :]]
-        before, found, _ = render_text(model, marked, **self.switches).partition(MARK)
-        return len(before) if found else None
-
-    def _after(self, model: LanguageModel, last: int, new: Sequence[Message]) -> str:
+    def _after(self, model: LanguageModel, last: int, new: Sequence[Mapping[str, Any]]) -> str:
         """The text that the template puts after an answer whose last token is ``last``."""
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-        text = render_text(model, [*before, *new], **self.switches).split(MARK, 1)[1]
+        text = self._renderer(model)([*before, *new]).split(MARK, 1)[1]
         return text[len(_written_stop(model, last, text)) :]
 
-    def end_of_messages(
-        self, model: LanguageModel, new: Sequence[Message], prompt: Sequence[int]
-    ) -> int | None:
-        """The place in ``prompt``, made of ``new``, where the answer's header begins, or None.
+    def header(self, model: LanguageModel, new: Sequence[Message], reading: Reading) -> int | None:
+        """The number of tokens of a prompt's ``reading`` before the answer's header, or None.
 
         The template renders the same before that place once the answer is an earlier one. It may
         drop what it puts at an answer's beginning (an empty think block).
         """
-        whole = render_text(model, [*self.messages, *new], **self.switches)
-        bare = render_text(
-            model, [*self.messages, *new], add_generation_prompt=False, **self.switches
-        )
-        header = _encode(model, whole[len(bare) :]) if whole.startswith(bare) else []
-        found = header and list(prompt[-len(header) :]) == header
-        return len(prompt) - len(header) if found else None
+        messages = [*self.messages, *new]
+        bare = render_text(model, messages, add_generation_prompt=False, **self.switches)
+        whole = reading.rendered or self._renderer(model)(messages)
+        header = whole[len(bare) :] if whole.startswith(bare) else ""
+        return reading.place(len(reading.text) - len(header)) if header else None
 
-    def wrote(self, new: Sequence[Message], prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Book the new messages, the prompt with the answer's header, and the answer's tokens."""
+    def ahead(self, model: LanguageModel) -> Reading | None:
+        """The part that will be read whatever the user says next; None if it is unknown."""
+        try:
+            found = self.reading(model, [{"role": "user", "content": NEXT}])
+        except ValueError:
+            return None
+        place = found.contents[-1]
+        return None if place is None else found.cut(place[0])
+
+    def gap(self, model: LanguageModel, messages: Sequence[Message], header: str) -> str:
+        """The white space that the template puts between an answer's header and the answer.
+
+        ``header`` is the end of the text up to there.
+        """
+        try:
+            answered = [*self.messages, *messages, {"role": "assistant", "content": MARK}]
+            text = self._renderer(model)(answered).split(MARK, 1)[0]
+        except ValueError:
+            return ""
+        found = text[len(text.rstrip(" ")) :]
+        return found if text.endswith(header + found) and not header.endswith(" ") else ""
+
+    # ---- answers --------------------------------------------------------------------------
+
+    def book(
+        self,
+        new: Sequence[Message],
+        readings: Mapping[str, Reading],
+        latest: str,
+        written: Written,
+    ) -> None:
+        """Book messages and the answer to them, with their ``readings`` by tokenizer.
+
+        The readings hold the whole answer, which a model of tokenizer ``latest`` finished.
+        """
         self.previous = self.copy()
-        self.messages = [*self.messages, *new]
-        # Where tokens were cut anew, a boundary might divide a character.
-        shared = common_prefix(self.tokens, prompt)
-        kept = {b for b in self.boundaries if b <= shared}
-        self.tokens = [*prompt, *answer]
-        self.boundaries = sorted({*kept, len(prompt), len(self.tokens)})
-        self.held = len(self.messages)
+        self.messages = [*self.messages, *new, written.message]
+        for key, reading in readings.items():
+            self.readings[key] = reading.booked(written.message, located=self.several)
+        self.latest = latest
+        self._remember(written)
 
-    def remember(self, model: LanguageModel) -> None:
-        """Keep the tokens that spell the last answer, without a stop token at its end."""
-        if content := self.messages[-1]["content"]:
-            ids = self.tokens[self.boundaries[-2] :]
-            self.spelled[content] = ids[:-1] if ids[-1] in model.tokenizer.eos_token_ids else ids
+    def _remember(self, written: Written) -> None:
+        """Keep what was written, with the answer's tokens where one piece is all of it."""
+        pieces = {}
+        for key, reading in self.readings.items():
+            own = reading.pieces[len(reading.before_answer().pieces) :]
+            whole = reading.messages and reading.messages[-1] is written.message
+            alone = len(own) in (1, 2) and {piece.kind for piece in own} == {WROTE}
+            if whole and alone:
+                pieces[key] = own[0]
+        self.written[meaning(written.message)] = replace(written, pieces=pieces)
 
-    def cut_answer(self, models: Sequence[LanguageModel], characters: int) -> None:
-        """Keep the first ``characters`` of the last answer, in the tokens as written.
+    def cut_answer(self, characters: int) -> None:
+        """Keep the first ``characters`` of the last answer's text, in the tokens as written.
 
-        ``models`` are those of the conversation. If the cut is inside a token, its remaining text
-        is encoded anew.
+        If the cut is inside a token, its remaining text is encoded anew.
 
         Raises:
             ValueError: The last message is not an answer of that many characters.
         """
         last = self.messages[-1] if self.messages else {}
-        content = last.get("content")
-        if last.get("role") != "assistant" or not isinstance(content, str):
+        if last.get("role") != "assistant":
             raise ValueError("the last message is no answer, so there is nothing to truncate")
+        known = self.written.get(meaning(last), Written(last, content_of(last)))
         if isinstance(characters, bool) or not isinstance(characters, int):
             raise ValueError(f"characters is {characters!r:.40}; give a whole number")
-        if not 0 <= characters <= len(content):
+        if not 0 <= characters <= len(known.text):
             raise ValueError(
-                f"characters is {characters}, but the answer has {len(content)}; give 0 to "
-                f"{len(content)}"
+                f"characters is {characters}, but the answer has {len(known.text)}; give 0 to "
+                f"{len(known.text)}"
             )
-        if characters == len(content):
+        if characters == len(known.text):
             return
-        self.messages = [*self.messages[:-1], {**last, "content": content[:characters]}]
-        if self.held == len(self.messages):
-            self._cut_tokens(models, content, content[:characters])
-
-    def _cut_tokens(self, models: Sequence[LanguageModel], content: str, left: str) -> None:
-        """Shorten the last answer's tokens to those of the text ``left``."""
-        model = models[0]
-        begin = self.boundaries[-2]
-        ids, done = whole_tokens(model.tokenizer, self.tokens[begin:], content, len(left))
-        rest = _encode(model, left[done:]) if done < len(left) else []
-        self.tokens = [*self.tokens[:begin], *ids, *rest]
-        self.boundaries = sorted({*self.boundaries[:-1], len(self.tokens)})
-        self.remember(model)
+        left = known.text[:characters]
+        holding = {k: r for k, r in self.readings.items() if list(r.messages) == self.messages}
+        message = {**last, "content": left}
+        if self.latest in holding:
+            tokenizer = holding[self.latest].tokenizer
+            message = answer_message(tokenizer, left, opened=known.opened)
+        self.messages = [*self.messages[:-1], message]
+        for key, reading in holding.items():
+            cut = reading.shortened(known.text, left, message, located=self.several)
+            self.readings[key] = cut
+        self._remember(Written(message, left, known.opened))
 
     # ---- as JSON --------------------------------------------------------------------------
 
@@ -235,140 +310,98 @@ class Transcript:
             state = state.previous
 
     def to_json(self) -> dict[str, Any]:
-        """The whole transcript with its undo history; earlier states as differences."""
-        earlier, later = [], self.tokens
-        for state in itertools.islice(self._history(), 1, None):
-            shared = common_prefix(state.tokens, later)
-            earlier.append(
-                {
-                    **by_difference(state.messages, self.messages),
-                    "held": state.held,
-                    "shared": shared,
-                    "tokens": state.tokens[shared:],
-                    "boundaries": state.boundaries,
+        """The whole transcript with its undo history; each state as a difference to the next."""
+        pieces: dict[int, tuple[int, Segment]] = {}
+
+        def number(piece: Segment) -> int:
+            return pieces.setdefault(id(piece), (len(pieces), piece))[0]
+
+        states, later = [], Transcript()
+        for state in self._history():
+            readings = {}
+            for key, reading in state.readings.items():
+                after = later.readings.get(key, Reading(None))
+                readings[key] = {
+                    "pieces": _less(
+                        list(map(number, reading.pieces)), [*map(number, after.pieces)]
+                    ),
+                    "asked": _less(reading.asked, after.asked),
+                    "messages": _less(list(reading.messages), state.messages),
                 }
-            )
-            later = state.tokens
+            messages = _less(state.messages, later.messages)
+            states.append({"messages": messages, "latest": state.latest, "readings": readings})
+            later = state
+        written = [
+            {
+                "message": each.message,
+                "text": each.text,
+                "opened": each.opened,
+                "pieces": {key: number(piece) for key, piece in each.pieces.items()},
+            }
+            for each in self.written.values()
+        ]
         return {
-            "messages": self.messages,
-            "tokens": self.tokens,
-            "boundaries": self.boundaries,
             "verbatim": self.verbatim,
             "switches": self.switches,
-            "held": self.held,
-            "spelled": self.spelled,
-            "earlier": earlier,
+            "states": states,
+            "written": written,
+            "pieces": [[p.text, p.tokens, p.kind, p.held] for _, p in pieces.values()],
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Transcript:
-        """The transcript that :meth:`to_json` described, perhaps in an older version."""
-        made = cls(
-            list(data["messages"]),
-            data["verbatim"],
-            dict(data["switches"]),
-            list(data["tokens"]),
-            list(data["boundaries"]),
-            spelled={text: list(map(int, ids)) for text, ids in data.get("spelled", {}).items()},
-        )
-        made.held = int(data.get("held", len(made.messages) if made.tokens else 0))
-        state = made
-        for fact in data["earlier"]:
-            before = cls(
-                from_difference(fact, made.messages),
-                made.verbatim,
-                dict(made.switches),
-                state.tokens[: fact["shared"]] + fact["tokens"],
-                list(fact["boundaries"]),
-                spelled=made.spelled,
+    def from_json(cls, data: Mapping[str, Any], models: Sequence[LanguageModel]) -> Self:
+        """The transcript that :meth:`to_json` described, of a conversation of such models.
+
+        Raises:
+            ValueError, KeyError, TypeError, IndexError: The data are not a transcript.
+        """
+        tokenizers = {model.tokenizer_fingerprint: model.tokenizer for model in models}
+        pieces = [Segment(str(text), list(ids), kind, n) for text, ids, kind, n in data["pieces"]]
+        numbers = {id(piece): number for number, piece in enumerate(pieces)}
+        written = {}
+        for each in data["written"]:
+            own = {key: pieces[n] for key, n in each["pieces"].items()}
+            found = Written(each["message"], each["text"], each["opened"], own)
+            written[meaning(found.message)] = found
+        states: list[Self] = []
+        for fact in data["states"]:
+            later = states[-1] if states else cls()
+            messages = _more(fact["messages"], later.messages)
+            readings = {}
+            for key, known in fact["readings"].items():
+                after = later.readings.get(key, Reading(None))
+                numbered = [numbers[id(piece)] for piece in after.pieces]
+                readings[key] = made = Reading(
+                    tokenizers[key],
+                    tuple(pieces[n] for n in _more(known["pieces"], numbered)),
+                    tuple(
+                        span and (span[0], span[1]) for span in _more(known["asked"], after.asked)
+                    ),
+                    tuple(_more(known["messages"], messages)),
+                )
+                if any(
+                    span and not 0 <= span[0] <= span[1] <= len(made.text) for span in made.asked
+                ):
+                    raise ValueError("contents stand where there is no text")
+            several = len(tokenizers) > 1
+            own = dict(data["switches"])
+            states.append(
+                cls(messages, data["verbatim"], own, several, readings, fact["latest"], written)
             )
-            before.held = int(fact.get("held", len(before.messages) if before.tokens else 0))
-            state.previous, state = before, before
-        return made
+        for later, earlier in itertools.pairwise(states):
+            later.previous = earlier
+        return states[0]
 
 
-def by_difference(messages: Sequence[Message], later: Sequence[Message]) -> dict[str, Any]:
-    """The messages as a difference to those of a later state, for JSON."""
-    shared = common_prefix(messages, later)
-    found: dict[str, Any] = {"messages": shared}
-    return found | ({"own": list(messages[shared:])} if shared < len(messages) else {})
+def _less(items: Sequence[Any], later: Sequence[Any]) -> dict[str, Any]:
+    """A list as a difference to that of a later state, for JSON."""
+    shared = common_prefix(items, later)
+    return {"shared": shared, "own": list(items[shared:])}
 
 
-def from_difference(facts: Mapping[str, Any], later: Sequence[Message]) -> list[Message]:
-    """The messages that :func:`by_difference` described."""
-    return [*later[: facts["messages"]], *facts.get("own", [])]
-
-
-def without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
-    """The messages without the first turn: a user's message and all up to the next one.
-
-    System messages before it stay. Returns None if there is only one turn.
-    """
-    turns = [index for index, m in enumerate(messages) if m.get("role") == "user"]
-    if len(turns) < 2:
-        return None
-    system = [m for m in messages[: turns[0]] if m.get("role") in ("system", "developer")]
-    return [*system, *messages[turns[1] :]]
-
-
-def same_message(tokenizers: Iterable[Any]) -> Same:
-    """A function that says whether a given message is ours, as clients send messages back.
-
-    Clients may send an answer without its reasoning and with parsed tool calls. ``tokenizers`` are
-    those of the models that may have written it.
-    """
-    listed = list(tokenizers)
-
-    def same(ours: Message, given: Message) -> bool:
-        one, other = ({k: v for k, v in m.items() if v is not None} for m in (ours, given))
-        if one == other:
-            return True
-        answers = one.get("role") == "assistant" == other.get("role")
-        if not answers or not isinstance(text := one.get("content"), str):
-            return False
-        return any(_sent_back(divided(tokenizer, text), other) for tokenizer in listed)
-
-    return same
-
-
-def _sent_back(parts: Parts, given: Message) -> bool:
-    """Whether a message has an answer's content and calls, apart from white space around them."""
-    extra = {"role", "content", "tool_calls", "reasoning", "reasoning_content"}
-    content = given.get("content", "")
-    if set(given) - extra or not isinstance(content, str):
-        return False
-    ours, theirs = [
-        list(map(_called, listed)) for listed in (parts.tool_calls, given.get("tool_calls", ()))
-    ]
-    return content.strip() == parts.content.strip() and ours == theirs
-
-
-def _called(call: Any) -> Any:
-    """A tool call's name and arguments, in whichever form the arguments are written."""
-    try:
-        function = call["function"]
-        arguments = function["arguments"]
-        return function["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (TypeError, KeyError, ValueError):
-        return call
-
-
-def whole_tokens(
-    tokenizer: Any, ids: Sequence[int], content: str, characters: int
-) -> tuple[list[int], int]:
-    """The tokens of an answer that end within its first ``characters``, and their length.
-
-    The length is in characters. There are no such tokens if the tokens do not spell ``content``.
-    """
-    text, ends = written(tokenizer, ids)
-    # A decoder drops a leading space as a mark, so streamed text begins without it.
-    mark = int(text.startswith(" ") and not content.startswith(" "))
-    if not text.startswith(content, mark):
-        return [], 0
-    ended = [i for i, end in enumerate(ends) if end != NO_END and mark <= end <= characters + mark]
-    if not ended:
-        return [], 0
-    return list(ids[: ended[-1] + 1]), int(ends[ended[-1]]) - mark
+def _more(fact: Mapping[str, Any], later: Sequence[Any]) -> list[Any]:
+    """The list that :func:`_less` described."""
+    return [*later[: fact["shared"]], *fact["own"]]
 
 
 def _written_stop(model: LanguageModel, last: int, text: str) -> str:
@@ -381,7 +414,3 @@ def _written_stop(model: LanguageModel, last: int, text: str) -> str:
     stops = {*tokenizer.eos_token_ids, *tokenizer.get_added_vocab().values()}
     stop = tokenizer.decode([last])
     return stop if last in stops and text.startswith(stop) else ""
-
-
-def _encode(model: LanguageModel, text: str) -> list[int]:
-    return list(model.tokenizer.encode(text, add_special_tokens=False))

@@ -14,6 +14,7 @@ from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 from kvlingo_mlx.caches.validation import room_for
+from kvlingo_mlx.engine.answer import AnswerInProgress
 from kvlingo_mlx.engine.answers import AnswerReader
 from kvlingo_mlx.engine.batches import Place
 from kvlingo_mlx.engine.clock import PHASES
@@ -27,10 +28,8 @@ from kvlingo_mlx.engine.responses import (
     with_prefix,
 )
 from kvlingo_mlx.engine.sampling import Choice, LogitsProcessor
-from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.engine.use import Use
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.prompts import Message
 from kvlingo_mlx.threads import finished, in_turn, stepping, wired, working
 from kvlingo_mlx.translators.base import Translator
 
@@ -73,30 +72,20 @@ class Part:
 
 
 class Turn:
-    """An answer in progress.
+    """An answer that is being decoded.
 
     Attributes:
-        messages: The messages that it answers; none where it goes on with a plain text.
-        prompt: The tokens up to the end of the answer's header.
-        mark: The number of prompt tokens before the header, or None if it is unknown.
+        progress: The answer as its models read it.
         answer: The answer's tokens so far.
         text: The answer's text so far.
         ended: Whether a stop token, a stop text or the limit has come.
     """
 
     def __init__(
-        self,
-        exchange: Exchange,
-        messages: Sequence[Message],
-        prompt: Sequence[int],
-        mark: int | None,
-        max_tokens: int,
-        decoding: Decoding,
+        self, exchange: Exchange, progress: AnswerInProgress, max_tokens: int, decoding: Decoding
     ) -> None:
-        self.messages, self.prompt, self.mark = list(messages), list(prompt), mark
-        self.answer: list[int] = []
-        self.text, self.ended, self._parts = "", False, 0
-        self._stopped = False
+        self.progress, self.answer = progress, list[int]()
+        self.text, self.ended, self._stopped = "", False, False
         self._exchange, self._decoding, self._most = exchange, decoding, max_tokens
         self._reader: AnswerReader | None = None
         self._started, self._ttft = time.perf_counter(), 0.0
@@ -110,7 +99,7 @@ class Turn:
 
     def length(self, name: str) -> int:
         """The number of tokens of the prompt and the answer so far, by a model's tokenizer."""
-        return len(self.prompt) + len(self.answer)
+        return len(self.progress.reading(name).tokens)
 
     def read(self, name: str) -> Steps:
         """Let a model's line hold the whole prompt except its last token."""
@@ -126,7 +115,7 @@ class Turn:
         ``finish`` is taken with the answer's text, also if the caller closes the generator, but
         not after an error.
         """
-        latest = name = parts[-1].name
+        latest = parts[-1].name
         try:
             if reader not in (None, parts[0].name):
                 yield from self.read(reader)
@@ -136,35 +125,44 @@ class Turn:
                     yield from self.write(part, last=part is parts[-1])
         except GeneratorExit:
             if not Use.over:
-                finished(finish(self.said(name, cut=True)))
+                finished(finish(self.progress.text(self.text, cut=True)))
             raise
-        yield from finish(self.said(name, cut=False))
+        yield from finish(self.progress.text(self.text, cut=False))
         return latest
 
     def _begin(self, name: str) -> Generator[None, None, tuple[list[int], Switch]]:
         """All tokens so far; the model's line now holds all of them except the last."""
-        tokens = [*self.prompt, *self.answer]
-        switch = yield from self._exchange.bring(name, tokens[:-1], self.mark, then=tokens[-1])
+        tokens, known = self.progress.reading(name).tokens, self.progress.known(name)
+        mark, then = self.progress.mark(name), tokens[-1]
+        switch = yield from self._exchange.bring(name, tokens[:-1], mark, known, then)
         return tokens, switch
 
     def write(self, part: Part, *, last: bool) -> Iterator[GenerationResponse | None]:
         """Let a model continue the answer; ``last`` says that no other model continues after it."""
+        begun = len(self.answer)
+        try:
+            yield from self._write(part, begun, last=last)
+        except GeneratorExit:
+            self.progress.add(part.name, self.answer[begun:])
+            raise
+        self.progress.add(part.name, self.answer[begun:])
+
+    def _write(self, part: Part, begun: int, *, last: bool) -> Iterator[GenerationResponse | None]:
         name, most = part.name, part.most
-        self._parts += 1
         tokens, switch = yield from self._begin(name)
         self._seconds["translate"] += switch.translate_s
         self._seconds["native"] += switch.read_s
         line = self._exchange.line(name)
-        reader = self._read_by(line.model.tokenizer, tokens)
+        reader = self._read_by(line.model.tokenizer)
         limit = self.room(name) if most is None else min(most, self.room(name))
         used = self._exchange.used_by(name, switch.sources)
         line.counted = len(line)
-        text, begun = "", len(self.answer)
+        text = ""
         for response in self._decoded(line, tokens, limit):
             if response is None:
                 yield None
                 continue
-            if not text and (begun or not self.messages):  # it goes on with a text
+            if not text and (begun or not self.progress.messages):  # it goes on with a text
                 before = [tokens[-1], *self.answer[begun:]]
                 response = _joined(response, line.model.tokenizer, before)
             text += response.text
@@ -181,11 +179,11 @@ class Turn:
             if done or self._stopped:
                 return
 
-    def _read_by(self, tokenizer: Any, tokens: Sequence[int]) -> AnswerReader:
+    def _read_by(self, tokenizer: Any) -> AnswerReader:
         """The reader of the answer's text, which all of its writers share."""
         if self._reader is None:
             stop, tools = self._decoding.choice.stop, self._decoding.tools
-            self._reader = AnswerReader(tokenizer, tokens, stop, tools)
+            self._reader = AnswerReader(tokenizer, self.progress.header, stop, tools)
         self._reader.written_by(tokenizer)
         return self._reader
 
@@ -193,27 +191,10 @@ class Turn:
         """The number of characters of ``text`` before the stop text that ended the answer."""
         return self._reader.stopped_at(text) if self._reader and self._stopped else None
 
-    def said(self, name: str, *, cut: bool) -> str:
-        """The answer as text.
-
-        A character's bytes may come from two models, or be incomplete when an answer is cut short.
-        In these cases the answer is decoded as a whole.
-        """
-        if self._parts < 2 and not cut:
-            return self.text
-        tokenizer = self._exchange.line(name).model.tokenizer
-        stopped = self.answer and self.answer[-1] in tokenizer.eos_token_ids
-        return tokenizer.decode(self.answer[:-1] if stopped else self.answer)
-
-    def book(self, transcript: Transcript, text: str) -> None:
-        """Add the question and the answer ``text`` to the conversation."""
-        said = {"role": "assistant", "content": text}
-        transcript.wrote([*self.messages, said], self.prompt, self.answer)
-
-    def follow(self, transcript: Transcript, *, eager: bool) -> Steps:
-        """Bring the other lines up to date with the booked answer."""
-        if eager:
-            yield from self._exchange.follow(transcript.tokens, self.mark)
+    def book(self, text: str) -> None:
+        """Add the messages and the answer ``text`` to the conversation."""
+        calls = self._reader.calls if self._reader else ()
+        self.progress.book(text, [call["id"] for call in calls])
 
     def _decoded(self, line: Line, tokens: list[int], most: int) -> Iterator[MLXResponse | None]:
         """Decode from a line that holds all of ``tokens`` except the last one.

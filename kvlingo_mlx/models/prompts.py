@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 
 from kvlingo_mlx.embedded import is_embedded
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.templates import Message, fit_to_template
 from kvlingo_mlx.tokenization.renderings import (
     Rendering,
     chat,
@@ -19,7 +20,6 @@ from kvlingo_mlx.tokenization.renderings import (
     with_joined_parts,
 )
 
-Message = dict[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
@@ -114,7 +114,7 @@ def _render(
 ) -> Any:
     if not model.tokenizer.has_chat_template:
         raise ValueError(f"{model.name} has no chat template; pass the prompt as text")
-    messages = with_joined_parts(messages)
+    messages = fit_to_template(model, messages)
     for message in messages:
         if isinstance(message.get("content"), str):
             _check_text(message["content"])

@@ -19,6 +19,7 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 from mlx_lm.generate import maybe_set_recommended_wired_limit
 
 from kvlingo_mlx.engine.accounting import check_room
+from kvlingo_mlx.engine.answer import AnswerInProgress
 from kvlingo_mlx.engine.asking import Request
 from kvlingo_mlx.engine.batches import Batch
 from kvlingo_mlx.engine.conversation import Conversation
@@ -303,7 +304,8 @@ class Engine:
         most = request.max_tokens
         choice = choice_of(request.options, request.sampler, request.logits_processors)
         choice = exchange.chosen_together(choice)
-        turn = Turn(exchange, [], job.tokens, None, most, Decoding(choice, batch=job.seat))
+        progress = AnswerInProgress.to_text(exchange, resident.name, job.tokens)
+        turn = Turn(exchange, progress, most, Decoding(choice, batch=job.seat))
         lengths = {resident.name: len(job.tokens)}
         check_room(lengths, exchange.lines, together=exchange.spread)
         if job.ask.echo:

@@ -171,12 +171,14 @@ class Talk:
         return self.texts if self.conversation is None else self.conversation.exchange
 
     def taken_over(self, ask: Ask, common: int) -> list[dict[str, Any]]:
-        """The request's messages, those it shares with this talk as this talk has read them.
+        """The request's messages; contents that it shares with this talk, as this talk read them.
 
         ``common`` counts shared keys of whole messages, of which the first is no message's.
         """
-        own = self.messages[: max(0, common - 1)]
-        return [*own, *(dict(m) for m in (ask.messages or ())[len(own) :])]
+        messages = list(map(dict, ask.messages or ()))
+        for own, given in zip(self.messages[: max(0, common - 1)], messages, strict=False):
+            given["content"] = own.get("content")  # its volatile lines are those of before
+        return messages
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, Span, TokenAlignmen
 
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages], str]  # a chat template with its switches set; may raise ValueError
+Part = tuple[str, Span]  # a message's field, and characters of its text
+TEXTS = ("reasoning_content", "content")  # the fields of a message that hold text
 THINK_MARKS = re.compile("(</?think>)")
 MARK = re.compile("\ufdd0([0-9]+)\ufdd1")  # a number between two Unicode noncharacters
 UNFINISHED = "\ufffd"  # what an incomplete character's bytes are decoded to
@@ -239,26 +241,34 @@ def written(tokenizer: Any, ids: Sequence[int]) -> tuple[str, np.ndarray]:
 # ---- contents ---------------------------------------------------------------------------
 
 
-def content_spans(render: Render, messages: Messages) -> tuple[str, tuple[Span | None, ...]]:
+def content_spans(
+    render: Render, messages: Messages, text: str | None = None
+) -> tuple[str, tuple[Span | None, ...]]:
     """Render messages by a chat template, and locate their contents in the result.
 
-    A content is split at its think marks, because a template may drop one of the parts, and white
-    space around a part is ignored, because a template may trim it. The template is rendered once
-    more with every part between two marks. If the result without the marks is the same text, the
-    marks give the places, however often a content occurs or resembles boilerplate. If marks change
-    what the template does, each part is marked alone.
+    A reasoning is a part of its own. A content is split at its think marks, because a template may
+    drop one of the parts, and white space around a part is ignored, because a template may trim it.
+    The template is rendered once more with every part between two marks. If the result without the
+    marks is the same text, the marks give the places, however often a content occurs or resembles
+    boilerplate. If marks change what the template does, each part is marked alone. ``text`` is
+    the rendering, if it is known.
 
     Returns:
         The text, and the characters of each part; None for a part that is missing or altered.
     """
-    text = render(messages)
-    parts = [(i, span) for i, m in enumerate(messages) for span in content_parts(m.get("content"))]
+    text = render(messages) if text is None else text
+    parts = [(i, *part) for i, message in enumerate(messages) for part in message_parts(message)]
     found = _located(text, render, messages, parts, range(len(parts)))
     if found is None:
         found = {}
         for part in range(len(parts)):
             found |= _located(text, render, messages, parts, [part]) or {}
     return text, tuple(found.get(part) for part in range(len(parts)))
+
+
+def message_parts(message: Mapping[str, Any]) -> list[Part]:
+    """The parts of a message's texts: those of its reasoning, then those of its content."""
+    return [(key, span) for key in TEXTS for span in content_parts(message.get(key))]
 
 
 def content_parts(content: Any) -> list[Span]:
@@ -277,7 +287,7 @@ def _located(
     text: str,
     render: Render,
     messages: Messages,
-    parts: Sequence[tuple[int, Span]],
+    parts: Sequence[tuple[int, str, Span]],
     marked: Collection[int],
 ) -> dict[int, Span] | None:
     """Where the ``marked`` parts stand in ``text``; None if the marks change anything else."""
@@ -294,21 +304,19 @@ def _located(
         places[int(number)].append(at)
     found = {}
     for part in marked:
-        index, span = parts[part]
+        index, key, span = parts[part]
         where = places[part]  # empty for a dropped part; an altered part may have one place
-        if len(where) == 2 and text[slice(*where)] == messages[index]["content"][slice(*span)]:
+        if len(where) == 2 and text[slice(*where)] == messages[index][key][slice(*span)]:
             found[part] = (where[0], where[1])
     return found
 
 
 def _marked(
-    messages: Messages, parts: Sequence[tuple[int, Span]], marked: Collection[int]
+    messages: Messages, parts: Sequence[tuple[int, str, Span]], marked: Collection[int]
 ) -> list[dict[str, Any]]:
     copies = [dict(message) for message in messages]
     for part in sorted(marked, reverse=True):  # last first, so that earlier spans stay valid
-        index, (start, stop) = parts[part]
-        content, mark = copies[index]["content"], f"\ufdd0{part}\ufdd1"
-        copies[index]["content"] = (
-            content[:start] + mark + content[start:stop] + mark + content[stop:]
-        )
+        index, key, (start, stop) = parts[part]
+        content, mark = copies[index][key], f"\ufdd0{part}\ufdd1"
+        copies[index][key] = content[:start] + mark + content[start:stop] + mark + content[stop:]
     return copies

@@ -51,21 +51,23 @@ STEPS = st.lists(
 )
 
 
-@pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma4", "deepseek_v3", "nemotron_h", "lfm2"])
 def test_switching_between_copies_is_one_model(
-    family_models: dict[str, LanguageModel], name: str, eager: bool, tmp_path: Path
+    family_models: dict[str, LanguageModel], name: str, tmp_path: Path
 ) -> None:
     model = family_models[name]
 
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES + 1, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         steps=STEPS,
         thinking=st.sampled_from([None, False]),
         verbatim=st.booleans(),
         layers=st.sampled_from([None, 1, 2]),
+        eager=st.booleans(),
     )
-    def run(steps: list, thinking: bool | None, verbatim: bool, layers: int | None) -> None:
+    def run(
+        steps: list, thinking: bool | None, verbatim: bool, layers: int | None, eager: bool
+    ) -> None:
         talk = talk_of(
             model,
             "abc",
@@ -117,24 +119,8 @@ def test_only_what_a_line_lacks_is_translated(family_models: dict[str, LanguageM
     assert spans == [(0, first, "a", 0), (first, second, "b", 1), (second, third, "a", 0)]
 
 
-@pytest.mark.parametrize("layers", [0, 1])
-def test_what_was_translated_before_a_switch_is_counted(
-    family_models: dict[str, LanguageModel], layers: int
-) -> None:
-    talk = talk_of(family_models["qwen3"], verbatim=True, native_layers=layers)
-    talk.reply("a", "the use of an other", max_tokens=NEW)
-    held = len(talk.transcript.tokens)
-    first = next(iter(talk.stream_reply("b", "is it on?", max_tokens=NEW)))
-    switch = talk.last_switch
-    assert switch is not None
-    assert (switch.kept, switch.translated, switch.ahead) == (0, held, held)
-    assert (first.cached_tokens, first.translated_tokens) == (0, held)
-    assert first.read_tokens == switch.read + 1  # the last one begins the answer
-    assert first.native_layers == switch.native_layers == layers
-
-
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_native_layers_read_what_is_brought(
     family_models: dict[str, LanguageModel], name: str, eager: bool, tmp_path: Path
 ) -> None:
@@ -160,16 +146,6 @@ def test_native_layers_read_what_is_brought(
         same = [np.allclose(a, b, atol=1e-5) for a, b in zip(held, expected, strict=True)]
         assert same[: 2 * layers] == [True] * 2 * layers
         assert not any(same[2 * layers :])
-
-
-def test_an_eager_line_is_there_before_the_switch(family_models: dict[str, LanguageModel]) -> None:
-    talk = talk_of(family_models["qwen3"], verbatim=True)
-    ask(talk, "a", "the use of an other")
-    assert talk.lines["b"].tokens == talk.transcript.tokens
-    assert [line.native.nbytes for line in talk.lines.values()] == [0, 0]
-    ask(talk, "b", "is it on?")
-    assert talk.last_switch is not None
-    assert talk.last_switch.ahead == talk.last_switch.translated > 0
 
 
 def test_a_line_that_a_template_rewrites_is_read_again_from_there(

@@ -6,7 +6,6 @@ effect, and through unit matrices every state must be that of a model that reads
 
 from __future__ import annotations
 
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -92,14 +91,6 @@ def test_turns(model: LanguageModel, eager: bool) -> None:
     assert any(span.passes == 1 for span in talk.lines["b"].spans)
 
 
-def test_a_state_of_another_length_is_noticed(model: LanguageModel) -> None:
-    talk = talk_of(model)
-    ask(talk, "a", "the use of an other")
-    line = talk.lines["b"]
-    assert line.spans[0].writer == "a" and apart(line) < CLOSE
-    assert apart(line, line.tokens[:-1]) > 0.05
-
-
 @pytest.mark.parametrize("eager", [True, False])
 def test_going_back(model: LanguageModel, eager: bool) -> None:
     """To marks, which only lie where a state is known; and on from there."""
@@ -126,25 +117,6 @@ def test_an_answer_in_the_middle_of_which_it_is_taken_over(model: LanguageModel)
     answer.close()
     ask(talk, "b", "and you")
     assert talk.last_switch is not None and talk.last_switch.translated > 0
-
-
-def test_saved_and_resumed(model: LanguageModel, tmp_path: Path) -> None:
-    """What is recorded for others keeps its states."""
-    talk = talk_of(model, eager=False)
-    ask(talk, "a", LONG)
-    recorded = talk.lines["a"].native.parts
-    marks = [length for length, _ in talk.lines["a"]._marks]
-    assert marks and {part.end for part in recorded if part.kept} == {*marks, recorded[-1].end}
-    folder = talk.save(tmp_path / "talk")
-    again = Conversation.resume(
-        folder, dict.fromkeys("ab", model), list(talk.exchange.directions.loaded.values()),
-        prefill_step_size=7,
-    )  # fmt: skip
-    for mine, theirs in zip(again.lines["a"].native.parts, recorded, strict=True):
-        assert mine.kept.keys() == theirs.kept.keys()
-        assert all(mx.array_equal(a, theirs.kept[t]).item() for t, a in mine.kept.items())
-    ask(again, "b", "is it on?")
-    assert again.last_switch is not None and again.last_switch.translated == len(talk.lines["a"])
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
@@ -179,27 +151,6 @@ def test_what_is_recorded(model: LanguageModel, kind: str, tmp_path: Path) -> No
     assert again.transcript.tokens == talk.transcript.tokens
 
 
-def test_others_record_no_states(model: LanguageModel) -> None:
-    """The control: translators of inputs need none, and get all that they read."""
-    talk = Conversation(dict.fromkeys("ab", model), [identity_of(model)], eager=False)
-    talk.reply("a", "is it on?", max_tokens=NEW)
-    parts_ = talk.lines["a"].native.parts
-    assert parts_ and not any(part.kept for part in parts_)
-    assert all(array.size for part in parts_ for array in part.keys)
-
-
-def test_another_translator_than_was_recorded_for(model: LanguageModel) -> None:
-    """What was not recorded is read, and what follows is recorded for the new one."""
-    talk = talk_of(model, eager=False)
-    ask(talk, "a", LONG)
-    inputs = Conversation(dict.fromkeys("ab", model), [identity_of(model)])
-    talk.exchange.directions = inputs.exchange.directions
-    ask(talk, "b", "is it on?")
-    assert talk.last_switch is not None and talk.last_switch.translated == 0
-    ask(talk, "a", "and you")
-    assert talk.last_switch.translated > 0
-
-
 @pytest.mark.parametrize("first", [False, True])
 def test_a_stored_translator_is_replaced_by_one_of_another_kind(
     model: LanguageModel, store: Path, first: bool
@@ -223,28 +174,6 @@ def test_a_stored_translator_is_replaced_by_one_of_another_kind(
         for name in "abab":
             ask(talk, name, "and you")
             assert talk.last_switch.translated > 0
-
-
-@pytest.mark.parametrize("state_maps", [False, True])
-def test_another_thread_may_save(model: LanguageModel, state_maps: bool, tmp_path: Path) -> None:
-    """Nothing of an answer is left to be computed, not even tails that nothing has needed."""
-    same = identity_of(model, state_maps=state_maps)
-    talk = Conversation(dict.fromkeys("ab", model), [same], eager=False, verbatim=True)
-    talk.reply("a", LONG, max_tokens=NEW)
-    failed: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            talk.save(tmp_path / "talk")
-            talk.offload("a", "disk")
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert not failed
-    talk.reply("b", "is it on?", max_tokens=NEW)
 
 
 def test_without_a_state_nothing_is_taken_over(

@@ -26,7 +26,6 @@ from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
 from tests.support.guards import logs, with_receipt
 from tests.support.healings import in_a_row, noted
-from tests.support.identity import identity_of
 from tests.support.talks import talk_of
 
 FIRST, SHORT = "the use of an other " * 12, "and you"
@@ -130,31 +129,6 @@ def test_only_a_switch_to_something_translated_is_guarded(
     last = told(few, "b", SHORT)
     assert last.guarded is not None and last.guarded.tokens == (last.prompt_tokens - 1) // 2
     assert last.translated_tokens + last.cached_tokens == last.prompt_tokens // 2
-
-
-@pytest.mark.parametrize("family", ["dense", "moe", "deepseek_v2"])
-def test_an_identity_is_not_doubted(
-    models: dict[str, LanguageModel], family: str, tmp_path: Path
-) -> None:
-    """One model under two names: no KL, and the very answers of one that is not guarded."""
-    if family in models:
-        model = models[family]
-    else:  # latents
-        name, options = tiny.FAMILIES[family]
-        model = kv.load(tiny.write_tiny_model(tmp_path / "m", name, **options))
-    point = model.family.points[0]
-    same = with_receipt(identity_of(model, capture=point))
-    talk = Conversation(dict.fromkeys("ab", model), [same], prefill_step_size=7, guard=GUARD)
-    plain = talk_of(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", kv.KVLingoWarning)
-        for number in range(5):
-            name = "ab"[number % 2]
-            (*_, last) = talk.stream_reply(name, SHORT if number else FIRST, max_tokens=6)
-            plain.reply(name, SHORT if number else FIRST, max_tokens=6)
-            if number:
-                assert last.guarded is not None and last.guarded.divergence < 1e-5
-    assert talk.transcript.tokens == plain.transcript.tokens
 
 
 # ---- trained models ---------------------------------------------------------------------------
@@ -288,14 +262,3 @@ def test_what_is_refused(
     ]
     with pytest.raises(kv.IncompatibleTranslatorError, match="`kvlingo-mlx verify TRANSLATOR"):
         Conversation(pair, bare, guard=8)
-
-
-def test_a_resumed_conversation_takes_a_guard(
-    models: dict[str, LanguageModel], translators: list[Translator], tmp_path: Path
-) -> None:
-    pair = {"a": models["dense"], "b": models["wide"]}
-    talk = Conversation(pair, translators)
-    told(talk, "a", FIRST)
-    talk.save(tmp_path / "talk")
-    again = Conversation.resume(tmp_path / "talk", pair, translators, guard=GUARD)
-    assert told(again, "b", SHORT).guarded is not None

@@ -24,7 +24,7 @@ from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import hybrid_models, tiny
 from tests.support.identity import identity_of
-from tests.support.talks import check_caches, talk_of
+from tests.support.talks import check_caches, talk_of, thought
 from tests.support.tools import TOOLS, TOOLS_TEMPLATE
 from tests.support.two_tokenizers import identities, write_mistral, write_qwen, write_translator
 
@@ -260,30 +260,6 @@ def test_any_history_is_answered_as_if_read_anew(
 # ---- what clients send back -------------------------------------------------------------------
 
 
-def thought(talk: Conversation, name: str, message: str, text: str, **options: Any) -> list[int]:
-    """Let a model give a scripted answer, letter by letter; its tokens."""
-    model = talk.lines[name].model
-    vocabulary = model.tokenizer.get_vocab()
-    pieces = text.replace("<think>", "\0\1\0").replace("</think>", "\0\2\0").split("\0")
-    ids = []
-    for piece in pieces:
-        marks = {"\1": "<think>", "\2": "</think>"}
-        ids += (
-            [vocabulary[marks[piece]]]
-            if piece in marks
-            else [
-                token
-                for c in piece
-                for token in model.tokenizer.encode(c, add_special_tokens=False)
-            ]
-        )
-    ids.append(int(model.tokenizer.eos_token_id))
-    listed = iter(ids + ids[-1:] * 9)
-    talk.reply(name, message, sampler=lambda _: mx.array([next(listed)]), max_tokens=99, **options)
-    assert talk.messages[-1]["content"] == text
-    return ids
-
-
 @pytest.mark.parametrize("verbatim", [True, False])
 def test_a_history_without_its_reasoning_is_ours(model: LanguageModel, verbatim: bool) -> None:
     """It costs the new turn alone, and the answer's tokens are those that were written."""
@@ -298,7 +274,7 @@ def test_a_history_without_its_reasoning_is_ours(model: LanguageModel, verbatim:
     first = next(iter(talk.stream_reply("a", messages=sent, max_tokens=NEW)))
     assert first.cached_tokens == len(held) == first.prompt_tokens - first.read_tokens
     assert talk.transcript.tokens[: len(held)] == held and held[-len(ids) :] == ids
-    assert "<think>" in talk.messages[1]["content"]
+    assert talk.messages[1]["reasoning_content"] == "the use of it"
     other = talk_of(model, verbatim=verbatim)
     thought(other, "a", "hi there", "<think>the use of it</think>\n\nin the house")
     sent[1]["content"] = "in the boat"  # another answer is no answer of ours
@@ -429,26 +405,6 @@ def test_messages_that_were_set_are_answered(model: LanguageModel, verbatim: boo
         talk.messages[:-1], tokenize=False, add_generation_prompt=True
     )
     assert model.tokenizer.decode(talk.transcript.tokens).startswith(rendered)
-
-
-def test_an_older_folder_is_read(model: LanguageModel, tmp_path: Path) -> None:
-    """Before messages could be set, nothing was written of what is held or how it is spelled."""
-    talk = talk_of(model)
-    thought(talk, "a", "hi there", "in the house")
-    thought(talk, "b", "and you", "on the other")
-    folder = talk.save(tmp_path / "talk")
-    path = folder / "conversation.json"
-    facts = json.loads(path.read_text())
-    for each in (facts["transcript"], *facts["transcript"]["earlier"]):
-        del each["held"]
-    del facts["transcript"]["spelled"]
-    path.write_text(json.dumps(facts))
-    back = Conversation.resume(folder, dict.fromkeys("ab", model), [identity_of(model)])
-    assert back.messages == talk.messages and back.transcript.held == 4
-    back.undo()
-    assert len(back.messages) == back.transcript.held == 2
-    back.undo()
-    assert back.messages == [] and back.transcript.held == 0
 
 
 # ---- two tokenizers ---------------------------------------------------------------------------

@@ -95,19 +95,6 @@ def test_the_usual_turn_reads_nothing_twice(model: LanguageModel, eager: bool) -
     assert talk.last_switch.kept == header
 
 
-def test_a_branch_shares_states(model: LanguageModel) -> None:
-    talk = talk_of(model, eager=False)
-    ask(talk, "a", LONG)
-    left = talk.branch()
-    for cache, other in zip(talk.lines["a"].cache, left.lines["a"].cache, strict=True):
-        if caches.is_recurrent(cache):
-            assert cache is not other and cache.cache[0] is other.cache[0]
-    before = parts_of(left.lines["a"])
-    ask(talk, "a", "and you")
-    same(parts_of(left.lines["a"]), before)
-    ask(left, "a", "is it on?")
-
-
 def test_a_snapshot_in_the_middle_of_an_answer(model: LanguageModel) -> None:
     """As a server takes one for another client: its lines are those before the answer."""
     talk = talk_of(model, eager=False, verbatim=True)
@@ -188,22 +175,6 @@ def test_some_layers_are_ahead_when_it_stops(
         ask(talk, each, "and you")
 
 
-def test_without_what_was_remembered_an_interruption_is_noticed(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control: states go on, and only a reading anew, from a mark, is right."""
-    talk = talk_of(model, verbatim=True)
-    ask(talk, "a", LONG)
-    line, before = talk.lines["a"], len(talk.lines["a"])
-    monkeypatch.setattr(Line, "_settle", lambda self: setattr(self, "_settled", []))
-    line._settle()
-    with pytest.raises(ZeroDivisionError), line.whole():
-        model.model(mx.array([[5, 6]]), cache=line.cache)
-        raise ZeroDivisionError
-    assert len(line) < before
-    check_caches(line)
-
-
 # ---- away and on disk -------------------------------------------------------------------------
 
 
@@ -230,38 +201,6 @@ def test_a_line_on_disk_comes_back_bit_by_bit(models: dict[str, LanguageModel]) 
     for each in (talk, again):
         each.reply("a", "and you", max_tokens=NEW)
         assert apart(each.lines["a"]) < 0.05  # bfloat16, in other chunks
-
-
-def test_eight_bits_leave_states_as_they_are(model: LanguageModel) -> None:
-    talk = talk_of(model, eager=False)
-    ask(talk, "a", LONG)
-    line = talk.lines["a"]
-    before, bytes_before = parts_of(line), line.cache_bytes
-    freed = talk.offload("a")
-    assert line.where == "8bit" and freed == bytes_before - line.cache_bytes > 0
-    len(line.cache)
-    after = parts_of(line)
-    for name, array in before.items():
-        rounded = name.split(".")[-1] in caches.SIDES
-        assert np.array_equal(array, after[name]) is not rounded, name
-    talk.reply("a", "is it on?", max_tokens=NEW)
-    assert CLOSE < apart(line) < 0.05
-
-
-def test_states_are_counted_once(model: LanguageModel) -> None:
-    talk = talk_of(model, eager=False)
-    ask(talk, "a", LONG)
-    line = talk.lines["a"]
-    state = caches.state_bytes(model)
-    buffers = sum(c.nbytes for c in line.cache if not caches.is_recurrent(c))
-    assert len(line._marks) == 1 and line.cache_bytes == buffers + 2 * state
-    line.mark()  # shares the line's own states
-    assert len(line._marks) == 2 and line.cache_bytes == buffers + 2 * state
-    (stats,) = (each for each in talk.stats().lines if each.name == "a")
-    assert stats.cache_bytes == line.cache_bytes
-    left = talk.branch()
-    (shared,) = (each for each in left.stats().lines if each.name == "a")
-    assert shared.shared_bytes == shared.cache_bytes
 
 
 @pytest.mark.parametrize("name", ["half", "lfm2"])

@@ -13,7 +13,6 @@ from mlx_lm.generate import generate_step
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.engine.conversation import Conversation
-from kvlingo_mlx.engine.turn import thought_end
 from kvlingo_mlx.models.language_model import LanguageModel
 
 SMALL, LARGE = "tiny-qwen3-s", "tiny-qwen3-l"
@@ -63,12 +62,12 @@ def test_one_model_thinks_and_the_other_answers(
     ended = len(prompt) + len(thought)
     # The trace's last token is the first that the other model runs.
     assert spans[0].stop == ended - 1 and spans[-1].stop == len(prompt) + len(found)
-    said = talk.messages[-1]["content"]
-    assert said.count(END) == 1 and said.split(END)[1].strip()
+    said = talk.messages[-1]
+    assert END in "".join(response.text for response in answers) and said["content"].strip()
     # The template strips the thought from an earlier turn: nothing of it is in the next prompt.
     talk.reply("small", TALK.questions[1], max_tokens=80)
     kept = models["small"].tokenizer.decode(talk.transcript.tokens)
-    assert said.split(END)[0].removeprefix("<think>").strip() not in kept
+    assert said["reasoning_content"].strip() not in kept
 
 
 def test_an_answer_without_a_trace_is_told(talk: Conversation) -> None:
@@ -79,13 +78,3 @@ def test_an_answer_without_a_trace_is_told(talk: Conversation) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         talk.reply("large", TALK.questions[1], max_tokens=80)
-
-
-def test_a_tokenizer_names_its_own_mark(models: dict[str, LanguageModel]) -> None:
-    class Tokenizer:
-        think_end = "<channel|>"
-
-    model = models["small"]
-    assert thought_end(model) == END
-    other = LanguageModel(model.model, Tokenizer(), model.config, model.name)
-    assert thought_end(other) == "<channel|>"

@@ -63,17 +63,6 @@ def test_the_first_rule_that_holds(tmp_path: Path, new: Any, answers: int, name:
     assert rules(tmp_path, RULES)(messages(new, answers), NAMES) == name
 
 
-def test_order_decides(tmp_path: Path) -> None:
-    one = '[[rule]]\nuse = "large"\npattern = "a"\n'
-    two = '[[rule]]\nuse = "coder"\npattern = "b"\n'
-    for text, name in ((one + two, "large"), (two + one, "coder")):
-        assert rules(tmp_path, f'default = "small"\n{text}')(messages("ab"), NAMES) == name
-
-
-def test_a_default_alone(tmp_path: Path) -> None:
-    assert rules(tmp_path, 'default = "large"')(messages("python"), NAMES) == "large"
-
-
 def test_what_stands_after_the_users_message_is_not_his(tmp_path: Path) -> None:
     asked = [*messages("short"), {"role": "tool", "content": "python"}]
     assert rules(tmp_path, RULES)(asked, NAMES) == "small"

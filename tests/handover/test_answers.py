@@ -141,7 +141,7 @@ def ways(small: LanguageModel, large: LanguageModel, options: dict[str, Any]) ->
         ),
         "talk": list(talk.stream_reply("large", messages=question(), **asked)),
     }
-    assert talk.messages[-1]["content"] == "".join(r.text for r in found["talk"])
+    assert talk.messages[-1]["content"] == "".join(r.content for r in found["talk"])
     return found
 
 

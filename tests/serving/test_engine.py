@@ -215,7 +215,8 @@ def test_hybrids_answer_together_and_in_turns(tmp_path: Path, state_maps: bool) 
             history.append(user(f"{WORDS[client]} lives in {WORDS[turn]}. " * (client + 1)))
         asks = [asked(name, history) for name, history in zip(names, logged, strict=True)]
         for talk, history, told in zip(alone, logged, clients.together(asks), strict=True):
-            expected = talk.reply("a", history[-1]["content"], max_tokens=12)
+            answer = talk.stream_reply("a", history[-1]["content"], max_tokens=12)
+            expected = "".join(response.content for response in answer)
             assert told.text.strip() == expected.strip()
             assert told.usage.cached_tokens + told.usage.translated_tokens > 0 or not turn
             history.append(said(told.text))

@@ -1,0 +1,155 @@
+"""The answer in progress, as the models of each tokenizer read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvlingo_mlx.engine.answers import begins_in_reasoning
+from kvlingo_mlx.engine.cross_exchange import CrossExchange
+from kvlingo_mlx.engine.exchange import Exchange
+from kvlingo_mlx.engine.line import Steps
+from kvlingo_mlx.engine.messages import answer_message
+from kvlingo_mlx.engine.offers import Known
+from kvlingo_mlx.engine.reading import Reading, Segment
+from kvlingo_mlx.engine.transcript import Transcript, Written
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import Message
+
+HEADER = 8  # characters at the end of a prompt by which an answer's header is recognised
+
+
+class AnswerInProgress:
+    """An answer in progress, which every model reads in its own tokens.
+
+    A model of one tokenizer goes on from the text that models of another have written.
+
+    Args:
+        exchange: The models' lines.
+        transcript: The conversation before the answer.
+        messages: The messages that it answers.
+        names: The models that read or write; the first one's prompt is the answer's.
+
+    Attributes:
+        messages: The messages that it answers; none where it goes on with a plain text.
+        prompt: The tokens up to the end of the answer's header.
+        header: Those of them that can open a reasoning trace: the header's, if it is known.
+        latest: The tokenizer that wrote last, or is to write first.
+
+    Raises:
+        ValueError: A model's prompt cannot be rendered, or is beyond its context.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        transcript: Transcript,
+        messages: Sequence[Message],
+        names: Sequence[str],
+    ) -> None:
+        self.messages = list(messages)
+        self._exchange, self._transcript = exchange, transcript
+        self._readings: dict[str, Reading] = {}
+        self._marks: dict[str, int | None] = {}
+        for name in names:
+            model, key = exchange.line(name).model, exchange.key(name)
+            if key not in self._readings:
+                found = transcript.reading(model, messages)
+                self._readings[key] = found
+                self._marks[key] = transcript.header(model, messages, found)
+            model.check_tokens(self._readings[key].tokens)
+        self._begin(exchange.line(names[0]).model)
+
+    def _begin(self, model: LanguageModel) -> None:
+        self.latest, self._tokenizer = model.tokenizer_fingerprint, model.tokenizer
+        self._said, self._parts = "", 0
+        self.prompt = self._readings[self.latest].tokens
+        self.header = self.prompt[self.mark() or 0 :]
+        self._opened = begins_in_reasoning(self._tokenizer, self.header)
+
+    @classmethod
+    def to_text(cls, exchange: Exchange, name: str, tokens: list[int]) -> AnswerInProgress:
+        """What goes on with a plain text; it cannot be booked."""
+        model = exchange.line(name).model
+        made = cls.__new__(cls)
+        made.messages, made._exchange, made._transcript = [], exchange, Transcript()
+        reading = Reading(model.tokenizer, (Segment("", tokens),))
+        made._readings = {model.tokenizer_fingerprint: reading}
+        made._marks = {model.tokenizer_fingerprint: None}
+        made._begin(model)
+        return made
+
+    def reading(self, name: str) -> Reading:
+        """The prompt and the answer so far, as a model reads them."""
+        key = self._exchange.key(name)
+        reading = self._readings[key]
+        if reading.said != self._said:
+            gap = ""
+            if reading.answer is None:
+                model = self._exchange.line(name).model
+                gap = self._transcript.gap(model, self.messages, reading.text[-HEADER:])
+            reading = self._readings[key] = reading.told(self._said, gap)
+        return reading
+
+    def known(self, name: str) -> Known | None:
+        """How the models of all tokenizers have read the conversation, if there are several."""
+        if not self._transcript.several:
+            return None
+        before = self._transcript.readings
+        others = {
+            key: [r for r in (self._readings.get(key), before.get(key)) if r is not None]
+            for key in {*self._readings, *before}
+        }
+        return Known(self.reading(name), others)
+
+    def mark(self, name: str | None = None) -> int | None:
+        """The number of a model's prompt tokens before the answer's header; None if unknown.
+
+        Without a name, those of the tokenizer that wrote last.
+        """
+        return self._marks[self.latest if name is None else self._exchange.key(name)]
+
+    def add(self, name: str, ids: list[int]) -> None:
+        """Add tokens that a model has written."""
+        if not ids:
+            return
+        key, tokenizer = self._exchange.key(name), self._exchange.line(name).model.tokenizer
+        self._readings[key] = self.reading(name).wrote(ids, tokenizer.eos_token_ids)
+        self._said, self.latest, self._tokenizer = self._readings[key].said, key, tokenizer
+        self._parts += 1
+
+    def text(self, streamed: str, *, cut: bool) -> str:
+        """The answer as text; ``streamed`` is what was given out of it.
+
+        A character's bytes may come from two models, or be incomplete when an answer is cut short.
+        In these cases the answer is decoded as a whole.
+        """
+        return self._said if cut or self._parts > 1 else streamed
+
+    def book(self, text: str, ids: Sequence[str]) -> None:
+        """Add the messages and the answer to the transcript.
+
+        ``ids`` are those under which the calls in ``text`` were given out.
+        """
+        names = {self._exchange.key(name): name for name in self._exchange.lines}
+        readings = {key: self.reading(names[key]) for key in self._readings}
+        message = answer_message(self._tokenizer, text, opened=self._opened, ids=ids)
+        written = Written(message, text, self._opened)
+        self._transcript.book(self.messages, readings, self.latest, written)
+
+    def follow(self, *, eager: bool) -> Steps:
+        """Bring the other lines up to date with the booked answer."""
+        transcript, exchange, mark = self._transcript, self._exchange, self.mark()
+        if not isinstance(exchange, CrossExchange):
+            if eager:
+                yield from exchange.follow(transcript.tokens, mark)
+            return
+        wanted: dict[str, Reading | None] = {}
+        for key, model in {
+            exchange.key(n): line.model for n, line in exchange.lines.items()
+        }.items():
+            done = key == transcript.latest
+            wanted[key] = transcript.readings[key] if done else transcript.ahead(model)
+        others = {key: [reading] for key, reading in transcript.readings.items()}
+        if eager:
+            yield from exchange.follow_across(wanted, others, mark)
+        exchange.forget(wanted, others)

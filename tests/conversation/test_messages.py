@@ -1,0 +1,128 @@
+"""What a model wrote is a message: for its own template, for another model's, and for clients."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import render_text
+from tests.support import tiny
+from tests.support.identity import identity_of
+from tests.support.talks import talk_of, thought
+from tests.support.tool_callers import TEMPLATE, write_caller
+from tests.support.tools import TOOLS
+
+CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
+# As Gemma 4's: a result stands beside the call that it belongs to, or nowhere.
+BESIDE = (
+    "{%- for m in messages -%}{%- if m.role != 'tool' -%}{{- '<|im_start|>' + m.role + '\\n' -}}"
+    "{{- m.content or '' -}}{%- if m.tool_calls -%}"
+    "{%- for c in m.tool_calls -%}{{- '[' + c.function.name -}}"
+    "{%- for name, value in c.function.arguments|items -%}{{- ' ' ~ name ~ '=' ~ value -}}"
+    "{%- endfor -%}{{- ']' -}}{%- endfor -%}"
+    "{%- for t in messages[loop.index:] if t.role == 'tool' -%}{{- '=' + t.content -}}"
+    "{%- endfor -%}"
+    "{%- endif -%}{{- '<|im_end|>\\n' -}}{%- endif -%}{%- endfor -%}"
+    "{%- if tools -%}{{- '# ' ~ (tools | length) -}}{%- endif -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+
+
+def caller(folder: Path, template: str) -> LanguageModel:
+    path = write_caller(folder) / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return kv.load(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    kind, sizes = tiny.FAMILIES["qwen3"]
+    return kv.load(tiny.write_tiny_model(tmp_path_factory.mktemp("m") / "qwen3", kind, **sizes))
+
+
+def prompt_of(talk: Conversation, name: str, new: list[dict[str, Any]]) -> str:
+    """The text of what a model would read."""
+    model = talk.lines[name].model
+    return model.tokenizer.decode(talk.transcript.prompt(model, new))
+
+
+def test_a_call_reaches_each_template_in_its_own_form(tmp_path: Path) -> None:
+    """With its result; and the model that wrote it keeps its tokens."""
+    models = {
+        "own": caller(tmp_path / "own", TEMPLATE),
+        "beside": caller(tmp_path / "beside", BESIDE),
+    }
+    options: dict[str, Any] = {"on_missing": "reprefill", "allow_mismatch": True}
+    talk = Conversation(models, [identity_of(models["own"])], tools=TOOLS, **options)
+    thought(talk, "own", "is it on?", CALL)
+    said = talk.messages[-1]
+    assert said["content"] == "" and len(said["tool_calls"]) == 1
+    call = said["tool_calls"][0]
+    assert call["function"] == {"name": "look", "arguments": {"at": 1}}
+    result = [{"role": "tool", "content": "a lamp", "tool_call_id": call["id"]}]
+    assert "[look at=1]=a lamp" in prompt_of(talk, "beside", result)
+    own, held = prompt_of(talk, "own", result), talk.transcript.tokens
+    assert CALL in own and "<tool_response>\na lamp\n</tool_response>" in own
+    assert talk.transcript.prompt(models["own"], result)[: len(held)] == held
+    # A client sends it back as the JSON text of an object, under an id of its own.
+    function = {"name": "look", "arguments": '{"at":1}'}
+    sent = {"id": "x", "type": "function", "function": function}
+    talk.messages = [
+        talk.messages[0],
+        {"role": "assistant", "content": None, "tool_calls": [sent]},
+        {**result[0], "tool_call_id": "x"},
+    ]
+    assert talk.messages[1]["tool_calls"] == [{**call, "id": "x"}]
+    assert "[look at=1]=a lamp" in prompt_of(talk, "beside", [])
+    assert prompt_of(talk, "own", []) == own
+
+
+def test_a_template_that_ignores_calls_gets_them_as_text(model: LanguageModel) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    told = [{"role": "user", "content": "hi"},
+            {"role": "assistant", "content": None, "tool_calls": [call]}]  # fmt: skip
+    assert '{"name": "look", "arguments": {}}' in render_text(model, told)
+    assert told[1]["tool_calls"] == [call]  # the caller's own stay as they are
+
+
+@pytest.mark.parametrize("verbatim", [True, False])
+def test_a_thought_that_was_cut_ends_there(model: LanguageModel, verbatim: bool) -> None:
+    """Later answers are no reasoning, whoever gives them, and no later prompt is left open."""
+    talk = talk_of(model, verbatim=verbatim)
+    mark = model.tokenizer.get_vocab()["<think>"]
+
+    def reply(name: str, message: str, ids: list[int]) -> list[kv.GenerationResponse]:
+        left = iter(ids * 9)
+        sampler = lambda _: mx.array([next(left)])  # noqa: E731
+        return list(talk.stream_reply(name, message, sampler=sampler, max_tokens=2))
+
+    assert "".join(r.reasoning for r in reply("a", "hi", [mark, *model.tokenizer.encode("on")]))
+    assert talk.messages[-1]["content"] == "" != talk.messages[-1]["reasoning_content"]
+    prompt = prompt_of(talk, "b", [{"role": "user", "content": "and you"}])
+    assert verbatim or prompt.count("<think>") == prompt.count("</think>")
+    for name in "ab":
+        found = reply(name, "and <think> you", model.tokenizer.encode("the use of it"))
+        assert not any(response.reasoning for response in found)
+        assert "".join(response.content for response in found)
+
+
+def test_what_was_cut_is_divided_again(model: LanguageModel) -> None:
+    """A cut counts the characters that were written, marks included."""
+    talk = talk_of(model)
+    thought(talk, "a", "hi", "<think>so it is</think>\n\non it")
+    assert talk.messages[-1]["content"] == "on it"
+    talk.truncate_answer(len("<think>so it is</think>\n\non"))
+    assert (talk.messages[-1]["reasoning_content"], talk.messages[-1]["content"]) == (
+        "so it is",
+        "on",
+    )
+    talk.truncate_answer(len("<think>so"))
+    assert (talk.messages[-1]["reasoning_content"], talk.messages[-1]["content"]) == ("so", "")

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
 import platform
 import re
-import struct
 import sys
 import warnings
 from collections.abc import Iterator
@@ -30,7 +28,6 @@ BUNDLED = "bundled BLAS"
 PRODUCT = "cblas_sgemm"
 _KNOWN = {"openblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
 _PACKED = re.compile(r"mlx.*\.libs")  # the folder in which a wheel keeps its bundled libraries
-_RELOCATIONS = 4  # SHT_RELA
 ABSENT = (
     "OpenBLAS is not installed, so MLX computes by the slow BLAS that it bundles and takes several "
     "times as long; install it (sudo apt-get install libopenblas0-pthread, or your system's own "
@@ -121,60 +118,32 @@ def tell_if_missed() -> None:
 def in_effect() -> str | None:
     """The name of the BLAS that MLX's products call; None without MLX or not on Linux.
 
-    The name comes from the address to which the loader bound MLX's call, not from open libraries.
+    The loader bound MLX's call to the first open library that offers it, if one was open before.
     """
     if platform.system() != "Linux" or "mlx.core" not in sys.modules:
         return None
-    path = _bound()
-    if path is None:
+    path = None if late else _provider()
+    if path is None or _PACKED.fullmatch(path.parent.name):
         return BUNDLED
     file = "/".join(path.parts[-2:])  # Debian's libblas.so.3 may lie in a folder named openblas
-    unknown = BUNDLED if _PACKED.fullmatch(path.parent.name) else path.name
-    return next((name for part, name in _KNOWN.items() if part in file), unknown)
+    return next((name for part, name in _KNOWN.items() if part in file), path.name)
 
 
-def _bound() -> Path | None:
-    """The library whose product MLX calls; None if it is MLX's own or cannot be determined."""
-    maps = list(_maps())
-    base, path = next(((start, p) for start, _, p in maps if p.name == "libmlx.so"), (0, None))
-    if path is None:
+class _SymbolInfo(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _provider() -> Path | None:
+    """The library whose product the loader gives to whoever asks for one."""
+    everything, found = ctypes.CDLL(None), _SymbolInfo()
+    if not hasattr(everything, PRODUCT):
         return None
-    try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as elf:
-            slot = _slot(elf)
-    except (OSError, ValueError, struct.error):  # replaced by an update, or of another file format
-        return None
-    if slot is None:
-        return None
-    address = ctypes.c_size_t.from_address(base + slot).value
-    found = next((p for start, stop, p in maps if start <= address < stop), None)
-    return None if found == path else found
-
-
-def _maps() -> Iterator[tuple[int, int, Path]]:
-    """Yield (start, end, file) of this process's mapped areas; a file's first one is its start."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        area, *_, path = line.split(maxsplit=5)
-        if path.startswith("/"):
-            start, stop = (int(end, 16) for end in area.split("-"))
-            yield start, stop, Path(path)
-
-
-def _slot(elf: mmap.mmap) -> int | None:
-    """The offset in a 64-bit ELF library at which the loader stores the called product's address.
-
-    None if the library has no such entry.
-    """
-    wanted = PRODUCT.encode() + b"\0"
-    offset, size, count = struct.unpack_from("<40xQ10xHH", elf)
-    sections = [struct.unpack_from("<4xI16xQQI", elf, offset + i * size) for i in range(count)]
-    for kind, start, length, link in reversed(sections):  # relocations of calls come last
-        if kind != _RELOCATIONS or not link:
-            continue
-        _, symbols, _, texts = sections[link]
-        names = sections[texts][1]
-        for place, info, _ in struct.iter_unpack("<QQq", elf[start : start + length]):
-            (name,) = struct.unpack_from("<I", elf, symbols + 24 * (info >> 32))
-            if elf[names + name : names + name + len(wanted)] == wanted:
-                return place
-    return None
+    address = ctypes.cast(getattr(everything, PRODUCT), ctypes.c_void_p)
+    return (
+        Path(os.fsdecode(found.file)) if everything.dladdr(address, ctypes.byref(found)) else None
+    )

@@ -12,7 +12,7 @@ from kvlingo_mlx.errors import printable
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(Options):
     translator: str = argument(..., "A translator's folder, its name in `list`, or a Hub id.")
-    to: str = option(..., "veloxquant, or npz (arrays with a page that describes them).")
+    to: str = option(..., "The format: veloxquant.")
     out: str = option(..., "The folder to write.")
     source: MaybeSource = None
     target: MaybeTarget = None
@@ -28,7 +28,8 @@ def command(options: ExportOptions) -> None:
     """
     from pathlib import Path
 
-    from kvlingo_mlx.store.exporting import FILES, export
+    from kvlingo_mlx.store.exporting import export
+    from kvlingo_mlx.store.formats import FORMATS
 
     models = None
     if options.source is not None and options.target is not None:
@@ -36,7 +37,7 @@ def command(options: ExportOptions) -> None:
     config = export(options.translator, options.to, options.out, models=models, force=options.force)
     ends = f"{config.source.name} to {config.target.name}"
     say(printable(f"exported {ends} to {options.out} ({options.to}):"))
-    sizes = {name: (Path(options.out) / name).stat().st_size for name in FILES[options.to]}
+    sizes = {name: (Path(options.out) / name).stat().st_size for name in FORMATS[options.to].files}
     facts({name: f"{size:,} bytes" for name, size in sizes.items()})
     asked = {"name": options.translator, "to": options.to}
     keep(options.json_file, "export", asked, {"folder": options.out, "bytes": sizes})

@@ -107,7 +107,8 @@ def _assignment(text: str, source: LanguageModel, target: LanguageModel) -> Assi
         return text
     from pathlib import Path
 
-    from kvlingo_mlx.format.config_reading import parse_assignment, parse_json
+    from kvlingo_mlx.format.config_reading import parse_assignment
+    from kvlingo_mlx.format.files import parse_json
 
     path = Path(text)
     try:

@@ -28,9 +28,7 @@ PROMPT = "My sister Emma lives in Lima and her cat is called Otto. Where does Em
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions(Options):
-    path_or_hub_id: str = argument(
-        ..., "The translator: a folder or Hub id; with --spec also a file."
-    )
+    path_or_hub_id: str = argument(..., "The translator: a folder or Hub id.")
     revision: str | None = option(None, "Branch, tag or commit of a Hub id.")
     out: str | None = option(None, "Folder to write instead of the local store's.")
     dtype: str | None = option(
@@ -40,10 +38,9 @@ class ImportOptions(Options):
     )
     format: str | None = option(
         None,
-        "kvlingo, veloxquant, safetensors or npz; default: what the files say.",
+        "kvlingo or veloxquant; default: what the files say.",
         "--from",
     )
-    spec: str | None = option(None, "A TOML page that describes maps of any layout.")
     source: MaybeSource = None
     target: MaybeTarget = None
     allow_mismatch: AllowMismatch = False
@@ -66,7 +63,7 @@ def command(options: ImportOptions) -> None:
     models = None
     if options.source is not None and options.target is not None:
         models = options.source, options.target
-    given = options.some("revision out dtype allow_mismatch force format spec")
+    given = options.some("revision out dtype allow_mismatch force format")
     done = import_translator(options.path_or_hub_id, models=models, **given)
     config = done.config
     for name, reason in done.unchecked.items():
@@ -91,7 +88,7 @@ def command(options: ImportOptions) -> None:
         "dtype": done.dtype,
         "unchecked": dict(done.unchecked),
     }
-    asked = {"name": options.path_or_hub_id, **options.some("revision dtype format spec")}
+    asked = {"name": options.path_or_hub_id, **options.some("revision dtype format")}
     keep(options.json_file, "import", asked, results)
 
 

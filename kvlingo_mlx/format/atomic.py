@@ -16,7 +16,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 WAIT = 10.0  # seconds to wait for another process that writes the same folder
@@ -35,6 +35,40 @@ def followed(folder: Path) -> Path:
 def temporary_beside(folder: Path) -> Path:
     """Make a new hidden folder beside ``folder``, in which its next content is written."""
     return Path(tempfile.mkdtemp(prefix=f".{folder.name}.new-", dir=folder.parent))
+
+
+@contextlib.contextmanager
+def new_folder(
+    folder: Path, needed: int, check: Callable[[], bool] = lambda: True
+) -> Iterator[Path | None]:
+    """A context in which a folder's next content is written, which takes its place at the end.
+
+    Args:
+        folder: The folder, there or not.
+        needed: The bytes that will be written.
+        check: Called when no other process writes the folder; where it returns false, the folder
+            stays as it is.
+
+    Yields:
+        An empty folder beside it; None where it stays.
+
+    Raises:
+        OSError: The disk has less room, or another process writes the folder.
+    """
+    check_room(folder, needed)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with alone(folder):
+        put_back(folder)
+        if not check():
+            yield None
+            return
+        temporary = temporary_beside(folder)
+        try:
+            temporary.chmod(0o755)
+            yield temporary
+            replace_folder(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -168,12 +202,27 @@ def check_room(folder: Path, needed: int) -> None:
         )
 
 
-def sync_file(number: int) -> None:
-    """Sync an open file to the disk; do nothing where the file system does not support that.
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write a file part by part, and wait for the disk where the file system supports that.
 
     Raises:
-        OSError: The disk is full or broken.
+        OSError: The disk is full or broken; the error names the file.
     """
+    try:
+        with open(path, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            sync_file(file.fileno())
+        path.chmod(0o644)
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = str(path)  # what is written to an open file leaves it out
+        raise
+
+
+def sync_file(number: int) -> None:
+    """Sync an open file to the disk; do nothing where the file system does not support that."""
     try:
         os.fsync(number)
     except OSError as error:

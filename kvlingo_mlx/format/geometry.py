@@ -9,14 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
 
 from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.format.typed import WRITTEN
 
 RULES = ("gated_delta", "mamba2", "short_conv")  # recurrences that take the place of attention
 Attention = Literal["full", "sliding", "latent", "gated_delta", "mamba2", "short_conv"]
-ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
+# What files may say of a model: lists are made of it.
+MAX_LAYERS, MAX_HEADS, MAX_DIM, MAX_WINDOW = 1024, 1024, 65536, 2**31
+Heads = Annotated[int, range(1, MAX_HEADS + 1)]
+Width = Annotated[int, range(1, MAX_DIM + 1)]
 # Settings that transformers 5 moved from the top level of a config into ``rope_parameters``.
 LIFTED = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
@@ -133,11 +137,11 @@ class Recurrence:
     ``key_dim`` is the width of a state.
     """
 
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
+    key_heads: Annotated[int, range(MAX_HEADS + 1)]
+    value_heads: Heads
+    key_dim: Annotated[int, range(MAX_DIM + 1)]
+    value_dim: Width
+    kernel: Annotated[int, range(2, MAX_DIM + 1)]
 
     @property
     def channels(self) -> int:
@@ -165,12 +169,12 @@ class LayerGeometry:
     its gates, as one head each (docs/reference/translator-format.md, "Recurrent layers").
     """
 
-    layer: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    attention: Attention = "full"
-    window: int | None = None
+    layer: Annotated[int, range(MAX_LAYERS + 1)]
+    kv_heads: Heads
+    key_dim: Width
+    value_dim: Width
+    attention: Attention = field(default="full", metadata=WRITTEN)
+    window: Annotated[int, range(1, MAX_WINDOW + 1)] | None = field(default=None, metadata=WRITTEN)
     recurrence: Recurrence | None = None
 
     @property
@@ -276,10 +280,10 @@ def layer_differences(
     differences = {}
     for index, (a, b) in enumerate(zip(found, expected, strict=True)):
         wanted = asdict(b)
-        for field, value in asdict(a).items():
-            if value != wanted[field] and field not in differences:
-                told = f"{field} of layer {index}: {value}, expected {wanted[field]}"
-                differences[field] = told
+        for name, value in asdict(a).items():
+            if value != wanted[name] and name not in differences:
+                told = f"{name} of layer {index}: {value}, expected {wanted[name]}"
+                differences[name] = told
     return list(differences.values())
 
 

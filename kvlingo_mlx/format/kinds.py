@@ -20,17 +20,12 @@ Formula = Callable[[Mapping[str, Any], Any, Callable[[Any], Any]], Any]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a map.
+    """A tensor of a map."""
 
-    Attributes:
-        axes: Its axes: ``outputs``, ``inputs`` and ``hidden`` units are of one head in a head-wise
-            map, of all heads in a head-mixing map; ``heads`` and ``all`` (outputs of all heads)
-            are of the whole target layer in both.
-        start: Its initial numbers: one constant, or drawn uniformly within 1 / sqrt(n) of zero,
-            where n is the number of ``inputs`` or ``hidden`` units.
-    """
-
+    # ``outputs``, ``inputs`` and ``hidden`` units are of one head in a head-wise map, of all heads
+    # in a head-mixing map; ``heads`` and ``all`` (outputs of all heads) of the whole layer in both.
     axes: tuple[str, ...]
+    # A constant, or drawn within 1 / sqrt(n) of zero, n being the ``inputs`` or ``hidden`` units.
     start: float | str = 0.0
 
     @property
@@ -84,31 +79,18 @@ def summed(tensors: Mapping[str, Any], x: Any, gelu: Callable[[Any], Any]) -> An
 
 @dataclass(frozen=True)
 class KindSpec:
-    """A kind of translator.
+    """A kind of translator."""
 
-    Attributes:
-        kind: The name in ``translator_config.json``.
-        tensors: Last parts of the names of the tensors that every map has.
-        optional: Tensors that either all maps have or none; they apply to the formula's result.
-        formula: What a map computes without gates and biases, on NumPy or PyTorch arrays.
-        nonzero: The tensor that is all zero before any training.
-        solved: Whether stage 1 solves the map, or its linear part, in closed form.
-        device: The module and class in ``kvlingo_mlx.translators``.
-        joint: Whether one map reads and writes keys and values together.
-        folds: Whether the maps are linear, so that they can be folded into the target's queries.
-        silent: Tensors that start at zero, so that at first only the solved part has an effect.
-    """
-
-    kind: str
-    tensors: tuple[str, ...]
-    optional: tuple[str, ...]
-    formula: Formula
-    nonzero: str
-    solved: bool
-    device: tuple[str, str]
-    joint: bool = False
-    folds: bool = False
-    silent: tuple[str, ...] = ()
+    kind: str  # the name in ``translator_config.json``
+    tensors: tuple[str, ...]  # last parts of the names of the tensors that every map has
+    optional: tuple[str, ...]  # all maps have them or none; they apply to the formula's result
+    formula: Formula  # what a map computes without gates and biases, on NumPy or PyTorch arrays
+    nonzero: str  # the tensor that is all zero before any training
+    solved: bool  # whether stage 1 solves the map, or its linear part, in closed form
+    device: tuple[str, str]  # the module and class in ``kvlingo_mlx.translators``
+    joint: bool = False  # whether one map reads and writes keys and values together
+    folds: bool = False  # whether the maps are linear, so that the target's queries can hold them
+    silent: tuple[str, ...] = ()  # start at zero, so that at first only the solved part counts
 
     @property
     def has_hidden(self) -> bool:

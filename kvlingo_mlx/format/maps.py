@@ -16,25 +16,15 @@ STATES = "states"  # the beginning of the names of maps of recurrent states
 
 @dataclass(frozen=True)
 class Map:
-    """One map of a translator: its name in the file, what it reads and writes, and its sizes.
+    """One map of a translator: what it reads and writes, and its sizes."""
 
-    Attributes:
-        name: For example ``keys.0``.
-        layer: The target layer.
-        reads: Sides and source layers, in the order of the map's input columns.
-        writes: The target's sides, in the order of the map's output rows.
-        heads: The number of target heads of a head-wise map, else None.
-        inputs: The number of columns of one matrix that reads the source's states.
-        outputs: The number of rows of one matrix that writes the target's states.
-    """
-
-    name: str
-    layer: int
-    reads: tuple[Read, ...]
-    writes: tuple[str, ...]
-    heads: int | None
-    inputs: int
-    outputs: int
+    name: str  # in the file, ``keys.0`` say
+    layer: int  # the target's
+    reads: tuple[Read, ...]  # in the order of the map's input columns
+    writes: tuple[str, ...]  # the target's sides, in the order of the map's output rows
+    heads: int | None  # the target heads of a head-wise map
+    inputs: int  # the columns of one matrix that reads the source's states
+    outputs: int  # the rows of one matrix that writes the target's states
 
 
 @dataclass(frozen=True)
@@ -44,18 +34,12 @@ class StateMap:
     A head's state becomes the sum of L S R over the source layers that are read, where S is the
     state of one of their heads. ``left`` has the layers' L side by side, ``right`` their R one
     below the other.
-
-    Attributes:
-        layer: The target layer.
-        reads: The source layers.
-        heads: For each target head, the source head that it reads.
-        shapes: Those of its tensors, by the last part of their names.
     """
 
-    layer: int
+    layer: int  # the target's
     reads: tuple[int, ...]
-    heads: tuple[int, ...]
-    shapes: Mapping[str, tuple[int, ...]]
+    heads: tuple[int, ...]  # for each target head, the source head that it reads
+    shapes: Mapping[str, tuple[int, ...]]  # of its tensors, by the last part of their names
 
     @property
     def name(self) -> str:

@@ -8,8 +8,8 @@ which they agree must not.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from kvlingo_mlx.errors import UnsupportedModelError
@@ -38,64 +38,44 @@ BASES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Misread:
-    """One setting that mlx-lm ignores or reads in another way.
-
-    Attributes:
-        families: The model types concerned.
-        found: Names the misread setting of a config; None if mlx-lm reads the config correctly.
-        instead: What mlx-lm does instead, as a verb phrase.
-    """
-
-    families: tuple[str, ...]
-    found: Callable[[str, Text], str | None]
-    instead: str
+Found = Callable[[str, Text], str | None]  # names a misread setting of a model type's config
 
 
-def _scaled(model_type: str, text: Text) -> str | None:
-    scaling = text.get("rope_scaling")
-    if not isinstance(scaling, Mapping):
-        return None
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind in ("default", "mrope") or (kind == "linear" and scaling.get("factor") == 1.0):
-        return None
-    return f"rope_scaling of type {kind!r}"
+def _set(*names: str, bad: Callable[[Any], Any] = bool) -> Found:
+    """One of these settings is there, and ``bad``."""
 
-
-def _scaled_unlike(kind: str) -> Callable[[str, Text], str | None]:
     def found(model_type: str, text: Text) -> str | None:
-        scaled = _scaled(model_type, text)
-        return None if scaled is None or kind in scaled else scaled
+        there = (name for name in names if name in text and bad(text[name]))
+        return next((f"{name} {json.dumps(text[name])}" for name in there), None)
 
     return found
 
 
-def _long(model_type: str, text: Text) -> str | None:
-    found = _scaled(model_type, text)
-    return found if found is not None and ("longrope" in found or "'su'" in found) else None
+def _lacking(name: str, taken: Callable[[str], float]) -> Found:
+    """A setting is not there, and transformers takes another default than mlx-lm."""
+
+    def found(model_type: str, text: Text) -> str | None:
+        told = f"no {name}, for which transformers takes {taken(model_type):g}"
+        return told if text.get(name) is None else None
+
+    return found
 
 
-def _by_halves(model_type: str, text: Text) -> str | None:
-    return "rope_interleave false" if text.get("rope_interleave") is False else None
+def _scaled(*kinds: str, but: tuple[str, ...] = ()) -> Found:
+    """A scaling of RoPE, of one of these kinds if there are any, and of none of ``but``."""
 
+    def found(model_type: str, text: Text) -> str | None:
+        scaling = text.get("rope_scaling")
+        if not isinstance(scaling, Mapping):
+            return None
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        if kind in ("default", "mrope", *but) or (
+            kind == "linear" and scaling.get("factor") == 1.0
+        ):
+            return None
+        return f"rope_scaling of type {kind!r}" if not kinds or kind in kinds else None
 
-def _partly_rotated(model_type: str, text: Text) -> str | None:
-    share = text.get("partial_rotary_factor")
-    if share == 1.0:
-        return None
-    return f"partial_rotary_factor {'unset, which is 0.5' if share is None else share}"
-
-
-def _no_share(model_type: str, text: Text) -> str | None:
-    lacking = text.get("partial_rotary_factor") is None
-    return "no partial_rotary_factor, for which transformers takes 0.5" if lacking else None
-
-
-def _no_base(model_type: str, text: Text) -> str | None:
-    if text.get("rope_theta") is not None:
-        return None
-    return f"no rope_theta, for which transformers takes {BASES[model_type][1]:g}"
+    return found
 
 
 def _activation(model_type: str, text: Text) -> str | None:
@@ -106,57 +86,36 @@ def _activation(model_type: str, text: Text) -> str | None:
     return f"the activation {names[0]!r}" if names and names[0] not in known else None
 
 
-def _activation_of_parts(model_type: str, text: Text) -> str | None:
-    for name, known in (("mlp_hidden_act", ("relu2",)), ("mamba_hidden_act", SILU)):
-        if text.get(name) not in (None, *known):
-            return f"{name} {text[name]!r}"
-    return None
-
-
-def _grouped(model_type: str, text: Text) -> str | None:
-    groups = text.get("mamba_n_groups") or 1
-    return f"mamba_n_groups {groups}" if groups > 1 else None
-
-
-def _raw_experts(model_type: str, text: Text) -> str | None:
-    return "norm_topk_prob false" if text.get("norm_topk_prob") is False else None
-
-
-def _normed_experts(model_type: str, text: Text) -> str | None:
-    return "norm_topk_prob true" if text.get("norm_topk_prob") else None
-
-
-def _capped(model_type: str, text: Text) -> str | None:
-    names = [n for n in ("attn_logit_softcapping", "final_logit_softcapping") if text.get(n)]
-    return f"{names[0]} {text[names[0]]}" if names else None
-
-
-def _both_ways(model_type: str, text: Text) -> str | None:
-    name = "use_bidirectional_attention"
-    return name if text.get(name) else None
-
-
-TABLE = (
-    Misread(
+# The model types concerned, what names the misread setting, and what mlx-lm does instead.
+TABLE: tuple[tuple[tuple[str, ...], Found, str], ...] = (
+    (
         ("Klear", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gemma", "gemma2", "glm", "glm4",
          "glm4_moe", "granitemoehybrid", "helium", "lfm2", "lfm2_moe", "minimax", "minimax_m2",
          "mixtral", "phi", "qwen2_moe", "qwen3_moe", "solar_open", "stablelm", "starcoder2"),
-        _scaled, "rotates keys without that scaling",
+        _scaled(), "rotates keys without that scaling",
     ),
-    Misread(("deepseek",), _scaled_unlike("linear"), "rotates keys without that scaling"),
-    Misread(("deepseek_v3",), _long, "rotates by other angles"),
-    Misread(("deepseek_v2",), _scaled_unlike("yarn"), "takes every scaling for YaRN"),
-    Misread(("deepseek_v3",), _by_halves, "rotates neighbours together"),
-    Misread(("glm",), _partly_rotated, "rotates all of a head"),
-    Misread(("phi",), _no_share, "takes 0.4"),
-    Misread(tuple(BASES), _no_base, "takes another"),
-    Misread(("qwen2_moe",), _normed_experts, "leaves the experts' weights as they are"),
-    Misread(("gemma3_text",), _capped, "caps nothing"),
-    Misread(("gemma3_text",), _both_ways, "lets tokens see those before them alone"),
-    Misread(("granitemoehybrid",), _grouped, "norms the output of all groups at once"),
-    Misread(("nemotron_h",), _activation_of_parts, "computes another one"),
-    Misread(("qwen3_5_moe",), _raw_experts, "leaves the experts' weights as they are"),
-    Misread(("*",), _activation, "computes another one"),
+    (("deepseek",), _scaled(but=("linear",)), "rotates keys without that scaling"),
+    (("deepseek_v3",), _scaled("longrope", "su"), "rotates by other angles"),
+    (("deepseek_v2",), _scaled(but=("yarn",)), "takes every scaling for YaRN"),
+    (("deepseek_v3",), _set("rope_interleave", bad=lambda v: v is False),
+     "rotates neighbours together"),
+    (("glm",), _lacking("partial_rotary_factor", lambda kind: 0.5), "rotates all of a head"),
+    (("glm",), _set("partial_rotary_factor", bad=lambda v: v != 1.0), "rotates all of a head"),
+    (("phi",), _lacking("partial_rotary_factor", lambda kind: 0.5), "takes 0.4"),
+    (tuple(BASES), _lacking("rope_theta", lambda kind: BASES[kind][1]), "takes another"),
+    (("qwen2_moe",), _set("norm_topk_prob"), "leaves the experts' weights as they are"),
+    (("qwen3_5_moe",), _set("norm_topk_prob", bad=lambda v: v is False),
+     "leaves the experts' weights as they are"),
+    (("gemma3_text",), _set("attn_logit_softcapping", "final_logit_softcapping"), "caps nothing"),
+    (("gemma3_text",), _set("use_bidirectional_attention"),
+     "lets tokens see those before them alone"),
+    (("granitemoehybrid",), _set("mamba_n_groups", bad=lambda v: (v or 1) > 1),
+     "norms the output of all groups at once"),
+    (("nemotron_h",), _set("mlp_hidden_act", bad=lambda v: v not in (None, "relu2")),
+     "computes another one"),
+    (("nemotron_h",), _set("mamba_hidden_act", bad=lambda v: v not in (None, *SILU)),
+     "computes another one"),
+    (("*",), _activation, "computes another one"),
 )  # fmt: skip
 
 
@@ -171,11 +130,11 @@ def check(model_type: str, text: Text) -> None:
         UnsupportedModelError: The message says what is misread and what mlx-lm does instead.
     """
     name = INNER.get(model_type, model_type)
-    for row in TABLE:
-        found = row.found(name, text) if name in row.families or row.families == ("*",) else None
+    for families, named, instead in TABLE:
+        found = named(name, text) if name in families or families == ("*",) else None
         if found is not None:
             raise UnsupportedModelError(
-                f"this {model_type} has {found} in its config.json, and mlx-lm {row.instead} in "
+                f"this {model_type} has {found} in its config.json, and mlx-lm {instead} in "
                 "this family, so its answers would be wrong; use a checkpoint without that, or "
                 "correct its config.json if it is mistaken"
             )
@@ -184,12 +143,12 @@ def check(model_type: str, text: Text) -> None:
 # ---- sliding windows that mlx-lm ignores ----------------------------------------------------
 
 
-def _every_layer(text: Text) -> bool:
-    return True
-
-
-def _if_used(text: Text) -> bool:
+def _used(text: Text) -> bool:
     return bool(text.get("use_sliding_window"))
+
+
+def _unlisted(text: Text) -> bool:
+    return not text.get("layer_types")
 
 
 def _last_layers(text: Text) -> bool:
@@ -198,42 +157,26 @@ def _last_layers(text: Text) -> bool:
     return SLIDING in types if types else first < text["num_hidden_layers"]
 
 
-def _last_layers_if_used(text: Text) -> bool:
-    return _if_used(text) and _last_layers(text)
-
-
-def _first_layers_if_used(text: Text) -> bool:
+def _first_layers(text: Text) -> bool:
     types = text.get("layer_types")
-    return _if_used(text) and (SLIDING in types if types else text.get("max_window_layers", 28) > 0)
-
-
-def _some_layers(text: Text) -> bool:
-    return SLIDING in (text.get("layer_types") or [SLIDING])
-
-
-def _not_listed(text: Text) -> bool:
-    return _if_used(text) and not text.get("layer_types")
-
-
-def _unless_listed(text: Text) -> bool:
-    return not text.get("layer_types")
+    return SLIDING in types if types else text.get("max_window_layers", 28) > 0
 
 
 # By family: whether any layer has a window by the config, and the window if the config names none.
 WINDOWS: dict[str, tuple[Callable[[Text], bool], int | None]] = {
     "dots1": (_last_layers, 4096),
-    "gemma2": (_some_layers, 4096),
-    "ministral3": (_unless_listed, None),
-    "mistral": (_unless_listed, 4096),
-    "mixtral": (_every_layer, None),
-    "phi3": (_every_layer, None),
-    "phimoe": (_every_layer, None),
-    "qwen2": (_last_layers_if_used, 4096),
-    "qwen2_moe": (_first_layers_if_used, 4096),
-    "qwen3": (_last_layers_if_used, 4096),
-    "qwen3_moe": (_if_used, 4096),
-    "smollm3": (_not_listed, None),
-    "starcoder2": (_every_layer, None),
+    "gemma2": (lambda text: SLIDING in (text.get("layer_types") or [SLIDING]), 4096),
+    "ministral3": (_unlisted, None),
+    "mistral": (_unlisted, 4096),
+    "mixtral": (lambda text: True, None),
+    "phi3": (lambda text: True, None),
+    "phimoe": (lambda text: True, None),
+    "qwen2": (lambda text: _used(text) and _last_layers(text), 4096),
+    "qwen2_moe": (lambda text: _used(text) and _first_layers(text), 4096),
+    "qwen3": (lambda text: _used(text) and _last_layers(text), 4096),
+    "qwen3_moe": (_used, 4096),
+    "smollm3": (lambda text: _used(text) and _unlisted(text), None),
+    "starcoder2": (lambda text: True, None),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +24,8 @@ NARROW: tuple[DType, ...] = ("bfloat16", "float16")
 def norms_fingerprint(held: Mapping[str, np.ndarray], folder: Path | None) -> str:
     """Sha256 over the weights of a model's norms, in the order of their names, in float32.
 
-    4-bit conversion leaves these weights as they are, so a quantised copy has the same fingerprint.
+    It is of what the files store. 4-bit conversion leaves these weights as they are, so a quantised
+    copy has the same fingerprint.
 
     Args:
         held: Each norm's weight in float32, by its module's name in the runtime, which may have
@@ -32,7 +33,10 @@ def norms_fingerprint(held: Mapping[str, np.ndarray], folder: Path | None) -> st
         folder: The model's folder, whose files say what was rounded; None: there is none.
     """
     files = {} if folder is None else _stored(folder)
-    return _sha256(_unrounded(name, held[name].reshape(-1), files) for name in sorted(held))
+    digest = hashlib.sha256()
+    for name in sorted(held):
+        digest.update(_unrounded(name, held[name].reshape(-1), files).tobytes())
+    return digest.hexdigest()
 
 
 def _unrounded(name: str, held: np.ndarray, files: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -106,10 +110,3 @@ def _header(path: Path, file: BinaryIO) -> tuple[int, bytes, dict[str, Any]]:
     except (ValueError, AttributeError):
         raise ValueError(f"{path} has a damaged header; download it again") from None
     return length, header, tensors
-
-
-def _sha256(arrays: Iterable[np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(array.tobytes())
-    return digest.hexdigest()

@@ -30,20 +30,13 @@ OF_THE_FILE = ("_name_or_path", "name_or_path", "transformers_version", "torch_d
 
 @dataclass(frozen=True)
 class Checked:
-    """One array of a model's weights, read once.
+    """One array of a model's weights, read once."""
 
-    Attributes:
-        name: The array's name in its runtime.
-        kind: Its dtype and shape.
-        sums: Its bits as integers, signed or unsigned, summed along the last axis with wrap-around.
-            The sums are exact, in whatever order a machine adds.
-        sample: Numbers at regular intervals, as bytes.
-    """
-
-    name: str
-    kind: str
+    name: str  # in its runtime
+    kind: str  # its dtype and shape
+    # Its bits as integers, summed along the last axis with wrap-around: exact in any order.
     sums: bytes
-    sample: bytes
+    sample: bytes  # numbers at regular intervals
 
 
 def weights_fingerprint(arrays: Iterable[Checked], config: Mapping[str, Any]) -> str:
@@ -61,15 +54,10 @@ def weights_fingerprint(arrays: Iterable[Checked], config: Mapping[str, Any]) ->
 
 @dataclass(frozen=True)
 class Sketch:
-    """The numbers that describe a model's projections, in cache order.
+    """The numbers that describe a model's projections, in cache order."""
 
-    Attributes:
-        numbers: Four per projection, with six digits; a translator's provenance keeps them.
-        scales: The expected size of each number if its projection's direction were random.
-    """
-
-    numbers: tuple[float, ...]
-    scales: tuple[float, ...]
+    numbers: tuple[float, ...]  # four per projection, with six digits, as a provenance keeps them
+    scales: tuple[float, ...]  # the expected size of each, if its projection's direction is random
 
     def difference(self, others: Any) -> float | None:
         """The largest difference from another model's ``numbers``, as a share of its scale.

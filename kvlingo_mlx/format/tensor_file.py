@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,15 +14,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvlingo_mlx.errors import malformed
-from kvlingo_mlx.format.atomic import sync_file
-from kvlingo_mlx.format.config_reading import no_duplicates
+from kvlingo_mlx.format.atomic import write_file
+from kvlingo_mlx.format.files import PICKLE, no_duplicates, regular_file
 
 MAX_HEADER_BYTES = 100 * 2**20
 MAX_FILE_BYTES = 16 * 2**30  # untrusted files must not fill the memory; our own are below 3 GB
 LOST = 0.01  # of a tensor's norm; float16 changes at most 0.0005 of a number that it can hold
-PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 METADATA = "__metadata__"
-PICKLE = "is a pickle, which can run code; only safetensors are read: export it again as such"
 
 DType = Literal["float32", "float16", "bfloat16"]
 FILE_DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -38,16 +35,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Made(Mapping[str, np.ndarray]):
-    """Tensors that are made whenever they are looked at, so that memory holds one at a time.
-
-    Attributes:
-        shapes: Their shapes by name.
-        make: Makes a tensor by its name.
-    """
+class LazyTensors(Mapping[str, np.ndarray]):
+    """Tensors that are made whenever they are looked at, so that memory holds one at a time."""
 
     shapes: Shapes
-    make: Callable[[str], np.ndarray] = field(repr=False)
+    make: Callable[[str], np.ndarray] = field(repr=False)  # of a name
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.shapes:
@@ -71,7 +63,7 @@ class Weights:
     @property
     def shapes(self) -> Shapes:
         """The tensors' shapes by name."""
-        if isinstance(self.arrays, Made):
+        if isinstance(self.arrays, LazyTensors):
             return self.arrays.shapes
         return {name: array.shape for name, array in self.arrays.items()}
 
@@ -94,16 +86,15 @@ class Weights:
     def cast(self, dtype: DType) -> Weights:
         """The same tensors in another dtype, rounded to nearest even.
 
-        Those of :class:`Made` are rounded when they are looked at.
+        Lazy ones are rounded when they are looked at.
 
         Raises:
             ValueError: A weight is too large for ``dtype``, or a matrix's are too small.
         """
         if dtype == self.dtype:
             return self
-        if isinstance(self.arrays, Made):
-            return Weights(dtype, Made(self.shapes, lambda name: self._rounded(name, dtype)))
-        return Weights(dtype, {name: self._rounded(name, dtype) for name in self.arrays})
+        lazy = LazyTensors(self.shapes, lambda name: self._rounded(name, dtype))
+        return Weights(dtype, lazy if isinstance(self.arrays, LazyTensors) else dict(lazy))
 
     def _rounded(self, name: str, dtype: DType) -> np.ndarray:
         array = self.as_float32(name)
@@ -147,34 +138,11 @@ def rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
     return Weights(dtype, {"": _round(array, dtype)}).as_float32("")
 
 
-def regular_file(path: Path) -> int:
-    """The size of a regular file; a missing file or one of another type is refused."""
-    if not path.exists():
-        for other in sorted(path.parent.iterdir()):
-            if other.suffix.lower() in PICKLE_SUFFIXES:
-                raise malformed(other, PICKLE)
-        raise malformed(path, "is missing; a translator folder needs it (incomplete download?)")
-    if path.is_symlink() and not _stays(path):
-        raise malformed(
-            path, "is a link out of its folder, expected a file; copy the file itself here"
-        )
-    info = os.stat(path)
-    if not stat.S_ISREG(info.st_mode):
-        raise malformed(path, "is not a regular file")
-    return info.st_size
-
-
-def _stays(link: Path) -> bool:
-    """Whether a link leads into its own folder, or to the blobs of its own Hub snapshot."""
-    place, own = link.resolve().parent, link.parent.resolve()
-    return place == own or (own.parent.name == "snapshots" and place == own.parents[1] / "blobs")
-
-
 def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """The entry of each tensor in a safetensors header, and the offset at which the data start.
 
-    The safetensors library checks sizes and offsets. It does not refuse repeated names, unknown
-    fields and shapes beyond NumPy, so these are checked here.
+    The library checks sizes and offsets. It does not refuse repeated names, unknown fields and
+    shapes beyond NumPy, and reads no bfloat16 into NumPy, so the header is read here, too.
     """
     size = regular_file(path)
     if size > MAX_FILE_BYTES:
@@ -190,95 +158,69 @@ def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
         header_bytes = file.read(length)
     try:
         header = json.loads(header_bytes.decode("utf-8"), object_pairs_hook=no_duplicates)
-        _check_length(path, header, 8 + length, size)
+        stops = (entry["data_offsets"][1] for name, entry in header.items() if name != METADATA)
+        end = 8 + length + max(stops, default=0)
+        if end > size:
+            told = f"its header tells of {min(end, 2**64)} bytes, it has {size}"
+            raise malformed(path, f"is truncated: {told}; download or copy it again")
         with safe_open(path, framework="np"):
             pass
-    except (SafetensorError, ValueError, RecursionError, OSError) as error:
-        raise malformed(path, f"is no sound safetensors file or truncated: {error}") from None
+    except (SafetensorError, ValueError, TypeError, LookupError, AttributeError, RecursionError,
+            OSError) as error:  # fmt: skip
+        raise malformed(
+            path, f"is damaged or truncated ({error}); download or copy it again"
+        ) from None
     header.pop(METADATA, None)
     for name, entry in header.items():
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise malformed(path, f"{name}: expected dtype, shape and data_offsets alone")
+        if entry["dtype"] not in FILE_DTYPES:
+            allowed = ", ".join(FILE_DTYPES)
+            raise malformed(path, f"{name} is {entry['dtype']}, expected one of {allowed}")
     return header, 8 + length
 
 
-def _check_length(path: Path, header: Any, begin: int, size: int) -> None:
-    """Refuse a truncated file and say how much is missing; later checks find other faults."""
-    try:
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != METADATA]
-    except (AttributeError, TypeError, KeyError, IndexError):
-        return
-    stop = max((end for end in ends if type(end) is int), default=0)
-    if begin + stop > size:
-        raise malformed(
-            path,
-            f"is truncated: its header tells of {min(begin + stop, 2**64)} bytes, it has {size}; "
-            "download or copy it again",
-        )
-
-
-def read_tensors(
-    path: Path, check: Callable[[Shapes], None] = lambda shapes: None, *, lazy: bool = False
-) -> Weights:
-    """Read a safetensors file into NumPy; ``check`` gets the shapes before any data are read.
-
-    With ``lazy`` each tensor is read when it is looked at, and not kept (:class:`Made`).
-    """
-    header, begin = _read_header(path)
-    dtype, shapes = _facts(path, header)
-    check(shapes)
-    made = Made(shapes, lambda name: _read(path, header[name], begin))
-    return Weights(dtype, made if lazy else dict(made))
-
-
-def open_tensors(path: Path) -> tuple[dict[str, DType], Made]:
-    """The dtype of each tensor of a safetensors file that others wrote, and the tensors, unread.
+def open_tensors(path: Path) -> tuple[dict[str, DType], LazyTensors]:
+    """The dtype of each tensor of a safetensors file, and the tensors, unread.
 
     Raises:
         MalformedTranslatorError: The file is unsound, or holds another dtype.
     """
     header, begin = _read_header(path)
-    dtypes = {name: _dtype_of(path, name, entry) for name, entry in header.items()}
+    dtypes = {name: FILE_DTYPES[entry["dtype"]] for name, entry in header.items()}
+
+    def read(name: str) -> np.ndarray:
+        # Not mapped into memory: what was looked at would stay there.
+        start, kind = begin + header[name]["data_offsets"][0], STORAGE[dtypes[name]]
+        return np.fromfile(path, kind, math.prod(shapes[name]), offset=start).reshape(shapes[name])
+
     shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
-    return dtypes, Made(shapes, lambda name: _read(path, header[name], begin))
+    return dtypes, LazyTensors(shapes, read)
 
 
-def _read(path: Path, entry: Mapping[str, Any], begin: int) -> np.ndarray:
-    # Not mapped into memory: what was looked at would stay there.
-    kind, shape = STORAGE[FILE_DTYPES[entry["dtype"]]], entry["shape"]
-    start = begin + entry["data_offsets"][0]
-    return np.fromfile(path, kind, math.prod(shape), offset=start).reshape(shape)
+def read_tensors(
+    path: Path, check: Callable[[Shapes], None] = lambda shapes: None, *, lazy: bool = False
+) -> Weights:
+    """Read a safetensors file of one dtype; ``check`` gets the shapes before any data are read.
 
+    With ``lazy`` each tensor is read when it is looked at, and not kept (:class:`LazyTensors`).
 
-def _dtype_of(path: Path, name: str, entry: Mapping[str, Any]) -> DType:
-    if entry["dtype"] not in FILE_DTYPES:
-        allowed = ", ".join(FILE_DTYPES)
-        raise malformed(path, f"{name} is {entry['dtype']}, expected one of {allowed}")
-    return FILE_DTYPES[entry["dtype"]]
-
-
-def _facts(
-    path: Path, header: Mapping[str, Mapping[str, Any]]
-) -> tuple[DType, dict[str, tuple[int, ...]]]:
-    if not header:
+    Raises:
+        MalformedTranslatorError: The file is unsound or empty, or its dtypes are mixed.
+    """
+    dtypes, tensors = open_tensors(path)
+    if not dtypes:
         raise malformed(path, "holds no tensors")
-    for name, entry in header.items():
-        shape = entry["shape"]
+    codes = {dtype: code for code, dtype in FILE_DTYPES.items()}
+    first, wanted = next(iter(dtypes.items()))
+    for name, shape in tensors.shapes.items():
         if not 1 <= len(shape) <= 3 or 0 in shape:
             raise malformed(path, f"{name} has shape {shape}, expected 1 to 3 axes, none empty")
-    return _only_dtype(path, header), {n: tuple(e["shape"]) for n, e in header.items()}
-
-
-def _only_dtype(path: Path, header: Mapping[str, Mapping[str, Any]]) -> DType:
-    first, wanted = next(iter(header.items()))
-    for name, entry in header.items():
-        _dtype_of(path, name, entry)
-        if entry["dtype"] != wanted["dtype"]:
-            raise malformed(
-                path,
-                f"{name} is {entry['dtype']}, {first} is {wanted['dtype']}; expected one dtype",
-            )
-    return FILE_DTYPES[wanted["dtype"]]
+        if dtypes[name] != wanted:
+            told = f"{name} is {codes[dtypes[name]]}, {first} is {codes[wanted]}"
+            raise malformed(path, f"{told}; expected one dtype")
+    check(tensors.shapes)
+    return Weights(wanted, tensors if lazy else dict(tensors))
 
 
 def check_numbers(path: Path, weights: Weights) -> None:
@@ -297,19 +239,9 @@ def write_tensors(path: Path, weights: Weights) -> None:
 
     The bytes are those that the library writes, whose own writer wants all tensors in memory.
     """
-    names = sorted(weights.shapes)
-    try:
-        with open(path, "wb") as file:
-            file.write(_head(weights.dtype, weights.shapes, {}))
-            for name in names:
-                file.write(np.ascontiguousarray(weights.arrays[name]).data)
-            file.flush()
-            sync_file(file.fileno())
-        path.chmod(0o644)
-    except OSError as error:
-        if error.errno is not None:
-            error.filename = str(path)  # what is written to an open file leaves it out
-        raise
+    head = _head(weights.dtype, weights.shapes, {})
+    arrays = (weights.arrays[name] for name in sorted(weights.shapes))
+    write_file(path, itertools.chain([head], (np.ascontiguousarray(a).data for a in arrays)))
 
 
 # ---- files that are sent -----------------------------------------------------------------------
@@ -363,14 +295,12 @@ def unpacked(
 
 def _head(dtype: DType, shapes: Shapes, told: Mapping[str, str]) -> bytes:
     """The start of a safetensors file, which the tensors follow in the order of their names."""
-    name_of = {dtype: name for name, dtype in FILE_DTYPES.items()}
+    codes = {name: code for code, name in FILE_DTYPES.items()}
     header: dict[str, Any] = {METADATA: {"format": "kvlingo", **told}}
     width, end = np.dtype(STORAGE[dtype]).itemsize, 0
-    for name in sorted(shapes):
-        begin, end = end, end + width * math.prod(shapes[name])
-        header[name] = {
-            "dtype": name_of[dtype], "shape": list(shapes[name]), "data_offsets": [begin, end],
-        }  # fmt: skip
+    for name, shape in sorted(shapes.items()):
+        begin, end = end, end + width * math.prod(shape)
+        header[name] = {"dtype": codes[dtype], "shape": [*shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors are aligned
     return len(text).to_bytes(8, "little") + text

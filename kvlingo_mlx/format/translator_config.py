@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format.assignment import Assignment
-from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.format.geometry import MAX_HEADS, LayerGeometry
 from kvlingo_mlx.format.kinds import KindSpec, kind_named
+from kvlingo_mlx.format.typed import WRITTEN
 
 # The newest. Version 1 has no recurrent layers, version 2 no maps of their states. A translator is
 # written in the first one that has all it needs.
 FORMAT_VERSION = 3
 CAPTURES = ("pre_norm", "post_norm", "post_rope", "latent")
+Head = Annotated[int, range(MAX_HEADS + 1)]
 OF_MODELS = ("precision", "projections")  # provenance entries that are compared with loaded models
 
 
@@ -47,13 +49,13 @@ class TranslatorConfig:
     source: ModelSpec
     target: ModelSpec
     assignment: Assignment
-    kind: str = "linear"
-    head_mixing: bool = True
-    joint: bool = False
-    capture: str = "pre_norm"
-    alignment: str | None = None
+    kind: str = field(default="linear", metadata=WRITTEN)
+    head_mixing: bool = field(default=True, metadata=WRITTEN)
+    joint: bool = field(default=False, metadata=WRITTEN)
+    capture: Annotated[str, CAPTURES] = field(default="pre_norm", metadata=WRITTEN)
+    alignment: Annotated[str, ("minimal_groups",)] | None = field(default=None, metadata=WRITTEN)
     state_maps: bool = False
-    head_map: tuple[int, ...] | None = None
+    head_map: tuple[Head, ...] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @property

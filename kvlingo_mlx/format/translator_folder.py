@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
 
 from kvlingo_mlx.errors import MalformedTranslatorError, malformed
 from kvlingo_mlx.format import atomic
-from kvlingo_mlx.format.config_reading import MAX_CONFIG_BYTES, parse_config, parse_json
+from kvlingo_mlx.format.config_reading import parse_config
+from kvlingo_mlx.format.files import PICKLE, PICKLE_SUFFIXES, parse_json, read_json, regular_file
 from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.format.maps import (
     STATE_AXES,
@@ -27,13 +27,10 @@ from kvlingo_mlx.format.maps import (
     state_maps_of,
 )
 from kvlingo_mlx.format.tensor_file import (
-    PICKLE,
-    PICKLE_SUFFIXES,
     Shapes,
     Weights,
     check_numbers,
     read_tensors,
-    regular_file,
     write_tensors,
 )
 from kvlingo_mlx.format.translator_config import OF_MODELS, TranslatorConfig
@@ -131,9 +128,7 @@ def read_config(folder: str | os.PathLike[str]) -> TranslatorConfig:
         MalformedTranslatorError: The config breaks the format page's rules.
     """
     path = _folder(folder) / CONFIG_FILE
-    regular_file(path)
-    with open(path, "rb") as file:
-        return parse_config(path, parse_json(path, file.read(MAX_CONFIG_BYTES + 1)))
+    return parse_config(path, read_json(path))
 
 
 def read(folder: str | os.PathLike[str], *, lazy: bool = False) -> tuple[TranslatorConfig, Weights]:
@@ -262,24 +257,21 @@ def write(
     probes = Weights("float32", selftest(config, weights))
     check_numbers(folder / SELFTEST_FILE, probes)
     card = model_card(config, weights)
-    atomic.check_room(folder, weights.nbytes + probes.nbytes + len(text) + len(card))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with atomic.alone(folder):
-        atomic.put_back(folder)
+
+    def is_new() -> bool:
         if is_same(folder, config, weights):
-            return folder
+            return False
         if not overwrite:
             check_free(folder)
-        temporary = atomic.temporary_beside(folder)
-        try:
-            temporary.chmod(0o755)
-            _write_text(temporary / CONFIG_FILE, text)
-            write_tensors(temporary / WEIGHTS_FILE, weights)
-            write_tensors(temporary / SELFTEST_FILE, probes)
-            _write_text(temporary / CARD_FILE, card)
-            atomic.replace_folder(temporary, folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        return True
+
+    needed = weights.nbytes + probes.nbytes + len(text) + len(card)
+    with atomic.new_folder(folder, needed, is_new) as place:
+        if place is not None:
+            atomic.write_file(place / CONFIG_FILE, [text.encode()])
+            write_tensors(place / WEIGHTS_FILE, weights)
+            write_tensors(place / SELFTEST_FILE, probes)
+            atomic.write_file(place / CARD_FILE, [card.encode()])
     return folder
 
 
@@ -326,13 +318,6 @@ def check_destination(folder: str | os.PathLike[str]) -> None:
         raise ValueError(
             f"{folder} exists and is not a translator folder; choose another name, or remove it"
         )
-
-
-def _write_text(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        atomic.sync_file(file.fileno())
 
 
 def _card_value(value: object) -> str:

@@ -12,11 +12,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeVar
 
 from kvlingo_mlx.embedded.bundled import NAME
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.format.typed import read
+
+T = TypeVar("T", bound="Recall | OwnData | Apart | Receipt")
 
 # Limits of the share recovered, from measurements on the zoo (benchmarks/LOG.md, "how much data"):
 # self-distilled translators reach 0.95 to 1.00, two hard pairs 0.89 and 0.66; closed forms on
@@ -81,15 +84,9 @@ class Recall:
 
 @dataclass(frozen=True)
 class OwnData:
-    """What was measured on conversations of the user's data that the translator was not made of.
+    """What was measured on conversations of the user's data that the translator was not made of."""
 
-    Attributes:
-        data: The data's name.
-        conversations: How many.
-        kl, hidden_kl: As in :class:`Receipt`.
-    """
-
-    data: str
+    data: str  # its name
     conversations: int
     kl: float
     hidden_kl: float
@@ -105,16 +102,12 @@ class OwnData:
 class Apart:
     """How far both models lie apart over the last tokens of the bundled prefixes, cut in quarters.
 
-    Attributes:
-        tokens: The number of last tokens that are compared.
-        mean: KL(source || target) of the next token, in nats, the target's from a translated cache;
-            the mean over these tokens and over prefixes.
-        spread: The standard deviation of the prefixes' own means.
+    The KL is KL(source || target) of the next token, in nats, the target's from a translated cache.
     """
 
-    tokens: int
-    mean: float
-    spread: float
+    tokens: int  # the last ones that are compared
+    mean: float  # of the KL over these tokens and over prefixes
+    spread: float  # the standard deviation of the prefixes' own means
 
     @classmethod
     def of(cls, found: Sequence[float]) -> Apart | None:
@@ -136,25 +129,14 @@ class Apart:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What was measured on the bundled conversations.
+    """What was measured on the bundled conversations; older receipts lack some of it."""
 
-    Attributes:
-        kl: KL(native || translated) in nats per token, the mean over conversations.
-        top1: The share of tokens at which both caches give the same first choice.
-        native_layers: The number of native layers.
-        hidden_kl: The same KL with the prefix hidden; None in receipts of older versions.
-        recall: Recall of the value that each conversation asks for; None in older receipts, and if
-            the conversations were read as plain texts.
-        guard: What is usual over a prompt's last tokens; None in older receipts, and between two
-            tokenizers.
-    """
-
-    kl: float
-    top1: float
-    native_layers: int = 0
-    hidden_kl: float | None = None
-    recall: Recall | None = None
-    guard: Apart | None = None
+    kl: float  # KL(native || translated) in nats per token, the mean over conversations
+    top1: float  # the share of tokens at which both have the same first choice
+    native_layers: int = 0  # with how many the receipt was measured
+    hidden_kl: float | None = None  # the same KL with the prefix hidden
+    recall: Recall | None = None  # of the value that each conversation asks for
+    guard: Apart | None = None  # what is usual over a prompt's last tokens; none of two tokenizers
     own: OwnData | None = None
 
     @property
@@ -240,40 +222,23 @@ def receipt_of(config: TranslatorConfig) -> Receipt | None:
     left: Any = config.provenance.get("receipt")
     if not isinstance(left, dict) or left.get("prompts") != NAME:
         return None
-    kl, top1, hidden_kl = (_number(left.get(name)) for name in ("kl", "top1", "hidden_kl"))
-    layers: Any = left.get("native_layers", 0)
-    if kl is None or top1 is None or type(layers) is not int:
+    guard = _read(Apart, left.get("guard"))
+    if guard is not None and (guard.tokens < 1 or min(guard.mean, guard.spread) < 0):
+        guard = None
+    recall, own = _read(Recall, left.get("recall")), _read(OwnData, left.get("own"))
+    found = _read(Receipt, left | dict.fromkeys(("recall", "guard", "own")))
+    if found is None or not 0 <= found.native_layers <= len(config.target.layers):
         return None
-    if not 0 <= layers <= len(config.target.layers):
+    return replace(found, recall=recall, guard=guard, own=own)
+
+
+def _read(kind: type[T], left: Any) -> T | None:
+    """A part of a stored receipt, which is untrusted and may hold anything; None if it is none."""
+    try:
+        known = {f.name: left[f.name] for f in fields(kind) if left.get(f.name) is not None}
+        return read(kind, known)
+    except (AttributeError, ValueError):
         return None
-    recall, guard, own = (left.get(name) for name in ("recall", "guard", "own"))
-    return Receipt(kl, top1, layers, hidden_kl, _recall(recall), _apart(guard), _own(own))
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) else None
-
-
-def _recall(left: Any) -> Recall | None:
-    """Read a stored recall; provenance is untrusted and may hold anything."""
-    found: Mapping[str, Any] = left if isinstance(left, dict) else {}
-    translated, native, hidden = (
-        _number(found.get(name)) for name in ("translated", "native", "hidden")
-    )
-    if translated is None or native is None or hidden is None:
-        return None
-    facts = found.get("facts")
-    return Recall(translated, native, hidden, facts if type(facts) is int else None)
-
-
-def _own(left: Any) -> OwnData | None:
-    """Read what was measured on the user's data from a stored receipt."""
-    found: Mapping[str, Any] = left if isinstance(left, dict) else {}
-    data, count = found.get("data"), found.get("conversations")
-    kl, hidden_kl = (_number(found.get(name)) for name in ("kl", "hidden_kl"))
-    if type(data) is not str or type(count) is not int or kl is None or hidden_kl is None:
-        return None
-    return OwnData(data, count, kl, hidden_kl)
 
 
 def watched(tokens: int, prefix: int) -> int:
@@ -287,16 +252,6 @@ def watched(tokens: int, prefix: int) -> int:
 def cuts(prefix: int) -> list[int]:
     """Where a receipt cuts a prefix of so many tokens: at each quarter that is long enough."""
     return [stop for q in (1, 2, 3, 4) if (stop := q * prefix // 4) >= 2 * GUARD]
-
-
-def _apart(left: Any) -> Apart | None:
-    """Read how far models lay apart from a stored receipt."""
-    found: Mapping[str, Any] = left if isinstance(left, dict) else {}
-    tokens = found.get("tokens")
-    mean, spread = (_number(found.get(name)) for name in ("mean", "spread"))
-    if type(tokens) is not int or tokens < 1 or mean is None or spread is None:
-        return None
-    return Apart(tokens, mean, spread) if mean >= 0 and spread >= 0 else None
 
 
 def grade_of(config: TranslatorConfig) -> str:
@@ -325,6 +280,6 @@ def tuned_of(config: TranslatorConfig) -> str | None:
         return None
     depth = len(config.target.layers)
     names = {"measured_recall": "recall", "measured_kl": "KL"}
-    found = {names[key]: _number(tuning.get(key)) for key in names}
-    measured = "".join(f", {name} {n:.3g}" for name, n in found.items() if n is not None)
+    found = {name: tuning.get(key) for key, name in names.items()}
+    measured = "".join(f", {name} {n:.3g}" for name, n in found.items() if type(n) in (int, float))
     return f"tuned to {config.native_layers} native layers of {depth}{measured}"

@@ -41,19 +41,12 @@ SIZE = 512  # rows and columns of the product with which a BLAS is timed
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
-
-    Attributes:
-        name: The name of what was checked.
-        value: What was found.
-        problem: What is wrong and what to do about it, or None.
-        grade: What a problem makes of the installation: ``wrong``, or only ``slow`` or ``inexact``.
-    """
+    """The result of one check."""
 
     name: str
     value: str
-    problem: str | None = None
-    grade: str = "wrong"
+    problem: str | None = None  # what is wrong, and what to do about it
+    grade: str = "wrong"  # what a problem makes of the installation; or ``slow``, ``inexact``
 
     def as_json(self) -> dict[str, str | None]:
         """Its attributes; what is sound has no grade."""
@@ -62,16 +55,12 @@ class Finding:
 
 def diagnose() -> list[Finding]:
     """All findings, in the order in which they are shown."""
-    steps = (
-        _machine, _backends, _versions, _device, _blas, _precision, _limits, _translators, _disks,
-        _hub,
-    )  # fmt: skip
-    return [finding for step in steps for finding in step()]
-
-
-def _machine() -> Iterator[Finding]:
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    yield Finding("system", f"{system}, Python {platform.python_version()}")
+    return [
+        Finding("system", f"{system}, Python {platform.python_version()}"),
+        *_versions(), _device(), *_blas(), _precision(), _limits(), *_translators(), *_disks(),
+        *_hub(),
+    ]  # fmt: skip
 
 
 def _installed(name: str) -> str | None:
@@ -81,27 +70,22 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _backends() -> Iterator[Finding]:
-    """Installed MLX builds: they share one file, the last one wins, removing one breaks another."""
-    found = [name for name in BACKENDS if _installed(name)]
-    problem = None
-    if len(found) > 1:
-        problem = (
-            f"{' and '.join(found)} own the same libmlx; keep one: pip uninstall -y "
-            f"{' '.join(found)}, then install that one anew"
-        )
-    yield Finding("MLX builds", ", ".join(found) or "none beside mlx itself", problem)
-
-
 def _versions() -> Iterator[Finding]:
+    """MLX builds share one file: the last one wins, and removing one breaks another."""
+    builds = [name for name in BACKENDS if _installed(name)]
+    clash = (
+        f"{' and '.join(builds)} own the same libmlx; keep one: pip uninstall -y "
+        f"{' '.join(builds)}, then install that one anew"
+    )
+    told = ", ".join(builds) or "none beside mlx itself"
+    yield Finding("MLX builds", told, clash if len(builds) > 1 else None)
     for name, bounds in _tested().items():
-        found = _installed(name)
+        found, install = _installed(name), f'pip install "{name}{bounds}"'
         if found is None:
-            yield Finding(name, "not installed", f'install it: pip install "{name}{bounds}"')
+            yield Finding(name, "not installed", f"install it: {install}")
             continue
-        problem = None
-        if Version(found) not in Requirement(f"{name}{bounds}").specifier:
-            problem = f'{found} is not among the tested {bounds}: pip install "{name}{bounds}"'
+        right = Version(found) in Requirement(f"{name}{bounds}").specifier
+        problem = None if right else f"{found} is not among the tested {bounds}: {install}"
         yield Finding(name, f"{found} (tested {bounds})", problem)
     for name in OTHERS:
         yield Finding(name, _installed(name) or "not installed (optional)")
@@ -118,16 +102,15 @@ def _tested() -> dict[str, str]:
     return {r.name: str(r.specifier) for r in here} or TESTED
 
 
-def _device() -> Iterator[Finding]:
+def _device() -> Finding:
     """The default device, tested by one product."""
     problem = None
     try:
-        sound = mx.matmul(mx.ones((4, 8)), mx.ones((8, 4))).sum().item() == 128.0
+        if mx.matmul(mx.ones((4, 8)), mx.ones((8, 4))).sum().item() != 128.0:
+            problem = "it computes a product wrongly; install MLX anew"
     except RuntimeError as error:
-        sound, problem = False, f"it does not compute ({error}); install MLX anew"
-    if not sound:
-        problem = problem or "it computes a product wrongly; install MLX anew"
-    yield Finding("device", str(mx.default_device()), problem)
+        problem = f"it does not compute ({error}); install MLX anew"
+    return Finding("device", str(mx.default_device()), problem)
 
 
 def _blas() -> Iterator[Finding]:
@@ -146,49 +129,40 @@ def _blas() -> Iterator[Finding]:
     yield Finding("BLAS", value, problem, "slow")
 
 
-def _precision() -> Iterator[Finding]:
+def _precision() -> Finding:
     """Whether float32 products are computed in float32."""
-    error, problem = float32_error(), None
-    if error > EXACT:
-        problem = (
-            f"errors of {error:.0e} where float32 has 1e-06: MLX multiplies in TF32; leave {TF32} "
-            "out, or set it to 0, before Python starts"
-        )
-    yield Finding(
-        "float32 products", f"error {error:.0e} ({TF32}={os.environ.get(TF32)})", problem, "inexact"
+    error = float32_error()
+    told = (
+        f"errors of {error:.0e} where float32 has 1e-06: MLX multiplies in TF32; leave {TF32} out, "
+        "or set it to 0, before Python starts"
     )
+    value = f"error {error:.0e} ({TF32}={os.environ.get(TF32)})"
+    return Finding("float32 products", value, told if error > EXACT else None, "inexact")
 
 
-def _limits() -> Iterator[Finding]:
+def _limits() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    problem = None
-    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
-        problem = f"too few for models in many files: ulimit -n {LEAST_FILES * 4}"
-    yield Finding("open files", f"at most {soft} (hard limit {hard})", problem)
+    few = soft != resource.RLIM_INFINITY and soft < LEAST_FILES
+    problem = f"too few for models in many files: ulimit -n {LEAST_FILES * 4}" if few else None
+    return Finding("open files", f"at most {soft} (hard limit {hard})", problem)
 
 
 def _translators() -> Iterator[Finding]:
     """The store's folders, each read as an import does, and the remains of killed processes."""
     root = store()
     folders = sorted(p for p in root.glob("*") if p.is_dir()) if root.is_dir() else []
-    yield Finding(
-        "store", f"{root}, {sum(not p.name.startswith('.') for p in folders)} translators"
-    )
+    count = sum(not p.name.startswith(".") for p in folders)
+    yield Finding("store", f"{root}, {count} translators")
     for folder in folders:
         size = f"{sum(p.stat().st_size for p in folder.rglob('*') if p.is_file()) / 1e6:,.1f} MB"
-        if folder.name.startswith("."):
-            yield Finding(folder.name, size, _unfinished(folder))
-        else:
-            yield Finding(folder.name, size, _damage(folder))
-
-
-def _unfinished(folder: Path) -> str:
-    if (folder / "old").is_dir():
-        return f"it may be a translator's only copy: move {folder / 'old'} back to its name"
-    return f"a stopped import left it: rm -r {folder}"
+        yield Finding(folder.name, size, _damage(folder))
 
 
 def _damage(folder: Path) -> str | None:
+    if (folder / "old").is_dir():
+        return f"it may be a translator's only copy: move {folder / 'old'} back to its name"
+    if folder.name.startswith("."):
+        return f"a stopped import left it: rm -r {folder}"
     try:
         translator_folder.check_sizes(folder, *translator_folder.read(folder))
     except (MalformedTranslatorError, OSError) as error:
@@ -210,11 +184,11 @@ def _disks() -> Iterator[Finding]:
 
 def _hub() -> Iterator[Finding]:
     """The Hub: whether it is used and can be reached, and whether there is a token."""
-    if constants.HF_HUB_OFFLINE:
-        yield Finding("Hub", "offline (HF_HUB_OFFLINE): only what is in its cache is used")
-    else:
+    value = "offline (HF_HUB_OFFLINE): only what is in its cache is used"
+    if not constants.HF_HUB_OFFLINE:
         reached = "reached" if _reach(constants.ENDPOINT) else "not reached"
-        yield Finding("Hub", f"{reached}, what is in its cache is used either way")
+        value = f"{reached}, what is in its cache is used either way"
+    yield Finding("Hub", value)
     token = "there is one" if huggingface_hub.get_token() else "none (only gated models need it)"
     yield Finding("Hub token", token)
 

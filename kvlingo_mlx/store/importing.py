@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvlingo_mlx.errors import (
@@ -27,34 +26,22 @@ from kvlingo_mlx.loading.models import at_hand, load
 from kvlingo_mlx.loading.pairing import check_end, check_pair
 from kvlingo_mlx.loading.translators import by_name, store
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.store import veloxquant
-from kvlingo_mlx.store.described import read_description
-from kvlingo_mlx.store.foreign import READERS, Foreign, converted
+from kvlingo_mlx.store.formats import FORMATS, ROLES, ForeignMaps, converted, read_folder
 
 Model = LanguageModel | str
-OURS, VELOXQUANT = "kvlingo", "veloxquant"
-ROLES = "source", "target"
-FORMATS = (OURS, VELOXQUANT, *(suffix[1:] for suffix in READERS))
+OURS = "kvlingo"
+NAMES = (OURS, *FORMATS)
 
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import.
+    """The result of an import."""
 
-    Attributes:
-        folder: The translator's folder in the store.
-        config: The translator's config.
-        unchecked: The models against which it could not be checked, and why.
-        replaced: Whether another translator of the same models and form was replaced.
-        unchanged: Whether exactly this translator was there already, so that nothing was written.
-        dtype: The dtype of its weights.
-    """
-
-    folder: Path
+    folder: Path  # in the store
     config: TranslatorConfig
-    unchecked: Mapping[str, str]
-    replaced: bool
-    unchanged: bool
+    unchecked: Mapping[str, str]  # the models against which it could not be checked, and why
+    replaced: bool  # whether another translator of the same models and form was replaced
+    unchanged: bool  # whether exactly this one was there, so that nothing was written
     dtype: DType
 
 
@@ -68,7 +55,6 @@ def import_translator(
     allow_mismatch: bool = False,
     force: bool = False,
     format: str | None = None,
-    spec: str | os.PathLike[str] | None = None,
 ) -> Imported:
     """Validate a translator and write it into the local store, one tensor in memory at a time.
 
@@ -76,7 +62,7 @@ def import_translator(
     the Hub, and the commit is kept in the provenance.
 
     Args:
-        path_or_hf_repo: A folder, a Hub id, or, with ``spec``, a file of tensors.
+        path_or_hf_repo: A folder or a Hub id.
         revision: A branch, tag or commit of a Hub id.
         out: The folder to write, instead of one in the store.
         dtype: The dtype in which the weights are stored. Default: bfloat16 for a translator of
@@ -85,8 +71,7 @@ def import_translator(
             models it names, if they are on this machine. Translators of others seldom name theirs.
         allow_mismatch: Whether to accept other checkpoints of the same shape.
         force: Whether to replace another translator in the folder.
-        format: The format of the files, one of ``FORMATS``. Default: what the files say they are.
-        spec: A TOML page that describes the files, for maps of any layout.
+        format: The format of the files, one of ``NAMES``. Default: what the files say they are.
 
     Raises:
         MissingTranslatorError: There is no such folder or repository.
@@ -97,86 +82,62 @@ def import_translator(
             format is unknown, or models must be named.
         OSError: The disk is full, or another process writes the folder.
     """
-    path, commit, name = _found(path_or_hf_repo, revision, format, spec)
-    foreign = None
-    if spec is not None:
-        foreign = read_description(Path(spec), path, f".{format}" if format else None)
-    elif name == VELOXQUANT:
-        foreign = veloxquant.read_mapper(path)
-    if foreign is not None:
-        config, weights, unchecked = _converted(foreign, models, allow_mismatch)
-    else:
+    if format is not None and format not in NAMES:
+        raise ValueError(f"--from (format=) is {format!r}; it must be one of {', '.join(NAMES)}")
+    patterns = [*translator_folder.OUR_FILES, *(n for row in FORMATS.values() for n in row.files)]
+    name = by_name(path_or_hf_repo)
+    path, commit = resolve(name, revision, patterns, MissingTranslatorError)
+    format = format or _recognised(path)
+    if format == OURS:
         config, weights = translator_folder.read(path, lazy=True)
-        unchecked = _unchecked(config, models, allow_mismatch)
+        unchecked = _checked(config, models, allow_mismatch)
         dtype = dtype or "bfloat16"
+    else:
+        maps = read_folder(FORMATS[format], path)
+        config, weights, unchecked = _converted(maps, models, allow_mismatch)
     translator_folder.check_sizes(path, config, weights)
     if commit is not None:
         origin = {"imported_from": f"{path_or_hf_repo}@{commit}"}
-        config = dataclasses.replace(config, provenance={**config.provenance, **origin})
+        config = replace(config, provenance={**config.provenance, **origin})
     folder = Path(out) if out is not None else place_of(config)
     weights = weights if dtype is None else weights.cast(dtype)
     translator_folder.check_destination(folder)
-    replaced = folder.exists() and any(folder.iterdir())
-    unchanged = replaced and translator_folder.is_same(folder, config, weights)
-    if replaced and not unchanged and not force:
+    there = folder.exists() and any(folder.iterdir())
+    unchanged = there and translator_folder.is_same(folder, config, weights)
+    if there and not unchanged and not force:
         raise ValueError(
             f"{folder} holds another translator of these models and this form; replace it with "
             "--force (force=True), or give another folder with --out (out=)"
         )
     if not unchanged:
         translator_folder.write(folder, config, weights, overwrite=force)
-    return Imported(folder, config, unchecked, replaced and not unchanged, unchanged, weights.dtype)
+    return Imported(folder, config, unchecked, there and not unchanged, unchanged, weights.dtype)
 
 
-def _found(
-    name: str, revision: str | None, format: str | None, spec: str | os.PathLike[str] | None
-) -> tuple[Path, str | None, str]:
-    """The folder or file of a translator, its commit, and the name of its format."""
-    if format is not None and format not in FORMATS:
-        raise ValueError(
-            f"--from (format=) is {format!r}; it must be one of {', '.join(FORMATS)}. Maps of any "
-            "other layout are described by a page, --spec FILE.toml (spec=)"
-        )
-    of_any = format is not None and f".{format}" in READERS
-    if of_any and spec is None:
-        raise ValueError(
-            f"--from {format} needs --spec FILE.toml (spec=), a page that says which tensor is "
-            "which map; the guide on translators of others shows one"
-        )
-    if spec is not None and format is not None and not of_any:
-        raise ValueError(f"--spec (spec=) is for files of any layout, and --from is {format}")
-    patterns: tuple[str, ...] = (*translator_folder.OUR_FILES, *veloxquant.FILES)
-    if spec is not None:
-        patterns = tuple(f"*{suffix}" for suffix in READERS)
-    path, commit = resolve(by_name(name), revision, patterns, MissingTranslatorError)
-    if spec is None and path.suffix.lower() in READERS and path.is_file():
-        raise ValueError(
-            f"{path} is a file of arrays; say with --spec PAGE.toml which of them is which map"
-        )
-    kinds = _recognised(path) if spec is None and format is None and path.is_dir() else [OURS]
-    if len(kinds) != 1:
-        told = "both a translator of ours and a mapper" if kinds else "neither of them"
-        raise malformed(
-            path,
-            f"holds {told} ({translator_folder.CONFIG_FILE}; {veloxquant.MANIFEST}); say what "
-            f"it is with --from {' or '.join(FORMATS[:2])}, or describe its files with --spec FILE",
-        )
-    return path, commit, format or kinds[0]
-
-
-def _recognised(folder: Path) -> list[str]:
-    """The formats that a folder has files of."""
+def _recognised(folder: Path) -> str:
+    """The format of which a folder has files."""
     ours = any((folder / name).exists() for name in translator_folder.OUR_FILES[:3])
-    there = [(folder / name).is_file() for name in (veloxquant.MAPPER, veloxquant.MANIFEST)]
-    return [OURS] * ours + [VELOXQUANT] * (there[0] or (there[1] and not ours))
+    found = [OURS] if ours or not folder.is_dir() else []
+    for row in FORMATS.values():
+        there = [(folder / name).is_file() for name in row.files]
+        found += [row.name] if there[1] or (there[0] and not ours) else []
+    if len(found) == 1:
+        return found[0]
+    known = "; ".join(f"{row.name}: {' and '.join(row.files)}" for row in FORMATS.values())
+    told = f"files of {' and of '.join(found)}; say which with --from" if found else "none of them"
+    expected = f"expected {translator_folder.CONFIG_FILE}, or files of others ({known})"
+    raise malformed(folder, f"{expected}; found {told}")
+
+
+# ---- a translator of others -------------------------------------------------------------------
 
 
 def _converted(
-    foreign: Foreign, models: tuple[Model, Model] | None, allow_mismatch: bool
+    maps: ForeignMaps, models: tuple[Model, Model] | None, allow_mismatch: bool
 ) -> tuple[TranslatorConfig, Weights, dict[str, str]]:
     """Maps of others as a translator of ours, and the models that could not be looked at.
 
-    A model that is on this machine says itself what it is. Of another one, what the files say is
+    A model that is on this machine says itself what it is. Of another one, the manifest's word is
     taken.
     """
     if allow_mismatch:
@@ -184,91 +145,75 @@ def _converted(
             "--allow-mismatch (allow_mismatch=) has no effect on translators of others, which name "
             "no checkpoint; leave it out"
         )
-    ends = [_end(foreign, place, models) for place in range(2)]
-    specs, loaded, _ = zip(*ends, strict=True)
-    for place, model in enumerate(loaded):
-        if model is not None:
-            _check_rotation(foreign, place, model)
-    source, target = loaded
-    if source is not None and target is not None:
-        capture_point(source, target, foreign.capture)
-    config, weights = converted(foreign, *specs)
-    if source is not None and target is not None:
-        check_pair(config, source, target)
-    return config, weights, {spec.name: why for spec, _, why in ends if why}
-
-
-def _end(
-    foreign: Foreign, place: int, models: tuple[Model, Model] | None
-) -> tuple[ModelSpec, LanguageModel | None, str]:
-    """The source or the target: its layers, the model if it is here, and else why not."""
-    told = foreign.ends[place]
-    model = models[place] if models is not None else (told.name if told else "")
-    if not model:
-        raise ValueError(
-            f"{foreign.path} does not name its {ROLES[place]}; give --source and --target (models=)"
-        )
-    if isinstance(model, str):
+    named = models or tuple(maps.end(role).name for role in ROLES)
+    specs, loaded, unchecked = [], [], {}
+    for role, model in zip(ROLES, named, strict=True):
+        if not model:
+            raise ValueError(
+                f"{maps.path} does not name its {role}; give --source and --target (models=)"
+            )
         try:
-            model = at_hand(model)
+            found = at_hand(model) if isinstance(model, str) else model
         except (MissingModelError, UnsupportedModelError) as problem:
-            if told is None:
-                raise
-            spec = dataclasses.replace(told, name=str(model))
-            return spec, None, f"{problem}; its layers are taken as {foreign.path} says"
-    if told is not None:
-        _check_told(foreign, told, model, ROLES[place])
-    return ModelSpec.of(model), model, ""
+            specs.append(replace(maps.end(role), name=str(model)))
+            unchecked[str(model)] = f"{problem}; its layers are taken as {maps.path} says"
+            continue
+        _check_model(maps, role, found)
+        specs.append(ModelSpec.of(found))
+        loaded.append(found)
+    if not unchecked:
+        capture_point(loaded[0], loaded[1], maps.facts["capture"])
+    config, weights = converted(maps, specs[0], specs[1])
+    if not unchecked:
+        check_pair(config, loaded[0], loaded[1])
+    return config, weights, unchecked
 
 
-def _check_told(foreign: Foreign, told: ModelSpec, model: LanguageModel, role: str) -> None:
-    """Refuse a model whose cache has another shape than the files say."""
-    layers = model.geometry.layers
-    for what, found, wanted in (
-        ("model type", model.geometry.model_type, told.model_type),
-        ("cache layers", len(layers), len(told.layers)),
+def _check_model(maps: ForeignMaps, role: str, model: LanguageModel) -> None:
+    """Refuse a model whose cache has another shape, or whose keys are rotated otherwise."""
+    end, rotation = maps.end(role), maps.rotation(role)
+    geometry = model.geometry
+    for what, found, expected in (
+        ("model type", geometry.model_type, end.model_type),
+        ("cache layers", len(geometry.layers), len(end.layers)),
         *(
             ("KV heads and their width", *((g.kv_heads, g.key_dim, g.value_dim) for g in both))
-            for both in zip(layers, told.layers, strict=False)
+            for both in zip(geometry.layers, end.layers, strict=False)
         ),
     ):
-        if found != wanted and wanted != "unknown":
+        if found != expected and expected != "unknown":
             raise IncompatibleTranslatorError(
-                f"the {role} {model.name} has {what} {found}, and {foreign.path} says {wanted}; "
+                f"the {role} {model.name} has {what} {found}, and {maps.path} says {expected}; "
                 "give the model that it was made for"
             )
-
-
-def _check_rotation(foreign: Foreign, place: int, model: LanguageModel) -> None:
-    """Refuse keys that were rotated back otherwise than the model rotates them."""
-    if foreign.rotations is None:
-        return
-    for layer, rope in enumerate(model.geometry.rope):
-        if rope != foreign.rotations[place]:
+    for layer, rope in enumerate(geometry.rope):
+        if rotation is not None and rope != rotation:
             raise IncompatibleTranslatorError(
-                f"keys of the {ROLES[place]} were rotated back by "
-                f"{_rotation(foreign.rotations[place])}, "
-                f"as {foreign.path} says, and layer {layer} of {model.name} rotates by "
-                f"{_rotation(rope)}; the maps were made for other keys than this model's"
+                f"keys of the {role} were rotated back by {_words(rotation)}, as {maps.path} says, "
+                f"and layer {layer} of {model.name} rotates by {_words(rope)}; the maps were made "
+                "for other keys than this model's"
             )
 
 
-def _rotation(rope: RopeSpec | None) -> str:
+def _words(rope: RopeSpec | None) -> str:
     if rope is None:
         return "nothing"
     way = "neighbouring numbers" if rope.traditional else "halves"
     return f"base {rope.base:g} over {rope.dims} numbers ({rope.type}, {way})"
 
 
-def _unchecked(
+# ---- a translator of ours ---------------------------------------------------------------------
+
+
+def _checked(
     config: TranslatorConfig, models: tuple[Model, Model] | None, allow_mismatch: bool
 ) -> dict[str, str]:
-    """Check the config against its models; those that are not here, and why."""
+    """Check a config against its models; return those that are not here, and why."""
     if models is not None:
         source, target = (load(m, lazy=True) if isinstance(m, str) else m for m in models)
         check_pair(config, source, target, allow_mismatch=allow_mismatch)
         return {}
-    unchecked = {}
+    unchecked: dict[str, str] = {}
     for role, spec in zip(ROLES, (config.source, config.target), strict=True):
         try:
             model = at_hand(spec.name, spec.revision)
@@ -276,7 +221,7 @@ def _unchecked(
             unchecked[spec.name] = str(problem)
         else:
             check_end(config, role, model, allow_mismatch=allow_mismatch)
-    if allow_mismatch and {config.source.name, config.target.name} <= set(unchecked):
+    if allow_mismatch and {config.source.name, config.target.name} <= {*unchecked}:
         raise ValueError(
             "--allow-mismatch (allow_mismatch=) has no effect where neither of the models is "
             f"at hand, {config.source.name} and {config.target.name}: give --source and "
@@ -286,14 +231,9 @@ def _unchecked(
 
 
 def place_of(config: TranslatorConfig) -> Path:
-    """The folder in the store of a translator of these models and this form."""
-    return store() / _store_name(config)
-
-
-def _store_name(config: TranslatorConfig) -> str:
-    """A folder name that no translator of other models or another form has."""
+    """The folder in the store that no translator of other models or another form has."""
     ends = (Path(config.source.name).name, Path(config.target.name).name)
     facts = config.to_json() | {"provenance": {}}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
     name = f"{ends[0]}--{ends[1]}--{config.capture}-nu{config.nu}-{digest}"
-    return re.sub(r"[^\w.-]", "_", name).lstrip(".")
+    return store() / re.sub(r"[^\w.-]", "_", name).lstrip(".")

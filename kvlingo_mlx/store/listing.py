@@ -18,37 +18,21 @@ from kvlingo_mlx.loading.translators import store
 
 @dataclass(frozen=True)
 class Stored:
-    """A folder of the store, or a translator that comes with the package.
-
-    Attributes:
-        path: The folder.
-        embedded: Whether it comes with the package.
-        nbytes: The bytes of its files.
-        source, target: The names of its models; empty if it cannot be read.
-        kind: What its maps compute and their capture point, in words.
-        grade: The grade of its receipt; ``ungraded`` if no receipt gives one.
-        recovered: The share of the hidden prefix's KL that it removes, by its receipt.
-        recall: The facts that it keeps by its receipt, in words; None if it does not say.
-        native_layers: How many layers the target reads itself with it, by default.
-        tuned: The native layers that `tune` chose and what it measured with them, in words; None
-            if it was not tuned.
-        date: The date at which it was made, as it records it; None if it does not.
-        problem: Why it cannot be used; None if it can.
-    """
+    """A folder of the store, or a translator that comes with the package."""
 
     path: Path
-    embedded: bool
-    nbytes: int
-    source: str = ""
+    embedded: bool  # whether it comes with the package
+    nbytes: int  # of its files
+    source: str = ""  # the models' names; empty if it cannot be read
     target: str = ""
-    kind: str = ""
-    grade: str = UNGRADED
-    recovered: float | None = None
-    recall: str | None = None
-    native_layers: int = 0
-    tuned: str | None = None
-    date: str | None = None
-    problem: str | None = None
+    kind: str = ""  # what its maps compute and their capture point, in words
+    grade: str = UNGRADED  # by its receipt
+    recovered: float | None = None  # the share of the hidden prefix's KL that it removes
+    recall: str | None = None  # the facts that it keeps, in words
+    native_layers: int = 0  # that the target reads itself with it, by default
+    tuned: str | None = None  # those that `tune` chose and what it measured with them, in words
+    date: str | None = None  # at which it was made
+    problem: str | None = None  # why it cannot be used
 
 
 def stored(

@@ -21,21 +21,13 @@ from kvlingo_mlx.loading.hub import REPO_ID
 
 @dataclass(frozen=True)
 class Upload:
-    """An upload that has passed every check.
-
-    Attributes:
-        folder: The translator's folder.
-        config: The translator's config.
-        digest: Sha256 of what the translator computes.
-        files: The content to upload by file name; a card that nobody has changed says the grade.
-        left_out: The names of other files in the folder, which are not uploaded.
-    """
+    """An upload that has passed every check."""
 
     folder: Path
     config: TranslatorConfig
-    digest: str
-    files: Mapping[str, bytes | Path]
-    left_out: tuple[str, ...]
+    digest: str  # sha256 of what the translator computes
+    files: Mapping[str, bytes | Path]  # by name; a card that nobody has changed says the grade
+    left_out: tuple[str, ...]  # other files in the folder
 
     def sizes(self) -> dict[str, int]:
         """The bytes of each file."""

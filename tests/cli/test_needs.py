@@ -91,7 +91,7 @@ STATES = {
     "device": ("mlx", "cuda"),
     "turns": ("quac", "multichallenge"),
     "baselines": ("hidden", "droidspeak"),
-    "to": ("veloxquant", "npz"),
+    "to": ("veloxquant",),
     "heal": ("idle", "interleaved"),
 }
 ROWS = sorted({(verb, option) for verb, needs in NEEDS.items() for need in needs

@@ -15,11 +15,6 @@ from kvlingo_mlx.format.translator_config import unfoldable
 from tests.support import TESTS
 
 
-def test_size() -> None:
-    files = [p for p in Path(embedded.__file__).parent.rglob("*") if p.is_file()]
-    assert sum(path.stat().st_size for path in files) <= 30e6
-
-
 @pytest.mark.parametrize("name", embedded.zoo_names())
 def test_recall_needs_the_prefix(name: str) -> None:
     model = kv.load(kv.zoo(name))
@@ -42,11 +37,6 @@ def test_stored_translators_are_found(pair: tuple[str, str]) -> None:
 
 OTHERS = TESTS / "zoo"
 PAIRS = [path.parent.name for path in OTHERS.glob("translators/*/translator_config.json")]
-
-
-def test_size_of_what_is_not_shipped() -> None:
-    files = [p for p in OTHERS.rglob("*") if p.is_file()]
-    assert 0 < sum(path.stat().st_size for path in files) <= 40e6
 
 
 # Of native recall. Keys after RoPE, and tokens of another tokenizer, translate less well.

@@ -11,9 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvlingo_mlx.backend import mx, nn
+from kvlingo_mlx.backend import mx
 
-import mlx_lm
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -117,50 +116,6 @@ def divergence(talks: list[Any]) -> Callable[[Path], float]:
 # ---- references -----------------------------------------------------------------------
 
 
-def reference(folder: Path, tokens: Sequence[int], turned: Sequence[Sequence[int]]) -> np.ndarray:
-    """Logits (T, V) of a Qwen3 in NumPy and float64, of whose keys the pairs ``turned`` rotate.
-
-    ``turned`` has, for each layer, the pairs of all KV heads as head * D / 2 + place.
-    """
-    config = json.loads((folder / "config.json").read_text())
-    tensors = {n: t.astype(np.float64) for n, t in load_file(folder / "model.safetensors").items()}
-    eps, groups = config["rms_norm_eps"], config["num_key_value_heads"]
-    heads, dim = config["num_attention_heads"], config["head_dim"]
-    places, half, share = np.arange(len(tokens)), dim // 2, heads // groups
-
-    def norm(x: np.ndarray, name: str) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * tensors[f"{name}.weight"]
-
-    def turn(x: np.ndarray, pairs: np.ndarray) -> np.ndarray:  # (H, T, D) by pairs (H, D / 2)
-        angles = places[:, None] * config["rope_theta"] ** (-np.arange(half) / half)
-        angles = angles[None] * pairs[:, None]
-        a, b = x[..., :half], x[..., half:]
-        cos, sin = np.cos(angles), np.sin(angles)
-        return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-
-    hidden = tensors["model.embed_tokens.weight"][list(tokens)]
-    for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}"
-        x = norm(hidden, f"{at}.input_layernorm")
-        q, k, v = (x @ tensors[f"{at}.self_attn.{n}_proj.weight"].T for n in "qkv")
-        q, k, v = (a.reshape(len(x), -1, dim).swapaxes(0, 1) for a in (q, k, v))
-        q, k = norm(q, f"{at}.self_attn.q_norm"), norm(k, f"{at}.self_attn.k_norm")
-        pairs = np.isin(np.arange(groups * half), turned[layer]).reshape(groups, half)
-        q, k = turn(q, np.repeat(pairs, share, axis=0)), turn(k, pairs)
-        scores = q @ np.repeat(k, share, axis=0).swapaxes(1, 2) / np.sqrt(dim)
-        scores = np.where(np.tril(np.ones(scores.shape[1:], bool)), scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        mixed = (weights @ np.repeat(v, share, axis=0)).swapaxes(0, 1).reshape(len(x), -1)
-        hidden = hidden + mixed @ tensors[f"{at}.self_attn.o_proj.weight"].T
-        x = norm(hidden, f"{at}.post_attention_layernorm")
-        gate, up = (x @ tensors[f"{at}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-        hidden = (
-            hidden + (gate / (1 + np.exp(-gate)) * up) @ tensors[f"{at}.mlp.down_proj.weight"].T
-        )
-    return norm(hidden, "model.norm") @ tensors["model.embed_tokens.weight"].T
-
-
 def slots_of(folder: Path) -> list[list[int]]:
     return json.loads((folder / "config.json").read_text())["rotary_slots"]
 
@@ -189,43 +144,6 @@ def test_at_full_rank_and_full_rotation_it_is_the_model(
     other = rewritten(folder, tmp_path / "wrong", rotary_slots=wrong)
     assert np.abs(mlx_logits(other, tokens) - expected).max() > 1
     assert np.abs(torch_logits(on_torch(other), tokens) - expected).max() > 1
-
-
-def test_of_a_narrower_rotary_key_only_the_other_pairs_stand_still(
-    convert: Convert, talks: list[Any]
-) -> None:
-    """At full rank, against NumPy; the same with one pair exchanged differs."""
-    folder, tokens = convert(rank=FULL, rotary=48), talks[0].prefix
-    slots = slots_of(folder)
-    assert all(len(set(layer)) == 24 for layer in slots)
-    expected = reference(zoo(SMALL), tokens, slots)
-    assert np.abs(mlx_logits(folder, tokens) - expected).max() < 1e-4
-    assert np.abs(torch_logits(on_torch(folder), tokens) - expected).max() < 1e-4
-    left = next(pair for pair in range(64) if pair not in slots[0])
-    other = reference(zoo(SMALL), tokens, [[left, *slots[0][1:]], *slots[1:]])
-    assert np.abs(other - expected).max() > 1e-2
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_families_without_head_norms_are_exact_too(
-    family: str, tool: ModuleType, convert: Convert, tmp_path: Path
-) -> None:
-    """Llama with its scaled rotation, whose frequencies are listed like any other."""
-    scaling = {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }  # fmt: skip
-    more = {"rope_scaling": scaling} if family == "llama" else {}
-    options: dict[str, Any] = dict(seed=3, layers=2, kv_heads=2, head_dim=16, **more)
-    source = tiny.write_tiny_model(tmp_path / family, family, **options)
-    folder = convert(family, source, rank=FULL, rotary=32)
-    expected = torch_logits(on_torch(source), TOKENS)
-    assert np.abs(expected).max() > 1
-    assert np.abs(torch_logits(on_torch(folder), TOKENS) - expected).max() < 1e-4
-    assert np.abs(mlx_logits(folder, TOKENS) - expected).max() < 1e-4
-    frequencies = json.loads((folder / "config.json").read_text())["rotary_frequencies"]
-    plain = 10_000.0 ** (-np.arange(8) / 8)
-    assert np.allclose(frequencies, plain, rtol=1e-6) == (family == "mistral")
 
 
 # ---- the decomposition ----------------------------------------------------------------
@@ -294,60 +212,6 @@ def test_the_factors_are_the_svd_in_the_metric_of_the_inputs(
     assert rank == 16 or other > 1.05 * lost
 
 
-def test_what_a_rank_leaves_out_on_other_text(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The benchmark's two shares: of the calibration's energy, and token by token on other text."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    benchmark, folder = pytest.importorskip("converted_mla"), zoo(SMALL)
-    config = transformers.AutoConfig.from_pretrained(folder)
-    shape, rng = tool.shape_of(config), np.random.default_rng(1)
-    inputs = {
-        name: rng.normal(size=(300, shape.hidden)) @ rng.normal(size=(shape.hidden,) * 2)
-        for name in ("calibration", "other")
-    }
-    for name, rows in inputs.items():
-        moment = (rows.T @ rows / len(rows)).astype(np.float32)
-        (tmp_path / name).mkdir()
-        for layer in range(config.num_hidden_layers):
-            save_file({"covariance": moment}, tmp_path / name / tool.moments_file(layer))
-    work, other = tmp_path / "calibration", tmp_path / "other"
-    chosen, ranks = {"shrinkage": 0.0}, [20] * config.num_hidden_layers
-    same = benchmark.Spectra(tool, folder, work, work).of(chosen, ranks)
-    assert same["told"] > 10 and same["told"] == pytest.approx(same["found"], rel=1e-4)
-    found = benchmark.Spectra(tool, folder, work, other).of(chosen, ranks)
-    expected, tensors = [], load_file(folder / "model.safetensors")
-    moment = load_file(work / tool.moments_file(0))["covariance"]
-    for layer in range(config.num_hidden_layers):
-        at = f"model.layers.{layer}.self_attn"
-        weights = [tensors[f"{at}.{n}_proj.weight"].astype(np.float64) for n in "kv"]
-        outputs = np.concatenate(weights)
-        basis = tool.basis(
-            torch.tensor(outputs), torch.tensor(moment), shape, tool.Settings(shrinkage=0.0)
-        )
-        scales, kept = basis.scales.numpy(), basis.directions.numpy()[:, :20]
-        exact = inputs["other"] @ outputs.T
-        lost = exact - (exact * scales) @ kept @ kept.T / scales
-        keys, dim = shape.keys, shape.dim
-        parts = [slice(start, start + dim) for start in range(0, keys, dim)]
-        of_keys = [np.sum(lost[:, p] ** 2) / np.sum(exact[:, p] ** 2) for p in parts]
-        of_values = np.sum(lost[:, keys:] ** 2) / np.sum(exact[:, keys:] ** 2)
-        expected.append((np.mean(of_keys) + of_values) / 2)
-    assert found["found"] == pytest.approx(100 * np.mean(expected), rel=1e-6)
-    assert found["told"] == same["told"] and found["found"] > 1.1 * found["told"]
-
-
-def test_latents_apart_serve_keys_or_values(
-    tool: ModuleType, planted: tuple[Any, np.ndarray, np.ndarray]
-) -> None:
-    shape, outputs, moment = (planted[0], *map(torch.tensor, planted[1:]))
-    found = tool.basis(outputs, moment, shape, tool.Settings(apart=True)).directions.numpy()
-    keys, values = (np.abs(part).max(axis=0) > 1e-9 for part in (found[:8], found[8:]))
-    assert keys.sum() == values.sum() == 8 and not (keys & values).any()
-    joint = tool.basis(outputs, moment, shape, tool.Settings()).directions.numpy()
-    assert (np.abs(joint).min(axis=0) > 1e-9).any()
-
-
 def test_ranks_under_one_budget(tool: ModuleType) -> None:
     """A layer that lacks little gets little; a flat one is worth nothing more than its share."""
     steep, flat = torch.tensor([64.0, 16, 4, 1, 0, 0, 0, 0]), torch.full((8,), 10.0)
@@ -358,17 +222,6 @@ def test_ranks_under_one_budget(tool: ModuleType) -> None:
     assert tool.shared_ranks([steep, flat], residual, 8) == [4, 4]
     assert sum(tool.shared_ranks([steep, flat, flat], replace(settings, multiple=2), 8)) == 12
     assert tool.shared_ranks([steep, flat], replace(settings, rank=99), 8) == [8, 8]
-
-
-def test_less_rank_costs_more_and_the_metric_is_worth_it(
-    convert: Convert, divergence: Callable[[Path], float]
-) -> None:
-    """On held-out dialogues: KL falls with the rank, and plain SVD needs far more of it."""
-    ranks = (16, 32)
-    found = [divergence(convert(rank=rank, rotary=128)) for rank in ranks]
-    assert found[0] > 10 * found[1] > 0
-    plain = [divergence(convert(rank=rank, rotary=128, metric="weights")) for rank in ranks]
-    assert all(worse > 4 * better for worse, better in zip(plain, found, strict=True))
 
 
 def test_the_chosen_pairs_are_better_than_the_largest(
@@ -417,49 +270,6 @@ def test_both_runtimes_agree_and_cache_the_same_latents(mixed: Path, talks: list
         assert np.abs(rotary[..., :64] - theirs.values.numpy()).max() < 1e-4
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-def test_a_step_that_expands_nothing_computes_the_same(convert: Convert, bits: int | None) -> None:
-    """As one pass that expands latents; also of a row that does not see its first tokens."""
-    model = kv.load(convert(rank=64, rotary=64)).model
-    if bits:
-        nn.quantize(model, 64, bits)
-    attention, rng = model.layers[1].self_attn, np.random.default_rng(0)
-    x = mx.array(rng.normal(size=(2, 40, 128)).astype(np.float32))
-    seen = mx.arange(40) >= mx.array([[0], [7]])
-    causal = mx.arange(40)[:, None] >= mx.arange(40)
-    whole = causal[None, None] & seen[:, None, None]
-    for mask, step in (("causal", None), (whole, seen[:, None, None])):
-        cache = make_prompt_cache(model)[1]
-        attention(x[:, :-1], mask="causal", cache=cache)
-        found = np.array(attention(x[:, -1:], mask=step, cache=cache))
-        expected = np.array(attention(x, mask=mask)[:, -1:])
-        assert np.abs(found - expected).max() < 1e-5 < 0.1 < np.abs(expected).max()
-    unmasked = np.array(attention(x, mask="causal")[:, -1:])
-    assert np.abs(unmasked - expected)[1].max() > 1e-2 > 1e-5 > np.abs(unmasked - expected)[0].max()
-
-
-def test_units_of_a_16_bit_cache_are_as_good_as_32_bits(convert: Convert) -> None:
-    """In one part they would be wrong by up to 2^-9, of all of a head's scores alike."""
-    attention = kv.load(convert(rank=64, rotary=64)).model.layers[0].self_attn
-    latent = mx.random.normal((1, 30, 64), key=mx.random.key(0))
-    units = attention.units(latent)
-    rotary = mx.zeros((1, 1, 30, 64), mx.bfloat16)
-    _, stored = attention.stored(latent[:, None].astype(mx.bfloat16), rotary, units)
-    first, second = mx.split(stored[:, 0, :, 64:].astype(mx.float32), 2, axis=-1)
-    for found, least, most in ((first, 1e-3, 4e-3), (first + second, 0, 2e-5)):
-        assert least <= float(mx.abs(found / units - 1).max()) <= most
-
-
-def test_transformers_saves_what_it_loads(mixed: Path, tmp_path: Path) -> None:
-    model = on_torch(mixed)
-    model.save_pretrained(tmp_path / "saved")
-    again = on_torch(tmp_path / "saved")
-    assert np.array_equal(torch_logits(model, TOKENS), torch_logits(again, TOKENS))
-    assert type(again.model.layers[0].self_attn).__name__ == "ConvertedMLAAttention"
-    eager = on_torch(mixed, attn_implementation="eager")
-    assert np.abs(torch_logits(eager, TOKENS) - torch_logits(model, TOKENS)).max() < 1e-4
-
-
 @pytest.mark.parametrize("step", [7, 2048])
 def test_handed_to_itself_it_answers_as_it_does_alone(mixed: Path, step: int) -> None:
     model = kv.load(mixed)
@@ -502,92 +312,7 @@ def test_translators_between_two_converted_models(convert: Convert, tmp_path: Pa
         kv.fit(source, plain["large"], samples)
 
 
-def test_four_bits(convert: Convert, tmp_path: Path) -> None:
-    """mlx-lm's own conversion takes the family, and latents are handed over as before."""
-    whole = convert(rank=64, rotary=64)
-    kv.load(whole)  # tells mlx-lm of the family
-    mlx_lm.convert(str(whole), str(tmp_path / "4bit"), quantize=True, q_bits=4, q_group_size=64)
-    model = kv.load(tmp_path / "4bit")
-    attention = model.attentions[0]
-    names = ("q_proj", "kv_a_proj_with_mqa", "k_b_proj", "v_b_proj", "o_proj")
-    assert all(attention[name].bits == 4 for name in names)
-    spec = kv.load(whole).spec()
-    assert replace(model.spec(), name="") == replace(spec, name="")  # one translator serves both
-    cache = kv.hand_over(model, model, TOKENS, translator=identity_of(model, capture="latent"))
-    own = native(model, TOKENS[:-1], 2048)
-    assert np.array_equal(logits(model, cache, TOKENS[-1]), logits(model, own, TOKENS[-1]))
-
-
-def test_pytorch_describes_the_model_as_mlx_does(mixed: Path) -> None:
-    """So a translator that one of them trained is recognised by the other."""
-    from kvlingo_mlx.cuda import model as torch_model
-
-    there, here = torch_model.load(str(mixed), dtype=torch.float32), kv.load(mixed)
-    assert there.geometry == here.geometry
-    assert there.norms_fingerprint == here.norms_fingerprint
-    keys, values = (getattr(there.states(TOKENS, "latent"), side)[0] for side in ("keys", "values"))
-    entry = there.entry(0, keys, values, "latent")
-    for mine, theirs in zip(held(native(here, TOKENS, 2048)[0]), entry, strict=True):
-        assert np.abs(mine[..., : theirs.shape[-1]] - theirs.numpy()).max() < 1e-4
-
-
 # ---- real widths, and what is refused ---------------------------------------------------
-
-
-def test_a_layer_at_the_widths_of_qwen3_4b(tool: ModuleType) -> None:
-    """36 layers of 32 heads over 8, 128 wide: shapes, and the rank and width of the paper."""
-    from kvlingo_mlx.cuda.converted_mla import ConvertedMLAConfig
-
-    config = transformers.Qwen3Config(
-        hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
-        head_dim=128, intermediate_size=9728, vocab_size=151936, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )  # fmt: skip
-    shape = tool.shape_of(config)
-    assert (shape.keys, shape.full_rank, len(shape.frequencies)) == (1024, 2048, 64)
-    outs = {"q": 4096, "k": 1024, "v": 1024}
-    old = {f"{n}_proj.weight": torch.zeros(w, 2560, dtype=torch.bfloat16) for n, w in outs.items()}
-    old |= {f"{n}_norm.weight": torch.ones(128, dtype=torch.bfloat16) for n in "qk"}
-    old["o_proj.weight"] = torch.zeros(2560, 4096, dtype=torch.bfloat16)
-    found = tool.Basis(torch.ones(2048), torch.zeros(2048, 1024), torch.ones(2048))
-    slots = list(range(0, 512, 16))
-    new = tool.converted_layer(old, found, 1024, slots, shape)
-    settings = tool.Settings()
-    written = tool.new_config(config, shape, settings, [1024] * 36, [slots] * 36)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(ConvertedMLAConfig(**written))
-    prefix = "model.layers.35.self_attn."
-    expected = {
-        name.removeprefix(prefix): tuple(tensor.shape)
-        for name, tensor in model.state_dict().items()
-        if name.startswith(prefix)
-    }
-    assert {name: tuple(tensor.shape) for name, tensor in new.items()} == expected
-    assert expected["kv_a_proj_with_mqa.weight"] == (1024 + 64, 2560)
-    assert int((new["k_norm.weight"] == 0).sum()) == 64
-
-
-def test_a_sharded_16_bit_model_is_read_and_written_as_such(
-    tool: ModuleType, convert: Convert, tmp_path: Path
-) -> None:
-    """Its tensors in several files; what was not touched comes out bit by bit."""
-    source = tmp_path / "sharded"
-    shutil.copytree(zoo(SMALL), source)
-    tensors = on_torch(zoo(SMALL)).bfloat16().state_dict()
-    (source / "model.safetensors").unlink()
-    for index in range(3):
-        names = [n for n in list(tensors)[index::3] if n != "lm_head.weight"]
-        tool.save_file(
-            {n: tensors[n].contiguous() for n in names}, source / f"model-{index}.safetensors"
-        )
-    folder = convert("sharded", source, rank=64, rotary=64)
-    found = tool.Weights(folder)
-    kept = [name for name in found.files if ".self_attn." not in name]
-    assert len(kept) == 2 + 4 * 5 and len(set(found.files.values())) == 5
-    assert all(torch.equal(found[name], tensors[name]) for name in kept)
-    assert {found[name].dtype for name in found.files} == {torch.bfloat16}
-    exact = mlx_logits(convert(rank=64, rotary=64), TOKENS)
-    assert np.abs(mlx_logits(folder, TOKENS) - exact).mean() < 0.05 * np.abs(exact).mean()
 
 
 @pytest.mark.parametrize(
@@ -703,101 +428,6 @@ def test_the_tool_runs_from_a_file_of_conversations(
     told = capsys.readouterr().out
     assert "--rank 1024 is more than the full rank of this model, 128" in told
     assert kv.load(f"{out}3").geometry.layers[0].value_dim == 128
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (["--rank", "0"], "--rank is 0; give 1 to 128"),
-        (["--sequences", "0"], "--sequences is 0; give more than 0"),
-        (["--length", "-3"], "--length is -3; give more than 0"),
-        (["--data", "nowhere.jsonl"], "nowhere.jsonl does not exist; give a JSONL file"),
-        (["--data", "{data}@0.5"], "a weight has no effect here; leave it out"),
-        (["--device", "cuda"], "PyTorch finds no CUDA GPU here"),
-        (["--work", "{out}.writing"], "out.writing, where the model is written; give another"),
-        (["--work", "{out}"], "where the model is written; give another folder"),
-    ],
-)
-def test_what_cannot_be_run_is_one_line(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str], said: str
-) -> None:
-    if "cuda" in asked and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    data = tmp_path / "talks.jsonl"
-    data.write_text(json.dumps({"messages": next(iter(for_fitting(1))).conversation()}))
-    words = ["convert", str(zoo(SMALL)), str(tmp_path / "out"), "--data", str(data)]
-    places = {"{data}": str(data), "{out}": str(tmp_path / "out")}
-    for word in asked:
-        for name, place in places.items():
-            word = word.replace(name, place)
-        words.append(word)
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as caught:
-        tool.main()
-    text = str(caught.value.code)
-    assert text.startswith("error: ") and said in text and "\n" not in text
-    assert not (tmp_path / "out").exists()
-
-
-def test_two_conversions_into_one_folder(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second one says who is at work, and harms nothing."""
-    data, out = tmp_path / "talks.jsonl", tmp_path / "out"
-    data.write_text("\n".join(json.dumps({"messages": d.conversation()}) for d in for_fitting(12)))
-    words = f"convert {zoo(SMALL)} {out} --data {data} --sequences 2 --length 128 --rank 64".split()
-    monkeypatch.setattr(sys, "argv", words)
-    convert, second = tool.convert, []
-
-    def meanwhile(*arguments: Any) -> Any:
-        with pytest.raises(
-            SystemExit, match=r"process \d+ is writing out in .*; wait until"
-        ) as told:
-            tool.main()
-        second.append(told)
-        return convert(*arguments)
-
-    monkeypatch.setattr(tool, "convert", meanwhile)
-    tool.main()
-    assert len(second) == 1 and kv.load(out).geometry.layers[0].value_dim == 64
-
-
-def test_one_checkpoint_of_a_folder_is_the_model(
-    tool: ModuleType, convert: Convert, tmp_path: Path
-) -> None:
-    """Mistral's folders have the weights twice, under other names; adapters lie beside others."""
-    folder = shutil.copytree(zoo(SMALL), tmp_path / "model")
-    for name in ("consolidated", "adapter_model"):
-        save_file({"layers.0.x": np.ones(3)}, folder / f"{name}.safetensors")
-    (folder / "pytorch_model.bin").write_bytes(b"once more")
-    assert tool.Weights(folder).files == {
-        name: folder / "model.safetensors" for name in load_file(zoo(SMALL) / "model.safetensors")
-    }
-    out = convert(f"{SMALL}-twice", folder, rank=64)
-    names = {path.name for path in out.iterdir()}
-    assert not names & {
-        "consolidated.safetensors",
-        "adapter_model.safetensors",
-        "pytorch_model.bin",
-    }
-    assert "tokenizer.json" in names and kv.load(out).geometry.layers[0].value_dim == 64
-
-
-def test_parts_that_are_missing(tool: ModuleType, tmp_path: Path) -> None:
-    folder = shutil.copytree(zoo(SMALL), tmp_path / "model")
-    config, path = transformers.AutoConfig.from_pretrained(folder), folder / "model.safetensors"
-    tensors = load_file(path)
-    save_file({n: t for n, t in tensors.items() if "layers.2." not in n}, path)
-    with pytest.raises(ValueError, match=r"has no tensor model.layers.2.\S+ and \d+ more"):
-        tool.Weights(folder).check(config)
-    config.intermediate_size += 8
-    save_file(tensors, path)
-    with pytest.raises(ValueError, match=r"is \[\d+, \d+\], and by config.json it is"):
-        tool.Weights(folder).check(config)
-    index = {"weight_map": {n: "model-00002-of-00002.safetensors" for n in tensors}}
-    (folder / tool.INDEX).write_text(json.dumps(index))
-    with pytest.raises(FileNotFoundError, match="has no model-00002-of-00002.safetensors; down"):
-        tool.Weights(folder)
 
 
 def test_ranks_cannot_share_it(mixed: Path) -> None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
-
-from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
 from mlx_lm.models.cache import RotatingKVCache
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.cli import run
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format.geometry import CacheGeometry
 from kvlingo_mlx.models import capture
@@ -59,32 +54,6 @@ def test_identity_writes_the_models_own_cache(model: LanguageModel, step: int, l
             assert np.array_equal(logits(model, cache, tokens[-1]), expected)
 
 
-def shift(layer: Any, rope: Any, name: str) -> None:
-    """Rotate what a cache's keys were rotated by one position more."""
-    if name == "converted_mla":
-        rotary, units = mx.split(layer.values, [16], axis=-1)
-        layer.values = mx.concatenate([rope(rotary, offset=1), units], axis=-1)
-    elif name in ("deepseek_v3", "glm4_moe_lite"):
-        layer.values = rope(layer.values * 1.0, offset=1)
-    elif name in tiny.LATENT:
-        plain, rotary = mx.split(layer.keys, [32], axis=-1)
-        layer.keys = mx.concatenate([plain, rope(rotary, offset=1)], axis=-1)
-    else:
-        layer.keys = rope(layer.keys, offset=1) * 1.0
-
-
-def test_shifted_positions_are_noticed(family_models: dict[str, LanguageModel]) -> None:
-    """The negative control: the comparison above does see positions."""
-    for name in tiny.FAMILIES:
-        model = family_models[name]
-        translator = identity_of(model, capture=model.family.points[0])
-        cache = kv.hand_over(model, model, TOKENS, translator=translator)
-        expected = logits(model, native(model, TOKENS[:-1], 2048), TOKENS[-1])
-        for layer, finish in zip(cache, model.finishes, strict=True):
-            shift(layer, finish.rope, name)
-        assert np.abs(logits(model, cache, TOKENS[-1]) - expected).max() > 0.05, name
-
-
 def test_a_window_is_all_that_is_translated(
     family_models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,17 +96,3 @@ def test_layers_read_their_own_kind(family_models: dict[str, LanguageModel]) -> 
     assert translator.config.assignment.keys == ((0, 1), (1, 3), (2,), (3, 4), (3, 4))
     with pytest.raises(IncompatibleTranslatorError, match="sliding attention, the source only of"):
         kv.fit(family_models["qwen3"], model, [{"text": "a b c"}])
-
-
-def test_fit_tells_of_a_kind_with_few_layers(
-    family_models: dict[str, LanguageModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data, folder = tmp_path / "data.jsonl", str(family_models["gemma3"].path)
-    line = json.dumps({"text": "the you and use is of an other " * 24}) + "\n"
-    data.write_text(line * 60)  # enough, or few tokens would be told as well
-    for nu in ("1", "2"):
-        command = ["fit", "--source", folder, "--target", folder, "--data", str(data)]
-        assert run([*command, "--nu", nu, "--out", str(tmp_path / nu)]) == 0
-        told = capsys.readouterr().err
-        expected = "warning: nu is 2, but the source has 1 of full attention: layers of "
-        assert told.startswith(expected) and told.count("\n") == 1 if nu == "2" else not told

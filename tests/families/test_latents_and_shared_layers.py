@@ -5,31 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import sys
 from pathlib import Path
-from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 from safetensors.numpy import load_file
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import caches
 from kvlingo_mlx.evaluation import conditions
-from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import tiny
 from tests.support.identity import identity_of
 from tests.support.native_caches import TOKENS, held, logits, native
 
 RECORDS = [{"text": "the you and use is of an other in on at it here and there " * 3}] * 2
 # The layers that read each cache; the others' read their own alone.
-READERS = {"gemma4": ((0,), (1, 3, 4), (2, 5))}
 CACHED = {  # (heads, width) of what one layer's cache stores as keys and as values
     "converted_mla": [(1, 64), (1, 16 + 2 * 2)],
     "deepseek_v3": [(1, 64), (1, 16)],
@@ -109,79 +102,6 @@ def test_what_mlx_lm_runs_as_deepseek_v3(
     assert np.array_equal(logits(model, cache, TOKENS[-1]), logits(model, own, TOKENS[-1]))
 
 
-def test_the_geometry_of_gemma_4(models: dict[str, LanguageModel]) -> None:
-    geometry = models["gemma4"].geometry
-    shapes = [(g.layer, g.kv_heads, g.key_dim, g.value_dim, g.window) for g in geometry.layers]
-    # The last three layers own no cache.
-    assert shapes == [(0, 2, 32, 32, 16), (1, 2, 32, 32, 16), (2, 2, 64, 64, None)]
-    local, whole = geometry.rope[0], geometry.rope[2]
-    assert local is not None and (local.type, local.base, local.dims) == ("default", 5000.0, 32)
-    assert whole is not None and (whole.type, whole.base, whole.dims) == ("proportional", 1e6, 64)
-    assert whole.scaling == (("partial_rotary_factor", 0.5),)
-    large = models["gemma4_moe"].geometry.layers
-    assert [(g.kv_heads, g.key_dim, g.value_dim) for g in large] == [(2, 32, 32), (1, 64, 64)] * 2
-
-
-@pytest.mark.parametrize("name", tiny.LATENT)
-def test_the_geometry_of_latents(models: dict[str, LanguageModel], name: str) -> None:
-    model = models[name]
-    for layer in model.geometry.layers:
-        facts = (layer.attention, layer.kv_heads, layer.key_dim, layer.value_dim, layer.window)
-        assert facts == ("latent", 1, 16, 64, None)
-    (cache, *_) = native(model, TOKENS, 2048)
-    stored = [(a.shape[1], a.shape[3]) for a in cache.keys_and_values()]
-    assert stored == caches.stored_shape(model, 0) == CACHED[name]
-    assert caches.bytes_per_token(model) == 3 * 4 * sum(h * d for h, d in CACHED[name])
-
-
-@pytest.mark.parametrize("name", ["gemma4", "gemma4_moe", *tiny.LATENT])
-def test_attention_mass_is_the_models_own(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Against the weights of mlx-lm's own attention, in the one pass that it takes."""
-    model, prefix = models[name], 30
-    sample = Sample(tuple(TOKENS[:prefix]), tuple(TOKENS[prefix : prefix + 9]))
-    module = sys.modules[type(model.attentions[0]).__module__]
-    seen: list[np.ndarray] = []
-
-    def attend(queries: Any, keys: Any, values: Any, *, cache: Any, scale: float, mask: Any) -> Any:
-        q, k = (np.array(a[0], np.float64) for a in (queries, keys))
-        scores = q @ np.repeat(k, len(q) // len(k), axis=0).swapaxes(-1, -2) * scale
-        visible = np.tril(np.ones(scores.shape[-2:], bool))
-        if isinstance(mask, mx.array) and mask.dtype == mx.bool_:
-            visible = np.array(mask)
-        elif isinstance(mask, mx.array):  # of latents: the rotary part of the scores
-            scores = scores + np.array(mask[0], np.float64)
-        weights = np.exp(np.where(visible, scores, -np.inf))
-        weights = weights / weights.sum(-1, keepdims=True)
-        seen.append(weights[:, prefix:, :prefix].mean(axis=(0, 1)))
-        return original(queries, keys, values, cache=cache, scale=scale, mask=mask)
-
-    original = module.scaled_dot_product_attention
-    monkeypatch.setattr(module, "scaled_dot_product_attention", attend)
-    tokens = mx.array([*sample.prefix, *sample.continuation])
-    mx.eval(model.model(tokens[None], cache=make_prompt_cache(model.model)))
-    monkeypatch.undo()
-    readers = READERS.get(name, tuple((i,) for i in range(len(seen))))
-    expected = [np.mean([seen[i] for i in group], axis=0) for group in readers]
-    np.testing.assert_allclose(attention_mass(model, sample, step_size=7), expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("step_size", [7, 2048])
-@pytest.mark.parametrize("name", ["gemma4", "deepseek_v2"])
-def test_a_truncated_prefill_fills_the_first_caches(
-    models: dict[str, LanguageModel], name: str, step_size: int
-) -> None:
-    """Those of later layers, and layers that own none, are let be."""
-    model = models[name]
-    own = [held(cache) for cache in native(model, TOKENS, step_size)]
-    for layers in range(1, len(own) + 1):
-        found = conditions.prefill_layers(model, TOKENS, step_size, layers)
-        assert [c.empty() for c in found] == [False] * layers + [True] * (len(own) - layers)
-        for mine, theirs in zip(found, own[:layers], strict=False):
-            assert all(np.array_equal(a, b) for a, b in zip(held(mine), theirs, strict=True))
-
-
 def test_gemma_4_pairs_are_fitted_within_kinds(models: dict[str, LanguageModel]) -> None:
     """Depth, KV heads of global layers and the ratio of local to global ones all differ."""
     source, target = models["gemma4"], models["gemma4_moe"]
@@ -212,17 +132,6 @@ def test_latents_are_fitted_saved_and_handed_over(
     assert shapes["keys.0.weight"] == (16, 16) and shapes["values.0.weight"] == (64, 64)
     cache = kv.hand_over(source, target, TOKENS, translator=loaded, prefill_step_size=7)
     assert [(a.shape[1], a.shape[3]) for a in held(cache[0])] == CACHED[name]
-
-
-def test_latents_fitted_to_themselves_stay_what_they_are(models: dict[str, LanguageModel]) -> None:
-    model = models["deepseek_v2"]
-    # The first layer's latents depend on the token alone: they need many different ones.
-    samples = [Sample(tuple(tiny.random_tokens(200, seed)), ()) for seed in range(3)]
-    translator = kv.fit(model, model, samples)
-    cache = kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=7)
-    for found, wanted in zip(cache, native(model, TOKENS[:-1], 7), strict=True):
-        for a, b in zip(held(found), held(wanted), strict=True):
-            assert np.linalg.norm(a - b) / np.linalg.norm(b) < 1e-3
 
 
 def test_mixed_pairs_and_points_are_refused(

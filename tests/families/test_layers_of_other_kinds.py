@@ -18,9 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import kvlingo_mlx as kv
-from benchmarks.paper.analysis.report import Settings, analyze
 from kvlingo_mlx import caches
-from kvlingo_mlx.cli import run
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.format.assignment import Assignment
@@ -199,20 +197,6 @@ def test_a_fit_finds_planted_maps(case: str, planted: dict[str, Planted]) -> Non
         np.testing.assert_allclose(answer, expected, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_other_layers_will_not_do(case: str, planted: dict[str, Planted]) -> None:
-    """Controls: maps moved to wrong layers, another source layer, an empty cache."""
-    pair = planted[case]
-    expected = logits(pair.target, native(pair.target, TOKENS[:-1], 7), TOKENS[-1], 4)
-    lists = tuple(((s + 1) % len(pair.source.geometry.layers),) for s in pair.reads)
-    other = kv.fit(pair.source, pair.target, samples(), assignment=Assignment(lists, lists))
-    made = kv.hand_over(pair.source, pair.target, TOKENS, translator=other)
-    assert largest_error(made, native(pair.target, TOKENS[:-1], 7)) > 0.1
-    assert np.abs(logits(pair.target, made, TOKENS[-1], 4) - expected).max() > 0.01
-    hidden = conditions.empty(pair.target)
-    assert np.abs(logits(pair.target, hidden, TOKENS[-1], 4) - expected).max() > 0.01
-
-
 @pytest.mark.parametrize("method", ["r2", "greedy"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_choice_from_data_finds_the_layers(
@@ -225,43 +209,6 @@ def test_a_choice_from_data_finds_the_layers(
     assert chosen == pair.assignment
     for name, expected in pair.maps.items():
         np.testing.assert_allclose(arrays[name], expected, rtol=0, atol=2e-4, err_msg=name)
-
-
-def test_the_default_is_the_nearest_layer_by_depth(planted: dict[str, Planted]) -> None:
-    """Five target layers and four source layers: 3 t / 4 is 0, 0.75, 1.5, 2.25, 3."""
-    pair = planted["mamba2 to short convolutions"]
-    found = kv.fit(pair.source, pair.target, samples()).config.assignment
-    assert found.keys == found.values == ((0,), (1,), (2,), (2,), (3,))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_native_layers(case: str, planted: dict[str, Planted]) -> None:
-    pair = planted[case]
-    found = kv.fit(pair.source, pair.target, samples(), assignment=pair.assignment, ridge=0.0)
-    own = native(pair.target, TOKENS[:-1], 64)
-    for layers in (1, 2):
-        made = kv.hand_over(
-            pair.source, pair.target, TOKENS, translator=found, native_layers=layers
-        )
-        assert largest_error(made[:layers], own[:layers]) < 1e-6
-        assert 1e-9 < largest_error(made[layers:], own[layers:]) < 1e-3
-
-
-def test_maps_of_several_layers_quantised(planted: dict[str, Planted], tmp_path: Path) -> None:
-    """Rows of 64 numbers, keys and values of two layers, are 8 bits; stored, read and verified."""
-    pair = planted["plain to gated delta"]
-    lists = tuple((s, (s + 1) % 4) for s in pair.reads)
-    both = Assignment(lists, lists)
-    found = kv.fit(pair.source, pair.target, samples(), assignment=both)
-    own = native(pair.target, TOKENS[:-1], 64)
-    errors = []
-    found.save(tmp_path / "t")
-    for bits in (None, 8):
-        read = kv.load_translator(tmp_path / "t", quantize=bits)
-        made = kv.hand_over(pair.source, pair.target, TOKENS, translator=read)
-        errors.append(largest_error(made, own))
-    assert errors[0] < 1e-3 < errors[1] < 0.2
-    assert run(["verify", str(tmp_path / "t")]) == 0
 
 
 def test_a_conversation_of_two_kinds(planted: dict[str, Planted]) -> None:
@@ -277,22 +224,6 @@ def test_a_conversation_of_two_kinds(planted: dict[str, Planted]) -> None:
         assert any(span.passes == 1 for span in line.spans)
         errors.append(apart(line))
     assert errors[0] < 1e-3 < 0.1 < errors[1]
-
-
-def test_an_analysis_says_what_it_compares(planted: dict[str, Planted], tmp_path: Path) -> None:
-    """A planted translator explains all, with what is needed for a tail alone."""
-    pair = planted["plain to gated delta"]
-    found = kv.fit(pair.source, pair.target, samples(), assignment=pair.assignment, ridge=0.0)
-    texts = ["".join(chr(97 + (i * j * j + j) % 26) for j in range(90)) for i in range(12)]
-    report = analyze(
-        pair.source, pair.target, [{"text": text} for text in texts],
-        Settings(mlp=False, cka=False), translator=found,
-    )  # fmt: skip
-    for side in ("keys", "values"):
-        assert min(report.translator[side]) > 0.999
-        assert report.linearity[side][0].linear < 0.99  # of one side from one side
-    (note,) = (note for note in report.notes if "another kind" in note)
-    assert note.startswith("layers 0, 2, 4 read source layers of another kind")
 
 
 # ---- what is refused --------------------------------------------------------------------

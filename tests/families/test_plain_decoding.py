@@ -14,15 +14,12 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.models.hidden import text_of
-from kvlingo_mlx.models.keys import rotate_back
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.reclassed import Call, calling
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from tests.support import plain_models
 from tests.support.identity import identity_of
-from tests.support.native_caches import LENGTHS, STEPS, TOKENS, held, logits, native
+from tests.support.native_caches import LENGTHS, TOKENS, held, logits, native
 from tests.support.opened import Opener, quantised
 
 NAMES = sorted(plain_models.CONFIGS)
@@ -79,23 +76,6 @@ def test_identity_decodes_across_a_window(
         assert np.array_equal(logits(model, cache, tokens[-1]), expected)
 
 
-@pytest.mark.parametrize("name", THOROUGH)
-def test_shifted_positions_are_noticed(name: str, models: dict[str, LanguageModel]) -> None:
-    """The negative control: keys rotated anew, a position on; to where they stood, all is well."""
-    model = models[name]
-    expected = logits(model, native(model, TOKENS[:-1], 2048), TOKENS[-1])
-    errors = []
-    for by in (0, 1):
-        cache = kv.hand_over(model, model, TOKENS, translator=identity_of(model))
-        for layer, finish in zip(cache, model.finishes, strict=True):
-            kept = layer.keys.shape[2]
-            first = layer.offset - kept
-            bare = rotate_back(layer.keys, finish, first)
-            layer.keys = finish.rope(bare, offset=first + by) * 1.0
-        errors.append(np.abs(logits(model, cache, TOKENS[-1])[0] - expected[0]).max())
-    assert errors[0] < 1e-4 and errors[1] > 1e-3
-
-
 # ---- hybrids -----------------------------------------------------------------------------
 
 
@@ -121,60 +101,6 @@ def test_native_layers(name: str, plain: Opener) -> None:
     for j, cache in enumerate(made):
         assert same(cache, own) == [True] * j + [False] * (len(own) - j)
         assert same(cache, made[0]) == [False] * j + [True] * (len(own) - j)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_reading_behind_goes_on_above_native_layers(name: str, plain: Opener) -> None:
-    """The first layers at once, the others behind an answer: no layer runs twice over a token."""
-    model = plain(name)
-    asked = {"translator": worsened(model), "native_layers": 2, "heal": "layers"}
-    if any(geometry.window is not None for geometry in model.geometry.layers):
-        with pytest.raises(
-            kv.UnsupportedModelError, match=r"of its 3 cache layers .* keep a window"
-        ):
-            kv.hand_over(model, model, TOKENS, **asked)
-        return
-    source, ran, _ = kv.load(model.path), [], model.cache_dtype  # which runs a token
-    first = text_of(model).model.layers[0]
-
-    def noted(call: Call) -> Call:
-        def run(x: mx.array, *args: Any, **kwargs: Any) -> Any:
-            ran.append(x.shape[1])
-            return call(x, *args, **kwargs)
-
-        return run
-
-    with calling([first], noted):
-        cache = kv.hand_over(source, model, TOKENS, prefill_step_size=25, **asked)
-        logits(model, cache, TOKENS[-1])
-        assert cache.left == len(TOKENS) - 1
-        lefts = [cache.heal(1e-9)]
-        while cache.left:
-            lefts.append(cache.heal())
-    assert sum(ran) == len(TOKENS) - 1 + STEPS  # the prompt at the hand-over, and the answer
-    assert lefts[0] == len(TOKENS) - 1 - 16 and sorted(lefts, reverse=True) == lefts
-    assert cache.heal() == 0
-    expected = native(model, TOKENS[:-1], 2048)
-    plain_one = kv.hand_over(source, model, TOKENS, translator=asked["translator"])
-    for own, made, before in zip(expected, cache, plain_one, strict=True):
-        assert made.offset == len(TOKENS) - 1 + STEPS
-        sides = list(zip(held(own), held(made), held(before), strict=True))
-        for a, b, _ in sides:
-            assert np.abs(a - b[..., : len(TOKENS) - 1, :]).max() < 2e-5 * max(1, np.abs(a).max())
-        assert max(np.abs(a - c).max() for a, _, c in sides) > 1e-2  # a norm hides a factor of keys
-
-
-@pytest.mark.parametrize("name", THOROUGH)
-def test_native_first_and_last_tokens(name: str, plain: Opener) -> None:
-    """A right translation leaves nothing to choose between, whatever part is native."""
-    model = plain(name)
-    expected = native(model, TOKENS[:-1], 2048)
-    options = {"native_layers": 1, "native_head": 5, "native_tail": 6}
-    for translator, near in ((identity_of(model), True), (worsened(model), False)):
-        cache = kv.hand_over(model, model, TOKENS, translator=translator, **options)
-        layers = zip(map(held, cache[1:]), map(held, expected[1:]), strict=True)
-        errors = [np.abs(a - b).max() for pair in layers for a, b in zip(*pair, strict=True)]
-        assert (max(errors) < 1e-5) if near else (max(errors) > 1e-2)
 
 
 # ---- caches from files -------------------------------------------------------------------

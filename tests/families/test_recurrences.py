@@ -7,7 +7,6 @@ of the package or of mlx-lm but the weights, and the inputs that its projections
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from kvlingo_mlx.format.assignment import by_depth
 from kvlingo_mlx.format.geometry import Recurrence
-from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.loading.grading import Receipt
 from kvlingo_mlx.models.capture import tap_keys_and_values
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.translators import build
 from tests.support import hybrid_models, plain_models
 from tests.support.hybrid_models import states_read
 
 TOKENS = [(11 * i * i + 5 * i + 3) % 280 for i in range(70)]
 SPAN = len(TOKENS) - 1
-SIDES = ("keys", "values")
 Array = np.ndarray
 # Pairs of unlike widths, and one of two families.
 WIDER = {"hidden_size": 96, "num_key_value_heads": 1}
@@ -146,62 +139,6 @@ def inputs_of(model: LanguageModel, step: int = SPAN) -> list[tuple[Array, Array
     ]
 
 
-def gelu(x: Array) -> Array:
-    return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-
-
-def random_form(
-    source: LanguageModel, target: LanguageModel, form: str
-) -> tuple[Any, Callable[[int, list[tuple[Array, Array]]], list[Array]]]:
-    """A random translator of a form, and what it makes of the source's inputs for a layer."""
-    assignment = by_depth(source.geometry.layers, target.geometry.layers, 2)
-    kind, joint = ("linear", True) if form == "joint" else (form, False)
-    config = TranslatorConfig(
-        source.spec(), target.spec(), assignment, kind=kind, joint=joint,
-        provenance={"receipt": Receipt(0.0, 1.0, 0, 1.0).to_json()},
-    )  # fmt: skip
-    rng, arrays, hidden = np.random.default_rng(5), dict[str, Array](), 7
-
-    def reads(t: int) -> list[list[tuple[int, int]]]:
-        layer, lists = target.geometry.layers[t], [assignment.side(side)[t] for side in SIDES]
-        if joint:
-            return [[(s, index) for s in read] for index, read in enumerate(lists)]
-        return [states_read(source, layer, read, index) for index, read in enumerate(lists)]
-
-    def put(name: str, *shape: int) -> None:
-        arrays[name] = (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
-
-    for t, layer in enumerate(target.geometry.layers):
-        outputs = [layer.width(side) for side in SIDES]
-        inputs = [
-            sum(source.geometry.layers[s].width(SIDES[i]) for s, i in read) for read in reads(t)
-        ]
-        if joint:
-            put(f"joint.{t}.weight", sum(outputs), sum(inputs))
-            continue
-        for side, ours, theirs in zip(SIDES, outputs, inputs, strict=True):
-            if kind == "linear_mlp":
-                put(f"{side}.{t}.weight", ours, theirs)
-            put(f"{side}.{t}.w1", hidden, theirs)
-            put(f"{side}.{t}.b1", hidden)
-            put(f"{side}.{t}.w2", ours, hidden)
-            put(f"{side}.{t}.b2", ours)
-
-    def made(t: int, states: list[tuple[Array, Array]]) -> list[Array]:
-        read = [np.concatenate([states[s][i] for s, i in each], axis=-1) for each in reads(t)]
-        if joint:
-            both = np.concatenate(read, axis=-1) @ arrays[f"joint.{t}.weight"].T
-            return np.split(both, [target.geometry.layers[t].key_width], axis=-1)
-        found = []
-        for side, x in zip(SIDES, read, strict=True):
-            at = {n: arrays[f"{side}.{t}.{n}"] for n in ("w1", "b1", "w2", "b2")}
-            y = gelu(x @ at["w1"].T + at["b1"]) @ at["w2"].T + at["b2"]
-            found.append(y + x @ arrays[f"{side}.{t}.weight"].T if kind == "linear_mlp" else y)
-        return found
-
-    return build(config, Weights("float32", arrays)), made
-
-
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[LanguageModel, ...]]:
     """Both models of each pair."""
@@ -254,24 +191,6 @@ def test_states_are_those_of_the_formulas(
         )
         assert np.abs(found[-1] - other[-1]).max() > 1e-2 * np.abs(other[-1]).max()
     assert layers >= 3
-
-
-@pytest.mark.parametrize("form", ["joint", "mlp", "linear_mlp"])
-@pytest.mark.parametrize("pair", PAIRS)
-def test_other_kinds_of_maps(
-    pair: str, form: str, pairs: dict[str, tuple[LanguageModel, ...]]
-) -> None:
-    source, target = pairs[pair]
-    translator, made = random_form(source, target, form)
-    cache = kv.hand_over(source, target, TOKENS, translator=translator, prefill_step_size=64)
-    inputs = inputs_of(source)
-    for t, layer in enumerate(target.geometry.layers):
-        if layer.recurrence is None:
-            continue
-        expected = RULES[layer.attention](target.attentions[t], layer.recurrence, *made(t, inputs))
-        for mine, theirs in zip(caches.held(cache[t]).values(), expected, strict=True):
-            bound = 1e-5 * np.abs(theirs).max()
-            np.testing.assert_allclose(exact(mine)[0], theirs, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -90,11 +90,3 @@ def test_a_translation_keeps_more_than_its_controls(
     kl = {way: float(np.mean(score.kl)) for way, score in scores.items()}
     assert kl["translated"] < 0.7 * min(kl["shuffled"], kl["hidden"]), kl
     assert scores["translated"].recall > scores["shuffled"].recall
-
-
-def test_it_is_a_plain_folder_with_what_made_it(hybrids: Any) -> None:
-    assert (folder(SMALL) / "recipe.json").exists()
-    model = hybrids(SMALL)
-    assert model.config["model_type"] == "qwen3_5"
-    kinds = [layer.attention for layer in model.geometry.layers]
-    assert kinds == (["gated_delta"] * 2 + ["full"]) * 2

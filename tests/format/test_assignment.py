@@ -9,16 +9,13 @@ import pytest
 
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format.assignment import (
-    Assignment,
     by_depth,
-    identity,
     narrow_groups,
     relative_depth,
 )
 from kvlingo_mlx.format.geometry import LayerGeometry, Recurrence
 
 DEPTHS = (1, 2, 3, 4, 5, 7, 12, 13, 24, 28, 36, 48)
-PAPER_DEPTHS = ((28, 36, 4), (36, 28, 4), (36, 48, 3), (48, 36, 3), (28, 28, 1), (28, 36, 1))
 
 
 def test_kinds_with_few_layers_are_told() -> None:
@@ -64,11 +61,6 @@ def test_bands_are_nearest(num_source: int) -> None:
                 check(num_source, num_target, nu)
 
 
-@pytest.mark.parametrize(("num_source", "num_target", "nu"), PAPER_DEPTHS)
-def test_bands_of_the_papers_depths(num_source: int, num_target: int, nu: int) -> None:
-    check(num_source, num_target, nu)
-
-
 @pytest.mark.parametrize(
     ("num_source", "num_target", "nu", "expected"),
     [
@@ -90,55 +82,12 @@ def test_bands_by_hand(
     assert [list(band) for band in found.values] == expected
 
 
-def test_bands_between_28_and_36_layers() -> None:
-    """Ends and middle: c(18) = 18 * 27 / 35 = 13.89, c(14) = 14 * 35 / 27 = 18.15."""
-    deeper = relative_depth(28, 36, 4).keys
-    assert (deeper[0], deeper[18], deeper[35]) == ((0, 1, 2, 3), (12, 13, 14, 15), (24, 25, 26, 27))
-    shallower = relative_depth(36, 28, 4).keys
-    assert (shallower[0], shallower[14]) == ((0, 1, 2, 3), (17, 18, 19, 20))
-    assert shallower[27] == (32, 33, 34, 35)
-
-
-def test_bands_from_36_to_48_layers() -> None:
-    """c(1) = 35 / 47 = 0.74 is nearest to 1, c(24) = 17.87 to 18."""
-    bands = relative_depth(36, 48, 3).keys
-    assert (bands[0], bands[1]) == ((0, 1, 2), (0, 1, 2))
-    assert (bands[24], bands[47]) == ((17, 18, 19), (33, 34, 35))
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_equal_depths_go_layer_to_layer(depth: int) -> None:
-    expected = tuple((layer,) for layer in range(depth))
-    for assignment in (relative_depth(depth, depth), relative_depth(depth, depth, 1)):
-        assert assignment == Assignment(expected, expected)
-    assert identity(depth) == Assignment(expected, expected)
-
-
-@pytest.mark.parametrize(("num_source", "num_target", "nu"), PAPER_DEPTHS)
-def test_bands_are_consecutive_and_ascend(num_source: int, num_target: int, nu: int) -> None:
-    bands = relative_depth(num_source, num_target, nu).keys
-    assert len(bands) == num_target
-    for band in bands:
-        assert band == tuple(range(band[0], band[0] + nu))
-        assert band[0] >= 0
-        assert band[-1] < num_source
-    assert list(bands) == sorted(bands)
-    assert bands[0][0] == 0
-    assert bands[-1][-1] == num_source - 1
-
-
 @pytest.mark.parametrize(
     ("num_source", "nu"), [(28, 0), (28, -1), (28, 29), (1, 2), (0, 1), (0, 0)]
 )
 def test_impossible_nu(num_source: int, nu: int) -> None:
     with pytest.raises(ValueError, match=rf"^nu is {nu}; it must be 1 to {num_source}\b"):
         relative_depth(num_source, 4, nu)
-
-
-def test_sides_are_told_apart() -> None:
-    assignment = Assignment(((0,),), ((1,),))
-    assert assignment.side("keys") == ((0,),)
-    assert assignment.side("values") == ((1,),)
 
 
 # ---- layers of several kinds ------------------------------------------------------------

@@ -19,7 +19,6 @@ import safetensors.numpy
 
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import atomic, tensor_file, translator_folder
-from kvlingo_mlx.format.config_reading import no_duplicates
 from kvlingo_mlx.format.tensor_file import Weights
 from tests.support.translator_folders import (
     BROKEN_FILES,
@@ -111,17 +110,6 @@ def test_round_trip_is_bitwise(tmp_path: Path, layout: Layout, dtype: str) -> No
     assert_same(weights.arrays, arrays)
 
 
-@each_dtype
-def test_round_trip_keeps_zeros_and_subnormals(tmp_path: Path, dtype: str) -> None:
-    arrays = arrays_of(MIXING, dtype)
-    # The smallest subnormal of either sign, both zeros: as bits, 1 and 0 with and without sign.
-    integer = {4: np.uint32, 2: np.uint16}[arrays["keys.0.weight"].itemsize]
-    sign = 1 << (8 * np.dtype(integer).itemsize - 1)
-    arrays["keys.0.weight"].view(integer)[0, :4] = [1, sign + 1, 0, sign]
-    translator_folder.write(tmp_path / "t", to_config(config_json()), Weights(dtype, arrays))
-    assert_same(translator_folder.read(tmp_path / "t")[1].arrays, arrays)
-
-
 def assert_same(found: Mapping[str, np.ndarray], expected: Arrays) -> None:
     """The same names, shapes, dtypes and bits."""
     assert set(found) == set(expected)
@@ -178,18 +166,6 @@ def test_a_folder_holds_four_files(tmp_path: Path) -> None:
     assert "house/writer" in card
 
 
-@pytest.mark.parametrize("name", [SELFTEST, CARD])
-def test_optional_files_may_be_missing(tmp_path: Path, name: str) -> None:
-    folder = write(tmp_path / "t")
-    (folder / name).unlink()
-    translator_folder.read(folder)
-
-
-def test_read_config_needs_no_tensors(folder: Path) -> None:
-    (folder / TENSORS).unlink()
-    assert translator_folder.read_config(folder) == to_config(config_json())
-
-
 @pytest.mark.parametrize("start", [b"\x80", b"PK"], ids=["0x80", "PK"])
 def test_a_header_length_may_look_like_a_pickle(folder: Path, start: bytes) -> None:
     """Lengths 0x..80 and 0x4B50 are as good as others: a file may begin with these bytes."""
@@ -222,10 +198,6 @@ def test_a_link_out_of_the_folder(folder: Path, tmp_path: Path, name: str) -> No
     (tmp_path / "secret").rename(folder / "beside")
     (folder / name).symlink_to("beside")
     translator_folder.read(folder)
-
-
-def test_a_folder_may_be_called_pt(tmp_path: Path) -> None:
-    translator_folder.read(write(tmp_path / "stage1.pt"))
 
 
 def test_attention_groups_may_differ_in_nu(tmp_path: Path) -> None:
@@ -269,21 +241,6 @@ def test_bfloat16_rounds_to_nearest_even(bits: int, expected: int) -> None:
     assert rounded.tolist() == [expected]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rounding_agrees_with_torch(dtype: str) -> None:
-    torch = pytest.importorskip("torch")
-    bits = np.random.default_rng(3).integers(0, 2**32, 200_000, np.uint32)
-    bits[::2] &= 0xFFFF8000  # every other one ends in a tie or on the grid
-    array = bits.view(np.float32)
-    wanted = torch.from_numpy(array.copy()).to(getattr(torch, dtype))
-    keep = wanted.isfinite().numpy()
-    rounded = Weights.from_float32({"w": array[keep]}, dtype)
-    theirs = wanted.view(torch.int16).numpy().view(np.uint16)[keep]
-    assert (rounded.arrays["w"].view(np.uint16) == theirs).all()
-    floats = wanted.float().numpy()[keep]
-    assert (rounded.as_float32("w").view(np.uint32) == floats.view(np.uint32)).all()
-
-
 @pytest.mark.parametrize(
     ("value", "dtype"),
     [
@@ -305,13 +262,6 @@ def test_no_nan_is_rounded_to_a_number(bits: int) -> None:
     array = np.array([bits], np.uint32).view(np.float32)
     with pytest.raises(ValueError, match="NaN"):
         Weights.from_float32({"w": array}, "bfloat16")
-
-
-def test_cast_rounds_and_leaves_its_own_dtype_alone() -> None:
-    weights = Weights("float32", {"w": np.array([1 + 2**-9, 1 + 3 * 2**-8], np.float32)})
-    assert weights.cast("float32") is weights
-    assert weights.cast("bfloat16").as_float32("w").tolist() == [1.0, 1 + 2**-6]
-    assert weights.cast("float16").as_float32("w").tolist() == [1 + 2**-9, 1 + 3 * 2**-8]
 
 
 # ---- tensors that are refused -----------------------------------------------------------
@@ -418,18 +368,6 @@ def test_wrong_tensors(tmp_path: Path, case: tuple[Layout, Damage, tuple[str, ..
     refuse(folder, *words, names=TENSORS)
 
 
-def test_a_hidden_width_of_zero(tmp_path: Path) -> None:
-    folder = store(tmp_path / "t", MLP)
-    arrays = arrays_of(MLP)
-    for part, cut in {"w1": np.s_[:0], "b1": np.s_[:0], "w2": np.s_[:, :0]}.items():
-        replace(arrays, f"keys.0.{part}", lambda w, cut=cut: w[cut])
-    put_tensors(folder / TENSORS, arrays)
-    refuse(folder, "keys.0.", names=TENSORS)
-    with pytest.raises(MalformedTranslatorError):
-        config = to_config(config_json(MLP))
-        translator_folder.write(tmp_path / "new", config, Weights("float32", arrays))
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @each_dtype
 def test_numbers_that_are_none(tmp_path: Path, dtype: str, value: float) -> None:
@@ -439,15 +377,6 @@ def test_numbers_that_are_none(tmp_path: Path, dtype: str, value: float) -> None
     arrays["values.1.weight"][-1, -1] = stored(np.array([value], np.float32), dtype)[0]
     put_tensors(folder / TENSORS, arrays, dtype)
     refuse(folder, "values.1.weight", "NaN or Inf", names=TENSORS)
-
-
-def test_a_nan_in_a_bias_or_gate(tmp_path: Path) -> None:
-    for part in ("gate", "b2"):
-        folder = store(tmp_path / part, MLP)
-        arrays = arrays_of(MLP)
-        arrays[f"keys.1.{part}"][0] = np.nan
-        put_tensors(folder / TENSORS, arrays)
-        refuse(folder, f"keys.1.{part}", "NaN or Inf", names=TENSORS)
 
 
 @pytest.mark.parametrize("code", ["F64", "I64", "I32", "U16", "U8", "BOOL", "F8_E4M3"])
@@ -544,35 +473,7 @@ def test_a_missing_key_is_told_with_its_place(folder: Path) -> None:
     put_config(folder, changed(("source", "fingerprint", "norms"), GONE))
     refuse(folder, "source.fingerprint lacks the key 'norms'")
     put_config(folder, changed(("target", "layers", 1, "window"), GONE))
-    refuse(folder, "target.layers lacks the key 'window'")
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "told"),
-    [
-        ("head-wise-bias", "keys.0.bias", "(12,) (flat: the target layer's KV heads x dim)"),
-        ("mlp-gated", "keys.0.gate", "(4,) (the target layer's KV heads)"),
-        ("mixing", "keys.0.weight", "(rows: the target layer's KV heads x dim; columns: the same"),
-    ],
-)
-def test_a_wrong_shape_is_told_by_what_its_axes_count(
-    tmp_path: Path, name: str, tensor: str, told: str
-) -> None:
-    arrays = arrays_of(LAYOUTS[name])
-    folder = store(tmp_path / "t", LAYOUTS[name])
-    put_tensors(folder / TENSORS, arrays | {tensor: arrays[tensor][:-1]})
-    refuse(folder, told, names=TENSORS)
-
-
-def test_another_gelu_is_thought_of_where_there_is_one(tmp_path: Path) -> None:
-    for name in ("mlp", "mixing"):
-        arrays = arrays_of(LAYOUTS[name])
-        folder = store(tmp_path / name, LAYOUTS[name])
-        last = "keys.0.w2" if name == "mlp" else "keys.0.weight"
-        put_tensors(folder / TENSORS, arrays | {last: 2 * arrays[last]})
-        with pytest.raises(MalformedTranslatorError) as caught:
-            translator_folder.read(folder)
-        assert ("the exact one, with erf" in str(caught.value)) == (name == "mlp")
+    refuse(folder, "target.layers[1] lacks the key 'window'")
 
 
 @pytest.mark.parametrize(
@@ -582,7 +483,7 @@ def test_another_gelu_is_thought_of_where_there_is_one(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("key", ["ext", "", "Kind", "new\nline\x1b[31m", "\u2028", "k" * 99_999])
 def test_an_unknown_key(folder: Path, place: Place, key: str) -> None:
-    put_config(folder, changed((*place, key), 1))
+    put_config(folder, changed((*place, key), None))
     refuse(folder, "unknown key")
 
 
@@ -662,13 +563,6 @@ def test_another_version_says_what_to_do(folder: Path) -> None:
     refuse(folder, "format version 4, this kvlingo-mlx reads 1 to 3; upgrade")
 
 
-def test_too_many_layers(folder: Path) -> None:
-    data = config_json()
-    data["source"]["layers"] *= 1000
-    put_config(folder, data)
-    refuse(folder, "source layers")
-
-
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("end", ["source", "target"])
 def test_crossing_attention_groups(folder: Path, side: str, end: str) -> None:
@@ -681,29 +575,11 @@ def test_crossing_attention_groups(folder: Path, side: str, end: str) -> None:
     refuse(folder, "assignment", "crosses attention groups")
 
 
-WRONG_HEAD_MAPS = ([0, 0, 1], [0] * 5, [], [0, 0, 1, 2], [0, 0, 1, -1], [0, 0, 1, True],
-                   [0, 0, 1, 1.0], [[0], [0], [1], [1]], {"0": 0}, "0011", 1)  # fmt: skip
-
-
-@pytest.mark.parametrize("value", WRONG_HEAD_MAPS, ids=str)
-def test_a_wrong_head_map(tmp_path: Path, value: Any) -> None:
-    folder = store(tmp_path / "t", HEAD_WISE)
-    put_config(folder, config_json(HEAD_WISE) | {"head_map": value})
-    refuse(folder, "head_map")
-
-
 @pytest.mark.parametrize("heads", [(2, 3), (4, 2), (3, 4)])
 def test_a_head_map_that_is_needed(tmp_path: Path, heads: tuple[int, int]) -> None:
     layout = Layout(head_mixing=False, heads=heads)
     told = f"need head_map, a list of {heads[1]} source heads (0 to {heads[0] - 1})"
     refuse(store(tmp_path / "t", layout), told)
-
-
-@pytest.mark.parametrize("end", ["source", "target"])
-def test_head_wise_maps_of_uneven_layers(tmp_path: Path, end: str) -> None:
-    folder = store(tmp_path / "t", HEAD_WISE)
-    put_config(folder, changed((end, "layers", 1, "kv_heads"), 8, HEAD_WISE))
-    refuse(folder, "one KV-head count")
 
 
 @pytest.mark.parametrize(
@@ -772,62 +648,12 @@ def test_broken_config_text(folder: Path, text: bytes, word: str) -> None:
         translator_folder.read_config(folder)
 
 
-def test_a_config_of_the_largest_size_is_read(folder: Path) -> None:
-    (folder / CONFIG).write_bytes(text_of().encode().ljust(2**20))
-    translator_folder.read(folder)
-
-
-def test_many_keys_take_no_long_time(folder: Path) -> None:
-    """Looking for repeated keys must not take the square of their number of comparisons."""
-    put_config(folder, {f"{i:x}": 0 for i in range(90_000)})
-    assert (folder / CONFIG).stat().st_size <= 2**20
-    refuse(folder)
-    compared = []
-
-    class Key(str):
-        """Counts what it is compared with."""
-
-        __hash__ = str.__hash__
-
-        def __eq__(self, other: object) -> bool:
-            compared.append(other)
-            return str.__eq__(self, other)
-
-    keys = [Key(f"{i:x}") for i in range(2000)]
-    assert len(no_duplicates([(key, 0) for key in keys])) == 2000
-    assert len(compared) < 10 * 2000
-    with pytest.raises(ValueError, match="key '7' appears twice"):
-        no_duplicates([(key, 0) for key in [*keys, Key("7")]])
-
-
 # ---- files that are absent, or something else -------------------------------------------
 
 
 @pytest.mark.parametrize("name", [CONFIG, TENSORS])
 def test_a_missing_file(folder: Path, name: str) -> None:
     (folder / name).unlink()
-    refuse(folder, "missing", names=name)
-
-
-@pytest.mark.parametrize("name", [CONFIG, TENSORS, SELFTEST])
-def test_a_file_that_is_a_folder(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-    (folder / name).mkdir()
-    refuse(folder, "regular file", names=name)
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
-@pytest.mark.parametrize("name", [CONFIG, TENSORS, SELFTEST])
-def test_a_pipe_is_not_waited_for(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-    os.mkfifo(folder / name)
-    refuse(folder, "regular file", names=name)
-
-
-@pytest.mark.parametrize("name", [CONFIG, TENSORS])
-def test_a_link_to_nothing(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-    (folder / name).symlink_to(folder / "blob")
     refuse(folder, "missing", names=name)
 
 
@@ -869,14 +695,6 @@ def test_a_pickle_under_our_name(folder: Path, tmp_path: Path, name: str, kind: 
     marked = kind not in ("protocol 0", "protocol 1")  # these two begin like any text
     refuse(folder, *(["pickle"] if marked else []), names=name)
     assert not trace.exists()
-
-
-def test_a_torch_checkpoint_under_our_name(folder: Path) -> None:
-    torch = pytest.importorskip("torch")
-    for legacy in (False, True):
-        weights = {name: torch.from_numpy(array) for name, array in arrays_of(MIXING).items()}
-        torch.save(weights, folder / TENSORS, _use_new_zipfile_serialization=not legacy)
-        refuse(folder, "pickle", names=TENSORS)
 
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".PT", ".Bin")
@@ -1044,14 +862,6 @@ def test_wrong_probes(folder: Path, damage: Probes, word: str) -> None:
     refuse(folder, word, names=SELFTEST)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_probes_are_float32(tmp_path: Path, dtype: str) -> None:
-    folder = store(tmp_path / "t", MIXING, dtype)
-    probes = probes_of(MIXING, arrays_of(MIXING, dtype), dtype)
-    put_tensors(folder / SELFTEST, {n: stored(p, dtype) for n, p in probes.items()}, dtype)
-    refuse(folder, dtype, "float32", names=SELFTEST)
-
-
 def test_huge_maps_are_compared_without_overflow(tmp_path: Path) -> None:
     data = square(True, 1)
     arrays = {n: w * np.float32(1e30) for n, w in square_arrays(data, "float32").items()}
@@ -1059,12 +869,6 @@ def test_huge_maps_are_compared_without_overflow(tmp_path: Path) -> None:
     translator_folder.read(tmp_path / "t")
     put_tensors(tmp_path / "t" / TENSORS, {n: w.T for n, w in arrays.items()})
     refuse(tmp_path / "t", "self-test failed", names=SELFTEST)
-
-
-def test_a_map_that_overflows_matches_no_probe(folder: Path) -> None:
-    """Inf / Inf is NaN, which no bound exceeds."""
-    put_tensors(folder / TENSORS, big(arrays_of(MIXING)))
-    refuse(folder, "self-test failed", names=SELFTEST)
 
 
 @pytest.mark.filterwarnings("error")
@@ -1113,15 +917,6 @@ def test_a_destination_that_is_a_file(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"thesis": b"precious"}
 
 
-def test_destinations_that_are_free(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for folder in (tmp_path / "empty", tmp_path / "new" / "and" / "deep"):
-        assert write(folder) == folder
-        translator_folder.read(str(folder))
-    assert listing(tmp_path) == ["empty", "new"]
-    assert listing(tmp_path / "new" / "and") == ["deep"]
-
-
 def test_an_older_translator_is_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "t"
     write(folder, MLP)
@@ -1131,14 +926,6 @@ def test_an_older_translator_is_replaced(tmp_path: Path) -> None:
     assert_same(weights.arrays, arrays_of(HEAD_WISE, "bfloat16", seed=5))
     assert listing(tmp_path) == ["t"]
     assert listing(folder) == sorted([CONFIG, TENSORS, SELFTEST, CARD])
-
-
-def test_a_relative_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(Path("t"))
-    write(Path("t"), seed=1)
-    assert listing(tmp_path) == ["t"]
-    translator_folder.read("t")
 
 
 def big(arrays: Arrays) -> Arrays:
@@ -1308,7 +1095,7 @@ def test_tensors_made_while_they_are_written_are_what_the_library_reads(tmp_path
         turned.append(name)
         return made[name].T.copy().T  # not contiguous
 
-    tensor_file.write_tensors(path, Weights("float16", tensor_file.Made(shapes, make)))
+    tensor_file.write_tensors(path, Weights("float16", tensor_file.LazyTensors(shapes, make)))
     assert turned == ["a", "b.weight"]  # each once
     theirs = tmp_path / "theirs.safetensors"
     safetensors.numpy.save_file(made, theirs, {"format": "kvlingo"})
@@ -1317,7 +1104,7 @@ def test_tensors_made_while_they_are_written_are_what_the_library_reads(tmp_path
     assert set(found) == set(made)
     assert all(np.array_equal(found[name], made[name]) for name in made)
     lazy = tensor_file.read_tensors(path, lazy=True)
-    assert isinstance(lazy.arrays, tensor_file.Made) and lazy.nbytes == 14
+    assert isinstance(lazy.arrays, tensor_file.LazyTensors) and lazy.nbytes == 14
     assert np.array_equal(lazy.cast("float32").arrays["b.weight"], made["b.weight"])
     with pytest.raises(KeyError):
         lazy.arrays["c"]

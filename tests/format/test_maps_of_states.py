@@ -102,14 +102,6 @@ def test_a_wrong_shape(name: str, shape: tuple[int, ...], told: str, tmp_path: P
     refuse(tmp_path / "t", config_json(), *words, arrays=arrays)
 
 
-def test_no_tensors_too_many_or_too_few(tmp_path: Path) -> None:
-    arrays = tensors()
-    more = arrays | {"keys.1.weight": np.ones((70, 32), np.float32)}
-    refuse(tmp_path / "t", config_json(), "1 unexpected", "keys.1.weight", arrays=more)
-    del arrays["states.1.right"]
-    refuse(tmp_path / "t", config_json(), "1 missing", "states.1.right", arrays=arrays)
-
-
 @pytest.mark.parametrize("value", [False, None, 1, "true", []])
 def test_the_key_is_true_or_missing(value: Any, tmp_path: Path) -> None:
     refuse(tmp_path / "t", config_json() | {"state_maps": value}, "state_maps", "expected true")
@@ -118,12 +110,6 @@ def test_the_key_is_true_or_missing(value: Any, tmp_path: Path) -> None:
 def test_a_kind_without_them(tmp_path: Path) -> None:
     words = "kind is 'mlp', which has no maps of states"
     refuse(tmp_path / "t", config_json() | {"kind": "mlp"}, words)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_lower_versions_have_no_maps_of_states(version: int, tmp_path: Path) -> None:
-    data = config_json() | {"format_version": version}
-    refuse(tmp_path / "t", data, "maps of states", f"version {version}")
 
 
 def test_readers_of_version_2_refuse_version_3_by_its_number(
@@ -180,14 +166,6 @@ def test_models_and_assignments_that_do_not_go_together(
     data = config_json()
     change(data)
     refuse(tmp_path / "t", data, *words)
-
-
-def test_a_digest_tells_maps_of_states_apart(tmp_path: Path) -> None:
-    config, weights = translator_folder.read(put(tmp_path / "t", config_json()))
-    changed = dict(weights.arrays) | {"states.1.left": 2 * weights.arrays["states.1.left"]}
-    found = {translator_folder.digest(config, each)
-             for each in (weights, Weights("float32", changed))}  # fmt: skip
-    assert len(found) == 2
 
 
 def test_an_import_refuses_factors_of_zero(tmp_path: Path) -> None:

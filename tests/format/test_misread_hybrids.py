@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -191,13 +190,6 @@ def test_what_mlx_lm_misreads_is_refused(
     assert error(tmp_path, name, more) > OTHER  # it is not refused for nothing
 
 
-def test_steps_are_not_clipped_unless_the_config_says_so(tmp_path: Path) -> None:
-    """mlx-lm alone clips them to (0.001, 100) where Granite's config says nothing."""
-    folder = hybrid_models.write_hybrid_model(tmp_path, "granitemoehybrid")
-    mixer = kv.load(folder).attentions[0]
-    assert tuple(mixer.time_step_limit) == (0.0, float("inf"))
-
-
 @pytest.mark.parametrize(
     ("name", "more", "told"),
     [
@@ -248,30 +240,4 @@ def test_layers_that_do_not_add_up_are_one_line(name: str, more: Settings, tmp_p
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(MissingModelError, match="mlx-lm refuses its config.json") as refused:
         _ = kv.load(folder).geometry
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "told"),
-    [
-        ("lfm2", ["conv_bias"], "lacks 'conv_bias', which mlx-lm needs"),
-        ("nemotron_h", ["n_groups", "use_bias"], "lacks 'n_groups' and 'use_bias', which mlx-lm"),
-    ],
-)
-def test_fields_that_are_missing_are_named(
-    name: str, fields: list[str], told: str, tmp_path: Path
-) -> None:
-    folder = hybrid_models.write_hybrid_model(tmp_path, name)
-    config = json.loads((folder / "config.json").read_text())
-    for field in fields:
-        del config[field]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(MissingModelError, match=re.escape(f"{folder} {told}")):
-        kv.load(folder)
-
-
-def test_weights_that_are_untied_are_one_line(tmp_path: Path) -> None:
-    """mlx-lm always ties LFM2's, and says so by the weight that is too many."""
-    with pytest.raises(MissingModelError, match=r"lm_head.weight") as refused:
-        error(tmp_path, "lfm2", {"tie_word_embeddings": False})
     assert "\n" not in str(refused.value)

@@ -24,7 +24,7 @@ from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.evaluation import verification
 from kvlingo_mlx.evaluation.verification import Agreement
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.format.projections import ROUNDED, SAME, Sketch, sketch
+from kvlingo_mlx.format.projections import ROUNDED, SAME
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading import notes
 from kvlingo_mlx.loading.grading import Receipt
@@ -207,31 +207,6 @@ def test_rounding_is_no_fine_tune(
     assert slight.difference(numbers) > SAME
 
 
-def test_numbers_of_projections() -> None:
-    """By hand; a number for each quarter of the rows, and what is kept is short."""
-    output = np.arange(1.0, 9.0)
-    found = sketch([output, np.array([3.0, 1.0])])
-    parts = (output * translator_folder.probe(8)).reshape(4, 2).sum(axis=1)
-    assert found.numbers[:4] == pytest.approx(parts)
-    assert found.numbers[4:] == pytest.approx((*(translator_folder.probe(2) * [3, 1]), 0, 0))
-    assert found.difference(list(found.numbers)) == 0
-    changed = [-found.numbers[0], *found.numbers[1:]]
-    assert found.difference(changed) == pytest.approx(2 * abs(parts[0]) / found.scales[0])
-    assert Sketch((), ()).difference([]) == 0.0
-    assert all(len(repr(n)) < 13 for n in found.numbers)
-
-
-def test_both_runtimes_describe_projections_alike(folders: dict[str, Path]) -> None:
-    torch = pytest.importorskip("torch")
-    from kvlingo_mlx.cuda import model as torch_model
-
-    for name in ("dense", "moe"):
-        theirs = torch_model.load(str(folders[name]), dtype=torch.float32)
-        ours = kv.load(folders[name])
-        assert theirs.precision == ours.precision == "float32"
-        assert ours.projections.difference(list(theirs.projections.numbers)) < 1e-5
-
-
 # ---- row 34: beyond the longest prefix --------------------------------------------------------
 
 
@@ -258,16 +233,6 @@ def test_a_prompt_beyond_what_was_tested_is_told_once(
         assert use(50, with_provenance(fitted, longest_prefix=kept)) == []
     native = {"strategy": "native", "max_tokens": 1}
     assert told(lambda: kv.generate(*pair, TOKENS[:50], **native)) == []
-
-
-def test_every_way_to_a_cache_tells(models: dict[str, LanguageModel]) -> None:
-    model = models["dense"]
-    facts = {"longest_prefix": 9, "receipt": GOOD}
-    short = identity_of(model, capture="post_rope", provenance=facts)
-    for action in (kv.hand_over, kv.folded_hand_over):
-        notes._told.clear()
-        (text,) = told(lambda make=action: make(model, model, TOKENS[:11], translator=short))
-        assert "at most 9" in text
 
 
 def test_a_switch_tells(models: dict[str, LanguageModel]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,15 @@ from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.embedded.bundled import NAME
 from kvlingo_mlx.embedded.dialogues import for_fitting
-from kvlingo_mlx.evaluation import conditions, verification
-from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
 from kvlingo_mlx.fitting.data import chosen
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.loading import grading, notes
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.phases import shown
 from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.settings import Settings
-from kvlingo_mlx.tokenization.samples import HeldOut, Sample, to_samples
-from tests.support import hybrid_models, tiny
+from kvlingo_mlx.tokenization.samples import HeldOut, Sample
+from tests.support import tiny
 from tests.support.random_samples import samples
 from tests.support.translator_folders import arrays_of, config_json, to_config
 
@@ -91,29 +87,6 @@ def test_few_tokens_are_told_with_the_number_that_would_do(
     assert len(fit(32 * unknowns - 1)) == 1 and fit(32 * unknowns) == []
 
 
-def test_few_states_are_told(tmp_path: Path) -> None:
-    """Enough tokens in too few texts: a map of states is made of one state of each text."""
-    made = hybrid_models.write_hybrid_model(tmp_path / "model", "qwen3_5", num_hidden_layers=4)
-    model = kv.load(made)
-
-    def fit(count: int, length: int, **options: Any) -> list[str]:
-        return told(lambda: kv.fit(model, model, samples(count, length), **options))
-
-    (few,) = fit(63, 80, state_maps=True)
-    assert few.startswith("63 texts are few for maps of states") and few.endswith("64 would do")
-    assert fit(64, 80, state_maps=True) == []
-    (few,) = fit(20, 20, state_maps=True)
-    assert few.startswith("only 400 tokens for")  # more texts would help both
-
-
-def test_the_rank_of_what_was_seen_is_told(models: dict[str, LanguageModel]) -> None:
-    """The same ten tokens again and again span ten directions at most."""
-    same = [Sample(tuple(range(5, 15)), (5,))] * 7
-    (few,) = told(lambda: kv.fit(models["dense"], models["wide"], same))
-    seen = int(few.partition("(rank ")[2].partition(")")[0])
-    assert "only 70 tokens for 64 inputs" in few and seen <= 10
-
-
 # ---- grades -------------------------------------------------------------------------------------
 
 
@@ -170,16 +143,6 @@ def test_a_grade_is_the_worst_of_all_that_was_measured(
     )
     assert (": too few to judge by)" in str(found)) == (recall[1] < 0.5)
     assert ("on 8 held-out conversations of mine.jsonl (1.0000 " in str(found)) == (own is not None)
-
-
-def test_receipts_of_shares_alone_are_read() -> None:
-    """Those of version 0.1 count no facts, and nothing of them is invented."""
-    left = planted(0.01, (0.875, 1.0, 0.0), None)
-    del left["recall"]["facts"]
-    config = dataclasses.replace(to_config(config_json()), provenance={"receipt": left})
-    found = grading.receipt_of(config)
-    assert found is not None and found.grade == "works"
-    assert "keeps 88% of the facts (the target itself 100%, without the prefix 0%)" in str(found)
 
 
 @pytest.mark.parametrize("own", [3, [], {}, {**OWN, "kl": "low"}, {**OWN, "kl": 1, "data": 3}])
@@ -245,41 +208,6 @@ def arrays_equal(one: Any, other: Any) -> bool:
     return all(np.array_equal(first[name], second[name]) for name in first)
 
 
-def test_own_data_are_measured_beside_the_dialogues() -> None:
-    """The same figures by another way to each cache; long samples are cut, and read within."""
-    source, target = (kv.load(kv.zoo(name)) for name in PAIR)
-    translator = kv.load_translator("--".join(PAIR))
-    talks = [{"messages": talk.conversation()} for talk in for_fitting(3, facts=(12, 20))]
-    whole = list(to_samples(talks, target.tokenizer, 4096))
-    assert all(len(sample.prefix) > 256 for sample in whole)
-    own = HeldOut.of("mine.jsonl", whole)
-    assert [len(s.prefix) for s in own.samples] == [256] * 3
-    assert all((s.prefix + s.continuation) == (w.prefix + w.continuation)[:288]
-               for s, w in zip(own.samples, whole, strict=True))  # fmt: skip
-    seen: list[tuple[str, float | None, float]] = []
-
-    @contextlib.contextmanager
-    def show(text: str, total: float | None) -> Iterator[Callable[..., None]]:
-        yield lambda done: seen.append((text, total, done))
-
-    with shown(show):
-        left = verification.receipt(source, target, translator, own=own)
-    assert left is not None and seen == [("measuring the receipt", 11, n) for n in range(1, 12)]
-    makers = [make(*ends) for make, ends in (
-        (conditions.native, [target]), (conditions.hidden, [target]),
-        (conditions.translated, [source, target, translator]))]  # fmt: skip
-    kls = []
-    for sample in own.samples:
-        native, *others = ([*predicted(target, make, sample)] for make in makers)
-        kls.append([per_token(native, way, sample.continuation).kl.mean() for way in others])
-    hidden, kl = np.mean(kls, axis=0)
-    assert left["own"] == {"data": "mine.jsonl", "conversations": 3,
-                           "kl": pytest.approx(kl, rel=1e-4),
-                           "hidden_kl": pytest.approx(hidden, rel=1e-4)}  # fmt: skip
-    alone = verification.receipt(source, target, translator)
-    assert alone is not None and {**left, "own": None} == {**alone, "own": None}
-
-
 def with_receipt(folder: Path, receipt: Any, out: Path) -> Path:
     """A copy of a translator under another receipt; None is none."""
     config, weights = translator_folder.read(folder)
@@ -287,20 +215,6 @@ def with_receipt(folder: Path, receipt: Any, out: Path) -> Path:
     if receipt is not None:
         provenance["receipt"] = receipt
     return translator_folder.write(out, dataclasses.replace(config, provenance=provenance), weights)
-
-
-def test_older_receipts_are_read_and_ungraded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Version 0.1.0 kept KL and first choices alone."""
-    old = {"prompts": NAME, "kl": 0.03, "top1": 1.0, "tokens": 65, "dtype": "float32"}
-    folder = with_receipt(TRANSLATORS / "--".join(PAIR), old, tmp_path / "old")
-    assert run(["import", str(folder)]) == 0
-    assert "grade: ungraded: its receipt (KL 0.0300) is of an older version" in (
-        capsys.readouterr().out
-    )
-    assert run(["show", str(folder)]) == 0
-    assert "ungraded" in capsys.readouterr().out
 
 
 def test_a_fit_leaves_a_receipt_that_verify_agrees_with(
@@ -374,16 +288,6 @@ def test_the_best_receipt_wins_not_the_newest(make: Make, models: dict[str, Lang
     best = make("best", receipt(0.01))
     make("worse", receipt(0.02))
     assert used(models) == (str(best), [])
-
-
-def test_an_older_receipt_is_compared_by_its_kl(
-    make: Make, models: dict[str, LanguageModel]
-) -> None:
-    """The conversations are the same, and so is what hiding them costs."""
-    best = make("old", {"prompts": NAME, "kl": 0.01, "top1": 0.9})
-    make("new", receipt(0.02))
-    path, (text,) = used(models)
-    assert path == str(best) and "nobody has measured" in text
 
 
 @pytest.mark.parametrize(
@@ -553,41 +457,6 @@ def test_a_finished_training_says_so(folders: dict[str, Path], tmp_path: Path) -
         train().finished()
 
 
-def test_a_forced_training_that_is_stopped_goes_on(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    """Another translator stands there until the new one is whole."""
-    torch = pytest.importorskip("torch")
-    from kvlingo_mlx.cuda import model as torch_model
-    from tests.support.trainings import Random, training
-
-    pair = {n: torch_model.load(str(folders[n]), dtype=torch.float32) for n in ("dense", "wide")}
-    training(pair, tmp_path / "t", steps=0).run()
-    old = translator_folder.digest(*translator_folder.read(tmp_path / "t"))
-
-    class Stopped(Random):
-        def sample(self, index: int) -> Sample:
-            if index == 9:
-                raise KeyboardInterrupt
-            return super().sample(index)
-
-    def forced(stream: Random) -> Any:
-        made = training(pair, tmp_path / "t", stream=stream, keep_every=0.0)
-        return dataclasses.replace(made, force=True)
-
-    with pytest.raises(KeyboardInterrupt):
-        forced(Stopped()).run()
-    assert translator_folder.digest(*translator_folder.read(tmp_path / "t")) == old
-    seen: list[int] = []
-    going_on = forced(Random())
-    going_on = dataclasses.replace(
-        going_on, progress=lambda stage, report: seen.append(getattr(report, "step", -1))
-    )
-    going_on.run()
-    assert -1 not in seen, "stage 1 was made again"
-    assert translator_folder.digest(*translator_folder.read(tmp_path / "t")) != old
-
-
 # ---- list and remove ----------------------------------------------------------------------------
 
 
@@ -630,16 +499,6 @@ def test_list_answers_whether_a_pair_has_a_translator(
     assert "no translator from me/absent" in out and "me/absent is not on this machine" in err
     assert run(["list", "--target", PAIR[1]]) == 0
     assert capsys.readouterr().out.count(f" to {PAIR[1]};") == 2
-
-
-def test_dir_shows_what_users_call() -> None:
-    assert dir(kv) == sorted([*kv.__all__, "__version__"])
-
-
-def test_a_translators_repr_is_a_line() -> None:
-    text = repr(kv.load_translator("--".join(PAIR)))
-    assert "\n" not in text and len(text) < 200
-    assert f"translator from {PAIR[0]} to {PAIR[1]}: linear" in text
 
 
 def test_find_translator_is_public(

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
@@ -18,7 +14,6 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.evaluation import lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
-from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.format.projections import Checked, weights_fingerprint
 from kvlingo_mlx.format.tensor_file import read_tensors
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -89,17 +84,6 @@ def test_the_config_is_part_of_it_but_for_its_files_own_facts(
         assert (kv.load(folder).weights_fingerprint == model.weights_fingerprint) == same
 
 
-def test_swapped_rows_and_16_bits() -> None:
-    """A sum over the whole would not see the first; bfloat16 has no bytes in NumPy."""
-    from kvlingo_mlx.models.language_model import _checked
-
-    rows = mx.random.normal((6, 4099)).astype(mx.bfloat16)
-    swapped = rows[mx.array([1, 0, 2, 3, 4, 5])]
-    assert _checked("w", rows) != _checked("w", swapped)
-    expected = expected_sums(np.array(rows.view(mx.uint16)))
-    assert _checked("w", rows).sums == expected
-
-
 def test_in_pytorch_as_well(folders: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("torch")
     import torch
@@ -116,38 +100,6 @@ def test_in_pytorch_as_well(folders: dict[str, Path], tmp_path: Path) -> None:
 
 
 # ---- translators ------------------------------------------------------------------------
-
-
-def two_translators(pair: tuple[LanguageModel, LanguageModel]) -> list[Any]:
-    """Equal tensors; the second reads the source's layers in the opposite order."""
-    source, target = pair
-    made = kv.fit(source, target, [RECORD])
-    read = made.config.assignment
-    other = Assignment(tuple(reversed(read.keys)), tuple(reversed(read.values)))
-    assert other != read
-    return [made, replace(made, config=replace(made.config, assignment=other))]
-
-
-def test_eval_tells_apart_translators_of_equal_tensors(
-    models: dict[str, LanguageModel], tmp_path: Path
-) -> None:
-    """As two conditions, one after the other, over one journal: the second has its own scores."""
-    pair = models["dense"], models["wide"]
-    folders = [t.save(tmp_path / str(i)) for i, t in enumerate(two_translators(pair))]
-    first, second = (kv.load_translator(folder) for folder in folders)
-    assert all(np.array_equal(first.floats()[n], a) for n, a in second.floats().items())
-    task = probes.continuation(pair[1], [RECORD], 1, 512)
-
-    def kl(translator: Any, journal: Journal) -> float:
-        line = [lineup.native(pair[1]), lineup.translated("t", *pair, [translator])]
-        return evaluate(pair[1], [task], line, journal)["continuation"]["t"][0].scores["kl"]
-
-    journal = Journal(tmp_path / "journal.jsonl")
-    found = [kl(first, journal), kl(second, journal)]
-    alone = [kl(translator, Journal()) for translator in (first, second)]
-    assert found == alone and abs(found[0] - found[1]) > 1e-4
-    again = Journal(tmp_path / "journal.jsonl")
-    assert [kl(first, again), kl(second, again)] == alone  # what is kept still serves
 
 
 def test_eval_tells_apart_a_model_with_other_weights(
@@ -173,3 +125,6 @@ def test_eval_tells_apart_a_model_with_other_weights(
             scores.append(results["t"][0].scores["kl"])
     assert found == alone and found[0] != found[1]
     assert lineup.identity_of(kv.load(place))["weights"] == source.weights_fingerprint
+
+
+# ---- times ------------------------------------------------------------------------------

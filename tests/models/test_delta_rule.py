@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
-from mlx_lm.models import gated_delta, ssm
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models import gated_delta
 
-import kvlingo_mlx as kv
 from kvlingo_mlx.models import delta_rule
 from kvlingo_mlx.models.delta_rule import gated_delta_rule, in_chunks, stepping_in_chunks
-from tests.support import hybrid_models
 
 Arrays = list[np.ndarray]
 GATES = ("usual", "mixed", "ones", "zeros", "alike")
@@ -69,22 +65,6 @@ def test_it_is_the_rule(tokens: int, gates: str) -> None:
     given = list(map(mx.array, arrays))
     check(gated_delta_rule(*given), loop(arrays))
     check(gated_delta_rule(*given), tuple(map(np.array, gated_delta.gated_delta_ops(*given))))
-
-
-def test_it_begins_with_nothing() -> None:
-    arrays = inputs(70, "usual")
-    arrays[-1][:] = 0
-    check(gated_delta_rule(*map(mx.array, arrays[:-1])), loop(arrays))
-
-
-def test_dtypes_are_mlx_lms() -> None:
-    q, k, v, g, beta, state = map(mx.array, inputs(70, "usual"))
-    q, k, v, beta = (each.astype(mx.bfloat16) for each in (q, k, v, beta))
-    found = gated_delta_rule(q, k, v, g, beta, state)
-    theirs = gated_delta.gated_delta_ops(q, k, v, g, beta, state)
-    assert [each.dtype for each in found] == [each.dtype for each in theirs]
-    assert mx.allclose(found[0], theirs[0], rtol=0.01, atol=0.01)
-    assert mx.allclose(found[1], theirs[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("other", ["mask", "wide gates"])
@@ -147,24 +127,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def test_models_run_in_chunks_where_asked(tmp_path: Path, counted: list[int]) -> None:
-    model = kv.load(hybrid_models.write_hybrid_model(tmp_path, "qwen3_5")).model
-    tokens = mx.arange(70)[None] % 60
-
-    def logits() -> np.ndarray:
-        return np.array(model(tokens, cache=make_prompt_cache(model)))
-
-    stock = gated_delta.gated_delta_ops, gated_delta.gated_delta_kernel
-    plain = logits()
-    assert not counted
-    with in_chunks():
-        ours = logits()
-    assert len(counted) == 6  # of its 8 layers
-    assert np.abs(ours - plain).max() < 1e-5 * np.abs(plain).max()
-    assert np.array_equal(logits(), plain) and len(counted) == 6
-    assert (gated_delta.gated_delta_ops, gated_delta.gated_delta_kernel) == stock
-
-
 def test_other_threads_are_left_alone(counted: list[int]) -> None:
     given = list(map(mx.array, inputs(3, "usual")))
 
@@ -180,18 +142,6 @@ def test_other_threads_are_left_alone(counted: list[int]) -> None:
         gated_delta.gated_delta_kernel(*given)  # Metal's own has no gradient
         gated_delta.gated_delta_ops(*given)
     assert counted == [threading.get_ident()] * 2
-
-
-def test_mamba_decodes_without_a_kernel() -> None:
-    """Of one token by what reads several; kernels are Metal's alone, and have no gradient."""
-    stock, draw = ssm.ssm_update_kernel, np.random.default_rng(0)
-    shapes = (1, 1, 4, 8), (4,), (1, 1, 2, 16), (1, 1, 2, 16), (4,), (1, 1, 4), (4,), (1, 4, 8, 16)
-    given = *(mx.array(draw.standard_normal(shape)) for shape in shapes), (0.001, 100.0)
-    with in_chunks():
-        found = ssm.ssm_update_kernel(*given)
-    for ours, theirs in zip(found, ssm.ssm_attn(*given), strict=True):
-        assert mx.array_equal(ours, theirs)
-    assert ssm.ssm_update_kernel is stock
 
 
 def test_steps_run_in_chunks_and_nothing_between_them(counted: list[int]) -> None:
@@ -214,21 +164,6 @@ def test_steps_run_in_chunks_and_nothing_between_them(counted: list[int]) -> Non
     steps.close()  # type: ignore[attr-defined]
     assert closed == [True]
     assert list(stepping_in_chunks(read())) == [0, 1, 2]
-
-
-def test_an_error_ends_it() -> None:
-    stock = gated_delta.gated_delta_ops
-    with pytest.raises(ValueError, match="stop"), in_chunks():
-        raise ValueError("stop")
-    assert gated_delta.gated_delta_ops is stock
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 8, 64])
-def test_keys_that_are_all_alike_are_solved_exactly(size: int) -> None:
-    """1 + A full of ones has the inverse with -1 below its diagonal; a series would lose it."""
-    below = mx.tri(size, size, -1)[None, None]
-    wanted = np.eye(size) - np.eye(size, k=-1)
-    assert np.array_equal(np.array(delta_rule._inverse(below))[0, 0], wanted)
 
 
 def test_gates_that_vanish_within_a_chunk() -> None:

@@ -253,7 +253,6 @@ MANY = {  # functions of more parameters, by the reason
         "folding/decoding.folded_stream_generate", "folding/decoding.folded_hand_over",
         "engine/conversation.__init__", "engine/conversation.stream_reply",
         "fitting/__init__.fit", "evaluation/probes.find_needles", "making/__init__.pair",
-        "store/importing.import_translator",
     ),
     "lm-eval's own arguments": (
         "evaluation/harness/running.run", "evaluation/harness/adapter.__init__",

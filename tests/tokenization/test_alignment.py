@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import unicodedata
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -162,29 +159,12 @@ texts = st.lists(st.one_of(excerpts, odd, anything), min_size=1, max_size=4).map
 texts = texts.filter(bool)
 
 
-@often(max_examples=60)
-@given(texts, st.sampled_from(list(KINDS)), st.sampled_from(list(KINDS)))
-def test_real_tokenizers(text: str, source: str, target: str) -> None:
-    check(offsets_of(source, text), offsets_of(target, text), text)
-
-
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_language(name: str) -> None:
     text = unicodedata.normalize("NFC", TEXTS[name])[:160]
     for source in KINDS:
         for target in ("byte-level", "sentencepiece"):
             check(offsets_of(source, text), offsets_of(target, text), text)
-
-
-@often(max_examples=60)
-@given(texts, st.sampled_from(list(KINDS)))
-def test_one_tokenizer_twice_gives_the_identity(text: str, kind: str) -> None:
-    offsets = offsets_of(kind, text)
-    found = check(offsets, offsets, text)
-    assert found.is_identity
-    assert found.assigned.tolist() == list(range(*found.source))
-    unheld = sum(offset == (0, 0) for offset in offsets[:-1])  # a mark for no space, trimmed
-    assert found.source == (unheld, len(offsets))
 
 
 @st.composite
@@ -217,30 +197,6 @@ def test_random_cuts(drawn: tuple[str, Offsets, Offsets]) -> None:
 
 
 # ---- offsets as tokenizers report them ----------------------------------------------------
-
-CASES = [
-    # Three bytes of a character, and the rest of it with the next: one end, the second's.
-    ("東京", [(0, 1), (0, 2)], [-1, 2]),
-    # A leading-space mark for which no space stands shares its first character.
-    ("ab", [(0, 1), (0, 1), (1, 2)], [-1, 1, 2]),
-    # White space trimmed off tokens leads the next one.
-    ("a b  c", [(0, 1), (2, 3), (4, 4), (5, 6)], [1, 3, 4, 6]),
-    # White space at the end that no token reports.
-    ("ab \n", [(0, 1), (1, 2)], [1, 4]),
-    # A composed accent belongs to the letter before it, the space after it to the next token.
-    ("e\u0301 a", [(0, 1), (3, 4)], [2, 4]),
-    # Tokens of no characters at both ends.
-    ("ab", [(0, 0), (0, 1), (1, 2), (0, 0)], [0, 1, 2, 2]),
-    # Offsets that go back.
-    (" ab", [(0, 0), (1, 2), (0, 1), (2, 3)], [0, -1, 2, 3]),
-    ("", [], []),
-    ("", [(0, 0)], [0]),
-]
-
-
-@pytest.mark.parametrize(("text", "offsets", "ends"), CASES)
-def test_ends(text: str, offsets: Offsets, ends: list[int]) -> None:
-    assert token_ends(offsets, text).tolist() == ends
 
 
 def test_offsets_beyond_the_text_are_refused() -> None:
@@ -282,43 +238,3 @@ def test_spans_leave_out_what_crosses_their_border() -> None:
 ])  # fmt: skip
 def test_rule(p: int, q: int, expected: list[int]) -> None:
     assert TokenAlignment(np.array([[0, p, 0, q]])).assigned.tolist() == expected
-
-
-def test_rule_rounds_as_python_does_in_every_group_there_is() -> None:
-    groups = [(p, q) for p in range(1, 50) for q in range(1, 50)]
-    starts = np.concatenate([[(0, 0)], np.cumsum(groups, axis=0)])
-    table = np.stack([starts[:-1, 0], starts[1:, 0], starts[:-1, 1], starts[1:, 1]], axis=1)
-    assert TokenAlignment(table).assigned.tolist() == slow_positions(table.tolist())
-
-
-def test_canonical_positions_are_others() -> None:
-    """Negative control: counting source tokens, as same-tokenizer keys are rotated."""
-    text = " ".join(TEXTS.values())
-    found = aligned(offsets_of("sentencepiece", text), offsets_of("byte-level", text), text)
-    canonical = np.arange(len(found.assigned))
-    assert (found.assigned != canonical).mean() > 0.5
-    # The rule over the whole text, not cut into groups, puts tokens at others' characters.
-    whole = TokenAlignment(np.array([[*found.source, *found.target]]))
-    assert (whole.assigned != found.assigned).mean() > 0.1
-    assert whole.assigned[[0, -1]].tolist() == found.assigned[[0, -1]].tolist()
-
-
-def test_32k_tokens_take_few_steps_each() -> None:
-    """Fewer than two lines of Python; the rest is NumPy's. benchmarks/alignment.py has times."""
-    text = " ".join(TEXTS.values())
-    text *= 32_768 // len(offsets_of("byte-level, trimmed", text)) + 1
-    source, target = (offsets_of(kind, text) for kind in ("byte-level, trimmed", "sentencepiece"))
-    assert min(len(source), len(target)) >= 32_768
-    source, target, lines = np.array(source), np.array(target), 0
-
-    def trace(frame: object, event: str, argument: object) -> Callable[..., Any]:
-        nonlocal lines
-        lines += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        found = aligned(source, target, text)
-    finally:
-        sys.settrace(None)
-    assert found.assigned.size == len(source) and 0 < lines < 2 * len(source)

@@ -124,14 +124,6 @@ def test_contents_are_found_by_message(name: str, expected: list[tuple[int, str]
     assert "user" in text[: spans[1][0]] or name == "mistral"  # the role looks like the content
 
 
-def test_boilerplate_in_contents() -> None:
-    content = "<|im_end|>\n<|im_start|>user\nNo.<|im_end|>"
-    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": "user\nNo."}]
-    text, spans = content_spans(render("qwen"), talk)
-    assert [text[a:b] for a, b in spans] == [content, "user\nNo."]
-    assert text[: spans[0][0]] == "<|im_start|>user\n" and text.endswith("<|im_start|>assistant\n")
-
-
 def test_a_stripped_trace_is_left_out_and_the_answer_is_not() -> None:
     talk = [
         {"role": "user", "content": "Why?"},
@@ -148,13 +140,6 @@ def test_a_stripped_trace_is_left_out_and_the_answer_is_not() -> None:
     assert "Hm" not in "".join(translated(source, target))
 
 
-def test_marks_that_a_template_trips_over_are_set_one_by_one() -> None:
-    talk = [{"role": "tool", "content": "<tool>7"}, {"role": "user", "content": "What is it?"}]
-    text, spans = content_spans(render("fussy"), talk)
-    assert text == "[tool]<tool>7[text]What is it?"
-    assert spans[0] is None and text[slice(*spans[1])] == "What is it?"
-
-
 def test_templates_that_parse_a_content_may_refuse_a_marked_one() -> None:
     def strict(messages: Any) -> str:
         numbers = [int(m["content"]) for m in messages if m["role"] == "tool"]
@@ -163,19 +148,6 @@ def test_templates_that_parse_a_content_may_refuse_a_marked_one() -> None:
     talk = [{"role": "tool", "content": "7"}, {"role": "user", "content": "7"}]
     text, spans = content_spans(strict, talk)
     assert text == "[7][7][7]" and spans == (None, (7, 8))
-
-
-@pytest.mark.parametrize("content", ["", " \n", None, [{"type": "text", "text": "x"}]])
-def test_contents_without_text_have_no_part(content: Any) -> None:
-    def plainly(messages: Any) -> str:
-        return "".join(f"[{m['content'] or ''}]" for m in messages)
-
-    talk = [{"role": "user", "content": content}, {"role": "user", "content": "x"}]
-    text, spans = content_spans(plainly, talk)
-    assert [text[slice(*span)] for span in spans] == ["x"]
-    assert (
-        content_spans(plainly, [{"role": "assistant", "tool_calls": [], "content": None}])[1] == ()
-    )
 
 
 def test_altered_contents_are_left_to_the_target() -> None:
@@ -225,36 +197,6 @@ def test_every_target_token_has_one_origin(
     assert len(same) == 1 and same[0].alignment and same[0].alignment.is_identity
 
 
-def test_contents_are_translated_and_boilerplate_is_not() -> None:
-    talk = [
-        {"role": "user", "content": TEXTS["es"]},
-        {"role": "assistant", "content": TEXTS["el"]},
-        {"role": "user", "content": TEXTS["en"]},
-    ]
-    source = chat(tokenizer("byte-level"), render("qwen"), talk)
-    target = chat(tokenizer("sentencepiece"), render("mistral"), talk)
-    for a, b in ((source, target), (target, source)):
-        found = translated(a, b)
-        assert len(found) == 3
-        # The template's space merges with the first word in one tokenizer, and no more is lost.
-        for text, message in zip(found, talk, strict=True):
-            assert message["content"].endswith(text)
-            assert len(message["content"]) - len(text) <= 12
-
-
-def test_a_token_across_the_border_is_prefilled() -> None:
-    """SentencePiece joins the template's space to the first word, which is then prefilled."""
-    talk = [{"role": "user", "content": "the harbour at six"}]
-    source = chat(tokenizer("byte-level"), render("qwen"), talk)
-    target = chat(tokenizer("sentencepiece"), render("mistral"), talk)
-    assert "▁the" in tokenizer("sentencepiece").encode(target.text).tokens
-    first, middle, last = plan(source, target)
-    assert first.alignment is None and last.alignment is None
-    assert said(target, first.start, first.stop).endswith("[INST] the")
-    assert translated(source, target) == [" harbour at six"]
-    assert middle.alignment is not None and middle.alignment.source[0] > 0
-
-
 def test_the_last_token_is_left_to_the_target() -> None:
     text = TEXTS["de"]
     source, target = (plain(tokenizer(kind), text) for kind in ("byte-level", "sentencepiece"))
@@ -268,18 +210,6 @@ def test_the_last_token_is_left_to_the_target() -> None:
     assert [(s.start, s.stop, s.alignment is None) for s in same] == [
         (0, len(source.ids) - 1, False), (len(source.ids) - 1, len(source.ids), True),
     ]  # fmt: skip
-
-
-def test_one_tokenizer_and_another_template() -> None:
-    """Equal tokens stand for each other, wherever the templates have put them."""
-    source, target = (chat(tokenizer("byte-level"), render(n), TALK) for n in ("qwen", "gemma"))
-    for stretch in plan(source, target):
-        if stretch.alignment is not None:
-            start = stretch.alignment.source[0]
-            ids = source.ids[start + np.arange(len(stretch.alignment.assigned))]
-            assert (ids == target.ids[stretch.alignment.assigned]).all()
-            assert stretch.alignment.one_to_one.all()
-    assert translated(source, target) == [m["content"].strip() for m in TALK]
 
 
 def test_renderings_of_different_messages_are_refused() -> None:

@@ -13,8 +13,6 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 import kvlingo_mlx as kv
-from benchmarks.paper.analysis import corpus
-from kvlingo_mlx.evaluation import probes
 from kvlingo_mlx.models.capture import move, prefill
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
@@ -89,17 +87,6 @@ def test_fit_learns_the_first_position(
     expected = np.array(move(states, source, "pre_norm").keys[0].astype(mx.float32))[0, 0]
     np.testing.assert_allclose(rows[0][0], expected, atol=1e-5)
     assert np.abs(rows[0][1:] - expected).max(axis=1).min() > 1e-2
-
-
-def test_eval_and_analyze_read_it_too(loaded: dict[str, LanguageModel]) -> None:
-    model = loaded["one"]
-    first, prompt = model.tokenizer.bos_token_id, encode(model, TEXT)
-    task = probes.continuation(model, [{"text": TEXT}], 1, 512)
-    assert task.items[0].prefix[0] == first
-    found = corpus.read(
-        [{"text": TEXT}], model.tokenizer, documents=1, tokens=999, context_length=999
-    )
-    assert list(found[0]) == prompt
 
 
 def test_between_two_tokenizers(loaded: dict[str, LanguageModel]) -> None:

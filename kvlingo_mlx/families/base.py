@@ -36,24 +36,18 @@ NORM_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer
 
 @dataclass(frozen=True)
 class Finish:
-    """The norms and the rotation between a layer's projections and its cache.
+    """The norms and the rotation between a layer's projections and its cache."""
 
-    Attributes:
-        norm_weight: The weight of the keys' RMSNorm: (D,) for a norm per head, (H * D,) for one
-            over all heads; None if keys have no norm.
-        norm_eps: The epsilon of that norm.
-        rope: The model's own rotary module.
-        rope_spec: The rotation in a form that can be compared; None if keys are not rotated.
-        value_eps: The epsilon of the values' RMSNorm, which has no weight; None if there is none.
-        norm_last: Whether keys are rotated before they are normed.
-    """
-
+    # The weight of the keys' RMSNorm: (D,) for a norm per head, (H * D,) for one over all heads;
+    # None if keys have no norm
     norm_weight: mx.array | None
-    norm_eps: float
-    rope: nn.Module
+    norm_eps: float  # epsilon of that norm
+    rope: nn.Module  # model's own rotary module
+    # The rotation in a form that can be compared; None if keys are not rotated
     rope_spec: RopeSpec | None
+    # The epsilon of the values' RMSNorm, which has no weight; None if there is none
     value_eps: float | None = None
-    norm_last: bool = False
+    norm_last: bool = False  # whether keys are rotated before they are normed
 
 
 @dataclass(frozen=True)

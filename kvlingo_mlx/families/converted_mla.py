@@ -28,22 +28,16 @@ MODEL_TYPE = "converted_mla"
 
 @dataclass
 class ModelArgs(qwen3.ModelArgs):
-    """Qwen3's settings and those of the latents.
+    """Qwen3's settings and those of the latents."""
 
-    Attributes:
-        kv_lora_ranks: The width of each layer's latents.
-        qk_rope_head_dim: The width of a rotary key.
-        rotary_slots: For each layer and each pair of the rotary key, the KV head and the pair of
-            that head from which it was taken, as ``head * head_dim / 2 + pair``.
-        rotary_frequencies: Radians a position, for each pair of an original head.
-        qk_norm: Whether queries and keys are normed per head.
-    """
-
-    kv_lora_ranks: Sequence[int] = ()
-    qk_rope_head_dim: int = 0
+    kv_lora_ranks: Sequence[int] = ()  # width of each layer's latents
+    qk_rope_head_dim: int = 0  # width of a rotary key
+    # For each layer and each pair of the rotary key, the KV head and the pair of that head from
+    # which it was taken, as ``head * head_dim / 2 + pair``
     rotary_slots: Sequence[Sequence[int]] = ()
+    # Radians a position, for each pair of an original head
     rotary_frequencies: Sequence[float] = ()
-    qk_norm: bool = True
+    qk_norm: bool = True  # whether queries and keys are normed per head
 
     def __post_init__(self) -> None:
         super().__post_init__()

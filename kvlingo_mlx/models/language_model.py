@@ -33,29 +33,20 @@ NORMS = ("RMSNorm", "LayerNorm", "LayerNorm1P")  # how the names of norm classes
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """An mlx-lm model and its tokenizer, as ``load`` returns it and ``generate`` takes it.
+    """An mlx-lm model and its tokenizer, as ``load`` returns it and ``generate`` takes it."""
 
-    Attributes:
-        model: The mlx-lm module, unchanged.
-        tokenizer: mlx-lm's tokenizer.
-        config: The model's ``config.json``, as mlx-lm reads it.
-        name: The path or Hub id from which it was loaded.
-        revision: The commit hash if known.
-        path: The folder from which it was loaded, or None.
-        described: What saved conversations say of the weights, kept for an owner who never changes
-            them; None where it is to be found anew each time.
-        part: Which part of the model this is, if several ranks of ``mlx.launch`` hold it together.
-        whole: The whole model with its weights unread, where this is a part.
-    """
-
-    model: nn.Module
-    tokenizer: TokenizerWrapper
-    config: dict[str, Any]
-    name: str
-    revision: str | None = None
-    path: Path | None = None
+    model: nn.Module  # mlx-lm's, unchanged
+    tokenizer: TokenizerWrapper  # mlx-lm's tokenizer
+    config: dict[str, Any]  # model's ``config.json``, as mlx-lm reads it
+    name: str  # path or Hub id from which it was loaded
+    revision: str | None = None  # commit hash if known
+    path: Path | None = None  # folder from which it was loaded, or None
+    # What saved conversations say of the weights, kept for an owner who never changes them; None
+    # where it is to be found anew each time
     described: dict[str, Any] | None = field(default=None, repr=False, compare=False)
+    # Which part of the model this is, if several ranks of ``mlx.launch`` hold it together
     part: Part | None = field(default=None, compare=False)
+    # The whole model with its weights unread, where this is a part
     whole: LanguageModel | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:

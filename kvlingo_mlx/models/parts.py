@@ -15,22 +15,15 @@ TENSOR, PIPELINE, FIRST = "tensor", "pipeline", "first"
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a model that one rank holds.
+    """The part of a model that one rank holds."""
 
-    Attributes:
-        kind: ``tensor``: some heads of every layer; ``pipeline``: some layers; ``first``: all on
-            the first rank, and on the others nothing, whose weights stay unread.
-        rank: This rank.
-        size: The number of ranks.
-        layers: The whole model's cache layers of which this rank's module makes keys and values.
-        heads: For each of them, the whole model's KV heads that this rank holds.
-    """
-
+    # ``tensor``: some heads of every layer; ``pipeline``: some layers; ``first``: all on the first
+    # rank, and on the others nothing, whose weights stay unread
     kind: str
-    rank: int
-    size: int
-    layers: range
-    heads: tuple[range, ...]
+    rank: int  # this rank
+    size: int  # number of ranks
+    layers: range  # whole model's cache layers of which this rank's module makes keys and values
+    heads: tuple[range, ...]  # for each of them, the whole model's KV heads that this rank holds
 
 
 def pipelined(layers: int, rank: int, size: int) -> range:

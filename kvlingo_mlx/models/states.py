@@ -16,22 +16,17 @@ class KVStates:
     """Keys and values as a model's projections write them, one array per cache layer.
 
     The array of a layer with a window may hold only the last tokens of the span.
-
-    Attributes:
-        keys: N arrays (B, T, H * D), heads stacked in head order.
-        values: N arrays (B, T, H * D).
-        capture: The capture point: "pre_norm", "post_norm", "post_rope" or "latent" (MLA: keys are
-            k_R before RoPE, values are c_KV).
-        start: The position of the first token.
-        kept: A hybrid's recurrent states after the last token, float32 (B, heads, value dim, key
-            dim) by layer: in the place of what went into them, whose arrays hold no token then.
-            Empty where they are not known for the last token, None where they were not recorded.
     """
 
-    keys: tuple[mx.array, ...]
-    values: tuple[mx.array, ...]
+    keys: tuple[mx.array, ...]  # N arrays (B, T, H * D), heads stacked in head order
+    values: tuple[mx.array, ...]  # N arrays (B, T, H * D)
+    # The capture point: "pre_norm", "post_norm", "post_rope" or "latent" (MLA: keys are k_R before
+    # RoPE, values are c_KV)
     capture: str
-    start: int
+    start: int  # position of the first token
+    # A hybrid's recurrent states after the last token, float32 (B, heads, value dim, key dim) by
+    # layer: in the place of what went into them, whose arrays hold no token then. Empty where they
+    # are not known for the last token, None where they were not recorded.
     kept: Mapping[int, mx.array] | None = None
 
     def side(self, side: str) -> tuple[mx.array, ...]:
@@ -80,17 +75,11 @@ class KVStates:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """One side of several target layers that were mapped together.
+    """One side of several target layers that were mapped together."""
 
-    Attributes:
-        layers: The G target cache layers, in the order of the first axis.
-        start: The position of the first token.
-        states: (G, B, H, T, D), head-major as caches store them.
-    """
-
-    layers: tuple[int, ...]
-    start: int
-    states: mx.array
+    layers: tuple[int, ...]  # G target cache layers, in the order of the first axis
+    start: int  # position of the first token
+    states: mx.array  # (G, B, H, T, D), head-major as caches store them
 
 
 @dataclass(frozen=True)

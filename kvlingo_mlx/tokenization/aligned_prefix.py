@@ -26,22 +26,15 @@ class AlignedPrefix:
     each token that the target prefills. Attention does not depend on the order of entries if a
     mask says which entries each token sees. The target's last token has no entry, since decoding
     starts with it.
-
-    Attributes:
-        source_ids: The tokens that the source reads.
-        target_ids: The tokens that the target would read.
-        rows: (S,) the source tokens that are translated, ascending.
-        positions: (S,) the target position at which the keys of each are rotated.
-        groups: (S, 2) the target tokens of each one's minimal group: first, one past the last.
-        own: (B,) the target tokens that the target prefills itself, ascending.
     """
 
-    source_ids: tuple[int, ...]
-    target_ids: tuple[int, ...]
-    rows: np.ndarray
-    positions: np.ndarray
+    source_ids: tuple[int, ...]  # tokens that the source reads
+    target_ids: tuple[int, ...]  # tokens that the target would read
+    rows: np.ndarray  # (S,) the source tokens that are translated, ascending
+    positions: np.ndarray  # (S,) the target position at which the keys of each are rotated
+    # (S, 2) the target tokens of each one's minimal group: first, one past the last
     groups: np.ndarray
-    own: np.ndarray
+    own: np.ndarray  # (B,) the target tokens that the target prefills itself, ascending
 
     @classmethod
     def of(cls, source: Rendering, target: Rendering) -> AlignedPrefix:

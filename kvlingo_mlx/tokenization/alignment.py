@@ -22,13 +22,10 @@ class TokenAlignment:
     """The minimal mismatching groups of two token sequences, and where source tokens go.
 
     Tokens count from the start of each rendering, so a target token's number is its position.
-
-    Attributes:
-        groups: (G, 4) source start, source stop, target start, target stop of each group, in
-            order. On both sides each group begins where the previous one ends and holds at least
-            one token.
     """
 
+    # (G, 4) source start, source stop, target start, target stop of each group, in order. On both
+    # sides each group begins where the previous one ends and holds at least one token.
     groups: np.ndarray
 
     @property
@@ -133,19 +130,13 @@ def token_ends(offsets: Sequence[Span] | np.ndarray, text: str) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """The offsets at which one side's tokens end in a text or in a part of it.
+    """The offsets at which one side's tokens end in a text or in a part of it."""
 
-    Attributes:
-        offsets: (K,) the characters at which tokens end, ascending, counted from the part's start.
-        fewest: (K,) how many tokens end there or before.
-        most: (K,) the same, plus the tokens right after them that hold no character.
-        length: The number of characters of the part.
-    """
-
+    # (K,) the characters at which tokens end, ascending, counted from the part's start
     offsets: np.ndarray
-    fewest: np.ndarray
-    most: np.ndarray
-    length: int
+    fewest: np.ndarray  # (K,) how many tokens end there or before
+    most: np.ndarray  # (K,) the same, plus the tokens right after them that hold no character
+    length: int  # number of characters of the part
 
     @classmethod
     def of(cls, ends: np.ndarray) -> Cuts:

@@ -30,34 +30,24 @@ UNFINISHED = "\ufffd"  # what an incomplete character's bytes are decoded to
 
 @dataclass(frozen=True, eq=False)
 class Rendering:
-    """A text as one model reads it.
-
-    Attributes:
-        text: The text.
-        ids: (T,) its tokens.
-        ends: (T,) the character at which each token ends, as ``alignment.token_ends`` returns it.
-        contents: The characters of each part of the messages' contents, in the messages' order;
-            None for a part that the template has altered or dropped.
-    """
+    """A text as one model reads it."""
 
     text: str
-    ids: np.ndarray
+    ids: np.ndarray  # (T,) its tokens
+    # (T,) the character at which each token ends, as ``alignment.token_ends`` returns it
     ends: np.ndarray
+    # The characters of each part of the messages' contents, in the messages' order; None for a part
+    # that the template has altered or dropped
     contents: tuple[Span | None, ...]
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive target tokens that are all translated, or all prefilled by the target itself.
+    """Consecutive target tokens that are all translated, or all prefilled by the target itself."""
 
-    Attributes:
-        start: The position of the first token.
-        stop: One past the position of the last token.
-        alignment: The source tokens that stand for them; None where the target prefills.
-    """
-
-    start: int
-    stop: int
+    start: int  # position of the first token
+    stop: int  # one past the position of the last token
+    # The source tokens that stand for them; None where the target prefills
     alignment: TokenAlignment | None = None
 
 

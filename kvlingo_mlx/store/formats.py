@@ -53,7 +53,7 @@ NOTHING = object()  # a template's leaf that must not be there, or be false or e
 
 
 @dataclass(frozen=True)
-class Fact:
+class Leaf:
     """A template's leaf: a fact of this name."""
 
     name: str
@@ -106,11 +106,11 @@ class Format:
 
 def _veloxquant(role: str) -> dict[str, Any]:
     return {
-        "n_layers": Fact(f"{role}.layers", int, MAX_LAYERS),
-        "n_kv_heads": Fact(f"{role}.kv_heads", int, MAX_HEADS),
-        "head_dim": Fact(f"{role}.head_dim", int, MAX_DIM),
-        "rope_theta": Fact(f"{role}.rope_base", float),
-        "model_type": Fact(f"{role}.model_type", str),
+        "n_layers": Leaf(f"{role}.layers", int, MAX_LAYERS),
+        "n_kv_heads": Leaf(f"{role}.kv_heads", int, MAX_HEADS),
+        "head_dim": Leaf(f"{role}.head_dim", int, MAX_DIM),
+        "rope_theta": Leaf(f"{role}.rope_base", float),
+        "model_type": Leaf(f"{role}.model_type", str),
         "rope_traditional": NOTHING,
         "rope_scaling": NOTHING,
     }
@@ -128,14 +128,14 @@ VELOXQUANT = Format(
         "source": _veloxquant("source"),
         "target": _veloxquant("target"),
         "config": {
-            "k": Fact("nu", int, optional=True),
-            "content_space": Fact("capture", bool, meaning=SPACES),
-            "dtype": Fact("dtype", str, optional=True),
-            "ridge_lambda": Fact("ridge", float, optional=True),
-            "n_calib_sequences": Fact("samples", int, optional=True),
-            "stride": Fact("every", int, optional=True),
+            "k": Leaf("nu", int, optional=True),
+            "content_space": Leaf("capture", bool, meaning=SPACES),
+            "dtype": Leaf("dtype", str, optional=True),
+            "ridge_lambda": Leaf("ridge", float, optional=True),
+            "n_calib_sequences": Leaf("samples", int, optional=True),
+            "stride": Leaf("every", int, optional=True),
         },
-        "layers": [{"target_layer": Fact("layer", int), "source_layers": Fact("reads", [int])}],
+        "layers": [{"target_layer": Leaf("layer", int), "source_layers": Leaf("reads", [int])}],
     },
     {"keys": "k", "values": "v"},
     ("post_norm", "post_rope"),
@@ -169,7 +169,7 @@ def matched(path: Path, template: Any, found: Any, where: str = "") -> Iterator[
                 yield from matched(path, part, found[key], place)
             elif part is not NOTHING and not getattr(part, "optional", False):
                 raise malformed(path, f"{place} is missing")
-    elif isinstance(template, Fact):
+    elif isinstance(template, Leaf):
         if not template.suits(found):
             raise malformed(path, f"{where} is {short(found)}, expected {template.names}")
         yield template.name, found if template.meaning is None else template.meaning[found]
@@ -181,7 +181,7 @@ def matched(path: Path, template: Any, found: Any, where: str = "") -> Iterator[
 
 def filled(template: Any, facts: Mapping[str, Any]) -> Any:
     """What a template gives with these facts; optional ones that are not there are left out."""
-    if isinstance(template, Fact):
+    if isinstance(template, Leaf):
         value = facts[template.name]
         if template.meaning is None:
             return value

@@ -109,7 +109,7 @@ def test_damaged_translators_and_leftovers(store: Path, capsys: pytest.CaptureFi
     (store / ".gone.new-abcdefgh").mkdir()
     (store / ".gone.lock").touch()
     out = told(capsys, 1)
-    assert f"wrong: cut: {store / 'cut' / 'translator.safetensors'}: is no s" in out
+    assert f"wrong: cut: {store / 'cut' / 'translator.safetensors'}: is damaged" in out
     assert f"rm -r {store / 'cut'}\n" in out and "wrong: sound" not in out
     assert f"move {store / '.gone.old-abcdefgh' / 'old'} back to its name" in out
     assert f"a stopped import left it: rm -r {store / '.gone.new-abcdefgh'}" in out

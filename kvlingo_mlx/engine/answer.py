@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvlingo_mlx.engine.answers import begins_in_reasoning
-from kvlingo_mlx.engine.cross_exchange import CrossExchange
 from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.line import Steps
 from kvlingo_mlx.engine.messages import answer_message
@@ -137,19 +136,14 @@ class AnswerInProgress:
         self._transcript.book(self.messages, readings, self.latest, written)
 
     def follow(self, *, eager: bool) -> Steps:
-        """Bring the other lines up to date with the booked answer."""
-        transcript, exchange, mark = self._transcript, self._exchange, self.mark()
-        if not isinstance(exchange, CrossExchange):
-            if eager:
-                yield from exchange.follow(transcript.tokens, mark)
-            return
-        wanted: dict[str, Reading | None] = {}
-        for key, model in {
-            exchange.key(n): line.model for n, line in exchange.lines.items()
-        }.items():
-            done = key == transcript.latest
-            wanted[key] = transcript.readings[key] if done else transcript.ahead(model)
+        """Bring the other lines up to date with the answer, as it was booked if it was."""
+        transcript, exchange = self._transcript, self._exchange
+        done = transcript.readings.get(self.latest, self._readings[self.latest])
+        wanted: dict[str, Reading | None] = {self.latest: done}
+        for line in exchange.lines.values():
+            if (key := line.model.tokenizer_fingerprint) not in wanted:
+                wanted[key] = transcript.ahead(line.model)
         others = {key: [reading] for key, reading in transcript.readings.items()}
         if eager:
-            yield from exchange.follow_across(wanted, others, mark)
+            yield from exchange.follow(wanted, others, self.mark())
         exchange.forget(wanted, others)

@@ -10,7 +10,6 @@ from kvlingo_mlx.caches.limits import check_bits
 from kvlingo_mlx.caches.validation import room_for
 from kvlingo_mlx.engine.answer import AnswerInProgress
 from kvlingo_mlx.engine.batches import Place
-from kvlingo_mlx.engine.cross_exchange import CrossExchange
 from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.generation import DECODE_OPTIONS, check_drafting
 from kvlingo_mlx.engine.line import Line
@@ -111,7 +110,7 @@ class Asking:
     def quantised(self, names: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
         """mlx-lm's options for a quantised cache; refuses models that cannot have one."""
         found = {option: known[option] for option in DECODE_OPTIONS if option in known}
-        if found and isinstance(self.exchange, CrossExchange):
+        if found and self.exchange.several:
             raise ValueError(
                 "kv_bits cannot be used in a conversation of several tokenizers, whose caches "
                 "mlx-lm cannot quantise; leave it out"
@@ -127,7 +126,7 @@ class Asking:
         if draft_model is None:
             return None
         alone = request.reasoning is None and request.first_token == "target"
-        if isinstance(self.exchange, CrossExchange) or not alone:
+        if self.exchange.several or not alone:
             what = "beside reasoning or first_token" if not alone else "between several tokenizers"
             raise ValueError(f"draft_model cannot be used {what}; leave one of them out")
         if isinstance(draft_model, str) and draft_model in self.exchange.lines:

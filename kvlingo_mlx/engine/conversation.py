@@ -17,7 +17,6 @@ from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.engine import folder as folders
 from kvlingo_mlx.engine.accounting import Stats, check_room
 from kvlingo_mlx.engine.asking import Asking, ReplyOptions, Request
-from kvlingo_mlx.engine.cross_exchange import CrossExchange
 from kvlingo_mlx.engine.directions import Given
 from kvlingo_mlx.engine.exchange import Exchange, Switch
 from kvlingo_mlx.engine.generation import check_max_tokens
@@ -25,7 +24,7 @@ from kvlingo_mlx.engine.guarding import WARN
 from kvlingo_mlx.engine.healing import HEAL_SHARE
 from kvlingo_mlx.engine.line import Steps
 from kvlingo_mlx.engine.responses import GenerationResponse, Heard
-from kvlingo_mlx.engine.rules import Rules, by_tokenizer, tell_of_templates
+from kvlingo_mlx.engine.rules import Rules, tell_of_templates
 from kvlingo_mlx.engine.sampling import (
     DecodingOptions,
     LogitsProcessor,
@@ -154,7 +153,6 @@ class Conversation(State):
             raise ValueError("a conversation needs a model; give models={'name': model}")
         check_json(tools)
         loaded = dict(zip(models, load_together(list(models.values())), strict=True))
-        several = len(by_tokenizer(loaded.values())) > 1
         rules = Rules(
             *(switching, on_missing, offload, prefill_step_size, allow_mismatch),
             *(quantize, native_layers),
@@ -163,12 +161,12 @@ class Conversation(State):
             guard=guard,
             on_doubt=on_doubt,
         )
-        exchange = (CrossExchange if several else Exchange)(loaded, translators, rules)
+        exchange = Exchange(loaded, translators, rules)
         if exchange.spread:
             sharding.agree(sharding.facts_of(loaded) | exchange.directions.facts())
         start = [{"role": "system", "content": system}] if system is not None else []
         switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
-        super().__init__(exchange, Transcript(start, verbatim, switches, several))
+        super().__init__(exchange, Transcript(start, verbatim, switches, exchange.several))
         self.eager, self.on_full, self._compared = eager, on_full, False
 
     def _compare_templates(self) -> None:

@@ -23,16 +23,29 @@ from kvlingo_mlx.engine.directions import Directions, Given
 from kvlingo_mlx.engine.guarding import Guarded, Watch
 from kvlingo_mlx.engine.healing import IDLE_S, Interleaved, Pace
 from kvlingo_mlx.engine.line import Line, Steps
-from kvlingo_mlx.engine.offers import Known, Offers
+from kvlingo_mlx.engine.offers import (
+    Known,
+    Offer,
+    Offers,
+    character,
+    furthest,
+    must_wait,
+    next_start,
+    offered,
+    recorded,
+    wrote_itself,
+)
 from kvlingo_mlx.engine.positioned import PositionedLine
+from kvlingo_mlx.engine.reading import Reading
 from kvlingo_mlx.engine.rules import Rules
 from kvlingo_mlx.engine.sampling import Choice
 from kvlingo_mlx.engine.spans import Span, cut, translated, unhealed, wrote
 from kvlingo_mlx.engine.storage import PLACES
-from kvlingo_mlx.errors import MissingTranslatorError
+from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
 from kvlingo_mlx.loading import advice, sharding
 from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.notes import tell, tell_of_length
+from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.loading.translators import name_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished, unit, working
@@ -76,6 +89,9 @@ class Switch:
     sources: tuple[str, ...] = ()
 
 
+Wanted = Mapping[str, Reading | None]  # by tokenizer; None where the reading is unknown
+
+
 @dataclass(frozen=True)
 class Step:
     """A step of a plan: the positions up to ``stop`` are read, or translated from ``source``.
@@ -103,8 +119,13 @@ class Look:
 class Exchange:
     """The lines of a conversation, and how each line gets what the others have.
 
+    Lines of one tokenizer exchange whole tokens. Lines of two tokenizers share the messages'
+    contents: each keeps its own model's rendering, whose boilerplate that model reads itself.
+
     Attributes:
         lines: The lines by name.
+        several: Whether their models have several tokenizers.
+        known: The readings with which a line was last brought up to date, if there are several.
         last: The last switch, or None.
         active: The name of the line that was brought up to date last, or None.
         barred: Ordered pairs of models between which nothing is translated for now.
@@ -122,6 +143,8 @@ class Exchange:
     ) -> None:
         rules.check(models)
         self.rules = rules
+        self.several = len({model.tokenizer_fingerprint for model in models.values()}) > 1
+        self.known: Known | None = None
         records = len(models) > 1 and rules.switching != "reprefill"
         self.lines = {name: self._open(name, m, records) for name, m in models.items()}
         self.last: Switch | None = None
@@ -167,7 +190,12 @@ class Exchange:
         return self.lines[name]
 
     def _open(self, name: str, model: LanguageModel, records: bool) -> Line:
-        return Line(name, model, records=records)
+        kind: type[Line] = Line
+        if self.several:
+            with contextlib.suppress(UnsupportedModelError):  # it can still be a source
+                check_positions(model)
+                kind = PositionedLine
+        return kind(name, model, records=records)
 
     def key(self, name: str) -> str:
         """The fingerprint of a model's tokenizer."""
@@ -249,7 +277,7 @@ class Exchange:
             MissingTranslatorError: Other models wrote a part that cannot be translated; nothing
                 has changed.
         """
-        clock = Clock()
+        clock, self.known = Clock(), known
         steps = self._bring(name, tokens, mark, known, then, clock)
         plan, kept, found = yield from clock.during(steps)
         self._brought = list(tokens)
@@ -294,7 +322,8 @@ class Exchange:
             mx.eval(caches.arrays(line.cache))
             validate_cache(line.cache, line.model, len(tokens))
             self.active = name
-            self._forget()
+            if not self.several:  # else what lines lack is known only after the answer
+                self.forget({}, {})
         return plan, kept, found
 
     def _switch(
@@ -445,15 +474,29 @@ class Exchange:
 
     def _offers(self, line: Line, begun: int, length: int, known: Known | None) -> Offers:
         """What lines of other tokenizers offer for the tokens from ``begun`` to ``length``."""
-        return (), ()
+        given: list[Offer] = []
+        missing: list[Offer] = []
+        if known is None or self.rules.switching == "reprefill":
+            return given, missing
+        target = known.target.rendering(length)
+        for other in self.lines.values():
+            if _alike(line, other) or (other.name, line.name) in self.barred:
+                continue
+            found = self.directions.stored(other.name, line.name) is not None
+            for reading in known.others.get(self.key(other.name), ()):
+                runs = recorded(other) if found else wrote_itself(other)
+                more = offered(other, reading, target, begun, runs)
+                (given if found else missing).extend(more)
+        return given, missing if self.rules.on_missing == "error" else []
 
     def _next(self, line: Line, tokens: Sequence[int], begun: int, offers: Offers) -> Step:
         """The step from position ``begun`` on: its source, or None to read, and where it stops."""
         best, later = Step(None, begun), len(tokens)
         missing: Line | None = None
-        for other in self._sources(line):
+        for other in self.lines.values():
             shared = other.common(tokens)
-            if (other.name, line.name) in self.barred:
+            barred = (other.name, line.name) in self.barred or other is line
+            if barred or not _alike(line, other) or self.rules.switching == "reprefill":
                 continue
             if self.directions.stored(other.name, line.name) is None:
                 if self.directions.missing(other.name, line.name) and wrote(
@@ -464,11 +507,21 @@ class Exchange:
                 best = Step(other, reach)
             elif (following := other.native.next_start(begun)) and following < shared:
                 later = min(later, following)
+        given, untranslated = offers
         if best.source is not None:
             return best
+        if found := furthest(given, begun):
+            offer, alignment = found
+            return Step(offer.source, alignment.target[1], alignment)
         if missing is not None and self.rules.on_missing == "error":
             raise no_translator(missing, line)
-        return Step(None, later)
+        for offer in untranslated:
+            if offer.groups[0, 2] <= begun < offer.groups[-1, 3]:
+                if not isinstance(line, PositionedLine):
+                    check_positions(line.model)
+                raise no_translator(offer.source, line)
+        starts = [next_start(either, begun) for either in offers]
+        return Step(None, min([later, *(s for s in starts if s is not None)]))
 
     def _reach(self, source: Line, line: Line, begun: int, most: int) -> int:
         """Up to where one line can take over from another what follows position ``begun``.
@@ -479,39 +532,51 @@ class Exchange:
         states = hybrid and self.directions.maps_states(source.name, line.name)
         return source.native.reach(begun, most, kept=states)
 
-    def _sources(self, line: Line) -> list[Line]:
-        """The lines to translate from: all others, unless ``switching`` is ``reprefill``."""
-        translates = self.rules.switching == "alternated"
-        return [other for other in self.lines.values() if translates and other is not line]
+    def follow(
+        self, wanted: Wanted, others: Mapping[str, Sequence[Reading]], mark: int | None
+    ) -> Steps:
+        """Translate as much as possible of what each line lacks; nothing waits for the results.
 
-    def follow(self, tokens: Sequence[int], mark: int | None = None) -> Steps:
-        """Translate as much as possible of what each other line lacks of ``tokens``.
+        The models read the text between translated contents themselves. Lines that were put away
+        stay away.
 
-        Nothing waits for the results. Lines that were put away stay away.
+        Args:
+            wanted: The reading that the lines of each tokenizer are to hold.
+            others: How each tokenizer's models have read the conversation, if there are several.
+            mark: A length to which a line with ring caches may have to return.
         """
         for name, line in self.lines.items():
-            if line.away or name in self.asleep:
+            reading = wanted.get(self.key(name))
+            if reading is None or line.away or name in self.asleep:
                 continue
+            tokens = reading.tokens
             if line.trim(line.common(tokens)) == len(tokens):
                 continue
+            known = Known(reading, others) if self.several else None
             try:
-                plan = self._plan(line, tokens, len(line))
-            except MissingTranslatorError:
+                plan = self._plan(line, tokens, len(line), known)
+            except (MissingTranslatorError, UnsupportedModelError):
                 continue
-            steps = list(itertools.takewhile(lambda step: step.source is not None, plan))
+            steps = _followed(plan, len(line), known)
             yield from self._grow(line, steps, tokens, mark, Clock() if self.waits else None)
-        self._forget()
 
     @unit
-    def _forget(self) -> None:
-        """Drop the recorded states that every line that could take them has."""
+    def forget(self, wanted: Wanted, others: Mapping[str, Sequence[Reading]]) -> None:
+        """Drop the recorded states that every line that could take them has.
+
+        The arguments are those of :meth:`follow`; one tokenizer needs none.
+        """
         for line in self.lines.values():
-            others = [
-                other.kept(other.common(line.tokens))
-                for other in self.lines.values()
-                if other is not line and self.directions.stored(line.name, other.name) is not None
-            ]
-            line.native.forget(min(others, default=len(line)))
+            needed = []
+            for other in self.lines.values():
+                if other is line or self.directions.stored(line.name, other.name) is None:
+                    continue
+                if _alike(line, other):
+                    needed.append(other.kept(other.common(line.tokens)))
+                else:
+                    reading, theirs = wanted.get(self.key(other.name)), self.key(line.name)
+                    needed.append(_lacked(line, other, reading, others.get(theirs, ())))
+            line.native.forget(min(needed, default=len(line)))
 
     # ---- memory ---------------------------------------------------------------------------
 
@@ -562,6 +627,44 @@ def _exact(spans: Sequence[Span]) -> int:
     """The number of first tokens that a line's own model has read as it would alone."""
     first = unhealed(spans, answers=True)
     return first[0] if first else 0
+
+
+def _alike(one: Line, other: Line) -> bool:
+    """Whether two lines' models have one tokenizer."""
+    return one.model.tokenizer_fingerprint == other.model.tokenizer_fingerprint
+
+
+def _followed(plan: Sequence[Step], begun: int, known: Known | None) -> list[Step]:
+    """The steps up to the last translation before which no content must wait for another model."""
+    if known is None:  # all that is read must wait
+        return list(itertools.takewhile(lambda step: step.source is not None, plan))
+    at = [begun, *(step.stop for step in plan)]
+    places = [character(known.target, length) for length in at]
+    runs = list(itertools.pairwise(places))
+    taken = [run for run, step in zip(runs, plan, strict=True) if step.source is not None]
+    waiting = must_wait(known, [(0, places[0]), *taken])
+    steps = 0
+    for index, (run, step) in enumerate(zip(runs, plan, strict=True)):
+        if step.source is not None:
+            steps = index + 1
+        elif any(a < run[1] and run[0] < b for a, b in waiting):
+            break
+    return list(plan[:steps])
+
+
+def _lacked(source: Line, target: Line, wanted: Reading | None, readings: Sequence[Reading]) -> int:
+    """The first position of the source that a target of another tokenizer still lacks."""
+    if wanted is None:
+        return 0
+    begun = target.kept(target.common(wanted.tokens))
+    rendering = wanted.rendering(len(wanted.tokens))
+    runs = recorded(source)
+    rows = [
+        int(offer.groups[:, 0].min())
+        for reading in readings
+        for offer in offered(source, reading, rendering, begun, runs)
+    ]
+    return min(rows, default=max((source.common(r.tokens) for r in readings), default=0))
 
 
 def no_translator(source: Line, target: Line) -> MissingTranslatorError:

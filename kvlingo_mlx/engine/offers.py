@@ -132,7 +132,7 @@ def read_again(line: Line, begun: int, source: Line, known: Known | None) -> int
     return int((ran & held).sum())
 
 
-def best(offers: Sequence[Offer], position: int) -> tuple[Offer, TokenAlignment] | None:
+def furthest(offers: Sequence[Offer], position: int) -> tuple[Offer, TokenAlignment] | None:
     """The offer that can be taken up at a target position and reaches furthest."""
     found = [
         (offer, rest)

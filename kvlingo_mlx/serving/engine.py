@@ -314,7 +314,7 @@ class Engine:
         line = talk.line(resident.name)
 
         def follow(_: str) -> LineSteps:
-            return exchange.follow([*job.tokens, *turn.answer])
+            return progress.follow(eager=True)
 
         for response in turn.answer_by([Part(resident.name)], None, follow):
             yield self._tell(job, response, exchange, len(line))

@@ -291,7 +291,7 @@ def usage_of(
 
 def _again(job: Job, exchange: Exchange, kept: int) -> str | None:
     """The model that had read most of what the answering one reads again now, if any had."""
-    line, known = exchange.lines[job.name], getattr(exchange, "known", None)
+    line, known = exchange.lines[job.name], exchange.known
     counts = {
         name: read_again(line, kept, other, known)
         for name, other in exchange.lines.items()

@@ -26,7 +26,7 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.caches.entries import PositionedKVCache, move_on
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.engine.conversation import Conversation
-from kvlingo_mlx.engine.cross_exchange import CrossExchange
+from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.positioned import INSIDE
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -332,7 +332,7 @@ def test_no_group_is_divided(
     root: Path, opened: Callable[[str], LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line can be cut where both tokenizers end a token; what is brought again is the same."""
-    monkeypatch.setattr(CrossExchange, "forget", lambda *_: None)
+    monkeypatch.setattr(Exchange, "forget", lambda *_: None)
     talk = talk_of(root, opened, eager=False)
     say(talk, "qwen", ASKED[0], SAID[0])
     begun = talk.branch()

@@ -19,7 +19,6 @@ from mlx_lm.generate import generate_step
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
 from kvlingo_mlx.engine.conversation import Conversation
-from kvlingo_mlx.engine.cross_exchange import CrossExchange
 from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import hybrid_models, tiny
@@ -139,7 +138,7 @@ def reply(
     there = first.cached_tokens + first.ahead_tokens
     assert there <= kept  # a ring or a state may have to go back further
     if there < kept:
-        across = isinstance(talk.exchange, CrossExchange)
+        across = talk.exchange.several
         assert across or any(map(caches.forgets, line._caches))
     assert first.cached_tokens + first.translated_tokens + first.read_tokens == len(prompt)
     stops = shadow.model.tokenizer.eos_token_ids

@@ -1,8 +1,7 @@
-"""Checks of public arguments: a table of accepted values, and a table of required partners.
+"""Checks of public functions' arguments: accepted values, and arguments that need others.
 
-An argument that would have no effect is refused, because its user expects an effect. The
-command-line options have a table of the same kind in ``cli/needs.py``. This module does not load
-MLX, so it recognises the package's own classes by their names.
+An argument that would have no effect is refused, because its user expects an effect. What options
+in groups take and need is said in ``options``; here is what single functions have beside them.
 """
 
 from __future__ import annotations
@@ -10,107 +9,42 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import operator
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
+
+from kvlingo_mlx.options import (
+    GROUPS,
+    MODEL,
+    NUMBER,
+    SWITCH,
+    TEXT,
+    CacheOptions,
+    DraftOptions,
+    GuardOptions,
+    HandoverOptions,
+    HealOptions,
+    Kind,
+    Need,
+    SamplingOptions,
+    but,
+    is_listed,
+    is_path,
+    is_set,
+    kinds_of,
+    named,
+    needs_of,
+    number,
+    off,
+    same,
+    several,
+    whole,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Spell = Callable[[str, Any], str]  # (name, value) -> the option as a user types it
 
 
-@dataclass(frozen=True)
-class Need:
-    """Options that have no effect unless another option, the partner, has a certain value.
-
-    Attributes:
-        options: The names of these options, separated by spaces.
-        partner: The partner's name. Several names are separated by spaces; messages show the first.
-        works: Given the partners' values, returns whether the options have an effect.
-        give: A value of the (first) partner that gives the options an effect; None: leave it out.
-        why: What the partner's present value means; the message shows it after a comma.
-        told: Replaces the part of the message that names the partner and says what to type.
-    """
-
-    options: str
-    partner: str
-    works: Callable[..., bool]
-    give: Any = None
-    why: str = ""
-    told: str = ""
-
-
-def is_set(value: Any) -> bool:
-    """Whether an option was given or a switch is on."""
-    return value is not None and value is not False
-
-
-def off(value: Any) -> bool:
-    """Whether an option was left out or a switch is off."""
-    return not is_set(value)
-
-
-def among(*values: Any) -> Callable[[Any], bool]:
-    """A test of whether a value is one of the given values."""
-    return lambda value: value in values
-
-
-def but(*values: Any) -> Callable[[Any], bool]:
-    """A test of whether a value is none of the given values."""
-    return lambda value: value not in values
-
-
-def several(listed: Any) -> bool:
-    """Whether a value is no collection of exactly one entry; empty ones are refused elsewhere."""
-    return not hasattr(listed, "__len__") or len(listed) != 1
-
-
-def check_needs(
-    needs: Iterable[Need], given: Iterable[str], values: Mapping[str, Any], spell: Spell
-) -> None:
-    """Refuse (ValueError) given options that would have no effect.
-
-    Args:
-        needs: The rows to check.
-        given: The names of the options that a user has set; defaults are left out.
-        values: The value of every option by name, defaults included.
-        spell: Returns how a user types a name and a value; for the value None, the bare name.
-    """
-    chosen = set(given)
-    for need in needs:
-        unused = [name for name in need.options.split() if name in chosen]
-        partners = need.partner.split()
-        if unused and not need.works(*(values.get(name) for name in partners)):
-            raise ValueError(_refusal(need, unused, values, spell))
-
-
-def _refusal(need: Need, unused: Sequence[str], values: Mapping[str, Any], spell: Spell) -> str:
-    names = ", ".join(spell(name, False if values[name] is False else None) for name in unused)
-    verb, them = ("has", "it") if len(unused) == 1 else ("have", "them")
-    said = f"{names} {verb} no effect "
-    if need.told:
-        return said + need.told
-    partner = need.partner.split()[0]
-    value, bare = values.get(partner), spell(partner, None)
-    why = f", {need.why}" if need.why else ""
-    if value is None or (value is False and spell(partner, False) == bare):
-        wanted = spell(partner, need.give)
-        return f"{said}without {bare}{why}; add {wanted}, or leave {them} out"
-    if need.give is None or value is False:
-        return f"{said}with {spell(partner, value)}{why}; leave out one or the other"
-    wanted = spell(partner, need.give)
-    return f"{said}with {spell(partner, value)}{why}; give {wanted}, or leave {them} out"
-
-
-ADDRESS = " at 0x"  # in what Python shows of an object that has no text of its own
-
-
-# ---- partners that the arguments of public functions need ------------------------------------
-
-CACHE_BITS = Need("kv_group_size", "kv_bits", is_set, 8)
-DRAFTED = Need("num_draft_tokens", "draft_model", is_set, "a model")
+# ---- arguments that need others ---------------------------------------------------------------
 
 
 def _rendered(prompt: Any) -> bool:
@@ -127,25 +61,11 @@ def _thinking(prompt: str) -> Need:
     )  # fmt: skip
 
 
-def _drawn(*off: float) -> Callable[..., bool]:
-    """A test: tokens are sampled, or the option's value is one that switches the option off."""
-    return lambda temperature, sampler, value: bool(temperature or sampler or value in off)
+def _of(*groups: type) -> tuple[Need, ...]:
+    return tuple(need for group in groups for need in needs_of(group))
 
 
-ALONE = "since a sampler chooses the tokens by itself"
-GREEDY = "since the likeliest token is taken"
-SAMPLING = (
-    Need("temperature top_p top_k min_p", "sampler", off, why=ALONE),
-    Need("top_p", "temperature sampler top_p", _drawn(1), 0.7, GREEDY),
-    Need("top_k", "temperature sampler top_k", _drawn(0), 0.7, GREEDY),
-    Need("min_p", "temperature sampler min_p", _drawn(0), 0.7, GREEDY),
-    Need("seed", "temperature sampler seed", _drawn(), 0.7, GREEDY),
-)
-BITS = (CACHE_BITS, Need("quantized_kv_start", "kv_bits", is_set, 8))
-HEALED = Need("heal_share", "heal", is_set, "interleaved")
-DOUBTED = Need("on_doubt", "guard", bool, 32)
-ONE_MODEL = "with one model, since there is no hand-over; give two models or more"
-
+KV_GROUPS = Need("kv_group_size", "kv_bits", is_set, 8)
 # Keys are the functions' qualified names.
 FUNCTIONS: dict[str, tuple[Need, ...]] = {
     "load": (
@@ -154,21 +74,13 @@ FUNCTIONS: dict[str, tuple[Need, ...]] = {
              told="on a model that is loaded already; leave it out, or give a folder or Hub id"),
     ),
     "stream_generate": (
-        *SAMPLING,
-        *BITS,
-        DRAFTED,
-        _thinking("prompt"),
-        Need("translator allow_mismatch native_layers native_head native_tail heal guard",
-             "strategy", but("native"), "accelerator",
-             "by which the target reads all of the prompt"),
-        HEALED,
-        DOUBTED,
+        *_of(SamplingOptions, CacheOptions, DraftOptions, HandoverOptions), _thinking("prompt"),
     ),
-    "folded_stream_generate": (*SAMPLING, CACHE_BITS, _thinking("prompt")),
-    "folded_hand_over": (CACHE_BITS,),
+    "folded_stream_generate": (*_of(SamplingOptions), KV_GROUPS, _thinking("prompt")),
+    "folded_hand_over": (KV_GROUPS,),
     "hand_over": (
         _thinking("tokens"),
-        DOUBTED,
+        *_of(GuardOptions),
         Need("guard", "prompt_cache", off, why="whose last predictions are not known"),
     ),
     "fit": (
@@ -177,138 +89,72 @@ FUNCTIONS: dict[str, tuple[Need, ...]] = {
     ),
     "Conversation": (
         Need("translators switching eager on_missing offload quantize native_layers allow_mismatch "
-             "heal guard", "models", several, told=ONE_MODEL),
-        HEALED,
-        DOUBTED,
+             "heal guard", "models", several,
+             told="with one model, since there is no hand-over; give two models or more"),
+        *_of(HealOptions, GuardOptions),
         # `translators` and `eager` are accepted: users set "reprefill" to compare conversations.
         Need("on_missing quantize native_layers allow_mismatch heal guard", "switching",
              but("reprefill"), "alternated", "which translates nothing"),
     ),
     "Conversation.stream_reply": (
-        *SAMPLING,
-        *BITS,
-        DRAFTED,
+        *_of(SamplingOptions, CacheOptions, DraftOptions),
         Need("first_token", "prefill", is_set, "a name"),
     ),
 }  # fmt: skip
 
 
-# ---- values that the arguments of public functions accept ------------------------------------
+# ---- values that arguments accept ---------------------------------------------------------------
 
 
-def named(value: object, *names: str) -> bool:
-    """Whether a value's class, or one of its base classes, has one of the given names."""
-    return any(cls.__name__ in names for cls in type(value).__mro__)
+def _all(values: object, fits: Callable[[Any], bool]) -> bool:
+    return is_listed(values) and all(map(fits, values))  # type: ignore[call-overload]
 
 
-def _path(value: object) -> bool:
-    return isinstance(value, str | os.PathLike)
-
-
-def _whole(value: object) -> bool:
-    """Whether a value is a whole number of Python's or NumPy's; True and False are not."""
-    if isinstance(value, bool):
-        return False
-    try:
-        operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    return not hasattr(value, "shape") or value.shape == ()
-
-
-def _functions(value: object) -> bool:
-    return isinstance(value, Sequence) and all(map(callable, value))
-
-
-def _listed(value: object) -> bool:
-    """Whether a value is an iterable such as a list or a generator, but no text and no dict."""
-    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A test of an argument's value, and the words that describe accepted values."""
-
-    fits: Callable[[Any], bool]
-    words: str
-
-
-NUMBER = Kind(_whole, "a whole number")
-SWITCH = Kind(lambda value: type(value).__name__ in ("bool", "bool_"), "True or False")
-TEXT = Kind(lambda value: isinstance(value, str), "a text")
 FUNCTION = Kind(callable, "a function")
-MODEL = Kind(
-    lambda value: _path(value) or named(value, "LanguageModel"),
-    "a folder, a Hub id, or what kvlingo_mlx.load returns",
-)
-TRANSLATOR = Kind(
-    lambda value: _path(value) or named(value, "Translator"),
-    "a folder, a Hub id, or what kvlingo_mlx.load_translator returns",
-)
-TOKENS = Kind(lambda value: _whole(value) and value >= 0, "a number of tokens, 0 or more")
-LAYERS = Kind(
-    lambda value: _whole(value) or (isinstance(value, str) and value == "auto"),
-    "a number of layers, or 'auto'",
-)
-
+FOLDER = Kind(is_path, "a folder's path")
 # Keys are argument names. A name means the same in every function; a key "function.argument" is an
 # exception for one function. An argument's default is always accepted.
 KINDS: dict[str, Kind] = {
+    **{name: kind for group in GROUPS for name, kind in kinds_of(group).items()},
+    **dict.fromkeys("max_tokens nu memory".split(), NUMBER),
+    "fit.tokens": whole("a number of tokens, 1 or more", 1),
+    "characters": whole("a number of characters, 0 or more", 0),
     **dict.fromkeys(
-        ("max_tokens", "prefill_step_size", "num_draft_tokens", "nu", "memory", "kv_bits",
-         "kv_group_size", "quantized_kv_start"), NUMBER),
-    **dict.fromkeys(("native_head", "native_tail", "guard"), TOKENS),
-    "fit.tokens": Kind(lambda value: _whole(value) and value >= 1, "a number of tokens, 1 or more"),
-    "characters": Kind(lambda value: _whole(value) and value >= 0,
-                       "a number of characters, 0 or more"),
+        "verbose enable_thinking lazy head_mixing state_maps eager verbatim overwrite force "
+        "answers".split(), SWITCH),
     **dict.fromkeys(
-        ("verbose", "enable_thinking", "allow_mismatch", "lazy", "head_mixing", "state_maps",
-         "eager", "verbatim", "overwrite", "force", "answers"), SWITCH),
-    "address": TEXT,
+        "address switching revision capture norm on_missing offload system key sent name prefill "
+        "reasoning first_token where on_full shard".split(), TEXT),
     **dict.fromkeys(
-        ("strategy", "switching", "revision", "capture", "norm", "on_missing", "offload", "system",
-         "key", "sent", "name", "prefill", "reasoning", "first_token", "where", "on_full",
-         "heal", "on_doubt", "shard"), TEXT),
-    **dict.fromkeys(("prefill_model", "decode_model", "source", "target", "draft_model"), MODEL),
-    **dict.fromkeys(("sampler", "progress", "solving", "say", "suits", "until"), FUNCTION),
-    "path_or_hf_repo": MODEL,
-    "load_translator.path_or_hf_repo": Kind(_path, "a translator's folder or Hub id"),
+        "prefill_model decode_model source target path_or_hf_repo".split(), MODEL),
+    **dict.fromkeys("sampler progress solving say suits until".split(), FUNCTION),
+    "load_translator.path_or_hf_repo": Kind(is_path, "a translator's folder or Hub id"),
     **dict.fromkeys(
         ("find_translator.source", "find_translator.target"),
         Kind(lambda value: named(value, "LanguageModel"), "what kvlingo_mlx.load returns")),
-    "folder": Kind(_path, "a folder's path"),
-    "translator": TRANSLATOR,
-    "native_layers": LAYERS,
+    **dict.fromkeys(("folder", "out"), FOLDER),
     "quantize": Kind(lambda value: type(value) is int and value in (8, 4),
                      "8 or 4, or leave it out for float weights"),
-    "logits_processors": Kind(_functions, "a list of functions"),
-    "tools": Kind(
-        lambda value: _listed(value) and all(isinstance(tool, Mapping) for tool in value),
-        "a list of dicts",
-    ),
-    "assignment": Kind(
-        lambda value: isinstance(value, str) or named(value, "Assignment"),
-        "relative_depth, r2, greedy, or an Assignment",
-    ),
-    "samples": Kind(
-        lambda value: _path(value) or _listed(value), "a list of records, or a JSONL file's path"
-    ),
+    "logits_processors": Kind(
+        lambda value: isinstance(value, Sequence) and all(map(callable, value)),
+        "a list of functions"),
+    "tools": Kind(lambda value: _all(value, lambda tool: isinstance(tool, Mapping)),
+                  "a list of dicts"),
+    "assignment": Kind(lambda value: isinstance(value, str) or named(value, "Assignment"),
+                       "relative_depth, r2, greedy, or an Assignment"),
+    "samples": Kind(lambda value: is_path(value) or is_listed(value),
+                    "a list of records, or a JSONL file's path"),
     "models": Kind(
         lambda value: isinstance(value, Mapping) and all(
             isinstance(name, str) and MODEL.fits(model) for name, model in value.items()),
         "a dict of models by name, each a folder, a Hub id or a loaded model: {'small': model}",
     ),
-    "data": Kind(
-        lambda value: _path(value) or (_listed(value) and all(map(_path, value))),
-        "a file, a folder or a dataset's name, or a list of them",
-    ),
-    **dict.fromkeys(("minutes", "max_kl", "min_recall", "ridge", "seconds", "heal_share",
-                     "patience"), Kind(
-        lambda value: type(value) in (int, float), "a number")),
-    "seed": Kind(lambda value: _whole(value) and value >= 0, "a whole number, 0 or more"),
-    "out": Kind(_path, "a folder's path"),
+    "data": Kind(lambda value: is_path(value) or _all(value, is_path),
+                 "a file, a folder or a dataset's name, or a list of them"),
+    **dict.fromkeys("minutes max_kl min_recall ridge seconds patience".split(),
+                    number("a number")),
     "told": Kind(lambda value: named(value, "Told"), "a kvlingo_mlx.making.Told"),
-    "translators": Kind(_listed, "a list of translators, each a folder, a Hub id or loaded"),
+    "translators": Kind(is_listed, "a list of translators, each a folder, a Hub id or loaded"),
 }  # fmt: skip
 # Arguments that the functions check themselves, because they accept many types.
 READ_ELSEWHERE = ("prompt", "tokens", "message", "messages", "prompt_cache")
@@ -375,12 +221,13 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             if parameter.kind is parameter.VAR_KEYWORD:
                 more = found.pop(parameter.name, {})
                 found |= {name: value for name, value in more.items() if value is not None}
-        given = {n: v for n, v in found.items() if n not in defaults or not _same(v, defaults[n])}
+        given = {n: v for n, v in found.items() if n not in defaults or not same(v, defaults[n])}
         for name, value in given.items():
             kind = KINDS.get(f"{scope}.{name}", KINDS.get(name))
-            if kind is not None and not kind.fits(value):
-                raise ValueError(f"{name} is {_shown(value)}; give {kind.words}")
-        check_needs(needs, given, {**defaults, **found}, _as_argument)
+            if kind is not None:
+                kind.check(name, value)
+        for need in needs:
+            need.check(given, {**defaults, **found})
         _check_models(scope, found)
         return function(*args, **kwargs)
 
@@ -416,18 +263,3 @@ def _check_models(scope: str, values: Mapping[str, Any]) -> None:
                     f"{scope} takes whole models, and {model.name} is spread over "
                     f"{model.part.size} ranks; load it without shard"
                 )
-
-
-def _same(value: object, default: object) -> bool:
-    return value is default or (type(value) is type(default) and bool(value == default))
-
-
-def _as_argument(name: str, value: Any) -> str:
-    plain = value is None or callable(value) or ADDRESS in repr(value)
-    return name if plain else f"{name}={_shown(value)}"
-
-
-def _shown(value: object) -> str:
-    """A value as a user would type it; of objects without such a form the type."""
-    text = " ".join(repr(value).split())
-    return f"of type {type(value).__name__}" if ADDRESS in text else f"{text:.60}"

@@ -6,18 +6,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from kvlingo_mlx.cli.chat_input import Lines, history
 from kvlingo_mlx.cli.chat_session import AUTO, Chat
 from kvlingo_mlx.cli.command import (
-    AllowMismatch,
-    HealShare,
     MaybeSource,
     MaybeTarget,
     Model,
     Named,
-    NativeLayers,
     Quantize,
     Shard,
     Sharded,
@@ -26,20 +23,38 @@ from kvlingo_mlx.cli.command import (
     option,
     verb,
 )
-from kvlingo_mlx.cli.output import keep, launched, native_number
-from kvlingo_mlx.cli.sampling import WritingOptions, check_ranges
+from kvlingo_mlx.cli.needs import PAIR
+from kvlingo_mlx.cli.output import keep, launched
+from kvlingo_mlx.cli.sampling import WritingOptions
+from kvlingo_mlx.options import (
+    ANSWER,
+    LAYERS,
+    SWITCH,
+    GuardOptions,
+    HealOptions,
+    Need,
+    SamplingOptions,
+    layers_of,
+    one_of,
+    several,
+)
 
 if TYPE_CHECKING:
     from kvlingo_mlx.engine.conversation import Conversation
     from kvlingo_mlx.models.language_model import LanguageModel
 
-OFFLOAD = ("8bit", "disk")
-HEAL = ("idle", "interleaved", "layers")
 HISTORY_HELP = "Keep the lines that are typed in a terminal for later chats' arrow keys."
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(WritingOptions):
+class ChatOptions(WritingOptions, HealOptions, GuardOptions):
+    NEEDS: ClassVar[tuple[Need, ...]] = (
+        *PAIR,
+        Need("source target", "model", lambda model: not model, why="which names the models"),
+        Need("translator quantize use route on_missing eager offload native_layers heal "
+             "guard allow_mismatch", "model", several,
+             told="with one model; give --model NAME=MODEL twice or more"),
+    )  # fmt: skip
     models: Named = None
     model: Model = None
     source: MaybeSource = None
@@ -54,37 +69,40 @@ class ChatOptions(WritingOptions):
         None, "Chooses who answers: FILE.toml, module:function or FILE.py:function."
     )
     on_missing: str = option(
-        "error", "Without a translator: error, or reprefill (read it all again)."
-    )
+        "error", "Without a translator: error, or reprefill (read it all again).",
+        kind=one_of("error", "reprefill"),
+    )  # fmt: skip
     on_full: str = option(
-        "error", "A full context: error, or drop_oldest (drop the oldest turns, each whole)."
-    )
+        "error", "A full context: error, or drop_oldest (drop the oldest turns, each whole).",
+        kind=one_of("error", "drop_oldest"),
+    )  # fmt: skip
     eager: bool = option(True, "Translate for the others as soon as one has answered.")
-    offload: str | None = option(None, "Keep the others' caches in 8bit, or on disk.")
+    offload: str | None = option(
+        None, "Keep the others' caches in 8bit, or on disk.", kind=one_of("8bit", "disk")
+    )
     heal: str | None = option(
         None,
         "Read what is translated, in its place: idle (while you type), interleaved (between the "
         "tokens of an answer), or layers (the first layers at once, then so).",
-    )
-    heal_share: HealShare = 0.5
-    guard: int = option(
-        0, "At a switch, compare both models over so many tokens, 32 as the receipt; 0: do not."
-    )
-    on_doubt: str = option(
-        "warn",
-        "If they are further apart than usual: warn; heal, as heal = interleaved; or reread before "
-        "the answer.",
+        kind=one_of("idle", "interleaved", "layers"),
     )
     shard: Shard = None
     sharded: Sharded = None
     resume: str | None = option(None, "Go on with the conversation saved in this folder.")
     save: str | None = option(None, "Save the conversation to this folder at the end.")
-    native_layers: NativeLayers = None
+    native_layers: str | None = option(
+        None, "How many first cache layers the target reads itself; auto: as tuned.",
+        kind=LAYERS, read=layers_of,
+    )  # fmt: skip
     thinking: Thinking = None
     verbatim: bool | None = option(None, "Keep earlier turns as written, thinking included.")
-    allow_mismatch: AllowMismatch = False
+    allow_mismatch: bool = option(
+        False, "Accept a translator of other checkpoints of the same shape.", kind=SWITCH
+    )
     keep_history: bool = option(True, HISTORY_HELP, "--history/--no-history")
-    max_tokens: int = option(512, "Longest answer; -1: to the context's end.", "--max-tokens", "-m")
+    max_tokens: int = option(
+        512, "Longest answer; -1: to the context's end.", "--max-tokens", "-m", kind=ANSWER
+    )
 
 
 @verb(ChatOptions, long=True, waits=True)
@@ -94,13 +112,6 @@ def command(options: ChatOptions) -> None:
     In a terminal a paste is one message, however many lines it has. --json appends the messages
     and what each model holds when the chat ends.
     """
-    missing, full, offload = options.on_missing, options.on_full, options.offload
-    check_ranges(
-        ("on_missing", missing, missing in ("error", "reprefill"), "error or reprefill"),
-        ("on_full", full, full in ("error", "drop_oldest"), "error or drop_oldest"),
-        ("offload", offload, offload in (None, *OFFLOAD), " or ".join(OFFLOAD)),
-        ("heal", options.heal, options.heal in (None, *HEAL), " or ".join(HEAL)),
-    )
     named = _named(options)
     _check_use(options.use, named, routed=options.route is not None)
     if launched() and options.heal == "idle":
@@ -109,8 +120,9 @@ def command(options: ChatOptions) -> None:
             "give interleaved or layers"
         )
     _check_folder(options.save)
-    native_number(options.native_layers)  # refused before any model is loaded
     lines = Lines()
+
+    from kvlingo_mlx.backend import mx
 
     from kvlingo_mlx.engine.routing import load_route
     from kvlingo_mlx.loading.translators import store
@@ -119,7 +131,9 @@ def command(options: ChatOptions) -> None:
     check_bits(options.quantize)
     route = None if options.route is None else load_route(options.route, tuple(named))
     talk = _conversation(options, named)
-    asked = options.some("max_tokens stop") | {"sampler": options.sampler()}
+    asked = options.given(SamplingOptions) | {"max_tokens": options.max_tokens}
+    if "seed" in asked:  # once, not for each answer
+        mx.random.seed(asked.pop("seed"))
     chat = Chat(talk, lines, asked, route=route, **options.some("use save resume"))
     if options.heal == "idle":
         chat.heal_while_idle()
@@ -200,9 +214,8 @@ def _conversation(options: ChatOptions, named: Mapping[str, str]) -> Conversatio
 
     models, translators = _models(options, named), options.translator or ()
     given = options.some(
-        "on_missing on_full eager prefill_step_size allow_mismatch offload quantize"
+        "on_missing on_full eager prefill_step_size allow_mismatch offload quantize native_layers"
     )
-    given["native_layers"] = native_number(options.native_layers)
     if options.heal in ("interleaved", "layers"):
         given |= options.some("heal heal_share")
     if options.guard:

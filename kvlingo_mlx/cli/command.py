@@ -20,11 +20,14 @@ from kvlingo_mlx import blas
 from kvlingo_mlx.cli.keys import read_config
 from kvlingo_mlx.cli.output import keep_stdout_for_json, launched, rank
 from kvlingo_mlx.cli.progress import watching
+from kvlingo_mlx.options import Group, Kind, needs_of
 
 
-def option(default: Any, help: str, *names: str, **more: Any) -> Any:
-    """A field for an option; a default of ``...`` makes it required, ``names`` spell it."""
-    return _described(default, typer.Option(*names, help=help, **more))
+def option(
+    default: Any, help: str, *names: str, kind: Kind | None = None, read: Any = None, **more: Any
+) -> Any:
+    """A field for an option of one verb, as ``options.option``; ``...`` makes it required."""
+    return _described(default, typer.Option(*names, help=help, **more), kind=kind, read=read)
 
 
 def argument(default: Any, help: str, **more: Any) -> Any:
@@ -32,8 +35,9 @@ def argument(default: Any, help: str, **more: Any) -> Any:
     return _described(default, typer.Argument(help=help, **more))
 
 
-def _described(default: Any, info: Any) -> Any:
-    return field(default=MISSING if default is ... else default, metadata={"typer": info})
+def _described(default: Any, info: Any, **more: Any) -> Any:
+    facts = {"typer": info, **more}
+    return field(default=MISSING if default is ... else default, metadata=facts)
 
 
 # ---- options of several verbs ------------------------------------------------------------------
@@ -103,7 +107,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace another translator
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Group):
     """The options that every verb takes."""
 
     json_file: str | None = option(
@@ -207,16 +211,20 @@ def verb(
     models = [name for name in ("models", "source", "target") if name in known]
     # Words may name the two models, so that click cannot tell whether they are missing.
     needed = [n for n in models if known[n].default is MISSING and {*WORDS} & {*known}]
+    typed = [name for name in dict.fromkeys([*models, *listed]) if name in known]
     parameters = [
         _parameter(known[name], hints[name], required=name not in needed)
-        for name in dict.fromkeys([*models, *listed])
+        for name in typed
+        if known[name].metadata.get("help") != ""
     ]
+    readers = {name: read for name in typed if (read := known[name].metadata.get("read"))}
 
     def decorate(function: Callable[[Given], None]) -> Callable[..., None]:
         def command(**values: Any) -> None:
             if None in [values[name] for name in needed]:
                 verb = function.__module__.rpartition(".")[2].rstrip("_")
                 refuse_models(verb, values.get("translators") or (), values)
+            values |= {name: read(values[name]) for name, read in readers.items()}
             given = options(**values)
             keep_stdout_for_json(given.json_file)
             name = function.__module__.rpartition(".")[2].strip("_").replace("_", "-")
@@ -228,6 +236,7 @@ def verb(
                 function(given)
 
         command.__doc__ = function.__doc__
+        command.needs = needs_of(options)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
@@ -239,6 +248,8 @@ def _parameter(described: Field, hint: Any, required: bool = True) -> inspect.Pa
     """A field as the parameter that typer reads."""
     if info := described.metadata.get("typer"):
         hint = Annotated[hint, info]
+    elif text := described.metadata.get("help"):
+        hint = Annotated[hint, typer.Option(*described.metadata["flags"], help=text)]
     default = described.default
     if default is MISSING:
         default = inspect.Parameter.empty if required else None

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvlingo_mlx.cli.command import (
-    AllowMismatch,
-    HealShare,
-    NativeLayers,
-    Quantize,
-    Shard,
-    Thinking,
-    Translator,
-    TwoModels,
-    option,
-    verb,
-)
-from kvlingo_mlx.cli.output import awaited, keep, native_number, say
+from kvlingo_mlx.cli.command import Quantize, Shard, Thinking, TwoModels, option, verb
+from kvlingo_mlx.cli.output import awaited, keep, say
 from kvlingo_mlx.cli.prompt_input import MESSAGES_HELP, read_prompt
 from kvlingo_mlx.cli.sampling import WritingOptions
+from kvlingo_mlx.options import (
+    CacheOptions,
+    DraftOptions,
+    HandoverOptions,
+    Need,
+    SamplingOptions,
+    off,
+)
 
 if TYPE_CHECKING:
     from kvlingo_mlx.models.language_model import LanguageModel
@@ -28,54 +25,37 @@ TIMES = (
     "strategy prompt_tokens prefill_s translate_s native_s ttft_s generation_tps translator "
     "translator_digest"
 )
+OWN_CACHE = "which decodes from the source's own cache"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(WritingOptions, TwoModels):
+class GenerateOptions(WritingOptions, HandoverOptions, CacheOptions, DraftOptions, TwoModels):
+    NEEDS: ClassVar[tuple[Need, ...]] = (
+        Need("draft_model num_draft_tokens strategy native_head native_tail quantized_kv_start "
+             "heal guard", "memory_budget", off, why=OWN_CACHE),
+        Need("native_layers", "memory_budget native_layers",
+             lambda budget, layers: off(budget) or str(layers) == "0", why=OWN_CACHE),
+        Need("system_prompt ignore_chat_template", "messages_file", off, why="which is a chat"),
+        Need("quantize", "strategy", lambda strategy: strategy != "native", "accelerator",
+             "by which the target reads all of the prompt"),
+        Need("system_prompt thinking", "ignore_chat_template", off,
+             why="which takes the prompt as it is"),
+    )  # fmt: skip
     prompt: str | None = option(None, "The prompt; - reads standard input.", "--prompt", "-p")
     messages_file: str | None = option(None, MESSAGES_HELP, "--messages")
-    translator: Translator = None
     quantize: Quantize = None
-    strategy: str = option(
-        "accelerator", "accelerator: the source reads the prompt; native: the target reads it."
-    )
-    native_layers: NativeLayers = None
     shard: Shard = None
     placement: str | None = option(
         None,
         "Under mlx.launch, the source reads: replicated (on each rank), sharded, or first (on the "
         "first rank, which sends what it writes); default: the quickest that fits.",
     )
-    native_head: int = option(0, "First tokens that the target reads itself.")
-    native_tail: int = option(0, "Last tokens that it reads itself.")
-    heal: str | None = option(
-        None,
-        "interleaved: the target reads the prompt behind the translation, between its tokens; "
-        "layers: its first layers at once, the others so.",
-    )
-    heal_share: HealShare = 0.5
-    guard: int = option(
-        0,
-        "Compare both models over so many last tokens of the prompt, as the receipt does with 32; "
-        "0: do not.",
-    )
-    on_doubt: str = option(
-        "warn",
-        "If they are further apart than usual: warn; heal, as heal = interleaved; or reread, the "
-        "target reads the prompt itself first.",
-    )
     system_prompt: str | None = option(None, "System message for the chat template.")
     ignore_chat_template: bool = option(False, "Take the prompt as raw text.")
     thinking: Thinking = None
-    kv_bits: int | None = option(None, "Quantise the target's cache.")
-    kv_group_size: int = option(64, "Numbers that share a scale under --kv-bits.")
-    quantized_kv_start: int = option(5000, "Tokens before --kv-bits applies.")
-    draft_model: str | None = option(None, "Drafts for speculative decoding; the source can.")
-    num_draft_tokens: int = option(3, "Tokens that --draft-model drafts at a time.")
     memory_budget: bool = option(
         False, "Decode from the source's own cache; --kv-bits is then that cache's."
     )
-    allow_mismatch: AllowMismatch = False
     verbose: bool = option(True, "Print the times after the answer.")
 
 
@@ -94,8 +74,6 @@ def command(options: GenerateOptions) -> None:
 
     check_bits(options.quantize)
     check_strategy(options.strategy)
-    native_number(options.native_layers)  # refused before any model is loaded
-    sampler = options.sampler()
     if sharding.group() is not None or options.shard or options.placement:
         source, target = _spread(options, asked)
     else:
@@ -110,9 +88,7 @@ def command(options: GenerateOptions) -> None:
     respond = folded_stream_generate if options.memory_budget else stream_generate
     prompt = _messages(asked, options.system_prompt) if templated else asked
     pieces = []
-    answer = respond(
-        source, target, prompt, sampler=sampler, enable_thinking=options.thinking, **given
-    )
+    answer = respond(source, target, prompt, enable_thinking=options.thinking, **given)
     for response in awaited("reading the prompt", answer):
         pieces.append(response.text)
         say(response.text, end="\n" if response.finish_reason else "")
@@ -164,21 +140,15 @@ def _arguments(
     """The options as arguments of the library's functions."""
     from kvlingo_mlx.loading.translators import resolve_translator
 
-    given = options.some("translator max_tokens stop prefill_step_size allow_mismatch")
+    given = options.given(SamplingOptions, CacheOptions, DraftOptions, HandoverOptions)
+    given |= options.some("max_tokens prefill_step_size")
     if options.quantize is not None:
         asked = options.some("allow_mismatch quantize")
         given["translator"] = resolve_translator(options.translator, source, target, **asked)
-    given["native_layers"] = native_number(options.native_layers)
-    if options.kv_bits is not None:
-        given |= options.some("kv_bits kv_group_size")
-    if options.memory_budget:
-        return given
-    given |= options.some("strategy native_head native_tail heal heal_share guard on_doubt")
-    if options.kv_bits is not None:
-        given |= options.some("quantized_kv_start")
-    if options.draft_model is not None:
-        drafts = source if options.draft_model == options.source else options.draft_model
-        given |= {"draft_model": drafts} | options.some("num_draft_tokens")
+    if options.kv_bits is not None and not options.memory_budget:
+        given |= options.some("quantized_kv_start")  # of which mlx-lm's own default is another
+    if options.draft_model == options.source:
+        given["draft_model"] = source
     return given
 
 

@@ -17,7 +17,7 @@ import typer
 
 # Where an option stands in --help, the same in every verb; others are in the first group.
 GROUPS = {
-    "Sampling and seed": "temp top_p top_k min_p seed stop",
+    "Sampling and seed": "temperature top_p top_k min_p seed stop",
     "Translation": "translator quantize strategy native_layers allow_mismatch max_kl min_recall",
     "Speed and memory": "kv_bits draft_model prefill_step_size memory_limit memory_gb "
     "max_concurrent device dtype batch_size batch time_limit",

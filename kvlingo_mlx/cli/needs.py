@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 from typer.core import TyperCommand
 
-from kvlingo_mlx.arguments import Need, among, but, check_needs, is_set, off, several
 from kvlingo_mlx.cli.command import take_words
 from kvlingo_mlx.cli.eval_options import OWN, words
 from kvlingo_mlx.cli.keys import KEYS, hide, is_key, spelled, write_help
 from kvlingo_mlx.cli.output import given_options
 from kvlingo_mlx.format.kinds import KINDS
+from kvlingo_mlx.options import Need, OptionError, among, as_argument, is_set, off
 
 
 def asks(*names: str) -> Any:
@@ -44,9 +44,6 @@ def _local(files: list[str] | None, tasks: str) -> bool:
     return all(text.partition("=")[0] in words(tasks) for text in files or [])
 
 
-GREEDY = "which takes the likeliest token"
-SAMPLING = Need("top_p top_k min_p seed", "temp", lambda temp: temp != 0, 0.7, GREEDY)
-OWN_CACHE = "which decodes from the source's own cache"
 HIDDEN = tuple(spec.kind for spec in KINDS if spec.has_hidden)
 UNSOLVED = tuple(spec.kind for spec in KINDS if not spec.solved)  # not solved in closed form
 PAIR = (
@@ -60,32 +57,6 @@ HISTOGRAM = (
 )
 
 VERBS: dict[str, tuple[Need, ...]] = {
-    "generate": (
-        Need("draft_model num_draft_tokens strategy native_head native_tail quantized_kv_start "
-             "heal guard", "memory_budget", off, why=OWN_CACHE),
-        Need("native_layers", "memory_budget native_layers",
-             lambda budget, layers: off(budget) or layers == "0", why=OWN_CACHE),
-        Need("system_prompt ignore_chat_template", "messages_file", off, why="which is a chat"),
-        Need("kv_group_size quantized_kv_start", "kv_bits", is_set, 8),
-        Need("heal_share", "heal", is_set, "interleaved"),
-        Need("on_doubt", "guard", bool, 32),
-        Need("num_draft_tokens", "draft_model", is_set, "MODEL"),
-        Need("translator quantize allow_mismatch native_layers native_head native_tail heal guard",
-             "strategy", but("native"), "accelerator", "by which --target reads all of the prompt"),
-        Need("system_prompt thinking", "ignore_chat_template", off,
-             why="which takes the prompt as it is"),
-        SAMPLING,
-    ),
-    "chat": (
-        *PAIR,
-        Need("source target", "model", lambda model: not model, why="which names the models"),
-        Need("translator quantize use route on_missing eager offload native_layers heal "
-             "guard allow_mismatch", "model", several,
-             told="with one model; give --model NAME=MODEL twice or more"),
-        Need("heal_share", "heal", among("interleaved", "layers"), "interleaved"),
-        Need("on_doubt", "guard", bool, 32),
-        SAMPLING,
-    ),
     "fit": (
         Need("nu", "assignment", lambda rule: not rule.endswith(".json"), "relative_depth",
              "which lists the layers itself"),
@@ -163,16 +134,26 @@ class Checked(TyperCommand):
         """Write the options into the help, in groups."""
         write_help(self, ctx, formatter)
 
+    def needed(self) -> tuple[Need, ...]:
+        """The rows of this verb: those of its options' groups, and its own."""
+        return (*getattr(self.callback, "needs", ()), *self.needs.get(self.name or "", ()))
+
     def invoke(self, ctx: Any) -> Any:
-        """Check the options, then run the verb."""
+        """Check the options, then run the verb; wrong ones are named as they are typed."""
         options = {p.name: p for p in self.params}
         given = given_options(ctx)
         given |= dict.fromkeys(take_words(self.name or "", ctx.params), "")
 
         def spell(name: str, value: Any) -> str:
+            if name not in options:
+                return as_argument(name, value)
             option = options[name]
             is_as_ever = is_key(option) and value is option.default is False
             return spelled(option, None if is_as_ever else value)
 
-        check_needs(self.needs.get(self.name or "", ()), given, ctx.params, spell)
-        return super().invoke(ctx)
+        try:
+            for need in self.needed():
+                need.check(given, ctx.params)
+            return super().invoke(ctx)
+        except OptionError as error:
+            raise ValueError(error.write(spell)) from error

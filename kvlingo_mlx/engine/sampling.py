@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -11,17 +10,10 @@ from kvlingo_mlx.backend import mx
 
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from kvlingo_mlx.options import SamplingOptions, check
+
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-
-RANGES: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
-    "temperature": (float, lambda v: 0 <= v < math.inf, "a number, 0 or more"),
-    "top_p": (float, lambda v: 0 < v <= 1, "a number above 0, at most 1"),
-    "top_k": (int, lambda v: v >= 0, "a whole number, 0 or more"),
-    "min_p": (float, lambda v: 0 <= v <= 1, "a number from 0 to 1"),
-    "repetition_penalty": (float, lambda v: 0 <= v < math.inf, "a number, 0 or more"),
-    "seed": (int, lambda v: 0 <= v < 2**64, "a whole number from 0 to 2^64 - 1"),
-}
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -101,9 +93,7 @@ def choice_of(
     Raises:
         ValueError: A value is out of range, or an option would have no effect.
     """
-    for name, (kind, sound, expected) in RANGES.items():
-        if name in options:
-            check_value(name, options[name], kind, sound, expected)
+    check(SamplingOptions, options)
     temperature, penalty = options.get("temperature"), options.get("repetition_penalty")
     if sampler is None and temperature:
         sampler = make_sampler(
@@ -115,21 +105,6 @@ def choice_of(
     processors = list(logits_processors or ())
     if penalty not in (None, 0, 1):  # the last two are off
         processors += make_logits_processors(repetition_penalty=penalty)
-    return Choice(sampler, processors or None, options.get("seed"), stop_texts(options.get("stop")))
-
-
-def check_value(
-    name: str, value: Any, kind: type, sound: Callable[[Any], bool], expected: str
-) -> None:
-    """Raise ValueError if a value is not a number of the kind, or is out of range."""
-    kinds = (int, float) if kind is float else (int,)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not sound(value):
-        raise ValueError(f"{name} is {value!r:.40}; give {expected}")
-
-
-def stop_texts(stop: Any) -> tuple[str, ...]:
-    """``stop`` as a tuple; ValueError unless it is a text or a list of texts."""
-    texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"stop is {stop!r:.80}; give a text, or a list of texts, none of it empty")
-    return texts
+    stop = options.get("stop") or ()
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    return Choice(sampler, processors or None, options.get("seed"), texts)

@@ -168,7 +168,7 @@ def test_a_guard_looks_at_every_switch(
 
 def test_what_cannot_be_healed_is_told(chats: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
     chats("hi", options=("-c", "heal=later"), status=2)
-    assert "heal is later; give idle or interleaved or layers" in chats.err
+    assert "heal is 'later'; give idle, interleaved or layers" in chats.err
 
     def fails(*arguments: Any) -> None:
         raise RuntimeError("out of memory")
@@ -444,8 +444,8 @@ def test_the_last_switch_is_told(chats: Chats, recorder: type[Recorder]) -> None
         (("--use", "c"), "--use is 'c'; give one of a, b"),
         (("--use", "auto"), "--use is 'auto'; give one of a, b"),
         (("--route", "x"), "give FILE.toml, module:function or path/to/file.py:function"),
-        (("-c", "on_missing=skip"), "on_missing is skip; give error or reprefill"),
-        (("-c", "offload=4bit"), "offload is 4bit; give 8bit or disk"),
+        (("-c", "on_missing=skip"), "on_missing is 'skip'; give error or reprefill"),
+        (("-c", "offload=4bit"), "offload is '4bit'; give 8bit or disk"),
         (("--max-tokens", "0"), "--max-tokens is 0"),
         (("--temp", "-1"), "--temp is -1.0"),
         (("--prefill-step-size", "0"), "--prefill-step-size is 0"),

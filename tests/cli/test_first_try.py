@@ -84,7 +84,7 @@ def test_an_answer_ends_before_each_stop_text(capsys: pytest.CaptureFixture[str]
     assert run([*given, "--stop", "The hotel"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "\n" and "at the stop text 'The hotel'" in captured.err
-    fails([*given, "--stop", ""], "--stop is empty", capsys)
+    fails([*given, "--stop", ""], "--stop is ['']; give a text", capsys)
 
 
 def test_what_import_suggests_works(

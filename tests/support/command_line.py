@@ -7,15 +7,13 @@ import json
 import pytest
 
 from benchmarks.paper import commands as paper
-from benchmarks.paper.commands.needs import VERBS as PAPERS
 from kvlingo_mlx import cli
-from kvlingo_mlx.cli.needs import VERBS
 
 PAPER = "paper "  # before the name of a command of the paper's
 COMMANDS = {**cli.command_line.commands} | {  # type: ignore[attr-defined]
     f"{PAPER}{name}": command for name, command in paper.command_line.commands.items()
 }
-NEEDS = {**VERBS} | {f"{PAPER}{name}": needs for name, needs in PAPERS.items()}
+NEEDS = {name: command.needed() for name, command in COMMANDS.items()}
 
 RECORD = json.dumps({"text": "One two three four five six seven eight nine ten. " * 3}) + "\n"
 

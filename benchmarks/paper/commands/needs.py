@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from benchmarks.paper.commands.bench_options import BUDGET, HEALING
 from benchmarks.paper.evaluation.suites import Benchmark, chosen
 from benchmarks.paper.tasks import JUDGED
-from kvlingo_mlx.arguments import Need, among, but, is_set, off
 from kvlingo_mlx.cli import needs
 from kvlingo_mlx.cli.eval_options import OWN, words
 from kvlingo_mlx.cli.needs import asks, drawn, public, written
+from kvlingo_mlx.options import Need, among, but, is_set, off
 
 
 def _asks(*names: str) -> Any:

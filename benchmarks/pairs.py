@@ -72,7 +72,7 @@ def tuned(pair: str, folder: Path, args: argparse.Namespace) -> Path:
     names = [str(tables.model_folder(name, args.zoo)) for name in pair.split(":")]
     words = [
         *("tune", "--source", names[0], "--target", names[1], "--translator", str(copy)),
-        *("--max-kl", str(args.max_kl), "-c", "trials=1", "-c", "droidspeak=false"),
+        *("--max-kl", str(args.max_kl), "-c", "trials=1"),
         *("--out", str(copy.with_suffix(".items.jsonl"))),
     ]
     subprocess.run(

@@ -40,7 +40,7 @@ from quality import PAIRS as EMBEDDED
 from quality import model_folder, standard_error
 from translation_cost import model_of_shape
 
-from benchmarks.paper.evaluation import droidspeak
+from benchmarks.paper.evaluation import droidspeak, reuse
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.evaluation import continuation, lineup, probes
@@ -138,7 +138,7 @@ def all_ways(
     for name in ("reuse", "droidspeak"):
         try:
             spec = droidspeak.spelt(name, *both)
-            found[name] = lineup.baseline(spec, *both, [last]).at_switch
+            found[name] = reuse.baseline(spec, *both).at_switch
         except IncompatibleTranslatorError as problem:
             print(f"no {name}: {problem}")
     try:

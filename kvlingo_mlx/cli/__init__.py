@@ -46,6 +46,8 @@ MOVED = {
         f"bench --{option}": f"{PAPER} bench --{option}"
         for option in "reference batch-sizes table native-layers batch decode-tokens prompt".split()
     },
+    "tune --droidspeak": f"{PAPER} eval --baselines",
+    "tune -c droidspeak": f"{PAPER} eval --baselines",
     **{
         f"bench -c {key}": f"{PAPER} bench --{key.replace('_', '-')}"
         for key in "batch decode_tokens prompt".split()

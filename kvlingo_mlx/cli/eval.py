@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,23 +40,30 @@ ANSWER_TOKENS = 128
 class Addition:
     """What a caller of :func:`evaluate` adds to the verb: nothing, but for what a subclass does.
 
-    ``points`` are where the cache changes hands; ``harness`` are further options of
-    :func:`.harness.benchmarks.evaluate`.
+    ``harness`` are further options of :func:`.harness.benchmarks.evaluate`.
     """
 
-    points: Sequence[str] = ("prompt",)
     harness: Mapping[str, Any] = {}
 
     def prepare(self, models: Models, harness: dict[str, Any], haystack: str | None) -> None:
         """Look at the models before any work."""
 
-    def baselines(self, names: list[str], models: Models) -> list[str]:
-        """The baselines as :func:`.lineup.line_up` takes them."""
-        return names
+    def line_up(
+        self, models: Models, named: Mapping[str, Any], names: list[str], tasks: list[Task],
+        **more: Any,
+    ) -> list[Condition]:  # fmt: skip
+        """The conditions: ``named`` translators beside baselines; ``more`` as for the package's."""
+        from kvlingo_mlx.evaluation import lineup
+
+        return lineup.line_up(*models, named, names, **more)
 
     def outcomes(self, models: Models, line: list[Condition], journal: Journal) -> list[Outcome]:
         """Further outcomes, beside those of the tasks."""
         return []
+
+    def shares(self, models: Models, line: list[Condition], tokens: int) -> dict[str, float] | None:
+        """What each condition computes at a switch, to be printed beside its scores."""
+        return None
 
     def tell(self, outcomes: list[Outcome]) -> None:
         """Print more of all outcomes."""
@@ -95,10 +102,9 @@ def evaluate(options: EvalOptions, tasks: tuple[list[str], list[str]], addition:
     if options.compare and not own:
         check_tokenizers(*models, "times are of our own tasks' prompts; add one: --tasks recall")
     asked = _tasks(options, own, models, haystack)
-    harness |= _decoding(options, models)
+    harness |= _decoding(options)
     addition.prepare(models, harness, haystack)
-    named, line = _line_up(options, models, addition)
-    compare.check_points(asked, line)
+    named, line = _line_up(options, models, addition, asked)
     outcomes: list[Outcome] = []
     with resumable():
         if public:  # first, since their data may be out of reach
@@ -106,7 +112,10 @@ def evaluate(options: EvalOptions, tasks: tuple[list[str], list[str]], addition:
         outcomes += addition.outcomes(models, line, journal)
         results = _own(options, asked, models, line, journal)
     outcomes += [compare.outcome(task, results[task.name]) for task in asked]
-    shared = _printed(options, outcomes, models, line)
+    for outcome in outcomes:
+        print_outcome(outcome, addition.shares(models, line, outcome.prefix_tokens))
+        for note in outcome.notes:
+            warn(note)
     addition.tell(outcomes)
     times = _times(models[1], line, asked, outcomes) if options.compare else {}
     say(measure.machine_line())
@@ -119,7 +128,7 @@ def evaluate(options: EvalOptions, tasks: tuple[list[str], list[str]], addition:
         for name, every in named.items()
     }
     settings, more = addition.record()
-    results = compare.found(outcomes, times) | {"translators": translators, "compute": shared}
+    results = compare.found(outcomes, times) | {"translators": translators}
     keep(
         options.json_file,
         "eval",
@@ -151,23 +160,6 @@ def _own(
     return results
 
 
-def _printed(
-    options: EvalOptions, outcomes: list[Outcome], models: Models, line: list[Condition]
-) -> dict[str, dict[str, float]]:
-    """Print all outcomes; returns what each condition computes, which PyTorch's do not tell."""
-    from kvlingo_mlx.evaluation import lineup
-
-    shared: dict[str, dict[str, float]] = {}
-    if options.device == "mlx":
-        shared = {o.task: lineup.shares(models[1], line, o.prefix_tokens) for o in outcomes}
-    reuses = any("recomputed" in condition.identity for condition in line)
-    for outcome in outcomes:
-        print_outcome(outcome, shared[outcome.task] if reuses else None)
-        for note in outcome.notes:
-            warn(note)
-    return shared
-
-
 def _parsed(options: EvalOptions, own: list[str]) -> dict[str, Any]:
     """The options of lm-eval's tasks; bad options are refused first."""
     most = options.max_tokens
@@ -197,7 +189,7 @@ def _models(options: EvalOptions) -> Models:
     return loaded  # with the same facts under the same names
 
 
-def _ways(options: EvalOptions) -> tuple[Any, Any]:
+def ways(options: EvalOptions) -> tuple[Any, Any]:
     """The functions that fill caches, and who decodes from these."""
     if options.device == "mlx":
         from kvlingo_mlx.evaluation import conditions
@@ -209,11 +201,9 @@ def _ways(options: EvalOptions) -> tuple[Any, Any]:
     return decoding, decoding.TorchDecoder
 
 
-def _decoding(options: EvalOptions, models: Models) -> dict[str, Any]:
-    """Who decodes lm-eval's tasks, and who writes the traces that are handed over."""
-    ways, decoder = _ways(options)
-    decode = partial(decoder, batch_size=options.batch_size)
-    return {"decode": decode, "writer": decode(models[0], ways.native(models[0]))}
+def _decoding(options: EvalOptions) -> dict[str, Any]:
+    """Who decodes lm-eval's tasks."""
+    return {"decode": partial(ways(options)[1], batch_size=options.batch_size)}
 
 
 def _tasks(
@@ -234,7 +224,7 @@ def _tasks(
 
 
 def _line_up(
-    options: EvalOptions, models: Models, addition: Addition
+    options: EvalOptions, models: Models, addition: Addition, tasks: list[Task]
 ) -> tuple[dict[str, list[Translator]], list[Condition]]:
     """The translators by name, and all conditions to compare."""
     from kvlingo_mlx.evaluation import lineup
@@ -245,10 +235,8 @@ def _line_up(
     for name, found in named.items():
         say(f"{name}: {', '.join(translator.name for translator in found)}")
     baselines = [name for name in words(options.baselines) if name != "none"]
-    layers = native_number(options.native_layers)
-    baselines = addition.baselines(baselines, models)
-    more: dict[str, Any] = {"points": addition.points, "ways": _ways(options)[0], **mismatch}
-    return named, lineup.line_up(*models, named, baselines, layers, **more)
+    more = {"native_layers": native_number(options.native_layers), "ways": ways(options)[0]}
+    return named, addition.line_up(models, named, baselines, tasks, **more, **mismatch)
 
 
 def _config(options: EvalOptions, models: Models, data: dict[str, str]) -> dict[str, Any]:

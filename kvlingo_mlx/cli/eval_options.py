@@ -39,7 +39,7 @@ class EvalOptions(Configured):
     )
     baselines: str = option(
         "hidden,shuffled",
-        "hidden, shuffled, canonical, reuse, droidspeak:J, text, folded; or none.",
+        "hidden, shuffled, canonical, text, folded; or none.",
     )
     device: str = option(
         "mlx", "Who decodes lm-eval's tasks: mlx; or PyTorch on cuda, cuda:N or cpu."

@@ -38,7 +38,7 @@ KEYS = {
     "train": "english apart_from head_mixing joint capture assignment state_maps norm ridge "
     "fit_samples hidden gated stage1_steps stage1_lr native_layers objective ce_weight sweep "
     "at_once held_out val_every packed_share later_turns seeds histogram",
-    "tune": "lengths droidspeak trials",
+    "tune": "lengths trials",
     "eval": "window style haystack num_shots chat include_path task_data metadata unsafe_code",
     "bench": "layers precision nu",
 }

@@ -50,9 +50,6 @@ class TuneOptions(Configured, TwoModels):
         None,
         "Choose for prefixes of at most so many tokens each, the last for longer ones: 512,2048.",
     )
-    droidspeak: bool = option(
-        True, "Also try DroidSpeak, which reuses the source's cache as it is."
-    )
     trials: int = option(5, "How often each way's first token is timed.")
     out: str = option("kvlingo-tune.jsonl", "Items' scores; the same command resumes.")
     plot: str | None = option(None, "Draw quality against time to the first token.")
@@ -80,7 +77,7 @@ def command(options: TuneOptions) -> None:
     folder = tuning.own_folder(place) if keeps and not rank() else None
     layers = tuning.numbers(options.native_layers, len(models[1].attentions))
     tasks = _tasks(options, models)
-    line = tuning.line_up(*models, found, layers, **options.some("droidspeak allow_mismatch"))
+    line = tuning.line_up(*models, found, layers, **options.some("allow_mismatch"))
     results, chosen = dict[str, Any](), dict[int | None, int]()
     for longest, task in tasks.items():
         points = _points(options, models, found, task, line)

@@ -12,9 +12,7 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.evaluation import lineup, probes
-from kvlingo_mlx.evaluation.conditions import CacheMaker, read, target_ids
 from kvlingo_mlx.evaluation.error_bars import Mean, over_clusters, over_tokens
-from kvlingo_mlx.evaluation.harness.decoding import CONTEXT, PROMPT, TRACE
 from kvlingo_mlx.evaluation.journal import Journal, Scores, Seeds, averaged
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
 from kvlingo_mlx.evaluation.needles import prose
@@ -62,10 +60,8 @@ def evaluate(
         progress: Called before each item.
 
     Raises:
-        ValueError: A condition's cache changes hands where a task has no such place.
         KVLingoError: The ranks have other versions, models, translators or items than one another.
     """
-    check_points(questions, conditions)
     group, results = ranks.here(), Results()
     for task in questions:
         keys = {c.name: journal.run(_settings(target, task, c)) for c in conditions}
@@ -120,37 +116,11 @@ def _score(
         if len(found) != len(condition.makers):
             score = score or task.scorer(target, item)
             own = condition.name == NATIVE
-            makers = [_at_its_point(make, target, item, condition) for make in condition.makers]
-            found = tuple(score(None if own else make) for make in makers)
+            found = tuple(score(None if own else make) for make in condition.makers)
             journal.keep(keys[condition.name], name, found)
             mx.clear_cache()
         kept[condition.name] = found
     return kept
-
-
-def _at_its_point(
-    make: CacheMaker, target: LanguageModel, item: probes.Item, condition: Condition
-) -> CacheMaker:
-    """A condition's maker, after which the target reads the question itself if it is to."""
-    if condition.point != CONTEXT:
-        return make
-    return lambda prefix: read(make, target, target_ids(prefix), item.question)
-
-
-def check_points(questions: Sequence[Task], conditions: Sequence[Condition]) -> None:
-    """Refuse conditions whose caches change hands where a task of ours has no such place.
-
-    Raises:
-        ValueError: The message names the task and what it has.
-    """
-    for point in {condition.point for condition in conditions} - {PROMPT}:
-        for task in questions:
-            if point == TRACE or any(item.question is None for item in task.items):
-                raise ValueError(
-                    f"{task.name} has no {point} after which a cache could change hands: take it "
-                    f"out of --tasks, or {point} out of --switch-at (needles has a context, and "
-                    "lm-eval's tasks whose answers are written a trace)"
-                )
 
 
 def _settings(target: LanguageModel, task: Task, condition: Condition) -> dict:

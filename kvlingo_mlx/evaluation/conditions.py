@@ -16,18 +16,15 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx import caches
 from kvlingo_mlx.caches.memory import check_caches
 from kvlingo_mlx.engine import hybrid
 from kvlingo_mlx.engine.fill import bring
 from kvlingo_mlx.engine.hybrid import Native, native_part
 from kvlingo_mlx.engine.plan import Plan, check_tokens
-from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.folding import check_foldable, folded_hand_over
-from kvlingo_mlx.format.geometry import layer_differences
 from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.loading.pairing import check_pair, check_tokenizers
+from kvlingo_mlx.loading.pairing import check_pair
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.translators import build
@@ -187,77 +184,6 @@ def shuffled(translator: Translator, seed: int = 0) -> Translator:
             array = Weights.from_float32(opposite, weights.dtype).arrays[name]
         arrays[f"{side}.{to}.{last}"] = array
     return build(config, Weights(weights.dtype, arrays))
-
-
-class Reuse:
-    """DroidSpeak's caches as the paper adapts it (appendix "Comparison with DroidSpeak").
-
-    The target computes its first layers over the prefix; the layers above are the source's cache,
-    unchanged. Makers of several numbers of layers share what was read of the latest prefix: the
-    source reads it once, and the target once, up to the most layers that any of them takes.
-
-    Raises:
-        IncompatibleTranslatorError: The two caches differ in shape.
-    """
-
-    def __init__(self, source: LanguageModel, target: LanguageModel, step_size: int = 2048) -> None:
-        self.source, self.target, self._step_size = source, target, step_size
-        self.layers = len(target.attentions)
-        self._asked: set[int] = set()
-        self._latest: tuple[tuple[int, ...], list, list] | None = None
-        check_tokenizers(source, target, "a cache of other tokens cannot be reused")
-        differ = layer_differences(target.geometry.layers, source.geometry.layers)
-        for layer in range(0 if differ else self.layers):
-            ours, theirs = (caches.stored_shape(model, layer) for model in (target, source))
-            if ours != theirs:
-                differ = [f"layer {layer} stores (heads, width) {theirs}, expected {ours}"]
-                break
-        if differ:
-            raise IncompatibleTranslatorError(
-                f"the cache of {source.name} cannot be reused by {target.name}: {differ[0]}"
-            )
-
-    def maker(self, recomputed: int) -> CacheMaker:
-        """Make caches of which the target computes the first ``recomputed`` layers.
-
-        With 0 this is verbatim reuse, with all layers a re-prefill.
-
-        Raises:
-            ValueError: ``recomputed`` is not a possible number of layers.
-        """
-        if not 0 <= recomputed <= self.layers:
-            raise ValueError(
-                f"recomputed is {recomputed}; {self.target.name} has {self.layers} layers"
-            )
-        self._asked.add(recomputed)
-
-        def make(prefix: Prefix) -> list:
-            own, theirs = self._read(tuple(target_ids(prefix)[:-1]))
-            return [caches.shared(c) for c in (*own[:recomputed], *theirs[recomputed:])]
-
-        return make
-
-    def _read(self, tokens: tuple[int, ...]) -> tuple[list, list]:
-        """The target's cache and the source's, as far as the makers need them.
-
-        They are kept for the next maker, if there are several.
-        """
-        if self._latest is not None and self._latest[0] == tokens:
-            return self._latest[1:]
-        self._latest = None  # before two more are made
-        below = self.layers if min(self._asked) < self.layers else 0
-        own = prefill_layers(self.target, tokens, self._step_size, max(self._asked))
-        theirs = prefill_layers(self.source, tokens, self._step_size, below)
-        if len(self._asked) > 1:
-            self._latest = (tokens, own, theirs)
-        return own, theirs
-
-
-def reused(
-    source: LanguageModel, target: LanguageModel, recomputed: int = 0, step_size: int = 2048
-) -> CacheMaker:
-    """Make caches by :class:`Reuse`, which see, with one number of recomputed layers."""
-    return Reuse(source, target, step_size).maker(recomputed)
 
 
 def prefill_layers(

@@ -1,8 +1,8 @@
 """Quality and time for each number of native layers, to choose that number.
 
 Where translation fails, the loss may come from few layers: their keys and values carry the result
-of an earlier attention step of the target itself. The hybrid (native layers below, translated ones
-above) is compared with DroidSpeak, which reuses the source's cache verbatim above the same layer.
+of an earlier attention step of the target itself: a hybrid has native layers below, translated ones
+above.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.engine.fill import take_over
 from kvlingo_mlx.engine.healing import HealingCache, check_models
 from kvlingo_mlx.engine.hybrid import Native
-from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
+from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.evaluation import compare, lineup, probes
-from kvlingo_mlx.evaluation.conditions import Reuse, plan_of, target_ids
+from kvlingo_mlx.evaluation.conditions import plan_of, target_ids
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.evaluation.lineup import Condition
@@ -38,7 +38,7 @@ from kvlingo_mlx.reporting.measure import median, seconds
 from kvlingo_mlx.tokenization.samples import read_jsonl
 from kvlingo_mlx.translators.base import Translator
 
-HYBRID, DROIDSPEAK = "hybrid", "DroidSpeak"
+HYBRID = "hybrid"
 QUESTIONS = 6  # that a generated dialogue asks, each about another fact
 NEARLY = 0.93  # of a length, which generated prefixes have on average; they differ a little
 CONTROLS = ("hidden", "shuffled")
@@ -49,7 +49,7 @@ class Point:
     """One way to take over a prefix, with its measured quality and time.
 
     Attributes:
-        way: ``hybrid``, ``DroidSpeak``, or a reference's name.
+        way: ``hybrid``, or a reference's name.
         layers: The number of cache layers that the target reads itself; None for controls.
         kl: The KL of its predictions from those with the target's own cache, in nats a token.
         recall: The share of marked answers that are its first choice; None without marks.
@@ -214,10 +214,9 @@ def line_up(
     translator: Translator,
     layers: Sequence[int],
     *,
-    droidspeak: bool = True,
     allow_mismatch: bool = False,
 ) -> dict[tuple[str, int | None], Condition]:
-    """The ways to compare: hybrids, DroidSpeak if it applies, a re-prefill, two controls.
+    """The ways to compare: hybrids, a re-prefill, two controls.
 
     Controls have no native layers, whatever the translator was tuned to.
 
@@ -226,7 +225,6 @@ def line_up(
         target: The model that takes over.
         translator: The translator of this pair.
         layers: Numbers of native layers, each below the target's number of layers.
-        droidspeak: Whether to measure DroidSpeak with the same numbers of layers.
         allow_mismatch: Whether the translator may be made for another checkpoint.
     """
     line: dict[tuple[str, int | None], Condition] = {}
@@ -235,13 +233,6 @@ def line_up(
         line[HYBRID, j] = lineup.translated(
             f"{HYBRID} {j}", source, target, [translator], j, allow_mismatch=allow_mismatch
         )
-    try:
-        reuse = Reuse(source, target) if droidspeak else None
-        for j in layers if droidspeak else ():
-            found = lineup.baseline(f"droidspeak:{j}", source, target, [], reuse=reuse)
-            line[DROIDSPEAK, j] = found
-    except IncompatibleTranslatorError:
-        pass  # caches of another shape cannot be reused verbatim
     for name in CONTROLS:
         line[name, None] = lineup.baseline(
             name, source, target, [translator], allow_mismatch=allow_mismatch

@@ -143,7 +143,7 @@ class Making:
     def tune(self, task: Task, max_kl: float | None, min_recall: float | None) -> None:
         """Choose the fewest native layers of the quality asked for, and keep the number."""
         translator = tuning.translator_of(str(self.folder), *self.ends, False)[1]
-        line = tuning.line_up(*self.ends, translator, self._numbers(), droidspeak=False)
+        line = tuning.line_up(*self.ends, translator, self._numbers())
         total, done = len(task.items) * len(line), 0
 
         def step() -> None:

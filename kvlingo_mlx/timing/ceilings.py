@@ -90,14 +90,14 @@ class Costs:
         self.active = int(model.facts.get("num_experts_per_tok") or 0)
         owner, kept = model.attentions[-1], model.family.taps(model.attentions[-1])
         self.layers = layers = list(decoder.layers)
-        holder = next(i for i, layer in enumerate(layers) if _is_in(owner, layer))
+        holder = next(i for i, layer in enumerate(layers) if is_in(owner, layer))
         self.behind = {  # modules that reading a prompt does not run: see `reading`
             id(module)
             for layer in layers[holder:]
             for module in layer.modules()
             if all(module is not projection for projection in kept)
         }
-        last = [m for m in (*self.dense, *self.experts) if _is_in(m, layers[holder])]
+        last = [m for m in (*self.dense, *self.experts) if is_in(m, layers[holder])]
         self.last_share = self._each(m for m in last if id(m) not in self.behind) / self._each(last)
 
     @cached_property
@@ -128,47 +128,6 @@ class Costs:
         if last.recurrence is not None:
             layers.append(last)
         return work + self._attention(layers, count, 0)
-
-    def by_layer(self, count: int) -> list[float]:
-        """The operations of a prefill in each cache layer: linear layers and causal attention.
-
-        Embeddings and the output head are left out. A layer without a cache of its own counts with
-        the next one that has one; those above the last one are not run.
-        """
-        return [
-            self._linear(blocks) * count + self._attention([geometry], count, 0).flops
-            for blocks, geometry in zip(self._blocks(), self.model.geometry.layers, strict=True)
-        ]
-
-    def keys_by_layer(self, count: int) -> list[float]:
-        """The operations of :meth:`by_layer` where a prefill ends with that layer's cache entries.
-
-        Of its last block no more is run than what makes keys and values.
-        """
-        found = []
-        for owner, (*before, _) in zip(self.model.attentions, self._blocks(), strict=True):
-            found.append((self._linear(before) + self._each(self._kept(owner))) * count)
-        states = (recurrent_flops(geometry) * count for geometry in self.model.geometry.layers)
-        return list(map(operator.add, found, states))
-
-    def _blocks(self) -> list[list[nn.Module]]:
-        """The blocks of each cache layer: those after the one before it, up to its own."""
-        holders = [
-            next(i for i, layer in enumerate(self.layers) if _is_in(owner, layer))
-            for owner in self.model.attentions
-        ]
-        starts = [0, *(last + 1 for last in holders[:-1])]
-        return [self.layers[a : b + 1] for a, b in zip(starts, holders, strict=True)]
-
-    def _linear(self, blocks: Sequence[nn.Module]) -> float:
-        """Floating-point operations per token in the linear layers of some blocks."""
-        held = {id(module) for block in blocks for module in block.modules()}
-        return self._each(m for m in (*self.dense, *self.experts) if id(m) in held)
-
-    def _kept(self, owner: nn.Module) -> list[nn.Module]:
-        """The linear layers that make an attention's keys and values."""
-        taps = {id(module) for module in self.model.family.taps(owner)}
-        return [m for m in (*self.dense, *self.experts) if id(m) in taps]
 
     def _pass(
         self, dense: Sequence[nn.Module], experts: Sequence[nn.Module], count: int, touched: float
@@ -251,7 +210,7 @@ def recurrent_flops(layer: LayerGeometry) -> int:
     return convolution + values * (touched * shape.key_dim + own)
 
 
-def _is_in(module: nn.Module, layer: nn.Module) -> bool:
+def is_in(module: nn.Module, layer: nn.Module) -> bool:
     return any(module is part for part in layer.modules())
 
 

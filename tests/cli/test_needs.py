@@ -66,7 +66,7 @@ ALWAYS = {
     "eval": "translators config source target native_layers tasks baselines device limit "
             "out allow_mismatch json_file",
     "tune": "models config source target translator data max_kl min_recall limit native_layers "
-               "lengths droidspeak trials out allow_mismatch json_file",
+               "lengths trials out allow_mismatch json_file",
     "paper eval": "translators config source target native_layers turns baselines limit out "
                   "allow_mismatch json_file",
     "paper analyze": "source target data translator capture documents tokens random_init cka mlp "

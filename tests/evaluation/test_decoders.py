@@ -1,4 +1,4 @@
-"""Who decodes lm-eval's tasks: answers several at once, and caches that change hands elsewhere.
+"""Who decodes lm-eval's tasks: answers several at once.
 
 The embedded models recall facts and reason in a sentence, so answers are planted. The references
 are mlx-lm's own decoding, one answer at a time, and this package's ``hand_over``.
@@ -6,25 +6,19 @@ are mlx-lm's own decoding, one answer at a time, and this package's ``hand_over`
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Callable, Sequence
-from functools import partialmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from kvlingo_mlx.backend import mx
 
 import pytest
 from mlx_lm.generate import stream_generate
 
 import kvlingo_mlx as kv
-from benchmarks.paper.tasks import QUESTION_AT
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
-from kvlingo_mlx.errors import KVLingoError, KVLingoWarning, NotEnoughMemoryError
-from kvlingo_mlx.evaluation import compare, conditions, lineup, probes
-from kvlingo_mlx.evaluation.journal import Journal
+from kvlingo_mlx.errors import KVLingoWarning, NotEnoughMemoryError
+from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.loading import notes
 from kvlingo_mlx.models.language_model import LanguageModel
 
@@ -32,7 +26,6 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
 
-from kvlingo_mlx.evaluation.harness import running
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
 from kvlingo_mlx.evaluation.harness.answers import Answer, Ends
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
@@ -247,11 +240,6 @@ def test_each_answer_is_kept_as_soon_as_it_is_there(
     assert len(file.read_text().splitlines()) == 7  # the same request twice is one
 
 
-def test_a_size_that_is_none(pair: tuple[LanguageModel, LanguageModel]) -> None:
-    with pytest.raises(ValueError, match="batch_size is 0; it must be at least 1"):
-        MLXDecoder(pair[1], conditions.native(pair[1]), 0)
-
-
 @pytest.mark.parametrize("opened", [False, True])
 def test_an_answer_ends_with_the_first_token_that_ends_it(
     pair: tuple[LanguageModel, LanguageModel], opened: bool
@@ -273,257 +261,3 @@ def test_an_answer_ends_with_the_first_token_that_ends_it(
         assert found == next((n for n, text in enumerate(texts) if ends.stopped(text)), None)
         early += found is not None and found < 39
     assert 50 < early < 290
-
-
-# ---- the context alone ------------------------------------------------------------------------
-
-LAST_TURN = "<|im_start|>user\n"
-
-
-@pytest.fixture
-def marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The question of a dialogue is its last turn."""
-    begin = PrefixLM.__init__
-    at = {"dialogues": LAST_TURN}
-    monkeypatch.setattr(PrefixLM, "__init__", partialmethod(begin, question_at=at))
-
-
-def question_of(model: LanguageModel, context: str) -> int:
-    """The tokens before the last turn; its first token is a special one, so nothing reaches in."""
-    return len(model.tokenizer.encode(context[: context.rindex(LAST_TURN)]))
-
-
-def test_the_target_reads_the_question_itself(
-    pair: tuple[LanguageModel, LanguageModel],
-    makers: dict[str, conditions.CacheMaker],
-    marked: None,
-) -> None:
-    """As ``hand_over`` does with a native tail; a control shows what the question alone gives."""
-    source, target = pair
-    translator = kv.load_translator(TRANSLATORS / "--".join(NAMES))
-    contexts = [prompt(target, talk) for talk in TALKS]
-    read: list[int] = []
-
-    def make(tokens: conditions.Prefix) -> list:
-        read.append(len(tokens))
-        return makers["translated"](tokens)
-
-    found = lm(target, make, point="context").generate_until(asked(contexts))
-    starts = [question_of(target, context) for context in contexts]
-    assert sorted(read) == sorted(start + 1 for start in starts)  # the last one is not made
-    wanted = []
-    for context, start in zip(contexts, starts, strict=True):
-        tokens = target.tokenizer.encode(context)
-        tail = len(tokens) - 1 - start
-        cache = kv.hand_over(source, target, tokens, translator=translator, native_tail=tail)
-        wanted.append(alone(target, tokens, cache))
-    assert same(found, wanted) >= 15 / 16
-    recall = {
-        name: recalled(lm(target, makers[name], point="context").generate_until(asked(contexts)))
-        for name in ("native", "hidden", "shuffled")
-    }
-    assert min(recalled(found), recall["native"]) > 0.8
-    assert max(recall["hidden"], recall["shuffled"]) < 0.3
-
-
-def test_given_answers_are_scored_after_the_question(
-    pair: tuple[LanguageModel, LanguageModel],
-    makers: dict[str, conditions.CacheMaker],
-    marked: None,
-) -> None:
-    target, context = pair[1], prompt(pair[1], TALKS[0])
-    values = [TALKS[0].asked[0].say(dialogues.ANSWER), "I do not know."]
-
-    def scores(name: str, point: str, **more: Any) -> list[float]:
-        requests = [Instance("loglikelihood", {}, (context, v), 0, metadata=("dialogues", 0, 1))
-                    for v in values]  # fmt: skip
-        found = lm(target, makers[name], point=point, **more).loglikelihood(requests)
-        return [score for score, _ in found]
-
-    own = scores("native", "prompt")
-    assert scores("native", "context") == pytest.approx(own, abs=1e-4)
-    moved = scores("translated", "context")
-    assert moved[0] > moved[1] and moved != scores("translated", "prompt")
-    assert scores("hidden", "context")[0] < moved[0] - 1
-    # A context that is cut away in front loses as much of its translated part.
-    assert scores("native", "context", max_length=20) == pytest.approx(
-        scores("native", "prompt", max_length=20), abs=1e-4
-    )
-
-
-def test_prompts_without_their_mark(
-    pair: tuple[LanguageModel, LanguageModel], makers: dict[str, conditions.CacheMaker]
-) -> None:
-    requests = asked(["no question here"], task="repliqa")
-    with pytest.raises(KVLingoError, match="a prompt of repliqa does not hold '.*Question: '"):
-        lm(pair[1], makers["native"], point="context", question_at=QUESTION_AT).generate_until(
-            requests
-        )
-
-
-# ---- after the reasoning ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("opened", [False, True])
-def test_the_source_reasons_and_the_target_answers(
-    pair: tuple[LanguageModel, LanguageModel],
-    makers: dict[str, conditions.CacheMaker],
-    opened: bool,
-) -> None:
-    source, target = pair
-    contexts = [prompt(target, t, thinking=True) + ("<think>\n" if opened else "") for t in TALKS]
-    read: list[str] = []
-
-    def make(tokens: conditions.Prefix) -> list:
-        read.append(target.tokenizer.decode(list(conditions.target_ids(tokens))))
-        return makers["translated"](tokens)
-
-    writer = MLXDecoder(source, conditions.native(source), 5)
-    responses = Responses()
-    more: dict[str, Any] = {"point": "trace", "writer": writer, "responses": responses}
-    found = lm(target, make, **more).generate_until(asked(contexts, most=40))
-    traces = []
-    for context in contexts:
-        tokens = source.tokenizer.encode(context)
-        text = alone(source, tokens, conditions.native(source)(tokens), 40)
-        traces.append(text[: text.index("</think>") + len("</think>")])
-    assert sum(c + t in read for c, t in zip(contexts, traces, strict=True)) >= 15
-    wanted = []
-    for context, trace in zip(contexts, traces, strict=True):
-        tokens = target.tokenizer.encode(context + trace)
-        wanted.append(alone(target, tokens, makers["translated"](tokens)))
-    assert same(found, wanted) >= 15 / 16
-    assert "look for" in traces[0] and "look for" not in found[0]
-    assert recalled(found) > 0.8
-    assert [lm(target, make).without_trace(text) for text in found] == found
-
-    # Every other condition is given the same traces, which are not written again.
-    writer.write = lambda wanted: iter([] if not wanted else pytest.fail("written again"))  # type: ignore[method-assign]
-    recall = {
-        name: recalled(
-            PrefixLM(MLXDecoder(target, makers[name]), condition=name, **more).generate_until(
-                asked(contexts, most=40)
-            )
-        )
-        for name in ("native", "hidden", "shuffled")
-    }
-    assert recall["native"] > 0.8 and max(recall["hidden"], recall["shuffled"]) < 0.3
-
-
-def test_a_trace_that_does_not_end_is_gone_on_with(
-    pair: tuple[LanguageModel, LanguageModel], makers: dict[str, conditions.CacheMaker]
-) -> None:
-    """At the budget, or where the context is full, the target reads it and goes on."""
-    source, target = pair
-    context = prompt(target, TALKS[0], thinking=True)
-    tokens, read = target.tokenizer.encode(context), []
-
-    def make(prefix: conditions.Prefix) -> list:
-        read.append(len(conditions.target_ids(prefix)))
-        return makers["native"](prefix)
-
-    def answer(most: int, **more: Any) -> str:
-        writer = MLXDecoder(source, conditions.native(source))
-        model = lm(target, make, point="trace", writer=writer, **more)
-        return model.generate_until(asked([context], most=most))[0]
-
-    assert answer(4).startswith("<think>") and read[-1] == len(tokens) + 4
-    text = answer(30, max_length=len(tokens) + 3)
-    assert TALKS[0].asked[0].value in text and read[-1] == len(tokens) + 3
-    assert TALKS[0].asked[0].value in answer(30, max_length=len(tokens))
-    assert read[-1] == len(tokens)  # no room for a trace: the target reasons by itself
-
-
-def test_a_source_that_does_not_reason_leaves_the_prompt(
-    pair: tuple[LanguageModel, LanguageModel], makers: dict[str, conditions.CacheMaker]
-) -> None:
-    source, target = pair
-    contexts = [prompt(target, talk) for talk in TALKS[:3]]  # reasoning is off
-    steps: list[int] = []
-    native = conditions.native(source)
-    writer = MLXDecoder(source, lambda tokens: (steps.append(1), native(tokens))[1])
-    model = lm(target, makers["translated"], point="trace", writer=writer)
-    found = model.generate_until(asked(contexts))
-    assert found == lm(target, makers["translated"]).generate_until(asked(contexts))
-    assert len(steps) == 3 and len(model.responses._known) == 6
-
-
-def test_a_needles_question_is_read_by_the_target(
-    pair: tuple[LanguageModel, LanguageModel],
-) -> None:
-    source, target = pair
-    task = probes.find_needles(target, ["single"], [150], 12, style="facts", max_tokens=16)
-    for item in task.items:
-        asked = target.tokenizer.decode(list(item.prefix[item.question :]))
-        # The last full stop and the line's end are one token, which is the question's.
-        assert asked.lstrip(".").startswith("\nWhat is the ")
-        before = target.tokenizer.decode(list(item.prefix[: item.question]))
-        assert item.references[0] in before and "What is the" not in before
-    translator = kv.load_translator(TRANSLATORS / "--".join(NAMES))
-    line = lineup.line_up(
-        *pair, {"best": [translator]}, ["hidden"], points=["prompt", "context"]
-    )  # fmt: skip
-    lengths: list[int] = []
-
-    def count(make: conditions.CacheMaker) -> conditions.CacheMaker:
-        return lambda tokens: (lengths.append(len(tokens)), make(tokens))[1]
-
-    line[2] = dataclasses.replace(line[2], makers=tuple(map(count, line[2].makers)))
-    found = compare.evaluate(target, [task], line, Journal())["needles"]
-    assert lengths == [item.question + 1 for item in task.items]
-    recall = {name: sum(s.scores["recall"] for s in every) / 12 for name, every in found.items()}
-    assert recall["native"] > 0.7 and recall["best, context"] > 0.7
-    assert recall["prefix hidden, context"] < 0.4 > recall["prefix hidden"]
-    talks = probes.recall(target, 1, 0, source)
-    with pytest.raises(ValueError, match="recall has no context after which .* out of --tasks"):
-        compare.evaluate(target, [talks], line, Journal())
-    with pytest.raises(ValueError, match="needles has no trace"):
-        moved = [line[0].moved("trace", source)]
-        compare.evaluate(target, [task], moved, Journal())
-
-
-def test_points_that_mean_nothing(
-    pair: tuple[LanguageModel, LanguageModel], task_folder: Path
-) -> None:
-    source, target = pair
-    own, writer = conditions.native(target), MLXDecoder(source, conditions.native(source))
-
-    def run(task: str, point: str, **more: Any) -> Callable:
-        options: dict[str, Any] = {"condition": "x", "include_path": task_folder, "limit": 1}
-        return running.run(target, own, [task], point=point, **options, **more)
-
-    with pytest.raises(ValueError, match="where the question of tiny_choice begins is not known"):
-        run("tiny_choice", "context")
-    with pytest.raises(ValueError, match="tiny_choice scores given answers"):
-        run("tiny_choice", "trace", writer=writer)
-    with pytest.raises(ValueError, match="the source writes the trace"):
-        run("tiny_answers", "trace")
-    with pytest.raises(ValueError, match="changes hands at 'end'; give prompt, context, trace"):
-        run("tiny_answers", "end")
-    mute = MLXDecoder(source, conditions.native(source))
-    mute.tokenizer = type("Mute", (), {"think_end": None})()
-    with pytest.raises(ValueError, match="has no marks of reasoning"):
-        run("tiny_answers", "trace", writer=mute)
-
-
-def test_the_line_up_has_each_way_at_each_point(
-    pair: tuple[LanguageModel, LanguageModel],
-) -> None:
-    translator = kv.load_translator(TRANSLATORS / "--".join(NAMES))
-    every = {"best": [translator]}
-    line = lineup.line_up(
-        *pair, every, ["hidden", "text"], points=["prompt", "context", "trace"]
-    )  # fmt: skip
-    assert [(c.name, c.point) for c in line] == [
-        ("native", "prompt"), ("native, trace", "trace"), ("best", "prompt"),
-        ("best, context", "context"), ("best, trace", "trace"), ("prefix hidden", "prompt"),
-        ("prefix hidden, context", "context"), ("prefix hidden, trace", "trace"),
-        ("text", "prompt"),
-    ]  # fmt: skip
-    assert len({str(c.identity) for c in line}) == len(line)
-    assert [c.name for c in lineup.line_up(*pair, every, [], points=["context"])] == [
-        "native", "best, context",
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="--switch-at is 'end'; give one or more of prompt, con"):
-        lineup.line_up(*pair, every, [], points=["end"])
-    mx.clear_cache()

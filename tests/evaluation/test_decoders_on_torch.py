@@ -22,11 +22,11 @@ torch = pytest.importorskip("torch")
 
 from lm_eval.api.instance import Instance  # noqa: E402
 
+from benchmarks.paper.evaluation.points import SwitchingLM  # noqa: E402
 from kvlingo_mlx.cuda import decoding, model  # noqa: E402
 from kvlingo_mlx.cuda.decoding import TorchDecoder  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.cuda.runtime import load_as_stored  # noqa: E402
-from kvlingo_mlx.evaluation.harness.adapter import PrefixLM  # noqa: E402
 from kvlingo_mlx.evaluation.harness.decoding import Reading, Wanted  # noqa: E402
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder  # noqa: E402
 from tests.support import tiny  # noqa: E402
@@ -63,9 +63,9 @@ def ways(ends: Ends) -> Both:
 @pytest.fixture(autouse=True)
 def marked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The question of a dialogue is its last turn."""
-    begin = PrefixLM.__init__
+    begin = SwitchingLM.__init__
     at = {"dialogues": "<|im_start|>user\n"}
-    monkeypatch.setattr(PrefixLM, "__init__", partialmethod(begin, question_at=at))
+    monkeypatch.setattr(SwitchingLM, "__init__", partialmethod(begin, question_at=at))
 
 
 def prompts(model: Any, thinking: bool = False) -> list[str]:
@@ -76,14 +76,16 @@ def prompts(model: Any, thinking: bool = False) -> list[str]:
     ]
 
 
-def both(ends: Ends, made: tuple[Any, Any], point: str = "prompt") -> tuple[PrefixLM, PrefixLM]:
+def both(
+    ends: Ends, made: tuple[Any, Any], point: str = "prompt"
+) -> tuple[SwitchingLM, SwitchingLM]:
     found = []
     for (source, target), make, kind, module in zip(
         ends, made, (MLXDecoder, TorchDecoder), (conditions, decoding), strict=True
     ):
         decoder: Any = kind  # the two take models of their own
         writer = decoder(source, module.native(source), 5) if point == "trace" else None
-        model = PrefixLM(decoder(target, make, 5), condition="x", point=point, writer=writer)
+        model = SwitchingLM(decoder(target, make, 5), condition="x", point=point, writer=writer)
         found.append(model)
     return found[0], found[1]
 

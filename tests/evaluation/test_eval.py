@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
-from benchmarks.paper.evaluation import droidspeak
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.evaluation import conditions, lineup, probes, teacher_forcing
@@ -200,22 +199,6 @@ def test_what_is_no_journal_is_left_alone(tmp_path: Path, text: str) -> None:
 # ---- baselines --------------------------------------------------------------------------
 
 
-def test_the_profiler_recomputes_no_more_than_it_must(
-    tmp_path: Path, models: dict[str, LanguageModel]
-) -> None:
-    """A source that differs in its last layer's keys alone needs every layer recomputed."""
-    shape = {"layers": 4, "kv_heads": 2, "head_dim": 32}
-    folder = tiny.write_tiny_model(tmp_path / "m", "qwen3", seed=1, **shape)
-    target, source = kv.load(folder), kv.load(folder)
-    samples = [Sample(tuple(tiny.random_tokens(20)), tuple(tiny.random_tokens(6)))]
-    assert droidspeak.choose(source, target, samples) == 0
-    projection = source.model.layers[-1].self_attn.k_proj
-    projection.weight = -4 * projection.weight[::-1]
-    kls = droidspeak.profile(source, target, samples)
-    assert kls[0] > 1e-4 and kls[:4] == pytest.approx([kls[0]] * 4, rel=1e-3) and kls[4] == 0.0
-    assert droidspeak.choose(source, target, samples) == 4
-
-
 def test_text_reads_what_the_tokens_spell(models: dict[str, LanguageModel]) -> None:
     source, target = models["dense"], models["wide"]
     tokens = source.tokenizer.encode("What is the city of Anna? It is a long day.")
@@ -228,14 +211,11 @@ def test_text_reads_what_the_tokens_spell(models: dict[str, LanguageModel]) -> N
     assert not np.array_equal(keys(conditions.native(source)), own)
 
 
-@pytest.mark.parametrize("spec", ["nothing", "droidspeak", "droidspeak:x", "reuse:2", "text:x"])
+@pytest.mark.parametrize("spec", ["nothing", "droidspeak:2", "reuse", "text:x"])
 def test_unknown_baselines(models: dict[str, LanguageModel], spec: str) -> None:
     model = models["dense"]
-    with pytest.raises(ValueError, match="known are hidden, shuffled, canonical, reuse"):
+    with pytest.raises(ValueError, match="known are hidden, shuffled, .*; reuse and droidspeak:J"):
         lineup.baseline(spec, model, model, [])
-    with pytest.raises(ValueError, match="give droidspeak:J"):  # 512 tokens of context
-        droidspeak.choose(model, model)
-    assert "2 of 3" in lineup.baseline("droidspeak:2", model, model, []).name
 
 
 # ---- the verb ---------------------------------------------------------------------------
@@ -257,17 +237,17 @@ def test_the_verb_compares_and_resumes(tmp_path: Path, capsys: pytest.CaptureFix
     plot = tmp_path / "x.png"
     options = ["--limit", "2", "--tasks", "recall,needles", "--needles", "single", "--lengths",
                "100,200", "--style", "facts", "--max-tokens", "12", "--compare", "--plot",
-               str(plot), "--baselines", "hidden,reuse"]  # fmt: skip
+               str(plot), "--baselines", "hidden,text"]  # fmt: skip
     status, found = evaluated(tmp_path, *options)
     assert status == 0 and plot.read_bytes().startswith(b"\x89PNG")
     means = found["means"]
-    assert set(means["recall"]) == {"native", "translated", "prefix hidden", "reuse"}
+    assert set(means["recall"]) == {"native", "translated", "prefix hidden", "text"}
     assert set(means["needles"]["native"]) == {"single, 100", "single, 200", "mean"}
     assert means["recall"]["native"]["dialogues"]["recall"]["value"] > 0.9
     assert means["recall"]["prefix hidden"]["dialogues"]["recall"]["value"] < 0.3
     assert means["needles"]["native"]["mean"]["recall"]["value"] > 0.7
     assert means["needles"]["prefix hidden"]["mean"]["recall"]["value"] < 0.5
-    assert set(found["first_token_s"]) == {"native", "translated", "reuse"}
+    assert set(found["first_token_s"]) == {"native", "translated", "text"}
     folder = TRANSLATORS / "--".join(ENDS)
     digest = translator_folder.digest(*translator_folder.read(folder))
     assert found["translators"] == {"translated": [{"path": str(folder), "digest": digest}]}

@@ -25,6 +25,7 @@ from mlx_lm.models.cache import (
 )
 
 import kvlingo_mlx as kv
+from benchmarks.paper.evaluation import reuse
 from kvlingo_mlx.caches.entries import PositionedKVCache
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import dialogues
@@ -449,7 +450,7 @@ def test_evaluation(folder: Callable[..., Path], opened: Callable[[str], Languag
     again = line[1].at_switch(item.read)()
     assert again[0].offset == entries == item.read.num_entries
     with pytest.raises(kv.IncompatibleTranslatorError, match="other tokens cannot be reused"):
-        lineup.baseline("reuse", source, target, [translator])
+        reuse.baseline("reuse", source, target)
     with pytest.raises(ValueError, match="'canonical', which needs a pair of two tokenizers"):
         one = replace(translator, config=replace(translator.config, alignment=None))
         lineup.baseline("canonical", source, target, [one])

@@ -434,9 +434,9 @@ def points_of(way: str, kls: Sequence[float], recalls: Sequence[float | None]) -
     ],
 )  # fmt: skip
 def test_the_smallest_number_that_meets_the_bounds(bounds: dict, expected: int) -> None:
-    """DroidSpeak's points, good as they are here, do not count."""
+    """Points of other ways, good as they are here, do not count."""
     hybrids = points_of("hybrid", (0.3, 0.2, 0.02), (0.3, 0.5, 0.7))
-    others = points_of("DroidSpeak", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    others = points_of("text", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     native = Point("native", 3, Mean(0.0, 0.0, 4), Mean(1.0, 0.0, 4))
     assert tuning.smallest([native, *others, *hybrids], **bounds) == expected
 
@@ -465,7 +465,7 @@ def test_what_is_chosen_is_kept_with_the_translator(
     assert all(ways["hybrid", j]["recall"] and ways["hybrid", j]["seconds"] for j in range(most))
     assert all(len(p["until_native"]) == (p["way"] == "hybrid") for p in found["points"])
     assert " until " in capsys.readouterr().out
-    assert ("DroidSpeak", 0) in ways and ("hidden", None) in ways and ("shuffled", None) in ways
+    assert ("hidden", None) in ways and ("shuffled", None) in ways
     assert run([*command, "--max-kl", "1e9", "--native-layers", "1"]) == 0
     assert translator_folder.read_config(own).native_layers == 1
     hand_over = functools.partial(kv.hand_over, load(source), load(target), TOKENS)
@@ -499,7 +499,7 @@ def test_short_prefixes_keep_the_cheap_switch(
     kv.load_translator(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l").save(own)
     command = ["tune", *map(str, ends), "--translator", str(own), "-c", "lengths=256,1024",
                "--min-recall", "0.8", "--native-layers", "0,2", "--limit", "3", "-c", "trials=1",
-               "-c", "droidspeak=false", "--out", str(tmp_path / "out.jsonl"),
+               "--out", str(tmp_path / "out.jsonl"),
                "--json", str(tmp_path / "record.jsonl")]  # fmt: skip
     assert run(command) == 0
     out = capsys.readouterr().out
@@ -598,7 +598,7 @@ def test_windows_have_no_column_of_healing(
     talk = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is on"}]
     data.write_text(json.dumps({"messages": talk}) + "\n")
     command = ["tune", str(source), str(target), "--translator", str(folder), "--data", str(data),
-               "--native-layers", "0,2", "-c", "trials=1", "-c", "droidspeak=false",
+               "--native-layers", "0,2", "-c", "trials=1",
                "--out", str(tmp_path / "scores.jsonl"), "--json", str(out)]  # fmt: skip
     assert run(command) == 0
     text = capsys.readouterr().out
@@ -689,7 +689,7 @@ def test_one_conversation_has_no_error_bar(
     talk = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is on"}]
     data.write_text(json.dumps({"messages": talk}) + "\n")
     command = ["tune", str(source), str(target), "--translator", str(folder), "--data"]
-    command += [str(data), "--native-layers", "0", "-c", "droidspeak=false", "-c", "trials=1"]
+    command += [str(data), "--native-layers", "0", "-c", "trials=1"]
     assert run([*command, "--out", str(tmp_path / "out.jsonl")]) == 0
     out = capsys.readouterr().out
     assert "nan" not in out and "hybrid" in out

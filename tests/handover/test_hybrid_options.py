@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
+from benchmarks.paper.evaluation.reuse import Reuse
 from kvlingo_mlx import caches
-from kvlingo_mlx.evaluation.conditions import Reuse
 from kvlingo_mlx.folding import check_foldable
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import TESTS, hybrid_models

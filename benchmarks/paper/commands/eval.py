@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.compare import Outcome
     from kvlingo_mlx.evaluation.journal import Journal
     from kvlingo_mlx.evaluation.lineup import Condition
+    from kvlingo_mlx.evaluation.probes import Task
     from kvlingo_mlx.models.language_model import LanguageModel
 
     Models = tuple[LanguageModel, LanguageModel]
+
+CONTROLS = ("hidden", "shuffled")
 
 
 @verb(PaperEvalOptions, long=True)
@@ -52,6 +56,8 @@ class Benchmarks(packages.Addition):
         self.points = parsing.points(options.switch_at, options.thinking)
         self.prompts = judge_prompts(options)
         self.profile: Profile | None = None
+        self.compute: dict[int, dict[str, float]] = {}  # by a prefix's tokens
+        self.computed: dict[str, dict[str, float]] = {}  # by task
         self.harness: dict[str, Any] = {"added": ADDED}
         if options.judge is not None:
             from benchmarks.paper.evaluation.judge import judging
@@ -67,28 +73,70 @@ class Benchmarks(packages.Addition):
         """See that all data of a suite are there and all lengths fit."""
         from benchmarks.paper.evaluation import suite_runs
 
-        options = self.options
+        options, decode = self.options, harness["decode"]
+        ways = packages.ways(options)[0]
+        self.writer = decode(models[0], ways.native(models[0]))
         self.settings: Settings = suite_runs.Settings(
             lengths=lengths(options.lengths),
             haystack=haystack,
             data=harness["data"],
             prompts=self.prompts or {},
-            more={"responses": options.responses} | {n: harness[n] for n in ("decode", "writer")},
+            more={"responses": options.responses, "decode": harness["decode"]},
             **options.some("thinking limit max_tokens seed"),
         )
         suite_runs.check(self.rows, models, self.settings)
 
-    def baselines(self, names: list[str], models: Models) -> list[str]:
-        """The baselines, with DroidSpeak's layers chosen on ``--profile-data`` or on dialogues."""
-        if "droidspeak" not in names:
-            return names
+    def line_up(
+        self, models: Models, named: Mapping[str, Any], names: list[str], tasks: list[Task],
+        **more: Any,
+    ) -> list[Condition]:  # fmt: skip
+        """The package's, reuse and DroidSpeak too, each at every point of a prompt."""
+        from benchmarks.paper.evaluation import points, reuse
+        from kvlingo_mlx.evaluation import lineup
+
+        points.check_points(self.points, *models)
+        points.check_tasks(tasks, self.points)
+        shared = None
+        if any(reuse.is_reuse(spec) for spec in names):
+            shared = reuse.Reuse(*models)
+        own = lineup.line_up(*models, named, [s for s in names if not reuse.is_reuse(s)], **more)
+        first, *others = own
+        at = partial(points.moved, models=models, writer=self.writer, tasks=tasks)
+        line = [first] + ([at(first, points.TRACE)] if points.TRACE in self.points else [])
+        for one in others[: len(named)]:
+            line += [at(one, point) for point in self.points]
+        controls = iter(others[len(named) :])
+        for spec in names:
+            if reuse.is_reuse(spec):
+                line.append(reuse.baseline(self._spelt(spec, models), *models, shared))
+                continue
+            one = next(controls)
+            line += [at(one, p) for p in (self.points if spec in CONTROLS else (points.PROMPT,))]
+        # The profiler may choose a number of layers that is asked for beside it.
+        self.line = list({condition.name: condition for condition in line}.values())
+        return self.line
+
+    def _spelt(self, spec: str, models: Models) -> str:
+        """A baseline, with DroidSpeak's layers chosen on ``--profile-data`` or on dialogues."""
+        if spec != "droidspeak":
+            return spec
         from benchmarks.paper.evaluation import droidspeak
 
         file = self.options.profile_data
         samples = None if file is None else droidspeak.given(file, models[1], self.options.count)
         found = self.profile = droidspeak.measured(*models, samples)
         say(f"droidspeak: {found.recomputed} layers chosen on {found.samples} samples")
-        return [f"{name}:{found.recomputed}" if name == "droidspeak" else name for name in names]
+        return f"{spec}:{found.recomputed}"
+
+    def shares(self, models: Models, line: list[Condition], tokens: int) -> dict[str, float] | None:
+        """What each condition computes, which PyTorch's do not tell; shown beside reuse alone."""
+        from benchmarks.paper.evaluation import reuse
+
+        if self.options.device != "mlx":
+            return None
+        found = reuse.shares(*models, line, tokens)
+        self.compute[tokens] = found
+        return found if any("recomputed" in c.identity for c in line) else None
 
     def outcomes(self, models: Models, line: list[Condition], journal: Journal) -> list[Outcome]:
         """The outcomes of a suite's benchmarks."""
@@ -105,6 +153,7 @@ class Benchmarks(packages.Addition):
     def tell(self, outcomes: list[Outcome]) -> None:
         """Print how far the seeds of a method lie apart."""
         print_seeds(outcomes)
+        self.computed = {o.task: self.compute.get(o.prefix_tokens, {}) for o in outcomes}
 
     def kept(self) -> set[str]:
         """Where a suite's scores and answers are."""
@@ -113,7 +162,8 @@ class Benchmarks(packages.Addition):
     def record(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The settings that the package's verb lacks, and what DroidSpeak was chosen by."""
         settings = self.options.some("profile_data judge suite switch_at")
-        return settings, {"profile": None if self.profile is None else vars(self.profile)}
+        profile = None if self.profile is None else vars(self.profile)
+        return settings, {"profile": profile, "compute": self.computed}
 
 
 def benchmarks(options: PaperEvalOptions) -> list[Benchmark]:

@@ -25,6 +25,10 @@ class PaperEvalOptions(eval_options.EvalOptions):
         "JSONL on which the baseline droidspeak (without :J) chooses its layers; default: "
         "generated dialogues.",
     )
+    baselines: str = option(
+        "hidden,shuffled",
+        "hidden, shuffled, canonical, reuse, droidspeak:J, text, folded; or none.",
+    )
     switch_at: str = option(
         "prompt",
         "Where the cache changes hands: after the prompt, after its context, after a trace; "
@@ -52,7 +56,7 @@ def split_tasks(options: PaperEvalOptions) -> tuple[list[str], list[str]]:
 
 
 def points(text: str, thinking: bool) -> list[str]:
-    """Where the cache changes hands, by ``--switch-at``; :func:`.lineup.line_up` checks the words.
+    """Where the cache changes hands, by ``--switch-at``; the words are checked later.
 
     Raises:
         ValueError: A trace is to be handed over, and thinking is off.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.paper.evaluation.reuse import Reuse
 from kvlingo_mlx.embedded import dialogues
-from kvlingo_mlx.evaluation.conditions import Reuse
 from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample, read_jsonl, to_samples

@@ -40,12 +40,17 @@ def ways(work: Work) -> Any:
     return decoding
 
 
-def decoders(work: Work, models: Models) -> dict[str, Any]:
-    """Who decodes from caches, and who writes the traces that are handed over."""
+def decoders(work: Work) -> dict[str, Any]:
+    """Who decodes from caches."""
     room = "evaluation.harness.on_mlx" if on_mlx(work) else "cuda.decoding"
     module = importlib.import_module(f"kvlingo_mlx.{room}")
     decoder = module.MLXDecoder if on_mlx(work) else module.TorchDecoder
-    return {"decode": decoder, "writer": decoder(models[0], ways(work).native(models[0]))}
+    return {"decode": decoder}
+
+
+def writer(work: Work, models: Models) -> Any:
+    """The source as a decoder, which writes traces."""
+    return decoders(work)["decode"](models[0], ways(work).native(models[0]))
 
 
 def check_mlx(work: Work, what: str) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
-from benchmarks.paper.evaluation import droidspeak, suite_runs, suites
+from benchmarks.paper.evaluation import droidspeak, points, reuse, suite_runs, suites
 from benchmarks.paper.reproducing import decoding, statistics, tiny_data
 from benchmarks.paper.reproducing.cells import Cell, Grid
 from benchmarks.paper.reproducing.entries import Entry
@@ -254,7 +255,7 @@ def _asked(
     )
     shares = {}
     if decoding.on_mlx(work):
-        shares = lineup.shares(models[1], conditions, outcome.prefix_tokens)
+        shares = reuse.shares(*models, conditions, outcome.prefix_tokens)
     return Asked(outcome, {cell: way.name for cell, way in line.items()}, shares)
 
 
@@ -275,7 +276,7 @@ def settings_of(
         lengths=lengths or None,
         data=given.get("data", {}),
         prompts=given.get("prompts", {}),
-        more={"responses": work.responses, **decoding.decoders(work, models)},
+        more={"responses": work.responses, **decoding.decoders(work)},
     )
 
 
@@ -285,18 +286,19 @@ def condition_of(cell: Cell, models: Models, work: Work) -> Condition:
     ways, point = decoding.ways(work), POINTS.get(cell.point, cell.point)
     if cell.who in OWN:
         return lineup.native(target, ways)
+    at = partial(points.moved, point=point, models=models, writer=decoding.writer(work, models))
     if cell.who == "text":
-        return lineup.native(target, ways).moved(point, source)
+        return at(lineup.native(target, ways))
     if not is_translator(cell.who):
         decoding.check_mlx(work, cell.who)
         name, _, layers = cell.who.partition(":")
         if layers and work.tiny:  # the paper's models have more
             layers = str(min(int(layers), len(target.attentions)))
         spec = f"{name}:{layers}" if layers else name
-        return lineup.baseline(droidspeak.spelt(spec, *models), *models, ())
+        return reuse.baseline(droidspeak.spelt(spec, *models), *models)
     folders = [trained(work, cell.pair, one) for one in needed(cell, work)]
     found = [load_translator(folder) for folder in folders]
-    return lineup.translated(cell.who, source, target, found, ways=ways).moved(point, source)
+    return at(lineup.translated(cell.who, source, target, found, ways=ways))
 
 
 def score(outcome: Outcome, condition: str, rung: str, work: Work) -> Mean:

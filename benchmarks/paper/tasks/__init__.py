@@ -47,7 +47,7 @@ QUESTION_AT = {
     "repliqa_all": "\n\nQuestion: ",
 }
 
-ADDED = AddedTasks(Path(__file__).parent, NAMES, CHATS, SETTINGS, QUESTION_AT)
+ADDED = AddedTasks(Path(__file__).parent, NAMES, CHATS, SETTINGS)
 
 QUAC_TURNS = 8  # turns used of a dialogue, as in the paper
 QUAC_INSTRUCTION = (

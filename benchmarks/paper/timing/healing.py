@@ -17,6 +17,7 @@ from kvlingo_mlx.backend import mx
 
 from mlx_lm.generate import generate_step
 
+from benchmarks.paper.timing.layers import LayerCosts
 from benchmarks.paper.timing.phases import HEAL_IDLE, HEAL_INTERLEAVED, HEAL_LAYERS
 from kvlingo_mlx.caches.validation import room_for
 from kvlingo_mlx.engine.fill import take_over
@@ -25,7 +26,7 @@ from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
-from kvlingo_mlx.timing.ceilings import Costs, translation_work
+from kvlingo_mlx.timing.ceilings import translation_work
 from kvlingo_mlx.translators.base import Translator
 
 FIRST_TOKEN, UNTIL_NATIVE = "first_token", "until_native"
@@ -97,7 +98,7 @@ def work(
         By phase, ``first_token``: what comes before the first step; ``until_native``: that and all
         reading behind it. A plain ``switch`` never has a native cache.
     """
-    costs, maps = Costs(target), translation_work(translator, source, target, count).flops
+    costs, maps = LayerCosts(target), translation_work(translator, source, target, count).flops
     reading = costs.reading(count).flops
     whole, keys = costs.by_layer(count), costs.keys_by_layer(count)
     healed = {FIRST_TOKEN: maps, UNTIL_NATIVE: maps + reading}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -18,15 +18,12 @@ class AddedTasks:
             and seed by its metadata. Such a task may have a method ``facts``, from a document to
             more facts of its item: ``id``, ``cluster``, ``subset``, ``to_judge``.
         settings: What of a run's metadata is for these tasks.
-        question_at: By a task's name, lm-eval's too: the words with which the question begins in a
-            context that has its document first; the last place where they stand counts.
     """
 
     folder: Path | None = None
     names: Collection[str] = ()
     readers: Collection[str] = ()
     settings: Collection[str] = ()
-    question_at: Mapping[str, str] = field(default_factory=dict)
 
     def apart(self, files: Mapping[str, str]) -> dict[str, str]:
         """The local files of tasks that lm-eval reads, whose examples may come out of them."""

@@ -99,17 +99,3 @@ class Answer:
     def found(self) -> str:
         """The answer, without reasoning and without what follows a stop string."""
         return self.ends.cut(self.text)
-
-
-class Trace(Answer):
-    """Reasoning that is being written for another model, which will write the answer."""
-
-    def take(self, token: int) -> bool:
-        """Add a token; returns whether it closes the reasoning, or shows that there is none."""
-        self._taken(token)
-        start, begun = self.ends.start, self.text.lstrip() if not self._reasons else ""
-        return self._closed or not (self._reasons or start.startswith(begun))
-
-    def reasoning(self) -> list[int]:
-        """The tokens of the reasoning; none if the model answered without."""
-        return self.tokens if self._reasons else []

@@ -11,7 +11,6 @@ from typing import Any
 from kvlingo_mlx.evaluation.compare import ALL, Outcome, Scored, Table
 from kvlingo_mlx.evaluation.error_bars import Mean, over_items, over_sets
 from kvlingo_mlx.evaluation.harness import running
-from kvlingo_mlx.evaluation.harness.decoding import PROMPT, TRACE, Decoder
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
 from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -26,7 +25,6 @@ def evaluate(
     tasks: Sequence[str],
     conditions: Sequence[Condition],
     *,
-    writer: Decoder | None = None,
     judge: Callable[[], Judge] | None = None,
     progress: Progress = lambda text, done, total: None,
     **options: Any,
@@ -37,7 +35,6 @@ def evaluate(
         target: The model that decodes.
         tasks: Names of lm-eval's tasks or groups, or of added ones.
         conditions: Conditions with different names.
-        writer: The source as a decoder, for conditions whose point is the ``trace``.
         judge: Makes what scores a run's free answers and calls its second argument with the
             numbers of those that are judged and of all; called once all answers are there.
         progress: Called with a text, the number of requests done and the number known.
@@ -51,7 +48,7 @@ def evaluate(
     """
     runs: dict[str, list[Run]] = {}
     # What tasks may refuse goes first, before hours have gone into the others.
-    for condition in sorted(conditions, key=lambda each: each.point == PROMPT):
+    for condition in sorted(conditions, key=lambda each: each.lm is None):
         facts = identity_of(target) | condition.identity
         runs[condition.name] = [
             running.run(
@@ -59,8 +56,7 @@ def evaluate(
                 make,
                 tasks,
                 condition=canonical_json(facts | {"seed": seed}),
-                point=condition.point,
-                writer=writer if condition.point == TRACE else None,
+                lm=condition.lm,
                 progress=partial(progress, condition.name),
                 **options,
             )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-# Where the cache changes hands: after the prompt, before its question, after a reasoning trace.
-PROMPT, CONTEXT, TRACE = POINTS = ("prompt", "context", "trace")
 
 
 @dataclass(frozen=True)
@@ -82,3 +79,12 @@ def shared_start(tokens: Sequence[int], others: Sequence[int]) -> int:
     """The number of first tokens that two sequences share."""
     both = zip(tokens, others, strict=False)
     return next((i for i, (a, b) in enumerate(both) if a != b), min(len(tokens), len(others)))
+
+
+def longest_first(wanted: Iterable[Wanted]) -> list[Wanted]:
+    """Texts in the order of their prompts' lengths.
+
+    Those that are written together are then of like length, and what does not fit into memory is
+    found out at once.
+    """
+    return sorted(wanted, key=lambda each: -len(each.reading.tokens))

@@ -57,7 +57,7 @@ def _item(model: PrefixLM, task: Any, sample: Mapping[str, Any]) -> dict[str, An
     alone = task.OUTPUT_TYPE == "loglikelihood_rolling"
     item = {
         "id": sample["doc_id"],
-        "prefix_tokens": 0 if alone else max(map(model.prefix_tokens, contexts)),
+        "prefix_tokens": 0 if alone else max(len(model.tokens(c)) for c in contexts),
         "scores": {},
         "responses": [plain(response) for request in sample["resps"] for response in request],
     }

@@ -18,11 +18,12 @@ import numpy as np
 
 from kvlingo_mlx.errors import needs_extra
 from kvlingo_mlx.evaluation.harness.added import NONE, AddedTasks
-from kvlingo_mlx.evaluation.harness.decoding import CONTEXT, PROMPT, TRACE, Decoder
 from kvlingo_mlx.evaluation.harness.responses import Responses
 
 if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.conditions import CacheMaker
+    from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
+    from kvlingo_mlx.evaluation.harness.decoding import Decoder
     from kvlingo_mlx.models.language_model import LanguageModel
 
 NOISY = ("lm_eval", "datasets", "huggingface_hub")
@@ -35,8 +36,7 @@ def run(
     *,
     condition: str,
     source_tokenizer: Any = None,
-    point: str = PROMPT,
-    writer: Decoder | None = None,
+    lm: Callable[..., PrefixLM] | None = None,
     decode: Callable[..., Decoder] | None = None,
     limit: int | None = None,
     items: Mapping[str, Sequence[int]] | None = None,
@@ -66,10 +66,8 @@ def run(
             of reading need different names: put a translator's digest into it.
         source_tokenizer: The source's tokenizer, if it is not the target's. A condition then gets
             each context as both models read it, each by its own template.
-        point: Where the cache changes hands: after the ``prompt``; before its question
-            (``context``), where ``added`` says at which words that is; or after the source's
-            reasoning (``trace``), where the answers are written.
-        writer: The source as a decoder, which writes the ``trace``.
+        lm: Makes lm-eval's view of the decoder; by default a
+            :class:`~kvlingo_mlx.evaluation.harness.adapter.PrefixLM`.
         decode: Makes a decoder of the target and ``make_cache``; by default an
             :class:`~kvlingo_mlx.evaluation.harness.on_mlx.MLXDecoder`, which writes 8 answers at
             once.
@@ -113,13 +111,12 @@ def run(
         KVLingoError: A task's data cannot be fetched or read, or the model's output is not finite.
     """
     _check(tasks, condition, limit, items)
-    from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
+    from kvlingo_mlx.evaluation.harness import adapter
     from kvlingo_mlx.evaluation.harness.results import collect
 
-    answers = {"enable_thinking": enable_thinking, "max_gen_toks": max_gen_toks}
+    answers: dict[str, Any] = {"enable_thinking": enable_thinking, "max_gen_toks": max_gen_toks}
     contexts, read = _contexts(source_tokenizer, target, enable_thinking, make_cache)
-    way: dict[str, Any] = {"point": point, "writer": writer, "question_at": added.question_at}
-    model = PrefixLM(
+    model = (lm or adapter.PrefixLM)(
         (decode or _on_mlx())(target, read),
         condition=condition,
         use_chat_template=apply_chat_template,
@@ -127,12 +124,12 @@ def run(
         responses=Responses(None if responses is None else Path(responses)),
         contexts=contexts,
         progress=progress,
-        **(way | answers),
+        **answers,
     )
     files = {name: str(path) for name, path in (data or {}).items()}
     with _quiet(), _seeded(seed):
         loaded = _loaded(target, tasks, include_path, added, files, seed, metadata)
-        _check_point(loaded["tasks"], point, added.question_at)
+        model.check_tasks(loaded["tasks"])
         chosen = _check_tasks(loaded["tasks"], items or {}, unsafe_code) or None
         _set_examples(loaded["tasks"], num_fewshot, seed, added.apart(files))
         asked: dict[str, Any] = {"limit": limit, "system_instruction": system_instruction}
@@ -140,7 +137,7 @@ def run(
         asked["fewshot_as_multiturn"] = fewshot_as_multiturn
         evaluated = _evaluated(model, loaded, chosen, unsafe_code, **asked)
     examples = {"items": chosen, "seed": seed, "num_fewshot": num_fewshot}
-    where = {"data": files, "max_length": model.max_length, "switch_at": point}
+    where = {"data": files, "max_length": model.max_length}
     named: dict[str, Any] = {"condition": condition, "target": target.name}
     named["settings"] = asked | answers | examples | where
     return named | collect(model, loaded, evaluated)
@@ -251,21 +248,6 @@ def _check_tasks(
         if wrong or not numbers:
             raise ValueError(f"items of {name} are 0 to {count - 1}; {wrong or 'none'} are named")
     return {name: sorted(set(numbers)) for name, numbers in items.items()}
-
-
-def _check_point(tasks: Mapping[str, Any], point: str, question_at: Mapping[str, str]) -> None:
-    """Refuse a hand-over in the midst of prompts where it means nothing."""
-    for name, task in tasks.items():
-        if point == CONTEXT and name not in question_at:
-            raise ValueError(
-                f"where the question of {name} begins is not known, so its context cannot be "
-                f"translated alone; known are {', '.join(question_at) or 'none'}; leave out context"
-            )
-        if point == TRACE and task.OUTPUT_TYPE != "generate_until":
-            raise ValueError(
-                f"{name} scores given answers, so no reasoning precedes them; leave out trace, or "
-                "take a task whose answers are written"
-            )
 
 
 def _set_examples(

@@ -30,7 +30,7 @@ from benchmarks.paper.evaluation import judge as judging
 from benchmarks.paper.evaluation.judge import Judge, read_prompts
 from benchmarks.paper.tasks import JUDGED, NAMES
 from kvlingo_mlx.evaluation.harness import running, task_loading
-from kvlingo_mlx.evaluation.harness.adapter import Asked, PrefixLM
+from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, RequestedAnswer
 from tests.support import paper_records
 from tests.support.lm_eval_tasks import write_task
 
@@ -230,7 +230,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
             return number[0] if " text " in context and "de text" not in context else "red"
         return "The answer is (B)"
 
-    def answers(self: PrefixLM, asked: Sequence[Asked]) -> Iterator[tuple[Asked, str]]:
+    def answers(
+        self: PrefixLM, asked: Sequence[RequestedAnswer]
+    ) -> Iterator[tuple[RequestedAnswer, str]]:
         return ((each, answer(self, each.context, each.options)) for each in asked)
 
     monkeypatch.setattr(PrefixLM, "_answers", answers)

@@ -1,10 +1,9 @@
-"""Windows of plain texts, DroidSpeak on given data, and what each condition computes."""
+"""The source's cache unchanged: DroidSpeak on given data, and what each condition computes."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,122 +13,21 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
-from benchmarks.paper.evaluation import droidspeak
+from benchmarks.paper.evaluation import droidspeak, reuse
+from benchmarks.paper.timing.layers import LayerCosts
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions, lineup, probes
-from kvlingo_mlx.evaluation.compare import evaluate, outcome
+from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing import geometries
-from kvlingo_mlx.timing.ceilings import Costs
 from kvlingo_mlx.tokenization.samples import Sample
-from tests.support import tiny, two_tokenizers
+from tests.support import tiny
 from tests.support.command_line import fails, run
 
 ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
 PAIR = ["paper eval", "--source", ENDS[0], "--target", ENDS[1], "--tasks", "continuation"]
 WORDS = "the sun is up and Anna knows the code of Ben or so they say in Paris today "
-
-
-# ---- windows ---------------------------------------------------------------------------------
-
-
-def losses(model: LanguageModel, tokens: list[int], read: int) -> list[float]:
-    """The log losses of the tokens after the first ``read``, in float64, in one pass."""
-    logits = np.array(model.model(mx.array(tokens)[None])[0].astype(mx.float32), np.float64)
-    found = []
-    for place in range(read, len(tokens)):
-        row = logits[place - 1]
-        top = row.max()
-        found.append(top + math.log(np.exp(row - top).sum()) - row[tokens[place]])
-    return found
-
-
-def test_windows_by_plain_loops(models: dict[str, LanguageModel]) -> None:
-    """Which tokens they hold, in which order, and the perplexity over all of them."""
-    model, size = models["dense"], (7, 3)
-    records = [{"text": WORDS * count} for count in (1, 3, 2)] + [{"text": "a"}, {"text": ""}]
-    expected: list[tuple[str, list[int]]] = []
-    whole = [model.tokenizer.encode(record["text"]) for record in records]
-    for number in range(100):
-        for record, tokens in enumerate(whole):
-            window = tokens[10 * number : 10 * number + 10]
-            if len(window) == 10:
-                expected.append((str(record), window))
-    for limit in (2, 7, 1000):
-        task = probes.windows(model, records, limit, size, 512)
-        found = [(i.cluster, [*i.prefix, *i.sample.continuation]) for i in task.items]
-        assert found == expected[:limit] and all(len(i.prefix) == 7 for i in task.items)
-        assert len({item.name for item in task.items}) == len(task.items)
-    assert "2 of 5 texts are shorter than a window" in task.notes[0]
-    line = [lineup.native(model), lineup.baseline("hidden", model, model, [])]
-    table = outcome(task, evaluate(model, [task], line, Journal())["continuation"]).tables
-    every = [loss for _, window in expected for loss in losses(model, window, 7)]
-    native = table["native"]["text"]
-    assert native["perplexity"].value == pytest.approx(math.exp(sum(every) / len(every)), rel=1e-4)
-    assert native["gap"].value == 0.0 and native["gap"].count == 3
-    ratio = table["prefix hidden"]["text"]["perplexity"].value / native["perplexity"].value
-    assert table["prefix hidden"]["text"]["gap"].value == pytest.approx(math.log(ratio))
-
-
-def test_a_window_begins_as_a_text_does(tmp_path: Path) -> None:
-    model = kv.load(two_tokenizers.write_mistral(tmp_path / "m"))
-    (start,) = model.tokenizer.encode("")
-    text = model.tokenizer.encode(WORDS * 3, add_special_tokens=False)
-    for record in ({"text": WORDS * 3}, {"text": model.tokenizer.bos_token + WORDS * 3}):
-        task = probes.windows(model, [record], 2, (6, 2), 512)
-        assert [(*i.prefix, *i.sample.continuation) for i in task.items] == [
-            (start, *text[:7]), (start, *text[7:14])
-        ]  # fmt: skip
-
-
-def test_the_verb_cuts_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the zoo: the source alone is what it reads itself, the translated gap is between native's
-    and hidden's."""
-    monkeypatch.chdir(tmp_path)
-    talks = list(dialogues.held_out(4, seed=9))
-    texts = [" ".join(m["content"] for m in talk.messages) for talk in talks]
-    lines = [json.dumps({"text": text}) for text in texts]
-    Path("x.jsonl").write_text("\n".join(lines) + "\n\n")
-    options = [*PAIR, "--data", "x.jsonl", "--window", "64+16", "--limit", "6", "--baselines",
-               "hidden", "--json", "r.json"]  # fmt: skip
-    assert run(options) == 0
-    results = json.loads(Path("r.json").read_text())["results"]
-    items, means = (results[name]["continuation"] for name in ("items", "means"))
-    assert [i["cluster"] for i in items["native"]][:4] == ["0", "1", "2", "3"]
-    gaps = {name: found["text"]["gap"]["value"] for name, found in means.items()}
-    assert gaps["native"] == 0.0 < gaps["translated"] < gaps["prefix hidden"]
-    assert means["source alone"]["text"]["kl"]["value"] is None
-    source, target = (kv.load(name) for name in ENDS)
-    for place in range(2):
-        tokens = source.tokenizer.encode(texts[place])[:80]
-        theirs, own = (np.mean(losses(model, tokens, 64)) for model in (source, target))
-        scores = items["source alone"][place]["scores"]
-        assert scores["nll"] == pytest.approx(theirs, rel=1e-3)
-        assert scores["gap"] == pytest.approx(theirs - own, abs=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("window", "lines", "told"),
-    [
-        ("256", [{"text": "x"}], "window is '256'; give two numbers of tokens: 256+64"),
-        ("0+4", [{"text": "x"}], "window is '0+4'"),
-        ("4+x", [{"text": "x"}], "window is '4+x'"),
-        ("40000+960", [{"text": "x"}], "takes 40960 tokens, and the shorter of the two contexts"),
-        ("256+64", [{"text": ""}, {"text": "x"}], "no text of the data has the 320 tokens"),
-        ("2+2", [{"text": WORDS}, {"messages": [{"role": "user", "content": "x"}]}],
-         "record 2 of the data is a conversation, and window cuts plain texts"),
-        ("2+2", [{"text": 5}], "x.jsonl, line 1"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
-def test_bad_windows(
-    window: str, lines: list[Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    Path("x.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    fails([*PAIR, "--data", "x.jsonl", "-c", f"window={window}"], told, capsys)
 
 
 # ---- DroidSpeak ------------------------------------------------------------------------------
@@ -156,14 +54,16 @@ def test_a_sweep_reads_a_prefix_once(
         reads.append((model, layers))
         return prefill(model, tokens, step_size, layers)
 
-    monkeypatch.setattr(conditions, "prefill_layers", counted)
+    monkeypatch.setattr(reuse, "prefill_layers", counted)
     task = probes.continuation(target, [{"text": WORDS}, {"text": WORDS[9:] + "no"}], 2, 512)
     sweep = [f"droidspeak:{j}" for j in (0, 1, 3)]
-    found = evaluate(target, [task], lineup.line_up(*twins, {}, sweep), Journal())["continuation"]
+    shared = reuse.Reuse(*twins)
+    line = [lineup.native(target), *(reuse.baseline(spec, *twins, shared) for spec in sweep)]
+    found = evaluate(target, [task], line, Journal())["continuation"]
     mine = [(model is source, layers) for model, layers in reads]
     assert mine.count((True, 4)) == 2 and mine.count((False, 3)) == 2
     for spec in reversed(sweep):
-        condition = lineup.baseline(spec, source, target, [])
+        condition = reuse.baseline(spec, source, target)
         alone = evaluate(target, [task], [condition], Journal())["continuation"][condition.name]
         assert alone == found[condition.name] and alone[0].scores["kl"] > 0
     reads.clear()
@@ -174,7 +74,7 @@ def test_a_sweep_reads_a_prefix_once(
         total = 0.0
         for sample in samples:
             logs = []
-            for made in (conditions.native(target), conditions.reused(source, target, j)):
+            for made in (conditions.native(target), reuse.reused(source, target, j)):
                 cache = made(sample.prefix)
                 tokens = mx.array([[sample.prefix[-1], *sample.continuation[:-1]]])
                 row = np.array(target.model(tokens, cache=cache)[0].astype(mx.float32), np.float64)
@@ -209,6 +109,32 @@ def test_the_profiler_takes_given_data(
     fails(options, "no record of p.jsonl has both a prefix that fits", capsys)
 
 
+def test_the_profiler_recomputes_no_more_than_it_must(
+    tmp_path: Path, models: dict[str, LanguageModel]
+) -> None:
+    """A source that differs in its last layer's keys alone needs every layer recomputed."""
+    shape = {"layers": 4, "kv_heads": 2, "head_dim": 32}
+    folder = tiny.write_tiny_model(tmp_path / "m", "qwen3", seed=1, **shape)
+    target, source = kv.load(folder), kv.load(folder)
+    samples = [Sample(tuple(tiny.random_tokens(20)), tuple(tiny.random_tokens(6)))]
+    assert droidspeak.choose(source, target, samples) == 0
+    projection = source.model.layers[-1].self_attn.k_proj
+    projection.weight = -4 * projection.weight[::-1]
+    kls = droidspeak.profile(source, target, samples)
+    assert kls[0] > 1e-4 and kls[:4] == pytest.approx([kls[0]] * 4, rel=1e-3) and kls[4] == 0.0
+    assert droidspeak.choose(source, target, samples) == 4
+
+
+@pytest.mark.parametrize("spec", ["droidspeak", "droidspeak:x", "reuse:2"])
+def test_unknown_baselines(models: dict[str, LanguageModel], spec: str) -> None:
+    model = models["dense"]
+    with pytest.raises(ValueError, match="give reuse, or droidspeak:J, J a number"):
+        reuse.baseline(spec, model, model)
+    with pytest.raises(ValueError, match="give droidspeak:J"):  # 512 tokens of context
+        droidspeak.choose(model, model)
+    assert "2 of 3" in reuse.baseline("droidspeak:2", model, model).name
+
+
 # ---- compute ---------------------------------------------------------------------------------
 
 
@@ -236,7 +162,7 @@ def test_shares_of_released_shapes_by_hand(name: str, hidden: int, inner: int) -
     count = 100
     weights = np.float64(2) * (hidden * 2048 * 2 + hidden * 1024 * 2 + 3 * hidden * inner)
     attention = sum(4.0 * 16 * 128 * (place + 1) for place in range(count))
-    layers = Costs(lazy_model(name)).by_layer(count)
+    layers = LayerCosts(lazy_model(name)).by_layer(count)
     assert layers == pytest.approx([weights * count + attention] * 28)
     assert round(sum(layers[:26]) / sum(layers), 2) == 0.93
     maps = 2.0 * 28 * 2 * 1024 * 1024
@@ -263,5 +189,5 @@ def test_a_translations_share_by_hand(models: dict[str, LanguageModel]) -> None:
         for native in (0, 1, 2):
             condition = lineup.translated("t", source, target, [translator], native)
             maps = 2.0 * 2 * 64 * outputs * (len(found) - native) * count
-            share = lineup.shares(target, [condition], count)["t"]
+            share = reuse.shares(source, target, [condition], count)["t"]
             assert share == pytest.approx((sum(found[:native]) + maps) / sum(found))

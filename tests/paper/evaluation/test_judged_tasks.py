@@ -1,0 +1,355 @@
+"""The paper's own tasks, asked through lm-eval, and the judge of their free answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import kvlingo_mlx as kv
+from benchmarks.paper.evaluation import judge as judging
+from benchmarks.paper.evaluation.judge import Judge, fraction, judge_answers, rating, yes_no
+from benchmarks.paper.evaluation.judge_prompts import TEMPLATES
+from benchmarks.paper.evaluation.points import SwitchingLM
+from benchmarks.paper.tasks import ADDED, QUESTION_AT
+from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.evaluation import conditions
+from kvlingo_mlx.evaluation.harness import running
+from kvlingo_mlx.models.language_model import LanguageModel
+
+lm_eval = pytest.importorskip("lm_eval")
+
+import datasets  # noqa: E402
+import huggingface_hub  # noqa: E402
+import lm_eval.evaluator as reference_harness  # noqa: E402
+
+from kvlingo_mlx.evaluation.harness import task_loading  # noqa: E402
+from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, RequestedAnswer  # noqa: E402
+from tests.support.lm_eval_tasks import MT_BENCH, QUAC  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def local(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network, data sets in a folder of the tests' own, and of lm-eval's own tasks none."""
+    folder = tmp_path_factory.getbasetemp()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(folder / "none" / "manager.py"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(reference_harness, "add_env_info", lambda storage: None)  # slow
+    task_loading._manager.cache_clear()
+
+
+@pytest.fixture
+def run_native(models: dict[str, LanguageModel], task_folder: Path) -> Callable[..., dict]:
+    model = models["dense"]
+
+    def run(*tasks: str, **options: Any) -> dict[str, Any]:
+        own: dict[str, Any] = {"condition": "native", "include_path": task_folder, "added": ADDED}
+        return running.run(model, conditions.native(model), tasks, **own | options)
+
+    return run
+
+
+def responses(found: dict[str, Any], task: str) -> list[list[Any]]:
+    """Each item's responses: ours, or those lm-eval logged for the reference."""
+    if "tasks" in found:
+        return [item["responses"] for item in found["tasks"][task]["items"]]
+    return [[one for request in sample["resps"] for one in request]
+            for sample in found["samples"][task]]  # fmt: skip
+
+
+# ---- our own tasks ----------------------------------------------------------------------------
+
+SESSION = [{"role": "user", "content": "I moved to Bern.", "has_answer": True},
+           {"role": "assistant", "content": "Noted."}]  # fmt: skip
+LONGMEMEVAL = [
+    {"question_id": name, "question_type": "single-session-user", "question": "Where do I live?",
+     "answer": answer, "question_date": "2023/05/30 (Tue) 23:40",
+     "haystack_dates": ["2023/05/20 (Sat) 02:21", "2023/05/02 (Tue) 10:00"],
+     "haystack_session_ids": ["s2", "s1"], "answer_session_ids": ["s1"],
+     "haystack_sessions": [[{"role": "user", "content": "Later chat."}], SESSION]}
+    for name, answer in (("q1", "Bern"), ("q2_abs", 3))
+]  # fmt: skip
+REPLIQA = [
+    {"document_id": "doc", "document_topic": "News", "document_path": "x.pdf",
+     "document_extracted": "Ann won the race.", "question_id": f"doc-q{i}", "question": "Who won?",
+     "answer": answer, "long_answer": "NA"}
+    for i, answer in enumerate(("Ann.", "UNANSWERABLE"))
+]  # fmt: skip
+CHALLENGE = {"axis": "SELF_COHERENCE", "target_question": "Is it polite?", "num_turns": 3}
+MULTICHALLENGE = [
+    {**CHALLENGE, "question_id": "m1", "pass_criteria": "YES",
+     "conversation": [{"role": "user", "content": "Be polite."},
+                      {"role": "assistant", "content": "Gladly."},
+                      {"role": "user", "content": "Bye."}]},
+    {"QUESTION_ID": "m2", "AXIS": "SELF_COHERENCE", "TARGET_QUESTION": "Is it rude?",
+     "PASS_CRITERIA": "NO", "CONVERSATION": {"role": ["user"], "content": ["Bye."]}},
+]  # fmt: skip
+RECORDS = {"quac": [QUAC], "mt_bench_101": MT_BENCH, "longmemeval": LONGMEMEVAL,
+           "repliqa": REPLIQA, "repliqa_facts": REPLIQA,
+           "multichallenge": MULTICHALLENGE}  # fmt: skip
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, Path]:
+    """A local file for each of our tasks: JSON lists and JSON lines."""
+    files = {}
+    for name, records in RECORDS.items():
+        files[name] = tmp_path / f"{name}.json"
+        lines = "\n".join(json.dumps(record) for record in records)
+        files[name].write_text(json.dumps(records) if name == "longmemeval" else lines)
+    return files
+
+
+@pytest.fixture
+def own_results(
+    run_native: Callable, data: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """All our tasks, answered by a script: the last word of the question, upside down traces."""
+    contexts: list[str] = []
+
+    def answer(context: str) -> str:
+        contexts.append(context)
+        if "Who drew him?" in context:
+            return "Cannotanswer."
+        if "Is it" not in context and "race" in context:
+            return "<think>never ending"
+        return "He first appeared in 1937" if "Daffy" in context else "Bern {and} [[9]]"
+
+    def answers(
+        self: PrefixLM, asked: Sequence[RequestedAnswer]
+    ) -> Iterator[tuple[RequestedAnswer, str]]:
+        return ((each, answer(each.context)) for each in asked)
+
+    monkeypatch.setattr(PrefixLM, "_answers", answers)
+    found = run_native(*RECORDS, data=data, seed=5)
+    return {**found, "contexts": contexts}
+
+
+def test_own_tasks_read_their_records(own_results: dict[str, Any]) -> None:
+    tasks, contexts = own_results["tasks"], own_results["contexts"]
+    assert {name: [item["id"] for item in task["items"]] for name, task in tasks.items()} == {
+        "quac": ["d1#0", "d1#1"], "mt_bench_101": ["CM-7", "MR-8"],
+        "longmemeval": ["q1", "q2_abs"], "repliqa": ["doc-q0"], "repliqa_facts": ["doc-q0"],
+        "multichallenge": ["m1", "m2"],
+    }  # fmt: skip
+    # Words of "He first appeared in 1937" in "Daffy first appeared in 1937": four of five.
+    assert [item["scores"]["f1"] for item in tasks["quac"]["items"]] == [pytest.approx(0.8), 1.0]
+    first, second = contexts[:2]
+    assert "CANNOTANSWER\n\nDaffy Duck" not in first and first.count("<|im_start|>") == 2
+    assert "Daffy first appeared in 1937.\n\nWhen did he appear?<|im_end|>" in first
+    history = "assistant\nfirst appeared in 1937<|im_end|>\n<|im_start|>user\nWho drew him?"
+    assert history in second
+    turn = contexts[2].count("<|im_start|>assistant")
+    assert turn in (2, 3, 4)  # the first turn of "CM" only sets the scene
+    assert f"user\nu{turn - 1}<|im_end|>\n<|im_start|>assistant\n" in contexts[2]
+    assert contexts[4].index("Bern") < contexts[4].index("Later chat")  # by date
+    assert "Today is 2023/05/30 (Tue) 23:40. Question: Where do I live?" in contexts[4]
+    assert "has_answer" not in contexts[4]
+    assert "Gladly.<|im_end|>" in contexts[-2]
+    (item,) = tasks["repliqa"]["items"]
+    assert item["answer"] == "" and item["responses"] == ["<think>never ending"]
+    assert tasks["longmemeval"]["items"][1]["subset"] == "abstention"
+
+
+def test_the_turn_is_drawn_by_the_seed(run_native: Callable, data: dict[str, Path]) -> None:
+    def prefix(seed: int) -> int:
+        found = run_native("mt_bench_101", data=data, seed=seed, limit=1, max_gen_toks=1)
+        return found["tasks"]["mt_bench_101"]["items"][0]["prefix_tokens"]
+
+    assert prefix(0) == prefix(0)
+    assert len({prefix(seed) for seed in range(8)}) > 1
+
+
+def test_own_tasks_without_a_template(run_native: Callable, data: dict[str, Path]) -> None:
+    found = run_native("multichallenge", data=data, apply_chat_template=False, max_gen_toks=1)
+    text = "User: Be polite.\n\nAssistant: Gladly.\n\nUser: Bye.\n\nAssistant:"
+    assert found["tasks"]["multichallenge"]["items"][0]["prefix_tokens"] == len(
+        kv.load(found["target"]).tokenizer.encode(text)
+    )
+
+
+@pytest.mark.parametrize("name", ["repliqa", "repliqa_facts", "longmemeval"])
+def test_questions_begin_where_they_should(
+    models: dict[str, LanguageModel], data: dict[str, Path], name: str
+) -> None:
+    """The context alone is given to a condition: what answers the question, not the question."""
+    model, read = models["dense"], []
+
+    def make(tokens: Sequence[int]) -> list:
+        read.append(model.tokenizer.decode(tokens[:-1]))
+        return conditions.native(model)(tokens)
+
+    options: dict[str, Any] = {"condition": "x", "data": data, "max_gen_toks": 1, "added": ADDED}
+    view = partial(SwitchingLM, point="context", question_at=QUESTION_AT)
+    moved = running.run(model, make, [name], lm=view, **options)
+    whole = running.run(model, conditions.native(model), [name], **options)
+    assert responses(moved, name) == responses(whole, name)
+    for text in read:
+        assert ("Ann won the race" in text) or ("I moved to Bern" in text and "Later" in text)
+        assert not any(question in text for question in ("Who won?", "Where do I live?", "Today"))
+
+
+def test_judging(own_results: dict[str, Any]) -> None:
+    asked: list[str] = []
+    replies = {
+        "Context memory": "Good. Rating: [[8]]", "Mathematical": "Rating: [[1996]]",
+        "Where do I live": "[[YES]]", "cannot be answered": "I think so: yes.",
+        "reference says": "Verdict: [[no]]", "key facts": "Facts: [[1/4]]",
+        "polite": "[[yes]]", "rude": "[[no]]",
+    }  # fmt: skip
+
+    def judge(prompt: str) -> str:
+        asked.append(prompt)
+        (reply,) = {replies[key] for key in list(replies)[::-1] if key in prompt and (
+            key != "Where do I live" or "cannot be answered" not in prompt)}  # fmt: skip
+        return reply
+
+    stored = json.loads(json.dumps({k: v for k, v in own_results.items() if k != "contexts"}))
+    steps: list[tuple[int, int]] = []
+    judged = judge_answers(stored, judge, progress=lambda *step: steps.append(step))
+    scores = {name: [item["scores"] for item in task["items"]]
+              for name, task in judged["tasks"].items()}  # fmt: skip
+    assert scores["mt_bench_101"] == [{"rating": 8.0}, {"rating": None}]
+    assert scores["longmemeval"] == [{"accuracy": 1.0}, {"accuracy": None}]
+    assert scores["repliqa"] == [{"correct": 0.0}]
+    assert scores["repliqa_facts"] == [{"fact_coverage": 0.25}]
+    assert scores["multichallenge"] == [{"pass": 1.0}, {"pass": 1.0}]
+    tasks = judged["tasks"]
+    assert [tasks[n]["malformed"] for n in ("mt_bench_101", "longmemeval", "repliqa")] == [1, 1, 0]
+    assert tasks["longmemeval"]["metrics"]["accuracy"] == {"value": 1.0, "error": None, "count": 1}
+    assert tasks["quac"] == stored["tasks"]["quac"]
+    assert steps[-1] == (8, 8)
+    assert judging.NO_ANSWER in asked[4]  # the trace that never ended
+    assert "It is 2." in asked[1] and "u0" in asked[0] and "Bern {and} [[9]]" in asked[0]
+
+
+def test_a_benchmarks_own_prompts(own_results: dict[str, Any]) -> None:
+    asked: list[str] = []
+    judge_answers(
+        own_results,
+        lambda p: asked.append(p) or "",
+        prompts={"multichallenge": "{{{answer}}} [[yes]]?"},
+    )
+    assert asked[-1] == "{Bern {and} [[9]]} [[yes]]?"
+    for text in ("no places", "{answer} {wrong}", "{answer", "{} {answer}"):
+        with pytest.raises(ValueError, match="the judge prompt multichallenge"):
+            judge_answers(own_results, lambda p: "", prompts={"multichallenge": text})
+    with pytest.raises(ValueError, match="no judge prompt is called multi"):
+        judge_answers(own_results, lambda p: "", prompts={"multi": "{answer}"})
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda r: r.pop("question"), "record 2 of .*longmemeval.json .*field 'question'"),
+        (lambda r: r.update(haystack_sessions=[[{"role": "tool", "content": "x"}]] * 2),
+         "no conversation"),
+        (lambda r: r.update(haystack_dates=[]), "record 2"),
+        (lambda r: r.update(question_id="q2", question_type="new"), "longmemeval/new is no kind"),
+        (lambda r: r.update(haystack_sessions=3), "record 2"),
+    ],
+)  # fmt: skip
+def test_records_of_another_schema(
+    run_native: Callable, data: dict[str, Path], spoil: Callable, message: str
+) -> None:
+    records = json.loads(json.dumps(LONGMEMEVAL))
+    spoil(records[1])
+    data["longmemeval"].write_text(json.dumps(records))
+    with pytest.raises(KVLingoError, match=message):
+        run_native("longmemeval", data=data)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[1, 2]", "{", "null", '"x"'])
+def test_files_that_hold_no_records(run_native: Callable, data: dict[str, Path], text: str) -> None:
+    data["repliqa"].write_text(text)
+    with pytest.raises(KVLingoError, match=r"repliqa\.json"):
+        run_native("repliqa", data=data)
+    with pytest.raises(KVLingoError, match="cannot be read"):
+        run_native("repliqa", data={"repliqa": "/no/such/file.json"})
+
+
+# ---- the judge ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "reply, number",
+    [
+        ("Rating: [[7]]", 7.0), ("[[10]]", 10.0), ("[[1]]", 1.0), ("so [[ 8.5 ]] it is", 8.5),
+        ("[[7]] and again [[7]]", 7.0), ("Rating: [[1996]]", None), ("[[0]]", None),
+        ("[[11]]", None), ("[[10.5]]", None), ("[[-3]]", None), ("Rating: 7", None),
+        ("Rating: [7]", None), ("[[seven]]", None), ("[[7/10]]", None), ("[[7]] or [[8]]", None),
+        ("[[]]", None), ("", None), ("1996 was good", None), ("[[٧]]", None),
+    ],
+)  # fmt: skip
+def test_ratings(reply: str, number: float | None) -> None:
+    assert rating(reply) == number
+
+
+@pytest.mark.parametrize(
+    "reply, verdict",
+    [
+        ("[[yes]]", 1.0), ("It does. [[No]]", 0.0), ("[[ YES ]]", 1.0), ("yes", None),
+        ("Yes, it is correct.", None), ("[[yes]] or [[no]]", None), ("[[maybe]]", None),
+        ("[[yes", None), ("", None),
+    ],
+)  # fmt: skip
+def test_verdicts(reply: str, verdict: float | None) -> None:
+    assert yes_no(reply) == verdict
+
+
+@pytest.mark.parametrize(
+    "reply, share",
+    [
+        ("Facts: [[2/3]]", 2 / 3), ("[[0/4]]", 0.0), ("[[ 4 / 4 ]]", 1.0), ("[[5/4]]", None),
+        ("[[0/0]]", None), ("2/3", None), ("[[-1/3]]", None), ("[[0.5]]", None),
+    ],
+)  # fmt: skip
+def test_fractions(reply: str, share: float | None) -> None:
+    assert fraction(reply) == share
+
+
+def test_every_prompt_has_a_verdict_and_its_places() -> None:
+    for name, template in TEMPLATES.items():
+        assert template.verdict in judging.VERDICTS
+        assert "answer" in (judging._places(template.text) or ()), name
+        example = {"rating": "Rating: [[n]]", "yes_no": "[[yes]] or [[no]]",
+                   "fraction": "[[conveyed/all]]"}[template.verdict]  # fmt: skip
+        assert example in template.text
+
+
+def test_a_local_judge_is_greedy_and_keeps_its_replies(
+    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file = models["moe"], tmp_path / "judge.jsonl"
+    judge = Judge(model, max_tokens=8, responses=file)
+    text = "<|im_start|>user\nIs it?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    tokens, cache = model.tokenizer.encode(text), make_prompt_cache(model.model)
+    wanted: list[int] = []
+    for _ in range(8):
+        logits = model.model(mx.array((wanted and wanted[-1:]) or tokens)[None], cache=cache)
+        wanted.append(int(mx.argmax(logits[0, -1]).item()))
+    assert judge("Is it?") == model.tokenizer.decode(wanted)
+    monkeypatch.setattr(Judge, "_reply", lambda self, prompt: "asked again")
+    again = Judge(model, max_tokens=8, responses=file)
+    assert again("Is it?") == model.tokenizer.decode(wanted)
+    assert again("Is it now?") == "asked again"
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="context"):
+        judge("x " * 600)
+
+
+def test_a_judges_own_reasoning_is_dropped(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = "<think>is it [[no]]?</think>\n[[yes]]"
+    monkeypatch.setattr(judging, "generate", lambda *args, **options: reply)
+    assert yes_no(Judge(models["dense"])("Is it?")) == 1.0

@@ -29,10 +29,6 @@ class Lines:
     paste by the terminal's marks; without it, a paste is the text that arrives at once after the
     prompt.
 
-    Attributes:
-        terminal: Whether standard input is a terminal.
-        readline: The module that edits lines in a terminal; None if there is none.
-
     Raises:
         ValueError: Standard input is closed.
     """
@@ -42,7 +38,7 @@ class Lines:
             raise ValueError("a chat reads standard input, which is closed")
         self.terminal = sys.stdin.isatty()
         self._warned = False
-        self.readline = _readline() if self.terminal else None
+        self.readline = _readline() if self.terminal else None  # which edits lines
         self._typed: queue.Queue[str | ValueError | None] = queue.Queue()
         self._reading: threading.Thread | None = None
 
@@ -200,14 +196,11 @@ class Stop:
 
     Before the first token it raises KeyboardInterrupt, once. Later it only sets ``asked``, which
     the loop over the tokens checks.
-
-    Attributes:
-        began: Whether the first token has arrived.
-        asked: Whether Ctrl-C was pressed.
     """
 
     def __init__(self) -> None:
-        self.began = self.asked = False
+        self.began = False  # whether the first token has arrived
+        self.asked = False  # whether Ctrl-C was pressed
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         raises = not self.began and not self.asked

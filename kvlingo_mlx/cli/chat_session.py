@@ -38,28 +38,18 @@ HELP = {
 
 
 class Chat:
-    """A chat of one user with several models.
-
-    Args:
-        talk: The conversation.
-        lines: The source of the user's lines.
-        options: The options of every reply.
-        route: Chooses the answering model, unless the user has chosen one.
-        use: The model that answers first.
-        save: The folder where the conversation is saved at the end.
-        resume: The folder from which it was resumed.
-    """
+    """A chat of one user with several models."""
 
     def __init__(
         self,
         talk: Conversation,
         lines: Lines,
-        options: Mapping[str, Any],
+        options: Mapping[str, Any],  # of every reply
         *,
-        route: Route | None = None,
-        use: str | None = None,
-        save: str | None = None,
-        resume: str | None = None,
+        route: Route | None = None,  # chooses who answers, unless the user has
+        use: str | None = None,  # who answers first
+        save: str | None = None,  # the folder for the end
+        resume: str | None = None,  # the folder from which the conversation was resumed
     ) -> None:
         self.talk, self.names = talk, tuple(talk.lines)
         self._lines, self._options, self._route = lines, options, route
@@ -123,14 +113,14 @@ class Chat:
                 if not rank():
                     complain(error)
 
-    def _tell(self, error: BaseException) -> None:
+    def _tell(self, error: OSError | MemoryError | RuntimeError | KeyboardInterrupt) -> None:
         """Tell what ended an answer, or a command, but not the chat."""
         if isinstance(error, KeyboardInterrupt):
             say("stopped")
-        elif isinstance(error, KVLingoError | OSError):
-            complain(error)
-        elif isinstance(error, MemoryError | RuntimeError):
-            complain(_out_of_memory(error))
+        else:
+            complain(
+                _out_of_memory(error) if not isinstance(error, KVLingoError | OSError) else error
+            )
 
     @contextlib.contextmanager
     def _healing(self) -> Iterator[None]:
@@ -215,24 +205,22 @@ class Chat:
 
     def _command(self, line: str) -> None:
         word, _, rest = (part.strip() for part in line.strip().partition(" "))
-        with_word: dict[str, Callable[[str], None]] = {"/use": self._use, "/save": self._save}
-        alone: dict[str, Callable[[], None]] = {
+        commands: dict[str, Callable[[str], None]] = {
+            "/use": self._use,
+            "/save": self._save,
             "/undo": self._undo,
             "/stats": self._stats,
             "/help": self._help,
             "/exit": self._exit,
         }
-        if word in with_word:
-            with_word[word](rest)
-        elif word not in alone:
+        if word not in commands:
             raise ValueError(
-                f"there is no {word}; there are {', '.join([*with_word, *alone])} (a message that "
-                "begins with / needs a space before it)"
+                f"there is no {word}; there are {', '.join(commands)} (a message that begins with "
+                "/ needs a space before it)"
             )
-        elif rest:
+        if rest and word not in ("/use", "/save"):
             raise ValueError(f"{word} stands alone; found {rest!r} after it")
-        else:
-            alone[word]()
+        commands[word](rest)
 
     def _use(self, name: str) -> None:
         names = [*self.names, *([AUTO] if self._route else [])]
@@ -240,7 +228,7 @@ class Chat:
             raise ValueError(f"/use is followed by {name!r}; give one of {', '.join(names)}")
         self._active = name
 
-    def _undo(self) -> None:
+    def _undo(self, _: str) -> None:
         self.talk.undo()
         say("took back the last message and its answer")
 
@@ -261,15 +249,15 @@ class Chat:
             self._save(str(fresh))
             raise
 
-    def _help(self) -> None:
+    def _help(self, _: str) -> None:
         width = max(map(len, HELP))
         for word, meaning in HELP.items():
             say(f"{word:<{width}}  {meaning}")
 
-    def _exit(self) -> None:
+    def _exit(self, _: str) -> None:
         self._ended = True
 
-    def _stats(self) -> None:
+    def _stats(self, _: str) -> None:
         print_lines(self.talk.stats())
         switch = self.talk.last_switch
         if switch is None:

@@ -84,7 +84,6 @@ NativeLayers = Annotated[
     str | None,
     typer.Option(help="How many first cache layers the target reads itself; auto: as tuned."),
 ]
-HealShare = Annotated[float, typer.Option(help="The share of its speed that decoding keeps.")]
 AllowMismatch = Annotated[
     bool, typer.Option(help="Accept a translator of other checkpoints of the same shape.")
 ]

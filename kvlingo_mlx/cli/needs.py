@@ -14,7 +14,6 @@ from typer.core import TyperCommand
 from kvlingo_mlx.cli.command import take_words
 from kvlingo_mlx.cli.eval_options import OWN, words
 from kvlingo_mlx.cli.keys import KEYS, hide, is_key, spelled, write_help
-from kvlingo_mlx.cli.output import given_options
 from kvlingo_mlx.format.kinds import KINDS
 from kvlingo_mlx.options import Need, OptionError, among, as_argument, is_set, off
 
@@ -83,10 +82,7 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("seed", "seeds", off, why="which names them all"),
     ),
     "import": PAIR,
-    "export": (
-        *PAIR,
-        Need("source", "to", lambda to: to == "veloxquant", "veloxquant", "which asks no model"),
-    ),
+    "export": PAIR,
     "verify": (
         *PAIR,
         Need("allow_mismatch", "source", is_set, "MODEL", "against which nothing is checked"),
@@ -116,6 +112,9 @@ VERBS: dict[str, tuple[Need, ...]] = {
 }  # fmt: skip
 
 
+TYPED = ("COMMANDLINE", "DEFAULT_MAP")  # or read from --config
+
+
 class Checked(TyperCommand):
     """A verb that refuses options without effect before it begins."""
 
@@ -141,8 +140,9 @@ class Checked(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         """Check the options, then run the verb; wrong ones are named as they are typed."""
         options = {p.name: p for p in self.params}
-        given = given_options(ctx)
-        given |= dict.fromkeys(take_words(self.name or "", ctx.params), "")
+        sources = {name: ctx.get_parameter_source(name) for name in options}
+        typed = [n for n, found in sources.items() if found and found.name in TYPED]
+        typed += take_words(self.name or "", ctx.params)
 
         def spell(name: str, value: Any) -> str:
             if name not in options:
@@ -153,7 +153,7 @@ class Checked(TyperCommand):
 
         try:
             for need in self.needed():
-                need.check(given, ctx.params)
+                need.check(typed, ctx.params)
             return super().invoke(ctx)
         except OptionError as error:
             raise ValueError(error.write(spell)) from error

@@ -141,17 +141,6 @@ def rank() -> int:
     return int(os.environ.get(RANK, 0))
 
 
-def given_options(context: typer.Context) -> dict[str, str]:
-    """Where the options come from that were typed or read from a file, by parameter name."""
-    given = {}
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        if source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP"):
-            given[name] = source.name
-    return given
-
-
 @dataclass(frozen=True)
 class Told:
     """A fact whose text for people differs from its value for programs."""

@@ -37,9 +37,8 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.stage1.closed_form import Moments, solve
 from kvlingo_mlx.stage1.selection import candidates
-from kvlingo_mlx.training.distill import Distillation
+from kvlingo_mlx.training.distill import Distillation, start_runs
 from kvlingo_mlx.training.recipe import Recipe
-from kvlingo_mlx.training.runs import start_runs
 from kvlingo_mlx.training.runtime import pair_of
 from kvlingo_mlx.translators import build
 

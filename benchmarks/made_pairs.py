@@ -66,10 +66,10 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.training.checkpoints import check_settings
-from kvlingo_mlx.training.pipeline import Training
 from kvlingo_mlx.training.plan import TrainingPlan, make_config, reconstruction
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Pair, pair_of
+from kvlingo_mlx.training.trainer import Trainer
 from kvlingo_mlx.translators.base import Translator
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -276,9 +276,9 @@ def trained(
         how = f"steps-{recipe.steps}-of-{recipe.batch}-lr-{rates}"
     name = f"{names}-nu-{plan.nu}-of-{plan.fit_samples}-seed-{plan.seed}-{how}"
     settings = {"data": ["kvlingo_mlx.embedded.dialogues"], "facts": args.facts}
-    done = Training(
+    done = Trainer(
         pair.source, pair.target, data, plan, args.work / "translators" / name,
-        settings=settings, fit=fit,
+        settings=settings, start=fit and fit.result,
     ).run()  # fmt: skip
     return load_translator(done)
 
@@ -294,7 +294,7 @@ def translators(
         yield "self-distilled", trained(pair, plan, data, args)
         return
     samples = [data.sample(number) for number in range(args.fit_dialogues)]
-    fit = ClosedForm(make_config(source, target, plan), pair, lambda at: samples[at:], plan.norm)
+    fit = ClosedForm(make_config(source, target, plan), pair, lambda: samples, plan.norm)
     fit.run()
     unrefined = plan_of(pair, maps, seed, 0, args)
     yield "closed form", trained(pair, unrefined, data, args, fit)

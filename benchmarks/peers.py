@@ -260,9 +260,7 @@ def closed(
     config = TranslatorConfig(
         source.spec(), target.spec(), by_depth(*ends, nu), capture="post_norm"
     )
-    work = ClosedForm(
-        config, Rows(source, target), lambda start: samples[start:], method=method, nu=nu
-    )
+    work = ClosedForm(config, Rows(source, target), lambda: samples, method=method, nu=nu)
     work.run()
     return build(work.config, Weights.from_float32(work.weights, "float32"))
 

@@ -55,9 +55,9 @@ from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.delta_rule import in_chunks
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.training.pipeline import Training
 from kvlingo_mlx.training.plan import TrainingPlan
 from kvlingo_mlx.training.recipe import Recipe
+from kvlingo_mlx.training.trainer import Trainer
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 
@@ -159,7 +159,7 @@ def distilled(
     folder = args.work / f"{_names(source, target)}{way}-{nu}-{seed}-{args.steps}"
     settings = {"data": ["kvlingo_mlx.embedded.dialogues"], "facts": list(_told_facts(args))}
     stream = _stream(source, target, seed, args)
-    done = Training(source, target, stream, plan, folder, settings=settings).run()
+    done = Trainer(source, target, stream, plan, folder, settings=settings).run()
     return load_translator(done)
 
 

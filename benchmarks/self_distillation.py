@@ -35,9 +35,8 @@ from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.distill import Distillation
+from kvlingo_mlx.training.distill import Distillation, start_runs
 from kvlingo_mlx.training.recipe import Recipe
-from kvlingo_mlx.training.runs import start_runs
 from kvlingo_mlx.translators import build
 
 NORMS = ("frobenius", "attention_mass")
@@ -70,7 +69,7 @@ def fit_samples(model: LanguageModel, count: int, seed: int) -> list[Sample]:
 def fitted(
     config: TranslatorConfig, pair: Pair, samples: list[Sample], norm: str
 ) -> dict[str, np.ndarray]:
-    fit = ClosedForm(config, pair, lambda start: samples[start:], norm_named(norm))
+    fit = ClosedForm(config, pair, lambda: samples, norm_named(norm))
     fit.run()
     return fit.weights
 

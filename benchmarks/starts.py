@@ -25,9 +25,8 @@ from kvlingo_mlx.making.run import HELD_OUT
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.stage1.closed_form import unknowns
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.distill import Distillation
+from kvlingo_mlx.training.distill import Distillation, start_runs
 from kvlingo_mlx.training.recipe import Recipe
-from kvlingo_mlx.training.runs import start_runs
 from kvlingo_mlx.training.runtime import Pair, pair_of
 
 PAIRS = (

@@ -32,6 +32,7 @@ from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import command_line
+from kvlingo_mlx.training.checkpoints import read_log
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.mixture import Mixture
 
@@ -89,7 +90,7 @@ def train(names: Sequence[str], data: Path, out: Path, plain: bool, seed: int, a
     finally:
         command_line.Stream = kept  # type: ignore[misc]
     assert done is not None and done.log is not None
-    return {"held_out_kl": [line["held_out"][0] for line in command_line.read_log(done.log)]}
+    return {"held_out_kl": [line["held_out"][0] for line in read_log(done.log)]}
 
 
 def samples_of(model: str, data: Path, context: int, plain: bool, seed: int, args: Any) -> list:

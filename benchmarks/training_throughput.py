@@ -23,9 +23,8 @@ from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.distill import Distillation
+from kvlingo_mlx.training.distill import Distillation, start_runs
 from kvlingo_mlx.training.recipe import Recipe
-from kvlingo_mlx.training.runs import start_runs
 from kvlingo_mlx.training.runtime import Model, Pair, pair_of
 
 SOURCE, PREFIX, TEACHER = "source prefix", "target prefix", "continuation"

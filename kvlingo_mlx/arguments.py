@@ -153,7 +153,7 @@ KINDS: dict[str, Kind] = {
                  "a file, a folder or a dataset's name, or a list of them"),
     **dict.fromkeys("minutes max_kl min_recall ridge seconds patience".split(),
                     number("a number")),
-    "told": Kind(lambda value: named(value, "Told"), "a kvlingo_mlx.making.Told"),
+    "callbacks": Kind(lambda value: named(value, "Callbacks"), "a kvlingo_mlx.making.Callbacks"),
     "translators": Kind(is_listed, "a list of translators, each a folder, a Hub id or loaded"),
 }  # fmt: skip
 # Arguments that the functions check themselves, because they accept many types.

@@ -30,9 +30,9 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.store.importing import import_translator
 from kvlingo_mlx.training.distill import Report
-from kvlingo_mlx.training.pipeline import Training
 from kvlingo_mlx.training.plan import MLP_STAGE1_RATE, TrainingPlan
 from kvlingo_mlx.training.recipe import Recipe
+from kvlingo_mlx.training.trainer import Trainer
 
 
 def train(
@@ -57,7 +57,7 @@ def train(
             text = f"{source} to {target}: KL {done.kl:.4f}, held out {done.held_out:.4f}"
             bar.update(task, completed=plan.fit_samples + done.step, description=text)
 
-        trained = Training(
+        trained = Trainer(
             *(replace(torch_model.load(str(f), dtype=torch.float32), name=f.name) for f in folders),
             DialogueStream(
                 load(folders[1]), plan.seed, facts, turns=turns, source=load(folders[0])

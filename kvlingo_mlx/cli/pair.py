@@ -48,7 +48,7 @@ def command(options: PairOptions) -> None:
     if options.plot:
         pictures.check(options.plot)
 
-    from kvlingo_mlx.making import Told, pair
+    from kvlingo_mlx.making import Callbacks, pair
 
     seconds = 60.0 * options.minutes
     with progress_bar("looking at the models", seconds=seconds) as step:
@@ -62,7 +62,7 @@ def command(options: PairOptions) -> None:
                 target,
                 options.data or (),
                 **options.some("minutes out max_kl min_recall nu seed force"),
-                told=Told(say, warn, show),
+                callbacks=Callbacks(say, warn, show),
             )
         except KeyboardInterrupt:
             warn("stopped; the same command goes on with what is kept")

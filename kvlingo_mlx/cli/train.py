@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlingo_mlx.cli.command import Configured, TwoModels, option, verb
@@ -159,15 +160,14 @@ def command(options: TrainOptions) -> None:
 
 def _report(options: TrainOptions, done: Sequence[command_line.Done], config: Any) -> None:
     """Tell what was trained, and keep the record; a process that does not lead has nothing."""
-    from kvlingo_mlx.format import translator_folder
     from kvlingo_mlx.training import command_line
+    from kvlingo_mlx.training.checkpoints import read_log
 
     results = []
     for each in done:
-        _tell(options, each)
-        curve = [] if each.log is None else command_line.read_log(each.log)
-        provenance = dict(translator_folder.read_config(each.folder).provenance)
-        results.append({"provenance": provenance, "curve": curve})
+        curve = [] if each.log is None else read_log(each.log)
+        _tell(options, each, curve)
+        results.append({"provenance": dict(each.provenance), "curve": curve})
     if len(done) > 1 and (said := command_line.seeds_told(done)):
         say(said)
     if done:
@@ -222,34 +222,44 @@ def _histogram(options: TrainOptions, asked: command_line.Options) -> None:
     keep(options.json_file, "prefix_lengths", asdict(asked), results)
 
 
+def _picture(options: TrainOptions, folder: Path) -> str:
+    """The file of a training's picture; several seeds' have their folders' names in it."""
+    path = Path(str(options.plot))
+    return str(path.with_stem(f"{path.stem}-{folder.name}") if options.seeds else path)
+
+
 def _final(kl: float | None) -> str:
     return "diverged" if kl is None else f"{kl:.4f}"
 
 
-def _tell(options: TrainOptions, done: command_line.Done) -> None:
+def _tell(options: TrainOptions, done: command_line.Done, curve: Sequence[Any]) -> None:
     """Report the result of a training, and draw its curve."""
     from kvlingo_mlx.format.translator_folder import read_config
     from kvlingo_mlx.loading.grading import NO_RECEIPT, said_of
     from kvlingo_mlx.reporting import pictures
     from kvlingo_mlx.training import command_line
+    from kvlingo_mlx.training.watch import outlook
 
+    made, tried = done.provenance, done.provenance.get("sweep", ())
     if done.before:
         say(f"{done.folder} is finished already, and was left as it is; --force trains it anew")
     elif done.log is None:
         say(f"wrote {done.folder}: stage 1 alone, as --steps is 0")
     else:
-        ending = "at the end" if done.tried else "at best"
-        say(f"wrote {done.folder}: held-out KL {done.first:.4f} at first, {done.best:.4f} {ending}")
-        if done.tried:
-            rows = [[f"{t['learning_rate']:g}", _final(t["held_out"])] for t in done.tried]
-            table(f"The sweep, which chose {done.rate:g}", ["learning rate", "final KL"], rows)
-        if done.outlook:
-            say(done.outlook)
+        first, best = made["held_out_kl_at_first"], made["held_out_kl"]
+        ending = "at the end" if tried else "at best"
+        say(f"wrote {done.folder}: held-out KL {first:.4f} at first, {best:.4f} {ending}")
+        if tried:
+            rows = [[f"{t['learning_rate']:g}", _final(t["held_out"])] for t in tried]
+            title = f"The sweep, which chose {made['learning_rate']:g}"
+            table(title, ["learning rate", "final KL"], rows)
+        elif more := outlook(curve):
+            say(more)
         say(f"the log is {done.log}")
         if options.plot:
             title = pictures.pair(options.source, options.target)
-            picture = command_line.picture_of(options.plot, done.folder if options.seeds else None)
+            picture = _picture(options, done.folder)
             command_line.draw(done.log, picture, title)
             say(f"drew {picture}")
     config = read_config(done.folder)
-    say(f"grade: {said_of(config) if 'receipt' in config.provenance else NO_RECEIPT}")
+    say(f"grade: {said_of(config) if 'receipt' in made else NO_RECEIPT}")

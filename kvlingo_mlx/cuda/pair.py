@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar
@@ -78,6 +78,9 @@ class Pair:
 
     def wide(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.double()
+
+    def joined(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+        return arrays[0] if len(arrays) == 1 else torch.cat(list(arrays), dim=1)
 
     def array(self, array: np.ndarray) -> torch.Tensor:
         return torch.tensor(array).to(self.target.device)

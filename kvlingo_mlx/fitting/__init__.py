@@ -37,7 +37,7 @@ from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.stage1.closed_form import checked_ridge, shortage
 from kvlingo_mlx.stage1.norms import norm_named
-from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm, Hooks
+from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm
 from kvlingo_mlx.stage1.selection import METHODS
 from kvlingo_mlx.tokenization.aligned_prefix import check_capture
 from kvlingo_mlx.tokenization.samples import HeldOut
@@ -123,22 +123,26 @@ def fit(
     config = _config(source, target, assignment, nu, head_mixing, capture, state_maps)
     group = ranks.here()
     read = chosen(records_of(samples), (source, target), config, norm, tokens)
-    every = list(enumerate(read.samples))
+    every, total = list(enumerate(read.samples)), len(read.samples)
     asked = {"data": every, "options": (config.to_json(), norm, method, nu, memory, ridge)}
     group.agree(lambda: sharding.facts_of_work((source, target), **sharding.digests_of(asked)))
     work = ClosedForm(
         config,
         Rows(source, target),
-        lambda start: (s if group.owns(n) else None for n, s in every[start:]),
+        lambda: (s if group.owns(n) else None for n, s in every),
         norm,
         method,
         nu,
         memory,
-        ridge=checked_ridge(ridge),
-        group=group,
-        count=len(read.samples),
+        checked_ridge(ridge),
+        group,
+        total,
     )
-    work.hooks = _hooks(config, len(read.samples), progress, solving)
+    if progress is not None:
+        work.progress = lambda used, done, passes: progress(used + done * total, passes * total)
+    if solving is not None:
+        maps = len(maps_of(config)) + len(state_maps_of(config))
+        work.solved = lambda number: solving(number, maps)
     if group.leads and read.samples:
         say(outlook(work, read))
     work.run()
@@ -216,15 +220,3 @@ def _receipt(
         if group.leads:
             warnings.warn(f"the fit leaves no receipt: {problem}", KVLingoWarning, stacklevel=3)
         return kept
-
-
-def _hooks(
-    config: TranslatorConfig, count: int, progress: Progress | None, solving: Progress | None
-) -> Hooks:
-    """The user's functions, called with numbers and their totals."""
-    maps = len(maps_of(config)) + len(state_maps_of(config))
-    tell, solve = progress or (lambda *numbers: None), solving or (lambda *numbers: None)
-    return Hooks(
-        progress=lambda used, done, passes: tell(used + done * count, passes * count),
-        solved=lambda number: solve(number, maps),
-    )

@@ -61,6 +61,9 @@ class Rows:
     def wide(self, rows: np.ndarray) -> np.ndarray:
         return rows.astype(np.float64)
 
+    def joined(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=1)
+
     def array(self, array: np.ndarray) -> np.ndarray:
         return array
 

@@ -13,14 +13,14 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading import ranks
 from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
-from kvlingo_mlx.making.made import Made, Told
+from kvlingo_mlx.making.result import Callbacks, PairResult
 from kvlingo_mlx.making.run import Making, dialogues
-from kvlingo_mlx.making.work import Work
+from kvlingo_mlx.making.state import RunState
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.recipe import require
 
-__all__ = ["Made", "Told", "pair"]
+__all__ = ["Callbacks", "PairResult", "pair"]
 
 TUNING = "choosing native layers", "leave out --max-kl and --min-recall (max_kl, min_recall)"
 
@@ -38,8 +38,8 @@ def pair(
     nu: int | None = None,
     seed: int = 0,
     force: bool = False,
-    told: Told | None = None,
-) -> Made:
+    callbacks: Callbacks | None = None,
+) -> PairResult:
     """Make a translator from ``source`` to ``target`` in the time there is, on MLX.
 
     It measures how fast this machine is and chooses lengths accordingly. It tries closed forms and
@@ -61,7 +61,7 @@ def pair(
             Each makes a switch dearer.
         seed: Chooses the samples.
         force: Whether to replace what is finished, here and in the store.
-        told: Functions that are told how the work proceeds.
+        callbacks: Functions that hear how the work proceeds.
 
     Raises:
         ValueError: An argument or the data are bad, or ``out`` holds something else.
@@ -75,7 +75,7 @@ def pair(
     require("the KL to tune to (--max-kl)", max_kl or 0.0, 0)
     require("the recall to tune to (--min-recall)", min_recall or 0.0, 0, 1)
     require("source layers per target layer (--nu)", 1 if nu is None else nu, 1)
-    told = told or Told()
+    callbacks = callbacks or Callbacks()
     named = (data,) if isinstance(data, str | os.PathLike) else data
     sources = tuple(os.fspath(each) for each in named)
     folder = Path(out or _folder_name(source, target))
@@ -92,8 +92,8 @@ def pair(
         task = dialogues(*ends, seed)
     names = {"source": ends[0].name, "target": ends[1].name}
     asked = {**names, "data": list(sources), "minutes": minutes, "nu": nu, "seed": seed}
-    work = Work(folder.with_name(f"{folder.name}.pair"), asked, started)
-    making = Making(ends, folder, work, sources, 60.0 * minutes, seed, force, told, task, nu)
+    work = RunState(folder.with_name(f"{folder.name}.pair"), asked, started)
+    making = Making(ends, folder, work, sources, 60.0 * minutes, seed, force, callbacks, task, nu)
     if not making.finished():
         work.open()
         making.train()

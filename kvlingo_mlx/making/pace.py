@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.stage1.closed_form import ENOUGH, unknowns
@@ -30,17 +29,11 @@ STARTING, DISTILLING = 0.2, 0.7  # the shares of closed forms and of stage 2
 
 @dataclass(frozen=True)
 class Pace:
-    """What a conversation costs on average.
+    """What a conversation costs on average."""
 
-    Attributes:
-        prefix: The tokens of its prefix.
-        reading: The seconds in which both models read it, with its continuation.
-        learning: The seconds of one learning rate's loss and gradient.
-    """
-
-    prefix: float
-    reading: float
-    learning: float
+    prefix: float  # the tokens of its prefix
+    reading: float  # the seconds in which both models read it, with its continuation
+    learning: float  # the seconds of one learning rate's loss and gradient
 
     def steps(self, seconds: float, rates: int) -> float:
         """The steps that ``seconds`` of stage 2 allow; after each tenth half the rates go on."""
@@ -71,27 +64,14 @@ def measured(pair: Pair, config: TranslatorConfig, samples: Iterable[Sample], mo
 
 @dataclass(frozen=True)
 class Lengths:
-    """What there is time for.
+    """What there is time for."""
 
-    Attributes:
-        max_prefix: The longest prefix, in tokens, before it is scaled to the models' context.
-        max_continuation: The tokens to which answers are cut.
-        fit_samples: The conversations for a closed form.
-        most: The most source layers that there is time to fit.
-        steps: About how many steps there is time for.
-        seconds_per_token: The seconds in which both models read a token of a prefix.
-    """
-
-    max_prefix: int
-    max_continuation: int
-    fit_samples: int
-    most: int
-    steps: int
-    seconds_per_token: float
-
-    def as_json(self) -> dict[str, Any]:
-        """All fields."""
-        return dict(vars(self))
+    max_prefix: int  # tokens, before it is scaled to the models' context
+    max_continuation: int  # tokens to which answers are cut
+    fit_samples: int  # conversations for a closed form
+    most: int  # source layers that there is time to fit
+    steps: int  # about
+    seconds_per_token: float  # in which both models read a token of a prefix
 
 
 def candidates(context: int) -> Iterator[int]:

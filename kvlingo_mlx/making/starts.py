@@ -7,11 +7,9 @@ of what further source layers bring: self-distillation lowers it most where ther
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -47,36 +45,33 @@ def configs(pair: Pair, nu: int | None = None) -> dict[int, TranslatorConfig]:
     Raises:
         ValueError: The source has fewer than ``nu`` layers of a kind.
     """
-    if nu is not None:
-        return {nu: make_config(pair.source, pair.target, TrainingPlan(nu=nu))}
-    found = {}
-    for each in NUS:
+    found: dict[int, TranslatorConfig] = {}
+    for each in NUS if nu is None else (nu,):
         try:
             found[each] = make_config(pair.source, pair.target, TrainingPlan(nu=each))
         except ValueError:
+            if not found:
+                raise
             break  # the source has fewer layers of a kind
     return found
 
 
-def fit_of(pair: Pair, nu: int, norm: str, samples: Sequence[Sample]) -> ClosedForm:
-    """A closed form that is yet to be made."""
-    config = make_config(pair.source, pair.target, TrainingPlan(nu=nu, norm=norm))
-    return ClosedForm(config, pair, lambda start: samples[start:], norm)
-
-
-def judged(pair: Pair, fit: ClosedForm, nu: int, held_out: Sequence[Sample], path: Path) -> Start:
-    """A closed form, made, kept in the file ``path``, and judged on ``held_out``."""
-    norm = fit.norm
+def judged(
+    pair: Pair, way: tuple[int, str], samples: Sequence[Sample], held_out: Sequence[Sample],
+    path: Path,
+) -> Start:  # fmt: skip
+    """A closed form of a number of source layers and a norm, judged, and kept in ``path``."""
+    nu, norm = way
+    fit = ClosedForm(configs(pair, nu)[nu], pair, lambda: samples, norm)
     try:
         fit.run()
     except ValueError as problem:
         return Start(nu, norm, None, str(problem))
-    write_state(path, f"the closed form of nu = {nu}", fit.tensors(), fit.counts())
-    config = fit.config
-    arrays = {name: np.asarray(array, np.float32) for name, array in fit.weights.items()}
+    config, weights, provenance = fit.result
+    write_state(path, f"the closed form of nu = {nu}", weights, provenance)
+    arrays = {name: np.asarray(array, np.float32) for name, array in weights.items()}
     made, kl = pair.trainable(config, arrays), objective_named("kl")
-    found = [pair.loss(made, pair.read(sample, config), kl).kl for sample in held_out]
-    mean = float(np.mean(found))
+    mean = float(np.mean([pair.loss(made, pair.read(s, config), kl).kl for s in held_out]))
     return Start(nu, norm, mean) if np.isfinite(mean) else Start(nu, norm, None, "not finite")
 
 
@@ -87,13 +82,9 @@ def choose(
 ) -> tuple[Start, list[Start]]:
     """The start to train from, and all that were judged.
 
-    Numbers of source layers are tried from the most down, and the most are kept unless fewer have a
-    clearly lower KL; then the other norm with the number that was kept.
-
-    Args:
-        nus: The numbers of source layers to choose from.
-        judge: Fits and judges one.
-        goes_on: Whether there is time for another one.
+    Numbers of source layers are tried from the most down, while ``goes_on`` says that there is
+    time. The most are kept unless fewer have a clearly lower KL; then the other norm with the
+    number that was kept.
 
     Raises:
         ValueError: None of them can be fitted.
@@ -119,8 +110,3 @@ def choose(
 def below(one: Start, other: Start, share: float = 0.0) -> bool:
     """Whether the KL of ``one`` is lower, by more than a share of the other's."""
     return one.kl is not None and (other.kl is None or one.kl < (1 - share) * other.kl)
-
-
-def as_json(starts: Sequence[Start]) -> list[dict[str, Any]]:
-    """All starts as JSON values."""
-    return [dataclasses.asdict(start) for start in starts]

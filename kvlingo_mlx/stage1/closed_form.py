@@ -171,12 +171,6 @@ def _chosen(
     return best[1]
 
 
-def objective(moments: Moments, weight: np.ndarray) -> float:
-    """The weighted squared error of ``weight`` (output, input), summed over tokens."""
-    cross = float(np.sum(weight * moments.xy.T))
-    return float(np.sum((weight @ moments.xx) * weight)) - 2.0 * cross + float(moments.yy.sum())
-
-
 class Decomposed:
     """Eigenvalues and vectors of the latest matrix; equal ones are not decomposed again.
 

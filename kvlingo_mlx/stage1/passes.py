@@ -1,7 +1,7 @@
 """Stage 1 of a pair: passes over the data, the sums of each, and the maps solved from them.
 
-Sums that do not fit in memory together are made one part after the other, each in a pass of its
-own. A runtime runs the models (:class:`Rows`); all else is the same code for MLX and PyTorch.
+Where the sums of all maps do not fit in memory together, the data are read again for each group of
+maps. A runtime runs the models (:class:`Rows`); all else is the same code for MLX and PyTorch.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import StateMap, maps_of, maps_states, reads_of, state_maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
-from kvlingo_mlx.phases import Step, phase
+from kvlingo_mlx.phases import phase
 from kvlingo_mlx.stage1 import bilinear
 from kvlingo_mlx.stage1.closed_form import check_tokens, solve_maps
 from kvlingo_mlx.stage1.norms import ATTENTION_NORMS, token_weights
-from kvlingo_mlx.stage1.selection import METHODS, candidates, choose
-from kvlingo_mlx.stage1.tiles import Regression, State, Tiles, as_numpy, batches
+from kvlingo_mlx.stage1.selection import METHODS, candidates, greedy, r2
+from kvlingo_mlx.stage1.sums import Regression, State, Sums, batches
 from kvlingo_mlx.tokenization.samples import Sample
 
 MEMORY = 8 * 2**30  # bytes of sums at once, which leaves room for the models in 16 GB
-COUNTS = ("part", "read", "used", "tokens", "longest", "ranks", "ridges")
+Maps = Mapping[str, Regression]
 
 
 class Rows(Protocol):
@@ -50,6 +50,9 @@ class Rows(Protocol):
     def wide(self, rows: Any) -> Any:
         """Rows in float64, where the sums are."""
 
+    def joined(self, arrays: Sequence[Any]) -> Any:
+        """Such rows of several layers, by columns."""
+
     def array(self, array: np.ndarray) -> Any:
         """An array where the sums are."""
 
@@ -62,117 +65,65 @@ class Rows(Protocol):
         """The attention that the continuation pays to each prefix position (eq. "attn-norm")."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """One pass over the data.
-
-    Attributes:
-        maps: The maps that it sums for, by name.
-        chooses: Whether their source layers are yet to be chosen.
-    """
-
-    maps: Mapping[str, Regression]
-    chooses: bool
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """Functions called while a fit proceeds.
-
-    Attributes:
-        progress: Called after each usable sample with their number in this pass, the passes of its
-            kind that are done, and the number of these passes. Those of other processes count.
-        keep: Called after each sample and each pass, to write the state from time to time. With
-            several processes, all of them call it for the samples of each.
-        solved: Called after each solved map with their number so far.
-    """
-
-    progress: Callable[[int, int, int], None] = lambda used, done, passes: None
-    keep: Callable[[], None] = lambda: None
-    solved: Callable[[int], None] = lambda number: None
-
-
 @dataclass
 class ClosedForm:
-    """A fit in closed form (paper: "Training the translator", equation (3.2)), resumable.
+    """A fit in closed form (paper: "Training the translator", equation (3.2))."""
 
-    Attributes:
-        config: The config of the translator; the assignment is replaced by what is chosen.
-        models: The two models.
-        samples: The samples from a number on, the same ones for each pass; None stands for one
-            that another process reads.
-        norm: The norm, by its full name.
-        method: How source layers are chosen from data; any other name keeps those of ``config``.
-        nu: The number of source layers to choose for each target layer.
-        memory: Most bytes of sums at once.
-        hooks: What is told on the way.
-        ridge: The ridge of each map, as a share of its inputs' mean square; None chooses one.
-        count: The number of samples of a pass, if known.
-        group: The processes that share the samples and the solving. Between two of the
-            :meth:`gather` calls, sums and counts are of what this process has read.
-        weights: The maps solved so far, in float64, by their names in the format.
-        ranks: Their input directions that the data span.
-        ridges: Their ridges.
-        part: The number of passes that are done.
-        read: The samples of this pass so far; 0 between two passes.
-        used: The usable samples of this pass, or of the last one between two passes.
-        tokens: Their rows.
-        longest: The longest prefix among them, in tokens.
-    """
-
-    config: TranslatorConfig
+    config: TranslatorConfig  # the assignment is replaced by what is chosen
     models: Rows
-    samples: Callable[[int], Iterable[Sample | None]]
-    norm: str = "frobenius"
-    method: str | None = None
-    nu: int = 1
-    memory: int = MEMORY
-    hooks: Hooks = field(default_factory=Hooks)
-    ridge: float | None = None
-    group: Group = field(default_factory=Group)
-    count: int | None = None
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
-    ranks: list[int] = field(default_factory=list)
+    # The same ones for each pass; None stands for one that another process reads.
+    samples: Callable[[], Iterable[Sample | None]]
+    norm: str = "frobenius"  # by its full name
+    method: str | None = None  # how source layers are chosen; any other keeps those of ``config``
+    nu: int = 1  # source layers to choose for each target layer
+    memory: int = MEMORY  # most bytes of sums at once
+    ridge: float | None = None  # as a share of a map's mean square; None chooses one for each
+    group: Group = field(default_factory=Group)  # processes that share the samples and the solving
+    count: int | None = None  # the number of samples of a pass, if known
+    # Called after each usable sample with their number in this pass, the passes of its kind that
+    # are done, and the number of these; those of other processes count.
+    progress: Callable[[int, int, int], None] = lambda used, done, passes: None
+    solved: Callable[[int], None] = lambda number: None  # called with the number of maps so far
+    weights: dict[str, np.ndarray] = field(default_factory=dict)  # float64, by their names
+    ranks: list[int] = field(default_factory=list)  # input directions that the data span
     ridges: list[float] = field(default_factory=list)
-    part: int = 0
-    read: int = 0
-    used: int = 0
-    tokens: int = 0
-    longest: int = 0
-    _tiles: Tiles = field(default_factory=lambda: Tiles({}))
+    used: int = 0  # the usable samples of the latest pass
+    tokens: int = 0  # their rows
+    longest: int = 0  # the longest prefix among them, in tokens
+    _scores: dict[State, dict[int, float]] = field(default_factory=dict)
 
     def run(self) -> None:
         """Make all passes; ``weights``, ``ranks`` and ``config`` are then complete.
 
         An attention norm weighs tokens differently in each layer. A choice of layers then counts
-        every token alike, and the data are read once more for the maps.
+        every token alike.
 
         Raises:
             ValueError: No sample is usable, or there are fewer tokens than a map has unknowns.
         """
-        before = 0
-        for plan in self._plans:
-            parts = plan()
-            for done, part in enumerate(parts):
-                if before + done == self.part:
-                    self._read(part, done, len(parts))
-                    self._lead(part, parts[done + 1].maps if part is not parts[-1] else {})
-            before += len(parts)
-        self._solve_states(before)
-
-    @property
-    def _plans(self) -> tuple[Callable[[], list[Part]], ...]:
-        return self._parts_to_choose, self._parts_to_solve
+        choosing = self._to_choose()
+        for done, maps in enumerate(choosing):
+            norm = self.norm if self._shared else "frobenius"
+            self._choose(self._summed(maps, norm, done, len(choosing)))
+        solving = self._to_solve()
+        for done, maps in enumerate(solving):
+            self._solve(self._summed(maps, self.norm, done, len(solving)))
+        self._solve_states()
 
     @property
     def passes(self) -> int:
         """How often the samples are read."""
-        return sum(len(plan()) for plan in self._plans)
+        return len(self._to_choose()) + len(self._to_solve())
 
     @property
     def lowest(self) -> int:
         """The fewest input directions that the data of any map span."""
         return min(self.ranks)
+
+    @property
+    def result(self) -> tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]:
+        """The config, the maps and what a provenance keeps of them."""
+        return self.config, self.weights, {"norm": self.norm, **self.facts()}
 
     def facts(self) -> dict[str, float]:
         """What a provenance keeps of the samples and the solution.
@@ -189,24 +140,24 @@ class ClosedForm:
 
     # ---- what each pass sums --------------------------------------------------------------
 
-    def _parts_to_choose(self) -> list[Part]:
-        if self.method not in METHODS:
-            return []
-        every = candidates(self.config.source.layers, self.config.target.layers)
-        reads = {t: own for t, own in every.items() if not maps_states(self.config, t)}
-        return self._parts(
-            {
-                f"{side}.{t}": Regression(reads_of(self.config, side, t, own), ((side, t),))
-                for side in SIDES
-                for t, own in reads.items()
-            },
-            chooses=True,
-        )
+    def _to_choose(self) -> list[dict[str, Regression]]:
+        """By R2 a regression for each source layer alone; greedily one from all of them."""
+        found = {}
+        if self.method in METHODS:
+            every = candidates(self.config.source.layers, self.config.target.layers)
+            for t, layers in every.items():
+                if maps_states(self.config, t):
+                    continue
+                parts = [[layer] for layer in layers] if self.method == "r2" else [layers]
+                for side in SIDES:
+                    for part in parts:
+                        reads = reads_of(self.config, side, t, part)
+                        found[f"{side}.{t}.{part[0]}"] = Regression(reads, ((side, t),))
+            self._check_nu(max(map(len, every.values())))
+        return self._batches(found)
 
-    def _parts_to_solve(self) -> list[Part]:
-        if self.method in METHODS and self._shared:
-            return []  # solved from the sums that chose the layers
-        return self._parts(
+    def _to_solve(self) -> list[dict[str, Regression]]:
+        return self._batches(
             {
                 m.name: Regression(
                     m.reads,
@@ -214,21 +165,24 @@ class ClosedForm:
                     0 if self._shared else m.layer,
                 )
                 for m in maps_of(self.config)
-            },
-            chooses=False,
+            }
         )
 
-    def _parts(self, maps: Mapping[str, Regression], chooses: bool) -> list[Part]:
-        widths, outputs = self._widths()
-        return [Part(batch, chooses) for batch in batches(maps, widths, outputs, self.memory)]
+    def _check_nu(self, largest: int) -> None:
+        if not 1 <= self.nu <= largest:
+            raise ValueError(
+                f"nu is {self.nu}; it must be 1 to {largest}, the source layers that a target "
+                "layer can read"
+            )
 
-    def _widths(self) -> tuple[Callable[[State], int], Callable[[State], int]]:
-        """The width of a state of the source, and of the target."""
-        source, target = self.config.source.layers, self.config.target.layers
-        return (
-            lambda state: source[state[1]].width(state[0]),
-            lambda state: target[state[1]].width(state[0]),
-        )
+    def _batches(self, maps: Maps) -> list[dict[str, Regression]]:
+        return batches(maps, self._source_width, self._target_width, self.memory)
+
+    def _source_width(self, state: State) -> int:
+        return self.config.source.layers[state[1]].width(state[0])
+
+    def _target_width(self, state: State) -> int:
+        return self.config.target.layers[state[1]].width(state[0])
 
     @property
     def _shared(self) -> bool:
@@ -237,40 +191,33 @@ class ClosedForm:
 
     # ---- one pass -------------------------------------------------------------------------
 
-    def _read(self, part: Part, done: int, passes: int) -> None:
-        if self.read == 0:
-            self.used = self.tokens = self.longest = 0
-            self._tiles.turn_to(part.maps)
-        self._tiles.maps = part.maps  # which a file does not hold
-        norm = "frobenius" if part.chooses and not self._shared else self.norm
+    def _summed(self, maps: Maps, norm: str, done: int, passes: int) -> Sums:
+        """The sums of some maps over all samples."""
+        sums = Sums(maps, self._source_width, self._target_width)
+        self.used = self.longest = seen = 0
         again = "" if passes == 1 else f", pass {done + 1} of {passes}"
         with phase(f"reading the samples{again}", self.count) as step:
-            self._read_samples(norm, lambda seen: self.hooks.progress(seen, done, passes), step)
-        self.gather()
+            for number, sample in enumerate(self.samples(), 1):
+                # Without a continuation, no token attends to the prefix.
+                usable = sample and sample.num_translated and (sample.continuation or self._shared)
+                if sample is not None and usable:
+                    self._add(sums, sample, norm)
+                    self.used += 1
+                    self.longest = max(self.longest, len(sample.prefix))
+                if sample is None or usable:
+                    seen += 1
+                    self.progress(seen, done, passes)
+                step(number)
+        self._total(sums)
         if self.used == 0:
             raise ValueError(
                 "the data hold no usable sample: every prefix is empty or too long"
                 + ("" if self._shared else ", or nothing follows it")
             )
         check_tokens(self.config, self.tokens)
+        return sums
 
-    def _read_samples(self, norm: str, told: Callable[[int], None], step: Step) -> None:
-        seen = self.used
-        for sample in self.samples(self.read):
-            self.read += 1
-            # Without a continuation, no token attends to the prefix.
-            usable = sample and sample.num_translated and (sample.continuation or self._shared)
-            if sample is not None and usable:
-                self._add(sample, norm)
-                self.used += 1
-                self.longest = max(self.longest, len(sample.prefix))
-            if sample is None or usable:
-                seen += 1
-                told(seen)
-            step(self.read)
-            self.hooks.keep()
-
-    def _add(self, sample: Sample, norm: str) -> None:
+    def _add(self, sums: Sums, sample: Sample, norm: str) -> None:
         """Add a sample to the sums, span by span."""
         mass = partial(self.models.attention_mass, sample)
         weights = token_weights(norm, len(sample.prefix), mass)
@@ -281,97 +228,88 @@ class ClosedForm:
         for read, wanted in self.models.spans(sample, self.config.capture):
             x, y = (self._wide(states) for states in (read, wanted))
             stop = start + len(x((SIDES[0], 0)))
-            span = None if weights is None else weights[:, start:stop]
-            self._tiles.add(x, y, span)
+            sums.add(x, y, self.models.joined, None if weights is None else weights[:, start:stop])
             start = stop
-        self.tokens += start
-
-    def gather(self, ends: bool = True) -> None:
-        """Add up what all processes have read in this pass, at one point of it for all.
-
-        Where the pass goes on (``ends`` is false), the leading process has all sums, as one
-        process would that had read every sample, and the others begin anew.
-        """
-        if self.group.size == 1:
-            return
-        widths, outputs = self._widths()
-        self._tiles.total(self.group, widths, outputs, self.models.array)
-        longest = self.longest * (np.arange(self.group.size) == self.group.rank)
-        used, tokens, *every = self.group.total(np.array([self.used, self.tokens, *longest]))
-        counts = int(used), int(tokens), int(max(every))
-        self.used, self.tokens, self.longest = counts if ends or self.group.leads else (0, 0, 0)
-        self._tiles.tokens = self.tokens
-        if not (ends or self.group.leads):
-            self._tiles.clear()
 
     def _wide(self, states: Any) -> Callable[[State], Any]:
         """The rows of a state in float64; kept as the models have them, which is half as large."""
         rows = cache(partial(self.models.rows, states))
         return lambda state: self.models.wide(rows(*state))
 
+    def _total(self, sums: Sums) -> None:
+        """Add up what all processes have read in this pass."""
+        if self.group.size > 1:
+            sums.total(self.group)
+            longest = self.longest * (np.arange(self.group.size) == self.group.rank)
+            used, tokens, *every = self.group.total(np.array([self.used, sums.tokens, *longest]))
+            self.used, sums.tokens, self.longest = int(used), int(tokens), int(max(every))
+        self.tokens = sums.tokens
+
     # ---- what a pass leads to -------------------------------------------------------------
 
-    def _lead(self, part: Part, following: Mapping[str, Regression]) -> None:
-        """Choose the source layers of this pass's maps, or solve them, or both."""
-        chosen = (
-            self._choose() if part.chooses else {name: m.reads for name, m in part.maps.items()}
-        )
-        if self._shared or not part.chooses:
-            self._solve(chosen)
-        self._tiles.turn_to(following)
-        self.part, self.read = self.part + 1, 0
-        self.hooks.keep()
-
-    def _choose(self) -> dict[str, tuple[State, ...]]:
+    def _choose(self, sums: Sums) -> None:
         """Choose the source layers of this pass's maps."""
         # Rounding may break a tie otherwise on another machine.
-        told = self.group.firsts(lambda: choose(self._tiles, str(self.method), self.nu))
-        found = {name: tuple((side, i) for side, i in reads) for name, reads in told.items()}
+        for side, t, layer, score in self.group.firsts(lambda: list(self._scored(sums))):
+            self._scores.setdefault((side, t), {})[layer] = score
         chosen = {side: list(self.config.assignment.side(side)) for side in SIDES}
-        for name, reads in found.items():
-            ((side, t),) = self._tiles.maps[name].writes
-            chosen[side][t] = tuple(dict.fromkeys(i for _, i in reads))
+        for (side, t), scores in self._scores.items():
+            best = sorted(scores, key=lambda layer: (-scores[layer], layer))[: self.nu]
+            chosen[side][t] = tuple(sorted(best))
         assignment = Assignment(*(tuple(chosen[side]) for side in SIDES))
         self.config = dataclasses.replace(self.config, assignment=assignment)
-        return found
 
-    def _solve(self, chosen: Mapping[str, Sequence[State]]) -> None:
-        """Solve maps from what each reads; every process some of them, beside one another."""
-        names, rank, size = list(chosen), self.group.rank, self.group.size
+    def _scored(self, sums: Sums) -> Iterator[tuple[str, int, int, float]]:
+        """Each state of the target with a source layer and its score; the highest are chosen."""
+        for name, m in sums.maps.items():
+            moments, ((side, t),) = sums.moments(name), m.writes
+            if self.method == "r2":
+                yield side, t, m.reads[0][1], r2(moments)
+                continue
+            taken = greedy(moments, self._columns(m.reads), self.nu)
+            yield from ((side, t, layer, -float(n)) for n, layer in enumerate(taken))
+
+    def _columns(self, reads: Sequence[State]) -> dict[int, np.ndarray]:
+        """The input columns of each source layer."""
+        ends = np.cumsum([0, *map(self._source_width, reads)])
+        found: dict[int, list[np.ndarray]] = {}
+        for (_, layer), start, stop in zip(reads, ends[:-1], ends[1:], strict=True):
+            found.setdefault(layer, []).append(np.arange(start, stop))
+        return {layer: np.concatenate(parts) for layer, parts in found.items()}
+
+    def _solve(self, sums: Sums) -> None:
+        """Solve this pass's maps; every process some of them, beside one another."""
+        names, rank, size = list(sums.maps), self.group.rank, self.group.size
         own = names[rank * len(names) // size : (rank + 1) * len(names) // size]
         before, numbers = len(self.weights), count(1)
 
         def solved() -> None:
-            self.hooks.solved(before + min(next(numbers) * size, len(names)))
+            self.solved(before + min(next(numbers) * size, len(names)))
             step()
 
-        moments = ((name, self._tiles.moments(name, chosen[name])) for name in own)
         with phase("solving the maps", len(own)) as step:
+            moments = ((name, sums.moments(name)) for name in own)
             weights, found = solve_maps(self.config, moments, solved, self.ridge)
-        told = weights, [each.rank for each in found], [each.ridge for each in found]
-        for theirs, ranks, ridges in self.group.gathered(told):
+        made = weights, [each.rank for each in found], [each.ridge for each in found]
+        for theirs, ranks, ridges in self.group.gathered(made):
             self.weights |= theirs
             self.ranks += ranks
             self.ridges += ridges
 
     # ---- recurrent states that are mapped --------------------------------------------------
 
-    def _solve_states(self, before: int) -> None:
+    def _solve_states(self) -> None:
         """Solve the maps of recurrent states, in passes over the first few samples each."""
         maps = state_maps_of(self.config)
-        for number, some in enumerate(bilinear.batches(maps, self._state_bytes, self.memory)):
-            if before + number != self.part:
-                continue
+        for some in bilinear.batches(maps, self._state_bytes, self.memory):
             given, wanted = self._states(some)
             rank, size = self.group.rank, self.group.size
             own: dict[str, np.ndarray] = {}
             for m in some[rank * len(some) // size : (rank + 1) * len(some) // size]:
                 own |= bilinear.solve_states(m, given, wanted[m.layer])
-                self.hooks.solved(len(self.weights) + len(own) // len(m.shapes))
+                self.solved(len(self.weights) + len(own) // len(m.shapes))
             for theirs in self.group.gathered(own):
                 self.weights |= theirs
-            self.part += 1
-            self.hooks.keep()
 
     def _states(
         self, maps: Sequence[StateMap]
@@ -380,7 +318,7 @@ class ClosedForm:
         reads = sorted({layer for m in maps for layer in m.reads})
         writes = [m.layer for m in maps]
         found: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
-        for number, sample in enumerate(self.samples(0)):
+        for number, sample in enumerate(self.samples()):
             if len(found) * self.group.size >= bilinear.STATES:
                 break
             if sample is None or not sample.num_translated:
@@ -402,31 +340,3 @@ class ClosedForm:
         shapes = (g.recurrence.parts[1] for g in (*layers, self.config.target.layers[m.layer])
                   if g.recurrence is not None)  # fmt: skip
         return sum(4 * math.prod(shape) for shape in shapes)
-
-    # ---- the state on disk ----------------------------------------------------------------
-
-    def tensors(self) -> dict[str, np.ndarray]:
-        """The maps solved so far and the sums of this pass, by name."""
-        found = {f"weights/{name}": weight for name, weight in self.weights.items()}
-        for name, tile in self._tiles.tensors().items():
-            found[name] = as_numpy(tile)
-        return found
-
-    def counts(self) -> dict[str, Any]:
-        """The numbers beside :meth:`tensors`, and the source layers chosen so far."""
-        own = {name: getattr(self, name) for name in COUNTS}
-        return {**own, "assignment": self.config.assignment.to_json()}
-
-    def restore(self, tensors: Mapping[str, np.ndarray], counts: Mapping[str, Any]) -> None:
-        """Become what gave :meth:`tensors` and :meth:`counts`, in either runtime."""
-        for name in COUNTS:
-            setattr(self, name, counts[name])
-        assignment = Assignment.from_json(counts["assignment"])
-        self.config = dataclasses.replace(self.config, assignment=assignment)
-        solved = {name for name in tensors if name.startswith("weights/")}
-        self.weights = {name.split("/", 1)[1]: tensors[name] for name in solved}
-        tiles = {n: self.models.array(array) for n, array in tensors.items() if n not in solved}
-        self._tiles = Tiles.restored(tiles, self.tokens)
-        if self.read and not self.group.leads:  # which has the sums of this pass so far
-            self.used = self.tokens = self.longest = 0
-            self._tiles.clear()

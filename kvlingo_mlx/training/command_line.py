@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import statistics
@@ -18,15 +17,15 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.group import RANK
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.tokenization.samples import MAX_CONTINUATION, MAX_PREFIX, other_tokenizer
+from kvlingo_mlx.training.checkpoints import log_of, read_log
 from kvlingo_mlx.training.data import Bin, Stream, Survey, prefix_histogram
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.paper_pairs import filled, rate_of
-from kvlingo_mlx.training.pipeline import Progress, Training
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
 from kvlingo_mlx.training.recipe import Recipe, require
 from kvlingo_mlx.training.record_filter import RecordFilter
 from kvlingo_mlx.training.sweep import window
-from kvlingo_mlx.training.watch import outlook
+from kvlingo_mlx.training.trainer import Progress, Trainer
 
 SHORTEST = 64  # tokens: the least that --max-prefix takes
 SHOWN = 480  # the number of samples that a run's histogram is made of
@@ -163,45 +162,31 @@ class Listeners:
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a finished training: its folder and, after stage 2, its log and held-out KL.
-
-    ``log``, ``first``, ``best`` and ``rate``, the learning rate that was chosen, are None without a
-    stage 2. ``tried`` has each rate of a sweep with its final held-out KL. ``outlook`` says what
-    more time would bring, where the curve tells. ``before`` means that the training was already
-    finished, so nothing was done.
-    """
+    """The result of a finished training."""
 
     folder: Path
-    log: Path | None = None
-    first: float | None = None
-    best: float | None = None
-    rate: float | None = None
-    tried: Sequence[Mapping[str, float | None]] = ()
-    outlook: str | None = None
-    before: bool = False
+    provenance: Mapping[str, Any]
+    before: bool  # it was finished already, so nothing was done
+
+    @property
+    def log(self) -> Path | None:
+        """The log of stage 2, if that was made now."""
+        return None if self.before or self.provenance["stage"] == 1 else log_of(self.folder)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, as the verb's options say it.
-
-    Attributes:
-        options: The models, the data and the device.
-        plan: The arguments of a :class:`TrainingPlan`; where ``nu`` or ``norm`` are None, they are
-            the paper's for the pair.
-        recipe: Those of a :class:`Recipe`; without ``learning_rates`` it is the paper's for the
-            pair. In a ``sweep`` one rate is the centre of the first window.
-        out: The translator folder to write.
-        stage1: The ``rates`` and ``steps`` of an MLP's stage 1; None for other kinds.
-        force: Whether to train again what is finished, and to replace another translator.
-    """
+    """What to train, as the verb's options say it."""
 
     options: Options
+    # The arguments of a TrainingPlan; where nu or norm are None, they are the paper's for the pair.
     plan: Mapping[str, Any]
+    # Those of a Recipe; without learning_rates it is the paper's for the pair. In a sweep one rate
+    # is the centre of the first window.
     recipe: Mapping[str, Any]
     out: str
-    stage1: Mapping[str, Any] | None = None
-    force: bool = False
+    stage1: Mapping[str, Any] | None = None  # rates and steps of an MLP's stage 1; None for others
+    force: bool = False  # train again what is finished, replace another translator
 
 
 def train_seeds(job: Job, seeds: Sequence[int], listeners: Listeners) -> list[Done]:
@@ -219,12 +204,10 @@ def train_seeds(job: Job, seeds: Sequence[int], listeners: Listeners) -> list[Do
     ] or [job]
     for each in jobs:
         translator_folder.check_destination(each.out)
-    done, found = [], dict[str, Any]()
+    made: list[tuple[Done, bool]] = []
     for each in jobs:
-        told, made = _train(_at_rates_of(found, each), listeners)
-        done.append(told)
-        found = found or made
-    return [each for each in done if each is not None]
+        made.append(_train(_at_rates_of(made[0][0].provenance if made else {}, each), listeners))
+    return [done for done, leads in made if leads]
 
 
 def _at_rates_of(found: Mapping[str, Any], job: Job) -> Job:
@@ -239,17 +222,11 @@ def _at_rates_of(found: Mapping[str, Any], job: Job) -> Job:
 
 def seeds_told(done: Sequence[Done]) -> str:
     """The mean of the seeds' held-out KL, and its standard deviation; empty without a stage 2."""
-    values = [each.best for each in done if each.best is not None]
+    values = [kl for each in done if (kl := each.provenance.get("held_out_kl")) is not None]
     if len(values) < 2:
         return ""
     mean, spread = statistics.mean(values), statistics.stdev(values)
     return f"{len(values)} seeds: held-out KL {mean:.4f}, standard deviation {spread:.4f}"
-
-
-def picture_of(picture: str, folder: Path | None) -> str:
-    """The file of a training's picture; several seeds' have their folders' names in it."""
-    path = Path(picture)
-    return picture if folder is None else str(path.with_stem(f"{path.stem}-{folder.name}"))
 
 
 def _plan(job: Job) -> TrainingPlan:
@@ -273,30 +250,30 @@ def train(job: Job, listeners: Listeners) -> Done | None:
         ValueError: A bad option, unusable data, or a destination that holds something else.
         KVLingoError: A model cannot be used, training diverged, or the disk is full.
     """
-    return _train(job, listeners)[0]
+    done = train_seeds(job, (), listeners)
+    return done[0] if done else None
 
 
-def _train(job: Job, listeners: Listeners) -> tuple[Done | None, dict[str, Any]]:
-    """What :func:`train` returns, and the provenance of what was made, in every process."""
-    translator_folder.check_destination(job.out)
-    options, whole = job.options, _plan(job)  # bad options are refused before any model is loaded
-    stage2 = whole.recipe
+def _train(job: Job, listeners: Listeners) -> tuple[Done, bool]:
+    """What was made, and whether this process leads."""
+    options, plan = job.options, _plan(job)  # bad options are refused before any model is loaded
+    stage2 = plan.recipe
     source, target = options.load(options.source), options.load(options.target)
     stream = options.stream(
         target.tokenizer,
         min(source.context_length, target.context_length),
-        samples_of(stage2.steps, stage2.batch, whole.fit_samples),
+        samples_of(stage2.steps, stage2.batch, plan.fit_samples),
         other_tokenizer(source.tokenizer, target.tokenizer),
     )
     group = options.runtime.join(options.place)
     try:
         if options.accepts and group.leads:
             listeners.say(f"data: left out {options.accepts}")
-        training = Training(
+        trainer = Trainer(
             source,
             target,
             stream,
-            whole,
+            plan,
             Path(job.out),
             group,
             listeners.progress,
@@ -308,32 +285,12 @@ def _train(job: Job, listeners: Listeners) -> tuple[Done | None, dict[str, Any]]
             say=listeners.say,
             at_once=options.at_once,
         )
-        before = training.finished()
-        folder = training.run()
+        before = trainer.finished()
+        folder = trainer.run()
         found = group.firsts(lambda: dict(translator_folder.read_config(folder).provenance))
     finally:
         options.runtime.leave(group)
-    return (_done(training, found, before) if group.leads else None), found
-
-
-def _done(training: Training, found: Mapping[str, Any], before: bool) -> Done:
-    """What is told of a finished training, by its provenance."""
-    folder = training.out
-    if training.plan.recipe.steps == 0:
-        return Done(folder, before=before)
-    if before:
-        return Done(folder, best=found["held_out_kl"], before=True)
-    log = read_log(training.log)
-    tried = found.get("sweep", ())
-    return Done(
-        folder,
-        training.log,
-        found["held_out_kl_at_first"],
-        found["held_out_kl"],
-        found["learning_rate"],
-        tried,
-        None if tried else outlook(log),
-    )
+    return Done(folder, found, before), group.leads
 
 
 def samples_of(steps: int, batch: int, fit_samples: int) -> int:
@@ -343,14 +300,10 @@ def samples_of(steps: int, batch: int, fit_samples: int) -> int:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of the samples that :func:`train` would read.
-
-    ``stage1`` and ``stage2`` are rows of ``data.prefix_histogram``; those of ``stage1`` cover the
-    first samples.
-    """
+    """The lengths of the samples that :func:`train` would read."""
 
     survey: Survey
-    stage1: list[Bin]
+    stage1: list[Bin]  # of the first samples, which stage 1 reads
     stage2: list[Bin]
 
 
@@ -367,11 +320,6 @@ def histogram(options: Options, steps: int, batch: int, fit_samples: int) -> Len
     drawn = steps * batch
     stage2 = prefix_histogram(stream, min(drawn, SHOWN), every=max(1, drawn // SHOWN))
     return Lengths(stream.survey, stage1, stage2)
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a finished training's log."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def draw(log: Path, picture: str, title: str) -> None:

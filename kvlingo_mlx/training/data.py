@@ -398,7 +398,8 @@ class Stream:
         lifted, target = self._messages(table.place(row)), rng.uniform(low, high)
         others = self._fillers(order, row, start, 1.5 * high, taken)
         own = float(table.before[table.last[row]])
-        at, scale, tried = rng.random(), 1.0, list[int]()
+        at, scale = rng.random(), 1.0
+        tried: list[int] | None = None
         for _ in range(PACK_TRIES):
             chosen = _filled(others, table.tokens, own, target * scale, high * scale)
             if chosen == tried:

@@ -20,13 +20,13 @@ import numpy as np
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
+from kvlingo_mlx.reporting.measure import plain
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoints
+from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoint
 from kvlingo_mlx.training.interruption import Interruption
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.recipe import Recipe
-from kvlingo_mlx.training.runs import Best, Run
-from kvlingo_mlx.training.runtime import Pair
+from kvlingo_mlx.training.runtime import Pair, Trainable
 from kvlingo_mlx.training.watch import complaints
 
 # The share of the time that validations take, where the time is limited.
@@ -34,6 +34,8 @@ VALIDATING = 0.1
 # Learning rates whose held-out KL is at most so many times the lowest are taken for equal, and the
 # highest goes on: what it is behind is noise, which goes as rates fall towards the end.
 CLOSE = 1.3
+COUNTERS = ("step", "tokens", "seconds", "validating", "warned")  # kept of a distillation
+RUN_FACTS = ("rate", "held_out", "diverged_at", "dropped_at", "kl_sum", "kl_steps")
 
 
 class DivergedError(KVLingoError):
@@ -44,6 +46,52 @@ class Samples(Protocol):
     """A source of samples, each a function of its index alone."""
 
     def sample(self, index: int) -> Sample: ...
+
+
+@dataclass
+class Run:
+    """One translator in training."""
+
+    rate: float
+    translator: Trainable
+    held_out: float = math.inf  # its KL (or reconstruction error) on the held-out conversations
+    diverged_at: int | None = None  # the step at which a loss stopped being finite
+    dropped_at: int | None = None  # the step at which it was behind the others
+    loss: float = math.nan
+    kl: float = math.nan
+    kl_sum: float = 0.0  # over the steps since the last validation
+    kl_steps: int = 0
+
+    @property
+    def train_kl(self) -> float:
+        """The mean KL of the steps since the last validation."""
+        return self.kl_sum / self.kl_steps if self.kl_steps else math.nan
+
+    def update(self, place: float, recipe: Recipe) -> None:
+        """Take one clipped AdamW step with the current gradients, at a :meth:`Recipe.place`."""
+        self.translator.update(self.rate * recipe.rate_factor(place), recipe.clip)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The translator of lowest held-out KL (or reconstruction error) so far."""
+
+    rate: float
+    step: int
+    held_out: float
+    tensors: Mapping[str, np.ndarray]
+
+    @classmethod
+    def of(cls, run: Run, step: int) -> Best:
+        """A copy of a run's current translator."""
+        return cls(run.rate, step, run.held_out, run.translator.arrays())
+
+
+def start_runs(
+    pair: Pair, config: TranslatorConfig, arrays: Mapping[str, np.ndarray], rates: Sequence[float]
+) -> list[Run]:
+    """A run for each learning rate, all from the same tensors."""
+    return [Run(rate, pair.trainable(config, arrays)) for rate in rates]
 
 
 @dataclass(frozen=True)
@@ -64,35 +112,28 @@ class Report:
 
 @dataclass
 class Distillation:
-    """A training in progress: the pair, its runs, its data and its checkpoints.
-
-    ``keep_every`` is the most seconds of work that a kill may lose. ``stop`` is checked between two
-    steps. ``warn`` receives each complaint about the curve once. ``curve`` is the log so far.
-    ``seconds`` is the time of all steps, ``validating`` that of all validations. ``kept`` is the
-    step last kept, and the time at which it was. ``judged`` is the step last validated, and the
-    time that all took until then. ``latest`` are the seconds of the last step and validation.
-    """
+    """A distillation in progress: the pair, its runs, its data and its checkpoint."""
 
     pair: Pair
     runs: list[Run]
     stream: Samples
     held_out: Sequence[Sample]
     recipe: Recipe
-    checkpoints: Checkpoints | None = None
+    checkpoint: Checkpoint | None = None
     group: Group = field(default_factory=Group)
-    keep_every: float = KEEP_EVERY
-    stop: Interruption = field(default_factory=Interruption)
-    warn: Callable[[str], None] = lambda text: None
+    keep_every: float = KEEP_EVERY  # the most seconds of work that a kill may lose
+    stop: Interruption = field(default_factory=Interruption)  # checked between two steps
+    warn: Callable[[str], None] = lambda text: None  # gets each complaint about the curve once
     best: Best | None = None
-    curve: list[Mapping[str, Any]] = field(default_factory=list)
-    told: set[str] = field(default_factory=set)
+    curve: list[Mapping[str, Any]] = field(default_factory=list)  # the log's lines
+    warned: list[str] = field(default_factory=list)  # the names of complaints
     step: int = 0
     tokens: int = 0
-    seconds: float = 0.0
-    validating: float = 0.0
-    kept: tuple[int, float] = (-1, 0.0)
-    judged: tuple[int, float] = (0, 0.0)
-    latest: tuple[float, float] = (0.0, 0.0)
+    seconds: float = 0.0  # of all steps
+    validating: float = 0.0  # seconds of all validations
+    kept: tuple[int, float] = (-1, 0.0)  # the step last kept, and when that was
+    judged: tuple[int, float] = (0, 0.0)  # the step last validated, and the seconds until then
+    latest: tuple[float, float] = (0.0, 0.0)  # seconds of the last step and validation
 
     def run(self, progress: Callable[[Report], None] = lambda report: None) -> Best:
         """Train to the last step; returns the translator of lowest held-out KL.
@@ -102,9 +143,12 @@ class Distillation:
             KVLingoError: The disk is full.
             KeyboardInterrupt, SystemExit: ``stop`` was set; the state of this step is kept.
         """
-        resumed = self.checkpoints is not None and self.checkpoints.restore(self)
+        kept = self.group.firsts(lambda: self.checkpoint and self.checkpoint.read())
+        if kept:
+            self.restore(*kept)
+            self._require_live()
         self.kept = self.step, time.monotonic()
-        if not resumed:
+        if not kept:
             self._judge({"step": 0})
         last = self.recipe.steps == 0
         while self.step < self.recipe.steps and not last:
@@ -183,10 +227,10 @@ class Distillation:
         # An MLP's stage 1 measures the reconstruction error, and no KL to judge.
         found = {} if self.recipe.objective == "reconstruction" else complaints(self.curve)
         for name, text in found.items():
-            if name not in self.told and self.group.leads:
+            if name not in self.warned and self.group.leads:
                 self.warn(text)
-            self.told.add(name)
-        self.keep(entry)
+            self.warned.append(name)
+        self.keep()
 
     def _heed(self) -> None:
         """Stop between two steps if any of the processes has received a signal."""
@@ -220,15 +264,14 @@ class Distillation:
                 "the held-out loss is not finite before the first step: a model's states overflow; "
                 "try --dtype float32"
             )
-        if self.checkpoints is not None and self.group.leads:
-            self.checkpoints.mark_diverged()
+        if self.best is not None:
+            self.keep()
         where = ", ".join(f"{run.rate:g} at step {run.diverged_at}" for run in self.runs)
         what = f"training diverged (the loss is not finite): learning rate {where}"
         if self.recipe.objective == "reconstruction":
             raise DivergedError(f"{what}, in the MLP's stage 1; try --dtype float32 or --seed")
         raise DivergedError(
-            f"{what}; stage 1 and the last good checkpoint are kept: give a lower --lr, and "
-            "stage 2 starts again from stage 1"
+            f"{what}; stage 1 is kept: give a lower --lr, and stage 2 starts again from there"
         )
 
     @property
@@ -311,15 +354,36 @@ class Distillation:
         """The run of lowest held-out KL among those that have not diverged."""
         return min(self.live or self.runs, key=lambda run: run.held_out)
 
-    def keep(self, entry: Mapping[str, object] | None = None) -> None:
-        """Write a checkpoint in the leading process; with an ``entry``, as a validated one.
-
-        At least one run was sound at the last validation: otherwise training would have ended
-        there.
-        """
-        if self.checkpoints is not None and self.group.leads:
-            self.checkpoints.save(self, entry)
+    def keep(self) -> None:
+        """Write the state of this step, in the leading process."""
+        if self.checkpoint is not None and self.group.leads:
+            self.checkpoint.write(self.step, *self.state())
         self.kept = self.step, time.monotonic()
+
+    def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Tensors and facts that :meth:`restore` goes on from."""
+        assert self.best is not None, "validated before the first step"
+        tensors = {f"best/{name}": array for name, array in self.best.tensors.items()}
+        for number, run in enumerate(self.runs):
+            tensors |= {f"{number}/{n}": array for n, array in run.translator.state().items()}
+        facts = {name: getattr(self, name) for name in COUNTERS}
+        runs = [{name: getattr(run, name) for name in RUN_FACTS} for run in self.runs]
+        best = {"rate": self.best.rate, "step": self.best.step, "held_out": self.best.held_out}
+        return tensors, {**facts, "curve": list(map(plain, self.curve)), "runs": runs, "best": best}
+
+    def restore(self, tensors: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
+        """Become what gave :meth:`state`, in either runtime."""
+
+        def under(prefix: str) -> dict[str, np.ndarray]:
+            return {n.removeprefix(prefix): a for n, a in tensors.items() if n.startswith(prefix)}
+
+        for name in COUNTERS:
+            setattr(self, name, facts[name])
+        for number, (run, own) in enumerate(zip(self.runs, facts["runs"], strict=True)):
+            run.translator.restore(under(f"{number}/"))
+            for name in RUN_FACTS:
+                setattr(run, name, own[name])
+        self.curve, self.best = list(facts["curve"]), Best(**facts["best"], tensors=under("best/"))
 
     def entry(self) -> dict[str, object]:
         return {

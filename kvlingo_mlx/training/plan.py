@@ -21,9 +21,9 @@ from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.selection import METHODS
 from kvlingo_mlx.tokenization.aligned_prefix import check_capture, check_layers
 from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training.distill import Best
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.recipe import Recipe, require
-from kvlingo_mlx.training.runs import Best
 from kvlingo_mlx.training.runtime import Model, Pair
 from kvlingo_mlx.training.watch import complaints
 from kvlingo_mlx.version import __version__
@@ -34,51 +34,32 @@ MLP_STAGE1_SWEEP = (1e-3, 3e-3, 1e-2, 3e-2)
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What to train and how; the defaults are the paper's, but for the ridge.
+    """What to train and how; the defaults are the paper's, but for the ridge."""
 
-    Attributes:
-        kind: One of ``format.kinds.NAMES``.
-        head_mixing: False for maps that stay within a head.
-        joint: Whether one map translates keys and values together.
-        capture: The capture point of keys; by default the first one that both models have.
-        nu: The number of source layers that each target layer reads.
-        assignment: How these source layers are chosen: ``relative_depth``, ``r2`` or ``greedy``.
-        state_maps: Whether recurrent states are mapped, and not what goes into them.
-        norm: The norm of the closed form.
-        ridge: The closed form's ridge, as a share of its inputs' mean square; None chooses one for
-            each map.
-        fit_samples: The number of conversations for the closed form.
-        held_out: The number of conversations that choose the learning rate.
-        hidden: The hidden width of an MLP.
-        gated: Whether an MLP has output gates.
-        recipe: The recipe of stage 2; with 0 steps the closed form is kept.
-        native_layers: The number of native layers, from the first on, in stage 2 and whenever the
-            translator is used; the maps above them learn to work with them.
-        stage1_recipe: The recipe of stage 1 for an MLP without a linear map (reconstruction).
-        seed: The seed of an MLP's initial tensors.
-    """
-
-    kind: str = "linear"
-    head_mixing: bool = True
-    joint: bool = False
-    capture: str | None = None
-    nu: int = 1
-    assignment: str = "relative_depth"
-    state_maps: bool = False
-    norm: str = "frobenius"
-    ridge: float | None = None
-    fit_samples: int = 400
-    held_out: int = 64
-    hidden: int = 2048
-    gated: bool = True
+    kind: str = "linear"  # one of ``format.kinds.NAMES``
+    head_mixing: bool = True  # False for maps that stay within a head
+    joint: bool = False  # one map over keys and values together
+    capture: str | None = None  # the capture point of keys; the first one that both models have
+    nu: int = 1  # source layers that each target layer reads
+    assignment: str = "relative_depth"  # how these are chosen, or by r2
+    state_maps: bool = False  # recurrent states are mapped, not what goes into them
+    norm: str = "frobenius"  # of the closed form
+    ridge: float | None = None  # as a share of its inputs' mean square; None: chosen for each map
+    fit_samples: int = 400  # conversations for the closed form
+    held_out: int = 64  # conversations that choose the learning rate
+    hidden: int = 2048  # the hidden width of an MLP
+    gated: bool = True  # whether an MLP has output gates
+    # Native layers, from the first on, in stage 2 and whenever the translator is used; the maps
+    # above them learn to work with them.
     native_layers: int = 0
-    recipe: Recipe = field(default_factory=Recipe)
+    recipe: Recipe = field(default_factory=Recipe)  # of stage 2; with 0 steps stage 1 is kept
+    # The recipe of stage 1 for an MLP without a linear map.
     stage1_recipe: Recipe = field(
         default_factory=lambda: Recipe(
             objective="reconstruction", learning_rates=(MLP_STAGE1_RATE,)
         )
     )
-    seed: int = 0
+    seed: int = 0  # of an MLP's initial tensors
 
     def __post_init__(self) -> None:
         choices = (

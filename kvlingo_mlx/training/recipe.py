@@ -22,37 +22,24 @@ def require(
 
 @dataclass(frozen=True)
 class Recipe:
-    """The recipe of stage 2; the defaults are the paper's.
+    """The recipe of stage 2; the defaults are the paper's."""
 
-    Attributes:
-        steps: The number of optimizer steps.
-        batch: The number of conversations per step.
-        learning_rates: The learning rates; one translator is trained for each.
-        objective: ``kl``, ``ce``, ``mixed``, or ``reconstruction`` (an MLP's stage 1).
-        ce_weight: The weight of the cross-entropy in ``mixed``.
-        warmup: The share of steps over which the rate rises.
-        clip: The largest norm of a step's gradient.
-        validate_every: The number of steps between two validations.
-        seconds: The time that steps and validations may take together; None is any. The rate falls
-            with the steps or with the time, whichever is further on, so a run that has too little
-            time for its steps ends with the rates of a whole one.
-        sweep: Whether further rates are tried until the best is none of the outermost ones
-            (``training.sweep``); the rate of the lowest final KL wins, and the translator that it
-            ended with.
-        halving: Whether only the better half of the learning rates goes on after each tenth of the
-            run, until one is left.
-    """
-
-    steps: int = 5000
-    batch: int = 8
-    learning_rates: tuple[float, ...] = (1e-4,)
-    objective: str = "kl"
-    ce_weight: float = 1.0
-    warmup: float = 0.05
-    clip: float = 1.0
-    validate_every: int = 250
+    steps: int = 5000  # of the optimizer
+    batch: int = 8  # conversations per step
+    learning_rates: tuple[float, ...] = (1e-4,)  # one translator is trained for each
+    objective: str = "kl"  # kl, ce, mixed, or reconstruction (an MLP's stage 1)
+    ce_weight: float = 1.0  # the weight of the cross-entropy in mixed
+    warmup: float = 0.05  # the share of steps over which the rate rises
+    clip: float = 1.0  # the largest norm of a step's gradient
+    validate_every: int = 250  # steps between two validations
+    # The time of steps and validations together; None is any. The rate falls with the steps or with
+    # the time, whichever is further on, so a run that has too little time for its steps ends with
+    # the rates of a whole one.
     seconds: float | None = None
+    # Only the better half of the rates goes on after each tenth of the run, until one is left.
     halving: bool = False
+    # Further rates are tried until the best is none of the outermost ones (``training.sweep``); the
+    # rate of the lowest final KL wins, and the translator that it ended with.
     sweep: bool = False
 
     def __post_init__(self) -> None:

@@ -60,11 +60,7 @@ class Model(Protocol):
 
 
 class Trainable(Protocol):
-    """A translator in training, with its AdamW optimizer and the gradients so far.
-
-    Attributes:
-        config: Its config.
-    """
+    """A translator in training, with its AdamW optimizer and the gradients so far."""
 
     config: TranslatorConfig
 
@@ -88,26 +84,17 @@ class Trainable(Protocol):
 
 
 class Pair(Rows, Protocol):
-    """Two models of one runtime, and all that a training computes with them.
-
-    Attributes:
-        source: The model whose cache is translated.
-        target: The model that decodes from it.
-        runtime: ``mlx`` or ``torch``.
-        versions: The versions of the runtime's libraries.
-    """
+    """Two models of one runtime, and all that a training computes with them."""
 
     source: Any
     target: Any
-    runtime: ClassVar[str]
+    runtime: ClassVar[str]  # mlx or torch
 
     @property
     def versions(self) -> Mapping[str, str]: ...
 
     def trainable(self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray]) -> Trainable:
         """A translator that begins with ``arrays``."""
-
-    # ---- stage 2 --------------------------------------------------------------------------
 
     def read(self, sample: Sample, config: TranslatorConfig) -> Any:
         """Both no-gradient passes over a conversation, which all translators share."""
@@ -119,31 +106,18 @@ class Pair(Rows, Protocol):
         """
 
     def check_gradients(self, sample: Sample, config: TranslatorConfig) -> None:
-        """Refuse a target through which no gradient reaches its cache.
-
-        Raises:
-            UnsupportedModelError: The message names the model and, if known, what has no gradient.
-        """
+        """Refuse (UnsupportedModelError) a target through which no gradient reaches its cache."""
 
     def check_memory(
         self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, hidden: int
     ) -> str:
-        """Refuse a training that cannot fit into memory.
+        """A line that says what a training takes; empty where that is not known.
 
-        Args:
-            config: The translator's config.
-            lengths: The tokens of the longest prefix and of the longest continuation.
-            rates: The number of learning rates.
-            hidden: The hidden units of an MLP.
-
-        Returns:
-            A line that says what training takes; empty where that is not known.
+        ``lengths`` are the tokens of the longest prefix and continuation.
 
         Raises:
             NotEnoughMemoryError: The message says what would fit.
         """
-
-    # ---- an MLP's stage 1 -----------------------------------------------------------------
 
     def states(self, sample: Sample, capture: str) -> tuple[Any, Any]:
         """The source's and the target's states of a whole prefix, row by row."""
@@ -151,12 +125,9 @@ class Pair(Rows, Protocol):
     def reconstruction(self, translator: Any, states: tuple[Any, Any], scale: float = 0.0) -> float:
         """The squared error of the target's states, summed over tokens, widths and maps.
 
-        A translator without a closed form is first trained on it: the cache-reconstruction error
-        (equation for the closed form; appendix "Training protocol", MLP translators). Every
-        position is charged equally, so a long conversation counts more than a short one.
+        A translator without a closed form is first trained on it (equation for the closed form;
+        appendix "Training protocol", MLP translators). Every position is charged equally.
         """
-
-    # ---- the result -----------------------------------------------------------------------
 
     def receipt(
         self,
@@ -164,9 +135,9 @@ class Pair(Rows, Protocol):
         arrays: Mapping[str, np.ndarray],
         own: HeldOut | None = None,
     ) -> dict[str, Any] | None:
-        """The quality of a translator on the bundled conversations; None if none fits.
+        """The quality on the bundled conversations, and on samples of the user's (``own``).
 
-        ``own`` are samples of the user's data, measured besides.
+        None if no conversation fits.
         """
 
 

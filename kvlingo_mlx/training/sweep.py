@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.training.runs import Best, Run
+from kvlingo_mlx.training.distill import Best, Run
 
 Curve = Sequence[Mapping[str, Any]]
 
@@ -24,17 +24,11 @@ COLUMNS = ("loss", "kl", "train_kl", "held_out")  # lists of a log's line, an en
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of training one group of rates, or of a whole sweep.
-
-    Attributes:
-        best: The best translator.
-        curve: The log's lines.
-        finals: Each rate's last held-out KL; infinite where the training diverged.
-    """
+    """The result of training one group of rates, or of a whole sweep."""
 
     best: Best
-    curve: Curve
-    finals: Mapping[float, float]
+    curve: Curve  # the log's lines
+    finals: Mapping[float, float]  # each rate's last held-out KL; infinite where it diverged
 
     @classmethod
     def of(cls, best: Best, runs: Sequence[Run], curve: Curve) -> Trained:
@@ -85,25 +79,15 @@ def further(finals: Mapping[float, float]) -> tuple[float, ...]:
 
 @dataclass
 class Sweep:
-    """A sweep in progress.
+    """A sweep in progress."""
 
-    Attributes:
-        first: The rates of the first window.
-        at_once: The most rates that are trained together.
-        train: Trains group ``number`` (from 0) of rates, or resumes it.
-        begun: The rates of group ``number`` where it was begun earlier, else none.
-        say: Told which rates are trained next.
-        groups: The results so far.
-        best: The best translator of all groups.
-    """
-
-    first: tuple[float, ...]
-    at_once: int
-    train: Callable[[int, tuple[float, ...]], Trained]
-    begun: Callable[[int], tuple[float, ...]]
+    first: tuple[float, ...]  # the rates of the first window
+    at_once: int  # the most rates that are trained together
+    train: Callable[[int, tuple[float, ...]], Trained]  # or resumes, group number (from 0)
+    begun: Callable[[int], tuple[float, ...]]  # the rates of a group that was begun earlier
     say: Callable[[str], None]
-    groups: list[Trained] = field(default_factory=list)
-    best: Best | None = None
+    groups: list[Trained] = field(default_factory=list)  # the results so far
+    best: Best | None = None  # the best translator of all groups
 
     def run(self) -> Trained:
         """Train until the best rate is none of the outermost ones, or a limit is reached.

@@ -19,7 +19,7 @@ from kvlingo_mlx.format.assignment import relative_depth
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm, Hooks
+from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import hybrid_models, rank_jobs, tiny, two_tokenizers
 from tests.support.ranks import launched, shared
@@ -221,17 +221,13 @@ class Thread(Group):
         return self.gathered(find() if self.leads else None)[0]
 
 
-class Stopped(Exception):
-    pass
-
-
 @pytest.mark.parametrize(("norm", "method", "memory"), [
     ("sink_8", None, MEMORY), ("attention_mass", "r2", 60_000), ("frobenius", "greedy", 60_000),
 ])  # fmt: skip
-def test_a_fit_goes_on_with_another_number_of_processes(
+def test_processes_fit_as_one(
     models: dict[str, LanguageModel], norm: str, method: str | None, memory: int
 ) -> None:
-    """Stopped at each point where sums are kept, in turn by three, one and two of them."""
+    """Three, of which one has a sample less than the others."""
     rng = np.random.default_rng(4)
     rows = [tuple(rng.integers(5, 280, 60 + 9 * i).tolist()) for i in range(5)]
     data = [Sample(tokens[:50], tokens[50:]) for tokens in rows] + [Sample((), (7,))]
@@ -240,53 +236,25 @@ def test_a_fit_goes_on_with_another_number_of_processes(
     config = TranslatorConfig(source.spec(), target.spec(), relative_depth(*depths, 2))
 
     def fit(group: Group) -> ClosedForm:
-        return ClosedForm(
+        made = ClosedForm(
             config, Rows(source, target),
-            lambda start: [s if group.owns(n) else None for n, s in enumerate(data)][start:],
-            norm, method, 2, memory, Hooks(), 1e-6, group,
+            lambda: (s if group.owns(n) else None for n, s in enumerate(data)),
+            norm, method, 2, memory, 1e-6, group,
         )  # fmt: skip
+        made.run()
+        return made
 
-    whole = fit(Group())
-    whole.run()
-    kept: list[Any] = []
-
-    def some(group: Group, found: list[Any]) -> None:
-        part = fit(group)
-        if kept:
-            part.restore(*kept[-1])
-
-        def keep() -> None:
-            if part.read % group.size:
-                return
-            if part.read:
-                part.gather(ends=False)
-            found[group.rank] = (part.tensors(), part.counts())
-            raise Stopped
-
-        part.hooks = Hooks(keep=keep)
-        try:
-            part.run()
-            found[group.rank] = part
-        except Stopped:
-            pass
-
-    for attempt in range(200):
-        size = (3, 1, 2)[attempt % 3]
-        shared, found = Shared(size), [None] * size
-        threads = [
-            threading.Thread(target=some, args=(Thread(r, size, shared), found))
-            for r in range(size)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if isinstance(found[0], ClosedForm):
-            break
-        kept.append(found[0])
-    assert len(kept) > 3
-    for part in found:
-        assert isinstance(part, ClosedForm)
+    whole, shared, found = fit(Group()), Shared(3), dict[int, ClosedForm]()
+    threads = [
+        threading.Thread(target=lambda r=r: found.update({r: fit(Thread(r, 3, shared))}))
+        for r in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3
+    for part in found.values():
         assert part.config.assignment == whole.config.assignment
         assert (part.used, part.tokens, part.longest) == (5, 250, 50)
         assert part.used == whole.used and set(part.weights) == set(whole.weights)

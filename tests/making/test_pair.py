@@ -20,12 +20,11 @@ from kvlingo_mlx.embedded.first_chats import first_chats
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.making import pace, starts, work
+from kvlingo_mlx.making import pace, starts, state
 from kvlingo_mlx.making import run as making
 from kvlingo_mlx.making.pace import ANSWERS, Lengths, Pace, lengths
 from kvlingo_mlx.making.run import Making
 from kvlingo_mlx.making.starts import Start, choose
-from kvlingo_mlx.making.work import Work
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import distill
@@ -95,14 +94,6 @@ def test_two_models_in_a_translator_out(
     assert (folder / translator_folder.WEIGHTS_FILE).stat().st_mtime_ns == before
 
 
-def test_the_curve_is_drawn(folders: dict[str, Path], home: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "curve.png"
-    ends = [str(folders[name]) for name in ("dense", "wide")]
-    assert run(["pair", *ends, "--minutes", str(MINUTES), "--plot", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 def test_what_a_refusal_advises_is_taken(
     models: dict[str, LanguageModel], chats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +120,7 @@ def test_stopped_anywhere_it_goes_on(
         if len(made) == 1:
             made.append("killed")
             raise KeyboardInterrupt
-        made.append((arguments[2], arguments[1].norm))
+        made.append(arguments[1])
         return judged(*arguments)
 
     monkeypatch.setattr(starts, "judged", counted)
@@ -145,25 +136,13 @@ def test_stopped_anywhere_it_goes_on(
     fits = [each for each in made if each != "killed"]
     assert len(fits) == len(set(fits)), "each closed form was fitted once"
     monkeypatch.setattr(starts, "judged", None)
-    with pytest.raises(
-        ValueError, match=r"minutes was 0\.05, is 5.*remove that folder and t\.part"
-    ):
+    with pytest.raises(ValueError, match=r"minutes was 0\.05, is 5.*remove the folder"):
         kv.pair(*ends, [chats], minutes=5, out="t")
     result = kv.pair(*ends, [chats], minutes=MINUTES, out="t")
     assert result.config.provenance["stage"] == 2 and not result.bundled_data
     assert [start["nu"] for start in result.starts] == [nu for nu, _ in fits]
     assert not Path("t.pair").exists() and not Path("t.partial").exists()
     assert kv.load_translator("t").config == result.config
-
-
-def test_the_steps_that_were_taken_are_told(
-    models: dict[str, LanguageModel], chats: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = []
-    advance = Distillation.advance
-    monkeypatch.setattr(Distillation, "advance", lambda self: taken.append(advance(self)))
-    made = kv.pair(models["dense"], models["wide"], [chats], minutes=MINUTES, out="t")
-    assert made.config.provenance["steps"] == len(taken) > 0
 
 
 def test_another_pairs_folder_is_left_alone(
@@ -206,7 +185,7 @@ def paces(speed: float, mean: float = 0.6, answer: int = ANSWERS) -> Callable[[i
     return pace_of
 
 
-@pytest.mark.parametrize("speed", [1e-6, 1e-5, 1e-4, 1e-3])
+@pytest.mark.parametrize("speed", [1e-6, 1e-3])
 @pytest.mark.parametrize("context", [512, 40_960])
 def test_lengths_follow_the_pace(
     models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch, speed: float, context: int
@@ -228,16 +207,7 @@ def test_lengths_follow_the_pace(
     assert abs(found.steps - steps(found.max_prefix)) <= 1 and found.steps >= 20
     assert found.steps >= 2000 or found.max_prefix == 512
     assert found.max_prefix == most or steps(2 * found.max_prefix) < 2000, "longer was too slow"
-    assert Lengths(**found.as_json()) == found
-
-
-def test_short_answers_leave_time_for_more_steps(models: dict[str, LanguageModel]) -> None:
-    config = make_config(models["dense"], models["wide"], TrainingPlan())
-    long, short = (
-        lengths(paces(1.5e-4, answer=answer), 3600.0, 40_960, 1, {1: config})
-        for answer in (ANSWERS, 20)
-    )
-    assert short.max_prefix > long.max_prefix and short.steps >= 2000
+    assert Lengths(**vars(found)) == found
 
 
 def test_all_conversations_are_long(models: dict[str, LanguageModel]) -> None:
@@ -249,12 +219,6 @@ def test_all_conversations_are_long(models: dict[str, LanguageModel]) -> None:
     assert found.max_prefix == 4096
     with pytest.raises(ValueError, match="no conversation of the data fits into a context of 512"):
         lengths(lambda longest: None, 3600, 512, 1, {1: config})
-
-
-def test_learning_rates_that_are_dropped_cost_less() -> None:
-    """Four for a tenth of the time, two for the next, then one."""
-    found = Pace(100, 1.0, 2.0).steps(1000.0, 4)
-    assert found == pytest.approx(0.9 * 1000 / 4 * (0.1 / 9 + 0.1 / 5 + 0.8 / 3))
 
 
 def test_a_pace_is_measured_in_its_parts() -> None:
@@ -284,8 +248,7 @@ def test_a_pace_is_measured_in_its_parts() -> None:
         assert pace.measured(clocked, config, samples, 5.0) == Pace(4.0, 10.0, 0.5)
 
 
-@pytest.mark.parametrize("speed", [0.07, 3.0])
-@pytest.mark.parametrize("besides", [0.0, 200.0, 5000.0])
+@pytest.mark.parametrize(("speed", "besides"), [(0.07, 0.0), (3.0, 5000.0)])
 def test_too_little_time_is_refused(
     models: dict[str, LanguageModel],
     monkeypatch: pytest.MonkeyPatch,
@@ -312,7 +275,7 @@ def test_too_little_time_is_refused(
         steps((few - 1) / 1.2)
 
 
-@pytest.mark.parametrize("minutes", [2.0, 5.0])
+@pytest.mark.parametrize("minutes", [2.0])
 def test_it_ends_within_its_minutes(
     models: dict[str, LanguageModel], chats: str, monkeypatch: pytest.MonkeyPatch, minutes: float
 ) -> None:
@@ -324,7 +287,7 @@ def test_it_ends_within_its_minutes(
         monkeypatch.setattr(place, name, value)
     now, receipts = [0.0], []
     clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
-    for module in (made_here, work, pace, distill):
+    for module in (made_here, state, pace, distill):
         monkeypatch.setattr(module, "time", clock)
 
     def slow(name: str, seconds: float) -> None:
@@ -357,9 +320,7 @@ def test_it_ends_within_its_minutes(
     ("kls", "nu", "norm", "tried"),
     [
         ([1.0, 0.95, 0.91, 0.99], 3, "attention_mass", 4),
-        ([1.0, 0.95, 0.91, 1.01], 3, "frobenius", 4),
         ([1.0, 0.8, 0.75, 0.81], 2, "frobenius", 4),
-        ([1.0, 0.95, 0.7, 0.71], 1, "frobenius", 4),
         ([None, 0.9, 0.89, 0.91], 2, "frobenius", 4),
         ([1.0, None, 0.5, 0.4], 1, "attention_mass", 4),
         ([1.0], 3, "frobenius", 1),
@@ -403,18 +364,6 @@ def test_source_layers_that_memory_does_not_hold_are_left_out(
     assert made.config.nu == 1
 
 
-def test_what_is_kept_survives_a_kill(tmp_path: Path) -> None:
-    work = Work(tmp_path / "w", {"minutes": 1.0, "data": ["a"]})
-    work.open()
-    assert work.find("lengths", lambda: {"a": 1}) == {"a": 1}
-    again = Work(tmp_path / "w", {"minutes": 1.0, "data": ["a"]})
-    again.open()
-    assert again.find("lengths", lambda: 1 / 0) == {"a": 1}
-    assert again.spent >= work.facts.get("spent", 0.0)
-    with pytest.raises(ValueError, match=r"data was \['a'\], is \['b'\]"):
-        Work(tmp_path / "w", {"minutes": 1.0, "data": ["b"]}).open()
-
-
 # ---- the generated conversations -----------------------------------------------------------------
 
 
@@ -428,24 +377,6 @@ def test_the_chats_differ_and_can_be_rendered(models: dict[str, LanguageModel]) 
         assert all(message["content"] for message in chat)
     tokenizer = models["dense"].tokenizer
     assert all(tokenizer.apply_chat_template(chat) for chat in found[:20])
-
-
-def test_answers_are_in_what_was_said() -> None:
-    """Ports and sums can be read off the messages before them."""
-    ports = sums = 0
-    for chat in first_chats(300):
-        text = ""
-        for message in chat:
-            words = message["content"].split()
-            if message["content"].startswith("The ") and " uses port " in message["content"]:
-                ports += 1
-                assert f"port = {words[-1].rstrip('.')}" in text
-            if " are worth " in message["content"]:
-                sums += 1
-                count, price = int(words[0]), int(words[3])
-                assert int(words[-1].rstrip(".")) == count * price and f"| {price} |" in text
-            text += message["content"]
-    assert ports > 20 and sums > 20
 
 
 def test_two_tokenizers_cannot_be_tuned(tmp_path: Path) -> None:

@@ -1,97 +1,172 @@
-"""A fit in several passes, stopped after any sample and resumed from its file."""
+"""Closed forms over several passes: against least squares on the raw states, in float64."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from kvlingo_mlx.fitting.rows import Rows
 from kvlingo_mlx.format.assignment import relative_depth
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm, Hooks
+from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm
+from kvlingo_mlx.stage1.selection import RIDGE
+from kvlingo_mlx.stage1.sums import Regression, batches
 from kvlingo_mlx.tokenization.samples import Sample
 
-PLACES = {"once": MEMORY, "a map a pass": 1, "some maps a pass": 40_000}
+CUT = 1e-4  # of the largest singular value: 1e-8 of the largest eigenvalue
+SAMPLES = [Sample(tuple(range(n)), (1, 2)) for n in (70, 130, 90, 110)]
+EVERY = [*SAMPLES, Sample((), (7,))]  # one of no use
 
 
-class Stopped(Exception):
-    pass
+class Planted:
+    """States of each sample that are planted; read in two spans."""
+
+    def __init__(self, config: TranslatorConfig, noise: float = 0.1) -> None:
+        rng = np.random.default_rng(5)
+        ends = {"source": config.source.layers, "target": config.target.layers}
+        self.mass = {len(s.prefix): rng.uniform(0.1, 1, (len(ends["target"]), len(s.prefix)))
+                     for s in SAMPLES}  # fmt: skip
+        self.states: dict[Any, np.ndarray] = {}
+        for s in SAMPLES:
+            for side in ("keys", "values"):
+                read = []
+                for i, layer in enumerate(ends["source"]):
+                    x = rng.standard_normal((len(s.prefix), layer.width(side))).astype(np.float32)
+                    x = x + 0.95 * read[-1] if i == 1 else x  # like the one before it
+                    read.append(x)
+                    self.states["source", side, i, len(s.prefix)] = x
+                for t, layer in enumerate(ends["target"]):
+                    mix = np.random.default_rng([t, side == "keys"])
+                    y = sum((1 + (i == t % len(read)))
+                            * x @ mix.standard_normal((x.shape[1], layer.width(side)))
+                            for i, x in enumerate(read))  # fmt: skip
+                    y = y + noise * rng.standard_normal(y.shape)
+                    self.states["target", side, t, len(s.prefix)] = y.astype(np.float32)
+
+    def spans(self, sample: Sample, capture: str) -> Iterator[tuple[Any, Any]]:
+        length = len(sample.prefix)
+        for span in (slice(0, 31), slice(31, length)):
+            yield ("source", length, span), ("target", length, span)
+
+    def rows(self, states: Any, side: str, layer: int) -> np.ndarray:
+        end, length, span = states
+        return self.states[end, side, layer, length][span]
+
+    def wide(self, rows: np.ndarray) -> np.ndarray:
+        return rows.astype(np.float64)
+
+    def joined(self, arrays: Any) -> np.ndarray:
+        return np.concatenate(arrays, axis=1)
+
+    def array(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def attention_mass(self, sample: Sample) -> np.ndarray:
+        return self.mass[len(sample.prefix)]
+
+    def whole(self, end: str, side: str, layer: int) -> np.ndarray:
+        own = [self.states[end, side, layer, len(s.prefix)] for s in SAMPLES]
+        return np.concatenate(own).astype(np.float64)
+
+    def weights(self, norm: str, t: int) -> np.ndarray:
+        if norm == "attention_mass":
+            return np.concatenate([self.mass[len(s.prefix)][t] for s in SAMPLES])
+        factor = 8.0 if norm == "sink_8" else 1.0
+        each = [np.where(np.arange(len(s.prefix)) < 4, factor, 1.0) for s in SAMPLES]
+        return np.concatenate(each)
 
 
-@pytest.fixture(scope="module")
-def data() -> list[Sample]:
-    rng = np.random.default_rng(4)
-    made = [tuple(rng.integers(5, 280, 60 + 9 * i).tolist()) for i in range(4)]
-    return [Sample(tokens[:50], tokens[50:]) for tokens in made] + [Sample((), (7,))]
-
-
-def fit(
-    models: dict[str, LanguageModel],
-    data: list[Sample],
-    norm: str,
-    method: str | None,
-    memory: int,
-    hooks: Hooks,
-) -> ClosedForm:
+@pytest.fixture
+def config(models: dict[str, LanguageModel]) -> TranslatorConfig:
     source, target = models["narrow"], models["narrow_moe"]
     depths = [len(model.attentions) for model in (source, target)]
-    config = TranslatorConfig(source.spec(), target.spec(), relative_depth(*depths, 2))
-    rows = Rows(source, target)
-    return ClosedForm(config, rows, lambda start: data[start:], norm, method, 2, memory, hooks)
+    return TranslatorConfig(source.spec(), target.spec(), relative_depth(*depths, 2))
 
 
-@pytest.mark.parametrize("memory", PLACES.values(), ids=PLACES)
+def least_squares(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    root = np.sqrt(weights)[:, None]
+    return np.linalg.lstsq(root * x, root * y, rcond=CUT)[0].T
+
+
+@pytest.mark.parametrize("memory", [MEMORY, 1, 40_000], ids=["once", "a map a pass", "some"])
 @pytest.mark.parametrize(
     ("norm", "method"),
-    [("sink_8", None), ("frobenius", "r2"), ("sink_8", "greedy"), ("attention_mass", "r2")],
-)
-def test_stopped_after_any_sample(
-    models: dict[str, LanguageModel],
-    data: list[Sample],
-    tmp_path: Path,
-    norm: str,
-    method: str | None,
-    memory: int,
+    [("frobenius", None), ("sink_8", None), ("attention_mass", None),
+     ("sink_8", "r2"), ("attention_mass", "greedy")],
+)  # fmt: skip
+def test_maps_are_least_squares(
+    config: TranslatorConfig, norm: str, method: str | None, memory: int
 ) -> None:
-    """Stopped again and again, each time after one more call: the maps of a fit in one go."""
-    whole = fit(models, data, norm, method, memory, Hooks())
-    whole.run()
-    path, counts, stops = tmp_path / "sums.safetensors", {}, 0
-
-    def keep(part: ClosedForm) -> None:
-        save_file(part.tensors(), path)
-        counts.update(part.counts())
-        raise Stopped
-
-    while True:
-        part = fit(models, data, norm, method, memory, Hooks())
-        part.hooks = Hooks(keep=lambda part=part: keep(part))
-        if stops:
-            part.restore(load_file(path), counts)
-        try:
-            part.run()
-        except Stopped:
-            stops += 1
-            continue
-        break
-    assert stops == whole.part * (len(data) + 1)
-    assert part.config.assignment == whole.config.assignment
-    assert part.facts() == whole.facts() and whole.used == 4
-    assert set(part.weights) == set(whole.weights)
-    assert all(np.array_equal(part.weights[name], a) for name, a in whole.weights.items())
-    if memory == 1:
-        assert whole.part >= 2 * len(models["narrow_moe"].attentions)
+    """Of the layers that are given or chosen, however many passes the memory makes of it."""
+    models, solved, reads = Planted(config), list[int](), list[tuple[int, int, int]]()
+    fit = ClosedForm(
+        config, models, lambda: EVERY, norm, method, 2, memory, 0.0,
+        progress=lambda *numbers: reads.append(numbers), solved=solved.append,
+    )  # fmt: skip
+    passes = fit.passes
+    fit.run()
+    depth = len(config.target.layers)
+    assert solved == list(range(1, 2 * depth + 1)) and len(reads) == 4 * passes
+    assert (passes == 1 + (method is not None)) == (memory == MEMORY)
+    assert (fit.used, fit.tokens, fit.longest) == (4, 400, 130)
+    if method is None:
+        assert fit.config == config
+    for side in ("keys", "values"):
+        for t, layers in enumerate(fit.config.assignment.side(side)):
+            x = np.concatenate([models.whole("source", side, i) for i in layers], axis=1)
+            expected = least_squares(x, models.whole("target", side, t), models.weights(norm, t))
+            found = fit.weights[f"{side}.{t}.weight"]
+            assert np.abs(found - expected).max() < 1e-9 * np.abs(expected).max()
 
 
-def test_passes_change_nothing(models: dict[str, LanguageModel], data: list[Sample]) -> None:
-    """Without a choice of layers the sums are the same products, however many passes."""
-    found = [fit(models, data, "sink_8", None, memory, Hooks()) for memory in PLACES.values()]
-    for each in found:
-        each.run()
-    assert len({each.part for each in found}) == 3
-    for name, weight in found[0].weights.items():
-        assert all(np.array_equal(each.weights[name], weight) for each in found[1:])
+def unexplained(x: np.ndarray, y: np.ndarray, ridge: float = 0.0) -> float:
+    """The residual of a ridge fit on raw rows, by an extended least-squares problem."""
+    rows = np.concatenate([x, np.sqrt(ridge) * np.eye(x.shape[1])])
+    goal = np.concatenate([y, np.zeros((x.shape[1], y.shape[1]))])
+    found = np.linalg.lstsq(rows, goal, rcond=0.0 if ridge else CUT)[0]
+    return float(np.square(y - x @ found).sum() / np.square(y).sum())
+
+
+@pytest.mark.parametrize("memory", [MEMORY, 1])
+@pytest.mark.parametrize("method", ["r2", "greedy"])
+def test_layers_are_those_of_a_plain_search(
+    config: TranslatorConfig, method: str, memory: int
+) -> None:
+    """By R2 those that explain most alone, greedily the best beside those taken."""
+    models = Planted(config)
+    fit = ClosedForm(config, models, lambda: EVERY, "frobenius", method, 2, memory)
+    fit.run()
+    for side in ("keys", "values"):
+        xs = [models.whole("source", side, i) for i in range(len(config.source.layers))]
+        mean = sum(np.square(x).sum() for x in xs) / sum(x.shape[1] for x in xs)
+        for t, chosen in enumerate(fit.config.assignment.side(side)):
+            y, taken = models.whole("target", side, t), list[int]()
+            for _ in range(2):
+                own: Mapping[int, float] = {
+                    i: unexplained(x, y) if method == "r2" else unexplained(
+                        np.concatenate([xs[j] for j in [*taken, i]], 1), y, RIDGE * mean)
+                    for i, x in enumerate(xs) if i not in taken
+                }  # fmt: skip
+                taken.append(min(own, key=own.__getitem__))
+            assert chosen == tuple(sorted(taken))
+
+
+@pytest.mark.parametrize("nu", [1, 2, 36])
+def test_the_papers_depths_fit_a_small_machine(nu: int) -> None:
+    """36 layers of width 1024 on both sides: sums of a batch stay below the limit, or are one."""
+    maps = {}
+    for side in ("keys", "values"):
+        for t in range(36):
+            start = min(t, 36 - nu)
+            reads = tuple((side, i) for i in range(start, start + nu))
+            maps[f"{side}.{t}"] = Regression(reads, ((side, t),))
+    found = batches(maps, lambda state: 1024, lambda state: 1024, MEMORY)
+    assert sorted(name for batch in found for name in batch) == sorted(maps)
+    for batch in found:
+        inputs = len({m.inputs for m in batch.values()})
+        size = 8 * 1024**2 * (nu**2 * inputs + nu * len(batch))
+        assert size <= MEMORY or len(batch) == 1
+    assert (len(found) == 1) == (nu < 36)

@@ -180,9 +180,9 @@ class Jobs:
 
     def _train(self, runtime: str, report: Report, out: str = "trained") -> None:
         from kvlingo_mlx.tokenization.samples import Sample
-        from kvlingo_mlx.training.pipeline import Training
         from kvlingo_mlx.training.plan import TrainingPlan
         from kvlingo_mlx.training.recipe import Recipe
+        from kvlingo_mlx.training.trainer import Trainer
 
         class Random:
             def sample(self, index: int) -> Sample:
@@ -195,7 +195,7 @@ class Jobs:
         pair = _for_training(runtime)
         recipe = Recipe(steps=6, batch=1, learning_rates=(1e-3,), validate_every=2)
         report("begin")
-        Training(
+        Trainer(
             *pair, Random(), TrainingPlan(fit_samples=3, held_out=2, recipe=recipe),
             self.room / f"{out}-{runtime}",
             keep_every=0.0,
@@ -265,7 +265,7 @@ def main() -> None:
     for module in (
         "fitting",
         "engine.generation",
-        *(["training.pipeline"] * any(job.startswith("train") for job in args.jobs)),
+        *(["training.trainer"] * any(job.startswith("train") for job in args.jobs)),
     ):
         importlib.import_module(f"kvlingo_mlx.{module}")  # once, not in every child
 

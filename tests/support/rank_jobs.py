@@ -26,11 +26,10 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading import ranks
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training import pipeline
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
-from kvlingo_mlx.training.pipeline import Training
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
 from kvlingo_mlx.training.recipe import Recipe
+from kvlingo_mlx.training.trainer import Trainer
 from tests.support.random_samples import samples
 
 RANK = int(os.environ.get("MLX_RANK", 0))
@@ -70,10 +69,11 @@ class Kept(ClosedForm):
 
     sums: ClassVar[Found] = {}
 
-    def _lead(self, *arguments: Any) -> None:
-        own = {f"{self.part}/{name}": np.array(a) for name, a in self.tensors().items()}
-        Kept.sums |= {name: array for name, array in own.items() if "weights" not in name}
-        super()._lead(*arguments)
+    def _total(self, sums: Any) -> None:
+        super()._total(sums)
+        for key, array in sums._sums.items():
+            kind = ("xx", key) if isinstance(key[0], int) else (key[1], key[0])
+            Kept.sums[f"{next(iter(sums.maps))}/{kind[0]}/{kind[1]}"] = np.array(array)
 
 
 def fit(case: Case) -> Found:
@@ -164,13 +164,12 @@ def training(case: Case) -> Found:
     source, target = kv.load(case["source"]), kv.load(case["target"])
     data = {"data": case.get("data", "the same")}
     every = case.get("keep_every", 240.0)
-    made = Training(
+    made = Trainer(
         source, target, Numbered(), TrainingPlan(**plan, recipe=recipe), out, here, progress, data,
         keep_every=every,
     )  # fmt: skip
     steps = drifting if case.get("parts") else MLXTranslator.update
-    look = mock.patch.object(pipeline, "LOOK", case.get("look", pipeline.LOOK))
-    with look, mock.patch.object(MLXTranslator, "update", steps):
+    with mock.patch.object(MLXTranslator, "update", steps):
         try:
             made.run()
         except KeyboardInterrupt:

@@ -31,10 +31,10 @@ from kvlingo_mlx.stage1.passes import ClosedForm  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
 from kvlingo_mlx.training import distill  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
-from kvlingo_mlx.training.pipeline import Training  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
 from kvlingo_mlx.training.runtime import Pair  # noqa: E402
+from kvlingo_mlx.training.trainer import Trainer  # noqa: E402
 
 # What plans of every kind say; ``native_layers`` go with any of them.
 KINDS: dict[str, dict[str, Any]] = {
@@ -78,7 +78,7 @@ def closed_form(
     ridge: float | None = None,
 ) -> ClosedForm:
     """A finished fit of ``data``."""
-    made = ClosedForm(config, pair, lambda start: data[start:], norm_named(norm), ridge=ridge)
+    made = ClosedForm(config, pair, lambda: data, norm_named(norm), ridge=ridge)
     made.run()
     return made
 
@@ -182,7 +182,7 @@ def training(
     warn: Callable[[str], None] = lambda text: None,
     keep_every: float = 900.0,
     **options: Any,
-) -> Training:
+) -> Trainer:
     """A tiny training; ``seen`` takes the steps that it reports."""
     recipe = {"steps": 6, "batch": 2, "validate_every": 2, "objective": "kl", "seconds": None}
     recipe |= {"halving": False}
@@ -194,7 +194,7 @@ def training(
         if seen is not None and stage == "stage2":
             seen.append(report.step)
 
-    return Training(
+    return Trainer(
         models[pair[0]], models[pair[1]], stream or Random(), plan, out, progress=progress,
         warn=warn, keep_every=keep_every,
     )  # fmt: skip

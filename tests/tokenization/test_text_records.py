@@ -16,7 +16,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.models.capture import move, prefill
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
-from kvlingo_mlx.stage1.tiles import Tiles
+from kvlingo_mlx.stage1.sums import Sums
 from kvlingo_mlx.tokenization import renderings
 from kvlingo_mlx.tokenization.samples import Sample, to_samples, tokenise
 from tests.support.two_tokenizers import write_mistral, write_qwen
@@ -75,13 +75,13 @@ def test_fit_learns_the_first_position(
     """The moments hold the states of ``<s>`` at position 0, which nothing else is like."""
     source, target = loaded["one"], loaded["two"]
     rows: list[np.ndarray] = []
-    add = Tiles.add
+    add = Sums.add
 
-    def spy(self: Tiles, x: Any, y: Any, weights: Any = None) -> None:
+    def spy(self: Sums, x: Any, *rest: Any) -> None:
         rows.append(x(("keys", 0)))
-        add(self, x, y, weights)
+        add(self, x, *rest)
 
-    monkeypatch.setattr(Tiles, "add", spy)
+    monkeypatch.setattr(Sums, "add", spy)
     kv.fit(source, target, [{"text": TEXT}])
     (states,) = prefill(source, [source.tokenizer.bos_token_id])
     expected = np.array(move(states, source, "pre_norm").keys[0].astype(mx.float32))[0, 0]

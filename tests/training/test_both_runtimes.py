@@ -19,13 +19,12 @@ import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.format import translator_folder  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
-from kvlingo_mlx.training.checkpoints import Checkpoints  # noqa: E402
-from kvlingo_mlx.training.distill import Distillation  # noqa: E402
+from kvlingo_mlx.training.checkpoints import Checkpoint  # noqa: E402
+from kvlingo_mlx.training.distill import Distillation, start_runs  # noqa: E402
 from kvlingo_mlx.training.on_mlx import gradients  # noqa: E402
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
-from kvlingo_mlx.training.runs import start_runs  # noqa: E402
 from kvlingo_mlx.training.runtime import Pair, pair_of  # noqa: E402
 from tests.support import trainings  # noqa: E402
 from tests.support.trainings import (  # noqa: E402
@@ -113,7 +112,7 @@ def test_a_quantised_model_learns_as_its_dequantised_weights(
 # ---- steps ------------------------------------------------------------------------------
 
 
-def distillation(pair: Pair, steps: int, checkpoints: Checkpoints | None = None) -> Distillation:
+def distillation(pair: Pair, steps: int, checkpoints: Checkpoint | None = None) -> Distillation:
     config = make_config(pair.source, pair.target, TrainingPlan(nu=2))
     runs = start_runs(pair, config, random_arrays(config, 3), (1e-3, 3e-3))
     recipe = Recipe(steps=steps, batch=2, validate_every=10, learning_rates=(1e-3, 3e-3))
@@ -140,14 +139,14 @@ def test_one_runtime_goes_on_where_the_other_stopped(
     one, other = pairs if first == "mlx" else pairs[::-1]
     whole = distillation(one, 20)
     whole.run()
-    half = distillation(one, 20, Checkpoints(tmp_path / "kept", {}))
+    half = distillation(one, 20, Checkpoint(tmp_path / "kept", {}))
     for _ in range(10):
         if not half.step:
             half.validate()
             half.look({"step": 0, "held_out": [run.held_out for run in half.runs]})
         half.advance()
     half.keep()
-    rest = distillation(other, 20, Checkpoints(tmp_path / "kept", {}))
+    rest = distillation(other, 20, Checkpoint(tmp_path / "kept", {}))
     rest.run()
     assert rest.step == whole.step == 20
     for found, expected in zip(rest.runs, whole.runs, strict=True):

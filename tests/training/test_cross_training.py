@@ -31,10 +31,10 @@ from kvlingo_mlx.cuda.gradients import conversation_loss, read  # noqa: E402
 from kvlingo_mlx.cuda.translator import TorchTranslator  # noqa: E402
 from kvlingo_mlx.engine.plan import Plan  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
-from kvlingo_mlx.training.pipeline import Training  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
 from kvlingo_mlx.training.runtime import pair_of  # noqa: E402
+from kvlingo_mlx.training.trainer import Trainer  # noqa: E402
 from tests.support.trainings import KINDS, closed_form, distance, learnt  # noqa: E402
 
 PAIRS = (("qwen", "mistral"), ("mistral", "qwen"))
@@ -284,7 +284,7 @@ def test_a_pair_is_trained_and_used(
     source, target = map(opened if runtime == "mlx" else loaded, PAIRS[0])
     recipe = Recipe(steps=6, batch=2, learning_rates=(3e-3,), validate_every=3)
     plan = TrainingPlan(nu=3, fit_samples=2, held_out=1, recipe=recipe)
-    folder = Training(source, target, Talks(source, target), plan, tmp_path / "out").run()
+    folder = Trainer(source, target, Talks(source, target), plan, tmp_path / "out").run()
     translator = kv.load_translator(folder)
     assert translator.config.alignment == "minimal_groups" and translator.config.nu == 3
     source, target = map(loaded, PAIRS[0])

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.reclassed import calling
-from kvlingo_mlx.training import pipeline
+from kvlingo_mlx.training import trainer
 from tests.support.trainings import training
 
 
@@ -40,7 +40,7 @@ def test_it_is_refused(
     def change(call: Any) -> Any:
         return lambda *args, **kwargs: act(call(*args, **kwargs))
 
-    monkeypatch.setattr(pipeline.Training, "_first", None)  # no work is begun
+    monkeypatch.setattr(trainer.Trainer, "_first", None)  # no work is begun
     with (
         calling([target.model.layers[-1]], change),
         pytest.raises(UnsupportedModelError, match=reason) as found,

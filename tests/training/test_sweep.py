@@ -18,13 +18,13 @@ from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training import distill, pipeline
+from kvlingo_mlx.training import distill, trainer
 from kvlingo_mlx.training.objectives import Loss
 from kvlingo_mlx.training.on_mlx.pair import Pair
-from kvlingo_mlx.training.pipeline import Training
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
 from kvlingo_mlx.training.recipe import Recipe
-from kvlingo_mlx.training.sweep import chosen, further, joined, neighbour, window
+from kvlingo_mlx.training.sweep import chosen, further, neighbour, window
+from kvlingo_mlx.training.trainer import Trainer
 
 STEPS = 8
 FIRST = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
@@ -63,20 +63,6 @@ def test_what_is_tried_next(finals: dict[float, float], best: float, more: Any) 
     assert (chosen(finals), further(finals)) == (best, more)
     upwards = dict(sorted(finals.items(), reverse=True))
     assert (chosen(upwards), further(upwards)) == (best, more)
-
-
-def test_curves_are_joined_by_step() -> None:
-    """Two groups, the second of which diverged after its first look."""
-    one = [{"step": 0, "held_out": [5.0, 5.0], "spent": 1.0},
-           {"step": 2, "learning_rates": [1e-2, 1e-4], "loss": [1, 2], "kl": [1, 2],
-            "train_kl": [3, 4], "tokens": 9, "seconds": 2.0, "spent": 3.0, "held_out": [4.0, 3.0]}
-           ]  # fmt: skip
-    two = [{"step": 0, "held_out": [5.0], "spent": 0.5}]
-    first, second = joined([({1e-2: 4.0, 1e-4: 3.0}, one), ({1e-3: math.inf}, two)])
-    assert first == {"step": 0, "held_out": [5.0, 5.0, 5.0], "spent": 1.5}
-    assert second["learning_rates"] == [1e-4, 1e-3, 1e-2]
-    assert second["held_out"] == [3.0, None, 4.0] and second["train_kl"] == [4, None, 3]
-    assert (second["tokens"], second["spent"]) == (9, 3.0)
 
 
 # ---- planted landscapes, through whole trainings ---------------------------------------
@@ -171,7 +157,7 @@ def made(
     recipe = Recipe(steps=STEPS, batch=1, learning_rates=first, validate_every=2, sweep=True)
     recipe = more.pop("recipe", recipe)
     plan = TrainingPlan(fit_samples=4, held_out=2, recipe=recipe, **more.pop("plan", {}))
-    training = Training(
+    training = Trainer(
         models["dense"], models["wide"], Talks(), plan, out, keep_every=0.0, warn=warned.append,
         say=said.append, **more,
     )  # fmt: skip
@@ -209,7 +195,7 @@ def test_the_best_rate_is_found_and_lies_within(
     best: float,
     tried: tuple[float, ...],
 ) -> None:
-    monkeypatch.setattr(pipeline, "pair_of", landscape(best))
+    monkeypatch.setattr(trainer, "pair_of", landscape(best))
     run = made(models, tmp_path / "t")
     found, log = result(run.training.run())
     assert found["learning_rate"] == best and found["best_step"] == STEPS
@@ -235,7 +221,7 @@ def test_a_sweep_goes_by_the_ends(
     models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rate that is too high passes the lowest point on its way, and a run keeps that look."""
-    monkeypatch.setattr(pipeline, "pair_of", landscape(1.3e-4))
+    monkeypatch.setattr(trainer, "pair_of", landscape(1.3e-4))
     swept, _ = result(made(models, tmp_path / "swept").training.run())
     assert (swept["learning_rate"], swept["best_step"]) == (1e-4, STEPS)
     recipe = Recipe(steps=STEPS, batch=1, learning_rates=FIRST, validate_every=2)
@@ -248,17 +234,17 @@ def test_rates_that_diverge(
     models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some of the window, all of it, and everywhere."""
-    monkeypatch.setattr(pipeline, "pair_of", landscape(3e-5, 2e-4))
+    monkeypatch.setattr(trainer, "pair_of", landscape(3e-5, 2e-4))
     found, log = result(made(models, tmp_path / "some").training.run())
     assert [each["held_out"] is None for each in found["sweep"]] == [False] * 3 + [True] * 2
     assert found["learning_rate"] == 3e-5 and log[-1]["held_out"][0] is not None
     for at_once in (None, 1):
-        monkeypatch.setattr(pipeline, "pair_of", landscape(1e-6, 5e-6))
+        monkeypatch.setattr(trainer, "pair_of", landscape(1e-6, 5e-6))
         out = tmp_path / f"all-{at_once}"
         found, _ = result(made(models, out, at_once=at_once).training.run())
         assert found["learning_rate"] == 1e-6 and found["sweep"][-1]["held_out"] is None
         assert [each["learning_rate"] for each in found["sweep"]][:3] == [3e-7, 1e-6, 3e-6]
-    monkeypatch.setattr(pipeline, "pair_of", landscape(1e-6, 1e-12))
+    monkeypatch.setattr(trainer, "pair_of", landscape(1e-6, 1e-12))
     run = made(models, tmp_path / "none")
     with pytest.raises(KVLingoError, match="diverged .* at every learning rate: 1e-08, 3e-08, 1e"):
         run.training.run()
@@ -268,7 +254,7 @@ def test_rates_that_diverge(
 def test_a_best_rate_out_of_reach_is_told(
     models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "pair_of", landscape(1e-10))
+    monkeypatch.setattr(trainer, "pair_of", landscape(1e-10))
     run = made(models, tmp_path / "t")
     found, _ = result(run.training.run())
     assert found["learning_rate"] == 1e-8
@@ -280,7 +266,7 @@ def test_groups_that_fit_give_the_same(
 ) -> None:
     """By the memory there is, and as asked for; too little for one is refused."""
     pair = landscape(1e-5)
-    monkeypatch.setattr(pipeline, "pair_of", pair)
+    monkeypatch.setattr(trainer, "pair_of", pair)
     whole = result(made(models, tmp_path / "whole").training.run())
     for name, room, more, at_first in (
         ("two", 2, {"lengths": (30, 10)}, "1e-05, 3e-05"),
@@ -309,7 +295,7 @@ def test_a_sweep_that_is_killed_goes_on(
 ) -> None:
     """After every single step, within and between groups: no step is taken again but the one that
     was under way, and the result is the same."""
-    monkeypatch.setattr(pipeline, "pair_of", landscape(3e-6))
+    monkeypatch.setattr(trainer, "pair_of", landscape(3e-6))
     whole = result(made(models, tmp_path / "whole", at_once=at_once).training.run())
     advance, taken = distill.Distillation.advance, list[tuple[float, ...]]()
 
@@ -341,31 +327,11 @@ def test_a_sweep_that_is_killed_goes_on(
         assert set(counts.values()) == {STEPS}, counts
 
 
-def test_a_kill_between_two_groups(
-    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pipeline, "pair_of", landscape(3e-6))
-    whole = result(made(models, tmp_path / "whole").training.run())
-    run = made(models, tmp_path / "t")
-
-    def kill(text: str) -> None:
-        if "3e-06" in text:
-            raise KeyboardInterrupt
-
-    object.__setattr__(run.training, "say", kill)
-    with pytest.raises(KeyboardInterrupt):
-        run.training.run()
-    again = made(models, tmp_path / "t")
-    again.training.run()
-    assert groups(again.said)[1:] == ["3e-06", "1e-06"]
-    assert result(tmp_path / "t")[1] == whole[1]
-
-
 @pytest.mark.parametrize("swept", [True, False])
 def test_a_sweep_and_a_run_do_not_resume_each_other(
     models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swept: bool
 ) -> None:
-    monkeypatch.setattr(pipeline, "pair_of", landscape(1e-4))
+    monkeypatch.setattr(trainer, "pair_of", landscape(1e-4))
     kinds = [
         Recipe(steps=STEPS, batch=1, learning_rates=FIRST, validate_every=2, sweep=sweep)
         for sweep in (swept, not swept)
@@ -384,10 +350,7 @@ def test_a_sweep_and_a_run_do_not_resume_each_other(
 @pytest.mark.parametrize(
     ("rates", "best", "tried"),
     [
-        ((), 1e-2, (1e-3, 3e-3, 1e-2, 3e-2)),
         ((), 3e-2, (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)),
-        ((), 3e-4, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)),
-        ((1e-3, 3e-3), 1e-3, (3e-4, 1e-3, 3e-3)),
         ((1e-3,), 1e-2, None),  # one alone is the one that is used
     ],
 )
@@ -399,7 +362,7 @@ def test_an_mlps_stage_1_is_swept_too(
     best: float,
     tried: tuple[float, ...] | None,
 ) -> None:
-    monkeypatch.setattr(pipeline, "pair_of", landscape(best))
+    monkeypatch.setattr(trainer, "pair_of", landscape(best))
     stage2 = Recipe(steps=STEPS, batch=1, learning_rates=FIRST, validate_every=2, sweep=True)
     first = reconstruction(stage2, rates, STEPS)
     plan = {"kind": "mlp", "hidden": 4, "stage1_recipe": first}

@@ -55,13 +55,13 @@ from kvlingo_mlx.training import (  # noqa: E402
     command_line,
     distill,
 )
+from kvlingo_mlx.training.distill import Best  # noqa: E402
 from kvlingo_mlx.training.initial import initial  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
-from kvlingo_mlx.training.pipeline import Training  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config, reconstruction  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
-from kvlingo_mlx.training.runs import Best  # noqa: E402
 from kvlingo_mlx.training.runtime import pair_of  # noqa: E402
+from kvlingo_mlx.training.trainer import Trainer  # noqa: E402
 from kvlingo_mlx.translators import build  # noqa: E402
 from tests.support import ROOT  # noqa: E402
 from tests.support.trainings import (  # noqa: E402
@@ -272,30 +272,6 @@ def test_chosen_layers_equal_the_devices(
     for name, array in found.to_weights().arrays.items():
         error = np.linalg.norm(array - expected.arrays[name]) / np.linalg.norm(array)
         assert error < 1e-5, (name, error)
-
-
-@pytest.mark.parametrize("sample", [4, 9])
-def test_a_stopped_choice_goes_on(
-    torch_models: dict[str, TorchModel],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    sample: int,
-) -> None:
-    """Stopped as it reads for the choice, or afterwards for the maps: no prefix is read twice."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    options: dict[str, Any] = {
-        "pair": ("narrow_moe", "dense"), "steps": 0, "nu": 2, "assignment": "greedy",
-        "norm": "attention_mass",
-    }  # fmt: skip
-    whole = training(torch_models, tmp_path / "whole", **options).run()
-    stream = Signalled(sample, signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        training(torch_models, tmp_path / "t", stream=stream, **options).run()
-    rest = training(torch_models, tmp_path / "t", stream=stream, **options).run()
-    assert stream.drawn == [*range(6), *range(6)]
-    for name in ("translator.safetensors", "selftest.safetensors"):
-        assert (rest / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_an_mlp_reads_chosen_layers(torch_models: dict[str, TorchModel], tmp_path: Path) -> None:
@@ -510,11 +486,11 @@ def test_training_tells_of_a_kind_with_few_layers(
         for side in ("source", "target")
     }
     monkeypatch.setattr(
-        sys.modules[Training.__module__],
+        sys.modules[Trainer.__module__],
         "make_config",
         lambda *models: dataclasses.replace(config, **ends),
     )
-    monkeypatch.setattr(Training, "_run", lambda self, config, stop: self.out)
+    monkeypatch.setattr(Trainer, "_run", lambda self, config: self.out)
     planned.run()
     (said,) = told
     assert said.startswith("nu is 2, but the source has 1 of full attention: layers of that kind")
@@ -638,7 +614,7 @@ def test_a_killed_run_resumes_to_the_same_curve(
     assert steps_made == list(range(resumed_at + 1, 7))
 
 
-@pytest.mark.parametrize(("number", "sample"), [(signal.SIGINT, 4), (signal.SIGTERM, 6 + 7)])
+@pytest.mark.parametrize(("number", "sample"), [(signal.SIGINT, 6 + 1), (signal.SIGTERM, 6 + 7)])
 def test_a_signal_stops_a_training_that_then_goes_on(
     torch_models: dict[str, TorchModel],
     unbroken: Path,
@@ -647,7 +623,7 @@ def test_a_signal_stops_a_training_that_then_goes_on(
     number: int,
     sample: int,
 ) -> None:
-    """In stage 1 after its fourth of six conversations, in stage 2 in its fourth step."""
+    """After six conversations of stage 1: in the first step of stage 2, and in its fourth."""
     # A process started in the background ignores Ctrl-C; this one must not.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
@@ -657,44 +633,11 @@ def test_a_signal_stops_a_training_that_then_goes_on(
         first.run()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     stopped = f"stopped; {tmp_path / 't'}.partial keeps the work for the same command"
-    few = [text for text in warnings if text.startswith("only ")]
-    assert warnings == [*few, stopped] and len(few) == (sample >= 6)  # once stage 1 is done
-    assert len(stream.drawn) == (sample if sample < 6 else 6 + 2 * 4)
+    assert warnings[-1] == stopped and len(warnings) == 2
+    assert len(stream.drawn) == 6 + 2 * (1 if sample == 7 else 4)
     rest = training(torch_models, tmp_path / "t", RATES, stream=stream)
     assert same_result(rest.run(), unbroken)
     assert stream.drawn == [*range(6), *range(12)]  # no conversation was read twice
-
-
-def test_sums_of_another_version_are_told(
-    torch_models: dict[str, TorchModel], tmp_path: Path
-) -> None:
-    """Names of tensors that an earlier version wrote; the file is left for its owner to remove."""
-    stream = Signalled(4, signal.SIGTERM)
-    with pytest.raises(SystemExit):
-        training(torch_models, tmp_path / "t", RATES, stream=stream).run()
-    path = tmp_path / "t.partial" / "stage1" / "sums.safetensors"
-    with checkpoints.safe_open(path, framework="np") as file:
-        facts = file.metadata()
-    checkpoints.save_file({"keys.0/xx": np.eye(3)}, path, facts)
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match="sums.safetensors is damaged, or of another version"):
-        training(torch_models, tmp_path / "t", RATES).run()
-    assert path.read_bytes() == before
-
-
-def test_half_a_log_line_is_dropped(
-    torch_models: dict[str, TorchModel],
-    unbroken: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with monkeypatch.context() as patch:
-        die_after(patch, 3)
-        with pytest.raises(KeyboardInterrupt):
-            training(torch_models, tmp_path / "t", RATES).run()
-    with open(tmp_path / "t.partial" / "stage2" / "log.jsonl", "a") as log:
-        log.write('{"step": 4, "learning_ra')
-    assert same_result(training(torch_models, tmp_path / "t", RATES).run(), unbroken)
 
 
 def interrupted(
@@ -757,9 +700,9 @@ def test_a_state_that_cannot_be_read_is_refused(
     torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted(torch_models, tmp_path / "t", monkeypatch)
-    state = tmp_path / "t.partial" / "stage2" / "validated.safetensors"
+    state = tmp_path / "t.partial" / "stage2.safetensors"
     state.write_bytes(state.read_bytes()[:100])
-    with pytest.raises(ValueError, match="validated.safetensors is damaged, or of another"):
+    with pytest.raises(ValueError, match="stage2.safetensors is damaged, or of another"):
         training(torch_models, tmp_path / "t", steps=2).run()
 
 
@@ -819,8 +762,8 @@ def test_a_training_that_diverges_stops_and_keeps_what_was_good(
     poison_first_run(monkeypatch)
     with pytest.raises(KVLingoError, match=r"diverged.*0.01 at step 3; .*lower --lr"):
         training(torch_models, tmp_path / "t").run()
-    state = tmp_path / "t.partial" / "stage2" / "validated.safetensors"
-    assert checkpoints.read_facts(state)["step"] == 2
+    state = tmp_path / "t.partial" / "stage2.safetensors"
+    assert checkpoints.read_facts(state)["step"] == 3
     assert all(np.isfinite(a).all() for a in checkpoints.load_file(state).values())
     assert not (tmp_path / "t").exists()
 
@@ -830,16 +773,13 @@ def test_a_wrecked_translator_is_neither_kept_nor_written(
 ) -> None:
     """A rate that overflows while its numbers are finite; then a lower one, as advised."""
     out, start = tmp_path / "t", tmp_path / "start"
-    message = r"diverged.*3e\+36 at step 2; stage 1 and the last good checkpoint are kept"
+    message = r"diverged.*3e\+36 at step 2; stage 1 is kept: give a lower --lr"
     with pytest.raises(KVLingoError, match=message):
         training(torch_models, out, (3e36,), keep_every=0.0).run()
     assert not out.exists()
-    folder = tmp_path / "t.partial" / "stage2"
-    kept = checkpoints.load_file(folder / "validated.safetensors")
-    assert checkpoints.read_facts(folder / "validated.safetensors")["step"] == 0
-    assert not (folder / "latest.safetensors").exists()
+    kept = checkpoints.load_file(tmp_path / "t.partial" / "stage2.safetensors")
     start_maps = translator_folder.read(training(torch_models, start, steps=0).run())[1].arrays
-    assert all(np.array_equal(a, kept[f"0/{name}"]) for name, a in start_maps.items())
+    assert all(np.array_equal(a, kept[f"best/{name}"]) for name, a in start_maps.items())
     monkeypatch.setattr(ClosedForm, "run", None)  # stage 1 is not worked out again
     training(torch_models, out, (1e-3,)).run()
     assert [line["step"] for line in log_of(tmp_path / "t.log.jsonl")] == [0, 2, 4, 6]
@@ -852,10 +792,8 @@ NO_ROOM_WRAPPED = SafetensorError("I/O error: No space left on device (os error 
 @pytest.mark.parametrize(
     ("name", "what", "error"),
     [
-        ("sums", "stage 1 at 1 conversations", NO_ROOM_WRAPPED),
         ("initial", "stage 1", NO_ROOM_WRAPPED),
-        ("validated", "step 4", NO_ROOM),
-        ("latest", "step 3", NO_ROOM_WRAPPED),
+        ("stage2", "step 3", NO_ROOM),
         ("translator", "the translator t", NO_ROOM),
     ],
     ids=str,
@@ -911,17 +849,17 @@ from pathlib import Path
 import torch
 sys.path.insert(0, {root!r})
 torch.set_num_threads(1)
-from tests.support.trainings import Random, Recipe, TrainingPlan, Training, torch_model
+from tests.support.trainings import Random, Recipe, TrainingPlan, Trainer, torch_model
 from kvlingo_mlx.cuda.distributed import join, leave
 group = join("cpu")
 models = [torch_model.load(f, dtype=torch.float32) for f in {folders!r}]
 recipe = Recipe(steps=4, batch=3, learning_rates=(1e-2,), validate_every=2)
 plan = TrainingPlan(fit_samples=4, held_out=3, recipe=recipe)
-Training(*models, Random(), plan, Path({together!r}), group).run()
+Trainer(*models, Random(), plan, Path({together!r}), group).run()
 leads = group.leads
 leave(group)
 if leads:
-    Training(*models, Random(), plan, Path({alone!r})).run()
+    Trainer(*models, Random(), plan, Path({alone!r})).run()
 """
 
 
@@ -1133,30 +1071,6 @@ def test_the_command_sweeps_over_a_rate_that_diverges(
     assert not (tmp_path / "wreck").exists()
 
 
-@pytest.mark.parametrize(
-    ("plot", "message"),
-    [("nowhere/kl.png", "in a folder that can be written"), ("kl.xyz", "suffix must be one of"),
-     ("kl", "suffix must be one of"), ("kl.png", r'pip install "kvlingo-mlx[plot]"')],
-)  # fmt: skip
-def test_a_picture_that_cannot_be_drawn_is_refused_before_training(
-    folders: dict[str, Path],
-    jsonl: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    plot: str,
-    message: str,
-) -> None:
-    if plot == "kl.png":
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    else:
-        pytest.importorskip("matplotlib")
-    command = arguments(folders, jsonl, "--out", str(tmp_path / "t"))
-    assert run([*command, "--plot", str(tmp_path / plot)]) == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.glob("t*.partial"))
-
-
 def test_the_command_does_not_resume_on_other_data(
     folders: dict[str, Path],
     jsonl: Path,
@@ -1190,19 +1104,6 @@ def test_the_command_shows_prefix_lengths_of_an_embedded_pair(
     assert found["stage2"] == [{"from": 3, "below": 4, "reasoning": 5, "without": 6}]
     survey = found["survey"]
     assert survey["records"] == 72 and survey["samples"] == 40_000 and survey["packed_share"] == 0
-
-
-def test_the_command_shows_prefix_lengths(
-    folders: dict[str, Path], jsonl: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    counts = ("-c", "fit_samples=30", "--steps", "20", "--batch-size", "4")
-    assert run(arguments(folders, jsonl, "-c", "histogram=true", *counts)) == 0
-    said = capsys.readouterr().out
-    first, second = said.split("Stage 2: prefix lengths")
-    for part, count in ((first, 30), (second, 80)):
-        rows = [line for line in part.splitlines() if " to " in line and "data:" not in line]
-        assert sum(int(row.split()[-2]) for row in rows) == count
-    assert "data: 72 records to train on; 80 samples end in" in " ".join(second.split())
 
 
 @pytest.mark.parametrize(

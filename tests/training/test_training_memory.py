@@ -16,7 +16,7 @@ import pytest
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded.first_chats import first_chats
-from kvlingo_mlx.making import Told, pace
+from kvlingo_mlx.making import Callbacks, pace
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import objective_named
@@ -188,7 +188,7 @@ def test_pair_leaves_out_lengths_that_do_not_fit(
     monkeypatch.setattr(pace, "STARTING", 1e9)
     monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 0)
     monkeypatch.setenv("KVLINGO_MEMORY_LIMIT", f"{needed(models, 300, 4, nu=3):.6f}")
-    kv.pair(*ends, chats, minutes=0.3, out="t", told=Told(say=said.append))
+    kv.pair(*ends, chats, minutes=0.3, out="t", callbacks=Callbacks(say=said.append))
     (longest,) = re.findall(r"prefixes of up to (\d+) tokens, which", " ".join(said))
     assert int(longest) == 256
     monkeypatch.setenv("KVLINGO_MEMORY_LIMIT", "0.0001")

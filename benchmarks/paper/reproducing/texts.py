@@ -16,8 +16,7 @@ from kvlingo_mlx.evaluation import compare, lineup, own_tasks
 from kvlingo_mlx.evaluation.compare import Outcome
 from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.loading.translators import load_translator
-from kvlingo_mlx.training.checkpoints import log_of
-from kvlingo_mlx.training.command_line import read_log
+from kvlingo_mlx.training.checkpoints import log_of, read_log
 
 WINDOW, TINY_WINDOW = (256, 256), (64, 32)
 WINDOWS = 512  # the paper does not say how many it reads

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.paper.reproducing.models import Models
 from kvlingo_mlx.embedded.dialogues import for_distilling
 from kvlingo_mlx.evaluation.journal import Journal
-from kvlingo_mlx.making.made import PAPERS_DATA
+from kvlingo_mlx.making.result import PAPERS_DATA
 from kvlingo_mlx.training import has_cuda
 from kvlingo_mlx.training.command_line import checked_place
 

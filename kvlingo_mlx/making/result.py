@@ -22,25 +22,17 @@ NO_DATA = (
 
 
 @dataclass(frozen=True)
-class Made:
-    """A finished translator.
-
-    Attributes:
-        folder: Its folder.
-        stored: Its folder in the local store, in bfloat16; None where another translator of these
-            models and this form is there, which is left as it is.
-        config: Its config, with receipt and tuning in the provenance.
-        starts: The closed forms that were tried, with their held-out KL.
-        curve: The log of stage 2.
-        bundled_data: Whether it was trained on the package's generated conversations.
-    """
+class PairResult:
+    """A finished translator."""
 
     folder: Path
+    # Its folder in the local store, in bfloat16; None where another translator of these models and
+    # this form is there, which is left as it is.
     stored: Path | None
-    config: TranslatorConfig
-    starts: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
-    curve: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
-    bundled_data: bool = False
+    config: TranslatorConfig  # with receipt and tuning in the provenance
+    starts: Sequence[Mapping[str, Any]] = field(default=(), repr=False)  # closed forms, their KL
+    curve: Sequence[Mapping[str, Any]] = field(default=(), repr=False)  # the log of stage 2
+    bundled_data: bool = False  # trained on the package's generated conversations
 
     @property
     def log(self) -> Path:
@@ -53,7 +45,7 @@ class Made:
         made, ends = self.config.provenance, (self.config.source.name, self.config.target.name)
         kls = [lowest(line["held_out"]) for line in self.curve] or [math.nan]
         data = f"{GENERATED}, for a first try" if self.bundled_data else "your data"
-        told = outlook(self.curve) or "the curve is too short to say what more time would bring"
+        more = outlook(self.curve) or "the curve is too short to say what more time would bring"
         native = self.config.native_layers
         chat = f"kvlingo-mlx chat --model small={ends[0]} --model large={ends[1]}"
         onward = (
@@ -68,21 +60,16 @@ class Made:
             f"{made.get('longest_prefix')} tokens",
             f"grade: {said_of(self.config) if 'receipt' in made else NO_RECEIPT}",
             f"held-out KL {kls[0]:.4f} with the closed form, {min(kls):.4f} at best",
-            told,
+            more,
             onward,
         ]
 
 
 @dataclass(frozen=True)
-class Told:
-    """Functions that are told how the work proceeds.
-
-    Attributes:
-        say: A line of text.
-        warn: A line about what may go wrong.
-        progress: The stage, the share of the time for everything that is over, and a text.
-    """
+class Callbacks:
+    """Functions that hear how the work proceeds."""
 
     say: Callable[[str], None] = lambda text: None
     warn: Callable[[str], None] = lambda text: None
+    # Called with the stage, the share of the time for everything that is over, and a text.
     progress: Callable[[str, float, str], None] = lambda stage, share, text: None

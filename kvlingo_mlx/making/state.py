@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.format.atomic import sync_file
-from kvlingo_mlx.training.checkpoints import disk_errors
+from kvlingo_mlx.training.checkpoints import check_settings, read_log, write_json
 
 FACTS = "facts.json"
 
 
 @dataclass
-class Work:
+class RunState:
     """The folder ``OUT.pair``: results by name, each found out once, and kept for the same command.
 
     ``asked`` are the settings of the command; other settings refuse the folder.
@@ -37,21 +33,10 @@ class Work:
         """
         path = self.folder / FACTS
         if path.exists():
-            self.facts = json.loads(path.read_text(encoding="utf-8"))
-            kept = self.facts["asked"]
-            asked = json.loads(json.dumps(dict(self.asked)))
-            if changed := sorted(n for n in {*kept, *asked} if kept.get(n) != asked.get(n)):
-                listed = ", ".join(f"{n} was {kept.get(n)!r}, is {asked.get(n)!r}" for n in changed)
-                raise ValueError(
-                    f"{self.folder} holds unfinished work with other settings ({listed}); give "
-                    f"these again, name another --out, or remove that folder{self._partial()}"
-                )
+            (self.facts,) = read_log(path)
+            check_settings(self.folder, self.facts["asked"], self.asked)
             self.started -= self.facts["spent"]
         self.keep()
-
-    def _partial(self) -> str:
-        partial = self.folder.with_suffix(".partial")
-        return f" and {partial.name}" if partial.exists() else ""
 
     @property
     def spent(self) -> float:
@@ -68,15 +53,4 @@ class Work:
     def keep(self) -> None:
         """Write everything, in place of what was there."""
         facts = {**self.facts, "asked": dict(self.asked), "spent": self.spent}
-        temporary = self.folder / f"{FACTS}.tmp"
-        with disk_errors("what was found out so far", self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "w", encoding="utf-8") as file:
-                json.dump(facts, file)
-                file.flush()
-                sync_file(file.fileno())
-            os.replace(temporary, self.folder / FACTS)
-
-    def remove(self) -> None:
-        """Remove the folder, once all is done."""
-        shutil.rmtree(self.folder)
+        write_json(self.folder / FACTS, "what was found out so far", [facts])

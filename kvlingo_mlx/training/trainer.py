@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,26 +24,31 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.stage1.closed_form import shortage
 from kvlingo_mlx.stage1.norms import norm_named
-from kvlingo_mlx.stage1.passes import ClosedForm, Hooks
+from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.stage1.selection import METHODS
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.checkpoints import (
     KEEP_EVERY,
-    Checkpoints,
+    Checkpoint,
     check_settings,
     disk_errors,
     log_of,
-    other_version,
     read_facts,
-    write_log,
+    write_json,
     write_state,
 )
-from kvlingo_mlx.training.distill import Distillation, DivergedError, Report, Samples
+from kvlingo_mlx.training.distill import (
+    Best,
+    Distillation,
+    DivergedError,
+    Report,
+    Samples,
+    start_runs,
+)
 from kvlingo_mlx.training.initial import initial
-from kvlingo_mlx.training.interruption import Interruption, postponed
+from kvlingo_mlx.training.interruption import postponed
 from kvlingo_mlx.training.plan import TrainingPlan, make_config, provenance_of
 from kvlingo_mlx.training.recipe import Recipe
-from kvlingo_mlx.training.runs import Best, start_runs
 from kvlingo_mlx.training.runtime import Model, Pair, pair_of
 from kvlingo_mlx.training.sweep import Curve, Sweep, Trained, chosen
 from kvlingo_mlx.training.watch import complaints
@@ -58,31 +61,17 @@ class Data(Samples, Protocol):
     def held_out(self, count: int = 64) -> Sequence[Sample]: ...
 
 
-LOOK = 16  # conversations between two looks of several processes whether to keep their sums
 SHORT = 16  # tokens of a continuation that serves to see whether there is a gradient
 Progress = Callable[[str, Report], None]
+Start = tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]  # with its provenance
 
 
 @dataclass(frozen=True)
-class Work:
-    """What both stages share: the held-out conversations, the signal to stop, and how many
-    translators of a sweep are trained together."""
+class Trainer:
+    """Both stages of a plan, resumable, and the folder with the result.
 
-    held_out: Sequence[Sample]
-    stop: Interruption
-    at_once: int
-
-
-@dataclass(frozen=True)
-class Training:
-    """One command's work: both stages of a plan, resumable, and the folder with the result.
-
-    ``settings`` are further settings that must not change on resumption (for example ``data``, the
-    sources). ``keep_every`` is the most seconds of work that a kill may lose; Ctrl-C and SIGTERM
-    lose none. ``notes`` are shown to the user as warnings before the work begins. ``fit`` is the
-    closed form of this plan and data where it has been made before. ``lengths`` are the tokens of
-    the longest prefix and continuation of the data, if known; ``say`` is told what they take.
-    ``at_once`` is the most learning rates of a sweep that are trained together; None: what fits.
+    The result of stage 1 is kept, and stage 2 from time to time; a stage 1 that is stopped is made
+    anew.
     """
 
     source: Model
@@ -92,21 +81,20 @@ class Training:
     out: Path
     group: Group = field(default_factory=Group)
     progress: Progress = lambda stage, report: None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)  # more that a resumption must keep
     warn: Callable[[str], None] = lambda text: None
-    keep_every: float = KEEP_EVERY
-    notes: Sequence[str] = ()
-    force: bool = False
-    fit: ClosedForm | None = None
-    lengths: tuple[int, int] | None = None
+    keep_every: float = KEEP_EVERY  # the most seconds of work that a kill may lose
+    notes: Sequence[str] = ()  # warnings to give before the work begins
+    force: bool = False  # train again what is finished, and replace another translator
+    start: Start | None = None  # the closed form of this plan and data, if it is made
+    lengths: tuple[int, int] | None = None  # tokens of the longest prefix and continuation
     say: Callable[[str], None] = lambda text: None
-    at_once: int | None = None
+    at_once: int | None = None  # the most rates of a sweep trained together; None: what fits
 
     def finished(self) -> bool:
         """Whether ``out`` holds the finished result of this same training.
 
-        With ``force`` the answer is always False: the translator is trained again and replaces the
-        old one.
+        With ``force`` the answer is always False.
 
         Raises:
             ValueError: ``out`` holds something else, and ``force`` is off.
@@ -135,7 +123,7 @@ class Training:
                 that is resumed.
             IncompatibleTranslatorError: The tokenizers differ.
             KVLingoError: Training diverged, or the disk is full.
-            KeyboardInterrupt, SystemExit: A signal asked to stop; the work is kept.
+            KeyboardInterrupt, SystemExit: A signal asked to stop; the work of stage 2 is kept.
         """
         if self.finished():
             return self.out
@@ -144,43 +132,40 @@ class Training:
         for note in filter(None, (narrow, *self.notes)):
             if self.group.leads:
                 self.warn(note)
-        with postponed() as stop:
-            try:
-                return self._run(config, stop)
-            except (KeyboardInterrupt, SystemExit):
-                if self.group.leads and self.partial.exists():
-                    self.warn(f"stopped; {self.partial} keeps the work for the same command")
-                raise
+        try:
+            return self._run(config)
+        except (KeyboardInterrupt, SystemExit):
+            if self.group.leads and self.partial.exists():
+                self.warn(f"stopped; {self.partial} keeps the work for the same command")
+            raise
 
-    def _run(self, config: TranslatorConfig, stop: Interruption) -> Path:
-        self.group.agree(lambda: self._told(config))
-        self.group.firsts(
-            lambda: self._initial.exists() and bool(self._check(self._initial, config))
-        )
+    def _run(self, config: TranslatorConfig) -> Path:
+        recipe = self.plan.recipe
+        self.group.agree(lambda: self._agreed(config))
+        self.group.firsts(lambda: self._initial.exists() and bool(self._kept_start(config)))
         # Checked even if this plan has no stage 2: unfinished work on one must not be lost
         # silently.
-        self._checkpoints("stage2", config, self.plan.recipe)
-        trains = bool(self.plan.recipe.steps) or not config.spec.solved
+        self._checkpoint("stage2", 0, config, recipe)
+        trains = bool(recipe.steps) or not config.spec.solved
         held_out = self._held_out() if trains else []
         at_once = self._at_once(config)
-        if self.plan.recipe.steps and (sample := _short(held_out)):
+        if recipe.steps and (sample := _short(held_out)):
             self.pair.check_gradients(sample, config)
-        work = Work(held_out, stop, at_once)
-        config, arrays, provenance = self._first(config, work)
+        config, arrays, provenance = self._first(config, held_out, at_once)
         best: Best | None = None
         curve: Curve = ()
-        if self.plan.recipe.steps:
-            found = self._distill("stage2", config, arrays, self.plan.recipe, work)
+        if recipe.steps:
+            found = self._distill("stage2", (config, arrays, {}), recipe, held_out, at_once)
             best, curve, arrays = found.best, found.curve, dict(found.best.tensors)
-            if self.plan.recipe.sweep:
+            if recipe.sweep:
                 provenance = {**provenance, "sweep": found.tried}
         if self.group.leads:
-            told = ("data", "english", "apart_from")
-            own = {name: self.settings[name] for name in told if name in self.settings}
+            names = ("data", "english", "apart_from")
+            own = {name: self.settings[name] for name in names if name in self.settings}
             facts = provenance_of(self.plan, self.pair, own | provenance, best, held_out, curve)
             self._write(config, arrays, facts, held_out)
             if best is not None:
-                write_log(self.log, curve)
+                write_json(self.log, "the log", curve)
             shutil.rmtree(self.partial)
         self.group.wait()
         return self.out
@@ -191,30 +176,25 @@ class Training:
         Raises:
             NotEnoughMemoryError: There is too little for one step.
         """
-        recipe, hidden = self.plan.recipe, self.plan.hidden
-        wanted = len(recipe.learning_rates)
-        most = min(wanted, self.at_once or wanted) if recipe.sweep else wanted
-        told = ""
-        if recipe.steps and self.lengths is not None:
-            most, told = self._fitting(config, self.lengths, most, hidden)
-        if self.group.leads and told:
-            self.say(told)
-        if self.group.leads and most < wanted:
+        recipe, needed = self.plan.recipe, ""
+        asked = len(recipe.learning_rates)
+        most = min(asked, self.at_once or asked) if recipe.sweep else asked
+        while recipe.steps and self.lengths is not None and not needed:
+            try:
+                needed = self.pair.check_memory(config, self.lengths, most, self.plan.hidden)
+                break
+            except NotEnoughMemoryError:
+                if not recipe.sweep or most == 1:
+                    raise
+                most -= 1
+        if self.group.leads and needed:
+            self.say(needed)
+        if self.group.leads and most < asked:
             self.say(
-                f"sweep: of {wanted} learning rates at most {most} are trained at a time; each "
+                f"sweep: of {asked} learning rates at most {most} are trained at a time; each "
                 "group reads the same samples again"
             )
         return most
-
-    def _fitting(
-        self, config: TranslatorConfig, lengths: tuple[int, int], most: int, hidden: int
-    ) -> tuple[int, str]:
-        """As many translators as fit into memory, and what they take; fewer only in a sweep."""
-        fewest = 1 if self.plan.recipe.sweep else most
-        for count in range(most, fewest, -1):
-            with contextlib.suppress(NotEnoughMemoryError):
-                return count, self.pair.check_memory(config, lengths, count, hidden)
-        return fewest, self.pair.check_memory(config, lengths, fewest, hidden)
 
     @cached_property
     def pair(self) -> Pair:
@@ -240,44 +220,29 @@ class Training:
             )
         return held_out
 
-    # ---- files kept on the way --------------------------------------------------------
-
-    @property
-    def _initial(self) -> Path:
-        return self.partial / "initial.safetensors"
+    # ---- what must not change ---------------------------------------------------------
 
     def _settings(self, config: TranslatorConfig) -> dict[str, Any]:
         """All that stage 1 depends on: the plan, the data and both models."""
         plan = dataclasses.asdict(self.plan)
         del plan["recipe"]
-        roles = (
-            ("source", config.source, self.source),
-            ("target", config.target, self.target),
-        )
-        models = {
-            f"{role}'s {fact}": value
-            for role, spec, model in roles
-            for fact, value in {
-                "name": spec.name,
-                **spec.fingerprint,
-                "precision": model.precision,
-                "weights": self._weights(model),
-            }.items()
-        }
-        return {**plan, **self.settings, **models}
-
-    def _told(self, config: TranslatorConfig) -> dict[str, str]:
-        """What every process must have been given alike."""
-        told = self._settings(config) | dataclasses.asdict(self.plan.recipe)
-        versions = {"kvlingo-mlx": __version__, **self.pair.versions}
-        return {name: canonical_json({name: fact}) for name, fact in (told | versions).items()}
-
-    def _weights(self, model: Model) -> dict[str, str]:
-        """What identifies a model's weights: in its runtime and, by its files, in both."""
-        found = {self.pair.runtime: model.weights_fingerprint}
-        if model.path is not None:
-            found["files"] = files_fingerprint(model.path)
+        found = {**plan, **self.settings}
+        for role, spec in (("source", config.source), ("target", config.target)):
+            model: Model = getattr(self, role)
+            own = {"name": spec.name, **spec.fingerprint, "precision": model.precision}
+            # Known by the weights within a runtime, and by the files in both.
+            weights = {self.pair.runtime: model.weights_fingerprint}
+            if model.path is not None:
+                weights["files"] = files_fingerprint(model.path)
+            facts: dict[str, Any] = {**own, "weights": weights}
+            found |= {f"{role}'s {fact}": value for fact, value in facts.items()}
         return found
+
+    def _agreed(self, config: TranslatorConfig) -> dict[str, str]:
+        """What every process must have been given alike."""
+        own = self._settings(config) | dataclasses.asdict(self.plan.recipe)
+        versions = {"kvlingo-mlx": __version__, **self.pair.versions}
+        return {name: canonical_json({name: fact}) for name, fact in (own | versions).items()}
 
     def _identity(self, config: TranslatorConfig) -> str:
         """The sha256 of all that the result depends on; its provenance keeps it as ``run``.
@@ -298,33 +263,49 @@ class Training:
             return False
         return there.get("run") == self._identity(config)
 
-    def _check(self, path: Path, config: TranslatorConfig) -> dict[str, Any]:
-        """The facts of one of our files; raises ValueError if its settings differ."""
-        facts = read_facts(path)
-        check_settings(self.partial, facts["settings"], self._settings(config))
-        return facts
+    def _checkpoint(
+        self, stage: str, number: int, config: TranslatorConfig, recipe: Recipe
+    ) -> Checkpoint:
+        """The checkpoint of a stage's group of rates; a diverged one of other settings is removed.
 
-    def _checkpoints(self, stage: str, config: TranslatorConfig, recipe: Recipe) -> Checkpoints:
-        """The checkpoints of a stage; those of a diverged run with other settings are removed."""
+        Raises:
+            ValueError: There is a sound one of other settings.
+        """
+        name = stage if number == 0 else f"{stage}-{number + 1}"
         settings = {**self._settings(config), **dataclasses.asdict(recipe)}
-        checkpoints = Checkpoints(self.partial / stage, settings)
-        stale = self.group.firsts(checkpoints.stale)
+        found = Checkpoint(self.partial / f"{name}.safetensors", settings)
+
+        def check() -> bool:
+            if not found.path.exists():
+                return False
+            facts = read_facts(found.path)
+            try:
+                check_settings(self.partial, facts["settings"], settings)
+            except ValueError:
+                if any(run["diverged_at"] is None for run in facts["runs"]):
+                    raise
+                return True
+            return False
+
+        stale = self.group.firsts(check)
         self.group.wait()  # until every process has read the folder
         if stale and self.group.leads:
-            shutil.rmtree(checkpoints.folder)
+            found.path.unlink()
         self.group.wait()
-        return checkpoints
+        return found
 
     # ---- the stages -------------------------------------------------------------------
 
-    def _first(
-        self, config: TranslatorConfig, work: Work
-    ) -> tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]:
+    @property
+    def _initial(self) -> Path:
+        return self.partial / "initial.safetensors"
+
+    def _first(self, config: TranslatorConfig, held_out: Sequence[Sample], at_once: int) -> Start:
         """The starting point of stage 2: computed once, and kept for resumed runs."""
         ready = self.group.firsts(self._initial.exists)
         self.group.wait()  # a late process must not see the file that the leading one writes next
         if not ready:
-            config, arrays, provenance = self._stage1(config, work)
+            config, arrays, provenance = self._stage1(config, held_out, at_once)
             if self.group.leads:
                 tensors = {n: np.asarray(a, np.float32) for n, a in arrays.items()}
                 facts = {
@@ -333,42 +314,40 @@ class Training:
                     "assignment": config.assignment.to_json(),
                 }
                 write_state(self._initial, "stage 1", tensors, facts)
-                shutil.rmtree(self.partial / "stage1", ignore_errors=True)
+                (self.partial / "stage1.safetensors").unlink(missing_ok=True)
             self.group.wait()
         arrays, facts = self.group.firsts(
-            lambda: (load_file(self._initial), self._check(self._initial, config))
+            lambda: (load_file(self._initial), self._kept_start(config))
         )
         config = dataclasses.replace(config, assignment=Assignment.from_json(facts["assignment"]))
         return config, arrays, facts["provenance"]
 
-    def _stage1(
-        self, config: TranslatorConfig, work: Work
-    ) -> tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]:
+    def _kept_start(self, config: TranslatorConfig) -> dict[str, Any]:
+        """The facts of stage 1's result; raises ValueError if its settings differ."""
+        facts = read_facts(self._initial)
+        check_settings(self.partial, facts["settings"], self._settings(config))
+        return facts
+
+    def _stage1(self, config: TranslatorConfig, held_out: Sequence[Sample], at_once: int) -> Start:
         plan, spec = self.plan, config.spec
         arrays: dict[str, np.ndarray] = {}
         provenance: dict[str, Any] = {}
         if spec.solved or plan.assignment in METHODS:
-            fit = self.fit or self._closed_form(config, work.stop)
-            config = dataclasses.replace(config, assignment=fit.config.assignment)
-            provenance = {"norm": fit.norm, **fit.facts()}
-            arrays = fit.weights if spec.solved else {}
-            if (
-                arrays
-                and self.group.leads
-                and (short := shortage(config, fit.used, fit.tokens, fit.lowest))
-            ):
-                self.warn(short)
+            fitted, arrays, provenance = self.start or self._closed_form(config)
+            config = dataclasses.replace(config, assignment=fitted.assignment)
+            arrays = dict(arrays) if spec.solved else {}
         arrays |= initial(config, plan.hidden, plan.seed, gated=plan.gated)
         if not spec.solved:
-            found = self._distill("stage1", config, arrays, plan.stage1_recipe, work)
+            start = config, arrays, provenance
+            found = self._distill("stage1", start, plan.stage1_recipe, held_out, at_once)
             arrays = dict(found.best.tensors)
             provenance = {"stage1_rate": found.best.rate, "stage1_error": found.best.held_out}
             if plan.stage1_recipe.sweep:
                 provenance["stage1_sweep"] = found.tried
         return config, arrays, provenance
 
-    def _closed_form(self, config: TranslatorConfig, stop: Interruption) -> ClosedForm:
-        """The source layers chosen and the maps solved; a stopped run resumes."""
+    def _closed_form(self, config: TranslatorConfig) -> Start:
+        """The source layers chosen and the maps solved."""
         plan, group = self.plan, self.group.of_fits
 
         def sample(number: int) -> Sample | None:
@@ -377,7 +356,7 @@ class Training:
         fit = ClosedForm(
             dataclasses.replace(config, kind="linear"),
             self.pair,
-            lambda start: map(sample, range(start, plan.fit_samples)),
+            lambda: map(sample, range(plan.fit_samples)),
             norm_named(plan.norm),
             plan.assignment,
             plan.nu,
@@ -385,74 +364,29 @@ class Training:
             group=group,
             count=plan.fit_samples,
         )
-        path = self.partial / "stage1" / "sums.safetensors"
-
-        def kept() -> tuple[dict[str, np.ndarray], Any] | None:
-            if not path.exists():
-                return None
-            counts = self._check(path, config)["counts"]
-            return load_file(path), counts
-
-        if (there := group.firsts(kept)) is not None:
-            try:
-                fit.restore(*there)
-            except (ValueError, KeyError):
-                raise other_version(path) from None
-        fit.hooks = Hooks(keep=self._keeper(fit, path, config, stop))
         fit.run()
-        return fit
-
-    def _keeper(
-        self, fit: ClosedForm, path: Path, config: TranslatorConfig, stop: Interruption
-    ) -> Callable[[], None]:
-        """Keeps a fit's sums every ``keep_every`` seconds, after each pass, and when stopped.
-
-        Several processes look up from their samples now and then, and the leading one's clock
-        counts. What it keeps is what one process would have: others may resume it.
-        """
-        last, group = time.monotonic(), fit.group
-
-        def keep() -> None:
-            nonlocal last
-            if group.size > 1 and fit.read % (LOOK * group.size):
-                return
-            late = group.leads and time.monotonic() - last >= self.keep_every
-            due, stopped = group.total(np.array([float(late), float(bool(stop))]))
-            if fit.read and not due and not stopped:
-                return
-            if fit.read:
-                fit.gather(ends=False)
-            if self.group.leads:
-                what = f"stage 1 at {fit.read} conversations"
-                facts = {"settings": self._settings(config), "counts": fit.counts()}
-                write_state(path, what, fit.tensors(), facts)
-            last = time.monotonic()
-            if stopped:
-                raise stop.error()
-
-        return keep
+        few = shortage(fit.config, fit.used, fit.tokens, fit.lowest)
+        if few and config.spec.solved and self.group.leads:
+            self.warn(few)
+        return fit.result
 
     def _distill(
-        self,
-        stage: str,
-        config: TranslatorConfig,
-        arrays: Mapping[str, np.ndarray],
-        recipe: Recipe,
-        work: Work,
+        self, stage: str, start: Start, recipe: Recipe, held_out: Sequence[Sample], at_once: int
     ) -> Trained:
         """The best translator of a stage, over all learning rates of a run or a sweep."""
+        config, arrays, _ = start
 
         def train(number: int, rates: Sequence[float]) -> Trained:
             training = Distillation(
                 self.pair,
                 start_runs(self.pair, config, arrays, rates),
                 self.data,
-                work.held_out,
+                held_out,
                 recipe,
-                self._checkpoints(_part(stage, number), config, recipe),
+                self._checkpoint(stage, number, config, recipe),
                 self.group,
                 self.keep_every,
-                work.stop,
+                stop,
                 (lambda text: None) if recipe.sweep else self.warn,
             )
             try:
@@ -463,29 +397,29 @@ class Training:
                 best = training.best
             return Trained.of(best, training.runs, training.curve)
 
-        if not recipe.sweep:
-            return train(0, recipe.learning_rates)
-
         def begun(number: int) -> tuple[float, ...]:
-            there = self._checkpoints(_part(stage, number), config, recipe)
-            return tuple(self.group.firsts(lambda: there.rates))
+            kept = self._checkpoint(stage, number, config, recipe).path
+            facts = self.group.firsts(lambda: read_facts(kept) if kept.exists() else {"runs": ()})
+            return tuple(run["rate"] for run in facts["runs"])
 
-        tell = self.say if self.group.leads else (lambda text: None)
-        found = Sweep(recipe.learning_rates, work.at_once, train, begun, tell).run()
+        with postponed() as stop:
+            if not recipe.sweep:
+                return train(0, recipe.learning_rates)
+            say = self.say if self.group.leads else (lambda text: None)
+            found = Sweep(recipe.learning_rates, at_once, train, begun, say).run()
         if self.group.leads:
             self._judge(found, recipe)
         return found
 
     def _judge(self, found: Trained, recipe: Recipe) -> None:
-        """Tell what speaks against a sweep's result."""
-        if chosen(found.finals) in (min(found.finals), max(found.finals)):
-            rates = f"{min(found.finals):g} to {max(found.finals):g}"
+        """Warn of what speaks against a sweep's result."""
+        lowest, highest = min(found.finals), max(found.finals)
+        if chosen(found.finals) in (lowest, highest):
+            rates = f"{lowest:g} to {highest:g}"
             self.warn(f"the best learning rate is at the edge of those tried, {rates}")
-        # An MLP's stage 1 measures the reconstruction error, and no KL to judge.
-        for text in (
-            {} if recipe.objective == "reconstruction" else complaints(found.curve).values()
-        ):
-            self.warn(text)
+        if recipe.objective != "reconstruction":  # which has no KL to judge
+            for text in complaints(found.curve).values():
+                self.warn(text)
 
     # ---- the result -------------------------------------------------------------------
 
@@ -498,8 +432,8 @@ class Training:
     ) -> None:
         data = ", ".join(Path(name).name for name in self.settings.get("data", ())) or "the data"
         found = self.pair.receipt(config, arrays, HeldOut.of(data, held_out))
-        left = {} if found is None else {"receipt": found}
-        provenance = {**provenance, "run": self._identity(config), **left}
+        receipt = {} if found is None else {"receipt": found}
+        provenance = {**provenance, "run": self._identity(config), **receipt}
         overwrite = self.force or self._is_ours(config)
         config = dataclasses.replace(config, provenance=provenance)
         with disk_errors(f"the translator {self.out.name}", self.out.parent):
@@ -514,8 +448,3 @@ def _short(samples: Sequence[Sample]) -> Sample | None:
         return None
     sample = min(found, key=lambda sample: len(sample.prefix))
     return dataclasses.replace(sample, continuation=sample.continuation[:SHORT])
-
-
-def _part(stage: str, number: int) -> str:
-    """The folder of a stage's group of learning rates; one that is not swept has one group."""
-    return stage if number == 0 else f"{stage}-{number + 1}"

@@ -138,11 +138,7 @@ def fit(
         group,
         total,
     )
-    if progress is not None:
-        work.progress = lambda used, done, passes: progress(used + done * total, passes * total)
-    if solving is not None:
-        maps = len(maps_of(config)) + len(state_maps_of(config))
-        work.solved = lambda number: solving(number, maps)
+    _listen(work, total, progress, solving)
     if group.leads and read.samples:
         say(outlook(work, read))
     work.run()
@@ -162,6 +158,17 @@ def fit(
         **_receipt((source, target, fitted), read.own, group),
     }
     return replace(fitted, config=replace(work.config, provenance=provenance))
+
+
+def _listen(
+    work: ClosedForm, total: int, progress: Progress | None, solving: Progress | None
+) -> None:
+    """Call the user's functions with numbers and their totals."""
+    if progress is not None:
+        work.progress = lambda used, done, passes: progress(used + done * total, passes * total)
+    if solving is not None:
+        maps = len(maps_of(work.config)) + len(state_maps_of(work.config))
+        work.solved = lambda number: solving(number, maps)
 
 
 def _method(assignment: Assignment | str | None) -> str | None:

@@ -211,7 +211,7 @@ def _tasks(
 ) -> list[Task]:
     from kvlingo_mlx.evaluation import own_tasks
 
-    asked = own_tasks.Asked(
+    asked = own_tasks.TaskOptions(
         needles=words(options.needles),
         lengths=parsing.lengths(options.lengths),
         haystack=haystack,

@@ -138,26 +138,16 @@ Table = dict[str, dict[str, Mean]]  # by group, then by metric
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one task.
-
-    Attributes:
-        task: The task's name.
-        metrics: The metrics that its tables show, in order.
-        count: The number of items.
-        prefix_tokens: The median length of the items' prefixes.
-        tables: The tables, by condition.
-        items: Every item's scores, by condition.
-        notes: Remarks that a reader of the tables needs.
-        seeds: A table for each seed, by condition, of conditions with several.
-    """
+    """The result of one task."""
 
     task: str
-    metrics: tuple[str, ...]
-    count: int
-    prefix_tokens: int
-    tables: dict[str, Table]
-    items: dict[str, list[Scored]]
-    notes: tuple[str, ...] = ()
+    metrics: tuple[str, ...]  # the metrics that its tables show, in order
+    count: int  # the number of items
+    prefix_tokens: int  # the median length of the items' prefixes
+    tables: dict[str, Table]  # the tables, by condition
+    items: dict[str, list[Scored]]  # every item's scores, by condition
+    notes: tuple[str, ...] = ()  # remarks that a reader of the tables needs
+    # A table for each seed, by condition, of conditions with several.
     seeds: Mapping[str, Sequence[Table]] = field(default_factory=dict)
 
 

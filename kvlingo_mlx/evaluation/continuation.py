@@ -22,20 +22,15 @@ from kvlingo_mlx.tokenization.samples import Sample, asked_next, between, other_
 
 @dataclass(frozen=True)
 class RecallSample:
-    """A prefix, its continuation, and the places of recalled values in the continuation.
+    """A prefix, its continuation, and the places of recalled values in the continuation."""
 
-    Attributes:
-        prefix: Token ids up to and including the header that opens the first answer.
-        continuation: Answers and further questions; no fact is asked twice.
-        recalled: For each question, the continuation indices of the value's tokens.
-        answers: For each question, the continuation index at which its answer begins.
-        aligned: The prefix in the tokens of two tokenizers; None where there is one tokenizer.
-    """
-
-    prefix: tuple[int, ...]
-    continuation: tuple[int, ...]
+    prefix: tuple[int, ...]  # token ids up to and including the header that opens the first answer
+    continuation: tuple[int, ...]  # answers and further questions; no fact is asked twice
+    # For each question, the continuation indices of the value's tokens.
     recalled: tuple[tuple[int, ...], ...]
+    # For each question, the continuation index at which its answer begins.
     answers: tuple[int, ...] = (0,)
+    # The prefix in the tokens of two tokenizers; None where there is one tokenizer.
     aligned: AlignedPrefix | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -46,17 +41,13 @@ class RecallSample:
 
 @dataclass(frozen=True)
 class Score:
-    """The results of one condition for one target.
+    """The results of one condition for one target."""
 
-    Attributes:
-        hits: Per question, whether every token of the value was the model's first choice.
-        kl: Per sample, the mean KL(native || condition) over the continuation, in nats.
-        value_kl: Per sample, the same mean over the recalled values' tokens only.
-    """
-
+    # Per question, whether every token of the value was the model's first choice.
     hits: tuple[bool, ...]
+    # Per sample, the mean KL(native || condition) over the continuation, in nats.
     kl: tuple[float, ...]
-    value_kl: tuple[float, ...]
+    value_kl: tuple[float, ...]  # per sample, the same mean over the recalled values' tokens only
 
     @property
     def recall(self) -> float:

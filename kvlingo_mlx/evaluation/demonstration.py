@@ -29,17 +29,12 @@ SHOWN = 4  # dialogues whose answers are shown
 
 @dataclass(frozen=True)
 class Demonstration:
-    """The results for one pair.
+    """The results for one pair."""
 
-    Attributes:
-        scores: Recall and KL by cache: native, translated, shuffled, hidden.
-        latency: The seconds of each phase of a switch with 512 prompt tokens.
-        answers: One row per dialogue: the question, the true value, and the answers from the native
-            cache, from the translated one, and without the dialogue.
-    """
-
-    scores: dict[str, quality.Score]
-    latency: bench.PhaseTimes
+    scores: dict[str, quality.Score]  # recall and KL by cache: native, translated, shuffled, hidden
+    latency: bench.PhaseTimes  # the seconds of each phase of a switch with 512 prompt tokens
+    # One row per dialogue: the question, the true value, and the answers from the native cache,
+    # from the translated one, and without the dialogue.
     answers: list[list[str]]
 
     def as_json(self) -> dict[str, Any]:

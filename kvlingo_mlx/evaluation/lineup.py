@@ -21,26 +21,21 @@ BASELINES = ("hidden", "shuffled", "canonical", "text", "folded")
 
 @dataclass(frozen=True)
 class Condition:
-    """One way to fill the target's cache with a prefix.
+    """One way to fill the target's cache with a prefix."""
 
-    Attributes:
-        name: The name in tables.
-        makers: One cache maker per seed; an item's scores are averaged over them.
-        identity: All that its results depend on beside the target. It distinguishes the condition
-            from others, whatever their names; JSON-able.
-        at_switch: Maps a prefix to the work that remains once the source has read it; None for
-            controls, whose time means nothing.
-        lm: Makes lm-eval's view of a decoder, if not as :func:`.harness.running.run` does.
-        translator: The first seed's translator.
-        native_layers: Maps a prefix's tokens to the layers below it that the target reads itself.
-    """
-
-    name: str
+    name: str  # the name in tables
+    # One cache maker per seed; an item's scores are averaged over them.
     makers: tuple[CacheMaker, ...]
+    # All that its results depend on beside the target. It distinguishes the condition from others,
+    # whatever their names; JSON-able.
     identity: dict[str, Any] = field(default_factory=dict)
+    # Maps a prefix to the work that remains once the source has read it; None for controls, whose
+    # time means nothing.
     at_switch: Callable[[Prefix], Action] | None = None
+    # Makes lm-eval's view of a decoder, if not as :func:`.harness.running.run` does.
     lm: Callable[..., Any] | None = None
-    translator: Translator | None = None
+    translator: Translator | None = None  # the first seed's translator
+    # Maps a prefix's tokens to the layers below it that the target reads itself.
     native_layers: Callable[[int], int] | None = None
 
 

@@ -69,16 +69,11 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Item:
-    """One question about one haystack.
+    """One question about one haystack."""
 
-    Attributes:
-        messages: The chat to answer.
-        references: The values that the answer should contain.
-        depths: The place of each needle, from 0 (front) to 1 (end), in the order of the text.
-    """
-
-    messages: tuple[dict[str, str], ...]
-    references: tuple[str, ...]
+    messages: tuple[dict[str, str], ...]  # the chat to answer
+    references: tuple[str, ...]  # the values that the answer should contain
+    # The place of each needle, from 0 (front) to 1 (end), in the order of the text.
     depths: tuple[float, ...]
 
     @property
@@ -90,21 +85,14 @@ class Item:
 
 @dataclass(frozen=True)
 class Style:
-    """The form of needles, questions and the surrounding text.
+    """The form of needles, questions and the surrounding text."""
 
-    Attributes:
-        draw: Draws random keys, each with the given number of different values.
-        state: States a key and one of its values as a sentence.
-        ask: Asks for the values of some keys.
-        opening: The text before the haystack.
-        prose: Draws one random sentence of the haystack.
-    """
-
+    # Draws random keys, each with the given number of different values.
     draw: Callable[[random.Random, int, int], list[tuple[str, list[str]]]]
-    state: Callable[[str, str], str]
-    ask: Callable[[Sequence[str]], str]
-    opening: str
-    prose: Callable[[random.Random], str]
+    state: Callable[[str, str], str]  # states a key and one of its values as a sentence
+    ask: Callable[[Sequence[str]], str]  # asks for the values of some keys
+    opening: str  # the text before the haystack
+    prose: Callable[[random.Random], str]  # draws one random sentence of the haystack
 
 
 def _draw_magic(rng: random.Random, keys: int, values: int) -> list[tuple[str, list[str]]]:

@@ -16,7 +16,7 @@ LENGTHS = (4096, 8192, 16384, 32768)
 
 
 @dataclass(frozen=True)
-class Asked:
+class TaskOptions:
     """The options of our tasks.
 
     Attributes:
@@ -41,7 +41,7 @@ class Asked:
     thinking: bool = False
 
 
-def make(name: str, source: LanguageModel, target: LanguageModel, asked: Asked) -> Task:
+def make(name: str, source: LanguageModel, target: LanguageModel, asked: TaskOptions) -> Task:
     """The task ``continuation``, ``recall`` or ``needles``, with prompts that fit both contexts.
 
     Raises:

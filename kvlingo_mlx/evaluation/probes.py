@@ -40,23 +40,17 @@ Scorer = Callable[[CacheMaker | None], Scores]
 
 @dataclass(frozen=True)
 class Item:
-    """One question.
+    """One question."""
 
-    Attributes:
-        name: The item's name within the task.
-        group: The group in which it is averaged.
-        cluster: The name shared with items of other groups that ask the same question at another
-            length.
-        sample: The prefix whose cache the conditions fill, and its continuation if it is known.
-        references: The values that an answer should contain, where the target writes it.
-        question: The token at which the question begins, where there is one place for that.
-    """
-
-    name: str
-    group: str
+    name: str  # the item's name within the task
+    group: str  # the group in which it is averaged
+    # The name shared with items of other groups that ask the same question at another length.
     cluster: str
+    # The prefix whose cache the conditions fill, and its continuation if it is known.
     sample: RecallSample
+    # The values that an answer should contain, where the target writes it.
     references: tuple[str, ...] = ()
+    # The token at which the question begins, where there is one place for that.
     question: int | None = field(default=None, repr=False)  # no part of the fingerprint
 
     @property
@@ -72,24 +66,17 @@ class Item:
 
 @dataclass(frozen=True)
 class Task:
-    """A list of items and the way to score them.
+    """A list of items and the way to score them."""
 
-    Attributes:
-        name: The name in tables and on the command line.
-        metrics: The scores of an item that tables show, in order.
-        items: The items.
-        scorer: Maps the target and an item to a function. That function takes a condition's cache
-            maker (None for the target's own cache) and returns the item's scores.
-        settings: All that scores depend on beside the items themselves; JSON-able.
-        notes: Remarks that a reader of its tables needs.
-    """
-
-    name: str
-    metrics: tuple[str, ...]
+    name: str  # in tables and on the command line
+    metrics: tuple[str, ...]  # the scores of an item that tables show, in order
     items: Sequence[Item]
+    # Maps the target and an item to a function. That function takes a condition's cache maker (None
+    # for the target's own cache) and returns the item's scores.
     scorer: Callable[[LanguageModel, Item], Scorer]
+    # All that scores depend on beside the items themselves; JSON-able.
     settings: dict[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # remarks that a reader of its tables needs
 
 
 # ---- a known continuation ---------------------------------------------------------------

@@ -22,17 +22,11 @@ BLOCK = 256  # tokens; with a vocabulary of 150k one block is 150 MB
 
 @dataclass(frozen=True)
 class PerToken:
-    """The predictions at each of M continuation tokens.
+    """The predictions at each of M continuation tokens."""
 
-    Attributes:
-        kl: (M,) KL(native || this), in nats.
-        nll: (M,) minus the log probability of the true token, in nats.
-        best: (M,) the token id of the highest probability.
-    """
-
-    kl: np.ndarray
-    nll: np.ndarray
-    best: np.ndarray
+    kl: np.ndarray  # (M,) KL(native || this), in nats
+    nll: np.ndarray  # (M,) minus the log probability of the true token, in nats
+    best: np.ndarray  # (M,) the token id of the highest probability
 
 
 def log_probabilities(

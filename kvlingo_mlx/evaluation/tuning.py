@@ -46,24 +46,17 @@ CONTROLS = ("hidden", "shuffled")
 
 @dataclass(frozen=True)
 class Point:
-    """One way to take over a prefix, with its measured quality and time.
+    """One way to take over a prefix, with its measured quality and time."""
 
-    Attributes:
-        way: ``hybrid``, or a reference's name.
-        layers: The number of cache layers that the target reads itself; None for controls.
-        kl: The KL of its predictions from those with the target's own cache, in nats a token.
-        recall: The share of marked answers that are its first choice; None without marks.
-        seconds: The times to the first token of a prefix of median length, after the source has
-            read it.
-        until_native: Of a hybrid, the seconds after that in which the target reads the rest of the
-            prefix behind it, if nothing is decoded meanwhile; empty where it cannot.
-    """
-
-    way: str
-    layers: int | None
-    kl: Mean
+    way: str  # ``hybrid``, or a reference's name
+    layers: int | None  # the number of cache layers that the target reads itself; None for controls
+    kl: Mean  # the KL of its predictions from those with the target's own cache, in nats a token
+    # The share of marked answers that are its first choice; None without marks.
     recall: Mean | None = None
+    # The times to the first token of a prefix of median length, after the source has read it.
     seconds: tuple[float, ...] = ()
+    # Of a hybrid, the seconds after that in which the target reads the rest of the prefix behind
+    # it, if nothing is decoded meanwhile; empty where it cannot.
     until_native: tuple[float, ...] = ()
 
     @property

@@ -29,18 +29,13 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Rates:
-    """The measured rates of this machine.
+    """The measured rates of this machine."""
 
-    Attributes:
-        flops: Floating-point operations per second in a large square matrix product.
-        bandwidth: Bytes per second, read and written: the better of a sum over a large array and
-            a large matrix times a vector, the main work of a decoding step.
-        dtype: The dtype of the square product.
-    """
-
-    flops: float
+    flops: float  # floating-point operations per second in a large square matrix product
+    # Bytes per second, read and written: the better of a sum over a large array and a large matrix
+    # times a vector, the main work of a decoding step.
     bandwidth: float
-    dtype: str
+    dtype: str  # the dtype of the square product
 
     def floor(self, work: Work) -> float:
         """The least seconds in which some work can be done."""

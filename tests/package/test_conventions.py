@@ -309,15 +309,15 @@ def test_every_reason_is_still_one() -> None:
 # Whoever makes a room smaller lowers its number here, and TOTAL by as much. Whoever breaks a budget
 # takes something out; a number is raised only with a reason beside it.
 
-TOTAL, GOAL = 55_610, 36_000  # lines of the package: at most, and where this is going
+TOTAL, GOAL = 55_119, 36_000  # lines of the package: at most, and where this is going
 LINES_OF = {  # a room's lines; it may have a tenth more
     "arguments": 265,
     "caches": 1_268,
-    "cli": 4_781,
+    "cli": 4_768,
     "cuda": 4_502,
     "embedded": 532,
     "engine": 8_407,
-    "evaluation": 4_836,
+    "evaluation": 4_404,
     "families": 1_729,
     "fitting": 642,
     "folding": 926,
@@ -332,7 +332,7 @@ LINES_OF = {  # a room's lines; it may have a tenth more
     "stage1": 1_216,
     "store": 1_198,
     "threads": 268,
-    "timing": 1_096,
+    "timing": 1_050,
     "tokenization": 1_200,
     "training": 5_278,
     "translators": 1_044,
@@ -351,7 +351,7 @@ WORDS_IN = {  # a feature's word: files of the package whose code may have it; t
 }
 # Names that several classes bear. A name leaves this list with its namesakes, and none joins it.
 BORNE_TWICE = """
-    Answer Asked Best Checked ConvertedMLA Finish Gemma3 Gemma4 GenerateOptions Group Guarded
+    Answer Best Checked ConvertedMLA Finish Gemma3 Gemma4 GenerateOptions Group Guarded
     HeadRMSNorm Interleaved Item Job Lengths Lines Maps Ministral3 Model Need Options Order
     Outcome Pace Pair Part Quantised Rates Reading Rows Run Server Settings Step Talk Told
     Training Wanted Watch Work _Answer _Assistant _Format _NamedTool _Output _Request _Tool

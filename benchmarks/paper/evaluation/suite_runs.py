@@ -118,10 +118,10 @@ def check(
             running.check_data(models[1], row.task, data=given, metadata=facts, **more)
 
 
-def _asked(row: Benchmark, settings: Settings) -> own_tasks.Asked:
+def _asked(row: Benchmark, settings: Settings) -> own_tasks.TaskOptions:
     """RULER's needles: as many of each form, at every length."""
     tokens = settings.max_tokens or row.tokens(bool(settings.thinking))
-    return own_tasks.Asked(
+    return own_tasks.TaskOptions(
         limit=-(-_least(row.draw, settings.limit) // len(NEEDLE_FORMS)),
         seed=settings.seed,
         needles=NEEDLE_FORMS,

@@ -104,7 +104,7 @@ def _outcome(
     ends = (small, large) if Cell(pair, way, "", "x").models == pair else (large, small)
     source, target = load_pair(*ends)
     window = TINY_WINDOW if work.tiny else WINDOW
-    asked = own_tasks.Asked(limit=work.size.items or WINDOWS, data=file, window=window)
+    asked = own_tasks.TaskOptions(limit=work.size.items or WINDOWS, data=file, window=window)
     task = own_tasks.make(TASK, source, target, asked)
     line = [lineup.native(target)] + [
         lineup.translated(form, source, target, [load_translator(f) for f in found])

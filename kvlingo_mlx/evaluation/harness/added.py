@@ -9,21 +9,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class AddedTasks:
-    """A folder of task files, and what they need that lm-eval's own do not.
+    """A folder of task files, and what they need that lm-eval's own do not."""
 
-    Attributes:
-        folder: The files; None where there are none.
-        names: Of all its tasks.
-        readers: Those of the names whose own code reads their records; each is told of local files
-            and seed by its metadata. Such a task may have a method ``facts``, from a document to
-            more facts of its item: ``id``, ``cluster``, ``subset``, ``to_judge``.
-        settings: What of a run's metadata is for these tasks.
-    """
-
-    folder: Path | None = None
-    names: Collection[str] = ()
+    folder: Path | None = None  # the files; None where there are none
+    names: Collection[str] = ()  # of all its tasks
+    # Those of the names whose own code reads their records; each is told of local files and seed by
+    # its metadata. Such a task may have a method ``facts``, from a document to more facts of its
+    # item: ``id``, ``cluster``, ``subset``, ``to_judge``.
     readers: Collection[str] = ()
-    settings: Collection[str] = ()
+    settings: Collection[str] = ()  # what of a run's metadata is for these tasks
 
     def apart(self, files: Mapping[str, str]) -> dict[str, str]:
         """The local files of tasks that lm-eval reads, whose examples may come out of them."""

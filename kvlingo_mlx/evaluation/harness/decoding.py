@@ -9,15 +9,11 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Reading:
-    """A prompt, and where its reader changes.
+    """A prompt, and where its reader changes."""
 
-    Attributes:
-        tokens: The prompt's tokens; at least one.
-        begin: The index of the first token that the decoding model runs itself. A condition makes
-            the cache of the tokens before it.
-    """
-
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # the prompt's tokens; at least one
+    # The index of the first token that the decoding model runs itself. A condition makes the cache
+    # of the tokens before it.
     begin: int
 
     @classmethod
@@ -31,16 +27,11 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """A text to write.
+    """A text to write."""
 
-    Attributes:
-        reading: What precedes it.
-        most: The most tokens that it may have.
-        take: Takes each token but the end of the turn; returns whether the text ends with it.
-    """
-
-    reading: Reading
-    most: int
+    reading: Reading  # what precedes it
+    most: int  # the most tokens that it may have
+    # Takes each token but the end of the turn; returns whether the text ends with it.
     take: Callable[[int], bool]
 
 

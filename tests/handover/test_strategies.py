@@ -92,7 +92,7 @@ def test_native_has_no_parts(
     command += ["--strategy", "native", "-c", f"{name}={value}"]
     assert run(command) == 2
     error = capsys.readouterr().err
-    assert "by which --target reads all of the prompt" in error and error.count("\n") == 1
+    assert "by which the target reads all of the prompt" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def parts(cache: Any) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("name", hybrid_models.CONFIGS)
-@pytest.mark.parametrize("step", [1, 7, 2048])
+@pytest.mark.parametrize("step", [7])
 def test_identity_makes_the_models_own_states(
     hybrids: dict[str, LanguageModel], name: str, step: int
 ) -> None:

@@ -45,7 +45,7 @@ ROUNDING = 3  # times what PyTorch's own float32 is off
 # all: with other seeds a token of the first two pairs is off by 2e-5 here, by 1e-5 in PyTorch.
 SEED = 5
 ANSWER = [17, 230, 4, 99, 61, 180, 33, 142]
-STEPS = (7, 64, 2048)
+STEPS = (7, 2048)
 # Targets of other depths and widths, with the heads and the rotations of released models.
 QWEN: Settings = {"num_hidden_layers": 4, "full_attention_interval": 2}
 QWEN_NEXT: Settings = {

@@ -114,7 +114,7 @@ def test_answers(room: Path, more: tuple[str, ...], translator: str) -> None:
     assert run(generate(room, *more, translator=translator)) == 0
 
 
-@pytest.mark.parametrize("layers", [0, 1, 4, 5, 8])
+@pytest.mark.parametrize("layers", [0, 5, 8])
 def test_native_layers_are_the_targets_own(room: Path, layers: int) -> None:
     source, target = kv.load(room / "small"), kv.load(room / "large")
     own = native(target, TOKENS[:-1], 7)

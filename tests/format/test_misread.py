@@ -344,27 +344,15 @@ LLAMA3_8 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
 # The numbers of released config.json files that bear on this, and the context that is left.
 RELEASED: dict[str, tuple[dict[str, Any], int]] = {
-    "Qwen3-0.6B": (dict(
-        model_type="qwen3", num_hidden_layers=28, max_position_embeddings=40960, rope_theta=1e6,
-        hidden_act="silu", sliding_window=None, use_sliding_window=False, max_window_layers=28,
-        rope_scaling=None), 40960),
     "Qwen3-8B, YaRN as its card says": (dict(
         model_type="qwen3", num_hidden_layers=36, max_position_embeddings=131072, rope_theta=1e6,
         hidden_act="silu", sliding_window=None, use_sliding_window=False, max_window_layers=36,
         rope_scaling={"rope_type": "yarn", "factor": 4.0,
                       "original_max_position_embeddings": 32768}), 131072),
-    "Qwen3-30B-A3B": (dict(
-        model_type="qwen3_moe", num_hidden_layers=48, max_position_embeddings=40960,
-        rope_theta=1e6, hidden_act="silu", sliding_window=None, use_sliding_window=False,
-        max_window_layers=48, rope_scaling=None, norm_topk_prob=True), 40960),
     "Qwen2.5-7B-Instruct": (dict(
         model_type="qwen2", num_hidden_layers=28, max_position_embeddings=32768, rope_theta=1e6,
         hidden_act="silu", sliding_window=131072, use_sliding_window=False, max_window_layers=28),
         32768),
-    "Qwen1.5-MoE-A2.7B": (dict(
-        model_type="qwen2_moe", num_hidden_layers=24, max_position_embeddings=8192,
-        rope_theta=1e6, hidden_act="silu", sliding_window=32768, use_sliding_window=False,
-        max_window_layers=21, norm_topk_prob=False), 8192),
     "Qwen2-VL-7B-Instruct": (dict(
         model_type="qwen2_vl", num_hidden_layers=28, max_position_embeddings=32768,
         rope_theta=1e6, hidden_act="silu", sliding_window=32768, use_sliding_window=False,
@@ -373,26 +361,13 @@ RELEASED: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-3.2-1B-Instruct": (dict(
         model_type="llama", num_hidden_layers=16, max_position_embeddings=131072, rope_theta=5e5,
         hidden_act="silu", rope_scaling=LLAMA3_8 | {"factor": 32.0}), 131072),
-    "Llama-3.1-8B": (dict(
-        model_type="llama", num_hidden_layers=32, max_position_embeddings=131072, rope_theta=5e5,
-        hidden_act="silu", rope_scaling=LLAMA3_8), 131072),
     "Mistral-7B-v0.1": (dict(
         model_type="mistral", num_hidden_layers=32, max_position_embeddings=32768,
         rope_theta=1e4, hidden_act="silu", sliding_window=4096), 4096),
-    "Mistral-7B-v0.3": (dict(
-        model_type="mistral", num_hidden_layers=32, max_position_embeddings=32768,
-        rope_theta=1e6, hidden_act="silu", sliding_window=None), 32768),
-    "Mixtral-8x7B-v0.1": (dict(
-        model_type="mixtral", num_hidden_layers=32, max_position_embeddings=32768,
-        rope_theta=1e6, hidden_act="silu", sliding_window=None), 32768),
     "gemma-2-9b": (dict(
         model_type="gemma2", num_hidden_layers=42, max_position_embeddings=8192, rope_theta=1e4,
         hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh",
         sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0), 4096),
-    "gemma-3-4b-it": (dict(
-        model_type="gemma3", text_config=dict(
-            model_type="gemma3_text", num_hidden_layers=34, sliding_window=1024,
-            rope_scaling={"factor": 8.0, "rope_type": "linear"})), 0),
     "gemma-3-1b-it": (dict(
         model_type="gemma3_text", num_hidden_layers=26, max_position_embeddings=32768,
         rope_theta=1e6, rope_local_base_freq=1e4, rope_scaling=None, sliding_window=512,
@@ -406,12 +381,6 @@ RELEASED: dict[str, tuple[dict[str, Any], int]] = {
         hidden_act="silu", partial_rotary_factor=0.75, sliding_window=262144,
         rope_scaling={"type": "longrope", "short_factor": [1.0] * 48,
                       "long_factor": [1.0] * 48}), 131072),
-    "GLM-4-9B-0414": (dict(
-        model_type="glm4", num_hidden_layers=40, max_position_embeddings=32768, rope_theta=1e4,
-        hidden_act="silu", partial_rotary_factor=0.5), 32768),
-    "starcoder2-3b": (dict(
-        model_type="starcoder2", num_hidden_layers=30, max_position_embeddings=16384,
-        rope_theta=999999.4420358813, hidden_act="gelu_pytorch_tanh", sliding_window=4096), 4096),
     "SmolLM3-3B": (dict(
         model_type="smollm3", num_hidden_layers=36, max_position_embeddings=65536,
         rope_theta=5e6, hidden_act="silu", sliding_window=None, use_sliding_window=False,

@@ -59,7 +59,7 @@ def check(found: tuple[mx.array, mx.array], wanted: tuple[np.ndarray, np.ndarray
 
 
 @pytest.mark.parametrize("gates", GATES)
-@pytest.mark.parametrize("tokens", [1, 5, 64, 65, 200])
+@pytest.mark.parametrize("tokens", [1, 65, 200])
 def test_it_is_the_rule(tokens: int, gates: str) -> None:
     arrays = inputs(tokens, gates)
     given = list(map(mx.array, arrays))

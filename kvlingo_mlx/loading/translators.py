@@ -217,28 +217,21 @@ def _best(found: Sequence[tuple[Path, TranslatorConfig]]) -> Path:
 
     def worth(config: TranslatorConfig) -> tuple[bool, float]:
         receipt = receipt_of(config)
-        if receipt is None:
-            return True, math.inf
-        return receipt.grade == GRADES[-1], receipt.kl
-
-    def kl(config: TranslatorConfig) -> float:
-        return worth(config)[1]
+        return (True, math.inf) if receipt is None else (receipt.grade == GRADES[-1], receipt.kl)
 
     path, config = min(found, key=lambda pair: worth(pair[1]))  # of equal ones, the newest
-    others = [pair for pair in found if pair[0] != path]
-    equal = [other for other, theirs in others if worth(theirs) == worth(config)]
-    silent = [other for other, theirs in others if math.isinf(kl(theirs))]
-    ends = f"of {len(found)} stored translators from {config.source.name} to {config.target.name}"
-    if equal and math.isinf(kl(config)):
-        told = f"{ends} none has a receipt that tells how good it is: the newest, {path}, is used"
-    elif equal:
-        told = f"{ends} the best have equal receipts: the newest, {path}, is used"
-    elif silent:
-        told = f"{ends} {path} is used; {silent[0]} has no receipt to be compared by"
-    else:
-        return path
-    measure = advice.to_measure(config, name_of(silent[0] if silent else path))
-    tell(told, f"{told}; {measure} measures one, {advice.command('list')} shows all")
+    rivals = [
+        other
+        for other, theirs in found
+        if other != path and worth(theirs) in (worth(config), (True, math.inf))
+    ]
+    if rivals:
+        told = (
+            f"of {len(found)} stored translators from {config.source.name} to {config.target.name} "
+            f"{path} is used; no receipt shows that it is better than {rivals[0]}"
+        )
+        measure = advice.to_measure(config, name_of(rivals[0]))
+        tell(told, f"{told}; {measure} measures that, {advice.command('list')} shows all")
     return path
 
 

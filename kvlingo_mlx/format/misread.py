@@ -8,7 +8,6 @@ which they agree must not.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,8 +44,10 @@ def _set(*names: str, bad: Callable[[Any], Any] = bool) -> Found:
     """One of these settings is there, and ``bad``."""
 
     def found(model_type: str, text: Text) -> str | None:
-        there = (name for name in names if name in text and bad(text[name]))
-        return next((f"{name} {json.dumps(text[name])}" for name in there), None)
+        for name in names:
+            if name in text and bad(value := text[name]):
+                return f"{name} {str(value).lower() if isinstance(value, bool) else repr(value)}"
+        return None
 
     return found
 

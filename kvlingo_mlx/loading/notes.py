@@ -35,9 +35,8 @@ def _users_level() -> int:
 def tell_of_pair(config: TranslatorConfig, source: LanguageModel, target: LanguageModel) -> None:
     """Warn of differences between a pair's models and those with which a translator was made.
 
-    Warns:
-        KVLingoWarning: A model is of another commit with the same norms, is quantised although the
-            fit used another precision, or has other projections under the same norms.
+    That is another commit with the same norms, few bits although the fit used another precision, or
+    other projections under the same norms.
     """
     measure = f"{advice.to_measure(config, None)} measures what that costs"
     ends = (("source", config.source, source), ("target", config.target, target))
@@ -56,9 +55,7 @@ def tell_of_pair(config: TranslatorConfig, source: LanguageModel, target: Langua
 def tell_of_misreading(model: LanguageModel) -> None:
     """Warn of a window or of short factors of a model's training that mlx-lm ignores.
 
-    Warns:
-        KVLingoWarning: The message gives the length up to which, or from which, texts are run as
-            in training.
+    The message gives the length up to which, or from which, texts are run as in training.
     """
     text = model.config.get("text_config", model.config)
     short = misread.long_factors_from(model.family.text_type(model.facts), text)
@@ -84,9 +81,7 @@ def tell_of_grade(config: TranslatorConfig, name: str | None = None, own: bool =
 
     ``name`` is what commands call it, and ``own`` whether `tune` may write to its folder.
 
-    Warns:
-        KVLingoWarning: The message gives the grade and its reasons, or says how to measure it.
-            There is no warning if `tune` chose native layers, which the receipt does not count.
+    There is no warning if `tune` chose native layers, which the receipt does not count.
     """
     receipt, grade, it = receipt_of(config), grade_of(config), advice.called(config, name)
     if receipt is None or receipt.grade == UNGRADED:
@@ -100,9 +95,7 @@ def tell_of_grade(config: TranslatorConfig, name: str | None = None, own: bool =
 def tell_of_length(config: TranslatorConfig, num_tokens: int, name: str | None = None) -> None:
     """Warn of a prompt longer than the longest prefix on which a translator was fitted or tested.
 
-    Warns:
-        KVLingoWarning: The message gives both lengths. There is no warning if the translator does
-            not record the length.
+    There is no warning if the translator does not record that.
     """
     longest, it = config.longest_prefix, advice.called(config, name)
     if longest is not None and num_tokens - 1 > longest:

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from kvlingo_mlx.caches import memory, validation
+from kvlingo_mlx.caches import validation
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.errors import CacheError, UnsupportedModelError
 from tests.support import hybrid_models, tiny
@@ -220,11 +220,6 @@ def test_a_filled_cache_of_a_hybrid_is_not_read_back(room: Path) -> None:
 
 
 # ---- work -------------------------------------------------------------------------------
-
-
-def test_memory_counts_states(room: Path) -> None:
-    model = kv.load(room / "small")
-    assert memory.cache_bytes(model, 100) == 100 * 1024 + 19200
 
 
 def test_an_unlike_state_is_damage(room: Path) -> None:

@@ -25,7 +25,7 @@ from kvlingo_mlx.families.plain import Plain
 from kvlingo_mlx.format.geometry import RopeSpec, configured_rope
 from kvlingo_mlx.models.keys import Rotation
 from kvlingo_mlx.models.language_model import LanguageModel
-from tests.support import TESTS, hybrid_models, plain_models, tiny
+from tests.support import TESTS, hybrid_models, plain_models
 from tests.support.identity import identity_of
 from tests.support.native_caches import TOKENS, held, native
 from tests.support.opened import Opener
@@ -89,13 +89,6 @@ def test_every_family_is_known_by_its_norms(opened: Opener, tmp_path: Path) -> N
     for name in ("phi", "nemotron", "cohere", "llama"):
         other = plain_models.write_plain_model(tmp_path / name, name, seed=2)
         assert kv.load(other).norms_fingerprint != opened(name).norms_fingerprint, name
-
-
-def test_windows_are_those_of_the_caches(opened: Opener) -> None:
-    """A wrapper's caches have no windows, whatever its config says; nor has mistral."""
-    windows = {name: [g.window for g in opened(name).geometry.layers] for name in NAMES}
-    assert windows["ministral3"] == windows["llama"] == windows["gpt_oss"] == [16, None, 16]
-    assert windows["mistral3"] == windows["mistral"] == windows["gemma2"] == [None] * 3
 
 
 # ---- attention that weighs a fit ---------------------------------------------------------
@@ -210,24 +203,6 @@ def test_modern_configs_rotate_alike(name: str, opened: Opener, tmp_path: Path) 
     assert np.array_equal(np.array(modern.model(tokens)), np.array(model.model(tokens)))
 
 
-def test_modern_gemma3_rotates_each_kind_of_layer(tmp_path: Path) -> None:
-    model_type, options = tiny.FAMILIES["gemma3"]
-    folder = tiny.write_tiny_model(tmp_path / "gemma3", model_type, **options)
-    config = in_transformers_5(folder, tmp_path / "modern")
-    for name in ("rope_local_base_freq", "sliding_window_pattern"):  # what newer ones leave out
-        config.pop(name, None)
-    assert "rope_theta" not in config and "full_attention" in config["rope_parameters"]
-    (tmp_path / "modern" / "config.json").write_text(json.dumps(config))
-    old, new = kv.load(folder), kv.load(tmp_path / "modern")
-    assert new.geometry == old.geometry
-    tokens = mx.array([TOKENS])
-    assert np.array_equal(np.array(new.model(tokens)), np.array(old.model(tokens)))
-    config["layer_types"][0] = "full_attention"
-    (tmp_path / "modern" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="do not alternate regularly"):
-        kv.load(tmp_path / "modern")
-
-
 # ---- refusals ----------------------------------------------------------------------------
 
 
@@ -287,13 +262,3 @@ def test_a_setting_under_no_known_name_is_named(
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match="cohere has none of max_position_embeddings"):
         _ = kv.load(folder).context_length
-
-
-def test_mistral4_in_its_wrapper_is_refused(opened: Opener, tmp_path: Path) -> None:
-    config = json.loads((opened("mistral3").path / "config.json").read_text())
-    config["text_config"]["model_type"] = "mistral4"
-    for file in opened("mistral3").path.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="holds a mistral4"):
-        kv.load(tmp_path)

@@ -862,23 +862,6 @@ def test_wrong_probes(folder: Path, damage: Probes, word: str) -> None:
     refuse(folder, word, names=SELFTEST)
 
 
-def test_huge_maps_are_compared_without_overflow(tmp_path: Path) -> None:
-    data = square(True, 1)
-    arrays = {n: w * np.float32(1e30) for n, w in square_arrays(data, "float32").items()}
-    put_folder(tmp_path / "t", data, arrays, "float32")
-    translator_folder.read(tmp_path / "t")
-    put_tensors(tmp_path / "t" / TENSORS, {n: w.T for n, w in arrays.items()})
-    refuse(tmp_path / "t", "self-test failed", names=SELFTEST)
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_saturated_gate_is_quiet(tmp_path: Path) -> None:
-    arrays = arrays_of(MLP)
-    arrays["keys.0.gate"][:2] = -900, 900
-    translator_folder.write(tmp_path / "t", to_config(config_json(MLP)), Weights("float32", arrays))
-    translator_folder.read(tmp_path / "t")
-
-
 # ---- writing ----------------------------------------------------------------------------
 
 
@@ -907,14 +890,6 @@ def test_a_destination_that_is_not_ours(tmp_path: Path, names: tuple[str, ...]) 
     assert str(folder) in str(caught.value)
     assert contents(tmp_path) == before
     assert listing(tmp_path) == ["thesis"]
-
-
-def test_a_destination_that_is_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "thesis"
-    path.write_text("precious")
-    with pytest.raises(ValueError, match="thesis"):
-        write(path)
-    assert contents(tmp_path) == {"thesis": b"precious"}
 
 
 def test_an_older_translator_is_replaced(tmp_path: Path) -> None:

@@ -218,17 +218,6 @@ def test_layers_that_cannot_be_run(name: str, more: Settings, told: str, tmp_pat
         _ = kv.load(hybrid_models.write_hybrid_model(tmp_path, name, **more)).geometry
 
 
-def test_a_text_model_without_a_type_of_its_own(tmp_path: Path) -> None:
-    """Its wrapper says the type; what is wrong with its layers is still said."""
-    kinds = ["linear_attention"] * 2 + ["full_attention"] * 2
-    folder = hybrid_models.write_hybrid_model(tmp_path, "qwen3_5", layer_types=kinds)
-    config = json.loads((folder / "config.json").read_text())
-    del config["text_config"]["model_type"]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="of this model do not alternate regularly"):
-        kv.load(folder)
-
-
 @pytest.mark.parametrize(
     ("name", "more"),
     [("qwen3_5", {"full_attention_interval": 0}), ("lfm2", {"layer_types": ["conv"]})],

@@ -235,15 +235,6 @@ def test_a_prompt_beyond_what_was_tested_is_told_once(
     assert told(lambda: kv.generate(*pair, TOKENS[:50], **native)) == []
 
 
-def test_a_switch_tells(models: dict[str, LanguageModel]) -> None:
-    model = models["dense"]
-    short = identity_of(model, provenance={"longest_prefix": 9, "receipt": GOOD})
-    talk = kv.Conversation({"a": model, "b": model}, [short], eager=False, verbatim=True)
-    talk.reply("a", [{"role": "user", "content": "hi there"}], max_tokens=12)
-    (text,) = told(lambda: talk.reply("b", "and you", max_tokens=2))
-    assert "at most 9" in text
-
-
 # ---- what a translator is worth ---------------------------------------------------------------
 
 

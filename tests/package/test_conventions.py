@@ -322,7 +322,7 @@ LINES_OF = {  # a room's lines; it may have a tenth more
     "fitting": 642,
     "folding": 926,
     "format": 2_814,
-    "loading": 2_322,
+    "loading": 2_308,
     "making": 909,
     "models": 1_463,
     "options": 419,

@@ -140,16 +140,6 @@ def test_a_stripped_trace_is_left_out_and_the_answer_is_not() -> None:
     assert "Hm" not in "".join(translated(source, target))
 
 
-def test_templates_that_parse_a_content_may_refuse_a_marked_one() -> None:
-    def strict(messages: Any) -> str:
-        numbers = [int(m["content"]) for m in messages if m["role"] == "tool"]
-        return f"{numbers}" + "".join(f"[{m['content']}]" for m in messages)
-
-    talk = [{"role": "tool", "content": "7"}, {"role": "user", "content": "7"}]
-    text, spans = content_spans(strict, talk)
-    assert text == "[7][7][7]" and spans == (None, (7, 8))
-
-
 def test_altered_contents_are_left_to_the_target() -> None:
     def loud(messages: Any) -> str:
         return "".join(f"<{m['content'].upper()}>" for m in messages)
@@ -261,11 +251,3 @@ def test_tokens_that_a_model_chose(kind: str, name: str) -> None:
     spelled, ends = written(used, ids)
     assert spelled == used.decode(ids, skip_special_tokens=False)
     assert ends[-1] == len(spelled) and (np.diff(ends[ends != NO_END]) >= 0).all()
-
-
-def test_tokens_that_break_off_within_a_character() -> None:
-    used = tokenizer("byte-level")
-    ids = [i for c in "aཀ" for i in used.encode(c, add_special_tokens=False).ids][:-1]
-    text, ends = written(used, ids)
-    assert text == "a\ufffd" and ends.tolist()[0] == 1 and ends[-1] == 2
-    assert written(used, []) == ("", pytest.approx([]))

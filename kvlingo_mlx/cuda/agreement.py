@@ -6,7 +6,7 @@ that computes something else than the one on the Mac.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from kvlingo_mlx.cuda.families import TorchFamily
@@ -18,26 +18,17 @@ from kvlingo_mlx.format.geometry import RopeSpec
 # also with one of them.
 MSCALES = ("mscale", "mscale_all_dim")
 # RoPE types that transformers and mlx-lm compute alike, with the parameters that both read.
-ROPES = {
+# ``llama_4_scaling_beta`` scales queries only, in the family that has it.
+ROPES: dict[str, set[str]] = {
     "default": set(),
     "listed": {"frequencies"},
     "linear": {"factor"},
-    "yarn": {
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        *MSCALES,
-        "llama_4_scaling_beta",  # scales queries only, in the family that has it
-    },
+    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+             "llama_4_scaling_beta", *MSCALES},
     "proportional": {"partial_rotary_factor"},
-    "llama3": {
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    },
-}
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor",
+               "original_max_position_embeddings"},
+}  # fmt: skip
 
 
 def check_agreement(family: TorchFamily, model: Any, config: Mapping[str, Any], name: str) -> None:
@@ -63,23 +54,16 @@ def check_agreement(family: TorchFamily, model: Any, config: Mapping[str, Any], 
 
 
 def _check_windows(family: TorchFamily, model: Any, config: Mapping[str, Any]) -> None:
-    theirs = family.windows_here(model)
-    ours = family.windows(config, len(theirs))
-    context = config["max_position_embeddings"]
-    for layer, pair in enumerate(
-        zip(_narrow(ours, context), _narrow(theirs, context), strict=True)
-    ):
-        if pair[0] != pair[1]:
-            here, there = (f"{w} tokens" if w is not None else "all" for w in reversed(pair))
+    here, context = family.windows_here(model), config["max_position_embeddings"]
+    both = zip(here, family.windows(config, len(here)), strict=True)
+    for layer, windows in enumerate(both):
+        # A window at least as long as the context is none.
+        reach = [f"{w} tokens" if w is not None and w < context else "all" for w in windows]
+        if reach[0] != reach[1]:
             raise UnsupportedModelError(
-                f"layer {layer} attends to {here} in transformers and to {there} in "
+                f"layer {layer} attends to {reach[0]} in transformers and to {reach[1]} in "
                 f"mlx-lm; set {family.no_windows} in its config.json"
             )
-
-
-def _narrow(windows: Sequence[int | None], context: int) -> list[int | None]:
-    """The windows, with None for each one that is at least as long as the context."""
-    return [w if w is not None and w < context else None for w in windows]
 
 
 def _check_rope(ours: RopeSpec, theirs: RopeSpec, name: str) -> None:

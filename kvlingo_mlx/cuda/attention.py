@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from kvlingo_mlx.cuda.model import TorchModel, tapped
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.tokenization.samples import Sample
 
+SDPA = "sdpa"  # the implementation with which models are loaded
 SCORE_NUMBERS = 2**28  # the most attention scores in memory at once: 1 GB in float32
 
 
@@ -17,30 +21,27 @@ def attention_mass(target: TorchModel, sample: Sample) -> torch.Tensor:
     It is averaged over the continuation's queries, over heads, and over the layers that read the
     same cache. Positions before a window get 0. (N layers, T), float64.
     """
-    start, family = len(sample.prefix), target.family
-    readers = family.readers(target.model)
-    modules = [
-        *(module for attention in target.attentions for module in family.taps(attention)),
-        *(family.query_projection(reader) for group in readers for reader in group),
-    ]
-    with tapped(modules) as taken:
-        target.hidden((*sample.prefix, *sample.continuation))
-    states = target.states_of(taken, "post_rope")
-    rows = []
-    for layer, attention in enumerate(target.attentions):
-        geometry = target.geometry.layers[layer]
-        keys, values = (
-            side[layer].view(start + len(sample.continuation), geometry.kv_heads, -1)
-            for side in (states.keys, states.values)
+    start, masses, own = (
+        len(sample.prefix),
+        dict[Any, torch.Tensor](),
+        ALL_ATTENTION_FUNCTIONS[SDPA],
+    )
+    readers, layers = target.family.readers(target.model), target.geometry.layers
+    windows = {a: g.window for each, g in zip(readers, layers, strict=True) for a in each}
+
+    def recorded(module: Any, query: Any, key: Any, *others: Any, **options: Any) -> Any:
+        """transformers' attention, which is given normed and rotated queries (1, Hq, T, D)."""
+        masses[module] = _mean_attention(
+            query[0, :, start:], key[0], module.scaling, start, windows[module]
         )
-        keys = family.attended(attention, keys.transpose(0, 1), values.transpose(0, 1))
-        masses = []
-        for reader in readers[layer]:
-            projected = taken[family.query_projection(reader)][start:]
-            queries = family.queries(target.model, reader, projected, start)
-            masses.append(_mean_attention(queries, keys, reader.scaling, start, geometry.window))
-        rows.append(torch.stack(masses).mean(dim=0))
-    return torch.stack(rows)
+        return own(module, query, key, *others, **options)
+
+    ALL_ATTENTION_FUNCTIONS[SDPA] = recorded
+    try:
+        target.hidden((*sample.prefix, *sample.continuation))
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[SDPA]  # transformers' own shows again
+    return torch.stack([torch.stack([masses[a] for a in each]).mean(dim=0) for each in readers])
 
 
 def _mean_attention(

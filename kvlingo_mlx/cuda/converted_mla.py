@@ -1,11 +1,12 @@
 """transformers' side of models that ``tools/convert_mla.py`` made (ARCHITECTURE.md).
 
 It computes what ``families/converted_mla.py`` computes through MLX. Importing this file registers
-the family with ``AutoConfig`` and ``AutoModelForCausalLM``.
+the model with ``AutoConfig`` and ``AutoModelForCausalLM``, and its family with this room's table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3Model,
     eager_attention_forward,
 )
+
+from kvlingo_mlx.cuda.families import FAMILIES, KeysValues, Latent, Positions, places
+from kvlingo_mlx.format.geometry import RopeSpec
 
 MODEL_TYPE = "converted_mla"
 
@@ -193,3 +197,37 @@ class ConvertedMLAForCausalLM(Qwen3ForCausalLM):
 
 AutoConfig.register(MODEL_TYPE, ConvertedMLAConfig, exist_ok=True)
 AutoModelForCausalLM.register(ConvertedMLAConfig, ConvertedMLAForCausalLM, exist_ok=True)
+
+
+class ConvertedMLA(Latent):
+    """Latents without a norm of their own; ``keys`` are the chosen pairs, before rotation."""
+
+    def states(self, attention: Any, outputs: Sequence[torch.Tensor]) -> KeysValues:
+        """The rotary keys (T, dr), with their heads' norms, and the latents (T, r)."""
+        latent, rotary = attention.split(outputs[0])
+        return rotary, latent
+
+    def rotate(
+        self, model: Any, attention: Any, heads: torch.Tensor, start: Positions
+    ) -> torch.Tensor:
+        """Each pair by its slot's frequency."""
+        states = heads.transpose(0, 1)[None]
+        angles = self.cosines(model, attention, states, places(start, heads))
+        return attention.turned(states, angles)
+
+    def rope(self, config: Mapping[str, Any], attention: Any) -> RopeSpec:
+        """The rotation of the chosen pairs, by their frequencies."""
+        half = attention.head_dim // 2
+        listed = tuple(config["rotary_frequencies"][slot % half] for slot in attention.slots)
+        base, dims = float(config["rope_theta"]), attention.qk_rope_head_dim
+        return RopeSpec("listed", base, dims, scaling=(("frequencies", listed),))
+
+    def rope_here(self, model: Any, attention: Any) -> RopeSpec:
+        """The same: both runtimes rotate by the config's list."""
+        config = attention.config
+        base = config.rope_parameters["rope_theta"]
+        facts = {"rotary_frequencies": config.rotary_frequencies, "rope_theta": base}
+        return self.rope(facts, attention)
+
+
+FAMILIES[MODEL_TYPE] = ConvertedMLA(MODEL_TYPE)

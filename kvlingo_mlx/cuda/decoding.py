@@ -180,42 +180,42 @@ class TorchDecoder:
 
     def write(self, wanted: Sequence[Any]) -> Iterator[Any]:
         """See the interface."""
-        waiting, rows = deque(wanted), _Rows(self._target)
-        while waiting or rows.running:
+        waiting, batch = deque(wanted), _Batch(self._target)
+        while waiting or batch.rows:
             try:
-                done = self._join(waiting, rows) or self._step(rows)
+                done = self._join(waiting, batch) or self._step(batch)
             except torch.OutOfMemoryError as error:
                 raise KVLingoError(
-                    f"{self.name} lacks memory beside {len(rows.running)} answers ({error}); give "
+                    f"{self.name} lacks memory beside {len(batch.rows)} answers ({error}); give "
                     "a smaller --batch-size; what was answered is kept"
                 ) from None
             yield from done
 
-    def _join(self, waiting: deque[Any], rows: _Rows) -> list[Any]:
+    def _join(self, waiting: deque[Any], batch: _Batch) -> list[Any]:
         """Let answers begin, while there are places; returns one that ended with its first token.
 
         A first token is run alone, so that every cache in the batch holds something.
         """
-        while waiting and len(rows.running) < self._size:
-            wanted = waiting.popleft()
-            row, cache = _Row(wanted), self._read(wanted.reading)
-            if self._ended(row, self._logs(wanted.reading.tokens[-1:], cache)[0]):
-                return [wanted]
+        while waiting and len(batch.rows) < self._size:
+            row = _Row(waiting.popleft())
+            cache = self._read(row.wanted.reading)
+            first = self._logs(row.wanted.reading.tokens[-1:], cache)[0]
+            self._check_numbers(first)
+            if self._ended(row, first):
+                return [row.wanted]
             row.position = cache.get_seq_length()  # of a hidden prefix, too
-            rows.join(row, cache)
+            batch.join(row, cache)
         return []
 
-    def _step(self, rows: _Rows) -> list[Any]:
+    def _step(self, batch: _Batch) -> list[Any]:
         """Give every answer its next token; returns those that ended with it."""
-        both = list(zip(rows.running, rows.step(), strict=True))
-        ended = [self._ended(row, logits) for row, logits in both]
-        rows.keep([n for n, end in enumerate(ended) if not end])
-        return [row.wanted for (row, _), end in zip(both, ended, strict=True) if end]
+        rows = batch.rows
+        ended = [self._ended(row, logits) for row, logits in zip(rows, batch.step(), strict=True)]
+        batch.keep([n for n, end in enumerate(ended) if not end])
+        return [row.wanted for row, end in zip(rows, ended, strict=True) if end]
 
     def _ended(self, row: _Row, logits: torch.Tensor) -> bool:
         """Give a row its next token; returns whether its answer has ended."""
-        if not row.count:
-            self._check_numbers(logits)
         row.token, row.count = int(logits.argmax()), row.count + 1
         row.position += 1
         return row.token in self._ends or row.wanted.take(row.token) or row.count == row.wanted.most
@@ -245,8 +245,7 @@ class _Row:
     count: int = 0
 
 
-@dataclass
-class _Rows:
+class _Batch:
     """Answers of one model that take their steps together.
 
     Their caches are one, (rows, H, T, D) a layer, padded in front to the longest; ``seen`` (rows,
@@ -254,52 +253,47 @@ class _Rows:
     nothing but the order in which a sum is taken.
     """
 
-    target: TorchModel
-
-    def __post_init__(self) -> None:
-        self.running: list[_Row] = []
+    def __init__(self, target: TorchModel) -> None:
+        self.rows: list[_Row] = []
+        self._target: TorchModel = target
         self._cache: Any = None
-        self._seen = torch.zeros(0, 0, dtype=torch.bool, device=self.target.device)
+        self._seen = torch.zeros(0, 0, dtype=torch.bool, device=target.device)
 
-    def join(self, row: _Row, cache: Any) -> None:
+    def join(self, row: _Row, cache: DynamicCache) -> None:
         """Add a row with the cache of all its tokens but the one to run next."""
         length = cache.get_seq_length()
-        width = max(length, self._seen.shape[1])
-        own = torch.ones(1, length, dtype=torch.bool, device=self.target.device)
-        seen = [_padded(each, width, 1) for each in (self._seen, own)]
-        if self.running:
+        own = self._seen.new_ones(1, length)
+        if self.rows:
+            width = max(length, self._seen.shape[1])
             for ours, theirs in zip(self._cache.layers, cache.layers, strict=True):
-                ours.keys = _stacked(ours.keys, theirs.keys, width)
-                ours.values = _stacked(ours.values, theirs.values, width)
-            self._seen = torch.cat(seen)
+                for side in ("keys", "values"):
+                    both = getattr(ours, side), getattr(theirs, side)
+                    setattr(ours, side, torch.cat([_padded(array, width, 2) for array in both]))
+            self._seen = torch.cat([_padded(array, width, 1) for array in (self._seen, own)])
         else:
             self._cache, self._seen = cache, own
-        self.running.append(row)
+        self.rows.append(row)
 
     @torch.no_grad()
     def step(self) -> torch.Tensor:
         """Run every row's token; returns the logits (rows, V) that follow."""
-        device = self.target.device
-        self._seen = torch.cat([self._seen, self._seen.new_ones(len(self.running), 1)], dim=1)
-        if len(self.running) == 1:  # without padding, as a model with windows needs it
-            return self.target.logits(self.target.hidden([self.running[0].token], self._cache))
-        hidden = self.target.hidden_together(
-            torch.tensor([row.token for row in self.running], device=device),
-            self._cache,
-            torch.tensor([row.position for row in self.running], device=device),
-            self._seen,
-        )
-        return self.target.logits(hidden)
+        target = self._target
+        self._seen = torch.cat([self._seen, self._seen.new_ones(len(self.rows), 1)], dim=1)
+        tokens = torch.tensor([[row.token] for row in self.rows], device=target.device)
+        more: dict[str, Any] = {}
+        if len(self.rows) > 1:  # one has no padding, and a model with windows writes one at a time
+            positions = torch.tensor([[row.position] for row in self.rows], device=target.device)
+            more = {"position_ids": positions, "attention_mask": self._seen[:, None, None]}
+        return target.logits(target.run(tokens, self._cache, **more)[:, 0])
 
     def keep(self, indices: Sequence[int]) -> None:
         """Go on with these rows alone, without padding that none of them needs."""
-        if len(indices) == len(self.running):
+        if len(indices) == len(self.rows):
             return
-        self.running = [self.running[n] for n in indices]
+        self.rows = [self.rows[n] for n in indices]
         if not indices:
-            self._cache, self._seen = None, self._seen[:0, :0]
             return
-        at = torch.tensor(indices, device=self.target.device)
+        at = torch.tensor(indices, device=self._target.device)
         first = int(self._seen[at].any(dim=0).int().argmax())
         self._seen = self._seen[at, first:]
         for layer in self._cache.layers:
@@ -311,8 +305,3 @@ def _padded(array: torch.Tensor, width: int, axis: int) -> torch.Tensor:
     shape = list(array.shape)
     shape[axis] = width - shape[axis]
     return torch.cat([array.new_zeros(shape), array], dim=axis)
-
-
-def _stacked(ours: torch.Tensor, theirs: torch.Tensor, width: int) -> torch.Tensor:
-    """Keys or values of several rows and of one more, (rows + 1, H, width, D)."""
-    return torch.cat([_padded(ours, width, 2), _padded(theirs, width, 2)])

@@ -52,10 +52,8 @@ def read(
     tokens, num_read = (*sample.prefix, *sample.continuation[:-1]), len(sample.prefix) - 1
     with target.tapped(native_layers) as taken:
         teacher = target.hidden(tokens)[num_read:].clone()
-    own = target.states_of(taken, target.family.points[0], native_layers)
-    keys, values = (tuple(a[:num_read].clone() for a in side) for side in (own.keys, own.values))
-    states = _source_states(source, sample, capture)
-    return Reading(sample, _to(states, target), States(keys, values), teacher)
+    native = target.states_of(taken, target.family.points[0], native_layers).first(num_read)
+    return Reading(sample, _source_states(source, target, sample, capture), native, teacher)
 
 
 @torch.no_grad()
@@ -63,30 +61,23 @@ def handed_over(
     source: TorchModel, target: TorchModel, sample: Sample, capture: str, native_layers: int = 0
 ) -> Reading:
     """What a hand-over reads of a prefix (one tokenizer); nothing follows it, so no teacher."""
-    prefix = sample.prefix[:-1]
     with target.tapped(native_layers) as taken:
         if native_layers:
-            target.hidden(prefix)
-    own = target.states_of(taken, target.family.points[0], native_layers)
-    states = _source_states(source, sample, capture)
-    return Reading(sample, _to(states, target), own, torch.empty(0))
+            target.hidden(sample.prefix[:-1])
+    native = target.states_of(taken, target.family.points[0], native_layers)
+    states = _source_states(source, target, sample, capture)
+    return Reading(sample, states, native, torch.empty(0))
 
 
-NO_STATES = States((), ())
-
-
-def _source_states(source: TorchModel, sample: Sample, capture: str) -> States:
+def _source_states(source: TorchModel, target: TorchModel, sample: Sample, capture: str) -> States:
     """The states to translate: of ``prefix[:-1]``, or of the shared tokens of two tokenizers."""
+    if len(sample.prefix) < 2 or (sample.aligned is not None and not sample.num_translated):
+        return States((), ())
     if sample.aligned is None:
-        return source.states(sample.prefix[:-1], capture) if len(sample.prefix) > 1 else NO_STATES
-    if not sample.num_translated:
-        return NO_STATES
-    return translated_rows(source, sample.aligned, capture)
-
-
-def _to(states: States, target: TorchModel) -> States:
-    move = [tuple(a.to(target.device, target.dtype) for a in s) for s in vars(states).values()]
-    return States(*move)
+        states = source.states(sample.prefix[:-1], capture)
+    else:
+        states = translated_rows(source, sample.aligned, capture)
+    return states.map(lambda array: array.to(target.device, target.dtype))
 
 
 def conversation_loss(
@@ -179,7 +170,11 @@ def _student(target: TorchModel, sample: Sample, cache: DynamicCache) -> torch.T
     before = aligned.num_entries
     visible = np.tril(np.ones((len(positions), before + len(following)), bool), before - len(own))
     visible[: len(own), :before] = aligned.visible
-    return target.hidden_between((*own, *following), cache, positions, visible)[len(own) :]
+    more = {
+        "position_ids": torch.tensor(positions, device=target.device)[None],
+        "attention_mask": torch.tensor(visible, device=target.device)[None, None],
+    }
+    return target.hidden((*own, *following), cache, **more)[len(own) :]
 
 
 def _pull_back(

@@ -7,7 +7,7 @@ It reads one conversation at a time, without padding (appendix "Training protoco
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Pret
 from transformers.utils import logging
 
 from kvlingo_mlx.cuda.agreement import check_agreement
-from kvlingo_mlx.cuda.families import POINTS, TorchFamily, family_of
-from kvlingo_mlx.cuda.families.base import Positions
+from kvlingo_mlx.cuda.families import POINTS, Positions, TorchFamily, family_of
 from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import KVLingoError, MissingModelError, UnsupportedModelError
 from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
@@ -45,11 +44,19 @@ class States:
         """The layers of ``"keys"`` or ``"values"``."""
         return self.keys if side == "keys" else self.values
 
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> States:
+        """The states with every array changed."""
+        keys, values = (tuple(map(change, side)) for side in (self.keys, self.values))
+        return States(keys, values)
+
+    def first(self, count: int) -> States:
+        """Copies of the states of the first ``count`` tokens."""
+        return self.map(lambda array: array[:count].clone())
+
     def rows(self, index: np.ndarray) -> States:
         """The states of the tokens at ``index``."""
         at = torch.tensor(index)
-        keys, values = (tuple(a[at.to(a.device)] for a in s) for s in (self.keys, self.values))
-        return States(keys, values)
+        return self.map(lambda array: array[at.to(array.device)])
 
 
 @dataclass(frozen=True)
@@ -152,43 +159,19 @@ class TorchModel:
 
     # ---- forward passes ---------------------------------------------------------------
 
+    def run(
+        self, ids: torch.Tensor, cache: DynamicCache | None = None, **more: torch.Tensor
+    ) -> torch.Tensor:
+        """The final hidden states (rows, T, width) of ``ids`` after the contents of ``cache``."""
+        decoder = self.family.text(self.model)
+        output = decoder(ids, past_key_values=cache, use_cache=cache is not None, **more)
+        return output.last_hidden_state
+
     def hidden(
         self, tokens: Sequence[int], cache: DynamicCache | None = None, **more: torch.Tensor
     ) -> torch.Tensor:
-        """The final hidden states (T, width) of ``tokens`` after the contents of ``cache``."""
-        ids = torch.tensor([list(tokens)], device=self.device)
-        decoder = self.family.text(self.model)
-        output = decoder(ids, past_key_values=cache, use_cache=cache is not None, **more)
-        return output.last_hidden_state[0]
-
-    def hidden_between(
-        self, tokens: Sequence[int], cache: DynamicCache, positions: np.ndarray, visible: np.ndarray
-    ) -> torch.Tensor:
-        """The final hidden states (T, width) of ``tokens`` that stand between a cache's entries.
-
-        ``positions`` (T,) are the tokens' positions. ``visible`` (T, E + T) tells which of the E
-        entries and of the tokens each token attends to.
-        """
-        at = torch.tensor(positions, device=self.device)[None]
-        mask = torch.tensor(visible, device=self.device)[None, None]
-        return self.hidden(tokens, cache, position_ids=at, attention_mask=mask)
-
-    def hidden_together(
-        self, tokens: torch.Tensor, cache: DynamicCache, positions: torch.Tensor, seen: torch.Tensor
-    ) -> torch.Tensor:
-        """The final hidden states (rows, width) of one token (rows,) each of several texts.
-
-        ``positions`` (rows,) are the tokens' positions. ``seen`` (rows, E + 1) tells which of the E
-        entries each attends to, and itself.
-        """
-        output = self.family.text(self.model)(
-            tokens[:, None],
-            past_key_values=cache,
-            use_cache=True,
-            position_ids=positions[:, None],
-            attention_mask=seen[:, None, None],
-        )
-        return output.last_hidden_state[:, 0]
+        """The final hidden states (T, width) of one text's ``tokens``."""
+        return self.run(torch.tensor([list(tokens)], device=self.device), cache, **more)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The next-token logits (T, vocabulary), in float32 or wider."""

@@ -6,7 +6,6 @@ Others verify the translator against it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,20 +76,14 @@ def _losses(
     """A conversation's losses from the translated cache, the target's own cache, and no cache."""
     kl, config = objective_named("kl"), translator.config
     reading = read(source, target, sample, config.capture, config.native_layers)
-    measured = partial(
-        loss_of,
-        kl,
-        target.logits,
-        teacher=reading.teacher,
-        labels=sample.continuation,
-        with_gradient=False,
-    )
     alone = target.hidden((sample.prefix[-1], *sample.continuation[:-1]))
-    return (
-        conversation_loss(target, translator, reading, kl),
-        measured(student=reading.teacher),
-        measured(student=alone),
+    translated = conversation_loss(target, translator, reading, kl)
+    teacher, labels = reading.teacher, sample.continuation
+    native, hidden = (
+        loss_of(kl, target.logits, student, teacher, labels, with_gradient=False)
+        for student in (teacher, alone)
     )
+    return translated, native, hidden
 
 
 @torch.no_grad()

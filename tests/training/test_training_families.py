@@ -184,7 +184,6 @@ def test_both_runtimes_describe_and_read_alike(
 
 
 # A source as wide as its hidden state would be badly conditioned, as in test_training.
-@pytest.mark.parametrize("norm", ["frobenius", "attention_mass"])
 @pytest.mark.parametrize(
     "pair",
     [
@@ -197,8 +196,9 @@ def test_closed_form_equals_the_devices(
     models: dict[str, LanguageModel],
     torch_models: dict[str, TorchModel],
     pair: tuple[str, str],
-    norm: str,
 ) -> None:
+    """Rows weighed by attention, which each runtime takes from its own model."""
+    norm = "attention_mass"
     data = [Random(60, different=99).sample(i) for i in range(12)]
     device = kv.fit(*(models[n] for n in pair), data, norm=norm).to_weights()
     source, target = (torch_models[n] for n in pair)
@@ -261,24 +261,25 @@ def decoded(
         return model.logits(model.hidden(sample.continuation, model.cache(entries, counted)))
 
 
-@pytest.mark.parametrize("length", [3, 8, 12, 13, 16, 17, 70])
 @pytest.mark.parametrize(
     "name", ["gemma2x32", "gemma4x16", "gemma1x32", "stray", "wrapped", *UNLIKE, "latent_wide"]
 )
 def test_a_written_cache_is_read_as_the_models_own(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, length: int
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Whole, or from each window on alone; the continuation is longer than any window."""
-    model, sample = double(folders[name], monkeypatch), sample_of(length)
-    with torch.no_grad():
-        native = model.logits(model.hidden((*sample.prefix, *sample.continuation))[length:])
-    starts, none = model.geometry.first_kept(length), [0] * len(model.attentions)
-    for kept in (starts, none):
-        assert (decoded(model, sample, kept, length) - native).abs().max() < 1e-6
-    assert (decoded(model, sample, none, length, shift=9) - native).abs().max() > 1e-4
-    if starts != none:
-        assert (decoded(model, sample, starts, length, shift=1) - native).abs().max() > 1e-3
-        assert (decoded(model, sample, starts, length - 1) - native).abs().max() > 1e-3
+    model = double(folders[name], monkeypatch)
+    for length in (3, 8, 12, 13, 16, 17, 70):
+        sample = sample_of(length)
+        with torch.no_grad():
+            native = model.logits(model.hidden((*sample.prefix, *sample.continuation))[length:])
+        starts, none = model.geometry.first_kept(length), [0] * len(model.attentions)
+        for kept in (starts, none):
+            assert (decoded(model, sample, kept, length) - native).abs().max() < 1e-6
+        assert (decoded(model, sample, none, length, shift=9) - native).abs().max() > 1e-4
+        if starts != none:
+            assert (decoded(model, sample, starts, length, shift=1) - native).abs().max() > 1e-3
+            assert (decoded(model, sample, starts, length - 1) - native).abs().max() > 1e-3
 
 
 def test_what_lies_before_a_window_has_no_part_in_a_step(
@@ -479,8 +480,10 @@ def test_gemma3_by_its_layer_types_alone(tmp_path: Path) -> None:
 # ---- gradients on MLX --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("capture_point", ["pre_norm", "post_rope"])
-@pytest.mark.parametrize("pair", [*PAIRS, *UNLIKE_PAIRS], ids="-".join)
+@pytest.mark.parametrize(
+    ("pair", "capture_point"),
+    [*((pair, "pre_norm") for pair in (*PAIRS, *UNLIKE_PAIRS)), (UNLIKE_PAIRS[0], "post_rope")],
+)
 def test_gradients_on_mlx_equal_pytorchs(
     models: dict[str, LanguageModel],
     torch_models: dict[str, TorchModel],
@@ -491,8 +494,6 @@ def test_gradients_on_mlx_equal_pytorchs(
 ) -> None:
     """Windows that the prefix fills and passes, latents, shared caches, experts."""
     latents = "latent" in pair[0] or "deepseek" in pair[0]
-    if latents and capture_point != "pre_norm":
-        pytest.skip("latents are captured at one point")
     exact = pair_of(*(double(folders[name], monkeypatch) for name in pair))
     ours, theirs = (pair_of(*(found[n] for n in pair)) for found in (models, torch_models))
     plan = TrainingPlan(nu=1, capture=None if latents else capture_point)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kvlingo_mlx.cuda import model as torch_model
-from kvlingo_mlx.cuda.gradients import Reading
+from kvlingo_mlx.cuda.gradients import TorchReading
 from kvlingo_mlx.cuda.pair import Pair
 from kvlingo_mlx.embedded import dialogues, zoo
 from kvlingo_mlx.evaluation import conditions
@@ -53,9 +53,9 @@ TRAINED = (
 class Lockstep(Pair):
     """A pair that finds its readings where an earlier training of the same step left them."""
 
-    shared: dict[Sample, Reading] = field(default_factory=dict)
+    shared: dict[Sample, TorchReading] = field(default_factory=dict)
 
-    def read(self, sample: Sample, config: TranslatorConfig) -> Reading:
+    def read(self, sample: Sample, config: TranslatorConfig) -> TorchReading:
         if sample not in self.shared:
             self.shared[sample] = super().read(sample, config)
         return self.shared[sample]
@@ -90,7 +90,7 @@ def run_seed(
         samples = fit_samples(pair[1], args.fit_dialogues, seed)
         fits[norm] = fitted(config, Pair(*twins), samples, norm)
         seconds[norm] = round(time.perf_counter() - started, 1)
-    readings: dict[Sample, Reading] = {}
+    readings: dict[Sample, TorchReading] = {}
     kept = stream.held_out(args.validation)
     trainings = {}
     starts = {norm: start_runs(Pair(*twins), config, fits[norm], (0.0,)) for norm in NORMS}

@@ -37,7 +37,7 @@ class ConvertedMLAConfig(Qwen3Config):
     qk_norm: bool = True
 
 
-class HeadRMSNorm(nn.Module):
+class PerHeadRMSNorm(nn.Module):
     """A norm of each head with a weight per head."""
 
     def __init__(self, heads: int, dims: int) -> None:
@@ -83,8 +83,8 @@ class ConvertedMLAAttention(nn.Module):
         self.k_b_proj = nn.Linear(rank, self.num_kv_heads * dim, bias=False)
         self.v_b_proj = nn.Linear(rank, self.num_kv_heads * dim, bias=False)
         self.o_proj = nn.Linear(heads * dim, width, bias=False)
-        self.q_norm = HeadRMSNorm(1, dim)
-        self.k_norm = HeadRMSNorm(self.num_kv_heads, dim)
+        self.q_norm = PerHeadRMSNorm(1, dim)
+        self.k_norm = PerHeadRMSNorm(self.num_kv_heads, dim)
 
     def forward(
         self,
@@ -199,7 +199,7 @@ AutoConfig.register(MODEL_TYPE, ConvertedMLAConfig, exist_ok=True)
 AutoModelForCausalLM.register(ConvertedMLAConfig, ConvertedMLAForCausalLM, exist_ok=True)
 
 
-class ConvertedMLA(Latent):
+class TorchConvertedMLA(Latent):
     """Latents without a norm of their own; ``keys`` are the chosen pairs, before rotation."""
 
     def states(self, attention: Any, outputs: Sequence[torch.Tensor]) -> KeysValues:
@@ -230,4 +230,4 @@ class ConvertedMLA(Latent):
         return self.rope(facts, attention)
 
 
-FAMILIES[MODEL_TYPE] = ConvertedMLA(MODEL_TYPE)
+FAMILIES[MODEL_TYPE] = TorchConvertedMLA(MODEL_TYPE)

@@ -188,7 +188,7 @@ class Llama(TorchFamily):
         return [window] * len(self.attentions(model))
 
 
-class Gemma3(TorchFamily):
+class TorchGemma3(TorchFamily):
     """Gemma-3, alone or inside a multimodal model: local and global layers, two rotations."""
 
     turned_by_kind = True
@@ -254,7 +254,7 @@ class Gemma3(TorchFamily):
         return configured_rope(named, attention.head_dim)
 
 
-class Gemma4(Gemma3):
+class TorchGemma4(TorchGemma3):
     """Gemma-4: normed values, wider heads in global layers, last layers that share a cache."""
 
     no_windows = "layer_types to the same layers"
@@ -388,10 +388,10 @@ FAMILIES: dict[str, TorchFamily] = {
     "llama": Llama("llama"),
     "mistral": Llama("mistral"),
     "ministral3": Llama("ministral3"),
-    "gemma3_text": Gemma3("gemma3_text"),
-    "gemma3": Gemma3("gemma3_text"),
-    "gemma4_text": Gemma4("gemma4_text"),
-    "gemma4": Gemma4("gemma4_text"),
+    "gemma3_text": TorchGemma3("gemma3_text"),
+    "gemma3": TorchGemma3("gemma3_text"),
+    "gemma4_text": TorchGemma4("gemma4_text"),
+    "gemma4": TorchGemma4("gemma4_text"),
     "deepseek_v2": Latent("deepseek_v2", rope_type="yarn"),
     "deepseek_v3": Latent("deepseek_v3"),
     "glm4_moe_lite": Latent("glm4_moe_lite", base=1e6),

@@ -26,7 +26,7 @@ Entry = tuple[torch.Tensor, torch.Tensor]  # one layer's keys and values in the 
 
 
 @dataclass(frozen=True)
-class Reading:
+class TorchReading:
     """The results of the two no-gradient passes, which all translators of a pair share.
 
     Attributes:
@@ -47,26 +47,26 @@ class Reading:
 @torch.no_grad()
 def read(
     source: TorchModel, target: TorchModel, sample: Sample, capture: str, native_layers: int = 0
-) -> Reading:
+) -> TorchReading:
     """Read a conversation with both models (about 80 % of a step's work)."""
     tokens, num_read = (*sample.prefix, *sample.continuation[:-1]), len(sample.prefix) - 1
     with target.tapped(native_layers) as taken:
         teacher = target.hidden(tokens)[num_read:].clone()
     native = target.states_of(taken, target.family.points[0], native_layers).first(num_read)
-    return Reading(sample, _source_states(source, target, sample, capture), native, teacher)
+    return TorchReading(sample, _source_states(source, target, sample, capture), native, teacher)
 
 
 @torch.no_grad()
 def handed_over(
     source: TorchModel, target: TorchModel, sample: Sample, capture: str, native_layers: int = 0
-) -> Reading:
+) -> TorchReading:
     """What a hand-over reads of a prefix (one tokenizer); nothing follows it, so no teacher."""
     with target.tapped(native_layers) as taken:
         if native_layers:
             target.hidden(sample.prefix[:-1])
     native = target.states_of(taken, target.family.points[0], native_layers)
     states = _source_states(source, target, sample, capture)
-    return Reading(sample, states, native, torch.empty(0))
+    return TorchReading(sample, states, native, torch.empty(0))
 
 
 def _source_states(source: TorchModel, target: TorchModel, sample: Sample, capture: str) -> States:
@@ -83,7 +83,7 @@ def _source_states(source: TorchModel, target: TorchModel, sample: Sample, captu
 def conversation_loss(
     target: TorchModel,
     translator: TorchTranslator,
-    reading: Reading,
+    reading: TorchReading,
     objective: Objective,
     *,
     scale: float = 0.0,
@@ -121,7 +121,7 @@ def conversation_loss(
 
 
 @torch.no_grad()
-def entries(target: TorchModel, translator: TorchTranslator, reading: Reading) -> list[Entry]:
+def entries(target: TorchModel, translator: TorchTranslator, reading: TorchReading) -> list[Entry]:
     """The cache entries of every layer: the native layers' own, then translated ones."""
     starts, first = _starts(target, reading), len(reading.native.keys)
     own = [_native(target, reading.native, t, start) for t, start in enumerate(starts[:first])]
@@ -129,7 +129,7 @@ def entries(target: TorchModel, translator: TorchTranslator, reading: Reading) -
     return own + [_entry(target, translator, reading, t, starts[t]) for t in above]
 
 
-def _starts(target: TorchModel, reading: Reading) -> Sequence[int]:
+def _starts(target: TorchModel, reading: TorchReading) -> Sequence[int]:
     """Each layer's first position: those before a layer's window are not translated."""
     num_read = len(reading.sample.prefix) - 1
     return target.geometry.first_kept(num_read) if reading.states.keys else []
@@ -144,7 +144,7 @@ def _native(
 
 
 def _entry(
-    target: TorchModel, translator: TorchTranslator, reading: Reading, layer: int, start: int
+    target: TorchModel, translator: TorchTranslator, reading: TorchReading, layer: int, start: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A translated layer's cache entries from position ``start`` on."""
     keys, values = translator.layer(layer, reading.states, start)
@@ -180,7 +180,7 @@ def _student(target: TorchModel, sample: Sample, cache: DynamicCache) -> torch.T
 def _pull_back(
     target: TorchModel,
     translator: TorchTranslator,
-    reading: Reading,
+    reading: TorchReading,
     leaves: Sequence[tuple[torch.Tensor, torch.Tensor]],
     starts: Sequence[int],
     first: int,

@@ -39,14 +39,14 @@ class Pair:
     ) -> TorchTranslator:
         return TorchTranslator.from_arrays(config, arrays, self.target.device)
 
-    def read(self, sample: Sample, config: TranslatorConfig) -> gradients.Reading:
+    def read(self, sample: Sample, config: TranslatorConfig) -> gradients.TorchReading:
         ends = self.source, self.target
         return gradients.read(*ends, sample, config.capture, config.native_layers)
 
     def loss(
         self,
         translator: TorchTranslator,
-        reading: gradients.Reading,
+        reading: gradients.TorchReading,
         objective: Objective,
         scale: float = 0.0,
     ) -> Loss:

@@ -309,12 +309,12 @@ def test_every_reason_is_still_one() -> None:
 # Whoever makes a room smaller lowers its number here, and TOTAL by as much. Whoever breaks a budget
 # takes something out; a number is raised only with a reason beside it.
 
-TOTAL, GOAL = 55_119, 36_000  # lines of the package: at most, and where this is going
+TOTAL, GOAL = 54_087, 36_000  # lines of the package: at most, and where this is going
 LINES_OF = {  # a room's lines; it may have a tenth more
     "arguments": 265,
     "caches": 1_268,
     "cli": 4_768,
-    "cuda": 4_502,
+    "cuda": 3_470,
     "embedded": 532,
     "engine": 8_407,
     "evaluation": 4_404,
@@ -351,9 +351,9 @@ WORDS_IN = {  # a feature's word: files of the package whose code may have it; t
 }
 # Names that several classes bear. A name leaves this list with its namesakes, and none joins it.
 BORNE_TWICE = """
-    Answer Best Checked ConvertedMLA Finish Gemma3 Gemma4 GenerateOptions Group Guarded
-    HeadRMSNorm Interleaved Item Job Lengths Lines Maps Ministral3 Model Need Options Order
-    Outcome Pace Pair Part Quantised Rates Reading Rows Run Server Settings Step Talk Told
+    Answer Best Checked GenerateOptions Group Guarded
+    Interleaved Item Job Lengths Lines Model Need Options Order
+    Outcome Pace Pair Part Quantised Rates Reading Rows Run Server Step Talk Told
     Training Wanted Watch Work _Answer _Assistant _Format _NamedTool _Output _Request _Tool
 """.split()
 

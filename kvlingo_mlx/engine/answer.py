@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvlingo_mlx.engine.answers import begins_in_reasoning
-from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.line import Steps
+from kvlingo_mlx.engine.line_set import LineSet
 from kvlingo_mlx.engine.messages import answer_message
 from kvlingo_mlx.engine.offers import Known
 from kvlingo_mlx.engine.reading import Reading, Segment
@@ -40,7 +40,7 @@ class AnswerInProgress:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: LineSet,
         transcript: Transcript,
         messages: Sequence[Message],
         names: Sequence[str],
@@ -66,7 +66,7 @@ class AnswerInProgress:
         self._opened = begins_in_reasoning(self._tokenizer, self.header)
 
     @classmethod
-    def to_text(cls, exchange: Exchange, name: str, tokens: list[int]) -> AnswerInProgress:
+    def to_text(cls, exchange: LineSet, name: str, tokens: list[int]) -> AnswerInProgress:
         """What goes on with a plain text; it cannot be booked."""
         model = exchange.line(name).model
         made = cls.__new__(cls)

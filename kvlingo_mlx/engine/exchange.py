@@ -8,12 +8,10 @@ import functools
 import itertools
 import time
 import weakref
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvlingo_mlx.backend import mx
-
-from mlx_lm.generate import generation_stream
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.validation import validate_cache
@@ -23,6 +21,7 @@ from kvlingo_mlx.engine.directions import Directions, Given
 from kvlingo_mlx.engine.guarding import Guarded, Watch
 from kvlingo_mlx.engine.healing import IDLE_S, Interleaved, Pace
 from kvlingo_mlx.engine.line import Line, Steps
+from kvlingo_mlx.engine.line_set import LineSet, Switch
 from kvlingo_mlx.engine.offers import (
     Known,
     Offer,
@@ -38,7 +37,6 @@ from kvlingo_mlx.engine.offers import (
 from kvlingo_mlx.engine.positioned import PositionedLine
 from kvlingo_mlx.engine.reading import Reading
 from kvlingo_mlx.engine.rules import Rules
-from kvlingo_mlx.engine.sampling import Choice
 from kvlingo_mlx.engine.spans import Span, cut, translated, unhealed, wrote
 from kvlingo_mlx.engine.storage import PLACES
 from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
@@ -51,43 +49,6 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished, unit, working
 from kvlingo_mlx.tokenization.alignment import TokenAlignment
 from kvlingo_mlx.translators.base import Translator
-
-
-@dataclass(frozen=True)
-class Switch:
-    """The work that brought a line up to date before its model's last step.
-
-    ``kept``, ``translated``, ``read`` and the prompt's last token, which begins the answer and is
-    counted in ``read_tokens`` of a response, are together the whole prompt.
-
-    Attributes:
-        name: The model.
-        kept: Tokens that its line held from before: the model's own, and those that were
-            translated for an earlier answer of this model.
-        translated: Tokens that were translated for this answer: now, or since this model's last
-            answer, as ``eager`` does it.
-        read: Tokens that the model read itself now.
-        seconds: Seconds for all of this.
-        translate_s: The part of them that translation took.
-        read_s: The part of them that reading took.
-        ahead: Those of ``translated`` that were translated before the answer was asked for.
-        native_layers: Cache layers in which the model read the translated tokens itself.
-        guarded: What the guard found, if one was asked for and something is translated.
-        sources: The models whose tokens these translated ones are.
-    """
-
-    name: str
-    kept: int
-    translated: int
-    read: int
-    seconds: float
-    translate_s: float = 0.0
-    read_s: float = 0.0
-    ahead: int = 0
-    native_layers: int = 0
-    guarded: Guarded | None = None
-    sources: tuple[str, ...] = ()
-
 
 Wanted = Mapping[str, Reading | None]  # by tokenizer; None where the reading is unknown
 
@@ -116,7 +77,7 @@ class Look:
     watch: Watch
 
 
-class Exchange:
+class Exchange(LineSet):
     """The lines of a conversation, and how each line gets what the others have.
 
     Lines of one tokenizer exchange whole tokens. Lines of two tokenizers share the messages'
@@ -142,7 +103,7 @@ class Exchange:
         self, models: Mapping[str, LanguageModel], translators: Iterable[Given], rules: Rules
     ) -> None:
         rules.check(models)
-        self.rules = rules
+        self.rules, self.step_size = rules, rules.step_size
         self.several = len({model.tokenizer_fingerprint for model in models.values()}) > 1
         self.known: Known | None = None
         records = len(models) > 1 and rules.switching != "reprefill"
@@ -183,12 +144,6 @@ class Exchange:
         """The models of all lines."""
         return [line.model for line in self.lines.values()]
 
-    def line(self, name: str) -> Line:
-        """The line of a model; ValueError if there is none."""
-        if name not in self.lines:
-            raise ValueError(f"there is no model {name!r}; there are {', '.join(self.lines)}")
-        return self.lines[name]
-
     def _open(self, name: str, model: LanguageModel, records: bool) -> Line:
         kind: type[Line] = Line
         if self.several:
@@ -196,10 +151,6 @@ class Exchange:
                 check_positions(model)
                 kind = PositionedLine
         return kind(name, model, records=records)
-
-    def key(self, name: str) -> str:
-        """The fingerprint of a model's tokenizer."""
-        return self.line(name).model.tokenizer_fingerprint
 
     def used_by(self, name: str, sources: Collection[str]) -> tuple[Translator, ...]:
         """The loaded translators from ``sources`` into a line."""
@@ -223,21 +174,6 @@ class Exchange:
         reads = functools.partial(line.heal, answers=False)
         heals = rules.heal is not None or line.name in self._doubted
         return Interleaved(reads if heals else None, rules.heal_share, together=self.spread)
-
-    def chosen_together(self, choice: Choice) -> Choice:
-        """How tokens are chosen, by the first rank where several answer together."""
-        if not self.spread:
-            return choice
-        return replace(choice, sampler=sharding.firsts_choice(choice.sampler))
-
-    @contextlib.contextmanager
-    def decoding(self) -> Iterator[None]:
-        """A context for mlx-lm's loop, which begins a step ahead: ranks wait for its messages."""
-        try:
-            yield
-        finally:
-            if self.spread:
-                mx.synchronize(generation_stream)
 
     # ---- switching ------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -20,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx import caches
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.validation import validate_cache
-from kvlingo_mlx.engine import guarding, healing, hybrid
+from kvlingo_mlx.engine import guarding, healing
 from kvlingo_mlx.engine.clock import Clock
 from kvlingo_mlx.engine.cross_tokenizer import filled_across
 from kvlingo_mlx.engine.guarding import Guarded, Watch
@@ -103,20 +102,14 @@ def translate_span(
     caches.write(cache, translator(states, target.geometry.first_kept(num_tokens)), target)
 
 
-def source_of(plan: Plan, clock: Clock, cache: list[Any] | None = None) -> Source:
-    """What a plan's target takes over from.
-
-    ``cache`` is a cache of the source's own, which is filled with all of the prefix; the states of
-    what it holds already are read from it.
+def source_line(plan: Plan) -> Line:
+    """An empty line of a plan's source, whose states are dropped once the target has them.
 
     Raises:
         UnsupportedModelError: Several ranks hold the source, and its recurrent states are mapped.
-        ValueError: The cache is not one of the source's, or holds too much.
     """
     assert plan.translator is not None
     source, config = plan.source, plan.translator.config
-    if isinstance(source, RemoteModel):
-        return Given(source, _sent(plan, clock), len(plan.prefix))
     if source.part is not None and config.state_maps:
         raise UnsupportedModelError(
             f"{config.title} maps recurrent states, which are not sent between ranks; load "
@@ -125,11 +118,6 @@ def source_of(plan: Plan, clock: Clock, cache: list[Any] | None = None) -> Sourc
     elsewhere = source.part is not None and source.part.kind == FIRST and source.part.rank
     line = (FirstsLine if elsewhere else Line)("source", source, records=True)
     line.inputs, line.states, line.passes_on = not config.state_maps, config.state_maps, True
-    if cache is not None:
-        held = _held(cache, source, plan.translator, len(plan.prefix))
-        if held is not None:
-            _check_end(plan, held)
-        line.hold(plan.prefix[: 0 if held is None else held.end], held, cache)
     return line
 
 
@@ -168,27 +156,25 @@ def grown(plan: Plan, source: Source, clock: Clock, watch: Watch | None = None) 
 def bring(
     plan: Plan,
     clock: Clock | None = None,
-    source_cache: list[Any] | None = None,
+    source: Line | None = None,
     watch: Watch | None = None,
 ) -> Line:
     """A target's line of a plan's prefix, grown chunk by chunk, and evaluated.
 
-    ``source_cache`` is the source's own cache, which is filled, too; ``watch`` keeps what both
-    models make of the last tokens. Between two tokenizers the line has caches and no tokens.
+    ``source`` is a line of the source's own, which may hold a part of the prefix; ``watch`` keeps
+    what both models make of the last tokens. Between two tokenizers the line has caches and no
+    tokens.
     """
     if plan.translator is None or not plan.prefix:
         return Line("target", plan.target, records=False)
     clock = clock or Clock()
-    source = source_of(plan, clock, source_cache)
-    try:
-        line = _brought(plan, source, clock, watch)
-    finally:
-        if isinstance(source, Given):
-            source.close()
-    if source_cache is not None and isinstance(source, Line):
-        finished(source.read(plan.prefix[len(source) :], plan.step_size))
-        clock.lap("prefill")
-    return line
+    if source is None and isinstance(plan.source, RemoteModel):
+        given = Given(plan.source, _sent(plan, clock), len(plan.prefix))
+        try:
+            return _brought(plan, given, clock, watch)
+        finally:
+            given.close()
+    return _brought(plan, source or source_line(plan), clock, watch)
 
 
 def take_over(
@@ -206,6 +192,22 @@ def _brought(plan: Plan, source: Source, clock: Clock, watch: Watch | None) -> L
     with mx.stream(generation_stream):
         line.hold([], None, filled_across(plan, plan.aligned, source, clock.lap))
     validate_cache(line.cache, plan.target, plan.aligned.num_entries)
+    return line
+
+
+def _holding(plan: Plan, cache: list[Any]) -> Line | None:
+    """The source's line with a cache of its own, which may hold the first tokens of the prefix.
+
+    Raises:
+        ValueError: The cache is not one of the source's, or holds too much.
+    """
+    if plan.translator is None:
+        return None
+    held = _held(cache, plan.source, plan.translator, len(plan.prefix))
+    if held is not None:
+        _check_end(plan, held)
+    line = source_line(plan)
+    line.hold(plan.prefix[: 0 if held is None else held.end], held, cache)
     return line
 
 
@@ -338,25 +340,23 @@ def hand_over(
                 f"prompt_cache is a cache of {plan.target.name} already, since it is both models; "
                 "let it read the rest of the tokens into it"
             )
-        return _read_alone(plan).cache
+        return read_alone(plan).cache
     if prompt_cache is not None:
         _check_own(plan)
     watch = plan.watch()
-    line = bring(plan, source_cache=prompt_cache, watch=watch)
+    source = None if prompt_cache is None else _holding(plan, prompt_cache)
+    line = bring(plan, None, source, watch)
+    if source is not None:
+        finished(source.read(plan.prefix[len(source) :], plan.step_size))
     doubts = () if watch is None else judged(plan, watch, on_doubt).doubts
     if doubts and on_doubt == guarding.REREAD:
-        line = _read_alone(plan)
+        line = read_alone(plan.alone())
     if heal is None:
         return line.cache
     return healing.HealingCache(line, together=plan.spread)
 
 
-def alone(plan: Plan) -> Plan:
-    """A plan by which the target reads the prompt itself."""
-    return replace(plan, way="native", translator=None, native=hybrid.Native(), guard=0)
-
-
-def _read_alone(plan: Plan) -> Line:
+def read_alone(plan: Plan) -> Line:
     """The line of a prompt's prefix that the target has read itself."""
     line = Line("target", plan.target, records=False)
     finished(line.read(plan.prefix, plan.step_size))

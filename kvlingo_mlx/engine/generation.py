@@ -7,25 +7,17 @@ itself, since a translated cache holds no prediction (section "Cache translation
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import os
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Unpack
 
-from kvlingo_mlx.backend import mx
-
-from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import make_prompt_cache
-
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_bits, check_draft
 from kvlingo_mlx.engine import guarding, healing
-from kvlingo_mlx.engine.clock import Clock
-from kvlingo_mlx.engine.fill import alone, bring, judged
-from kvlingo_mlx.engine.healing import HEAL_SHARE, Interleaved
+from kvlingo_mlx.engine.healing import HEAL_SHARE
+from kvlingo_mlx.engine.one_turn import OneTurn
 from kvlingo_mlx.engine.plan import Asked, Plan, prepare
-from kvlingo_mlx.engine.responses import GenerationResponse, Started, decoded, joined
+from kvlingo_mlx.engine.responses import GenerationResponse, joined
 from kvlingo_mlx.engine.sampling import (
     DecodingOptions,
     LogitsProcessor,
@@ -33,9 +25,7 @@ from kvlingo_mlx.engine.sampling import (
     choice_of,
     given,
 )
-from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.models import Model
-from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt
 from kvlingo_mlx.translators.base import Translator
@@ -129,16 +119,8 @@ def stream_generate(
             check_drafting(plan.target, plan.draft, plan.tokens, max_tokens, num_draft_tokens)
 
     plan = prepare(prefill_model, decode_model, prompt, asked, check)
-    if plan.spread:
-        choice = dataclasses.replace(choice, sampler=sharding.firsts_choice(choice.sampler))
-    if plan.draft is not None:
-        decode_options |= {"draft_model": plan.draft.model, "num_draft_tokens": num_draft_tokens}
-    start = functools.partial(_start, plan, heal, heal_share, on_doubt)
-    try:
-        yield from decoded(plan, choice, start, max_tokens, tools, **decode_options)
-    finally:
-        if plan.spread:  # mlx-lm has begun a step that other ranks wait for
-            mx.synchronize(generation_stream)
+    turn = OneTurn(plan, heal, heal_share, on_doubt)
+    yield from turn.answered(choice, max_tokens, tools, decode_options, num_draft_tokens)
 
 
 def _check_healing(plan: Plan, asked: str, options: Mapping[str, Any]) -> None:
@@ -157,52 +139,6 @@ def _check_bits(plan: Plan, options: Mapping[str, Any]) -> None:
     if (bits := options.get("kv_bits")) is not None:
         for model in (plan.target,) if plan.draft is None else (plan.target, plan.draft):
             check_bits(model, bits, options.get("kv_group_size", 64))
-
-
-def _start(plan: Plan, heal: str | None, share: float, on_doubt: str, clock: Clock) -> Started:
-    """Read a plan's prompt, with the time so far booked on ``clock``.
-
-    mlx-lm starts from the last token and the caches of all tokens before it, a draft model's too.
-    """
-    if plan.way == "native":
-        return Started(_alone(plan, clock), plan)
-    draft = plan.draft
-    draft_cache = [] if draft is None else make_prompt_cache(draft.model)
-    own = draft_cache if draft is plan.source and plan.aligned is None else None
-    watch = plan.watch()
-    line = bring(plan, clock, own, watch)
-    guarded = None if watch is None else judged(plan, watch, on_doubt)
-    clock.lap("guard")
-    doubtful = guarded is not None and bool(guarded.doubts)
-    if doubtful and on_doubt == guarding.REREAD:
-        return Started(_alone(plan, clock), alone(plan), guarded=guarded)
-    between = Interleaved(None)
-    if heal is not None or (doubtful and on_doubt == guarding.HEAL):
-        reader = functools.partial(line.heal, answers=True)
-        between = Interleaved(reader, share, together=plan.spread)
-    cache = line.cache
-    if draft is not None and own is None:
-        with mx.stream(generation_stream):
-            for _ in capture.prefill(draft, plan.prefix, plan.step_size, draft_cache):
-                pass
-        clock.lap("draft")
-    cache += draft_cache  # in place: mlx-lm frees what it quantises only from the list it is given
-    given = {"prompt": plan.tokens[-1:], "prompt_cache": cache}
-    return Started(given, plan, between, guarded)
-
-
-def _alone(plan: Plan, clock: Clock) -> dict[str, Any]:
-    """The whole prompt, which mlx-lm lets the target read; its progress books the time."""
-
-    def read(done: int, total: int) -> None:
-        if done < total:
-            clock.lap("prefill" if done else "prepare")
-
-    return {
-        "prompt": plan.tokens,
-        "prefill_step_size": plan.step_size,
-        "prompt_progress_callback": read,
-    }
 
 
 def check_drafting(

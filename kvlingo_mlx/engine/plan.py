@@ -129,6 +129,10 @@ class Plan:
             return self.aligned.source_ids[: self.aligned.num_read]
         return self.prefix if self.guard else self.prefix[: self.span.stop]
 
+    def alone(self) -> Plan:
+        """The plan by which the target reads the prompt itself."""
+        return replace(self, way="native", translator=None, native=Native(), guard=0)
+
     @property
     def num_translated(self) -> int:
         """The number of prompt tokens that go through the translator."""

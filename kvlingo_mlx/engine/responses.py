@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 from mlx_lm.generate import GenerationResponse as MLXResponse
-from mlx_lm.generate import stream_generate as mlx_stream_generate
 
-from kvlingo_mlx.caches.validation import first_bad, room_for
+from kvlingo_mlx.caches.validation import first_bad
 from kvlingo_mlx.embedded import EXAMPLE, is_embedded
 from kvlingo_mlx.embedded.dialogues import states_a_fact
-from kvlingo_mlx.engine.answers import AnswerReader, ToolCall
-from kvlingo_mlx.engine.clock import PHASES, Clock
+from kvlingo_mlx.engine.answers import ToolCall
+from kvlingo_mlx.engine.clock import PHASES
 from kvlingo_mlx.engine.guarding import Guarded
-from kvlingo_mlx.engine.healing import Interleaved
-from kvlingo_mlx.engine.plan import Plan
-from kvlingo_mlx.engine.sampling import Choice, LogitsProcessor
+from kvlingo_mlx.engine.sampling import LogitsProcessor
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.remote.stream import Received
-from kvlingo_mlx.threads import in_turn, wired, working
+from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.base import Translator
 
 
@@ -87,23 +82,6 @@ class GenerationResponse(MLXResponse):
     translator_digest: str | None = None
     guarded: Guarded | None = None
     received: Received | None = None
-
-
-@dataclass(frozen=True)
-class Started:
-    """A prompt that has been read.
-
-    Attributes:
-        given: What mlx-lm starts from: its options ``prompt``, ``prompt_cache`` and others.
-        plan: How the prompt was read in the end.
-        between: What is read between two steps of the answer.
-        guarded: What the guard found.
-    """
-
-    given: dict[str, Any]
-    plan: Plan
-    between: Interleaved = field(default_factory=lambda: Interleaved(None))
-    guarded: Guarded | None = None
 
 
 @dataclass
@@ -182,68 +160,6 @@ class Heard:
             f"wrote {found[0]}, a mark of its chat template: a text is taken as it is; give "
             "messages, [{'role': 'user', 'content': ...}]"
         )
-
-
-def decoded(
-    plan: Plan,
-    choice: Choice,
-    start: Callable[[Clock], Started],
-    max_tokens: int,
-    tools: Sequence[Mapping[str, Any]] | None,
-    **options: Any,
-) -> Generator[GenerationResponse, None, None]:
-    """Decode a plan's target; yield one response per token, up to a stop text.
-
-    Args:
-        plan: How the prompt is to be read.
-        choice: How tokens are chosen.
-        start: Reads the prompt and books the time.
-        max_tokens: The most tokens to write; -1 for as many as the context has room for.
-        tools: The tools that the template has announced.
-        options: mlx-lm's own decoding options.
-    """
-    target, clock = plan.target, Clock(plan.loaded_at)
-    room = min(
-        room_for(model, len(plan.tokens), max_tokens) for model in (target, plan.draft or target)
-    )
-    clock.lap("prepare")
-    with wired(target.model):
-        started = start(clock)
-        plan, given, between = started.plan, started.given, started.between
-        choice.begin()
-        prefix = plan.tokens[: -len(given["prompt"])]
-        processors = with_prefix(choice.logits_processors, prefix)
-        responses = mlx_stream_generate(
-            target.model,
-            target.tokenizer,
-            max_tokens=room,
-            sampler=choice.sampler,
-            logits_processors=processors,
-            **given,
-            **options,
-        )
-        reader = AnswerReader(target.tokenizer, plan.tokens, choice.stop, tools)
-        number, used = plan.num_translated, () if plan.translator is None else (plan.translator,)
-        counts = {"translated_tokens": number, "read_tokens": len(plan.tokens) - number}
-        counts |= {"native_layers": plan.native.layers if number else 0}
-        ttft, held = None, given.get("prompt_cache", ())
-        heard = Heard(target, lambda: target.tokenizer.decode(plan.tokens), plan.chat)
-        between.began()
-        with contextlib.closing(in_turn(responses)) as steps:
-            for response in steps:
-                if ttft is None:
-                    ttft = time.perf_counter() - clock.started
-                    check_numbers(response, plan.source, target, held, processors)
-                between()
-                booked = timed(response, counts, ttft, clock.seconds, plan.way, used)
-                booked.guarded, booked.received = started.guarded, clock.received
-                told = reader.take(booked)
-                heard.take(told)
-                yield told
-                if told.finish_reason is not None:
-                    heard.tell()
-                    return
-                between.began()
 
 
 class Sound:

@@ -18,8 +18,8 @@ from kvlingo_mlx.engine.answer import AnswerInProgress
 from kvlingo_mlx.engine.answers import AnswerReader
 from kvlingo_mlx.engine.batches import Place
 from kvlingo_mlx.engine.clock import PHASES
-from kvlingo_mlx.engine.exchange import Exchange, Switch
-from kvlingo_mlx.engine.line import Line, Steps
+from kvlingo_mlx.engine.line import Line, Listening, Steps
+from kvlingo_mlx.engine.line_set import LineSet, Switch
 from kvlingo_mlx.engine.responses import (
     GenerationResponse,
     Heard,
@@ -30,7 +30,7 @@ from kvlingo_mlx.engine.responses import (
 from kvlingo_mlx.engine.sampling import Choice, LogitsProcessor
 from kvlingo_mlx.engine.use import Use
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.threads import finished, in_turn, stepping, wired, working
+from kvlingo_mlx.threads import finished, stepping, wired, working
 from kvlingo_mlx.translators.base import Translator
 
 THOUGHT = "</think>"  # the end of a reasoning trace where a tokenizer has no mark of its own
@@ -82,20 +82,26 @@ class Turn:
     """
 
     def __init__(
-        self, exchange: Exchange, progress: AnswerInProgress, max_tokens: int, decoding: Decoding
+        self,
+        exchange: LineSet,
+        progress: AnswerInProgress,
+        max_tokens: int,
+        decoding: Decoding,
+        started: float | None = None,
     ) -> None:
         self.progress, self.answer = progress, list[int]()
         self.text, self.ended, self._stopped = "", False, False
         self._exchange, self._decoding, self._most = exchange, decoding, max_tokens
         self._reader: AnswerReader | None = None
-        self._started, self._ttft = time.perf_counter(), 0.0
+        self._started, self._ttft = started or time.perf_counter(), 0.0
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
     def room(self, name: str) -> int:
         """The number of tokens that a model can still add within its context and the limit."""
         left = -1 if self._most == -1 else self._most - len(self.answer)
-        model = self._exchange.line(name).model
-        return room_for(model, self.length(name), left)
+        draft = self._decoding.draft
+        models = [line.model for line in (self._exchange.line(name), draft) if line is not None]
+        return min(room_for(model, self.length(name), left) for model in models)
 
     def length(self, name: str) -> int:
         """The number of tokens of the prompt and the answer so far, by a model's tokenizer."""
@@ -150,6 +156,7 @@ class Turn:
     def _write(self, part: Part, begun: int, *, last: bool) -> Iterator[GenerationResponse | None]:
         name, most = part.name, part.most
         tokens, switch = yield from self._begin(name)
+        self._seconds["prefill"] += switch.prefill_s
         self._seconds["translate"] += switch.translate_s
         self._seconds["native"] += switch.read_s
         line = self._exchange.line(name)
@@ -158,11 +165,12 @@ class Turn:
         used = self._exchange.used_by(name, switch.sources)
         line.counted = len(line)
         text = ""
+        goes_on = begun or (self._exchange.keeps and not self.progress.messages)  # with a text
         for response in self._decoded(line, tokens, limit):
             if response is None:
                 yield None
                 continue
-            if not text and (begun or not self.progress.messages):  # it goes on with a text
+            if not text and goes_on:
                 before = [tokens[-1], *self.answer[begun:]]
                 response = _joined(response, line.model.tokenizer, before)
             text += response.text
@@ -204,29 +212,39 @@ class Turn:
         if self._decoding.batch is not None:
             yield from self._decoded_together(self._decoding.batch, line, tokens, most)
             return
-        if self._decoding.quantised or self._decoding.draft is not None:
+        aside = self._decoding.quantised or self._decoding.draft is not None
+        if aside or not self._exchange.keeps:
             yield from self._decoded_aside(line, tokens, most)
             return
+        with line.decoding(tokens[-1]) as (run, listening):
+            yield from self._stepped(line, tokens, most, line.cache, run, listening)
+
+    def _stepped(
+        self,
+        line: Line,
+        tokens: list[int],
+        most: int,
+        cache: list[Any],
+        run: list[int],
+        listening: Listening = contextlib.nullcontext,
+    ) -> Iterator[MLXResponse]:
+        """Decode with mlx-lm's loop, each step in ``listening``; ``run`` gets the tokens."""
         processors = with_prefix(self._decoding.choice.logits_processors, tokens[:-1])
-        with (
-            line.decoding(tokens[-1]) as (run, listening),
-            wired(line.model.model),
-            self._exchange.decoding(),
-        ):
-            responses = self._responses(line, tokens, most, line.cache, processors)
-            healing = self._exchange.healing(line)
-            with stepping(responses) as step:
-                while True:
-                    healing.began()
-                    with working(), listening():
-                        response = step()
-                    if response is None:
-                        return
-                    healing()
-                    if len(run) == 1:
-                        check_numbers(response, line.model, line.model, line.cache, processors)
-                    run.append(int(response.token))
-                    yield response
+        responses = self._responses(line, tokens, most, cache, processors)
+        healing = self._exchange.healing(line)
+        origin = self._exchange.origin(line.name)
+        with wired(line.model.model), self._exchange.decoding(), stepping(responses) as step:
+            while True:
+                healing.began()
+                with working(), listening():
+                    response = step()
+                if response is None:
+                    return
+                healing()
+                if len(run) == 1:
+                    check_numbers(response, origin, line.model, cache, processors)
+                run.append(int(response.token))
+                yield response
 
     def _decoded_together(
         self, batch: Place, line: Line, tokens: list[int], most: int
@@ -245,7 +263,8 @@ class Turn:
                 while not row.over:
                     response = row.take()
                     if response is not None and not self.answer:
-                        check_numbers(response, line.model, line.model, line.cache, row.processors)
+                        origin = self._exchange.origin(line.name)
+                        check_numbers(response, origin, line.model, line.cache, row.processors)
                     yield response
             except GeneratorExit:
                 leave()
@@ -258,36 +277,28 @@ class Turn:
     def _decoded_aside(
         self, line: Line, tokens: list[int], most: int
     ) -> Iterator[MLXResponse | None]:
-        """Decode from copies of the caches, which mlx-lm may quantise or remove drafts from.
+        """Decode from caches that mlx-lm may quantise or remove drafts from.
 
-        Afterwards the line itself reads the answer in one pass, so its caches end as usual.
+        They are copies if the line goes on after the answer. Then it reads the answer itself, in
+        one pass, so its caches end as usual.
         """
-        drafting = self._decoding.draft
+        drafting, keeps = self._decoding.draft, self._exchange.keeps
         with working():
-            cache = line.copies()
-        processors = with_prefix(self._decoding.choice.logits_processors, tokens[:-1])
+            cache = line.copies() if keeps else line.cache
         if drafting is not None:
             with working():
                 drafting.trim(min(drafting.common(tokens), len(tokens) - 1))
-            yield from drafting.read(tokens[len(drafting) : -1], self._exchange.rules.step_size)
-            cache += drafting.cache
-        found: list[int] = []
-        decoded = in_turn(self._responses(line, tokens, most, cache, processors))
+            yield from drafting.read(tokens[len(drafting) : -1], self._exchange.step_size)
+            cache += drafting.cache  # in place: mlx-lm frees what it quantises only in that list
+        run = [tokens[-1]]
         try:
-            with (
-                wired(line.model.model),
-                self._exchange.decoding(),
-                contextlib.closing(decoded) as responses,
-            ):
-                for response in responses:
-                    if not found:
-                        check_numbers(response, line.model, line.model, line.cache, processors)
-                    found.append(int(response.token))
-                    yield response
+            yield from self._stepped(line, tokens, most, cache, run)
         except GeneratorExit:
-            finished(line.read([tokens[-1], *found], self._exchange.rules.step_size))
+            if keeps:
+                finished(line.read(run, self._exchange.step_size))
             raise
-        yield from line.read([tokens[-1], *found], self._exchange.rules.step_size)
+        if keeps:
+            yield from line.read(run, self._exchange.step_size)
 
     def _responses(
         self,
@@ -327,12 +338,13 @@ class Turn:
         counts = {"cached_tokens": switch.kept, "translated_tokens": switch.translated}
         counts |= {"read_tokens": switch.read + 1, "ahead_tokens": switch.ahead}
         counts |= {"native_layers": switch.native_layers}
-        booked = timed(response, counts, self._ttft, self._seconds, used=used)
+        way = self._exchange.way
+        booked = timed(response, counts, self._ttft, self._seconds, way, used)
         return replace(booked, generation_tokens=len(self.answer), guarded=switch.guarded)
 
 
 def tokens_alone(
-    steps: Generator[GenerationResponse | None, None, None], heard: Heard
+    steps: Generator[GenerationResponse | None, None, Any], heard: Heard
 ) -> Generator[GenerationResponse, None, None]:
     """The responses among an answer's steps; what the caller throws in goes on to them.
 

@@ -20,6 +20,8 @@ from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_groups
 from kvlingo_mlx.engine.clock import Clock
 from kvlingo_mlx.engine.generation import check_max_tokens
+from kvlingo_mlx.engine.line import Line
+from kvlingo_mlx.engine.one_turn import TARGET, OneTurn
 from kvlingo_mlx.engine.plan import (
     AnyTranslator,
     Asked,
@@ -28,7 +30,7 @@ from kvlingo_mlx.engine.plan import (
     check_tokens,
     prepare_whole,
 )
-from kvlingo_mlx.engine.responses import GenerationResponse, Started, decoded, joined
+from kvlingo_mlx.engine.responses import GenerationResponse, joined
 from kvlingo_mlx.engine.sampling import AnswerOptions, LogitsProcessor, Sampler, choice_of, given
 from kvlingo_mlx.folding.folds import check_foldable, check_whole, fold_caches
 from kvlingo_mlx.format.translator_config import TranslatorConfig, unfoldable
@@ -249,11 +251,21 @@ def folded_stream_generate(
     quantised = Bits(kv_bits, kv_group_size)
     plan = _prepare(prefill_model, decode_model, prompt, asked, quantised)
 
-    def start(clock: Clock) -> Started:
-        cache = _folded(plan, [plan.tokens], asked, quantised, clock)
-        return Started({"prompt": plan.tokens[-1:], "prompt_cache": cache}, plan)
+    yield from FoldedTurn(plan, asked, quantised).answered(choice, max_tokens, tools)
 
-    yield from decoded(plan, choice, start, max_tokens, tools)
+
+class FoldedTurn(OneTurn):
+    """A turn whose target decodes from the source's own cache."""
+
+    def __init__(self, plan: Plan, asked: Asked, quantised: Bits) -> None:
+        super().__init__(plan)
+        self._asked, self._quantised = asked, quantised
+
+    def _brought(self) -> tuple[Line, None]:
+        plan = self.plan
+        cache = _folded(plan, [plan.tokens], self._asked, self._quantised, self.clock)
+        self.lines[TARGET].hold([], None, cache)
+        return self.lines[TARGET], None
 
 
 @checked

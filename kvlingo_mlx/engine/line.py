@@ -253,7 +253,8 @@ class Line:
         whether it is ahead of the line, and is put back. Rings say it, and are written in place: to
         keep one would copy it whenever the line grows.
         """
-        self._settled = _kept_of(self._caches, caches.is_recurrent)
+        recurrent = self.model.geometry.recurrent
+        self._settled = _kept_of(self._caches, caches.is_recurrent) if recurrent else []
 
     @property
     def _points(self) -> list[Mark]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kvlingo_mlx.backend import mx
 
@@ -38,12 +39,12 @@ class KVStates:
         """All arrays, so that they can be evaluated together."""
         return [*self.keys, *self.values, *(self.kept or {}).values()]
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """The number of tokens in the span."""
         return max(array.shape[1] for array in self.keys)
 
-    @property
+    @cached_property
     def end(self) -> int:
         """The position after the last token."""
         return self.start + self.num_tokens

@@ -111,7 +111,8 @@ def append(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel
         if is_recurrent(cache):
             _follow(cache, model, layer, stored)
         elif start > cache.offset:
-            cache.keys, cache.values = stored
+            # Arrays of their own: products are made in blocks, of which these may be a part.
+            cache.keys, cache.values = map(mx.contiguous, stored)
             cache._idx = stored[0].shape[2]
             cache.offset = start + cache._idx
         elif is_ring(cache) and _begun_late(cache):  # mlx-lm would look for what came before

@@ -56,7 +56,7 @@ class Chat:
         self._save_at_end, self._folder = save, save or resume
         self._active = use or (AUTO if route else self.names[0])
         self._measured: tuple[Switch, float] | None = None
-        self._ended, self._spread = False, talk.exchange.spread
+        self._ended, self._spread = False, talk.exchange.together
         self._idle: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def heal_while_idle(self) -> None:

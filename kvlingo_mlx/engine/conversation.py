@@ -162,7 +162,7 @@ class Conversation(State):
             on_doubt=on_doubt,
         )
         exchange = Exchange(loaded, translators, rules)
-        if exchange.spread:
+        if exchange.together:
             sharding.agree(sharding.facts_of(loaded) | exchange.directions.facts())
         start = [{"role": "system", "content": system}] if system is not None else []
         switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
@@ -322,10 +322,10 @@ class Conversation(State):
             parts.insert(0, Part(reasoning, until=mark))
         if request.prefill is not None and first == "source":
             parts.insert(0, Part(request.prefill, most=1))
-        if self.exchange.spread:
+        if self.exchange.together:
             self._agree(turn, named, request)
         lengths = {each: turn.length(each) for each in named}
-        check_room(lengths, self.lines, together=self.exchange.spread)
+        check_room(lengths, self.lines, together=self.exchange.together)
         reader = request.prefill if first == "target" else None
         finish = functools.partial(self._finish, base, turn)
         latest = yield from turn.answer_by(parts, reader, finish)
@@ -359,7 +359,7 @@ class Conversation(State):
             if eager:
                 here = [name for name, line in self.lines.items() if not line.away]
                 lengths = dict.fromkeys(here, len(base.tokens))
-                check_room(lengths, self.lines, together=self.exchange.spread)
+                check_room(lengths, self.lines, together=self.exchange.together)
             yield from turn.progress.follow(eager=eager)
         except (MemoryError, RuntimeError, KVLingoError) as error:
             # The answer stays. The next switch will translate it, or say why it cannot.

@@ -95,7 +95,7 @@ class Exchange(LineSet):
         waits: Whether a translated chunk is computed within its step, so that the work of others
             has its turn in between; off, all chunks are queued at once.
         paces: How fast each model reads between two answers, by its name.
-        spread: Whether several ranks of ``mlx.launch`` hold some of the models together.
+        together: Whether several ranks of ``mlx.launch`` hold some of the models together.
         relatives: This exchange, and those of all conversations that branched from one another.
     """
 
@@ -116,8 +116,8 @@ class Exchange(LineSet):
         self.asleep: frozenset[str] = frozenset()
         self.waits = False
         self._doubted: frozenset[str] = frozenset()  # lines that read behind what is in doubt
-        self.spread = sharding.spread(models.values())
-        self.paces = {name: Pace(together=self.spread) for name in models}
+        self.together = sharding.spread(models.values())
+        self.paces = {name: Pace(together=self.together) for name in models}
         self.relatives: weakref.WeakSet[Exchange] = weakref.WeakSet([self])
 
     @property
@@ -173,7 +173,7 @@ class Exchange(LineSet):
         rules = self.rules
         reads = functools.partial(line.heal, answers=False)
         heals = rules.heal is not None or line.name in self._doubted
-        return Interleaved(reads if heals else None, rules.heal_share, together=self.spread)
+        return Interleaved(reads if heals else None, rules.heal_share, together=self.together)
 
     # ---- switching ------------------------------------------------------------------------
 
@@ -323,7 +323,7 @@ class Exchange(LineSet):
         look.watch.source_read(look.source.hidden_beside(tokens[start:stop], start))
         with working():
             measured = look.watch.measured(tokens[start + 1 : stop + 1])
-            measured = sharding.firsts(measured) if self.spread else measured
+            measured = sharding.firsts(measured) if self.together else measured
         found = guarding.judged(translator.config, measured, stop - start, start)
         self._doubted -= {line.name}
         if found.doubts and self.rules.on_doubt == guarding.HEAL:

@@ -353,7 +353,7 @@ def hand_over(
         line = read_alone(plan.alone())
     if heal is None:
         return line.cache
-    return healing.HealingCache(line, together=plan.spread)
+    return healing.HealingCache(line, together=plan.together)
 
 
 def read_alone(plan: Plan) -> Line:
@@ -368,7 +368,7 @@ def judged(plan: Plan, watch: Watch, on_doubt: str) -> Guarded:
     assert plan.translator is not None
     with working():
         measured = watch.measured(plan.tokens[-watch.tokens :])
-        measured = sharding.firsts(measured) if plan.spread else measured
+        measured = sharding.firsts(measured) if plan.together else measured
     config = plan.translator.config
     found = guarding.judged(config, measured, watch.tokens, len(plan.prefix))
     if found.doubts and on_doubt == guarding.WARN:

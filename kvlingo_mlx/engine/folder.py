@@ -353,7 +353,7 @@ class Saved:
                 recorded = {**arrays.get("native", {}), **arrays.get("kept", {})}
                 line.native.restore(entry["facts"]["native"], recorded)
             exchange.active = self._facts["active"]
-            if exchange.spread:
+            if exchange.together:
                 tokens = {name: line.tokens for name, line in exchange.lines.items()}
                 told = sharding.digest_of([tokens, self._facts["transcript"]])
                 sharding.agree({f"conversation in {self.folder.parent}": told})

@@ -64,7 +64,7 @@ class LineSet(ABC):
 
     Attributes:
         lines: The lines.
-        spread: Whether several ranks of ``mlx.launch`` hold some of the models together.
+        together: Whether several ranks of ``mlx.launch`` hold some of the models together.
         keeps: Whether the lines go on after the answer.
         way: How a prompt is read, as responses name it.
         step_size: Tokens per prefill chunk.
@@ -72,7 +72,7 @@ class LineSet(ABC):
 
     keeps, way = True, "switch"
     lines: dict[str, Line]
-    spread: bool
+    together: bool
     step_size: int
 
     def line(self, name: str) -> Line:
@@ -120,7 +120,7 @@ class LineSet(ABC):
 
     def chosen_together(self, choice: Choice) -> Choice:
         """How tokens are chosen, by the first rank where several answer together."""
-        if not self.spread:
+        if not self.together:
             return choice
         return replace(choice, sampler=sharding.firsts_choice(choice.sampler))
 
@@ -130,5 +130,5 @@ class LineSet(ABC):
         try:
             yield
         finally:
-            if self.spread:
+            if self.together:
                 mx.synchronize(generation_stream)

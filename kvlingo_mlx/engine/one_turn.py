@@ -43,7 +43,7 @@ class OneTurn(LineSet):
         on_doubt: str = guarding.WARN,
     ) -> None:
         self.plan, self.clock = plan, Clock(plan.loaded_at)
-        self.spread, self.step_size = plan.spread, plan.step_size
+        self.together, self.step_size = plan.together, plan.step_size
         self._heals, self._share, self._on_doubt = heal is not None, share, on_doubt
         self.lines = {TARGET: Line(TARGET, plan.target, records=False)}
         self._source: Line | None = None
@@ -66,7 +66,7 @@ class OneTurn(LineSet):
     def healing(self, line: Line) -> Interleaved:
         heals = self._heals and self.plan.way == "accelerator"
         reader = functools.partial(line.heal, answers=True) if heals else None
-        return Interleaved(reader, self._share, together=self.spread)
+        return Interleaved(reader, self._share, together=self.together)
 
     def bring(
         self,

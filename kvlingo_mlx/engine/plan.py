@@ -104,7 +104,7 @@ class Plan:
     loaded_at: float | None = None
 
     @property
-    def spread(self) -> bool:
+    def together(self) -> bool:
         """Whether several ranks hold one of the models together."""
         return sharding.spread((self.source, self.target))
 
@@ -192,7 +192,7 @@ def prepare(
     check_strategy(asked.strategy)
     plan = begin(reached(prefill_model, asked.strategy), decode_model, prompt, asked)
     plan = _planned(plan, prompt, asked, check)
-    if plan.spread:
+    if plan.together:
         told = sharding.facts_of({"source": plan.source, "target": plan.target})
         told["translator"] = "none" if plan.translator is None else plan.translator.digest
         sharding.agree(told | {"prompt": sharding.digest_of(plan.tokens)})

@@ -192,7 +192,7 @@ class State:
             def over() -> bool:
                 late = seconds is not None and time.monotonic() - began >= seconds
                 ended = late or (until is not None and until())
-                return bool(sharding.firsts_count(ended)) if self.exchange.spread else ended
+                return bool(sharding.firsts_count(ended)) if self.exchange.together else ended
 
             while (left := line.left(answers)) and not over():
                 self.exchange.heal(name, answers=answers)
@@ -218,7 +218,7 @@ class State:
             UnsupportedModelError: As for :meth:`heal`, at once.
         """
         self.check_healing()
-        if self.exchange.spread:
+        if self.exchange.together:
             told = "healing in a thread, in which ranks could go different ways (use heal)"
             sharding.check_use(self.exchange.models, {told: True})
         stop, problems = threading.Event(), list[BaseException]()
@@ -269,7 +269,7 @@ class State:
         with self._use.claimed():
             check_destination(Path(folder))
             self.draft().write(own_folder(folder, self.exchange.models))
-            if self.exchange.spread:
+            if self.exchange.together:
                 sharding.agree({})  # all ranks have written theirs
             return Path(folder)
 

@@ -146,7 +146,7 @@ class Engine:
     @property
     def together(self) -> bool:
         """Whether ranks of ``mlx.launch`` serve together, each with its part of a model."""
-        return self._blank.exchange.spread
+        return self._blank.exchange.together
 
     @property
     def busy(self) -> bool:
@@ -307,7 +307,7 @@ class Engine:
         progress = AnswerInProgress.to_text(exchange, resident.name, job.tokens)
         turn = Turn(exchange, progress, most, Decoding(choice, batch=job.seat))
         lengths = {resident.name: len(job.tokens)}
-        check_room(lengths, exchange.lines, together=exchange.spread)
+        check_room(lengths, exchange.lines, together=exchange.together)
         if job.ask.echo:
             given = job.ask.prompt
             job.before = given if isinstance(given, str) else model.tokenizer.decode(job.tokens)

@@ -81,7 +81,7 @@ class Keeper:
         self._mine = {"models": paths, "verbatim": settings.verbatim}
         self._writing: _Writing | None = None
         self._folder: Path | None = None
-        if settings.keep_conversations and blank.exchange.spread:
+        if settings.keep_conversations and blank.exchange.together:
             log.info("several ranks serve, so conversations are kept in memory alone")
         elif settings.keep_conversations:
             given = settings.conversations
@@ -129,7 +129,7 @@ class Keeper:
     def _fits(self, needed: int) -> bool:
         """Whether so many bytes are free beside what is used, on all ranks."""
         own = self.used + needed <= self.budget
-        return all(sharding.gathered(own)) if self._blank.exchange.spread else own
+        return all(sharding.gathered(own)) if self._blank.exchange.together else own
 
     def room_for_model(self, name: str) -> bool:
         """Let go of idle models, then put conversations away, until a model's weights fit."""

@@ -22,48 +22,30 @@ from kvlingo_mlx.threads import unit
 
 @dataclass(frozen=True)
 class LineStats:
-    """The size of one line.
+    """The size of one line."""
 
-    Attributes:
-        name: The model.
-        tokens: Tokens in the line.
-        native: Tokens that the line's model read or wrote itself.
-        translated: Tokens that went through a translator.
-        cache_bytes: Bytes of memory its caches take, spare room in buffers included.
-        recording_bytes: Bytes of the states that its model wrote, kept for lines that lack them.
-        where: ``empty``, ``resident``, ``8bit`` or ``disk``.
-        shared_bytes: Those of ``cache_bytes`` that a branch of this conversation, or what it was
-            branched from, uses as well: until one of both writes, a branch takes no memory.
-    """
-
-    name: str
-    tokens: int
-    native: int
-    translated: int
-    cache_bytes: int
-    recording_bytes: int
-    where: str
+    name: str  # the model
+    tokens: int  # tokens in the line
+    native: int  # tokens that the line's model read or wrote itself
+    translated: int  # tokens that went through a translator
+    cache_bytes: int  # bytes of memory its caches take, spare room in buffers included
+    recording_bytes: int  # bytes of the states that its model wrote, kept for lines that lack them
+    where: str  # ``empty``, ``resident``, ``8bit`` or ``disk``
+    # those of ``cache_bytes`` that a branch of this conversation, or what it was branched from,
+    # uses as well: until one of both writes, a branch takes no memory
     shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Stats:
-    """The sizes of all lines and of everything that they share.
+    """The sizes of all lines and of everything that they share."""
 
-    Attributes:
-        lines: One entry per model.
-        models: Bytes of the models' weights, each model once.
-        translators: Bytes of the translators in use.
-        total: Bytes of all these together.
-        mlx_active: Bytes of all of this process's MLX arrays, others' arrays included.
-        used: The translators in use: folder and digest by direction ("small to large").
-    """
-
-    lines: tuple[LineStats, ...]
-    models: int
-    translators: int
-    total: int
-    mlx_active: int
+    lines: tuple[LineStats, ...]  # one entry per model
+    models: int  # bytes of the models' weights, each model once
+    translators: int  # bytes of the translators in use
+    total: int  # bytes of all these together
+    mlx_active: int  # bytes of all of this process's MLX arrays, others' arrays included
+    # the translators in use: folder and digest by direction ("small to large")
     used: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -38,13 +38,7 @@ class ReplyOptions(DecodingOptions, total=False):
 
 @dataclass(frozen=True)
 class Request:
-    """What :meth:`Conversation.stream_reply` was asked for; the attributes are its arguments.
-
-    Attributes:
-        options: Its :class:`~kvlingo_mlx.engine.sampling.DecodingOptions`.
-        template: Further switches of the chat template.
-        batch: The answers beside which the model decodes this one, or None.
-    """
+    """What :meth:`Conversation.stream_reply` was asked for; the attributes are its arguments."""
 
     message: str | Sequence[Message] | None = None
     messages: Sequence[Message] | None = None
@@ -57,24 +51,20 @@ class Request:
     enable_thinking: bool | None = None
     draft_model: Model | None = None
     num_draft_tokens: int | None = None
+    # its :class:`~kvlingo_mlx.engine.sampling.DecodingOptions`
     options: Mapping[str, Any] = field(default_factory=dict)
+    # further switches of the chat template
     template: Mapping[str, Any] = field(default_factory=dict)
-    batch: Place | None = None
+    batch: Place | None = None  # the answers beside which the model decodes this one, or None
 
 
 @dataclass(frozen=True)
 class Asking:
-    """A conversation as it is when a reply is asked for.
+    """A conversation as it is when a reply is asked for."""
 
-    Attributes:
-        exchange: The conversation's lines.
-        transcript: The conversation's messages and tokens.
-        on_full: What happens when the context is full.
-    """
-
-    exchange: Exchange
-    transcript: Transcript
-    on_full: str
+    exchange: Exchange  # the conversation's lines
+    transcript: Transcript  # the conversation's messages and tokens
+    on_full: str  # what happens when the context is full
 
     def begun(self, request: Request) -> tuple[Transcript, list[Message]]:
         """The transcript before the messages that are to be answered, and these messages.

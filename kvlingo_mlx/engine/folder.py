@@ -118,16 +118,12 @@ def own_folder(folder: str | os.PathLike[str], models: Iterable[Any]) -> Path:
 
 @dataclass(frozen=True)
 class Draft:
-    """A conversation as it was at one moment, ready to be written.
+    """A conversation as it was at one moment, ready to be written."""
 
-    Attributes:
-        facts: What becomes ``conversation.json``, without the names of the files with arrays; as
-            text, since the conversation changes its own lists as it goes on.
-        lines: The arrays of each model's line, by the kind of file (``cache``, ``states``,
-            ``native``).
-    """
-
+    # what becomes ``conversation.json``, without the names of the files with arrays; as text, since
+    # the conversation changes its own lists as it goes on
     facts: str
+    # the arrays of each model's line, by the kind of file (``cache``, ``states``, ``native``)
     lines: Mapping[str, Mapping[str, Drafted]]
 
     def write(self, folder: str | os.PathLike[str]) -> Path:

@@ -21,28 +21,19 @@ EMPTY = np.zeros((0, 4), np.int64)
 
 @dataclass(frozen=True)
 class Known:
-    """A conversation as models of several tokenizers have read it.
+    """A conversation as models of several tokenizers have read it."""
 
-    Attributes:
-        target: The reading of the line that is to be brought up to date.
-        others: By tokenizer, the readings of other models; later readings come first.
-    """
-
-    target: Reading
+    target: Reading  # the reading of the line that is to be brought up to date
+    # by tokenizer, the readings of other models; later readings come first
     others: Mapping[str, Sequence[Reading]]
 
 
 @dataclass(frozen=True, eq=False)
 class Offer:
-    """Consecutive minimal groups, adjacent on both sides, that one line's model wrote.
+    """Consecutive minimal groups, adjacent on both sides, that one line's model wrote."""
 
-    Attributes:
-        source: The line.
-        groups: (G, 4) as in ``TokenAlignment``.
-    """
-
-    source: Line
-    groups: np.ndarray
+    source: Line  # the line
+    groups: np.ndarray  # (G, 4) as in ``TokenAlignment``
 
     def since(self, position: int) -> TokenAlignment | None:
         """The groups from a target position on, or None if there are none."""

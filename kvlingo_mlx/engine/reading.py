@@ -1,12 +1,13 @@
 """A conversation in the tokens of one tokenizer: what its models read, and what they wrote.
 
-A reading is a list of pieces. A model may spell a text in other tokens than its tokenizer would, so
-the tokens that it wrote are kept as they are. Models of another tokenizer take over the messages'
-contents, whose places in the text a reading knows as well.
+A reading is a list of segments. A model may spell a text in other tokens than its tokenizer would,
+so the tokens that it wrote are kept as they are. Models of another tokenizer take over the
+messages' contents, whose places in the text a reading knows as well.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,62 +35,51 @@ MARK, SPACE = "\u2581", "\u0120"  # how SentencePiece's and byte-level tokens sp
 
 @dataclass(eq=False)
 class Segment:
-    """Text that was read or written in one go, its tokens, and what it is.
-
-    Attributes:
-        held: The number of messages up to its end, if an answer ends there.
-        ends: (T,) the character of the piece at which each token ends; None until it is needed.
-    """
+    """Text that was read or written in one go, its tokens, and what it is."""
 
     text: str
     tokens: list[int]
     kind: str = READ
-    held: int | None = None
+    held: int | None = None  # the number of messages up to its end, if an answer ends there
+    # (T,) the character of the segment at which each token ends; None until it is needed
     ends: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """A conversation as the models of one tokenizer read and wrote it.
-
-    Attributes:
-        asked: The characters of each part of the messages' texts, as ``renderings.message_parts``
-            lists them; None for a part that the template altered or dropped. Empty where no other
-            tokenizer needs them.
-        messages: The messages that it holds.
-        rendered: A prompt as the template renders it, where it is one; answers may be written
-            otherwise.
-        answer: The character at which the answer in progress begins, or None.
-        said: The text of that answer so far.
-    """
+    """A conversation as the models of one tokenizer read and wrote it."""
 
     tokenizer: Any
-    pieces: tuple[Segment, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    # the characters of each part of the messages' texts, as ``renderings.message_parts`` lists
+    # them; None for a part that the template altered or dropped. Empty where no other tokenizer
+    # needs them
     asked: tuple[Span | None, ...] = ()
-    messages: tuple[Message, ...] = ()
+    messages: tuple[Message, ...] = ()  # the messages that it holds
+    # a prompt as the template renders it, where it is one; answers may be written otherwise
     rendered: str = ""
-    answer: int | None = None
-    said: str = ""
+    answer: int | None = None  # the character at which the answer in progress begins, or None
+    said: str = ""  # the text of that answer so far
 
     @cached_property
     def text(self) -> str:
         """The whole text."""
-        return "".join(piece.text for piece in self.pieces)
+        return "".join(segment.text for segment in self.segments)
 
     @cached_property
     def tokens(self) -> list[int]:
         """All T tokens."""
-        return [token for piece in self.pieces for token in piece.tokens]
+        return [token for segment in self.segments for token in segment.tokens]
 
     @cached_property
     def ends(self) -> np.ndarray:
         """(T,) the character at which each token ends; ``NO_END`` for tokens without an end."""
         ends, at = [np.zeros(0, np.int64)], 0
-        for number, piece in enumerate(self.pieces):
-            if piece.ends is None:
-                piece.ends = _ends(self.tokenizer, self.pieces[:number], piece)
-            ends.append(np.where(piece.ends == NO_END, NO_END, piece.ends + at))
-            at += len(piece.text)
+        for number, segment in enumerate(self.segments):
+            if segment.ends is None:
+                segment.ends = _ends(self.tokenizer, self.segments[:number], segment)
+            ends.append(np.where(segment.ends == NO_END, NO_END, segment.ends + at))
+            at += len(segment.text)
         return np.concatenate(ends)
 
     @property
@@ -105,8 +95,8 @@ class Reading:
         return Rendering(self.text, ids, self.ends[:length], self.contents)
 
     def place(self, character: int) -> int | None:
-        """The number of tokens up to a character of the last piece; None if none ends there."""
-        last = self.pieces[-1]
+        """The number of tokens up to a character of the last segment; None if none ends there."""
+        last = self.segments[-1]
         at = character - (len(self.text) - len(last.text))
         ended = [0] if at == 0 else []
         if last.ends is not None:
@@ -122,16 +112,16 @@ class Reading:
     def wrote(self, ids: Sequence[int], stops: Collection[int] = ()) -> Reading:
         """This reading with tokens of an answer that a model has chosen, a stop token included."""
         stopped = bool(ids) and ids[-1] in stops
-        pieces, said = self.pieces, self.said
+        segments, said = self.segments, self.said
         chosen = list(ids[:-1] if stopped else ids)
-        if self.answer is not None and pieces[-1].kind == WROTE:  # it goes on in the same tokens
-            said = said[: len(said) - min(len(said), len(pieces[-1].text))]
-            chosen, pieces = [*pieces[-1].tokens, *chosen], pieces[:-1]
-        context = pieces[-1].tokens[-1:] if pieces else []
+        if self.answer is not None and segments[-1].kind == WROTE:  # it goes on in the same tokens
+            said = said[: len(said) - min(len(said), len(segments[-1].text))]
+            chosen, segments = [*segments[-1].tokens, *chosen], segments[:-1]
+        context = segments[-1].tokens[-1:] if segments else []
         decode = self.tokenizer.decode
         text, before = decode([*context, *chosen]), decode(context) if context else ""
         text = text[len(before) :] if text.startswith(before) else decode(chosen)
-        begin = sum(len(piece.text) for piece in pieces)
+        begin = sum(len(segment.text) for segment in segments)
         answer = self.answer
         if answer is None or answer >= begin:
             # A decoder drops a leading space as a mark, so streamed text begins without it.
@@ -139,10 +129,10 @@ class Reading:
             answer, said = begin + mark, text[mark:]
         else:
             said += text
-        pieces = (*pieces, Segment(text, chosen, WROTE))
+        segments = (*segments, Segment(text, chosen, WROTE))
         if stopped:
-            pieces = (*pieces, Segment(decode(list(ids[-1:])), list(ids[-1:]), WROTE))
-        return replace(self, pieces=pieces, answer=answer, said=said)
+            segments = (*segments, Segment(decode(list(ids[-1:])), list(ids[-1:]), WROTE))
+        return replace(self, segments=segments, answer=answer, said=said)
 
     def told(self, said: str, gap: str) -> Reading:
         """This reading with more of the answer, written by a model of another tokenizer.
@@ -160,7 +150,7 @@ class Reading:
 
     def _with(self, text: str, kind: str) -> Reading:
         tokens, ends = _spelled(self.tokenizer, self.text, text)
-        return replace(self, pieces=(*self.pieces, Segment(text, tokens, kind, ends=ends)))
+        return replace(self, segments=(*self.segments, Segment(text, tokens, kind, ends=ends)))
 
     def booked(self, message: Message, *, located: bool) -> Reading:
         """This reading with the answer as ``message``, whose parts are ``located`` if need be."""
@@ -168,19 +158,19 @@ class Reading:
         if located:
             begin = len(self.text) if self.answer is None else self.answer
             asked = (*asked, *_found(message, self.text, begin))
-        messages, pieces = (*self.messages, message), self.pieces
-        if pieces and pieces[-1].kind != READ:
-            pieces = (*pieces[:-1], replace(pieces[-1], held=len(messages)))
-        return Reading(self.tokenizer, pieces, asked, messages)
+        messages, segments = (*self.messages, message), self.segments
+        if segments and segments[-1].kind != READ:
+            segments = (*segments[:-1], replace(segments[-1], held=len(messages)))
+        return Reading(self.tokenizer, segments, asked, messages)
 
     def holding(self, count: int) -> Reading:
         """As much of this reading as ends with an answer, of its first ``count`` messages."""
-        for number in range(len(self.pieces), 0, -1):
-            held = self.pieces[number - 1].held
+        for number in range(len(self.segments), 0, -1):
+            held = self.segments[number - 1].held
             if held is not None and held <= count:
                 parts = sum(len(message_parts(m)) for m in self.messages[:held])
                 messages = self.messages[:held]
-                return Reading(self.tokenizer, self.pieces[:number], self.asked[:parts], messages)
+                return Reading(self.tokenizer, self.segments[:number], self.asked[:parts], messages)
         return Reading(self.tokenizer)
 
     def agreeing(
@@ -192,33 +182,40 @@ class Reading:
         than its model did, with the same meaning, stands there as the model wrote it.
         """
         at, count = 0, 0
-        for number, piece in enumerate(self.pieces):
-            after = self.pieces[number + 1 : number + 2]
-            held = next((p.held for p in self.pieces[number:] if p.held), len(self.messages))
-            same = self.messages[held - 1 : held], messages[held - 1 : held]
-            if piece.kind != READ and list(map(meaning, same[0])) != list(map(meaning, same[1])):
+        for number, segment in enumerate(self.segments):
+            after = self.segments[number + 1 : number + 2]
+            if segment.kind != READ and not self._same_answer(number, messages):
                 break  # its text may begin another answer
-            if not text.startswith(piece.text, at):
+            if not text.startswith(segment.text, at):
                 stopped = bool(after) and after[0].kind == WROTE
                 end = after[0].text if stopped else self.tokenizer.eos_token
-                stop = text.find(end, at) if end and piece.kind == WROTE else -1
-                if stop < 0 or not same_answer(self.tokenizer, piece.text, text[at:stop]):
+                stop = text.find(end, at) if end and segment.kind == WROTE else -1
+                if stop < 0 or not same_answer(self.tokenizer, segment.text, text[at:stop]):
                     break
-                found = _replaced(found, text, (at, stop), piece.text)
-                text = text[:at] + piece.text + text[stop:]
-            at, count = at + len(piece.text), count + 1
-        return Reading(self.tokenizer, self.pieces[:count]), text, tuple(found)
+                found = _replaced(found, text, (at, stop), segment.text)
+                text = text[:at] + segment.text + text[stop:]
+            at, count = at + len(segment.text), count + 1
+        return Reading(self.tokenizer, self.segments[:count]), text, tuple(found)
+
+    def _same_answer(self, number: int, messages: Sequence[Message]) -> bool:
+        """Whether the answer that a segment belongs to is among other messages at its place."""
+        later = itertools.islice(self.segments, number, None)
+        held = next((each.held for each in later if each.held), len(self.messages))
+        ours, theirs = self.messages[held - 1 : held], messages[held - 1 : held]
+        return list(map(meaning, ours)) == list(map(meaning, theirs))
 
     # ---- shrinking ------------------------------------------------------------------------
 
     def before_answer(self) -> Reading:
         """This reading up to the header of its last answer."""
-        count = len(self.pieces)
-        while count and self.pieces[count - 1].kind != READ:
+        count = len(self.segments)
+        while count and self.segments[count - 1].kind != READ:
             count -= 1
         parts = message_parts(self.messages[-1]) if self.asked else ()
         asked = self.asked[: len(self.asked) - len(parts)]
-        return replace(self, pieces=self.pieces[:count], asked=asked, messages=self.messages[:-1])
+        return replace(
+            self, segments=self.segments[:count], asked=asked, messages=self.messages[:-1]
+        )
 
     def shortened(self, content: str, left: str, message: Message, *, located: bool) -> Reading:
         """This reading with its last answer, written as ``content``, shortened to ``left``.
@@ -227,30 +224,30 @@ class Reading:
         ``message`` is the shorter answer.
         """
         prompt = self.before_answer()
-        pieces = self.pieces[len(prompt.pieces) :]
-        text = "".join(piece.text for piece in pieces)
+        segments = self.segments[len(prompt.segments) :]
+        text = "".join(segment.text for segment in segments)
         gap = text[:1] if text.startswith(" ") and not content.startswith(" ") else ""
-        ids = [token for piece in pieces for token in piece.tokens]
+        ids = [token for segment in segments for token in segment.tokens]
         kept, done = _whole_tokens(self.tokenizer, ids, content, len(left))
         rest: list[int] = []
         if done < len(left):
             rest, _ = _spelled(self.tokenizer, prompt.text + gap + left[:done], left[done:])
         if tokens := [*kept, *rest]:
-            piece = Segment(gap + left, tokens, pieces[0].kind)
+            segment = Segment(gap + left, tokens, segments[0].kind)
             answer = len(prompt.text) + len(gap)
-            prompt = replace(prompt, pieces=(*prompt.pieces, piece), answer=answer, said=left)
+            prompt = replace(prompt, segments=(*prompt.segments, segment), answer=answer, said=left)
         return prompt.booked(message, located=located)
 
     def cut(self, character: int) -> Reading:
-        """This reading without the tokens that reach beyond a character of its last piece."""
+        """This reading without the tokens that reach beyond a character of its last segment."""
         cuts = Cuts.of(self.ends)
         kept = int(cuts.fewest[np.searchsorted(cuts.offsets, character, "right") - 1])
-        last = self.pieces[-1]
+        last = self.segments[-1]
         count = max(0, kept - (len(self.tokens) - len(last.tokens)))
         ends = None if last.ends is None else last.ends[:count]
         left = replace(last, tokens=last.tokens[:count], ends=ends)
         asked = tuple(c if c and c[1] <= character else None for c in self.asked)
-        return replace(self, pieces=(*self.pieces[:-1], left), asked=asked)
+        return replace(self, segments=(*self.segments[:-1], left), asked=asked)
 
 
 def moved(spans: Sequence[Span | None], by: int) -> tuple[Span | None, ...]:
@@ -310,14 +307,17 @@ def _spelled(tokenizer: Any, before: str, text: str) -> tuple[list[int], np.ndar
     return whole.ids[count:].tolist(), ends
 
 
-def _ends(tokenizer: Any, before: Sequence[Segment], piece: Segment) -> np.ndarray:
-    """The characters of a piece at which its tokens end, as they are decoded one by one."""
-    if piece.kind != WROTE and (alone := bare(tokenizer, piece.text)).ids.tolist() == piece.tokens:
+def _ends(tokenizer: Any, before: Sequence[Segment], segment: Segment) -> np.ndarray:
+    """The characters of a segment at which its tokens end, as they are decoded one by one."""
+    if (
+        segment.kind != WROTE
+        and (alone := bare(tokenizer, segment.text)).ids.tolist() == segment.tokens
+    ):
         return alone.ends
     context = before[-1].tokens[-1:] if before else []
-    _, ends = written(tokenizer, [*context, *piece.tokens])
-    if context and ends[0] == NO_END:  # it shares a character with the piece
-        return written(tokenizer, piece.tokens)[1]
+    _, ends = written(tokenizer, [*context, *segment.tokens])
+    if context and ends[0] == NO_END:  # it shares a character with the segment
+        return written(tokenizer, segment.tokens)[1]
     begin = int(ends[0]) if context else 0
     return np.where(ends == NO_END, NO_END, ends - begin)[len(context) :]
 

@@ -7,14 +7,14 @@ The way from messages to a prompt is the same for any number of tokenizers:
 
 1. ``models.templates.fit_to_template`` gives the messages the form that a model's template takes,
    and the template renders them.
-2. The text is compared with the tokenizer's last reading, piece by piece (a prompt, an answer, its
-   stop token). Pieces of equal text keep their tokens. So does an answer that the template writes
-   with other white space, or a call whose JSON it writes in another way.
+2. The text is compared with the tokenizer's last reading, segment by segment (a prompt, an answer,
+   its stop token). Segments of equal text keep their tokens. So does an answer that the template
+   writes with other white space, or a call whose JSON it writes in another way.
 3. In the rest, an answer that a model of this tokenizer wrote keeps its tokens where the text is
    that of the answer (after an edit, or behind reasoning that a template drops from earlier turns).
 4. What is left is cut by the tokenizer.
 
-Lines compare tokens. So a piece that is not recognised costs a second reading of it, and never
+Lines compare tokens. So a segment that is not recognised costs a second reading of it, and never
 changes what a model is given. ``verbatim`` takes another way: it continues from the reading as it
 is, and the template renders only what follows.
 
@@ -43,45 +43,31 @@ NEXT = "\u2039next\u203a"  # stands for the user's next words, which are not kno
 
 @dataclass(frozen=True)
 class Written:
-    """What models wrote of one message.
-
-    Attributes:
-        message: The message.
-        text: The text as it was written, marks of reasoning and calls included.
-        opened: Whether the prompt opened a reasoning trace.
-        pieces: By tokenizer, the answer in the tokens of its models, if they wrote it alone.
-    """
+    """What models wrote of one message."""
 
     message: Message
-    text: str
-    opened: bool = False
-    pieces: Mapping[str, Segment] = field(default_factory=dict)
+    text: str  # the text as it was written, marks of reasoning and calls included
+    opened: bool = False  # whether the prompt opened a reasoning trace
+    # by tokenizer, the answer in the tokens of its models, if they wrote it alone
+    segments: Mapping[str, Segment] = field(default_factory=dict)
 
 
 @dataclass(eq=False, repr=False)
 class Transcript:
-    """Messages, and for each tokenizer the tokens in which its models read and wrote them.
+    """Messages, and for each tokenizer the tokens in which its models read and wrote them."""
 
-    Attributes:
-        messages: Every message so far.
-        verbatim: Whether to continue from the tokens as they were written.
-        switches: The chat template's switches (``enable_thinking``, ``tools``).
-        several: Whether the conversation's models have several tokenizers.
-        readings: By tokenizer fingerprint, the conversation as its models last held it. It may
-            hold other messages: some that were changed since, or fewer.
-        latest: The tokenizer that wrote last.
-        written: What models wrote, by the answers' :func:`~.messages.meaning`; copies share it.
-        previous: The transcript before the last exchange or change, or None.
-    """
-
-    messages: list[Message] = field(default_factory=list)
-    verbatim: bool = False
+    messages: list[Message] = field(default_factory=list)  # every message so far
+    verbatim: bool = False  # whether to continue from the tokens as they were written
+    # the chat template's switches (``enable_thinking``, ``tools``)
     switches: dict[str, Any] = field(default_factory=dict)
-    several: bool = False
+    several: bool = False  # whether the conversation's models have several tokenizers
+    # by tokenizer fingerprint, the conversation as its models last held it. It may hold other
+    # messages: some that were changed since, or fewer
     readings: dict[str, Reading] = field(default_factory=dict)
-    latest: str | None = None
+    latest: str | None = None  # the tokenizer that wrote last
+    # what models wrote, by the answers' :func:`~.messages.meaning`; copies share it
     written: dict[str, Written] = field(default_factory=dict)
-    previous: Transcript | None = None
+    previous: Transcript | None = None  # the transcript before the last exchange or change, or None
 
     @property
     def tokens(self) -> list[int]:
@@ -138,14 +124,14 @@ class Transcript:
         if self.verbatim:
             both = (list(map(meaning, listed)) for listed in (before.messages, messages))
             kept = before.holding(common_prefix(*both))
-            if kept.pieces:
+            if kept.segments:
                 return self._continued(model, kept, messages)
         rendered, found = self._rendered(self._renderer(model), messages)
         kept, text, found = before.agreeing(rendered, found, messages)
-        for place, piece in self._own_answers(model, messages, kept, text, found):
+        for place, segment in self._own_answers(model, messages, kept, text, found):
             if place >= len(kept.text):
                 kept = kept.read(text[len(kept.text) : place])
-                kept = replace(kept, pieces=(*kept.pieces, piece))
+                kept = replace(kept, segments=(*kept.segments, segment))
         kept = kept.read(text[len(kept.text) :])
         return replace(kept, asked=found, messages=messages, rendered=rendered)
 
@@ -176,14 +162,14 @@ class Transcript:
         text: str,
         found: Sequence[Span | None],
     ) -> Iterator[tuple[int, Segment]]:
-        """Places and pieces of the answers after ``kept``, in the tokens of their models."""
-        held = max((piece.held or 0 for piece in kept.pieces), default=0)
+        """Places and segments of the answers after ``kept``, in the tokens of their models."""
+        held = max((segment.held or 0 for segment in kept.segments), default=0)
         own = {}
         for number, message in enumerate(messages):
             known = self.written.get(meaning(message)) if number >= held else None
-            piece = known and known.pieces.get(model.tokenizer_fingerprint)
-            if piece and piece.text:
-                own[number] = piece
+            segment = known and known.segments.get(model.tokenizer_fingerprint)
+            if segment and segment.text:
+                own[number] = segment
         if not own:
             return
         if not self.several:
@@ -257,15 +243,15 @@ class Transcript:
         self._remember(written)
 
     def _remember(self, written: Written) -> None:
-        """Keep what was written, with the answer's tokens where one piece is all of it."""
-        pieces = {}
+        """Keep what was written, with the answer's tokens where one segment is all of it."""
+        segments = {}
         for key, reading in self.readings.items():
-            own = reading.pieces[len(reading.before_answer().pieces) :]
+            own = reading.segments[len(reading.before_answer().segments) :]
             whole = reading.messages and reading.messages[-1] is written.message
-            alone = len(own) in (1, 2) and {piece.kind for piece in own} == {WROTE}
+            alone = len(own) in (1, 2) and {segment.kind for segment in own} == {WROTE}
             if whole and alone:
-                pieces[key] = own[0]
-        self.written[meaning(written.message)] = replace(written, pieces=pieces)
+                segments[key] = own[0]
+        self.written[meaning(written.message)] = replace(written, segments=segments)
 
     def cut_answer(self, characters: int) -> None:
         """Keep the first ``characters`` of the last answer's text, in the tokens as written.
@@ -311,10 +297,10 @@ class Transcript:
 
     def to_json(self) -> dict[str, Any]:
         """The whole transcript with its undo history; each state as a difference to the next."""
-        pieces: dict[int, tuple[int, Segment]] = {}
+        segments: dict[int, tuple[int, Segment]] = {}
 
-        def number(piece: Segment) -> int:
-            return pieces.setdefault(id(piece), (len(pieces), piece))[0]
+        def number(segment: Segment) -> int:
+            return segments.setdefault(id(segment), (len(segments), segment))[0]
 
         states, later = [], Transcript()
         for state in self._history():
@@ -322,8 +308,8 @@ class Transcript:
             for key, reading in state.readings.items():
                 after = later.readings.get(key, Reading(None))
                 readings[key] = {
-                    "pieces": _less(
-                        list(map(number, reading.pieces)), [*map(number, after.pieces)]
+                    "segments": _less(
+                        list(map(number, reading.segments)), [*map(number, after.segments)]
                     ),
                     "asked": _less(reading.asked, after.asked),
                     "messages": _less(list(reading.messages), state.messages),
@@ -336,7 +322,7 @@ class Transcript:
                 "message": each.message,
                 "text": each.text,
                 "opened": each.opened,
-                "pieces": {key: number(piece) for key, piece in each.pieces.items()},
+                "segments": {key: number(segment) for key, segment in each.segments.items()},
             }
             for each in self.written.values()
         ]
@@ -345,7 +331,7 @@ class Transcript:
             "switches": self.switches,
             "states": states,
             "written": written,
-            "pieces": [[p.text, p.tokens, p.kind, p.held] for _, p in pieces.values()],
+            "segments": [[p.text, p.tokens, p.kind, p.held] for _, p in segments.values()],
         }
 
     @classmethod
@@ -356,11 +342,13 @@ class Transcript:
             ValueError, KeyError, TypeError, IndexError: The data are not a transcript.
         """
         tokenizers = {model.tokenizer_fingerprint: model.tokenizer for model in models}
-        pieces = [Segment(str(text), list(ids), kind, n) for text, ids, kind, n in data["pieces"]]
-        numbers = {id(piece): number for number, piece in enumerate(pieces)}
+        segments = [
+            Segment(str(text), list(ids), kind, n) for text, ids, kind, n in data["segments"]
+        ]
+        numbers = {id(segment): number for number, segment in enumerate(segments)}
         written = {}
         for each in data["written"]:
-            own = {key: pieces[n] for key, n in each["pieces"].items()}
+            own = {key: segments[n] for key, n in each["segments"].items()}
             found = Written(each["message"], each["text"], each["opened"], own)
             written[meaning(found.message)] = found
         states: list[Self] = []
@@ -370,10 +358,10 @@ class Transcript:
             readings = {}
             for key, known in fact["readings"].items():
                 after = later.readings.get(key, Reading(None))
-                numbered = [numbers[id(piece)] for piece in after.pieces]
+                numbered = [numbers[id(segment)] for segment in after.segments]
                 readings[key] = made = Reading(
                     tokenizers[key],
-                    tuple(pieces[n] for n in _more(known["pieces"], numbered)),
+                    tuple(segments[n] for n in _more(known["segments"], numbered)),
                     tuple(
                         span and (span[0], span[1]) for span in _more(known["asked"], after.asked)
                     ),

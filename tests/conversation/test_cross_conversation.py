@@ -386,7 +386,7 @@ def test_going_on_elsewhere_is_going_on(
         (lambda f: f["lines"]["mistral"]["facts"]["entries"].pop(), "entries .* at their end"),
         (lambda f: f["lines"]["mistral"]["facts"]["entries"].__setitem__(0, 7), "entries .* at th"),
         (lambda f: reading_of(f)["asked"]["own"].append([0, 9999]), "no text"),
-        (lambda f: reading_of(f)["pieces"]["own"].append(40), "IndexError"),
+        (lambda f: reading_of(f)["segments"]["own"].append(40), "IndexError"),
         (lambda f: f["transcript"].update(states=[]), "IndexError"),
     ):
         facts = json.loads(whole)

@@ -181,7 +181,7 @@ def test_maps_of_states_by_the_other_verbs(
     scores = ["--tasks", "continuation", "--baselines", "shuffled,hidden", "--compare"]
     assert run(["eval", str(room / "mapped"), *pair, *scores, *chats]) == 0
     assert run(["tune", *own, *chats, "--native-layers", "0,4", "-c", "trials=1"]) == 0
-    assert run(["bench", *own, "-p", "64", "-n", "1", "--batch", "2"]) == 0
+    assert run(["bench", *own, "-p", "64", "-n", "1"]) == 0
     monkeypatch.setenv("KVLINGO_HOME", str(tmp_path / "home"))
     assert run(["import", str(room / "mapped")]) == 0
     words = ["export", str(room / "mapped"), "--to", "veloxquant", "--out", str(tmp_path / "o")]

@@ -14,8 +14,8 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.loading.pairing import check_tokenizers
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import TESTS
 from tests.support.identity import TOKENS, identity_of
@@ -102,7 +102,7 @@ def test_the_first_token_that_differs_is_named(
         kv.generate(model, other, TOKENS, translator=translator)
     told = rf"\(id {number} is '<think>' and '<thonk>'\)"
     with pytest.raises(kv.IncompatibleTranslatorError, match=told):
-        conditions.reused(model, other)
+        check_tokenizers(model, other)
 
 
 @pytest.mark.parametrize(

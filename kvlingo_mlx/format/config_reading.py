@@ -145,7 +145,7 @@ def _of_assignment(assignment: Assignment, source: ModelSpec, target: ModelSpec)
                 or len({*reads}) != len(reads)
                 or not 0 <= min(reads) <= max(reads) <= last
             ):
-                yield f"{place} is {list(reads)!r:.60}, expected distinct source layers, 0 to {last}"
+                yield f"{place} is {list(reads)!r:.60}, expected distinct layers, 0 to {last}"
                 continue
             crossing = [s for s in reads if not may_read(layer, source.layers[s])]
             if crossing:

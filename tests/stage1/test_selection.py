@@ -46,7 +46,7 @@ def test_chosen_layers_under_other_norms(models: dict[str, LanguageModel]) -> No
         ({"assignment": Assignment(((0,),), ((0,),))}, "assignment.keys has 1 lists for 4 target"),
         (
             {"assignment": Assignment(((9,),) * 4, ((0,),) * 4)},
-            "expected distinct source layers, 0 to 2",
+            "expected distinct layers, 0 to 2",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Render benchmarks/RESULTS.md from the records under benchmarks/results.
+"""Render benchmarks/RESULTS.md, which is not committed, from the records under benchmarks/results.
 
     python benchmarks/render_results.py
 

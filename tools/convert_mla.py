@@ -3,10 +3,9 @@
     python tools/convert_mla.py Qwen/Qwen3-4B qwen3-4b-mla --data dolci.jsonl --device cuda
 
 The method is CARE's (Zhou et al., ICLR 2026, "Covariance-Aware and Rank-Enhanced Decomposition").
-ARCHITECTURE.md, "Converted to latents", says what is exact and what was chosen here. 256 sequences
-of 1,024 tokens are read by the model as it is, layer by layer, so that one layer's weights are in
-memory at a time. What was measured lies in WORK (``--work``): another rank or width needs no second
-reading.
+docs/decisions/023 says what is exact and what was chosen here. The model as it is reads 256
+sequences of 1,024 tokens, layer by layer, so that one layer's weights are in memory at a time. What
+was measured lies in WORK (``--work``): another rank or width needs no second reading.
 
 ``--ranks fixed`` gives every layer ``--rank``. ``residual`` and ``total`` share the same sum out
 among the layers, CARE's way or by what a rank removes of a layer's whole energy. ``--metric

@@ -1,4 +1,4 @@
-"""transformers' side of models that ``tools/convert_mla.py`` made (ARCHITECTURE.md).
+"""transformers' side of models that ``tools/convert_mla.py`` made (docs/decisions/023).
 
 It computes what ``families/converted_mla.py`` computes through MLX. Importing this file registers
 the model with ``AutoConfig`` and ``AutoModelForCausalLM``, and its family with this room's table.

@@ -2,8 +2,8 @@
 
 A token is cached as one latent and one rotary key, as in other families of latents. Two things are
 unlike DeepSeek's: queries and keys keep their norm per head, and the rotary key consists of chosen
-pairs of the original heads' numbers, each with its own frequency (ARCHITECTURE.md, "Converted to
-latents"). Importing this file tells mlx-lm of the model; nothing of mlx-lm is changed.
+pairs of the original heads' numbers, each with its own frequency (docs/decisions/023).
+Importing this file tells mlx-lm of the model; nothing of mlx-lm is changed.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
 
 # The new tokens' caches grow by this many tokens. With mlx-lm's 256, those of Gemma-3-12B take a
-# fifth of what its source's cache of 8192 tokens takes (benchmarks/LOG.md).
+# fifth of what its source's cache of 8192 tokens takes (paper/LOG.md).
 STEP = 32
 Parts = dict[tuple[str, int], Part]
 

@@ -21,7 +21,7 @@ from kvlingo_mlx.format.typed import read
 
 T = TypeVar("T", bound="Recall | OwnData | Apart | Receipt")
 
-# Limits of the share recovered, from measurements on the zoo (benchmarks/LOG.md, "how much data"):
+# Limits of the share recovered, from measurements on the zoo (paper/LOG.md, "how much data"):
 # self-distilled translators reach 0.95 to 1.00, two hard pairs 0.89 and 0.66; closed forms on
 # enough data reach 0.72 to 0.85, with a fifth of the facts recalled; fits on three tokens reach
 # 0.17 to 0.52, with none recalled; shuffled layers reach at most 0.40.

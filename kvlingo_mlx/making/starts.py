@@ -2,7 +2,7 @@
 
 Each is fitted on the same conversations and judged by its KL on held-out ones. That KL says little
 of what further source layers bring: self-distillation lowers it most where there are most of them
-(benchmarks/LOG.md, "what `pair` begins with"). So the most are taken, unless they do harm.
+(paper/LOG.md, "what `pair` begins with"). So the most are taken, unless they do harm.
 """
 
 from __future__ import annotations

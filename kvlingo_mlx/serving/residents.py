@@ -1,4 +1,4 @@
-"""The models that a server offers: opened at the start, read when asked for, let go of for room."""
+"""A server's models: opened at the start, loaded on demand, unloaded when memory is short."""
 
 from __future__ import annotations
 

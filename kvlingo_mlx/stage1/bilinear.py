@@ -13,7 +13,7 @@ import numpy as np
 
 from kvlingo_mlx.format.maps import StateMap
 
-# Measured on the zoo's hybrids (benchmarks/LOG.md, "hybrids distilled"): distilled from 64 states
+# Measured on the zoo's hybrids (paper/LOG.md, "hybrids distilled"): distilled from 64 states
 # with this ridge, the maps keep a little more than from 400 with a hundredth of it.
 STATES = 64  # states of each head that a map is fitted on
 RIDGE = 1e-2  # as a share of the inputs' mean square

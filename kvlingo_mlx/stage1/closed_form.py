@@ -20,7 +20,7 @@ from kvlingo_mlx.stage1.bilinear import STATES
 RELATIVE_TOLERANCE = 1e-8
 SMALL = 256  # unknowns of the decomposition by which the time of larger ones is guessed
 # Tokens per unknown of one regression; the unknowns are the input width of a map. Measured on the
-# zoo without a ridge (benchmarks/LOG.md, "how much data"): at one token per unknown a fit is worse
+# zoo without a ridge (paper/LOG.md, "how much data"): at one token per unknown a fit is worse
 # than no cache at all, and below that it recalls nothing. At 32, recall equals that at 256, and
 # most of the KL is gained.
 FEWEST, ENOUGH = 1, 32
@@ -28,7 +28,7 @@ READ = 64  # tokens per unknown at which a fit stops to read: twice enough; 128 
 RIDGES = (0.0, *(10.0 ** (power / 2) for power in range(-12, 5)))
 # Tokens of one text are alike, so a fit learns less from them than from as many independent ones.
 # Taken as half as many, the ridge that is chosen is near the best in hindsight, from 1.5 tokens per
-# unknown to 32 (benchmarks/LOG.md, "a ridge").
+# unknown to 32 (paper/LOG.md, "a ridge").
 ALIKE = 2
 EXACT = 1e-12  # the share of the squares that counts as no error
 

@@ -173,7 +173,7 @@ class Translator(ABC):
         parted = array.reshape(batch, tokens, heads, -1).swapaxes(1, 2)
         if self._head_index is not None:
             return mx.take(parted, self._head_index, axis=1)
-        # A CPU's matmul copies non-contiguous inputs, three times slower than this (LOG.md).
+        # A CPU's matmul copies non-contiguous inputs, three times slower than this.
         return parted if on_gpu() else mx.contiguous(parted)
 
     @cached_property

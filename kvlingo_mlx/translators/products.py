@@ -12,7 +12,7 @@ How the products are split depends on the machine, and only ``plan`` knows it:
 - On a GPU, all target layers of equal shape go through one matmul, with the source layers of each
   concatenated, because separate matmuls would be launch-bound.
 - On a CPU, each source layer of each target layer has its own matmul, and these are summed in
-  place, because stacking the inputs costs more than launching (benchmarks/LOG.md). If each target
+  place, because stacking the inputs costs more than launching (paper/LOG.md). If each target
   head has its own source head, a head-wise map reads its heads side by side, as segments of one
   product, because laying them out one after another takes half as long as the product itself.
 
@@ -102,7 +102,7 @@ class Group:
     def project(self, name: str, inputs: Sequence[mx.array]) -> mx.array:
         """The sum of the products of ``inputs`` with the parts of a matrix.
 
-        It is in float32, or in 16 bits if both factors are (ARCHITECTURE.md, decision 9).
+        It is in float32, or in 16 bits if both factors are (docs/decisions/005).
         """
         tokens = inputs[0].shape[-2]
         if self.late is not None and TENSORS[name].axes[0] == "outputs":

@@ -26,7 +26,10 @@ from tests.docs.doc_pages import (
 from tests.support.command_line import COMMANDS
 from tools import render_help
 
-LINKED = [*PAGES, ROOT / "SECURITY.md", ROOT / "ARCHITECTURE.md"]
+HOUSE = ROOT / "ARCHITECTURE.md"
+LOG = ROOT / "benchmarks" / "paper" / "LOG.md"
+LINKED = [*PAGES, ROOT / "SECURITY.md", HOUSE, LOG]
+DECISIONS = ROOT / "docs" / "decisions"
 OURS = command_line.commands  # type: ignore[attr-defined]
 EVERYWHERE = {"--help", "-h", "--version", "-V", "--debug", "--install-completion"}
 FOLDERS = "kvlingo_mlx tests benchmarks tools docs examples .github .ci".split()
@@ -137,7 +140,8 @@ def test_the_page_of_the_command_line_is_what_help_says() -> None:
 def test_every_page_links_the_glossary() -> None:
     """Which has few entries, each a sentence."""
     glossary = ROOT / "docs" / "glossary.md"
-    for page in {*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"} - {glossary}:
+    pages = {*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"} - decisions() - {glossary}
+    for page in pages:
         ends = {(page.parent / link).resolve() for link in links(page.read_text("utf-8"))}
         assert glossary in ends, page
     entries = re.findall(r"^\| (?!word|-)(.+?) \| (.+) \|$", glossary.read_text("utf-8"), re.M)
@@ -145,13 +149,49 @@ def test_every_page_links_the_glossary() -> None:
     assert not [text for _, text in entries if text.count(". ") or not text.endswith(".")]
 
 
+def decisions() -> set[Path]:
+    """The pages of decisions, which have an index of their own."""
+    return set(DECISIONS.glob("[0-9]*.md"))
+
+
+def listed(contents: Path) -> set[Path]:
+    """The pages that a page links."""
+    found = links(contents.read_text(encoding="utf-8"))
+    return {(contents.parent / link.split("#")[0]).resolve() for link in found}
+
+
 def test_every_page_is_in_the_table_of_contents() -> None:
     contents = ROOT / "docs" / "README.md"
-    listed = {
-        (contents.parent / link.split("#")[0]).resolve() for link in links(contents.read_text())
-    }
-    pages = set((ROOT / "docs").rglob("*.md")) - {contents}
-    assert pages <= listed
+    pages = set((ROOT / "docs").rglob("*.md")) - {contents} - decisions()
+    assert pages <= listed(contents)
+    assert decisions() <= listed(DECISIONS / "index.md")
+
+
+def test_the_papers_of_the_house_are_short() -> None:
+    """Somebody who joins reads them in an hour."""
+    assert len(HOUSE.read_text("utf-8").split()) <= 1500
+    assert all(len(page.read_text("utf-8").split()) <= 300 for page in decisions())
+    lessons = LOG.read_text("utf-8").split("\n# What was tried\n")[0]
+    assert 100 < len(lessons.split()) <= 600
+
+
+@pytest.mark.parametrize("page", [HOUSE, *sorted(decisions())], ids=lambda page: page.stem)
+def test_what_the_papers_of_the_house_place_is_there(page: Path) -> None:
+    """A room is a folder of the package, `room/file` a file or a folder in it."""
+    package = ROOT / "kvlingo_mlx"
+    rooms = {path.name for path in package.iterdir() if path.is_dir()}
+    text = page.read_text("utf-8")
+    codes = [*inline_code(text), *re.findall(r"[a-z_]+/[a-z_]*", "".join(blocks_of(text)))]
+    named = {code.rstrip("/") for code in codes if "/" in code and code.split("/")[0] in rooms}
+    placed = {code: package / code.split(".")[0] for code in named}
+    assert not [
+        c for c, path in placed.items() if not (path.is_dir() or path.with_suffix(".py").is_file())
+    ]
+
+
+def blocks_of(text: str) -> list[str]:
+    """The texts of a page's pictures."""
+    return [block.text for block in blocks(text) if block.language == "text"]
 
 
 def test_no_page_names_a_machine() -> None:

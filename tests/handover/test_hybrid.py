@@ -493,7 +493,7 @@ def test_only_lengths_that_differ_are_kept(
 def test_short_prefixes_keep_the_cheap_switch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A trained pair, which loses facts beyond the lengths that it was trained on (RESULTS.md)."""
+    """A trained pair, which loses facts beyond its trained lengths (docs/results.md)."""
     ends = [zoo(name) for name in ("tiny-qwen3-s", "tiny-qwen3-l")]
     own = tmp_path / "own"
     kv.load_translator(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l").save(own)

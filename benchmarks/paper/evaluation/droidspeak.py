@@ -43,7 +43,7 @@ class Profile:
 def choose(
     source: LanguageModel, target: LanguageModel, samples: Sequence[Sample] | None = None
 ) -> int:
-    """The number of layers that :func:`measured` recomputes, which see."""
+    """The number of layers to recompute (see :func:`measured`)."""
     return measured(source, target, samples).recomputed
 
 

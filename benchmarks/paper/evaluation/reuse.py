@@ -107,7 +107,7 @@ class Reuse:
 def reused(
     source: LanguageModel, target: LanguageModel, recomputed: int = 0, step_size: int = 2048
 ) -> CacheMaker:
-    """Make caches by :class:`Reuse`, which see, with one number of recomputed layers."""
+    """Make caches with one number of recomputed layers (see :class:`Reuse`)."""
     return Reuse(source, target, step_size).maker(recomputed)
 
 

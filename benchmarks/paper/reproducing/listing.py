@@ -178,7 +178,7 @@ def _listed(entry: Entry, room: Path) -> Listed:
 
 
 def state(entry: Entry, room: Path) -> str:
-    """What there is of an entry: reproduced, on tiny models, or what it needs."""
+    """The status of an entry: reproduced, made on tiny models, or what it needs."""
     if entry.maker == "missing":
         return f"needs {entry.why}"
     if entry.maker == "protocol":

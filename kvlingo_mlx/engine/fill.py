@@ -240,8 +240,8 @@ def _sent(plan: Plan, clock: Clock) -> stream.Spans:
         title, address = plan.translator.config.title, plan.source.address
         tell(
             f"{title} on {address}",
-            f"{address} does not have {title}, so the source's states were sent, which are more "
-            "bytes; give it to `serve-prefill --translator` there",
+            f"{address} lacks {title} and sent untranslated states, which are more bytes; start it "
+            "with `serve-prefill --translator`",
         )
 
 

@@ -249,9 +249,8 @@ class Line:
     def _settle(self) -> None:
         """Remember the recurrent states at the line's last token.
 
-        A state does not say how many tokens are in it. So after an interruption it cannot be told
-        whether it is ahead of the line, and is put back. Rings say it, and are written in place: to
-        keep one would copy it whenever the line grows.
+        A recurrent state does not store its length, so after an interruption it is restored. Ring
+        caches store theirs; they are written in place, so keeping one would copy it at each growth.
         """
         recurrent = self.model.geometry.recurrent
         self._settled = _kept_of(self._caches, caches.is_recurrent) if recurrent else []

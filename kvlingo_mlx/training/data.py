@@ -81,11 +81,12 @@ class Survey:
         lengths = f"prefixes of at most {self.longest:,} tokens (the recipe: {self.wanted:,})"
         packed = f"packed: {self.packed_share:.0%} of samples"
         if self.packed_share != self.packed_asked:
-            packed += f", not {self.packed_asked:.0%}: too few fit, of {self.tokens:,} tokens"
+            few = f"conversations of {self.tokens:,} tokens are too few"
+            packed += f", not {self.packed_asked:.0%}: {few}"
+        repeated = "none repeated" if self.uses == 1 else f"each at most {self.uses:,} times"
         return (
-            f"data: {self.records:,} records to train on; {self.samples:,} samples end in "
-            f"{self.distinct:,} different ones, each used at most {self.uses:,} "
-            f"time{'' if self.uses == 1 else 's'}; {lengths}; {packed}"
+            f"data: {self.records:,} records to train on; {self.samples:,} samples from "
+            f"{self.distinct:,} of them, {repeated}; {lengths}; {packed}"
         )
 
 

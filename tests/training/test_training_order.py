@@ -183,9 +183,9 @@ def test_the_survey_counts_what_a_run_will_see(tmp_path: Path, tokenizer: Any) -
     assert max(len(draw.sample.prefix) for draw in drawn) == survey.longest
     assert survey.falls_short
     assert str(survey).startswith(
-        "data: 387 records to train on; 1,600 samples end in 387 different ones, each used at "
-        f"most 5 times; prefixes of at most {survey.longest} tokens (the recipe: 10,000); packed: "
-        f"0% of samples, not 50%: too few fit, of {survey.tokens:,} tokens"
+        "data: 387 records to train on; 1,600 samples from 387 of them, each at most 5 times; "
+        f"prefixes of at most {survey.longest} tokens (the recipe: 10,000); packed: 0% of samples, "
+        f"not 50%: conversations of {survey.tokens:,} tokens are too few"
     )
 
 

@@ -527,13 +527,14 @@ class Line:
         """What this line's model writes of ``tokens`` from ``start`` on, as a translator reads it.
 
         One span per chunk, in order; chunks end at multiples of ``step_size``. What the line lacks
-        of ``tokens`` it reads first; None stands for a chunk that it has read.
+        of ``tokens`` it reads; None stands for a chunk that it has read.
         """
         writer = spreading.writer(self.model, config)
         while start < len(tokens):
             stop = min(len(tokens), (start // step_size + 1) * step_size)
-            if len(self) < stop:
+            if len(self) <= start:
                 yield from self.read(tokens[len(self) : stop], step_size)
+            stop = min(stop, len(self))  # what it has comes first, and may be refused
             stop = self.native.one_point(start, stop)
             with working(), mx.stream(generation_stream):
                 states = spreading.gathered(self.native.read(start, stop), self.model, config)

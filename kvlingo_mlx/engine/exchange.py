@@ -460,7 +460,7 @@ class Exchange(LineSet):
         return Step(None, min([later, *(s for s in starts if s is not None)]))
 
     def _reach(self, source: Line, line: Line, begun: int, most: int) -> int:
-        """Up to where one line can take over from another what follows position ``begun``.
+        """The end of what one line can take over from another, from position ``begun`` on.
 
         A mapped state is that of the last token that is taken over, so it must be known there.
         """

@@ -1,10 +1,10 @@
 """Whether a translation looks as it did when its translator was made.
 
 Over the last tokens of a prompt, which the target reads itself from the translated cache, the
-predictions of both models are compared. How far they lie apart where all is well, the translator's
-receipt says. Maps of other models, other fine-tunes, languages and kinds of text are seen that way.
-Facts that get lost in a long prompt are not: a prompt's last words seldom depend on them. So a
-prompt longer than those that the translator was made and tested on is doubtful by its length.
+predictions of both models are compared. The translator's receipt says how far apart they usually
+are. This finds wrong maps, other fine-tunes, other languages and other kinds of text. It does not
+find facts that got lost in a long prompt, since a prompt's last words seldom depend on them. So a
+prompt longer than those that the translator was made and tested on is in doubt by its length.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Guarded:
 
 
 class Watch:
-    """Keeps what both models make of the last ``tokens`` of a prompt, until it is asked.
+    """Keeps both models' hidden states of the last ``tokens`` of a prompt, to compare them.
 
     Each model's hidden states (T, width) predict the token after each of these.
     """

@@ -60,7 +60,7 @@ class Recording:
         return found if kept else min(start, most)
 
     def one_point(self, start: int, stop: int) -> int:
-        """Up to where, at most ``stop``, the states from ``start`` on are of one capture point."""
+        """The end, at most ``stop``, of the states from ``start`` on of one capture point."""
         parts = [p for p in self.parts if p.start < stop and p.end > start]
         others = (p.start for p in parts if p.capture != parts[0].capture)
         return min([stop, *others])

@@ -123,7 +123,7 @@ class Heard:
             )
 
     def _nothing(self) -> str:
-        """What is to be said of an answer without content."""
+        """The warning about an answer without content."""
         assert self.last is not None
         if self.said:
             return ""
@@ -145,7 +145,7 @@ class Heard:
         return f"ended its answer{after} {where} (finish reason {ended}) without a word; {advice}"
 
     def _marked(self, tokenizer: Any) -> str:
-        """What is to be said of an answer that goes on with the marks of turns."""
+        """The warning about an answer that goes on with the marks of turns."""
         if self.chat or not tokenizer.has_chat_template:
             return ""
         known = getattr(tokenizer, "added_tokens_decoder", {})

@@ -348,7 +348,7 @@ def tokens_alone(
 ) -> Generator[GenerationResponse, None, None]:
     """The responses among an answer's steps; what the caller throws in goes on to them.
 
-    If the answer comes to its end, ``heard`` tells of one that gives the user nothing.
+    At the answer's end ``heard`` warns if it gives the user nothing.
     """
     with contextlib.closing(steps):
         for response in steps:

@@ -244,55 +244,6 @@ def write_tensors(path: Path, weights: Weights) -> None:
     write_file(path, itertools.chain([head], (np.ascontiguousarray(a).data for a in arrays)))
 
 
-# ---- files that are sent -----------------------------------------------------------------------
-
-
-def packed(weights: Weights, told: Mapping[str, str]) -> bytes:
-    """A safetensors file in memory; ``told`` goes into its metadata."""
-    names = sorted(weights.shapes)
-    data = (np.ascontiguousarray(weights.arrays[name]).data for name in names)
-    return b"".join([_head(weights.dtype, weights.shapes, told), *data])
-
-
-def packed_sizes(shapes: Shapes, told: Mapping[str, str], dtype: DType | None) -> set[int]:
-    """The bytes that such a file can have; a ``dtype`` of None: any one dtype."""
-    count = sum(map(math.prod, shapes.values()))
-    return {
-        len(_head(name, shapes, told)) + count * np.dtype(STORAGE[name]).itemsize
-        for name in (FILE_DTYPES.values() if dtype is None else (dtype,))
-    }
-
-
-def unpacked(
-    blob: bytearray, shapes: Shapes, told: Mapping[str, str], dtype: DType | None = None
-) -> Weights:
-    """The tensors of a file that :func:`packed` made, as views of its bytes; None: any one dtype.
-
-    Raises:
-        ValueError: It is not a file of tensors of these shapes and of one dtype with that metadata.
-    """
-    length = int.from_bytes(blob[:8], "little")
-    begin = 8 + length
-    if len(blob) < 8 or begin > len(blob):
-        raise ValueError(f"{len(blob)} bytes are no safetensors file")
-    found = bytes(blob[:begin])
-    may = FILE_DTYPES.values() if dtype is None else (dtype,)
-    is_now = next((name for name in may if found == _head(name, shapes, told)), None)
-    if is_now is None:
-        expected = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items()))
-        raise ValueError(
-            f"its header is {found[8:]!r:.200}; expected {dict(told)} and {expected:.200}"
-        )
-    arrays, kind = {}, STORAGE[is_now]
-    if len(blob) != begin + np.dtype(kind).itemsize * sum(map(math.prod, shapes.values())):
-        raise ValueError(f"it has {len(blob)} bytes, and its header tells of others")
-    for name in sorted(shapes):
-        count = math.prod(shapes[name])
-        arrays[name] = np.frombuffer(blob, kind, count, begin).reshape(shapes[name])
-        begin += arrays[name].nbytes
-    return Weights(is_now, arrays)
-
-
 def _head(dtype: DType, shapes: Shapes, told: Mapping[str, str]) -> bytes:
     """The start of a safetensors file, which the tensors follow in the order of their names."""
     codes = {name: code for code, name in FILE_DTYPES.items()}

@@ -1,7 +1,7 @@
 """HTTP from the machine that answers: requests that are sent again when a connection is cut.
 
-Only Python's own ``http.client`` is used. A chunk goes on at the byte at which it was cut
-(``Range``, RFC 9110), and is compared with its digest (``Repr-Digest``, RFC 9530).
+A chunk goes on at the byte at which it was cut (``Range``, RFC 9110), and is compared with its
+digest (``Repr-Digest``, RFC 9530).
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import http.client
 import json
-import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
+
+import httpx
 
 from kvlingo_mlx.errors import RemoteModelError, printable
 from kvlingo_mlx.remote.address import Address
@@ -27,11 +26,10 @@ T = TypeVar("T")
 PATH = "/v1/prefill"
 API_KEY = "KVLINGO_API_KEY"
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts
-PIECE = 2**18  # bytes
+READ_S = 2.0  # after which a silent connection is given up for another one
 MOST_TOLD = 2**26  # bytes of an answer that is JSON
 DAMAGED = 3  # so many times an answer may be wrong
 END_S = 2.0  # how long a server is given to hear that a job is over
-CUT = (OSError, http.client.HTTPException)
 
 
 class GoneError(Exception):
@@ -39,11 +37,7 @@ class GoneError(Exception):
 
 
 class RefusedError(RemoteModelError):
-    """The server refuses what is asked.
-
-    Attributes:
-        param: What of it, if the server says so.
-    """
+    """The server refuses what is asked; ``param`` says what of it, if the server does."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -58,27 +52,25 @@ class _DamagedError(Exception):
     """An answer is not the one that was sent."""
 
 
-@dataclass
+CUT = (httpx.TransportError, OSError)
+
+
 class Client:
     """A server, asked by one thread at a time.
 
-    Attributes:
+    Args:
         address: Where it listens.
         key: The key that it asks for.
         patience: Seconds without a byte after which it is given up.
-        received: Bytes of chunks that have come, also those that came in vain.
     """
 
-    address: Address
-    key: str | None = field(default=None, repr=False)
-    patience: float = 10.0
-    received: int = 0
-    _open: http.client.HTTPConnection | None = field(default=None, repr=False)
-    _met: bool = False
-    _heard: float = 0.0
-    _stopped: threading.Event = field(default_factory=threading.Event, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _over: bool = False
+    def __init__(self, address: Address, key: str | None = None, patience: float = 10.0) -> None:
+        self.address, self.key, self.patience = address, key, patience
+        self.received = 0  # bytes of chunks that have come, also those that came in vain
+        self.stopped = threading.Event()  # ends what is asked at present with an error
+        self._open: httpx.Client | None = None
+        self._met = False
+        self._heard = 0.0
 
     def facts(self) -> Any:
         """What the server says of its model."""
@@ -101,32 +93,22 @@ class Client:
         except GoneError:
             raise self.odd("takes no orders") from None
 
-    def chunk(self, job: str, number: int, sizes: Collection[int]) -> bytearray:
-        """A chunk of one of some sizes in bytes, whose digest was compared.
+    def chunk(self, job: str, number: int, most: int) -> bytes:
+        """A chunk of at most so many bytes, whose digest was compared.
 
         Raises:
             GoneError: The server does not have it, and must be asked anew.
         """
-        part = _Part(sizes)
+        part = _Part(most)
         return self._again(lambda: self._more(f"{PATH}/{job}/{number}", part))
 
     def end(self, job: str) -> None:
         """Tell the server that a job is not needed any more, if it can be told."""
-        with self._lock:
-            self._over = True
         self.close()
-        with contextlib.suppress(*CUT, GoneError, RemoteModelError):
-            self._send("DELETE", f"{PATH}/{job}", timeout=END_S).read()
+        gone = contextlib.suppress(*CUT, GoneError, RemoteModelError)
+        with gone, self._send("DELETE", f"{PATH}/{job}", patience=END_S):
+            pass
         self.close()
-
-    def stop(self) -> None:
-        """End what another thread asks at present; it raises an error there."""
-        self._stopped.set()
-        with self._lock:
-            sock = None if self._over or self._open is None else self._open.sock
-            if sock is not None:
-                with contextlib.suppress(OSError):  # it is closed already
-                    sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection."""
@@ -163,17 +145,15 @@ class Client:
                 if damaged == DAMAGED:
                     raise self.odd(f"{error}, {DAMAGED} times") from None
             except CUT as error:
-                never = (
-                    isinstance(error, ConnectionRefusedError | socket.gaierror) and not self._met
-                )
+                never = isinstance(error, httpx.ConnectError) and not self._met
                 silent = time.monotonic() - self._heard
-                if self._stopped.is_set() or silent > self.patience or never:
+                if self.stopped.is_set() or silent > self.patience or never:
                     self.close()
                     raise RemoteModelError(self._unreached(error)) from None
             self.close()
             pause = FIRST_PAUSE if self._heard > before else min(2 * pause, LONGEST_PAUSE)
             before = self._heard
-            self._stopped.wait(pause)
+            self.stopped.wait(pause)
 
     def _unreached(self, error: Exception) -> str:
         text = printable(str(error) or type(error).__name__)
@@ -184,45 +164,42 @@ class Client:
             "there, and check the address, the port and the firewall"
         )
 
+    @contextlib.contextmanager
     def _send(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        headers: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-    ) -> http.client.HTTPResponse:
-        """Send a request, on the open connection or a new one, and read the answer's head."""
-        if self._open is None:
-            secure = self.address.secure
-            kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-            wait = self.patience if timeout is None else timeout
-            self._open = kind(self.address.host, self.address.port, timeout=wait)
-        given = dict(headers or {})
-        if self.key is not None:
-            given["Authorization"] = f"Bearer {self.key}"
-        text = None if body is None else json.dumps(body).encode()
-        self._open.request(method, path, text, given)
-        answer = self._open.getresponse()
-        self._met = True
-        if answer.status >= 400:
-            self._refuse(answer)
-        return answer
+        self, method: str, path: str, patience: float | None = None, **given: Any
+    ) -> Iterator[httpx.Response]:
+        """Send a request, on the open connection or a new one; the answer's head has come.
 
-    def _refuse(self, answer: http.client.HTTPResponse) -> None:
-        """Raise the error that a status stands for."""
-        text, param = _told(answer.read(PIECE))
-        if answer.status in (404, 410):
+        Raises:
+            GoneError, RefusedError, OSError: What a status of 400 or more stands for.
+        """
+        if self._open is None:
+            host = f"[{self.address.host}]" if ":" in self.address.host else self.address.host
+            headers = {"Accept-Encoding": "identity"}
+            headers |= {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+            wait = patience or self.patience
+            self._open = httpx.Client(
+                base_url=f"http{'s' * self.address.secure}://{host}:{self.address.port}",
+                headers=headers,
+                trust_env=False,
+                timeout=httpx.Timeout(wait, read=min(wait, READ_S)),
+            )
+        with self._open.stream(method, path, **given) as answer:
+            self._met = True
+            if answer.status_code < 400:
+                yield answer
+                return
+            text, param = _told(_whole(answer))
+        if answer.status_code in (404, 410):
             raise GoneError(text)
-        if answer.status in (429, 503):
+        if answer.status_code in (429, 503):
             raise _BusyError(text)
         raise RefusedError(printable(f"{self.address} refuses: {text:.400}"), param)
 
     def _json(self, method: str, body: Any = None) -> Any:
-        answer = self._send(method, PATH, body)
-        text = answer.read(MOST_TOLD)
-        if answer.length != 0:  # what was announced and has not come, or was not announced
-            raise http.client.IncompleteRead(text, answer.length)
+        given = {} if body is None else {"json": body}
+        with self._send(method, PATH, **given) as answer:
+            text = _whole(answer)
         if hashlib.sha256(text).digest() != _digest(answer):
             raise _DamagedError("sends an answer without its sha256, or another one")
         try:
@@ -230,74 +207,63 @@ class Client:
         except ValueError:
             raise self.odd("does not answer in JSON") from None
 
-    # ---- a chunk ---------------------------------------------------------------------------------
-
-    def _more(self, path: str, part: _Part) -> bytearray | None:
-        """Go on with a chunk at its byte; None if it is still being read.
-
-        Raises:
-            OSError: The connection was cut; what has come is kept.
-        """
-        headers = {"Prefer": f"wait={max(1, int(self.patience / 2))}"}  # RFC 7240
-        if part.done:
-            headers |= {"Range": f"bytes={part.done}-", "If-Range": part.tag}
-        answer = self._send("GET", path, headers=headers)
-        if answer.status == 202:
-            answer.read()
-            self._heard = time.monotonic()
-            return None
-        if answer.length is None or "repr-digest" not in answer.headers:
-            raise ConnectionResetError("the connection was closed in the head of a chunk")
-        if not part.begins(answer):
-            part.done = 0
-            raise _DamagedError("sends a chunk of another size, or another part of it")
-        view = memoryview(part.blob)
-        while part.done < len(view):
-            if self._stopped.is_set():
-                raise ConnectionAbortedError("stopped")
-            count = answer.readinto(view[part.done : part.done + PIECE])
-            if not count:
-                raise ConnectionResetError("the connection was closed in the middle of a chunk")
-            part.hash.update(view[part.done : part.done + count])
-            part.done += count
-            self.received += count
-            self._heard = time.monotonic()
-        if part.hash.digest() != part.digest:
-            part.done = 0
+    def _more(self, path: str, part: _Part) -> bytes | None:
+        """Go on with a chunk at its byte; None if it is still being read."""
+        wait = min(READ_S, self.patience) / 2
+        headers = {"Prefer": f"wait={wait:g}"}  # RFC 7240
+        if part.blob:
+            headers |= {"Range": f"bytes={len(part.blob)}-", "If-Range": part.tag}
+        with self._send("GET", path, headers=headers) as answer:
+            if answer.status_code == 202:
+                _whole(answer)
+                self._heard = time.monotonic()
+                return None
+            if not part.begins(answer):
+                part.blob.clear()
+                raise _DamagedError("sends a chunk of another size, or another part of it")
+            for piece in answer.iter_raw():
+                if self.stopped.is_set():
+                    raise ConnectionAbortedError("stopped")
+                part.blob += piece
+                self.received += len(piece)
+                self._heard = time.monotonic()
+        blob = bytes(part.blob)
+        if hashlib.sha256(blob).digest() != part.digest:
+            part.blob.clear()
             raise _DamagedError("sends a chunk that is damaged (its sha256 is another one)")
-        return part.blob
+        return blob
 
 
 class _Part:
-    """A chunk that arrives.
+    """A chunk that arrives: what has come, and what its first answer's head told of it."""
 
-    Attributes:
-        sizes: The bytes that it may have.
-        blob: Its bytes.
-        done: How many of them have come.
-        tag: Its entity tag.
-        digest: The digest that was told.
-        hash: The digest of what has come.
-    """
+    def __init__(self, most: int) -> None:
+        self.blob = bytearray()
+        self.most, self.size, self.tag, self.digest = most, 0, "", b""
 
-    def __init__(self, sizes: Collection[int]) -> None:
-        self.sizes, self.blob, self.done, self.tag, self.digest = sizes, bytearray(), 0, "", b""
-        self.hash = hashlib.sha256()
-
-    def begins(self, answer: http.client.HTTPResponse) -> bool:
+    def begins(self, answer: httpx.Response) -> bool:
         """Take what an answer's head says; whether it can be the chunk, or its rest."""
-        if answer.status == 206:
-            rest = f"bytes {self.done}-{len(self.blob) - 1}/{len(self.blob)}"
-            return bool(self.done) and answer.headers.get("content-range") == rest
-        length = answer.length
-        if answer.status != 200 or length is None or length not in self.sizes:
-            return False
-        self.digest, self.tag = _digest(answer), answer.headers.get("etag", "")
-        self.blob, self.done, self.hash = bytearray(length), 0, hashlib.sha256()
-        return True
+        length = int(answer.headers.get("content-length", -1))
+        if answer.status_code == 206:
+            rest = f"bytes {len(self.blob)}-{self.size - 1}/{self.size}"
+            return bool(self.blob) and answer.headers.get("content-range") == rest
+        self.blob.clear()
+        self.size, self.tag = length, answer.headers.get("etag", "")
+        self.digest = _digest(answer)
+        return answer.status_code == 200 and 0 <= length <= self.most
 
 
-def _digest(answer: http.client.HTTPResponse) -> bytes:
+def _whole(answer: httpx.Response) -> bytes:
+    """An answer's bytes, as far as they are of a size that an answer can have."""
+    text = bytearray()
+    for piece in answer.iter_raw():
+        text += piece
+        if len(text) > MOST_TOLD:
+            raise _DamagedError("sends an answer of more than 64 MB")
+    return bytes(text)
+
+
+def _digest(answer: httpx.Response) -> bytes:
     """The sha256 that an answer's head tells; empty if it tells none."""
     told = answer.headers.get("repr-digest", "")
     try:
@@ -309,7 +275,7 @@ def _digest(answer: http.client.HTTPResponse) -> bytes:
 def _told(body: bytes) -> tuple[str, str | None]:
     """The message and the field of a refusal in the form of OpenAI's API."""
     try:
-        error: Mapping[str, Any] = json.loads(body)["error"]
+        error = json.loads(body)["error"]
         param = error.get("param")
         return str(error["message"]), param if isinstance(param, str) else None
     except (ValueError, LookupError, TypeError, AttributeError):

@@ -36,15 +36,7 @@ ELSEWHERE = ("model", "tokenizer")
 
 
 class RemoteModel(LanguageModel):
-    """A source that another machine runs; what needs its weights or its tokenizer is refused.
-
-    Attributes:
-        client: How that machine is asked.
-        sent: What comes from there: ``states``, ``translated``, or the ``fewest`` bytes.
-        digest: A digest of its facts.
-        dtype: The dtype of its keys and values.
-        mlx_lm: The version of mlx-lm by which it runs.
-    """
+    """A source that another machine runs; what needs its weights or its tokenizer is refused."""
 
     def __init__(self, client: Client, facts: dict[str, Any], sent: str = FEWEST) -> None:
         """Take the facts that a server has told, which are not to be trusted.
@@ -69,11 +61,11 @@ class RemoteModel(LanguageModel):
         )  # fmt: skip
         _ = self.family  # refused here if it is not known
 
-    client: Client
-    sent: str
-    digest: str
-    dtype: Any
-    mlx_lm: str
+    client: Client  # how that machine is asked
+    sent: str  # what comes from there: "states", "translated", or the "fewest" bytes
+    digest: str  # of its facts
+    dtype: Any  # of its keys and values
+    mlx_lm: str  # the version by which it runs
     _told: tuple[int, int | None, str]
     __eq__ = object.__eq__
     __hash__ = object.__hash__

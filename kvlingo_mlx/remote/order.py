@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from kvlingo_mlx.format.geometry import LayerGeometry, canonical_json
 from kvlingo_mlx.format.kinds import SIDES
@@ -27,30 +27,20 @@ Firsts = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Order:
-    """A prompt that another machine is to read.
+    """A prompt that another machine is to read."""
 
-    Attributes:
-        model: The digest of the source's facts, as the server told them.
-        session: Random, so that two clients that ask the same do not share a job.
-        tokens: The tokens up to the last that is translated.
-        step_size: Tokens per prefill chunk, counted from the first token.
-        capture: The capture point of the states that are sent.
-        wanted: The tensors that are sent, ``keys.3`` for instance, each with the first position
-            that is needed of it. One of them is needed from the first position that is sent.
-            ``states.3`` is a layer's recurrent state after the last token.
-        translator: The digest of the translator that the server applies; None for the states
-            of the source's layers.
-        dtype: The dtype to which translated states are rounded.
-    """
-
-    model: str
-    session: str
-    tokens: tuple[int, ...]
-    step_size: int
-    capture: str
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # the server reads it
+    model: str  # the digest of the source's facts, as the server told them
+    session: str  # random, so that two clients that ask the same do not share a job
+    tokens: tuple[int, ...]  # up to the last that is translated
+    step_size: int  # tokens per prefill chunk, counted from the first token
+    capture: str  # the capture point of the states that are sent
+    # The tensors that are sent, ``keys.3`` for instance, each with the first position that is
+    # needed of it; one is needed from the first position that is sent. ``states.3`` is a layer's
+    # recurrent state after the last token.
     wanted: Firsts
-    translator: str | None = None
-    dtype: DType | None = None
+    translator: str | None = None  # the digest of what is applied there; None: the source's states
+    dtype: DType | None = None  # to which translated states are rounded
 
     @property
     def id(self) -> str:
@@ -125,39 +115,17 @@ class Order:
         """The JSON object that is sent."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: Any) -> Order:
-        """The order in an untrusted JSON value, checked but for what only the model can tell.
-
-        Raises:
-            ValueError: The message names the first field that is wrong.
-        """
-        if not isinstance(data, dict) or set(data) != set(cls.__dataclass_fields__):
-            raise ValueError(f"an order has the fields {', '.join(cls.__dataclass_fields__)}")
-        for name in ("model", "session", "capture"):
-            _check(isinstance(data[name], str), name, data[name])
-        for name in ("translator", "dtype"):
-            value = data[name]
-            _check(value is None or isinstance(value, str), name, value)
-        _check((data["dtype"] is None) == (data["translator"] is None), "dtype", data["dtype"])
-        _check(data["dtype"] is None or data["dtype"] in STORAGE, "dtype", data["dtype"])
-        tokens, size, wanted = data["tokens"], data["step_size"], data["wanted"]
-        _check(isinstance(tokens, list) and all(map(_whole, tokens)), "tokens", tokens)
-        _check(_whole(size) and size >= 1, "step_size", size)
-        _check(isinstance(wanted, dict) and len(wanted) > 0, "wanted", wanted)
-        for name, first in wanted.items():
-            good = NAME.fullmatch(name) and _whole(first) and 0 <= first < len(tokens)
-            _check(bool(good), "wanted", {name: first})
-        return cls(**{**data, "tokens": tuple(tokens)})
-
-
-def _check(good: bool, name: str, value: Any) -> None:
-    if not good:
-        raise ValueError(f"{name} is {value!r:.80}, which an order cannot have")
-
-
-def _whole(value: Any) -> bool:
-    return type(value) is int
+    def check(self) -> None:
+        """Refuse (ValueError) a stranger's order that makes no sense of any model."""
+        if self.step_size < 1 or not self.tokens or not self.wanted:
+            raise ValueError("step_size, tokens or wanted is empty, which an order cannot have")
+        if (self.dtype is None) != (self.translator is None):
+            raise ValueError("dtype is for translated states, and is needed for them")
+        for name, first in self.wanted.items():
+            if not (NAME.fullmatch(name) and 0 <= first < len(self.tokens)):
+                raise ValueError(
+                    f"wanted has {name!r:.40} from {first}, which an order cannot have"
+                )
 
 
 def split(name: str) -> tuple[str, int]:

@@ -17,11 +17,11 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 from kvlingo_mlx.errors import RemoteModelError
-from kvlingo_mlx.format import tensor_file
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.maps import maps_states
-from kvlingo_mlx.format.tensor_file import DType, Weights
+from kvlingo_mlx.format.tensor_file import DType
 from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates
+from kvlingo_mlx.remote import chunk
 from kvlingo_mlx.remote.client import DAMAGED, Client, GoneError, RefusedError
 from kvlingo_mlx.remote.model import FEWEST, RemoteModel
 from kvlingo_mlx.remote.order import (
@@ -36,6 +36,7 @@ from kvlingo_mlx.remote.order import (
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.base import Translator
 
+Arrived = tuple[range, dict[str, np.ndarray], DType]  # of one chunk
 AHEAD = 2  # chunks that have come and wait to be translated
 JOIN_S = 5.0
 Spans = Generator[KVStates | TranslatedStates, None, None]
@@ -43,21 +44,13 @@ Spans = Generator[KVStates | TranslatedStates, None, None]
 
 @dataclass
 class Received:
-    """What came over the network for one prompt.
+    """What came over the network for one prompt."""
 
-    Attributes:
-        address: From where.
-        sent: ``states`` of the source's layers, or ``translated`` ones.
-        tokens: The tokens whose states came.
-        bytes: All bytes of chunks, those included that came again.
-        lacking: Whether the other machine did not have the translator that was to be applied there.
-    """
-
-    address: str
-    sent: str
-    tokens: int
-    bytes: int = 0
-    lacking: bool = False
+    address: str  # from where
+    sent: str  # "states" of the source's layers, or "translated" ones
+    tokens: int  # whose states came
+    bytes: int = 0  # of all chunks, those included that came again
+    lacking: bool = False  # the other machine lacks the translator that was to be applied there
 
     def __str__(self) -> str:
         """One line."""
@@ -68,25 +61,15 @@ class Received:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of a prompt is to be translated.
+    """What of a prompt is to be translated."""
 
-    Attributes:
-        tokens: The tokens up to the last that is translated.
-        step_size: Tokens per prefill chunk.
-        start: The first position that is translated.
-        translator: The translator.
-        layers: The number of the target's first layers, which it reads itself.
-        firsts: The first position that each of the target's layers will hold.
-        dtype: The dtype of the target's cache.
-    """
-
-    tokens: Sequence[int]
-    step_size: int
-    start: int
+    tokens: Sequence[int]  # up to the last that is translated
+    step_size: int  # tokens per prefill chunk
+    start: int  # the first position that is translated
     translator: Translator
-    layers: int
-    firsts: Sequence[int]
-    dtype: DType
+    layers: int  # the number of the target's first layers, which it reads itself
+    firsts: Sequence[int]  # the first position that each of the target's layers will hold
+    dtype: DType  # of the target's cache
 
     def order(self, model: RemoteModel, sent: str) -> Order:
         """What the other machine is asked for."""
@@ -154,8 +137,7 @@ class Transfer:
     def __init__(self, client: Client, order: Order, layers: Sequence[LayerGeometry]) -> None:
         self._order, self._layers = order, layers
         self._client = Client(client.address, client.key, client.patience)
-        self._arrived: queue.Queue[tuple[range, Weights] | Exception] = queue.Queue(AHEAD)
-        self._stopped = threading.Event()
+        self._arrived: queue.Queue[Arrived | Exception] = queue.Queue(AHEAD)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -174,10 +156,8 @@ class Transfer:
 
     def close(self) -> None:
         """End the transfer, wherever it is."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._client.stop()
-            self._thread.join(JOIN_S)
+        self._client.stopped.set()
+        self._thread.join(JOIN_S)
 
     # ---- in the thread ---------------------------------------------------------------------------
 
@@ -189,7 +169,7 @@ class Transfer:
             while number < len(spans):
                 try:
                     job = job or self._client.begin(order)
-                    weights = self._chunk(job, order, number)
+                    arrays, dtype = self._chunk(job, order, number)
                 except GoneError as error:  # the server was started again, or was idle for too long
                     anew += 1
                     if anew > DAMAGED:
@@ -197,7 +177,7 @@ class Transfer:
                     order, job = self._order.rest(position), ""
                     spans, number = order.spans, 0
                     continue
-                if not self._put((spans[number], weights)):
+                if not self._put((spans[number], arrays, dtype)):
                     return
                 position, anew, number = spans[number].stop, 0, number + 1
         except Exception as error:  # raised where the chunks are waited for
@@ -205,21 +185,21 @@ class Transfer:
         finally:
             self._client.end(order.id)  # even if nobody has heard that it began
 
-    def _chunk(self, job: str, order: Order, number: int) -> Weights:
+    def _chunk(self, job: str, order: Order, number: int) -> tuple[dict[str, np.ndarray], DType]:
         """A chunk that is right: its digest, its position, and each tensor's name and shape."""
         span = order.spans[number]
-        facts = order.shapes(span, self._layers), order.told(span), order.dtype
-        blob = self._client.chunk(job, number, tensor_file.packed_sizes(*facts))
+        shapes = order.shapes(span, self._layers)
+        blob = self._client.chunk(job, number, chunk.most_bytes(shapes))
         try:
-            return tensor_file.unpacked(blob, *facts)
+            return chunk.unpacked(blob, shapes, order.told(span), order.dtype)
         except ValueError as error:
             raise RemoteModelError(
                 f"chunk {number} from {self._client.address} is not what was asked for: {error}"
             ) from None
 
-    def _put(self, found: tuple[range, Weights] | Exception) -> bool:
+    def _put(self, found: Arrived | Exception) -> bool:
         """Hand something on; whether anybody still waits for it."""
-        while not self._stopped.is_set():
+        while not self._client.stopped.is_set():
             try:
                 self._arrived.put(found, timeout=0.1)
                 return True
@@ -229,8 +209,10 @@ class Transfer:
 
     # ---- in the thread that translates -----------------------------------------------------------
 
-    def _states(self, span: range, weights: Weights) -> KVStates | TranslatedStates:
-        arrays = {name: _array(array, weights.dtype) for name, array in weights.arrays.items()}
+    def _states(
+        self, span: range, found: dict[str, np.ndarray], dtype: DType
+    ) -> KVStates | TranslatedStates:
+        arrays = {name: _array(array, dtype) for name, array in found.items()}
         if self._order.translator is None:
             return self._own(span, arrays)
         keys, values = (

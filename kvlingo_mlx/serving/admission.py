@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.errors import NotEnoughMemoryError
 from kvlingo_mlx.serving import clock
-from kvlingo_mlx.serving.jobs import Job
+from kvlingo_mlx.serving.jobs import ActiveRequest
 from kvlingo_mlx.serving.keeping import Keeper
 from kvlingo_mlx.serving.messages import Ask
 from kvlingo_mlx.serving.residents import Resident, Residents
@@ -27,10 +27,10 @@ class Admission:
         jobs: All requests, in the order in which they came.
     """
 
-    def __init__(self, keeper: Keeper, residents: Residents, jobs: Iterable[Job]) -> None:
+    def __init__(self, keeper: Keeper, residents: Residents, jobs: Iterable[ActiveRequest]) -> None:
         self._keeper, self._residents, self._jobs = keeper, residents, jobs
 
-    def admits(self, job: Job, found: Found | None) -> bool:
+    def admits(self, job: ActiveRequest, found: Found | None) -> bool:
         """Whether a request can begin now: its model is loaded, and its lines have room.
 
         One that has lacked room for a while lets none begin that came later, so that what runs

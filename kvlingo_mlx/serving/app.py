@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -24,17 +23,16 @@ from starlette.types import ASGIApp, Receive
 
 from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.engine_thread import Answering, ClientGone, EngineThread
-from kvlingo_mlx.serving.guard import Gate, Refused, read_json
+from kvlingo_mlx.serving.guard import Gate, Refused, error_handlers, read_json
 from kvlingo_mlx.serving.messages import (
     Ask,
     Event,
     Failed,
     ModelInfo,
 )
-from kvlingo_mlx.serving.metrics import Metrics, Outcome, Tally
+from kvlingo_mlx.serving.metrics import Exchanged, Metrics, Tally
 from kvlingo_mlx.serving.replies import (
     FALLBACK,
-    LEFT,
     RETRY_S,
     STRATEGY,
     Reply,
@@ -70,10 +68,10 @@ def apis() -> tuple[Api, ...]:
 
 def build(settings: Settings, engine: EngineThread, spoken: Sequence[Api]) -> ASGIApp:
     """The application, over an engine that somebody else starts and stops."""
-    front = _Front(settings, engine, spoken)
-    routes = front.routes()
+    endpoints = _Endpoints(settings, engine, spoken)
+    routes = endpoints.routes()
     paths = frozenset(route.path for route in routes)
-    middleware = [Middleware(Tally, metrics=front.metrics, paths=paths)]
+    middleware = [Middleware(Tally, metrics=endpoints.metrics, paths=paths)]
     if settings.cors:
         exposed = (STRATEGY, FALLBACK, "retry-after")
         middleware.append(
@@ -82,17 +80,13 @@ def build(settings: Settings, engine: EngineThread, spoken: Sequence[Api]) -> AS
                 allow_headers=("*",), expose_headers=exposed,
             )  # type: ignore[arg-type] # starlette's own stubs do not match its classes
         )  # fmt: skip
-    middleware.append(Middleware(Gate, settings=settings, refuse=front.refusal))
-    handlers: Any = {
-        Refused: front.refuse,
-        HTTPException: front.no_such,
-        ClientDisconnect: front.left,
-        Exception: front.broken,
-    }
+    middleware.append(Middleware(Gate, settings=settings, refuse=endpoints.refusal))
+    asked = ", ".join(api.paths[0] for api in spoken)
+    handlers = error_handlers(endpoints.refusal, f"POST to {asked}; GET /v1/models")
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
-class _Front:
+class _Endpoints:
     """The endpoints."""
 
     def __init__(self, settings: Settings, engine: EngineThread, spoken: Sequence[Api]) -> None:
@@ -129,18 +123,17 @@ class _Front:
         except BadRequest as bad:
             failed = Failed("invalid", bad.message, bad.param)
             raise Refused(failed, status=bad.status) from None
-        ask = self._admitted(incoming.ask, Outcome.of(request.scope))
+        ask = self._admitted(incoming.ask, request.scope["kvlingo"])
         incoming = dataclasses.replace(incoming, ask=ask)
-        every = self.settings.keep_alive
-        return Reply(self.engine, self.metrics, api, incoming, every)
+        return Reply(self.engine, api, incoming, self.settings.keep_alive)
 
-    def _admitted(self, ask: Ask, outcome: Outcome) -> Ask:
+    def _admitted(self, ask: Ask, exchanged: Exchanged) -> Ask:
         """Refuse a request for which there is no model, no engine or no room."""
         names = self._names()
         if ask.model == DEFAULT and DEFAULT not in names:
             ask = dataclasses.replace(ask, model=names[0])
         _check_name(ask.model, names)
-        outcome.model = ask.model
+        exchanged.model = ask.model
         if why := self.engine.unready():
             raise Refused(why, retry_headers(why))
         if (waiting := self.engine.waiting) >= self.settings.queue_limit:
@@ -195,7 +188,7 @@ class _Front:
         """Load or unload a model's weights; it goes on when the client leaves."""
         name = request.path_params["name"]
         _check_name(name, tuple(n for n in self._names() if n != AUTO))
-        Outcome.of(request.scope).model = name
+        request.scope["kvlingo"].model = name
         if why := self.engine.unready():
             raise Refused(why, retry_headers(why))
         await self._last(self.engine.load(name) if verb == "load" else self.engine.unload(name))
@@ -243,30 +236,6 @@ class _Front:
         api = self._forms.get(path)
         status, body = openai_error(refused.failed) if api is None else api.error(refused.failed)
         return JSONResponse(body, refused.status or status, refused.headers)
-
-    async def refuse(self, request: Request, refused: Refused) -> Response:
-        """As :meth:`refusal`."""
-        return self.refusal(request.url.path, refused)
-
-    async def no_such(self, request: Request, error: HTTPException) -> Response:
-        """A path or method that does not exist."""
-        path = request.url.path
-        asked = ", ".join(path for api in self._spoken for path in api.paths[:1])
-        message = f"there is no {request.method} {path!r:.80}; POST to {asked}; GET /v1/models"
-        if error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "POST")
-            message = f"{path} takes no {request.method}; use {allowed.replace(', ', ' or ')}"
-        refused = Refused(Failed("invalid", printable(message)), error.headers, error.status_code)
-        return self.refusal(path, refused)
-
-    async def left(self, request: Request, error: ClientDisconnect) -> Response:
-        """Nobody reads this; it is counted."""
-        return Response(status_code=LEFT)
-
-    async def broken(self, request: Request, error: Exception) -> Response:
-        """A fault of ours, which is logged."""
-        message = f"the server made a mistake ({type(error).__name__}), which its log tells"
-        return self.refusal(request.url.path, Refused(Failed("internal", message)))
 
 
 def _check_name(name: str, names: Sequence[str]) -> None:

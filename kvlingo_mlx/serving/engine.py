@@ -36,13 +36,21 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.serving import clock
 from kvlingo_mlx.serving.admission import Admission, too_large
-from kvlingo_mlx.serving.jobs import Job, Seat, Steps, processors_of, sampler_of, tools_of, usage_of
+from kvlingo_mlx.serving.jobs import (
+    ActiveRequest,
+    Seat,
+    Steps,
+    processors_of,
+    sampler_of,
+    tools_of,
+    usage_of,
+)
 from kvlingo_mlx.serving.keeping import Keeper, conversing
 from kvlingo_mlx.serving.messages import Ask, Counted, Event, Failed, Status
 from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.residents import Resident, Residents
 from kvlingo_mlx.serving.settings import AUTO, Settings
-from kvlingo_mlx.serving.talks import Key, Keys, Talk, find, longest, spelt
+from kvlingo_mlx.serving.talks import Key, Keys, Talk, find, longest
 
 log = logging.getLogger("kvlingo_mlx.serving")
 
@@ -80,7 +88,7 @@ class Engine:
         self.keeper = Keeper(settings, self.residents, self._blank, self.policy.nbytes)
         self._keys = Keys(settings.volatile)
         self._batches: dict[int, Batch] = {}
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, ActiveRequest] = {}
         self._admission = Admission(self.keeper, self.residents, self._jobs.values())
         self._turn = 0
         maybe_set_recommended_wired_limit()  # once, since somebody always answers
@@ -99,7 +107,7 @@ class Engine:
             if ask.count:
                 tell(Counted(_length(ask, self.residents[name].model)))
                 return
-            job = Job(ask, tell, name)
+            job = ActiveRequest(ask, tell, name)
         except REFUSED as error:
             tell(self._failed(error))
             return
@@ -202,7 +210,7 @@ class Engine:
                 return self._heals
         return False
 
-    def _advance(self, number: int, job: Job) -> None:
+    def _advance(self, number: int, job: ActiveRequest) -> None:
         """Take a request's next step, and those that must not wait for the next round."""
         assert job.steps is not None
         try:
@@ -220,7 +228,7 @@ class Engine:
 
     # ---- one answer -------------------------------------------------------------------------
 
-    def _answer(self, job: Job) -> Steps:
+    def _answer(self, job: ActiveRequest) -> Steps:
         """The work of one request; each step says whether the next one must follow at once."""
         resident = self.residents[job.name]
         keys, talk = self._keys.of(job.ask), None
@@ -244,7 +252,7 @@ class Engine:
             resident.running -= 1
         self.keeper.make_room()
 
-    def _talk(self, keys: list[Key], job: Job) -> Talk | None:
+    def _talk(self, keys: list[Key], job: ActiveRequest) -> Talk | None:
         """The talk to go on with, perhaps a new one; None where one is about to be free."""
         if job.ask.messages is None:
             return self._text(job)
@@ -264,15 +272,11 @@ class Engine:
         talk.pinned |= job.ask.pin
         return talk
 
-    def _text(self, job: Job) -> Talk:
+    def _text(self, job: ActiveRequest) -> Talk:
         """The talk whose lines go on with a plain text, perhaps a new one."""
         model = self.residents[job.name].model
         prompt = job.ask.prompt
-        if isinstance(prompt, str):
-            job.spelling = spelt(self.keeper.talks, job.name, model, prompt)
-            tokens = job.spelling.tokens
-        else:
-            tokens = list(prompt or ())
+        tokens = encode(model, prompt) if isinstance(prompt, str) else list(prompt or ())
         model.check_tokens(tokens)
         job.tokens = tokens
         if (found := longest(self.keeper.talks, job.name, tokens)) is not None:
@@ -295,7 +299,7 @@ class Engine:
         self.keeper.add(talk)
         return talk
 
-    def _completed(self, job: Job, talk: Talk, resident: Resident) -> Steps:
+    def _completed(self, job: ActiveRequest, talk: Talk, resident: Resident) -> Steps:
         """Go on with a plain text."""
         exchange, model = talk.texts, resident.model
         assert exchange is not None
@@ -318,9 +322,8 @@ class Engine:
 
         for response in turn.answer_by([Part(resident.name)], None, follow):
             yield self._tell(job, response, exchange, len(line))
-        talk.said = job.said(turn.answer, model.tokenizer)
 
-    def _prepare(self, exchange: Exchange, job: Job) -> None:
+    def _prepare(self, exchange: Exchange, job: ActiveRequest) -> None:
         """Say between which models is translated, and whose lines follow the answer."""
         lengths = [len(line.tokens) for line in exchange.lines.values()]
         job.ways = self.policy.ways_of(job.ask.strategy, max(lengths))
@@ -334,7 +337,7 @@ class Engine:
         )
 
     def _tell(
-        self, job: Job, response: GenerationResponse | None, exchange: Exchange, done: int
+        self, job: ActiveRequest, response: GenerationResponse | None, exchange: Exchange, done: int
     ) -> bool:
         """Tell the client what a step brought; whether the next step must follow at once.
 
@@ -351,7 +354,9 @@ class Engine:
         job.take(response, resident.model.tokenizer)
         return job.ended or job.ready
 
-    def _written(self, job: Job, talk: Talk, keys: list[Key], resident: Resident) -> Steps:
+    def _written(
+        self, job: ActiveRequest, talk: Talk, keys: list[Key], resident: Resident
+    ) -> Steps:
         """Let the conversation answer, and keep what it says."""
         conversation = talk.conversation
         assert conversation is not None
@@ -371,7 +376,7 @@ class Engine:
                 steps.close()  # the answer as it is joins the conversation
         talk.messages = [dict(message) for message in conversation.messages]
 
-    def _request(self, job: Job, talk: Talk) -> Request:
+    def _request(self, job: ActiveRequest, talk: Talk) -> Request:
         """What the conversation is asked."""
         ask, model = job.ask, self.residents[job.name].model
         batch = self._batches.get(id(model))

@@ -11,7 +11,9 @@ from urllib.parse import urlsplit
 
 from pydantic_core import from_json
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -20,17 +22,12 @@ from kvlingo_mlx.serving.messages import Failed
 from kvlingo_mlx.serving.settings import API_KEY, Settings, is_loopback
 
 OPEN = ("/", "/page/chat.js", "/page/chat.css", "/health", "/health/live")  # without a key
+LEFT = 499  # the status by which metrics count a client that left; nobody reads it
 DRAIN_S = 1.0  # how long a body that is too large is still taken, so that its sender hears why
 
 
 class Refused(Exception):
-    """A request that gets no answer.
-
-    Attributes:
-        failed: Why, in one line.
-        headers: Further headers of the response.
-        status: The HTTP status, where it is not the one of the failure's kind.
-    """
+    """A request that gets no answer: why, further headers, and a status if not the kind's own."""
 
     def __init__(
         self, failed: Failed, headers: Mapping[str, str] | None = None, status: int | None = None
@@ -39,7 +36,7 @@ class Refused(Exception):
         self.failed, self.headers, self.status = failed, headers or {}, status
 
 
-Refuse = Callable[[str, Refused], ASGIApp]  # a path, and why -> the response in that API's form
+Refuse = Callable[[str, Refused], Response]  # a path, and why -> the response in its API's form
 
 
 class Gate:
@@ -50,7 +47,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer why not."""
-        app = self._app
+        app: ASGIApp = self._app
         if scope["type"] == "http":
             try:
                 self._check(scope["path"], Headers(scope=scope))
@@ -111,10 +108,20 @@ def _host_name(host: str) -> str:
 
 
 async def read_json(request: Request, settings: Settings) -> Any:
-    """The parsed JSON of a request's body.
+    """The parsed JSON of a request's body, as :func:`read_body`."""
+    body = await read_body(request, settings)
+    try:
+        return from_json(bytes(body), allow_inf_nan=False)
+    except ValueError as error:
+        message = f"the body is not JSON ({error}); send one JSON object in UTF-8"
+        raise Refused(Failed("invalid", printable(message))) from None
+
+
+async def read_body(request: Request, settings: Settings) -> bytearray:
+    """A request's body.
 
     Raises:
-        Refused: The body is too large, too slow or not JSON.
+        Refused: It is too large or too slow.
         ClientDisconnect: The client left.
     """
     announced = request.headers.get("content-length", "")
@@ -122,15 +129,10 @@ async def read_json(request: Request, settings: Settings) -> Any:
         raise _too_large(settings.body_limit)
     try:
         async with asyncio.timeout(settings.body_timeout):
-            body = await _body(request, settings.body_limit)
+            return await _body(request, settings.body_limit)
     except TimeoutError:
         message = f"the request's body did not arrive within {settings.body_timeout:g} s"
         raise Refused(Failed("timeout", f"{message}; send it faster"), CLOSE) from None
-    try:
-        return from_json(bytes(body), allow_inf_nan=False)
-    except ValueError as error:
-        message = f"the body is not JSON ({error}); send one JSON object in UTF-8"
-        raise Refused(Failed("invalid", printable(message))) from None
 
 
 CLOSE = {"connection": "close"}  # the rest of the body is not read
@@ -157,6 +159,34 @@ async def _drain(parts: Any) -> None:
 def _too_large(limit: int) -> Refused:
     message = f"the request's body has more than {limit:,} bytes; send less"
     return Refused(Failed("too_large", f"{message}, or start with -c body_limit=64MB"), CLOSE)
+
+
+# ---- errors ----------------------------------------------------------------------------------
+
+
+def error_handlers(refuse: Refuse, instead: str) -> dict[Any, Any]:
+    """Starlette's handlers of what an endpoint raises; ``instead`` says which paths there are."""
+
+    async def refused(request: Request, error: Refused) -> Response:
+        return refuse(request.url.path, error)
+
+    async def no_such(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        message = f"there is no {request.method} {path!r:.80}; {instead}"
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "POST")
+            message = f"{path} takes no {request.method}; use {allowed.replace(', ', ' or ')}"
+        failed = Failed("invalid", printable(message))
+        return refuse(path, Refused(failed, error.headers, error.status_code))
+
+    async def left(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=LEFT)
+
+    async def broken(request: Request, error: Exception) -> Response:  # which is logged
+        message = f"the server made a mistake ({type(error).__name__}), which its log tells"
+        return refuse(request.url.path, Refused(Failed("internal", message)))
+
+    return {Refused: refused, HTTPException: no_such, ClientDisconnect: left, Exception: broken}
 
 
 # ---- slow clients ----------------------------------------------------------------------------

@@ -32,7 +32,6 @@ from kvlingo_mlx.serving.messages import (
 )
 from kvlingo_mlx.serving.policy import Way
 from kvlingo_mlx.serving.residents import Resident
-from kvlingo_mlx.serving.talks import Spelling
 
 Tell = Callable[[Event], None]
 Steps = Generator[bool, None, None]  # work; True where the next step must follow at once
@@ -67,50 +66,27 @@ class Seat:
 
 
 @dataclass(eq=False)
-class Job:
-    """A request that is being worked on.
-
-    Attributes:
-        ask: The request.
-        tell: Sends an event to the client.
-        name: The model that answers.
-        arrived: When the engine got the request (``time.perf_counter``).
-        steps: The work; None before it has begun.
-        seat: Its place among the answers of its model.
-        usage: What is known of the prompt and the answer so far.
-        content: The answer's text for the user so far.
-        calls: Its tool calls so far.
-        told: Whether the client has been told of the first token.
-        ended: Whether the client has been told that the answer has ended.
-        complete: Whether the model has ended it too; else the rest of it is not wanted.
-        tokens: The prompt, where it is a plain text.
-        spelling: The same with its text, where that was given.
-        before: What is told before the answer's own text.
-        ways: How each model takes over from each other one, for this request.
-        queued: Seconds that it waited for its turn, a model or another answer.
-        lacking: When it first lacked room for its model or its lines; None while it does not.
-        total: The number of the prompt's tokens, once somebody has waited for them.
-    """
+class ActiveRequest:
+    """A request that is being worked on."""
 
     ask: Ask
-    tell: Tell
-    name: str
+    tell: Tell  # sends an event to the client
+    name: str  # of the model that answers
     arrived: float = field(default_factory=time.perf_counter)
-    steps: Steps | None = None
-    seat: Seat | None = None
-    usage: Usage = field(default_factory=Usage)
-    content: str = ""
+    steps: Steps | None = None  # the work
+    seat: Seat | None = None  # its place among the answers of its model
+    usage: Usage = field(default_factory=Usage)  # what is known so far
+    content: str = ""  # the answer's text for the user so far
     calls: list[dict[str, Any]] = field(default_factory=list)
-    told: bool = False
-    ended: bool = False
-    complete: bool = False
-    tokens: list[int] = field(default_factory=list)
-    spelling: Spelling | None = None
-    before: str = ""
-    ways: Mapping[tuple[str, str], Way] = field(default_factory=dict)
-    queued: float = 0.0
-    lacking: float | None = None
-    total: int = 0
+    told: bool = False  # the client of the first token
+    ended: bool = False  # the answer, for the client
+    complete: bool = False  # the model has ended it too; else the rest of it is not wanted
+    tokens: list[int] = field(default_factory=list)  # the prompt, where it is a plain text
+    before: str = ""  # what is told before the answer's own text
+    ways: Mapping[tuple[str, str], Way] = field(default_factory=dict)  # of this request
+    queued: float = 0.0  # seconds that it waited for its turn, a model or another answer
+    lacking: float | None = None  # when it first lacked room for its model or its lines
+    total: int = 0  # tokens of the prompt, once somebody has waited for them
     _quiet: float = field(default_factory=time.perf_counter)
 
     @property
@@ -165,16 +141,6 @@ class Job:
             self.ended = True
             reason = "tool_calls" if self.calls else response.finish_reason or "stop"
             self.tell(Ended(reason, self.usage, response.stop_text))
-
-    def said(self, answer: Sequence[int], tokenizer: Any) -> Spelling | None:
-        """A plain text with its answer; None where the tokens spell something else.
-
-        The token that ends an answer has no text.
-        """
-        for tokens in (answer, answer[:-1]):
-            if self.spelling is not None and tokenizer.decode(tokens) == self.content:
-                return self.spelling.answered(self.content, tokens)
-        return None
 
     def _logprobs(self, response: GenerationResponse, tokenizer: Any) -> tuple[TokenLogprob, ...]:
         if self.ask.logprobs is None:
@@ -251,7 +217,7 @@ def _forbidden(ask: Ask, model: LanguageModel) -> list[int]:
 
 
 def usage_of(
-    job: Job, exchange: Exchange, resident: Resident, response: GenerationResponse
+    job: ActiveRequest, exchange: Exchange, resident: Resident, response: GenerationResponse
 ) -> Usage:
     """Where a prompt's tokens came from, by its first token's ``response``.
 
@@ -289,7 +255,7 @@ def usage_of(
     )
 
 
-def _again(job: Job, exchange: Exchange, kept: int) -> str | None:
+def _again(job: ActiveRequest, exchange: Exchange, kept: int) -> str | None:
     """The model that had read most of what the answering one reads again now, if any had."""
     line, known = exchange.lines[job.name], exchange.known
     counts = {

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
@@ -93,24 +92,19 @@ class Metrics:
             self._per_token.labels(model).observe(seconds / (usage.completion_tokens - 1))
 
 
-class Watch:
-    """The times of one request.
+class Exchanged:
+    """One request over HTTP, as far as the endpoint knows more of it than its response's status."""
 
-    Attributes:
-        model: The label of the model that answers; ``unknown`` for one that is not offered.
-        usage: What was told last of where the prompt came from.
-    """
-
-    def __init__(self, metrics: Metrics, model: str) -> None:
-        self.model = model
-        self.usage: Usage | None = None
+    def __init__(self, metrics: Metrics) -> None:
+        self.model = "-"  # the label of the model that answers; "-" where none is asked for
+        self.status = 0  # what ended it; 0 for the response's
+        self.usage: Usage | None = None  # what was told last of where the prompt came from
         self._metrics, self._from = metrics, time.perf_counter()
 
     def take(self, event: Event) -> None:
-        """Note an event of the request."""
+        """Note an event of the answer."""
         if isinstance(event, Begun):
-            self.model = event.model
-            self.usage = event.usage
+            self.model, self.usage = event.model, event.usage
             self._metrics.begun(self.model, event.usage, self._lap())
         elif isinstance(event, Ended):
             self.usage = event.usage
@@ -131,66 +125,42 @@ class _Held(Collector):
     def collect(self) -> Iterator[Metric]:
         """The families, each with its samples."""
         engine, status = self._engine, self._engine.status or Status()
-        yield _gauge(
-            "worker_ready",
-            "Whether the models can answer.",
-            [((), self._engine.status is not None)],
-        )
         restarts = CounterMetricFamily("kvlingo_worker_restarts", "Starts after a crash.")
         restarts.add_metric((), engine.restarts)
-        yield restarts
-        healed = CounterMetricFamily(
-            "kvlingo_healed_tokens", "Read in the place of translated ones."
-        )
+        told = "Read in the place of translated ones."
+        healed = CounterMetricFamily("kvlingo_healed_tokens", told)
         healed.add_metric((), status.healed)
-        yield healed
-        yield _gauge("waiting", "Requests without a token yet.", [((), engine.waiting)])
-        yield _gauge("running", "Answers that are being written.", [((), status.running)])
-        yield _gauge("queued", "Requests that wait in the engine.", [((), status.queued)])
+        yield from (restarts, healed)
+        ready = engine.status is not None
+        yield _gauge("worker_ready", "Whether the models can answer.", {"": ready})
+        yield _gauge("waiting", "Requests without a token yet.", {"": engine.waiting})
+        yield _gauge("running", "Answers that are being written.", {"": status.running})
+        yield _gauge("queued", "Requests that wait in the engine.", {"": status.queued})
         weights = sum(model.weights_bytes for model in status.models if model.loaded)
         held = {"weights": weights, "lines": status.lines_bytes}
         held |= {"translators": status.translators_bytes, "budget": status.budget_bytes}
         told = "Bytes of memory; budget is what they may take together."
-        yield _gauge("memory_bytes", told, [((kind,), size) for kind, size in held.items()], "kind")
-        places = zip(("memory", "disk"), status.conversations, strict=True)
-        rows = [((place,), number) for place, number in places]
-        yield _gauge("conversations", "Conversations that are kept.", rows, "place")
-        loaded = [((model.name,), model.loaded) for model in status.models]
+        yield _gauge("memory_bytes", told, held, "kind")
+        places = dict(zip(("memory", "disk"), status.conversations, strict=True))
+        yield _gauge("conversations", "Conversations that are kept.", places, "place")
+        loaded = {model.name: model.loaded for model in status.models}
         yield _gauge("model_loaded", "Whether a model's weights are in memory.", loaded, "model")
 
 
 def _gauge(
-    name: str, told: str, rows: Iterable[tuple[tuple[str, ...], float]], *labels: str
+    name: str, told: str, numbers: Mapping[str, float], label: str | None = None
 ) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"kvlingo_{name}", told, labels=labels)
-    for values, number in rows:
-        family.add_metric(values, float(number))
+    family = GaugeMetricFamily(f"kvlingo_{name}", told, labels=() if label is None else (label,))
+    for value, number in numbers.items():
+        family.add_metric(() if label is None else (value,), float(number))
     return family
 
 
 # ---- counting every request ------------------------------------------------------------------
 
 
-@dataclass
-class Outcome:
-    """How a request ended, as far as the endpoint knows better than the response's status.
-
-    Attributes:
-        model: The model's label, ``-`` where none is asked for.
-        status: 0 for the response's.
-    """
-
-    model: str = "-"
-    status: int = 0
-
-    @classmethod
-    def of(cls, scope: Scope) -> Outcome:
-        """The one of this request."""
-        return scope.setdefault("kvlingo", cls())
-
-
 class Tally:
-    """Counts every request when it has ended."""
+    """Counts every request when it has ended; its endpoint finds it in the scope."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
         self._app, self._metrics, self._paths = app, metrics, paths
@@ -207,14 +177,14 @@ class Tally:
                 sent = message["status"]
             await send(message)
 
-        outcome = Outcome.of(scope)
+        exchanged = scope["kvlingo"] = Exchanged(self._metrics)
         try:
             await self._app(scope, receive, noting)
         finally:
-            status = outcome.status or sent or 500
+            status = exchanged.status or sent or 500
             endpoint = self._endpoint(scope["path"])
-            self._metrics.requests.labels(endpoint, outcome.model, str(status)).inc()
-            told = outcome.status != 0 or endpoint == "/health"
+            self._metrics.requests.labels(endpoint, exchanged.model, str(status)).inc()
+            told = exchanged.status != 0 or endpoint == "/health"
             if status >= 400 and not told:  # without the message, which may quote a prompt
                 log.info("%s %s was refused: %d", scope["method"], endpoint, status)
 

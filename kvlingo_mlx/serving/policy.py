@@ -19,14 +19,9 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Way:
-    """How one model takes over from another.
+    """How one model takes over from another, and why, in words for the log and clients."""
 
-    Attributes:
-        strategy: "translate", "hybrid" (its first layers read the tokens), or "reread".
-        why: The reason, in words for the server's log and its clients.
-    """
-
-    strategy: str
+    strategy: str  # "translate", "hybrid" (its first layers read the tokens), or "reread"
     why: str
 
 

@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import uvicorn
+from pydantic import TypeAdapter, ValidationError
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -33,20 +33,20 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.remote.client import PATH
 from kvlingo_mlx.remote.model import digest_of, facts_of
 from kvlingo_mlx.remote.order import Order
-from kvlingo_mlx.serving.guard import Gate, Refused, read_json
+from kvlingo_mlx.serving.guard import Gate, Refused, error_handlers, read_body
 from kvlingo_mlx.serving.messages import Failed
 from kvlingo_mlx.serving.reader import Reader, Sealed
-from kvlingo_mlx.serving.replies import LEFT
 from kvlingo_mlx.serving.server import bind, configured, url_of
 from kvlingo_mlx.serving.settings import Settings
 from kvlingo_mlx.serving.wire import openai_error
 from kvlingo_mlx.translators.base import Translator
 
 PORT, JOBS = 8090, 4
+ORDER = TypeAdapter(Order)
 LONGEST_WAIT = 30.0
 PIECE = 2**18  # bytes that are handed to the connection at once
 ONE_RANGE = re.compile(r"bytes=(\d{1,15})-")
-WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,4})\b")
+WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,4}(?:\.\d+)?)")
 
 
 def serve(
@@ -71,12 +71,12 @@ def serve(
     if jobs < 1:
         raise ValueError(f"max_jobs is {jobs}; give 1 or more")
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
-        server = Server(model, settings, translators, jobs)
+        server = PrefillServer(model, settings, translators, jobs)
         listening(url_of(listener))
         server.run_at(listener)
 
 
-class Server(uvicorn.Server):
+class PrefillServer(uvicorn.Server):
     """uvicorn's server; those who wait for a chunk hear at once that it stops."""
 
     def __init__(
@@ -116,11 +116,8 @@ class _Prefill:
             Route(f"{PATH}/{{job}}", self.end, methods=["DELETE"]),
             Route(f"{PATH}/{{job}}/{{number:int}}", self.chunk, methods=["GET"]),
         ]
-        handlers: Any = {
-            Refused: self.refuse, HTTPException: self.no_such, Exception: self.broken,
-            ClientDisconnect: self.left,
-        }  # fmt: skip
-        gate = Middleware(Gate, settings=self._settings, refuse=lambda path, r: _refusal(r))
+        gate = Middleware(Gate, settings=self._settings, refuse=_refusal)
+        handlers = error_handlers(_refusal, f"GET {PATH}")
         return Starlette(routes=routes, middleware=[gate], exception_handlers=handlers)
 
     async def facts(self, request: Request) -> Response:
@@ -129,14 +126,18 @@ class _Prefill:
 
     async def begin(self, request: Request) -> Response:
         """A job for an order; the same order has the same one."""
-        body = await read_json(request, self._settings)
+        body = await read_body(request, self._settings)
         try:
-            order = Order.from_json(body)
+            order = ORDER.validate_json(bytes(body), strict=True)
+            order.check()
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            told = f"an order's {'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise Refused(Failed("invalid", printable(told))) from None
         except ValueError as error:
             raise Refused(Failed("invalid", printable(str(error)))) from None
         await asyncio.to_thread(self._reader.begin, order)
-        spans = [[span.start, span.stop] for span in order.spans]
-        return _told({"id": order.id, "spans": spans})
+        return _told({"id": order.id})
 
     async def end(self, request: Request) -> Response:
         """Let go of a job."""
@@ -158,29 +159,8 @@ class _Prefill:
             raise Refused(Failed("internal", text))
         return _sent(future.result(), request)
 
-    # ---- errors ----------------------------------------------------------------------------------
 
-    async def refuse(self, request: Request, refused: Refused) -> Response:
-        """Why a request gets no answer."""
-        return _refusal(refused)
-
-    async def no_such(self, request: Request, error: HTTPException) -> Response:
-        """A path or method that does not exist."""
-        message = f"there is no {request.method} {request.url.path!r:.80}; GET {PATH}"
-        failed = Failed("invalid", printable(message))
-        return _refusal(Refused(failed, error.headers, error.status_code))
-
-    async def left(self, request: Request, error: ClientDisconnect) -> Response:
-        """Nobody reads this."""
-        return Response(status_code=LEFT)
-
-    async def broken(self, request: Request, error: Exception) -> Response:
-        """A fault of ours, which is logged."""
-        message = f"the server made a mistake ({type(error).__name__}), which its log tells"
-        return _refusal(Refused(Failed("internal", message)))
-
-
-def _refusal(refused: Refused) -> Response:
+def _refusal(path: str, refused: Refused) -> Response:
     status, body = openai_error(refused.failed)
     return JSONResponse(body, refused.status or status, refused.headers)
 
@@ -196,21 +176,24 @@ def _digest(sha256: bytes) -> str:
 
 
 def _sent(chunk: Sealed, request: Request) -> Response:
-    """A chunk from its first byte, or from the one that was asked for if it is still the same."""
+    """A chunk from its first byte, or from the one that was asked for if it is still the same.
+
+    Starlette's FileResponse would do this for a file; states of prompts are in memory alone.
+    """
     size, tag = len(chunk.blob), f'"{chunk.digest.hex()}"'
     headers = {"etag": tag, "repr-digest": _digest(chunk.digest), "accept-ranges": "bytes"}
-    begun, status = 0, 200
+    start, status = 0, 200
     asked = ONE_RANGE.fullmatch(request.headers.get("range", ""))
     if asked is not None and request.headers.get("if-range", tag) == tag:
-        begun, status = int(asked[1]), 206
-        if begun >= size:
+        start, status = int(asked[1]), 206
+        if start >= size:
             return Response(status_code=416, headers={"content-range": f"bytes */{size}"})
-        headers["content-range"] = f"bytes {begun}-{size - 1}/{size}"
-    headers["content-length"] = str(size - begun)
+        headers["content-range"] = f"bytes {start}-{size - 1}/{size}"
+    headers["content-length"] = str(size - start)
     view = memoryview(chunk.blob)
 
     async def pieces() -> Any:
-        for start in range(begun, size, PIECE):
-            yield bytes(view[start : start + PIECE])
+        for at in range(start, size, PIECE):
+            yield bytes(view[at : at + PIECE])
 
     return StreamingResponse(pieces(), status, headers, "application/octet-stream")

@@ -17,19 +17,17 @@ from pathlib import Path
 
 from kvlingo_mlx.backend import mx
 
-import numpy as np
-
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
-from kvlingo_mlx.format import tensor_file, translator_folder
+from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.kinds import SIDES
-from kvlingo_mlx.format.tensor_file import DType, Weights
 from kvlingo_mlx.loading.pairing import matches
 from kvlingo_mlx.loading.translators import load_translator, stored_translators
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.remote.chunk import packed
 from kvlingo_mlx.remote.order import KEPT, Order, split
 from kvlingo_mlx.serving.guard import Refused
 from kvlingo_mlx.serving.messages import Failed
@@ -38,47 +36,27 @@ from kvlingo_mlx.translators.base import Translator
 
 AHEAD = 3  # chunks of a job that are kept: the one that is asked for, and those after it
 IDLE_S = 120.0  # after which a job that nobody asks for is let go of
-DTYPES: dict[mx.Dtype, DType] = {
-    mx.float32: "float32",
-    mx.float16: "float16",
-    mx.bfloat16: "bfloat16",
-}
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """A chunk as it is sent.
-
-    Attributes:
-        blob: Its bytes.
-        digest: Their sha256.
-    """
+    """A chunk as it is sent, and its sha256."""
 
     blob: bytes
     digest: bytes
 
 
 @dataclass(eq=False)
-class Job:
-    """A prompt that is being read.
-
-    Attributes:
-        order: What was asked.
-        chunks: Each chunk of it, in the future or there; those that were dropped are None.
-        steps: Reads the next chunk.
-        needs: The bytes that it takes in memory.
-        read: The number of chunks that were read.
-        asked: The latest chunk that was asked for.
-        seen: When it was asked for last.
-    """
+class PrefillJob:
+    """A prompt that is being read."""
 
     order: Order
-    chunks: list[Future[Sealed] | None]
-    steps: Generator[tuple[dict[str, mx.array], DType], None, None]
-    needs: dict[str, int]
-    read: int = 0
-    asked: int = 0
-    seen: float = field(default_factory=time.monotonic)
+    chunks: list[Future[Sealed] | None]  # in the future or there; those that were dropped are None
+    steps: Generator[dict[str, mx.array], None, None]  # reads the next chunk
+    needs: dict[str, int]  # bytes that it takes in memory
+    read: int = 0  # chunks that were read
+    asked: int = 0  # the latest chunk that was asked for
+    seen: float = field(default_factory=time.monotonic)  # when that was
 
     @property
     def waits(self) -> bool:
@@ -98,7 +76,7 @@ class Reader:
         self.model, self._digest, self._most = model, digest, most
         self._translators = {translator.digest: translator for translator in translators}
         self._looked_at: dict[tuple[Path, int], str] = {}
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, PrefillJob] = {}
         self._changed = threading.Condition()
         self._stopping = False
         self._sealing = ThreadPoolExecutor(1, "seal")
@@ -107,7 +85,7 @@ class Reader:
 
     # ---- what a request does ---------------------------------------------------------------------
 
-    def begin(self, order: Order) -> Job:
+    def begin(self, order: Order) -> PrefillJob:
         """The job of an order, which may have begun already.
 
         Raises:
@@ -118,14 +96,14 @@ class Reader:
                 job.seen = time.monotonic()
                 return job
         translator, layers = self._checked(order)
-        dtype = order.dtype or DTYPES.get(self.model.cache_dtype, "float32")
-        spans = order.spans
-        each = order.nbytes(layers, dtype) // len(spans)
+        spans, count = order.spans, len(order.tokens)
+        each = order.nbytes(layers, order.dtype or "float32") // len(spans)
         needs = {
-            memory.caches_of(len(order.tokens)): memory.cache_bytes(self.model, len(order.tokens)),
+            memory.caches_of(count): memory.cache_bytes(self.model, count),
             "chunks": each * min(len(spans), AHEAD),
         }
-        job = Job(order, [Future() for _ in spans], self._steps(order, translator), needs)
+        steps = self._steps(order, translator)
+        job = PrefillJob(order, [Future() for _ in spans], steps, needs)
         with self._changed:
             if order.id in self._jobs:
                 return self._jobs[order.id]
@@ -172,31 +150,26 @@ class Reader:
 
     def _checked(self, order: Order) -> tuple[Translator | None, Sequence[LayerGeometry]]:
         """The translator of an order, and the layers of which it wants states."""
-        if order.model != self._digest:
-            raise _conflict(
-                f"this machine offers {self.model.name} now, not the model that was asked for "
-                "before; connect again"
-            )
         translator, layers = None, self.model.geometry.layers
+        if order.model != self._digest:
+            told = f"this machine offers {self.model.name} now, not the model that was asked for"
+            raise Refused(Failed("invalid", f"{told} before; connect again"), status=409)
         if order.translator is not None:
-            translator = self._translator(order.translator)
-            if translator is None:
-                raise _conflict("this machine does not have the translator", "translator")
+            if (translator := self._translator(order.translator)) is None:
+                told = "this machine does not have the translator"
+                raise Refused(Failed("invalid", told, "translator"), status=409)
             layers = translator.config.target.layers
-            if order.capture != translator.config.capture:
-                raise Refused(Failed("invalid", "the translator reads other states", "capture"))
+        points = self.model.family.points if translator is None else [translator.config.capture]
+        _check(order.capture in points, f"there are no {order.capture} states to send", "capture")
         try:
             self.model.check_tokens(order.tokens)
         except ValueError as error:
             raise Refused(Failed("too_long", str(error), "tokens")) from None
-        if order.capture not in self.model.family.points:
-            raise Refused(Failed("invalid", f"there are no {order.capture} states", "capture"))
         for side, layer in map(split, order.wanted):
-            if layer >= len(layers):
-                raise Refused(Failed("invalid", "there are fewer layers", "wanted"))
-            found = layers[layer].recurrence
-            if side == KEPT and (found is None or len(found.parts) == 1):
-                raise Refused(Failed("invalid", f"layer {layer} keeps no state", "wanted"))
+            _check(layer < len(layers), "there are fewer layers", "wanted")
+            rule = layers[layer].recurrence
+            keeps = side != KEPT or (rule is not None and len(rule.parts) > 1)
+            _check(keeps, f"layer {layer} keeps no state", "wanted")
         return translator, layers
 
     def _translator(self, digest: str) -> Translator | None:
@@ -218,7 +191,7 @@ class Reader:
                 continue  # one unreadable folder must not hide all others
         return None
 
-    def _admit(self, job: Job) -> None:
+    def _admit(self, job: PrefillJob) -> None:
         """Make room for a job, or refuse it."""
         for name, other in list(self._jobs.items()):
             if time.monotonic() - other.seen > IDLE_S:
@@ -257,7 +230,7 @@ class Reader:
             assert job is not None
             self._read(job)
 
-    def _next(self) -> Job | None:
+    def _next(self) -> PrefillJob | None:
         """The job whose turn it is, which then comes last."""
         job = next((job for job in self._jobs.values() if job.waits), None)
         if job is not None:
@@ -269,12 +242,11 @@ class Reader:
             if time.monotonic() - job.seen > IDLE_S:
                 self._drop(name, "the job was idle")
 
-    def _read(self, job: Job) -> None:
-        """Read a job's next chunk; another thread makes a file of it meanwhile."""
+    def _read(self, job: PrefillJob) -> None:
+        """Read a job's next chunk; another thread takes its digest meanwhile."""
         number, order = job.read, job.order
-        span = order.spans[number]
         try:
-            arrays = next(job.steps)
+            blob = packed(next(job.steps), order.told(order.spans[number]))
         except Exception as error:  # told to whoever waits; the server lives on
             with self._changed:
                 self._drop(order.id, f"{type(error).__name__}: {error}")
@@ -285,12 +257,12 @@ class Reader:
             if job.read == len(job.chunks):
                 job.steps.close()
         if chunk is not None:
-            self._sealing.submit(_seal, *arrays, order.told(span), chunk)
+            self._sealing.submit(_seal, blob, chunk)
 
     def _steps(
         self, order: Order, translator: Translator | None
-    ) -> Generator[tuple[dict[str, mx.array], DType], None, None]:
-        """The tensors of each chunk, evaluated, and their dtype; bfloat16 as its bits.
+    ) -> Generator[dict[str, mx.array], None, None]:
+        """The tensors of each chunk, evaluated.
 
         What comes before the first position that is sent is read, too.
         """
@@ -305,17 +277,15 @@ class Reader:
                 with working():
                     part = states.part(span.start, span.stop)
                     part = capture.move(part, self.model, order.capture)
-                    every = (
-                        _own(order, span, part)
-                        if translator is None
-                        else _translated(order, translator, part)
-                    )
-                    some = next(iter(every.values()), None)  # none but the last chunk has states
-                    dtype = "float32" if some is None else DTYPES[some.dtype]
-                    arrays = {name: _bits(every[name]) for name in order.rows(span)}
-                    del part, states, every
+                    if translator is None:
+                        arrays = _own(order, span, part)
+                    else:
+                        every = _translated(order, translator, part)
+                        arrays = {name: every[name] for name in order.rows(span)}
+                        del every
+                    del part, states
                     mx.eval(arrays)
-                yield arrays, dtype
+                yield arrays
 
 
 def _own(order: Order, span: range, states: KVStates) -> dict[str, mx.array]:
@@ -328,7 +298,7 @@ def _own(order: Order, span: range, states: KVStates) -> dict[str, mx.array]:
         for side, layer in [split(name)]
     }
     kinds = {array.dtype for array in arrays.values()}
-    if len(kinds) > 1 or not kinds <= set(DTYPES):
+    if len(kinds) > 1 or not kinds <= {mx.float32, mx.float16, mx.bfloat16}:
         arrays = {name: array.astype(mx.float32) for name, array in arrays.items()}
     return arrays
 
@@ -352,23 +322,11 @@ def _translated(order: Order, translator: Translator, states: KVStates) -> dict[
     }
 
 
-def _seal(
-    arrays: dict[str, mx.array], dtype: DType, told: dict[str, str], chunk: Future[Sealed]
-) -> None:
-    """Make a chunk's file and digest, in a thread that computes nothing by MLX."""
+def _seal(blob: bytes, chunk: Future[Sealed]) -> None:
     with contextlib.suppress(InvalidStateError):  # the job was dropped meanwhile
-        try:
-            views = {name: np.array(array, copy=False) for name, array in arrays.items()}
-            blob = tensor_file.packed(Weights(dtype, views), told)
-            chunk.set_result(Sealed(blob, hashlib.sha256(blob).digest()))
-        except Exception as error:  # told to whoever waits
-            chunk.set_exception(KVLingoError(f"{type(error).__name__}: {error}"))
+        chunk.set_result(Sealed(blob, hashlib.sha256(blob).digest()))
 
 
-def _bits(array: mx.array) -> mx.array:
-    """An array as NumPy can have it."""
-    return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-
-
-def _conflict(message: str, param: str | None = None) -> Refused:
-    return Refused(Failed("invalid", message, param), status=409)
+def _check(good: bool, message: str, param: str) -> None:
+    if not good:
+        raise Refused(Failed("invalid", message, param))

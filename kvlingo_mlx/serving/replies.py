@@ -12,8 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.engine_thread import Answering, ClientGone, EngineThread
-from kvlingo_mlx.serving.messages import Begun, Counted, Ended, Failed, Usage
-from kvlingo_mlx.serving.metrics import Metrics, Outcome, Watch
+from kvlingo_mlx.serving.guard import LEFT
+from kvlingo_mlx.serving.messages import LAST, Begun, Counted, Ended, Failed, Usage
+from kvlingo_mlx.serving.metrics import Exchanged
 from kvlingo_mlx.serving.wire import Incoming
 from kvlingo_mlx.serving.wire.reading import Api
 
@@ -26,42 +27,31 @@ STREAM_HEADERS = {
 }
 STRATEGY, FALLBACK = "x-kvlingo-strategy", "x-kvlingo-fallback"
 RETRY_S = "2"  # what a client is told to wait where nothing better is known
-LEFT = 499  # the status by which metrics count a client that left
 
 
 class Reply:
     """The response to one request: the engine's events in the API's form."""
 
-    def __init__(
-        self,
-        engine: EngineThread,
-        metrics: Metrics,
-        api: Api,
-        incoming: Incoming,
-        keep_alive: float,
-    ) -> None:
-        self._engine, self._metrics, self._keep_alive = engine, metrics, keep_alive
-        self._api, self._incoming = api, incoming
+    def __init__(self, engine: EngineThread, api: Api, incoming: Incoming, every: float) -> None:
+        self._engine, self._api, self._incoming, self._every = engine, api, incoming, every
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Ask, and send what comes; a client that leaves cancels the request."""
         answering = self._engine.ask(self._incoming.ask)
         leaving = asyncio.create_task(tell_when_left(receive, answering))
-        outcome = Outcome.of(scope)
-        watch = Watch(self._metrics, self._incoming.ask.model)
+        exchanged: Exchanged = scope["kvlingo"]
         try:
             way = self._stream if self._incoming.stream else self._whole
-            response, outcome.status = await way(answering, watch, send)
+            response, exchanged.status = await way(answering, exchanged, send)
             if response is not None:
                 await response(scope, receive, send)
         finally:
             leaving.cancel()
             answering.close()
-            outcome.model = watch.model
-            _tell(watch, outcome.status)
+            _tell(exchanged)
 
     async def _whole(
-        self, answering: Answering, watch: Watch, send: Send
+        self, answering: Answering, exchanged: Exchanged, send: Send
     ) -> tuple[Response | None, int]:
         """The answer in one piece; while it is written, nothing can be sent."""
         answer = self._incoming.answer
@@ -69,19 +59,19 @@ class Reply:
             event = await answering.next()
             if event is None or isinstance(event, ClientGone):
                 return None, LEFT
-            watch.take(event)
+            exchanged.take(event)
             if isinstance(event, Failed):
                 return self._failure(event)
             answer.take(event)
             if isinstance(event, Ended | Counted):
-                return JSONResponse(answer.body(), headers=told_headers(watch.usage)), 200
+                return JSONResponse(answer.body(), headers=told_headers(exchanged.usage)), 200
 
     async def _stream(
-        self, answering: Answering, watch: Watch, send: Send
+        self, answering: Answering, exchanged: Exchanged, send: Send
     ) -> tuple[Response | None, int]:
         """The answer as it is written. The headers wait for the first token, or for the first
         keep-alive, so that a request that fails before has a true status."""
-        answer, every = self._incoming.answer, self._keep_alive
+        answer, every = self._incoming.answer, self._every
         held: list[str] = []
         started, due = False, time.monotonic() + every
         while True:
@@ -91,17 +81,17 @@ class Reply:
             if event is None:
                 held.append(answer.keep_alive())
             else:
-                watch.take(event)
+                exchanged.take(event)
                 if isinstance(event, Failed) and not started:
                     return self._failure(event)
                 held += answer.take(event)
             if not started and (event is None or isinstance(event, Begun | Ended)):
-                await send(_head(told_headers(watch.usage)))
+                await send(_head(told_headers(exchanged.usage)))
                 started = True
             if started and held and not answering.more:
                 await send(_part("".join(held)))
                 held, due = [], time.monotonic() + every
-            if isinstance(event, Ended | Counted | Failed):
+            if isinstance(event, LAST):
                 await send(_part("", more=False))
                 return None, self._api.error(event)[0] if isinstance(event, Failed) else 200
 
@@ -146,11 +136,12 @@ def _part(text: str, *, more: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": text.encode(), "more_body": more}
 
 
-def _tell(watch: Watch, status: int) -> None:
+def _tell(exchanged: Exchanged) -> None:
     """Log an answer's numbers; its texts are never logged."""
-    used = watch.usage or Usage()
+    used = exchanged.usage or Usage()
     log.info(
         "%s: %s, %s; %d tokens of prompt (%d cached, %d translated, %d read), %d of answer",
-        watch.model, status, used.strategy if watch.usage else "no token", used.prompt_tokens,
-        used.cached_tokens, used.translated_tokens, used.read_tokens, used.completion_tokens,
+        exchanged.model, exchanged.status, used.strategy if exchanged.usage else "no token",
+        used.prompt_tokens, used.cached_tokens, used.translated_tokens, used.read_tokens,
+        used.completion_tokens,
     )  # fmt: skip

@@ -20,27 +20,16 @@ from kvlingo_mlx.serving.messages import ModelInfo
 
 @dataclass
 class Resident:
-    """A model that is offered.
+    """A model that is offered."""
 
-    Attributes:
-        name: Its name in requests.
-        path: The folder or Hub id that was given for it.
-        model: The model; its weights are in memory only while ``loaded``.
-        weights: The bytes of its weights.
-        loaded: Whether the weights are in memory.
-        running: Answers that need it now.
-        used: When it was last used.
-        read_s: Seconds a token that it takes to read a prompt; None before that was measured.
-    """
-
-    name: str
-    path: str
+    name: str  # in requests
+    path: str  # the folder or Hub id that was given for it
     model: LanguageModel
-    weights: int
-    loaded: bool = False
-    running: int = 0
-    used: float = field(default_factory=now)
-    read_s: float | None = None
+    weights: int  # bytes
+    loaded: bool = False  # whether the weights are in memory
+    running: int = 0  # answers that need it now
+    used: float = field(default_factory=now)  # last
+    read_s: float | None = None  # seconds a token to read a prompt, once measured
 
     def info(self) -> ModelInfo:
         """What clients are told of it."""

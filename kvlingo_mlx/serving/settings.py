@@ -51,100 +51,54 @@ Key = Annotated[str, Strict(), Field(min_length=1, pattern=r"^[!-~]+$")]
 
 @dataclass(frozen=True, kw_only=True)
 class PairRule:
-    """What is told of one model taking over from another one.
-
-    Attributes:
-        strategy: ``reread`` translates nothing; ``translate`` asks no receipt.
-        max_kl: As in :class:`Settings`, for this pair.
-        shortest: The fewest tokens that a conversation must have for anything to be translated.
-        longest: The most tokens that it may have.
-    """
+    """A rule for one model taking over from another one."""
 
     __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
-    strategy: Literal["translate", "reread"] | None = None
-    max_kl: Share | None = None
-    shortest: Annotated[int, Strict(), Field(ge=0)] = 0
+    strategy: Literal["translate", "reread"] | None = None  # translate asks no receipt
+    max_kl: Share | None = None  # as in Settings, for this pair
+    shortest: Annotated[int, Strict(), Field(ge=0)] = 0  # tokens of a conversation to translate
     longest: Whole | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All that a server is told; times are in seconds, sizes in bytes.
+    """The settings of a server; times are in seconds, sizes in bytes. `serve --help` says more."""
 
-    Attributes:
-        models: The models that are offered, a folder or Hub id by the name that clients give.
-        translators: Folders or Hub ids of translators; none: those of the local store.
-        max_kl: The most that a translator's receipt may tell as KL in nats a token; others, and
-            translators without a receipt, are not used. None: all but useless ones are used.
-        pairs: Rules for single pairs, by ``SOURCE:TARGET``.
-        routes: A TOML file of rules by which the model ``auto`` chooses who answers.
-        host: The address to listen at. Others than this machine's own need a key.
-        port: The port to listen at; 0 takes a free one.
-        api_key: What clients must send as ``Authorization: Bearer`` or ``x-api-key``.
-        allow_anyone: Whether another host is listened at without a key.
-        cors: Origins whose web pages may ask, such as ``http://localhost:3000``; ``*`` for all.
-        shard: Under ``mlx.launch``, what each rank holds of a model that all hold together: some
-            heads of every layer (``tensor``), or some layers; None: what mlx-lm can do.
-        sharded: The names of these models; none: the largest.
-        memory_limit: What weights, lines and translators may take together; None: what the
-            machine has.
-        max_tokens: The longest answer where a request gives no ``max_tokens``.
-        verbatim: Whether conversations go on from the tokens as written, even where a chat
-            template changes earlier turns, as Qwen's does, which drops their reasoning.
-        heal: ``idle``: while nothing is asked, models read what they hold translated, in the place
-            of the translation.
-        guard: At a switch, compare both models over so many tokens; 0: do not. It needs models of
-            one tokenizer without windows or states, and receipts that say what is usual.
-        on_doubt: ``warn`` in the log where they are further apart than usual; or ``reread``: the
-            model reads the conversation itself before it answers.
-        prefill_step_size: Tokens that are read at once; answers of others go on in between.
-        max_concurrent: Answers that one model writes at once.
-        queue_limit: Requests that may wait for their first token; more are told 429.
-        body_limit: The largest body of a request.
-        header_timeout: The longest that a request's headers may take to arrive.
-        body_timeout: The longest that a request's body may take to arrive.
-        write_timeout: The longest that a client may take nothing of what waits for it.
-        keep_alive: Silence after which a stream is sent something that keeps it open.
-        worker_timeout: The time without a sign of the models after which the server is restarted.
-        stop_timeout: The time that running answers have to end when the server stops, and that
-            it then has to save.
-        conversations: The folder of conversations on disk; None: one in the user's data folder.
-        keep_conversations: Whether conversations survive the server's end.
-        volatile: Patterns of lines that agents change with every request. A line of a system
-            prompt in which one is found does not count when histories are compared.
-        log_level: The least severe messages that are logged.
-    """
-
-    models: Annotated[dict[Text, Text], Field(min_length=1)]
-    translators: tuple[Text, ...] = ()
+    models: Annotated[dict[Text, Text], Field(min_length=1)]  # a folder or Hub id by its name
+    translators: tuple[Text, ...] = ()  # none: those of the local store
+    # The most that a translator's receipt may tell as KL in nats a token; others, and translators
+    # without a receipt, are not used. None: all but useless ones are used.
     max_kl: Share | None = None
-    pairs: dict[Text, PairRule] = field(default_factory=dict)
-    routes: Text | None = None
-    host: Text = "127.0.0.1"
-    port: Annotated[int, Strict(), Field(ge=0, le=65535)] = 8080
+    pairs: dict[Text, PairRule] = field(default_factory=dict)  # by "SOURCE:TARGET"
+    routes: Text | None = None  # a TOML file of rules by which the model "auto" chooses
+    host: Text = "127.0.0.1"  # others than this machine's own need a key
+    port: Annotated[int, Strict(), Field(ge=0, le=65535)] = 8080  # 0 takes a free one
     api_key: Key | None = field(default=None, repr=False)
-    allow_anyone: Switch = False
-    cors: tuple[Text, ...] = ()
+    allow_anyone: Switch = False  # to listen at another host without a key
+    cors: tuple[Text, ...] = ()  # origins whose web pages may ask; "*" for all
+    # Under mlx.launch, what each rank holds of a model that all hold together; None: what mlx-lm
+    # can do. The names of these models; none: the largest.
     shard: Literal["tensor", "pipeline"] | None = None
     sharded: tuple[Text, ...] = ()
-    memory_limit: Size | None = None
-    max_tokens: Whole = 4096
-    verbatim: Switch = False
-    heal: Literal["idle"] | None = None
-    guard: Annotated[int, Strict(), Field(ge=0)] = 0
+    memory_limit: Size | None = None  # of weights, lines and translators; None: all there is
+    max_tokens: Whole = 4096  # of an answer, where a request gives none
+    verbatim: Switch = False  # go on from the tokens as written, whatever a template changes
+    heal: Literal["idle"] | None = None  # read behind translations while nothing is asked
+    guard: Annotated[int, Strict(), Field(ge=0)] = 0  # tokens that are compared at a switch
     on_doubt: Literal["warn", "reread"] = "warn"
-    prefill_step_size: Whole = 2048
-    max_concurrent: Whole = 16
-    queue_limit: Whole = 64
+    prefill_step_size: Whole = 2048  # answers of others go on in between
+    max_concurrent: Whole = 16  # answers that one model writes at once
+    queue_limit: Whole = 64  # requests that may wait for their first token; more are told 429
     body_limit: Size = 32_000_000
     header_timeout: Seconds = 10.0
     body_timeout: Seconds = 60.0
-    write_timeout: Seconds = 30.0
-    keep_alive: Seconds = 10.0
-    worker_timeout: Seconds = 600.0
-    stop_timeout: Seconds = 20.0
-    conversations: Text | None = None
-    keep_conversations: Switch = True
+    write_timeout: Seconds = 30.0  # that a client may take nothing of what waits for it
+    keep_alive: Seconds = 10.0  # of silence before a stream is sent a sign of life
+    worker_timeout: Seconds = 600.0  # without a sign of the models before a restart
+    stop_timeout: Seconds = 20.0  # for running answers when the server stops, and then to save
+    conversations: Text | None = None  # their folder; None: one in the user's data folder
+    keep_conversations: Switch = True  # whether they survive the server's end
+    # Lines that agents change with every request; they do not count when histories are compared.
     volatile: tuple[Pattern, ...] = (
         r"^x-anthropic-billing-header:",
         r"^\s*-?\s*You are powered by the model",

@@ -22,8 +22,6 @@ from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.spans import common_prefix
-from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.serving.clock import now
 from kvlingo_mlx.serving.messages import Ask, Message
 
@@ -31,30 +29,8 @@ PART = 1000  # characters of a message's parts
 # A request that leaves out no more than so many last messages, and parts of them, goes on with the
 # same talk.
 REDONE, REDONE_PARTS = 2, 3
-TAIL = 8  # tokens before a text's new part that show whether a tokenizer reads it alone
 ids = itertools.count()
 Key = tuple[str, ...]  # of a whole message, and of its beginnings, each one part longer
-
-
-@dataclass(frozen=True)
-class Spelling:
-    """A plain text, the tokens in which it was read and written, and where answers end in both."""
-
-    text: str
-    tokens: list[int]
-    ends: tuple[tuple[int, int], ...]
-
-    def beginning(self, text: str) -> Spelling:
-        """As much of this as ``text`` begins with, up to the end of an answer."""
-        for number, (length, count) in reversed(list(enumerate(self.ends, 1))):
-            if text.startswith(self.text[:length]):
-                return Spelling(self.text[:length], self.tokens[:count], self.ends[:number])
-        return Spelling("", [], ())
-
-    def answered(self, text: str, tokens: Sequence[int]) -> Spelling:
-        """This with an answer to it."""
-        whole, spelt = self.text + text, [*self.tokens, *tokens]
-        return Spelling(whole, spelt, (*self.ends, (len(whole), len(spelt))))
 
 
 class Keys:
@@ -119,39 +95,20 @@ def shared(one: Sequence[Key], other: Sequence[Key]) -> tuple[int, int]:
 
 @dataclass(eq=False)
 class Talk:
-    """A conversation that is kept, in memory or on disk.
+    """A conversation that is kept, in memory or on disk."""
 
-    Attributes:
-        keys: The keys of all messages that it has read, or begun to read, and written.
-        messages: These messages as they were read, volatile lines as they first stood.
-        conversation: The conversation; None while it is on disk alone, or for plain texts.
-        texts: The lines of a plain text, which no chat template has rendered; else None.
-        said: That text up to the end of its last answer; None where tokens were given, or where
-            they spell something else.
-        folder: Where it is saved, as it is now; None if it is not.
-        busy: Whether an answer is being written.
-        expected: The bytes that its lines will take at least, while an answer is being written.
-        ending: Whether that answer is complete, and other lines are following it.
-        pinned: Whether it stays in memory.
-        used: When it was last used, in seconds since the epoch.
-        saved_at: ``used`` of the state that is in ``folder``.
-        unsaved_at: ``used`` of the state that could not be saved.
-        number: Tells it from all others of this process.
-    """
-
-    keys: list[Key]
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    conversation: Conversation | None = None
-    texts: Exchange | None = None
-    said: Spelling | None = None
-    folder: Path | None = None
-    busy: bool = False
-    expected: int = 0
-    ending: bool = False
-    pinned: bool = False
-    used: float = field(default_factory=now)
-    saved_at: float | None = None
-    unsaved_at: float | None = None
+    keys: list[Key]  # of all messages that it has read, or begun to read, and written
+    messages: list[dict[str, Any]] = field(default_factory=list)  # as they were read
+    conversation: Conversation | None = None  # None while on disk alone, or for plain texts
+    texts: Exchange | None = None  # the lines of a plain text
+    folder: Path | None = None  # where it is saved, as it is now
+    busy: bool = False  # an answer is being written
+    expected: int = 0  # bytes that its lines will take at least, meanwhile
+    ending: bool = False  # that answer is complete, and other lines are following it
+    pinned: bool = False  # it stays in memory
+    used: float = field(default_factory=now)  # last, in seconds since the epoch
+    saved_at: float | None = None  # ``used`` of the state that is in ``folder``
+    unsaved_at: float | None = None  # ``used`` of the state that could not be saved
     number: int = field(default_factory=ids.__next__)
 
     @property
@@ -200,25 +157,6 @@ def longest(talks: Iterable[Talk], name: str, tokens: Sequence[int]) -> Talk | N
         if 2 * common >= len(tokens) and (best is None or common > best[0]):
             best = common, talk
     return None if best is None else best[1]
-
-
-def spelt(talks: Iterable[Talk], name: str, model: LanguageModel, text: str) -> Spelling:
-    """A text for the model ``name``: what is known of it as it was read and written.
-
-    So an answer keeps the tokens that its model wrote, and a long text is not read by the tokenizer
-    with every request.
-    """
-    known = [talk.said for talk in talks if talk.texts is not None and name in talk.texts.lines]
-    found = [said.beginning(text) for said in known if said is not None]
-    best = max(found, key=lambda said: len(said.text), default=Spelling("", [], ()))
-    if best.text:
-        tokenizer, rest = model.tokenizer, text[len(best.text) :]
-        made = list(tokenizer.encode(rest, add_special_tokens=False)) if rest else []
-        tail = best.tokens[-TAIL:]
-        # Alone, a tokenizer may read another text than after what stands before it.
-        if tokenizer.decode([*tail, *made]) == tokenizer.decode(tail) + rest:
-            return Spelling(text, [*best.tokens, *made], best.ends)
-    return Spelling(text, encode(model, text), ())
 
 
 def find(talks: Iterable[Talk], keys: Sequence[Key]) -> Found | None:

@@ -161,7 +161,7 @@ def test_what_is_right_and_was_not_asked_for_is_refused(
     """A server that sends other positions or other layers, with the right digest."""
     from kvlingo_mlx.serving import reader
 
-    seal = reader._seal
+    packed = reader.packed
     later = {"start": "8", "stop": "16"}
     for change in (
         lambda arrays, told: (arrays, {**told, **later}),
@@ -173,13 +173,13 @@ def test_what_is_right_and_was_not_asked_for_is_refused(
         lambda arrays, told: (dict(zip(sorted(arrays)[1:], arrays.values(), strict=False)), told),
     ):
 
-        def changed(arrays: Any, dtype: Any, told: Any, chunk: Any, change: Any = change) -> None:
-            seal(*(lambda a, t: (a, dtype, t))(*change(arrays, told)), chunk)
+        def changed(arrays: Any, told: Any, change: Any = change) -> bytes:
+            return packed(*change(arrays, told))
 
-        monkeypatch.setattr(reader, "_seal", changed)
+        monkeypatch.setattr(reader, "packed", changed)
         with pytest.raises(RemoteModelError, match="another size|is not what was asked for"):
             hand(kv.connect(server.address))
-    monkeypatch.setattr(reader, "_seal", seal)
+    monkeypatch.setattr(reader, "packed", packed)
     assert equal(hand(ends[0]), hand(kv.connect(server.address)))
 
 
@@ -254,7 +254,7 @@ def test_a_machine_that_falls_silent(
     network.close()
 
 
-@pytest.mark.parametrize("what", ["capture.move", "tensor_file.packed"])
+@pytest.mark.parametrize("what", ["capture.move", "packed"])
 def test_a_reader_that_fails_is_told(
     server: Offered, hand: Hand, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -264,8 +264,8 @@ def test_a_reader_that_fails_is_told(
     def fails(*_: Any) -> Any:
         raise RuntimeError("out of\nluck")
 
-    module, name = what.split(".")
-    monkeypatch.setattr(getattr(reader, module), name, fails)
+    module, _, name = what.rpartition(".")
+    monkeypatch.setattr(getattr(reader, module) if module else reader, name, fails)
     with pytest.raises(
         RemoteModelError, match="did not read the prompt: RuntimeError: out of.luck"
     ):
@@ -350,7 +350,7 @@ def test_keys(ends: tuple[Any, Any, Any], hand: Hand, monkeypatch: pytest.Monkey
         assert equal(hand(ends[0]), hand(kv.connect(server.address, key="right")))
         monkeypatch.setenv("KVLINGO_API_KEY", "right")
         assert equal(hand(ends[0]), hand(server.address))
-    assert "right" not in repr(kv.connect) and "right" not in repr(client.Client("x", "right"))
+    assert "right" not in repr(kv.connect) and "right" not in repr(client.Client(None, "right"))
 
 
 def test_versions(server: Offered, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,7 +438,6 @@ def test_what_needs_more_than_states_is_refused(
     given: dict[str, Any] = {"translator": translator}
     for options, told in (
         ({"guard": 8}, "which cannot be used with guard; leave one"),
-        ({"strategy": "auto"}, "which cannot be used with strategy auto"),
         (
             {"draft_model": far, "max_tokens": 3},
             "draft_model is .* on 127.*can only be the prefill",

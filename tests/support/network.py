@@ -26,7 +26,7 @@ class Offered:
         settings = Settings(models={"source": "x"}, port=0, **told)
         listener = server.bind(settings.host, settings.port)
         self.port = listener.getsockname()[1]
-        self.server = prefill.Server(model, settings, translators, jobs)
+        self.server = prefill.PrefillServer(model, settings, translators, jobs)
         self._thread = threading.Thread(target=self.server.run_at, args=(listener,))
         self._thread.start()
         self.listener = listener

@@ -15,8 +15,8 @@ import httpx
 
 from faults.clients import Client, Findings, user
 from faults.server import Server
-from kvlingo_mlx.serving.messages import Ask
-from kvlingo_mlx.serving.talks import Key, Keys, shared
+from kvlingo_mlx.serving.messages import GenerationRequest
+from kvlingo_mlx.serving.sessions import Key, Keys, shared
 
 # So little memory that conversations go to disk all the time.
 OPTIONS = ("--memory-limit", "34MB", "--prefill-step-size", "32", "--log-level", "warning",
@@ -73,7 +73,7 @@ class Struck(Client):
 
     def kept(self, saved: list[list[Key]]) -> bool:
         """Whether a saved conversation begins as this client's does, by its keys."""
-        ask = Ask("", tuple(self.history), template={"enable_thinking": False})
+        ask = GenerationRequest("", tuple(self.history), template={"enable_thinking": False})
         keys = Keys().of(ask)
         return any(shared(keys, each)[0] > 1 for each in saved)
 

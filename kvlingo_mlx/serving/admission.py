@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.errors import NotEnoughMemoryError
 from kvlingo_mlx.serving import clock
-from kvlingo_mlx.serving.jobs import ActiveRequest
-from kvlingo_mlx.serving.keeping import Keeper
-from kvlingo_mlx.serving.messages import Ask
-from kvlingo_mlx.serving.residents import Resident, Residents
-from kvlingo_mlx.serving.talks import Found
+from kvlingo_mlx.serving.active_request import ActiveRequest
+from kvlingo_mlx.serving.messages import GenerationRequest
+from kvlingo_mlx.serving.model_pool import ModelPool, PooledModel
+from kvlingo_mlx.serving.session_store import SessionStore
+from kvlingo_mlx.serving.sessions import Found
 
 PATIENCE_S = 5.0  # a request that has lacked room for so long goes before those that do not
 STEP = 256  # tokens by which mlx-lm's caches grow
@@ -22,13 +22,13 @@ class Admission:
     """Lets requests begin.
 
     Args:
-        keeper: Makes room among the idle conversations.
-        residents: The models.
+        store: Makes room among the idle conversations.
+        pool: The models.
         jobs: All requests, in the order in which they came.
     """
 
-    def __init__(self, keeper: Keeper, residents: Residents, jobs: Iterable[ActiveRequest]) -> None:
-        self._keeper, self._residents, self._jobs = keeper, residents, jobs
+    def __init__(self, store: SessionStore, pool: ModelPool, jobs: Iterable[ActiveRequest]) -> None:
+        self._store, self._pool, self._jobs = store, pool, jobs
 
     def admits(self, job: ActiveRequest, found: Found | None) -> bool:
         """Whether a request can begin now: its model is loaded, and its lines have room.
@@ -43,14 +43,14 @@ class Admission:
         Raises:
             NotEnoughMemoryError: There will never be room for its model.
         """
-        now, resident = clock.now(), self._residents[job.name]
+        now, resident = clock.now(), self._pool[job.name]
         before = itertools.takewhile(lambda other: other is not job, self._jobs)
         if any(o.lacking is not None and now - o.lacking > PATIENCE_S for o in before):
             return False
-        idle = not any(r.running for r in self._residents.all.values())
+        idle = not any(r.running for r in self._pool.all.values())
         if not resident.loaded:
-            if self._keeper.room_for_model(job.name):
-                self._residents.read(job.name)
+            if self._store.room_for_model(job.name):
+                self._pool.read(job.name)
             elif idle:
                 raise too_large(resident)
         if resident.loaded and (self._room(job.ask, found) or idle):
@@ -59,23 +59,23 @@ class Admission:
         job.lacking = job.lacking or now
         return False
 
-    def _room(self, ask: Ask, found: Found | None) -> bool:
+    def _room(self, ask: GenerationRequest, found: Found | None) -> bool:
         if found is None or found.apart:
-            return self._keeper.make_room(self.expected(ask))
-        needed = self.expected(ask) - found.talk.nbytes
-        return self._keeper.make_room(max(0, needed), spared=found.talk)
+            return self._store.make_room(self.expected(ask))
+        needed = self.expected(ask) - found.session.nbytes
+        return self._store.make_room(max(0, needed), spared=found.session)
 
-    def expected(self, ask: Ask) -> int:
+    def expected(self, ask: GenerationRequest) -> int:
         """About the bytes that a prompt's lines will take; its tokens are a guess by its length."""
         texts = [str(message.get("content")) for message in ask.messages or ()]
         texts += [ask.prompt] if isinstance(ask.prompt, str) else []
         given = len(ask.prompt) if isinstance(ask.prompt, tuple) else 0
         tokens = given + sum(map(len, texts)) // 3
-        loaded = (each.model for each in self._residents.all.values() if each.loaded)
+        loaded = (each.model for each in self._pool.all.values() if each.loaded)
         return sum(memory.cache_bytes(model, tokens + STEP) for model in loaded)
 
 
-def too_large(resident: Resident) -> NotEnoughMemoryError:
+def too_large(resident: PooledModel) -> NotEnoughMemoryError:
     """The error of a model for which there is no room."""
     return NotEnoughMemoryError(
         f"the weights of {resident.name} ({resident.weights / 1e9:.1f} GB) do not fit into the "

@@ -22,15 +22,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive
 
 from kvlingo_mlx.errors import printable
-from kvlingo_mlx.serving.engine_thread import Answering, ClientGone, EngineThread
+from kvlingo_mlx.serving.engine_thread import ClientGone, EngineThread, EventStream
 from kvlingo_mlx.serving.guard import Gate, Refused, error_handlers, read_json
 from kvlingo_mlx.serving.messages import (
-    Ask,
     Event,
-    Failed,
+    Failure,
+    GenerationRequest,
     ModelInfo,
 )
-from kvlingo_mlx.serving.metrics import Exchanged, Metrics, Tally
+from kvlingo_mlx.serving.metrics import HttpExchange, Metrics, Tally
 from kvlingo_mlx.serving.replies import (
     FALLBACK,
     RETRY_S,
@@ -121,13 +121,13 @@ class _Endpoints:
         try:
             incoming = api.read(body)
         except BadRequest as bad:
-            failed = Failed("invalid", bad.message, bad.param)
+            failed = Failure("invalid", bad.message, bad.param)
             raise Refused(failed, status=bad.status) from None
         ask = self._admitted(incoming.ask, request.scope["kvlingo"])
         incoming = dataclasses.replace(incoming, ask=ask)
         return Reply(self.engine, api, incoming, self.settings.keep_alive)
 
-    def _admitted(self, ask: Ask, exchanged: Exchanged) -> Ask:
+    def _admitted(self, ask: GenerationRequest, exchanged: HttpExchange) -> GenerationRequest:
         """Refuse a request for which there is no model, no engine or no room."""
         names = self._names()
         if ask.model == DEFAULT and DEFAULT not in names:
@@ -138,10 +138,10 @@ class _Endpoints:
             raise Refused(why, retry_headers(why))
         if (waiting := self.engine.waiting) >= self.settings.queue_limit:
             message = f"{waiting} requests wait already, as many as may; try again later"
-            raise Refused(Failed("busy", message), {"retry-after": RETRY_S})
+            raise Refused(Failure("busy", message), {"retry-after": RETRY_S})
         return ask
 
-    async def _last(self, answering: Answering, receive: Receive | None = None) -> Event:
+    async def _last(self, answering: EventStream, receive: Receive | None = None) -> Event:
         """The event that ends a request; cancelled when the client leaves, if that is watched."""
         leaving = (
             None if receive is None else asyncio.create_task(tell_when_left(receive, answering))
@@ -154,7 +154,7 @@ class _Endpoints:
                 leaving.cancel()
         if isinstance(event, ClientGone):
             raise ClientDisconnect
-        if isinstance(event, Failed):
+        if isinstance(event, Failure):
             raise Refused(event, retry_headers(event))
         return event
 
@@ -241,7 +241,7 @@ class _Endpoints:
 def _check_name(name: str, names: Sequence[str]) -> None:
     if name not in names:
         message = f"model {name!r:.80} is not offered; offered are {', '.join(names)}"
-        raise Refused(Failed("not_found", printable(message), "model"))
+        raise Refused(Failure("not_found", printable(message), "model"))
 
 
 def _model(name: str, info: ModelInfo | None) -> dict[str, Any]:

@@ -24,24 +24,32 @@ from typing import Any
 
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.serving import clock
-from kvlingo_mlx.serving.messages import LAST, Ask, Counted, Event, Failed, Status, Waiting
+from kvlingo_mlx.serving.messages import (
+    LAST,
+    Event,
+    Failure,
+    GenerationRequest,
+    Progress,
+    Status,
+    TokenCount,
+)
 from kvlingo_mlx.serving.settings import Settings
 
 log = logging.getLogger("kvlingo_mlx.serving")
 
-ENGINE = "kvlingo_mlx.serving.engine:Engine"  # imported in its thread, and MLX with it
+ENGINE = "kvlingo_mlx.serving.scheduler:Scheduler"  # imported in its thread, and MLX with it
 STATUS_S = 1.0  # how often the status is renewed while there is work
 IDLE_S = 5.0  # and how often idle conversations are looked after
 PAUSE_S = 0.05  # how long idle ranks pause between two rounds
 SWITCH_S = 0.001  # for which the engine's Python may keep HTTP waiting
-STOPPING = Failed("unready", "the server is stopping; send the request again when it is back")
+STOPPING = Failure("unready", "the server is stopping; send the request again when it is back")
 
 
 class ClientGone:
     """Stands in a request's events where its client has left."""
 
 
-class Answering:
+class EventStream:
     """One request's events, in order; closing it before the last one cancels the request."""
 
     def __init__(self, close: Callable[[], None]) -> None:
@@ -53,7 +61,7 @@ class Answering:
     def put(self, event: Event | ClientGone) -> None:
         """Add an event; those after the last one are dropped."""
         if not self.over:
-            self.waiting = self.waiting and isinstance(event, Waiting)
+            self.waiting = self.waiting and isinstance(event, Progress)
             self.over = isinstance(event, LAST)
             self._events.put_nowait(event)
 
@@ -95,7 +103,7 @@ class EngineThread:
         self.fatal = False  # whether another engine would end alike
         self._settings, self._entry = settings, engine
         self._inbox: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._answering: dict[int, Answering] = {}
+        self._answering: dict[int, EventStream] = {}
         self._numbers = itertools.count(1)
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None  # none on a rank that follows
@@ -120,7 +128,7 @@ class EngineThread:
             log.warning("the engine did not stop in time; what it had not saved is lost")
         return not self._thread.is_alive()
 
-    def cut(self, why: Failed = STOPPING) -> None:
+    def cut(self, why: Failure = STOPPING) -> None:
         """End all requests."""
         self._stopping = True
         for number in list(self._answering):
@@ -137,21 +145,21 @@ class EngineThread:
         """Requests that are not over."""
         return len(self._answering)
 
-    def ask(self, ask: Ask) -> Answering:
+    def ask(self, ask: GenerationRequest) -> EventStream:
         """Ask the engine; what it answers is in the events of what is returned."""
         return self._request("ask", ask)
 
-    def load(self, name: str) -> Answering:
-        """Load a model's weights; it ends with :class:`Counted` or :class:`Failed`."""
+    def load(self, name: str) -> EventStream:
+        """Load a model's weights; it ends with :class:`TokenCount` or :class:`Failure`."""
         return self._request("load", name)
 
-    def unload(self, name: str) -> Answering:
+    def unload(self, name: str) -> EventStream:
         """Give a model's memory back, as :meth:`load`."""
         return self._request("unload", name)
 
-    def _request(self, verb: str, value: Any) -> Answering:
+    def _request(self, verb: str, value: Any) -> EventStream:
         number = next(self._numbers)
-        answering = Answering(lambda: self._forget(number))
+        answering = EventStream(lambda: self._forget(number))
         if why := self.unready():
             answering.put(why)
             return answering
@@ -160,13 +168,13 @@ class EngineThread:
         self._inbox.put((verb, number, value))
         return answering
 
-    def unready(self) -> Failed | None:
+    def unready(self) -> Failure | None:
         """Why nothing can be asked now; None if it can."""
         if self._stopping:
             return STOPPING
         if self.status is None:
             crashed = "crashed and is started again" if self.restarts else "is being started"
-            return Failed("unready", f"the server {crashed}, its models open; try again soon")
+            return Failure("unready", f"the server {crashed}, its models open; try again soon")
         return None
 
     def _forget(self, number: int) -> None:
@@ -181,7 +189,7 @@ class EngineThread:
 
     def _lost(self, why: str, fatal: bool) -> None:
         self.fatal = fatal
-        self.cut(Failed("crashed", f"the server crashed ({why}) and is started again"))
+        self.cut(Failure("crashed", f"the server crashed ({why}) and is started again"))
         if not self.ended.done():
             self.ended.set_result(why)
 
@@ -216,7 +224,7 @@ class EngineThread:
 
     def _rounds(self, engine: Any) -> None:
         """Take what clients send, and work in between, until it is said to stop."""
-        engine.residents.between = lambda: self._show(engine)  # a long load is not a hang
+        engine.pool.between = lambda: self._show(engine)  # a long load is not a hang
         self._show(engine, now=True)
         log.info("ready: %s", ", ".join(model.name for model in engine.status().models))
         try:
@@ -263,9 +271,9 @@ class EngineThread:
             try:
                 getattr(engine, verb)(value)
                 self._show(engine, now=True)
-                tell(Counted(0))
+                tell(TokenCount(0))
             except (KVLingoError, ValueError, RuntimeError) as error:
-                tell(Failed("memory", str(error)))
+                tell(Failure("memory", str(error)))
 
     def _show(self, engine: Any, now: bool = False) -> None:
         """Renew the status now and then, and show that the engine does not hang."""

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvlingo_mlx.errors import printable
-from kvlingo_mlx.serving.messages import Failed
+from kvlingo_mlx.serving.messages import Failure
 from kvlingo_mlx.serving.settings import API_KEY, Settings, is_loopback
 
 OPEN = ("/", "/page/chat.js", "/page/chat.css", "/health", "/health/live")  # without a key
@@ -30,7 +30,7 @@ class Refused(Exception):
     """A request that gets no answer: why, further headers, and a status if not the kind's own."""
 
     def __init__(
-        self, failed: Failed, headers: Mapping[str, str] | None = None, status: int | None = None
+        self, failed: Failure, headers: Mapping[str, str] | None = None, status: int | None = None
     ) -> None:
         super().__init__(failed.message)
         self.failed, self.headers, self.status = failed, headers or {}, status
@@ -90,11 +90,11 @@ def check_key(key: str, headers: Headers) -> None:
             f"{found}; send `Authorization: Bearer KEY` or `x-api-key: KEY`, with the key that the "
             f"server got by --api-key or {API_KEY}"
         )
-        raise Refused(Failed("unauthorized", message), {"www-authenticate": "Bearer"})
+        raise Refused(Failure("unauthorized", message), {"www-authenticate": "Bearer"})
 
 
 def _forbidden(message: str) -> Refused:
-    return Refused(Failed("forbidden", printable(message)))
+    return Refused(Failure("forbidden", printable(message)))
 
 
 def _host_name(host: str) -> str:
@@ -114,7 +114,7 @@ async def read_json(request: Request, settings: Settings) -> Any:
         return from_json(bytes(body), allow_inf_nan=False)
     except ValueError as error:
         message = f"the body is not JSON ({error}); send one JSON object in UTF-8"
-        raise Refused(Failed("invalid", printable(message))) from None
+        raise Refused(Failure("invalid", printable(message))) from None
 
 
 async def read_body(request: Request, settings: Settings) -> bytearray:
@@ -132,7 +132,7 @@ async def read_body(request: Request, settings: Settings) -> bytearray:
             return await _body(request, settings.body_limit)
     except TimeoutError:
         message = f"the request's body did not arrive within {settings.body_timeout:g} s"
-        raise Refused(Failed("timeout", f"{message}; send it faster"), CLOSE) from None
+        raise Refused(Failure("timeout", f"{message}; send it faster"), CLOSE) from None
 
 
 CLOSE = {"connection": "close"}  # the rest of the body is not read
@@ -158,7 +158,7 @@ async def _drain(parts: Any) -> None:
 
 def _too_large(limit: int) -> Refused:
     message = f"the request's body has more than {limit:,} bytes; send less"
-    return Refused(Failed("too_large", f"{message}, or start with -c body_limit=64MB"), CLOSE)
+    return Refused(Failure("too_large", f"{message}, or start with -c body_limit=64MB"), CLOSE)
 
 
 # ---- errors ----------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def error_handlers(refuse: Refuse, instead: str) -> dict[Any, Any]:
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "POST")
             message = f"{path} takes no {request.method}; use {allowed.replace(', ', ' or ')}"
-        failed = Failed("invalid", printable(message))
+        failed = Failure("invalid", printable(message))
         return refuse(path, Refused(failed, error.headers, error.status_code))
 
     async def left(request: Request, error: ClientDisconnect) -> Response:
@@ -184,7 +184,7 @@ def error_handlers(refuse: Refuse, instead: str) -> dict[Any, Any]:
 
     async def broken(request: Request, error: Exception) -> Response:  # which is logged
         message = f"the server made a mistake ({type(error).__name__}), which its log tells"
-        return refuse(request.url.path, Refused(Failed("internal", message)))
+        return refuse(request.url.path, Refused(Failure("internal", message)))
 
     return {Refused: refused, HTTPException: no_such, ClientDisconnect: left, Exception: broken}
 

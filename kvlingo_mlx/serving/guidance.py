@@ -13,7 +13,7 @@ from mlx_lm.tool_parsers import json_tools
 
 from kvlingo_mlx.engine.answers import begins_in_reasoning
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.serving.messages import Ask
+from kvlingo_mlx.serving.messages import GenerationRequest
 
 NEEDED = (
     "response_format and a demanded tool call need llguidance, which is not installed where the "
@@ -28,7 +28,7 @@ SPACED = {
 }
 
 
-def guided(ask: Ask, model: LanguageModel) -> list[Any]:
+def guided(ask: GenerationRequest, model: LanguageModel) -> list[Any]:
     """The logits processor that keeps an answer to what a request demands; none if it does not.
 
     Raises:
@@ -52,7 +52,7 @@ def guided(ask: Ask, model: LanguageModel) -> list[Any]:
     return [_Guide(matcher, model)]
 
 
-def _call_grammar(ask: Ask, model: LanguageModel) -> str:
+def _call_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
     """The grammar of one call of the demanded tool, or of any.
 
     Each tool's parameters are a schema of their own, in which references find their definitions.

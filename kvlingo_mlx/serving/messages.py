@@ -1,7 +1,8 @@
 """What HTTP and the engine pass each other: requests, and the events of their answers.
 
-Each API of :mod:`.wire` makes an :class:`Ask` of a client's request, and turns the events that come
-back into its own form. Nothing here knows HTTP or MLX; ranks send each other what is here, pickled.
+Each API of :mod:`.wire` makes a :class:`GenerationRequest` of a client's request, and turns the
+events that come back into its own form. Nothing here knows HTTP or MLX; ranks send each other what
+is here, pickled.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Sampling(BaseModel):
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerationRequest:
     """A request for one answer: to ``messages``, a whole conversation, or to a plain ``prompt``.
 
     The messages are OpenAI's chat messages: ``role`` ("system", "user", "assistant", "tool"), a
@@ -118,8 +119,8 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The first token is there; sent once, before any :class:`Piece`."""
+class FirstToken:
+    """The first token is there; sent once, before any :class:`Delta`."""
 
     model: str  # that answers, which may be another than the one asked for ("auto")
     usage: Usage
@@ -136,7 +137,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Delta:
     """A further part of the answer; every part may be empty."""
 
     content: str = ""
@@ -147,7 +148,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Finished:
     """The answer is complete."""
 
     reason: str  # "stop", "length" or "tool_calls"
@@ -156,7 +157,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class Progress:
     """Nothing to tell yet but how far the prompt has been read; in the queue, 0 of 0."""
 
     done: int = 0
@@ -164,14 +165,14 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Counted:
+class TokenCount:
     """The number of a prompt's tokens, which is all that was asked for."""
 
     tokens: int
 
 
 @dataclass(frozen=True)
-class Failed:
+class Failure:
     """No answer, or no more of it; the last event of a request."""
 
     kind: str  # see ``wire.KINDS``, which have a status each
@@ -179,8 +180,8 @@ class Failed:
     param: str | None = None  # the request's field that is wrong
 
 
-Event = Begun | Piece | Ended | Waiting | Counted | Failed
-LAST = (Ended, Counted, Failed)
+Event = FirstToken | Delta | Finished | Progress | TokenCount | Failure
+LAST = (Finished, TokenCount, Failure)
 
 # ---- what the engine holds ------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlingo_mlx.serving.engine_thread import EngineThread
-from kvlingo_mlx.serving.messages import Begun, Ended, Event, Status, Usage
+from kvlingo_mlx.serving.messages import Event, Finished, FirstToken, Status, Usage
 
 log = logging.getLogger("kvlingo_mlx.serving")
 
@@ -92,7 +92,7 @@ class Metrics:
             self._per_token.labels(model).observe(seconds / (usage.completion_tokens - 1))
 
 
-class Exchanged:
+class HttpExchange:
     """One request over HTTP, as far as the endpoint knows more of it than its response's status."""
 
     def __init__(self, metrics: Metrics) -> None:
@@ -103,10 +103,10 @@ class Exchanged:
 
     def take(self, event: Event) -> None:
         """Note an event of the answer."""
-        if isinstance(event, Begun):
+        if isinstance(event, FirstToken):
             self.model, self.usage = event.model, event.usage
             self._metrics.begun(self.model, event.usage, self._lap())
-        elif isinstance(event, Ended):
+        elif isinstance(event, Finished):
             self.usage = event.usage
             self._metrics.ended(self.model, event.usage, self._lap())
 
@@ -177,7 +177,7 @@ class Tally:
                 sent = message["status"]
             await send(message)
 
-        exchanged = scope["kvlingo"] = Exchanged(self._metrics)
+        exchanged = scope["kvlingo"] = HttpExchange(self._metrics)
         try:
             await self._app(scope, receive, noting)
         finally:

@@ -34,7 +34,7 @@ from kvlingo_mlx.remote.client import PATH
 from kvlingo_mlx.remote.model import digest_of, facts_of
 from kvlingo_mlx.remote.order import Order
 from kvlingo_mlx.serving.guard import Gate, Refused, error_handlers, read_body
-from kvlingo_mlx.serving.messages import Failed
+from kvlingo_mlx.serving.messages import Failure
 from kvlingo_mlx.serving.reader import Reader, Sealed
 from kvlingo_mlx.serving.server import bind, configured, url_of
 from kvlingo_mlx.serving.settings import Settings
@@ -133,9 +133,9 @@ class _Prefill:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             told = f"an order's {'.'.join(map(str, first['loc']))}: {first['msg']}"
-            raise Refused(Failed("invalid", printable(told))) from None
+            raise Refused(Failure("invalid", printable(told))) from None
         except ValueError as error:
-            raise Refused(Failed("invalid", printable(str(error)))) from None
+            raise Refused(Failure("invalid", printable(str(error)))) from None
         await asyncio.to_thread(self._reader.begin, order)
         return _told({"id": order.id})
 
@@ -156,7 +156,7 @@ class _Prefill:
         if (error := future.exception()) is not None:
             self._reader.end(job)
             text = printable(f"{self._facts['name']} did not read the prompt: {error}"[:400])
-            raise Refused(Failed("internal", text))
+            raise Refused(Failure("internal", text))
         return _sent(future.result(), request)
 
 

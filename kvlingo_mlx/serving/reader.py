@@ -30,7 +30,7 @@ from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.remote.chunk import packed
 from kvlingo_mlx.remote.order import KEPT, Order, split
 from kvlingo_mlx.serving.guard import Refused
-from kvlingo_mlx.serving.messages import Failed
+from kvlingo_mlx.serving.messages import Failure
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.base import Translator
 
@@ -121,12 +121,12 @@ class Reader:
         with self._changed:
             job = self._jobs.get(name)
             if job is None or not 0 <= number < len(job.chunks):
-                raise Refused(Failed("not_found", "there is no such job; ask for it again"))
+                raise Refused(Failure("not_found", "there is no such job; ask for it again"))
             job.seen = time.monotonic()
             found = job.chunks[number]
             if found is None:
                 told = "this chunk was asked for before; ask for the rest as a new order"
-                raise Refused(Failed("not_found", told), status=410)
+                raise Refused(Failure("not_found", told), status=410)
             job.asked = max(job.asked, number)
             job.chunks[:number] = [None] * number
             self._changed.notify_all()
@@ -153,18 +153,18 @@ class Reader:
         translator, layers = None, self.model.geometry.layers
         if order.model != self._digest:
             told = f"this machine offers {self.model.name} now, not the model that was asked for"
-            raise Refused(Failed("invalid", f"{told} before; connect again"), status=409)
+            raise Refused(Failure("invalid", f"{told} before; connect again"), status=409)
         if order.translator is not None:
             if (translator := self._translator(order.translator)) is None:
                 told = "this machine does not have the translator"
-                raise Refused(Failed("invalid", told, "translator"), status=409)
+                raise Refused(Failure("invalid", told, "translator"), status=409)
             layers = translator.config.target.layers
         points = self.model.family.points if translator is None else [translator.config.capture]
         _check(order.capture in points, f"there are no {order.capture} states to send", "capture")
         try:
             self.model.check_tokens(order.tokens)
         except ValueError as error:
-            raise Refused(Failed("too_long", str(error), "tokens")) from None
+            raise Refused(Failure("too_long", str(error), "tokens")) from None
         for side, layer in map(split, order.wanted):
             _check(layer < len(layers), "there are fewer layers", "wanted")
             rule = layers[layer].recurrence
@@ -198,7 +198,7 @@ class Reader:
                 self._drop(name, "the job was idle")
         if self._stopping or len(self._jobs) >= self._most:
             raise Refused(
-                Failed("unready", f"{len(self._jobs)} jobs are read already, as many as may; wait")
+                Failure("unready", f"{len(self._jobs)} jobs are read already, as many as may; wait")
             )
         needs, held = dict(job.needs), 0
         for other in self._jobs.values():
@@ -208,14 +208,11 @@ class Reader:
         try:
             memory.check(needs, held)
         except NotEnoughMemoryError as error:
-            raise Refused(Failed("memory", str(error))) from None
+            raise Refused(Failure("memory", str(error))) from None
 
     def _drop(self, name: str, why: str) -> None:
-        job = self._jobs.pop(name, None)
-        for chunk in [] if job is None else job.chunks:
-            if chunk is not None and not chunk.done():
-                with contextlib.suppress(InvalidStateError):  # it was sealed just now
-                    chunk.set_exception(KVLingoError(why))
+        if (job := self._jobs.pop(name, None)) is not None:
+            _fail(job, why)
 
     # ---- the thread that reads -------------------------------------------------------------------
 
@@ -248,8 +245,9 @@ class Reader:
         try:
             blob = packed(next(job.steps), order.told(order.spans[number]))
         except Exception as error:  # told to whoever waits; the server lives on
-            with self._changed:
-                self._drop(order.id, f"{type(error).__name__}: {error}")
+            with self._changed:  # the job stays until it is asked for
+                job.read = len(job.chunks)
+                _fail(job, f"{type(error).__name__}: {error}")
             return
         with self._changed:
             job.read += 1
@@ -322,6 +320,14 @@ def _translated(order: Order, translator: Translator, states: KVStates) -> dict[
     }
 
 
+def _fail(job: PrefillJob, why: str) -> None:
+    """Tell whoever waits for a chunk that it will not come."""
+    for chunk in job.chunks:
+        if chunk is not None and not chunk.done():
+            with contextlib.suppress(InvalidStateError):  # it was sealed just now
+                chunk.set_exception(KVLingoError(why))
+
+
 def _seal(blob: bytes, chunk: Future[Sealed]) -> None:
     with contextlib.suppress(InvalidStateError):  # the job was dropped meanwhile
         chunk.set_result(Sealed(blob, hashlib.sha256(blob).digest()))
@@ -329,4 +335,4 @@ def _seal(blob: bytes, chunk: Future[Sealed]) -> None:
 
 def _check(good: bool, message: str, param: str) -> None:
     if not good:
-        raise Refused(Failed("invalid", message, param))
+        raise Refused(Failure("invalid", message, param))

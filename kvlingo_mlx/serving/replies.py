@@ -11,10 +11,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from kvlingo_mlx.errors import printable
-from kvlingo_mlx.serving.engine_thread import Answering, ClientGone, EngineThread
+from kvlingo_mlx.serving.engine_thread import ClientGone, EngineThread, EventStream
 from kvlingo_mlx.serving.guard import LEFT
-from kvlingo_mlx.serving.messages import LAST, Begun, Counted, Ended, Failed, Usage
-from kvlingo_mlx.serving.metrics import Exchanged
+from kvlingo_mlx.serving.messages import LAST, Failure, Finished, FirstToken, TokenCount, Usage
+from kvlingo_mlx.serving.metrics import HttpExchange
 from kvlingo_mlx.serving.wire import Incoming
 from kvlingo_mlx.serving.wire.reading import Api
 
@@ -39,7 +39,7 @@ class Reply:
         """Ask, and send what comes; a client that leaves cancels the request."""
         answering = self._engine.ask(self._incoming.ask)
         leaving = asyncio.create_task(tell_when_left(receive, answering))
-        exchanged: Exchanged = scope["kvlingo"]
+        exchanged: HttpExchange = scope["kvlingo"]
         try:
             way = self._stream if self._incoming.stream else self._whole
             response, exchanged.status = await way(answering, exchanged, send)
@@ -51,7 +51,7 @@ class Reply:
             _tell(exchanged)
 
     async def _whole(
-        self, answering: Answering, exchanged: Exchanged, send: Send
+        self, answering: EventStream, exchanged: HttpExchange, send: Send
     ) -> tuple[Response | None, int]:
         """The answer in one piece; while it is written, nothing can be sent."""
         answer = self._incoming.answer
@@ -60,14 +60,14 @@ class Reply:
             if event is None or isinstance(event, ClientGone):
                 return None, LEFT
             exchanged.take(event)
-            if isinstance(event, Failed):
+            if isinstance(event, Failure):
                 return self._failure(event)
             answer.take(event)
-            if isinstance(event, Ended | Counted):
+            if isinstance(event, Finished | TokenCount):
                 return JSONResponse(answer.body(), headers=told_headers(exchanged.usage)), 200
 
     async def _stream(
-        self, answering: Answering, exchanged: Exchanged, send: Send
+        self, answering: EventStream, exchanged: HttpExchange, send: Send
     ) -> tuple[Response | None, int]:
         """The answer as it is written. The headers wait for the first token, or for the first
         keep-alive, so that a request that fails before has a true status."""
@@ -82,10 +82,10 @@ class Reply:
                 held.append(answer.keep_alive())
             else:
                 exchanged.take(event)
-                if isinstance(event, Failed) and not started:
+                if isinstance(event, Failure) and not started:
                     return self._failure(event)
                 held += answer.take(event)
-            if not started and (event is None or isinstance(event, Begun | Ended)):
+            if not started and (event is None or isinstance(event, FirstToken | Finished)):
                 await send(_head(told_headers(exchanged.usage)))
                 started = True
             if started and held and not answering.more:
@@ -93,21 +93,21 @@ class Reply:
                 held, due = [], time.monotonic() + every
             if isinstance(event, LAST):
                 await send(_part("", more=False))
-                return None, self._api.error(event)[0] if isinstance(event, Failed) else 200
+                return None, self._api.error(event)[0] if isinstance(event, Failure) else 200
 
-    def _failure(self, failed: Failed) -> tuple[Response, int]:
+    def _failure(self, failed: Failure) -> tuple[Response, int]:
         status, body = self._api.error(failed)
         return JSONResponse(body, status, retry_headers(failed)), status
 
 
-async def tell_when_left(receive: Receive, answering: Answering) -> None:
+async def tell_when_left(receive: Receive, answering: EventStream) -> None:
     """Put it into a request's events when its client leaves; ask before any answer is sent, too."""
     while (await receive())["type"] != "http.disconnect":
         pass
     answering.put(ClientGone())
 
 
-def retry_headers(failed: Failed) -> dict[str, str]:
+def retry_headers(failed: Failure) -> dict[str, str]:
     """What tells a client's library whether to send a request again by itself.
 
     One that was there when the engine failed may be why it did, so a person should decide.
@@ -136,7 +136,7 @@ def _part(text: str, *, more: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": text.encode(), "more_body": more}
 
 
-def _tell(exchanged: Exchanged) -> None:
+def _tell(exchanged: HttpExchange) -> None:
     """Log an answer's numbers; its texts are never logged."""
     used = exchanged.usage or Usage()
     log.info(

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import mx
-
 import numpy as np
 import pytest
 
@@ -361,13 +359,6 @@ def test_versions(server: Offered, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.mlx_lm
 
 
-def test_another_mlx_lm_is_told(ends: tuple[Any, Any, Any], server: Offered, hand: Hand) -> None:
-    found = kv.connect(server.address)
-    vars(found)["mlx_lm"] = "0.0.1"
-    with pytest.warns(kv.KVLingoWarning, match=r"runs mlx-lm 0\.0\.1, and this is"):
-        hand(found)
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -473,25 +464,6 @@ def test_what_needs_more_than_states_is_refused(
             kv.MissingModelError, match="is an address, and a model on another mach"
         ):
             call()
-
-
-def test_two_tokenizers_are_refused(ends: tuple[Any, Any, Any], server: Offered) -> None:
-    source = kv.connect(server.address)
-    vars(source)["tokenizer_fingerprint"] = "another"
-    with pytest.raises(
-        kv.UnsupportedModelError, match="has another tokenizer: both must be on one"
-    ):
-        kv.generate(source, ends[1], "Hello, you! " * 9)
-
-
-def test_what_is_on_the_other_machine_only(server: Offered) -> None:
-    source = kv.connect(server.address)
-    for name in ("model", "tokenizer"):
-        with pytest.raises(RemoteModelError, match=f"and its {name} would be needed here"):
-            getattr(source, name)
-    assert repr(source) == f"<RemoteModel {source.name} on {server.address}>"
-    assert source == source and source != kv.connect(server.address) and {source: 1}
-    assert isinstance(source.cache_dtype, mx.Dtype)
 
 
 @pytest.mark.parametrize(

@@ -46,18 +46,6 @@ def test_a_stream(server: Running) -> None:
     assert response.headers["content-type"].startswith("text/event-stream")
 
 
-def test_a_fallback_is_seen_in_a_header(server: Running) -> None:
-    response = server.ask("fallback no translator för this pair;say x", stream=True)
-    assert response.headers[FALLBACK] == "no translator f?r this pair"
-
-
-def test_pieces_come_as_they_are_written(server: Running) -> None:
-    """The first one is there while the engine still waits."""
-    body = {"model": "small", "prompt": "begin;say one;wait 30", "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/plain", json=body, timeout=20) as response:
-        assert next(response.iter_text()) == "data: one\n\n"
-
-
 @pytest.mark.parametrize(
     ("kind", "status"),
     [("invalid", 400), ("too_long", 400), ("busy", 429), ("memory", 503), ("internal", 500)],
@@ -70,16 +58,6 @@ def test_failures_before_the_first_token_have_their_status(
     assert response.status_code == status
     assert response.json()["plain"]["message"] == f"planted failure: {kind}"
     assert ("retry-after" in response.headers) == (kind in ("busy", "memory"))
-
-
-def test_a_failure_in_a_stream_is_a_frame(server: Running) -> None:
-    response = server.ask("begin;say one;fail memory", stream=True)
-    assert response.status_code == 200
-    assert lines(response) == ["data: one", "data: failed memory"]
-
-
-def test_a_failure_of_a_whole_answer_has_its_status_at_any_time(server: Running) -> None:
-    assert server.ask("begin;say one;fail memory").status_code == 503
 
 
 def test_keep_alives_come_by_timer(server: Running) -> None:
@@ -131,19 +109,6 @@ def test_too_many_that_wait_are_refused(server: Running) -> None:
         client.close()
     server.until(lambda: server.engine.waiting == 0)
     assert server.ask("begin").status_code == 200
-
-
-def test_those_that_write_do_not_count_as_waiting(server: Running) -> None:
-    asked = [
-        httpx.stream("POST", f"{server.url}/plain", timeout=20,
-                     json={"model": "small", "prompt": "begin;say a;wait 600", "stream": True})
-        for _ in range(4)
-    ]  # fmt: skip
-    for response in asked:
-        assert response.__enter__().status_code == 200
-    assert server.ask("begin").status_code == 200
-    for response in asked:
-        response.__exit__(None, None, None)
 
 
 def asks(server: Running) -> list[list[str]]:
@@ -217,13 +182,6 @@ def test_models_are_loaded_and_unloaded(server: Running) -> None:
     server.until(loaded)
     for name in ("auto", "none"):
         assert httpx.post(f"{server.url}/v1/models/{name}/load").status_code == 404
-
-
-def test_tokens_are_counted(server: Running) -> None:
-    url = f"{server.url}/v1/plain/count"
-    assert httpx.post(url, json={"prompt": "four"}).json() == {"input_tokens": 4}
-    assert httpx.post(url, json={"prompt": "four", "model": "none"}).status_code == 404
-    assert "plain" in httpx.post(url, json={}).json()
 
 
 def test_health_and_status(server: Running) -> None:

@@ -6,7 +6,6 @@ litellm is large and needs an openai of its own, so its tests run where somebody
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -69,46 +68,3 @@ def test_llm_shows_an_error(terminal: Any) -> None:
 
 
 # ---- litellm --------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["openai", "anthropic"])
-def lite(zoo_server: Server, request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Asks through litellm, in the API of either."""
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no look at the network
-    litellm = pytest.importorskip("litellm")
-    logging.getLogger("LiteLLM").setLevel("ERROR")
-    base = zoo_server.url + {"openai": "/v1", "anthropic": ""}[request.param]
-
-    def ask(name: str, messages: list[Any], **more: Any) -> Any:
-        return litellm.completion(
-            model=f"{request.param}/{name}", api_base=base, api_key="none", messages=messages,
-            **more,
-        )  # fmt: skip
-
-    return ask
-
-
-def test_litellm_goes_on_with_another_model(lite: Any) -> None:
-    names = ("large", "moe", "large")
-    history: list[Any] = []
-    for turn, (name, answer) in enumerate(zip(names, expected(names), strict=True)):
-        history.append({"role": "user", "content": QUESTIONS[turn]})
-        if turn == 1:
-            chunks = list(lite(name, history, max_tokens=16, stream=True))
-            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-            history.append({"role": "assistant", "content": text})
-        else:
-            told = lite(name, history, max_tokens=16)
-            history.append(told.choices[0].message.model_dump())
-            text = history[-1]["content"]
-        assert text.strip() == answer
-    assert told.usage.prompt_tokens_details.cached_tokens > 40
-
-
-def test_litellm_raises_its_own_errors(lite: Any) -> None:
-    import litellm
-
-    with pytest.raises(litellm.NotFoundError, match="offered are large, moe"):
-        lite("none", [{"role": "user", "content": "Hello"}], max_tokens=16)
-    with pytest.raises(litellm.BadRequestError, match="context"):
-        lite("large", [{"role": "user", "content": "Anna " * 4000}], max_tokens=16)

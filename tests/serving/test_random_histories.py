@@ -17,7 +17,7 @@ anthropic = pytest.importorskip("anthropic")
 import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx.embedded import zoo  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
-from kvlingo_mlx.serving.engine import Engine  # noqa: E402
+from kvlingo_mlx.serving.scheduler import Scheduler  # noqa: E402
 from kvlingo_mlx.serving.settings import Settings  # noqa: E402
 from tests.support import histories  # noqa: E402
 from tests.support.engines import Clients, asked  # noqa: E402
@@ -38,7 +38,7 @@ def test_the_engine_answers_as_a_conversation(
     models: dict[str, LanguageModel], tmp_path: Path, seed: int
 ) -> None:
     folders = {name: str(zoo(folder)) for name, folder in NAMES.items()}
-    clients = Clients(Engine(Settings(models=folders, conversations=str(tmp_path / "kept"))))
+    clients = Clients(Scheduler(Settings(models=folders, conversations=str(tmp_path / "kept"))))
 
     def answers(asks: Asks) -> list[str]:
         return [told.text for told in clients.together([asked(*ask) for ask in asks])]
@@ -48,7 +48,7 @@ def test_the_engine_answers_as_a_conversation(
 
 def test_a_forgotten_message_is_noticed(models: dict[str, LanguageModel], tmp_path: Path) -> None:
     folders = {name: str(zoo(folder)) for name, folder in NAMES.items()}
-    clients = Clients(Engine(Settings(models=folders, conversations=str(tmp_path / "kept"))))
+    clients = Clients(Scheduler(Settings(models=folders, conversations=str(tmp_path / "kept"))))
 
     def answers(asks: Asks) -> list[str]:
         return [told.text for told in clients.together([asked(n, m[-1:]) for n, m in asks])]

@@ -155,18 +155,3 @@ def test_a_plain_text_is_gone_on_with(server: Server, models: dict[str, Path], n
     else:
         _, usage = completed(server, "moe", TEXT)
         assert usage["translated_tokens"] == len(tokens) - 1 and usage["strategy"] == "translate"
-
-
-def test_each_models_own_tokens_are_counted(server: Server, models: dict[str, Path]) -> None:
-    messages = [{"role": "user", "content": "Anna lives in Rome. Where does Anna live?"}]
-    for name, path in models.items():
-        tokenizer = kv.load(path, lazy=True).tokenizer
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, enable_thinking=False
-        )
-        body = {"model": name, "messages": messages, **PLAIN}
-        counted = httpx.post(f"{server.url}/v1/messages/count_tokens", json=body).json()
-        assert (
-            counted["input_tokens"] == len(ids) == ask(server, name, messages)[1]["prompt_tokens"]
-        )
-        assert ids.count(tokenizer.bos_token_id) == (name == "mistral")

@@ -23,7 +23,7 @@ anthropic = pytest.importorskip("anthropic")
 from pydantic import BaseModel, ConfigDict, Field  # noqa: E402
 
 import kvlingo_mlx as kv  # noqa: E402
-from kvlingo_mlx.serving.engine import Engine  # noqa: E402
+from kvlingo_mlx.serving.scheduler import Scheduler  # noqa: E402
 from kvlingo_mlx.serving.settings import Settings  # noqa: E402
 from tests.support import tiny  # noqa: E402
 from tests.support.engines import Clients, asked  # noqa: E402
@@ -184,32 +184,6 @@ def test_a_chat_with_results_goes_on_from_its_line(server: Server) -> None:
     assert lost.prompt_tokens_details.cached_tokens < held - 1
 
 
-def test_messages_and_responses_with_results_go_on_from_their_line(
-    server: Server, claude: Any
-) -> None:
-    question: list[Any] = [{"role": "user", "content": "And in Oslo, please?"}]
-    facts: dict[str, Any] = {"model": "a"}
-    asked: dict[str, Any] = {"tools": CLAUDE, "max_tokens": 150, **facts}
-    first = claude.messages.create(messages=question, tool_choice={"type": "any"}, **asked)
-    held = first.usage.input_tokens + first.usage.cache_read_input_tokens
-    held += first.usage.output_tokens
-    told = {"type": "tool_result", "tool_use_id": first.content[0].id, "content": "rain"}
-    history = [
-        *question,
-        {"role": "assistant", "content": first.content},
-        {"role": "user", "content": [told]},
-    ]
-    again = claude.messages.create(messages=history, **{**asked, "max_tokens": 5})
-    assert held - 1 <= again.usage.cache_read_input_tokens <= held
-    asked = {"tools": FLAT, "max_output_tokens": 150, **facts}
-    answer = server.openai.responses.create(input=question, tool_choice="required", **asked)
-    held = answer.usage.total_tokens
-    item = answer.output[0]
-    told = {"type": "function_call_output", "call_id": item.call_id, "output": "rain"}
-    usage = server.openai.responses.create(input=[*question, item, told], **asked).usage
-    assert held - 1 <= usage.input_tokens_details.cached_tokens <= held
-
-
 # ---- several calls --------------------------------------------------------------------------
 
 
@@ -223,7 +197,7 @@ def test_an_answer_of_two_calls(
     ids = tokenizer.encode(f"{call}\n{call}", add_special_tokens=False)
     script = itertools.chain(ids, itertools.repeat(tokenizer.eos_token_id))
     monkeypatch.setattr(
-        "kvlingo_mlx.serving.engine.sampler_of", lambda _: lambda _: mx.array([next(script)])
+        "kvlingo_mlx.serving.scheduler.sampler_of", lambda _: lambda _: mx.array([next(script)])
     )
     clients = engine_of(root, tmp_path)
     facts: dict[str, Any] = {"tools": tuple(CHAT), "parallel_tool_calls": parallel, "template": {}}
@@ -241,17 +215,7 @@ def test_an_answer_of_two_calls(
 
 def engine_of(root: Path, tmp_path: Path) -> Clients:
     kept = str(tmp_path / "kept")
-    return Clients(Engine(Settings(models={"a": str(root / "a")}, conversations=kept)))
-
-
-def test_one_model_alone_is_served(root: Path, tmp_path: Path) -> None:
-    """Also after a restart; what concerns several models is left out."""
-    first = engine_of(root, tmp_path)
-    held = first.one("a", ASKED, max_tokens=3).usage.prompt_tokens
-    first.engine.close()
-    first.engine.keeper.release()
-    again = engine_of(root, tmp_path).one("a", ASKED, max_tokens=3).usage
-    assert again.cached_tokens == held - 1 and again.strategy == "kept"
+    return Clients(Scheduler(Settings(models={"a": str(root / "a")}, conversations=kept)))
 
 
 def test_long_tools_are_shared_without_a_message(root: Path, tmp_path: Path) -> None:

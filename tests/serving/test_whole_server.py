@@ -70,20 +70,6 @@ def test_a_server_heals_while_nothing_is_asked(tmp_path: Path) -> None:
         )
 
 
-def test_a_branch_takes_nothing_over_twice(zoo_server: Server) -> None:
-    """A request that leaves several messages out goes on with a copy."""
-    messages: list[Any] = []
-    create = zoo_server.openai.chat.completions.create
-    for turn, name in enumerate(("large", "moe", "moe", "moe")):
-        messages.append({"role": "user", "content": f"Paul lives in Oslo. Where? {turn}"})
-        facts: dict[str, Any] = {"model": name, "max_tokens": 8, "extra_body": PLAIN}
-        answer = create(messages=messages, **facts)
-        messages.append(answer.choices[0].message)
-    branch = [*messages[:4], {"role": "user", "content": "And where is Emma's home?"}]
-    told = create(messages=branch, **facts).usage.model_dump()["kvlingo"]
-    assert (told["strategy"], told["translated_tokens"]) == ("kept", 0)
-
-
 def test_streams_and_the_other_api_say_the_same(zoo_server: Server) -> None:
     messages = [{"role": "user", "content": "Maria lives in Vienna. Where does Maria live?"}]
     chunks = list(
@@ -107,27 +93,6 @@ def test_streams_and_the_other_api_say_the_same(zoo_server: Server) -> None:
     assert text == streamed and final.usage.cache_read_input_tokens > 0
     counted = client.messages.count_tokens(model="large", messages=messages, extra_body=PLAIN)
     assert counted.input_tokens == (final.usage.input_tokens + final.usage.cache_read_input_tokens)
-
-
-def test_anthropics_client_switches_models(zoo_server: Server) -> None:
-    """Streamed and not, with what the library answers."""
-    client = claude(zoo_server)
-    talk = kv.Conversation({n: zoo(f) for n, f in ZOO.items()}, enable_thinking=False)
-    messages: list[Any] = []
-    for turn, name in enumerate(("moe", "large", "moe")):
-        question = f"Emma lives in Oslo. Maria lives in Rome. Where does Maria live? {turn}"
-        messages.append({"role": "user", "content": question})
-        asked: dict[str, Any] = {"model": name, "messages": messages, "max_tokens": 16}
-        if turn == 1:
-            with client.messages.stream(**asked, extra_body=PLAIN) as stream:
-                answer = stream.get_final_message()
-        else:
-            answer = client.messages.create(**asked, extra_body=PLAIN)
-        expected = talk.reply(name, question, max_tokens=16)
-        assert answer.content[0].text.strip() == expected.strip()
-        told = answer.usage.model_dump()["kvlingo"]
-        assert told["strategy"] == ("translate" if turn else "read")
-        messages.append({"role": "assistant", "content": answer.content})
 
 
 def test_errors_are_the_clients_own(zoo_server: Server) -> None:

@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvlingo_mlx.serving.engine import Engine
-from kvlingo_mlx.serving.messages import Ask, Begun, Ended, Event, Failed, Piece, Usage
+from kvlingo_mlx.serving.messages import (
+    Delta,
+    Event,
+    Failure,
+    Finished,
+    FirstToken,
+    GenerationRequest,
+    Usage,
+)
+from kvlingo_mlx.serving.scheduler import Scheduler
 
 
 @dataclass
@@ -18,11 +26,11 @@ class Told:
 
     @property
     def text(self) -> str:
-        return "".join(event.content for event in self.events if isinstance(event, Piece))
+        return "".join(event.content for event in self.events if isinstance(event, Delta))
 
     @property
-    def end(self) -> Ended:
-        assert isinstance(self.events[-1], Ended), self.events[-1]
+    def end(self) -> Finished:
+        assert isinstance(self.events[-1], Finished), self.events[-1]
         return self.events[-1]
 
     @property
@@ -30,27 +38,27 @@ class Told:
         return self.end.usage
 
     @property
-    def failed(self) -> Failed:
-        assert isinstance(self.events[-1], Failed), self.events[-1]
+    def failed(self) -> Failure:
+        assert isinstance(self.events[-1], Failure), self.events[-1]
         return self.events[-1]
 
     @property
     def begun(self) -> bool:
-        return any(isinstance(event, Begun) for event in self.events)
+        return any(isinstance(event, FirstToken) for event in self.events)
 
 
 class Clients:
     """Sends requests to an engine, and works until they are answered."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Scheduler) -> None:
         self.engine, self._sent = engine, 0
 
-    def send(self, ask: Ask) -> tuple[int, Told]:
+    def send(self, ask: GenerationRequest) -> tuple[int, Told]:
         told, self._sent = Told(), self._sent + 1
         self.engine.ask(self._sent, ask, told.events.append)
         return self._sent, told
 
-    def together(self, asks: Sequence[Ask]) -> list[Told]:
+    def together(self, asks: Sequence[GenerationRequest]) -> list[Told]:
         """The answers to requests that come at once."""
         sent = [self.send(ask)[1] for ask in asks]
         self.work()
@@ -65,6 +73,6 @@ class Clients:
             self.engine.work()
 
 
-def asked(model: str, messages: Sequence[dict[str, Any]], **facts: Any) -> Ask:
+def asked(model: str, messages: Sequence[dict[str, Any]], **facts: Any) -> GenerationRequest:
     facts = {"max_tokens": 12, "template": {"enable_thinking": False}, **facts}
-    return Ask(model=model, messages=tuple(messages), **facts)
+    return GenerationRequest(model=model, messages=tuple(messages), **facts)

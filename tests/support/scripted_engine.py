@@ -17,17 +17,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvlingo_mlx.serving.messages import (
-    Ask,
-    Begun,
-    Counted,
-    Ended,
+    Delta,
     Event,
-    Failed,
+    Failure,
+    Finished,
+    FirstToken,
+    GenerationRequest,
     ModelInfo,
-    Piece,
+    Progress,
     Status,
+    TokenCount,
     Usage,
-    Waiting,
 )
 from kvlingo_mlx.serving.settings import Settings
 
@@ -46,7 +46,7 @@ class Scripted:
     together = False
 
     def __init__(self, settings: Settings) -> None:
-        self.settings, self.residents = settings, SimpleNamespace()
+        self.settings, self.pool = settings, SimpleNamespace()
         self.loaded = dict.fromkeys(settings.models, True)
         self.scripts: dict[int, Iterator[float]] = {}
         self.due: dict[int, float] = {}
@@ -55,7 +55,9 @@ class Scripted:
             word, _, rest = first.read_text().partition(" ")
             if word == "fatal":
                 raise ValueError(rest)
-            for seconds in self.commands(Ask("", prompt=first.read_text()), lambda event: None):
+            for seconds in self.commands(
+                GenerationRequest("", prompt=first.read_text()), lambda event: None
+            ):
                 time.sleep(seconds)
 
     def note(self, *told: Any) -> None:
@@ -72,10 +74,10 @@ class Scripted:
         routes = bool(self.settings.routes)
         return Status(models, routes, (2, 1), 5_000, 700, 9_000_000, 0, 0, pairs)
 
-    def ask(self, number: int, ask: Ask, tell: Tell) -> None:
+    def ask(self, number: int, ask: GenerationRequest, tell: Tell) -> None:
         if ask.count:
             self.note("count", ask.model)
-            return tell(Counted(len(text_of(ask))))
+            return tell(TokenCount(len(text_of(ask))))
         self.note("ask", ask.model)
         self.scripts[number], self.due[number] = self.commands(ask, tell), 0.0
 
@@ -108,7 +110,7 @@ class Scripted:
                 if seconds is None:
                     del self.scripts[number]
 
-    def commands(self, ask: Ask, tell: Tell) -> Iterator[float]:
+    def commands(self, ask: GenerationRequest, tell: Tell) -> Iterator[float]:
         """Carry out the commands; after each come the seconds until the next."""
         usage = USAGE
         for command in [*text_of(ask).split(";"), "end"]:
@@ -118,17 +120,17 @@ class Scripted:
                 if word == "fallback":
                     usage = replace(USAGE, strategy="reread", fallback=rest)
             events: dict[str, Event] = {
-                "begin": Begun(ask.model, usage),
-                "fallback": Begun(ask.model, usage),
-                "say": Piece(rest),
-                "waiting": Waiting(3, 10),
-                "fail": Failed(rest, f"planted failure: {rest}"),
-                "end": Ended("stop", replace(usage, completion_tokens=5)),
+                "begin": FirstToken(ask.model, usage),
+                "fallback": FirstToken(ask.model, usage),
+                "say": Delta(rest),
+                "waiting": Progress(3, 10),
+                "fail": Failure(rest, f"planted failure: {rest}"),
+                "end": Finished("stop", replace(usage, completion_tokens=5)),
             }
             if word in events:
                 tell(events[word])
             for _ in range(int(rest) if word == "flood" else 0):
-                tell(Piece("x" * 1000))
+                tell(Delta("x" * 1000))
             if word == "raise":
                 raise LookupError("SECRET")
             if word == "hang":
@@ -143,7 +145,7 @@ class Scripted:
             yield float(rest) if word == "wait" else 0.0
 
 
-def text_of(ask: Ask) -> str:
+def text_of(ask: GenerationRequest) -> str:
     """The script: the prompt, or the newest message."""
     if isinstance(ask.prompt, str):
         return ask.prompt

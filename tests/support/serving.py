@@ -16,7 +16,14 @@ import httpx
 
 from kvlingo_mlx.serving import server
 from kvlingo_mlx.serving.engine_thread import EngineThread
-from kvlingo_mlx.serving.messages import Ask, Counted, Ended, Event, Failed, Piece
+from kvlingo_mlx.serving.messages import (
+    Delta,
+    Event,
+    Failure,
+    Finished,
+    GenerationRequest,
+    TokenCount,
+)
 from kvlingo_mlx.serving.settings import Settings
 from kvlingo_mlx.serving.wire import Answer, BadRequest, Incoming, openai_error
 from tests.support.scripted_engine import ENGINE, TOLD
@@ -33,11 +40,11 @@ class PlainAnswer:
     def take(self, event: Event) -> list[str]:
         self.events.append(event)
         match event:
-            case Piece(content):
+            case Delta(content):
                 return [f"data: {content}\n\n"]
-            case Failed(kind):
+            case Failure(kind):
                 return [f"data: failed {kind}\n\n"]
-            case Ended():
+            case Finished():
                 return ["data: [DONE]\n\n"]
         return []
 
@@ -45,9 +52,9 @@ class PlainAnswer:
         return ": still here\n\n"
 
     def body(self) -> dict[str, Any]:
-        if isinstance(self.events[-1], Counted):
+        if isinstance(self.events[-1], TokenCount):
             return {"input_tokens": self.events[-1].tokens}
-        return {"text": "".join(e.content for e in self.events if isinstance(e, Piece))}
+        return {"text": "".join(e.content for e in self.events if isinstance(e, Delta))}
 
 
 class PlainApi:
@@ -58,11 +65,11 @@ class PlainApi:
     def read(self, body: Any) -> Incoming:
         if not isinstance(body, dict) or not isinstance(body.get("prompt"), str):
             raise BadRequest("prompt is no text; give one", "prompt", 422)
-        ask = Ask(str(body.get("model", "small")), prompt=body["prompt"])
+        ask = GenerationRequest(str(body.get("model", "small")), prompt=body["prompt"])
         answer: Answer = PlainAnswer()
         return Incoming(ask, bool(body.get("stream")), answer)
 
-    def error(self, failed: Failed) -> tuple[int, dict[str, Any]]:
+    def error(self, failed: Failure) -> tuple[int, dict[str, Any]]:
         status, body = openai_error(failed)
         return status, {"plain": body["error"]}
 

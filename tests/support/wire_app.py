@@ -11,16 +11,16 @@ from typing import Any, ClassVar
 
 from kvlingo_mlx.serving.app import apis
 from kvlingo_mlx.serving.messages import (
-    Ask,
-    Begun,
-    Counted,
-    Ended,
+    Delta,
     Event,
-    Failed,
-    Piece,
+    Failure,
+    Finished,
+    FirstToken,
+    GenerationRequest,
+    Progress,
+    TokenCount,
     TokenLogprob,
     Usage,
-    Waiting,
 )
 from tests.support.scripted_engine import Scripted, Tell
 from tests.support.serving import Running, running
@@ -56,52 +56,52 @@ LOGPROBS = (
 )
 
 
-def events(*pieces: Piece, reason: str = "stop", stop_text: str | None = None) -> list[Event]:
+def events(*pieces: Delta, reason: str = "stop", stop_text: str | None = None) -> list[Event]:
     """All events of an answer of these pieces."""
-    begun = Begun("large", replace(USAGE, completion_tokens=0, reasoning_tokens=0))
-    return [Waiting(0, 0), Waiting(64, 120), begun, *pieces, Ended(reason, USAGE, stop_text)]
+    begun = FirstToken("large", replace(USAGE, completion_tokens=0, reasoning_tokens=0))
+    return [Progress(0, 0), Progress(64, 120), begun, *pieces, Finished(reason, USAGE, stop_text)]
 
 
 # What is answered, by the model that is asked for; the answering one is always "large".
 PLANTED: dict[str, list[Event]] = {
-    "plain": events(Piece("Grüß "), Piece("Gott,\n\n"), Piece(""), Piece("data: 世界 \u2028🌍.")),
-    "thinks": events(Piece(reasoning="Let me "), Piece(reasoning="see."), Piece("Four")),
+    "plain": events(Delta("Grüß "), Delta("Gott,\n\n"), Delta(""), Delta("data: 世界 \u2028🌍.")),
+    "thinks": events(Delta(reasoning="Let me "), Delta(reasoning="see."), Delta("Four")),
     "calls": events(
-        Piece(reasoning="Ask."),
-        Piece("One moment."),
-        Piece(tool_calls=(CALL,)),
-        Piece(tool_calls=(CALL_2,)),
+        Delta(reasoning="Ask."),
+        Delta("One moment."),
+        Delta(tool_calls=(CALL,)),
+        Delta(tool_calls=(CALL_2,)),
         reason="tool_calls",
     ),
-    "one_call": events(Piece(tool_calls=(CALL,)), reason="tool_calls"),
-    "cut": events(Piece("Once upon a"), reason="length"),
-    "stopped": events(Piece("one, two"), stop_text="three"),
+    "one_call": events(Delta(tool_calls=(CALL,)), reason="tool_calls"),
+    "cut": events(Delta("Once upon a"), reason="length"),
+    "stopped": events(Delta("one, two"), stop_text="three"),
     "empty": events(),
-    "json": events(Piece('{"city": '), Piece('"Malmö"}')),
-    "logprobs": events(Piece("Hej då", logprobs=LOGPROBS, tokens=2)),
+    "json": events(Delta('{"city": '), Delta('"Malmö"}')),
+    "logprobs": events(Delta("Hej då", logprobs=LOGPROBS, tokens=2)),
     "breaks": [
-        *events(Piece("Well"))[:-1],
-        Failed("crashed", "the worker stopped; ask again"),
+        *events(Delta("Well"))[:-1],
+        Failure("crashed", "the worker stopped; ask again"),
     ],
-    "missing": [Failed("not_found", "there is no model missing; there are plain", "model")],
-    "busy": [Failed("busy", "the queue is full; ask again later")],
-    "long": [Failed("too_long", "the prompt has 9 tokens, expected at most 8; shorten it")],
-    "broken": [Failed("internal", "the worker failed")],
+    "missing": [Failure("not_found", "there is no model missing; there are plain", "model")],
+    "busy": [Failure("busy", "the queue is full; ask again later")],
+    "long": [Failure("too_long", "the prompt has 9 tokens, expected at most 8; shorten it")],
+    "broken": [Failure("internal", "the worker failed")],
 }
 
 
 class Planted(Scripted):
     """An engine whose answers are planted."""
 
-    asks: ClassVar[list[Ask]] = []
+    asks: ClassVar[list[GenerationRequest]] = []
 
-    def ask(self, number: int, ask: Ask, tell: Tell) -> None:
+    def ask(self, number: int, ask: GenerationRequest, tell: Tell) -> None:
         self.asks.append(ask)
         if ask.count:
-            return tell(Counted(321))
+            return tell(TokenCount(321))
         super().ask(number, ask, tell)
 
-    def commands(self, ask: Ask, tell: Tell) -> Iterator[float]:
+    def commands(self, ask: GenerationRequest, tell: Tell) -> Iterator[float]:
         for event in PLANTED[ask.model]:
             tell(event)
             yield 0.0

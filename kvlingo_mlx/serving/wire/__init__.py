@@ -1,4 +1,4 @@
-"""The APIs that clients speak: a request is read into an :class:`Ask`, events become its answer.
+"""The APIs that clients speak: a request is read, events become its answer.
 
 Each API has a file with one object ``API``. Nothing here waits or sends.
 """
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from kvlingo_mlx.serving.messages import Ask, Event, Failed, TokenLogprob, Usage
+from kvlingo_mlx.serving.messages import Event, Failure, GenerationRequest, TokenLogprob, Usage
 
 
 class BadRequest(Exception):
@@ -41,7 +41,7 @@ class Answer(Protocol):
 class Incoming:
     """One request, understood."""
 
-    ask: Ask
+    ask: GenerationRequest
     stream: bool
     answer: Answer
 
@@ -59,7 +59,7 @@ class FailureKind(NamedTuple):
 
 
 _INVALID = "invalid_request_error"
-KINDS = {  # of Failed.kind
+KINDS = {  # of Failure.kind
     "invalid": FailureKind(400, _INVALID, None, _INVALID),
     "too_long": FailureKind(400, _INVALID, "context_length_exceeded", _INVALID),
     "unauthorized": FailureKind(401, _INVALID, "invalid_api_key", "authentication_error"),
@@ -75,14 +75,14 @@ KINDS = {  # of Failed.kind
 }
 
 
-def openai_error(failed: Failed) -> tuple[int, dict[str, Any]]:
+def openai_error(failed: Failure) -> tuple[int, dict[str, Any]]:
     """A failure in the form of OpenAI's APIs: status and body."""
     kind = KINDS.get(failed.kind, KINDS["internal"])
     error = {"message": failed.message, "type": kind.openai, "param": failed.param}
     return kind.status, {"error": {**error, "code": kind.code}}
 
 
-def anthropic_error(failed: Failed) -> tuple[int, dict[str, Any]]:
+def anthropic_error(failed: Failure) -> tuple[int, dict[str, Any]]:
     """A failure in the form of Anthropic's API: status and body."""
     kind = KINDS.get(failed.kind, KINDS["internal"])
     error = {"type": kind.anthropic, "message": failed.message}

@@ -10,15 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from kvlingo_mlx.serving.messages import (
-    Ask,
-    Begun,
-    Ended,
+    Delta,
     Event,
-    Failed,
-    Piece,
+    Failure,
+    Finished,
+    FirstToken,
+    GenerationRequest,
+    Progress,
     TokenLogprob,
     Usage,
-    Waiting,
 )
 from kvlingo_mlx.version import __version__
 
@@ -41,51 +41,51 @@ def _sendable(call: Mapping[str, Any]) -> dict[str, Any]:
 class Gathered:
     """An answer so far; an API's own adds what becomes of each event."""
 
-    def __init__(self, ask: Ask, prefix: str) -> None:
+    def __init__(self, ask: GenerationRequest, prefix: str) -> None:
         self.id = new_id(prefix)
         self.created = int(time.time())
         self.model = ask.model
         self.begun = False
-        self.waiting = Waiting()
+        self.waiting = Progress()
         self.content = ""
         self.reasoning = ""
         self.calls: list[dict[str, Any]] = []
         self.logprobs: list[TokenLogprob] = []
         self.wants_logprobs = ask.logprobs is not None
         self.usage = Usage()
-        self.ended: Ended | None = None
+        self.ended: Finished | None = None
         self.over = False
 
     def take(self, event: Event) -> list[str]:
         """The frames of this event; none after the last one."""
         if self.over:
             return []
-        if isinstance(event, Failed):
+        if isinstance(event, Failure):
             self.over = True
             return self.fail(event)
-        if isinstance(event, Waiting):
+        if isinstance(event, Progress):
             self.waiting = event
             return []
-        if not isinstance(event, Begun | Piece | Ended):
+        if not isinstance(event, FirstToken | Delta | Finished):
             return []
         frames = [] if self.begun else self._begin(event)
-        if isinstance(event, Piece):
+        if isinstance(event, Delta):
             calls = tuple(_sendable(call) for call in event.tool_calls)
             event = replace(event, tool_calls=calls)
             self._gather(event)
             frames += self.piece(event)
-        if isinstance(event, Ended):
+        if isinstance(event, Finished):
             self.ended, self.usage, self.over = event, event.usage, True
             frames += self.end(event)
         return frames
 
     def _begin(self, event: Event) -> list[str]:
         self.begun = True
-        if isinstance(event, Begun):
+        if isinstance(event, FirstToken):
             self.model, self.usage = event.model, event.usage
         return self.begin()
 
-    def _gather(self, piece: Piece) -> None:
+    def _gather(self, piece: Delta) -> None:
         self.content += piece.content
         self.reasoning += piece.reasoning
         self.calls += [dict(call) for call in piece.tool_calls]
@@ -100,15 +100,15 @@ class Gathered:
         """The frames before the first piece."""
         raise NotImplementedError
 
-    def piece(self, piece: Piece) -> list[str]:
+    def piece(self, piece: Delta) -> list[str]:
         """The frames of a piece, which has been gathered."""
         raise NotImplementedError
 
-    def end(self, ended: Ended) -> list[str]:
+    def end(self, ended: Finished) -> list[str]:
         """The last frames."""
         raise NotImplementedError
 
-    def fail(self, failed: Failed) -> list[str]:
+    def fail(self, failed: Failure) -> list[str]:
         """The frames that break a stream off."""
         raise NotImplementedError
 

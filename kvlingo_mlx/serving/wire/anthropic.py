@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from kvlingo_mlx.serving.messages import Ask, Counted, Event, Message, Tool
+from kvlingo_mlx.serving.messages import Event, GenerationRequest, Message, TokenCount, Tool
 from kvlingo_mlx.serving.wire import Answer, BadRequest, anthropic_error
 from kvlingo_mlx.serving.wire.anthropic_answer import AnthropicAnswer
 from kvlingo_mlx.serving.wire.content import (
@@ -229,7 +229,7 @@ class _Prompt(Sampled):
         return True
 
     def choice(self, tools: tuple[Tool, ...]) -> str:
-        """``Ask.tool_choice``."""
+        """``GenerationRequest.tool_choice``."""
         choice = self.tool_choice
         if isinstance(choice, _NamedChoice):
             return chosen(None, tools, choice.name)
@@ -242,11 +242,11 @@ class _Prompt(Sampled):
             given = {"enable_thinking": self.thinking.type == "enabled"} | given
         return template(self.output_config.effort if self.output_config else None, given)
 
-    def ask(self) -> Ask:
+    def ask(self) -> GenerationRequest:
         tools = tuple(tool.told() for tool in self.tools or [])
         asked = (self.output_config and self.output_config.format) or self.output_format
         alone = self.tool_choice and self.tool_choice.disable_parallel_tool_use
-        return Ask(
+        return GenerationRequest(
             model=self.model,
             messages=self.told(),
             tools=tools,
@@ -259,7 +259,7 @@ class _Prompt(Sampled):
             **self.for_engine(),
         )
 
-    def answer(self, ask: Ask) -> Answer:
+    def answer(self, ask: GenerationRequest) -> Answer:
         return _Count()
 
 
@@ -268,11 +268,11 @@ class _Request(_Prompt):
     stop_sequences: Stop | None = None
     stream: bool | None = None
 
-    def ask(self) -> Ask:
+    def ask(self) -> GenerationRequest:
         stop = tuple(self.stop_sequences or ())
         return replace(super().ask(), count=False, max_tokens=self.max_tokens, stop=stop)
 
-    def answer(self, ask: Ask) -> Answer:
+    def answer(self, ask: GenerationRequest) -> Answer:
         hidden = bool(self.thinking and self.thinking.display == "omitted")
         return AnthropicAnswer(ask, hidden)
 
@@ -284,7 +284,7 @@ class _Count:
         self.tokens = 0
 
     def take(self, event: Event) -> list[str]:
-        if isinstance(event, Counted):
+        if isinstance(event, TokenCount):
             self.tokens = event.tokens
         return []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvlingo_mlx.serving.messages import Ask, Ended, Failed, Piece, Usage
+from kvlingo_mlx.serving.messages import Delta, Failure, Finished, GenerationRequest, Usage
 from kvlingo_mlx.serving.wire import anthropic_error, arguments, extension, frame
 from kvlingo_mlx.serving.wire.answers import Gathered
 
@@ -20,7 +20,7 @@ class AnthropicAnswer(Gathered):
         hidden: Whether thinking is left out of its blocks.
     """
 
-    def __init__(self, ask: Ask, hidden: bool = False) -> None:
+    def __init__(self, ask: GenerationRequest, hidden: bool = False) -> None:
         super().__init__(ask, "msg_")
         self.hidden = hidden
         self.blocks: list[dict[str, Any]] = []
@@ -30,7 +30,7 @@ class AnthropicAnswer(Gathered):
         message = self._message() | {"stop_reason": None, "stop_sequence": None}
         return [_event("message_start", message=message | {"usage": _usage(self.usage)})]
 
-    def piece(self, piece: Piece) -> list[str]:
+    def piece(self, piece: Delta) -> list[str]:
         frames: list[str] = []
         if piece.reasoning:
             frames += self._grow("thinking", "" if self.hidden else piece.reasoning)
@@ -40,7 +40,7 @@ class AnthropicAnswer(Gathered):
             frames += self._call(dict(call))
         return frames
 
-    def end(self, ended: Ended) -> list[str]:
+    def end(self, ended: Finished) -> list[str]:
         reason, text = self._reason(ended)
         return [
             *self._close(),
@@ -52,7 +52,7 @@ class AnthropicAnswer(Gathered):
             _event("message_stop"),
         ]
 
-    def fail(self, failed: Failed) -> list[str]:
+    def fail(self, failed: Failure) -> list[str]:
         return [frame(anthropic_error(failed)[1], "error")]
 
     def keep_alive(self) -> str:
@@ -61,7 +61,7 @@ class AnthropicAnswer(Gathered):
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""
-        reason, text = self._reason(self.ended or Ended("stop", self.usage))
+        reason, text = self._reason(self.ended or Finished("stop", self.usage))
         message = self._message() | {"content": self.blocks, "stop_reason": reason}
         return message | {"stop_sequence": text, "usage": _usage(self.usage)}
 
@@ -69,7 +69,7 @@ class AnthropicAnswer(Gathered):
         kind = {"type": "message", "role": "assistant"}
         return {"id": self.id, **kind, "model": self.model, "content": []}
 
-    def _reason(self, ended: Ended) -> tuple[str, str | None]:
+    def _reason(self, ended: Finished) -> tuple[str, str | None]:
         if ended.stop_text is not None and ended.reason == "stop":
             return "stop_sequence", ended.stop_text
         reasons = {"length": "max_tokens", "tool_calls": "tool_use"}

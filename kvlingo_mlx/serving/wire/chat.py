@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from kvlingo_mlx.serving.messages import Ask, Ended, Failed, Message, Piece
+from kvlingo_mlx.serving.messages import Delta, Failure, Finished, GenerationRequest, Message
 from kvlingo_mlx.serving.wire import (
     Answer,
     BadRequest,
@@ -232,12 +232,12 @@ class _Chat(OpenAIRequest):
             return asked.json_schema.schema_
         return {} if asked and asked.type == "json_object" else None
 
-    def ask(self) -> Ask:
+    def ask(self) -> GenerationRequest:
         tools = tuple(tool.function.told() for tool in self.tools or [])
         choice = self.tool_choice
         named = choice.function.name if isinstance(choice, _NamedTool) else None
         word = choice.type if isinstance(choice, Word) else None
-        return Ask(
+        return GenerationRequest(
             model=self.model,
             messages=tuple(message.told() for message in self.messages),
             tools=tools,
@@ -252,12 +252,12 @@ class _Chat(OpenAIRequest):
             **self.for_engine(),
         )
 
-    def answer(self, ask: Ask) -> Answer:
+    def answer(self, ask: GenerationRequest) -> Answer:
         return _Answer(ask, "chatcmpl-", self.counted)
 
 
 def tops(wanted: bool | None, top: int | None) -> int | None:
-    """``Ask.logprobs``; as in mlx-lm's server, the likeliest tokens may be asked for alone."""
+    """As mlx-lm's server has it: the likeliest tokens may be asked for alone."""
     if top is not None and top > 0:
         return top
     return 0 if wanted else None
@@ -271,7 +271,7 @@ class OpenAIAnswer(Gathered):
 
     object = chunk_object = ""
 
-    def __init__(self, ask: Ask, prefix: str, counted: bool) -> None:
+    def __init__(self, ask: GenerationRequest, prefix: str, counted: bool) -> None:
         super().__init__(ask, prefix)
         self.counted = counted
 
@@ -300,7 +300,7 @@ class OpenAIAnswer(Gathered):
             frames.append(frame(whole | {"usage": openai_usage(self.usage)}))
         return [*frames, frame("[DONE]")]
 
-    def fail(self, failed: Failed) -> list[str]:
+    def fail(self, failed: Failure) -> list[str]:
         return [frame(openai_error(failed)[1]), frame("[DONE]")]
 
 
@@ -310,7 +310,7 @@ class _Answer(OpenAIAnswer):
     def begin(self) -> list[str]:
         return [self.chunk({"delta": {"role": "assistant", "content": ""}})]
 
-    def piece(self, piece: Piece) -> list[str]:
+    def piece(self, piece: Delta) -> list[str]:
         delta: dict[str, Any] = {}
         if piece.reasoning:
             delta |= _reasoned(piece.reasoning)
@@ -325,7 +325,7 @@ class _Answer(OpenAIAnswer):
             choice["logprobs"] = {"content": openai_logprobs([*piece.logprobs]), "refusal": None}
         return [self.chunk(choice)] if delta or "logprobs" in choice else []
 
-    def end(self, ended: Ended) -> list[str]:
+    def end(self, ended: Finished) -> list[str]:
         return self.last({"delta": {}}, ended.reason)
 
     def body(self) -> dict[str, Any]:

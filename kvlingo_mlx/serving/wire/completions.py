@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from kvlingo_mlx.serving.messages import MOST, Ask, Ended, Piece, TokenLogprob
+from kvlingo_mlx.serving.messages import MOST, Delta, Finished, GenerationRequest, TokenLogprob
 from kvlingo_mlx.serving.wire import Answer, finite, openai_error, openai_usage
 from kvlingo_mlx.serving.wire.chat import MLX_LM, OPENAI, OpenAIAnswer, OpenAIRequest, tops
 from kvlingo_mlx.serving.wire.reading import Api, Rules, only
@@ -51,9 +51,9 @@ class _Completion(OpenAIRequest):
     logprobs: Annotated[Annotated[int, Field(ge=0, le=20)] | None, BeforeValidator(_wanted)] = None
     top_logprobs: Tops | None = None
 
-    def ask(self) -> Ask:
+    def ask(self) -> GenerationRequest:
         top = self.top_logprobs if self.top_logprobs and self.top_logprobs > 0 else self.logprobs
-        return Ask(
+        return GenerationRequest(
             model=self.model,
             prompt=self.prompt,
             max_tokens=self.max_tokens,
@@ -63,21 +63,21 @@ class _Completion(OpenAIRequest):
             **self.for_engine(),
         )
 
-    def answer(self, ask: Ask) -> Answer:
+    def answer(self, ask: GenerationRequest) -> Answer:
         return _Answer(ask, "cmpl-", self.counted)
 
 
 class _Answer(OpenAIAnswer):
     object = chunk_object = "text_completion"
 
-    def __init__(self, ask: Ask, prefix: str, counted: bool) -> None:
+    def __init__(self, ask: GenerationRequest, prefix: str, counted: bool) -> None:
         super().__init__(ask, prefix, counted)
         self.text = ""
 
     def begin(self) -> list[str]:
         return []
 
-    def piece(self, piece: Piece) -> list[str]:
+    def piece(self, piece: Delta) -> list[str]:
         text = piece.reasoning + piece.content
         choice: dict[str, Any] = {"text": text}
         if self.wants_logprobs and piece.logprobs:
@@ -85,7 +85,7 @@ class _Answer(OpenAIAnswer):
         self.text += text
         return [self.chunk(choice)] if text or "logprobs" in choice else []
 
-    def end(self, ended: Ended) -> list[str]:
+    def end(self, ended: Finished) -> list[str]:
         return self.last({"text": ""}, _reason(ended.reason))
 
     def body(self) -> dict[str, Any]:

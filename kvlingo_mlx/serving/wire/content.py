@@ -153,7 +153,7 @@ def as_choice(found: Any) -> Any:
 
 
 def chosen(choice: str | None, tools: tuple[Tool, ...], named: str | None = None) -> str:
-    """``Ask.tool_choice``: a word of CHOICES, or the name of one of these tools.
+    """``GenerationRequest.tool_choice``: a word of CHOICES, or the name of one of these tools.
 
     Raises:
         BadRequest: A call is demanded of a tool that is not there.

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvlingo_mlx.errors import printable
-from kvlingo_mlx.serving.messages import Ask, Failed
+from kvlingo_mlx.serving.messages import Failure, GenerationRequest
 from kvlingo_mlx.serving.wire import Answer, BadRequest, Incoming
 
 DEEPEST = 64  # lists and objects within one another
@@ -87,11 +87,11 @@ class Body(BaseModel):
 class RequestBody(Body):
     """The body of a request."""
 
-    def ask(self) -> Ask:
+    def ask(self) -> GenerationRequest:
         """The request for the engine."""
         raise NotImplementedError
 
-    def answer(self, ask: Ask) -> Answer:
+    def answer(self, ask: GenerationRequest) -> Answer:
         """What is to become its answer."""
         raise NotImplementedError
 
@@ -102,7 +102,7 @@ class Api:
 
     paths: tuple[str, ...]
     request: type[RequestBody]
-    error: Callable[[Failed], tuple[int, dict[str, Any]]]  # status and body
+    error: Callable[[Failure], tuple[int, dict[str, Any]]]  # status and body
 
     def read(self, body: Any) -> Incoming:
         """What a parsed JSON body of any shape asks for.

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from kvlingo_mlx.serving.messages import Ask, Message
+from kvlingo_mlx.serving.messages import GenerationRequest, Message
 from kvlingo_mlx.serving.wire import Answer, openai_error
 from kvlingo_mlx.serving.wire.chat import OPENAI, tops
 from kvlingo_mlx.serving.wire.content import (
@@ -231,14 +231,14 @@ class _Request(Sampled):
             return asked.schema_
         return {} if asked and asked.type == "json_object" else None
 
-    def ask(self) -> Ask:
+    def ask(self) -> GenerationRequest:
         tools = tuple(tool.told() for tool in self.tools or [])
         choice = self.tool_choice
         named = choice.name if isinstance(choice, _NamedTool) else None
         word = choice.type if isinstance(choice, Word) else None
         effort = self.reasoning.effort if self.reasoning else None
         wanted = "message.output_text.logprobs" in (self.include or [])
-        return Ask(
+        return GenerationRequest(
             model=self.model,
             messages=self.told(),
             tools=tools,
@@ -251,7 +251,7 @@ class _Request(Sampled):
             **self.for_engine(),
         )
 
-    def answer(self, ask: Ask) -> Answer:
+    def answer(self, ask: GenerationRequest) -> Answer:
         return ResponsesAnswer(ask, self.echoed())
 
     def _choice_echoed(self) -> Any:

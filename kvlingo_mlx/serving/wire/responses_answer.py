@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvlingo_mlx.serving.messages import Ask, Ended, Failed, Piece, Usage
+from kvlingo_mlx.serving.messages import Delta, Failure, Finished, GenerationRequest, Usage
 from kvlingo_mlx.serving.wire import extension, frame, openai_logprobs
 from kvlingo_mlx.serving.wire.answers import Gathered, new_id
 
@@ -26,7 +26,7 @@ class ResponsesAnswer(Gathered):
         echoed: What the response repeats of its request.
     """
 
-    def __init__(self, ask: Ask, echoed: dict[str, Any]) -> None:
+    def __init__(self, ask: GenerationRequest, echoed: dict[str, Any]) -> None:
         super().__init__(ask, "resp_")
         self.echoed = echoed
         self.items: list[dict[str, Any]] = []
@@ -39,7 +39,7 @@ class ResponsesAnswer(Gathered):
     def begin(self) -> list[str]:
         return [] if self.created_sent else self._create()
 
-    def piece(self, piece: Piece) -> list[str]:
+    def piece(self, piece: Delta) -> list[str]:
         frames: list[str] = []
         if piece.reasoning:
             frames += self._grow("reasoning", piece.reasoning, None)
@@ -49,12 +49,12 @@ class ResponsesAnswer(Gathered):
             frames += self._call(dict(call))
         return frames
 
-    def end(self, ended: Ended) -> list[str]:
+    def end(self, ended: Finished) -> list[str]:
         frames = self._close("incomplete" if ended.reason == "length" else "completed")
         whole = self.body()
         return [*frames, self._event(f"response.{whole['status']}", response=whole)]
 
-    def fail(self, failed: Failed) -> list[str]:
+    def fail(self, failed: Failure) -> list[str]:
         frames = [*([] if self.created_sent else self._create()), *self._close("incomplete")]
         error = {"code": _CODES.get(failed.kind, "server_error"), "message": failed.message}
         response = self._response("failed") | {"error": error}
@@ -111,7 +111,7 @@ class ResponsesAnswer(Gathered):
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
-    def _grow(self, kind: str, text: str, piece: Piece | None) -> list[str]:
+    def _grow(self, kind: str, text: str, piece: Delta | None) -> list[str]:
         """More reasoning or text, in the open item if that is of its kind."""
         frames: list[str] = []
         if not self.open or self.items[-1]["type"] != kind:

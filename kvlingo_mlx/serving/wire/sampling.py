@@ -52,7 +52,7 @@ class Sampled(Sampling, RequestBody):
     kvlingo: Extension = Extension()
 
     def for_engine(self) -> dict[str, Any]:
-        """The arguments of an Ask that every API fills alike."""
+        """The arguments of a request that every API fills alike."""
         chosen = {name: getattr(self, name) for name in Sampling.model_fields}
         own = self.kvlingo
         return {

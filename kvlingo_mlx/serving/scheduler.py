@@ -35,8 +35,7 @@ from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.serving import clock
-from kvlingo_mlx.serving.admission import Admission, too_large
-from kvlingo_mlx.serving.jobs import (
+from kvlingo_mlx.serving.active_request import (
     ActiveRequest,
     Seat,
     Steps,
@@ -45,12 +44,13 @@ from kvlingo_mlx.serving.jobs import (
     tools_of,
     usage_of,
 )
-from kvlingo_mlx.serving.keeping import Keeper, conversing
-from kvlingo_mlx.serving.messages import Ask, Counted, Event, Failed, Status
+from kvlingo_mlx.serving.admission import Admission, too_large
+from kvlingo_mlx.serving.messages import Event, Failure, GenerationRequest, Status, TokenCount
+from kvlingo_mlx.serving.model_pool import ModelPool, PooledModel
 from kvlingo_mlx.serving.policy import Policy
-from kvlingo_mlx.serving.residents import Resident, Residents
+from kvlingo_mlx.serving.session_store import SessionStore, conversing
+from kvlingo_mlx.serving.sessions import Key, Keys, Session, find, longest
 from kvlingo_mlx.serving.settings import AUTO, Settings
-from kvlingo_mlx.serving.talks import Key, Keys, Talk, find, longest
 
 log = logging.getLogger("kvlingo_mlx.serving")
 
@@ -60,7 +60,7 @@ ALONE = (MemoryError, RuntimeError, OSError)  # what may fail on one rank of sev
 REFUSED = (ValueError, KVLingoError, MemoryError, RuntimeError, OSError)
 
 
-class Engine:
+class Scheduler:
     """The server's models, conversations and requests.
 
     Args:
@@ -72,8 +72,8 @@ class Engine:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.residents = Residents(settings.models, settings.sharded, settings.shard)
-        models = self.residents.models
+        self.pool = ModelPool(settings.models, settings.sharded, settings.shard)
+        models = self.pool.models
         self.policy = Policy(models, settings)
         self._blank = Conversation(
             models, verbatim=settings.verbatim, **conversing(len(models), settings)
@@ -85,17 +85,17 @@ class Engine:
         self._route: Route | None = None
         if settings.routes is not None:
             self._route = load_route(settings.routes, list(models))
-        self.keeper = Keeper(settings, self.residents, self._blank, self.policy.nbytes)
+        self.store = SessionStore(settings, self.pool, self._blank, self.policy.nbytes)
         self._keys = Keys(settings.volatile)
         self._batches: dict[int, Batch] = {}
         self._jobs: dict[int, ActiveRequest] = {}
-        self._admission = Admission(self.keeper, self.residents, self._jobs.values())
+        self._admission = Admission(self.store, self.pool, self._jobs.values())
         self._turn = 0
         maybe_set_recommended_wired_limit()  # once, since somebody always answers
 
     # ---- requests ---------------------------------------------------------------------------
 
-    def ask(self, number: int, ask: Ask, tell: Tell) -> None:
+    def ask(self, number: int, ask: GenerationRequest, tell: Tell) -> None:
         """Take on a request."""
         try:
             if ask.prefill and not ask.count:
@@ -105,7 +105,7 @@ class Engine:
                 )
             name = self._chosen(ask)
             if ask.count:
-                tell(Counted(_length(ask, self.residents[name].model)))
+                tell(TokenCount(_length(ask, self.pool[name].model)))
                 return
             job = ActiveRequest(ask, tell, name)
         except REFUSED as error:
@@ -119,13 +119,13 @@ class Engine:
         if (job := self._jobs.pop(number, None)) is not None:
             job.end()
 
-    def _failed(self, error: BaseException) -> Failed:
+    def _failed(self, error: BaseException) -> Failure:
         """An error as it is told to the client, in one line, models by the names it knows."""
         if not isinstance(error, REFUSED):
             told = f"the server failed ({type(error).__name__}); its log says where"
-            return Failed("internal", told)
+            return Failure("internal", told)
         line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        for name, resident in self.residents.all.items():
+        for name, resident in self.pool.all.items():
             known = resident.model.name
             if re.search(r"\W", known):  # a plain word could be any word of the line
                 whole = rf"(?<![\w/.-]){re.escape(known)}(?![\w/-])"
@@ -137,11 +137,11 @@ class Engine:
             (ValueError, "invalid"),
         )
         kind = next((kind for cls, kind in kinds if isinstance(error, cls)), "internal")
-        return Failed("too_long" if "context" in line and kind == "invalid" else kind, line)
+        return Failure("too_long" if "context" in line and kind == "invalid" else kind, line)
 
-    def _chosen(self, ask: Ask) -> str:
+    def _chosen(self, ask: GenerationRequest) -> str:
         """The name of the model that is to answer."""
-        names = list(self.residents.all)
+        names = list(self.pool.all)
         if ask.model == AUTO and self._route is not None:
             chosen = self._route([dict(m) for m in ask.messages or ()], names)
             return sharding.firsts(chosen) if self.together else chosen
@@ -178,7 +178,7 @@ class Engine:
         """Read behind translations, else write to disk; whether there is more to read."""
         if self.heal():
             return True
-        self.keeper.tidy()
+        self.store.tidy()
         return False
 
     def shared_by_first(self, blob: bytes) -> bytes:
@@ -188,22 +188,22 @@ class Engine:
     def heal(self) -> bool:
         """Let a model read a chunk of what it holds translated; False where nothing is left of it.
 
-        The talk that was used last comes first, and in it the model that answered last. Lines that
+        The session used last comes first, and in it the model that answered last. Lines that
         were put away stay away.
         """
         if not self._heals:
             return False
-        for talk in sorted(self.keeper.talks, key=lambda talk: -talk.used):
-            if talk.busy or talk.exchange is None:
+        for session in sorted(self.store.sessions, key=lambda session: -session.used):
+            if session.busy or session.exchange is None:
                 continue
-            lines, active = talk.exchange.lines, talk.exchange.active
+            lines, active = session.exchange.lines, session.exchange.active
             for name in sorted(lines, key=lambda name: name != active):
-                if lines[name].away or not self.residents[name].loaded:
+                if lines[name].away or not self.pool[name].loaded:
                     continue
                 if not (before := lines[name].left(answers=False)):
                     continue
                 try:
-                    self._healed += before - talk.exchange.heal(name, answers=False)
+                    self._healed += before - session.exchange.heal(name, answers=False)
                 except (KVLingoError, MemoryError, RuntimeError) as error:
                     self._heals = False
                     log.error("healing has ended, answers go on without it: %s", error)
@@ -230,60 +230,60 @@ class Engine:
 
     def _answer(self, job: ActiveRequest) -> Steps:
         """The work of one request; each step says whether the next one must follow at once."""
-        resident = self.residents[job.name]
-        keys, talk = self._keys.of(job.ask), None
-        while talk is None:
-            while not self._admission.admits(job, find(self.keeper.talks, keys)):
+        resident = self.pool[job.name]
+        keys, session = self._keys.of(job.ask), None
+        while session is None:
+            while not self._admission.admits(job, find(self.store.sessions, keys)):
                 job.waits(0)
                 yield False
-            if (talk := self._talk(keys, job)) is None:
+            if (session := self._session(keys, job)) is None:
                 yield False
-        talk.expected = self._admission.expected(job.ask)
+        session.expected = self._admission.expected(job.ask)
         resident.running += 1
-        talk.busy, job.queued = True, time.perf_counter() - job.arrived
+        session.busy, job.queued = True, time.perf_counter() - job.arrived
         try:
             if job.ask.messages is None:
-                yield from self._completed(job, talk, resident)
+                yield from self._completed(job, session, resident)
             else:
-                yield from self._written(job, talk, keys, resident)
+                yield from self._written(job, session, keys, resident)
         finally:
-            talk.busy, talk.ending, talk.expected = False, False, 0
-            talk.used = resident.used = clock.now()
+            session.busy, session.ending, session.expected = False, False, 0
+            session.used = resident.used = clock.now()
             resident.running -= 1
-        self.keeper.make_room()
+        self.store.make_room()
 
-    def _talk(self, keys: list[Key], job: ActiveRequest) -> Talk | None:
-        """The talk to go on with, perhaps a new one; None where one is about to be free."""
+    def _session(self, keys: list[Key], job: ActiveRequest) -> Session | None:
+        """The session to go on with, perhaps a new one; None where one is about to be free."""
         if job.ask.messages is None:
             return self._text(job)
-        found = find(self.keeper.talks, keys)
+        found = find(self.store.sessions, keys)
         if found is None:
-            return self.keeper.new(self._blank.branch(), job.ask)
-        if found.talk.ending:
+            return self.store.new(self._blank.branch(), job.ask)
+        if found.session.ending:
             return None
-        talk = found.talk
-        if talk.conversation is None and not self.keeper.back(talk):
-            return self.keeper.new(self._blank.branch(), job.ask)
-        assert talk.conversation is not None
-        messages = talk.taken_over(job.ask, found.common)
+        session = found.session
+        if session.conversation is None and not self.store.back(session):
+            return self.store.new(self._blank.branch(), job.ask)
+        assert session.conversation is not None
+        messages = session.taken_over(job.ask, found.common)
         if found.apart:
-            talk = self.keeper.new(talk.conversation.snapshot(), job.ask)
-        talk.messages = messages
-        talk.pinned |= job.ask.pin
-        return talk
+            session = self.store.new(session.conversation.snapshot(), job.ask)
+        session.messages = messages
+        session.pinned |= job.ask.pin
+        return session
 
-    def _text(self, job: ActiveRequest) -> Talk:
-        """The talk whose lines go on with a plain text, perhaps a new one."""
-        model = self.residents[job.name].model
+    def _text(self, job: ActiveRequest) -> Session:
+        """The session whose lines go on with a plain text, perhaps a new one."""
+        model = self.pool[job.name].model
         prompt = job.ask.prompt
         tokens = encode(model, prompt) if isinstance(prompt, str) else list(prompt or ())
         model.check_tokens(tokens)
         job.tokens = tokens
-        if (found := longest(self.keeper.talks, job.name, tokens)) is not None:
+        if (found := longest(self.store.sessions, job.name, tokens)) is not None:
             return found
         alike = {
             name: each
-            for name, each in self.residents.models.items()
+            for name, each in self.pool.models.items()
             if each.tokenizer_fingerprint == model.tokenizer_fingerprint
         }
         told = self._settings
@@ -295,16 +295,16 @@ class Engine:
         )
         made = Exchange(alike, (), rules)
         made.directions = self.policy.directions
-        talk = Talk([("text",)], texts=made)
-        self.keeper.add(talk)
-        return talk
+        session = Session([("text",)], texts=made)
+        self.store.add(session)
+        return session
 
-    def _completed(self, job: ActiveRequest, talk: Talk, resident: Resident) -> Steps:
+    def _completed(self, job: ActiveRequest, session: Session, resident: PooledModel) -> Steps:
         """Go on with a plain text."""
-        exchange, model = talk.texts, resident.model
+        exchange, model = session.texts, resident.model
         assert exchange is not None
         self._prepare(exchange, job)
-        request = self._request(job, talk)
+        request = self._request(job, session)
         most = request.max_tokens
         choice = choice_of(request.options, request.sampler, request.logits_processors)
         choice = exchange.chosen_together(choice)
@@ -315,7 +315,7 @@ class Engine:
         if job.ask.echo:
             given = job.ask.prompt
             job.before = given if isinstance(given, str) else model.tokenizer.decode(job.tokens)
-        line = talk.line(resident.name)
+        line = session.line(resident.name)
 
         def follow(_: str) -> LineSteps:
             return progress.follow(eager=True)
@@ -332,9 +332,7 @@ class Engine:
             line = exchange.lines[job.name]
             line.trim(next((s.start for s in line.spans if s.passes), len(line)))
         exchange.waits = True
-        exchange.asleep = frozenset(
-            name for name, each in self.residents.all.items() if not each.loaded
-        )
+        exchange.asleep = frozenset(name for name, each in self.pool.all.items() if not each.loaded)
 
     def _tell(
         self, job: ActiveRequest, response: GenerationResponse | None, exchange: Exchange, done: int
@@ -345,9 +343,9 @@ class Engine:
         """
         if response is None:
             if not job.told and job.row is None:
-                job.waits(done, lambda: _length(job.ask, self.residents[job.name].model))
+                job.waits(done, lambda: _length(job.ask, self.pool[job.name].model))
             return False
-        resident = self.residents[job.name]
+        resident = self.pool[job.name]
         if not job.told:
             job.usage = usage_of(job, exchange, resident, response)
             self._learn(resident, exchange)
@@ -355,33 +353,33 @@ class Engine:
         return job.ended or job.ready
 
     def _written(
-        self, job: ActiveRequest, talk: Talk, keys: list[Key], resident: Resident
+        self, job: ActiveRequest, session: Session, keys: list[Key], resident: PooledModel
     ) -> Steps:
         """Let the conversation answer, and keep what it says."""
-        conversation = talk.conversation
+        conversation = session.conversation
         assert conversation is not None
         exchange = conversation.exchange
-        talk.keys = keys
+        session.keys = keys
         self._prepare(exchange, job)
-        line = talk.line(resident.name)
-        steps = conversation.reply_in_steps(resident.name, self._request(job, talk))
+        line = session.line(resident.name)
+        steps = conversation.reply_in_steps(resident.name, self._request(job, session))
         for response in steps:
             at_once = self._tell(job, response, exchange, len(line))
             if job.ended:
-                talk.ending = True
+                session.ending = True
                 said = {"role": "assistant", "content": job.content, "tool_calls": job.calls}
-                talk.keys = [*keys, self._keys.message(said)]
+                session.keys = [*keys, self._keys.message(said)]
             yield at_once
             if job.ended and not job.complete:
                 steps.close()  # the answer as it is joins the conversation
-        talk.messages = [dict(message) for message in conversation.messages]
+        session.messages = [dict(message) for message in conversation.messages]
 
-    def _request(self, job: ActiveRequest, talk: Talk) -> Request:
+    def _request(self, job: ActiveRequest, session: Session) -> Request:
         """What the conversation is asked."""
-        ask, model = job.ask, self.residents[job.name].model
+        ask, model = job.ask, self.pool[job.name].model
         batch = self._batches.get(id(model))
         if batch is None:
-            records = len(self.residents.all) > 1
+            records = len(self.pool.all) > 1
             most = self._settings.max_concurrent
             inputs = self._blank.exchange.line(job.name).inputs
             batch = Batch(model, records=records, inputs=inputs, size=most, together=self.together)
@@ -390,7 +388,7 @@ class Engine:
         options: dict[str, Any] = {"stop": ask.stop or None, "seed": ask.sampling.seed}
         options |= {"tools": tools_of(ask) or None}
         return Request(
-            messages=talk.messages,
+            messages=session.messages,
             max_tokens=ask.max_tokens or self._settings.max_tokens,
             sampler=sampler_of(ask.sampling),
             logits_processors=processors_of(ask, model) or None,
@@ -399,7 +397,7 @@ class Engine:
             batch=job.seat,
         )
 
-    def _learn(self, resident: Resident, exchange: Exchange) -> None:
+    def _learn(self, resident: PooledModel, exchange: Exchange) -> None:
         """Note how fast a model reads its prompts."""
         if (switch := exchange.last) is not None:
             resident.took(switch.read, switch.read_s)
@@ -412,9 +410,9 @@ class Engine:
         Raises:
             NotEnoughMemoryError: There is no room for them beside what is running.
         """
-        if not self.keeper.room_for_model(name):
-            raise too_large(self.residents[name])
-        self.residents.read(name)
+        if not self.store.room_for_model(name):
+            raise too_large(self.pool[name])
+        self.pool.read(name)
 
     def unload(self, name: str) -> None:
         """Let go of a model's weights.
@@ -422,15 +420,15 @@ class Engine:
         Raises:
             ValueError: An answer needs them.
         """
-        if not self.residents.unload(name) and self.residents[name].loaded:
+        if not self.pool.unload(name) and self.pool[name].loaded:
             raise ValueError(f"{name} is answering a request; try again when it is done")
 
     def status(self) -> Status:
         """What the engine holds and does."""
         begun = sum(job.row is not None for job in self._jobs.values())
         return replace(
-            self.keeper.status(),
-            models=tuple(self.residents.infos()),
+            self.store.status(),
+            models=tuple(self.pool.infos()),
             routes=self._route is not None,
             translators_bytes=self.policy.nbytes,
             running=begun,
@@ -443,16 +441,16 @@ class Engine:
         """End all answers and keep the conversations on disk, if they are to be kept."""
         for number in list(self._jobs):
             self.cancel(number)
-        self.keeper.close()
+        self.store.close()
 
 
-def _length(ask: Ask, model: LanguageModel) -> int:
+def _length(ask: GenerationRequest, model: LanguageModel) -> int:
     """The number of a prompt's tokens."""
     prompt: Any = ask.prompt if ask.messages is None else list(map(dict, ask.messages))
     return len(prompt if isinstance(prompt, tuple) else encode(model, prompt, **_switches(ask)))
 
 
-def _switches(ask: Ask) -> dict[str, Any]:
+def _switches(ask: GenerationRequest) -> dict[str, Any]:
     """The chat template's switches for a request."""
     return {**ask.template, **({"tools": tools_of(ask)} if ask.tools else {})}
 

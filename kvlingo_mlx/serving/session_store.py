@@ -32,10 +32,10 @@ from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.translators import home
 from kvlingo_mlx.serving import clock
-from kvlingo_mlx.serving.messages import Ask, Status
-from kvlingo_mlx.serving.residents import Residents
+from kvlingo_mlx.serving.messages import GenerationRequest, Status
+from kvlingo_mlx.serving.model_pool import ModelPool
+from kvlingo_mlx.serving.sessions import Session
 from kvlingo_mlx.serving.settings import Settings
-from kvlingo_mlx.serving.talks import Talk
 
 log = logging.getLogger("kvlingo_mlx.serving")
 
@@ -54,12 +54,12 @@ def conversing(models: int, settings: Settings) -> dict[str, Any]:
     return {"prefill_step_size": settings.prefill_step_size, **several}
 
 
-class Keeper:
+class SessionStore:
     """All conversations, and the memory that they may take beside the models.
 
     Args:
         settings: The server's settings.
-        residents: The models.
+        pool: The models.
         blank: An empty conversation, from which those that come back from disk get their
             translators.
         translators: The bytes of the translators in memory.
@@ -69,15 +69,15 @@ class Keeper:
     """
 
     def __init__(
-        self, settings: Settings, residents: Residents, blank: Conversation, translators: int
+        self, settings: Settings, pool: ModelPool, blank: Conversation, translators: int
     ) -> None:
         free = memory.free() if settings.memory_limit is None else settings.memory_limit
         self.budget = math.inf if free is None else free
-        self.talks: list[Talk] = []
-        self._residents, self._blank, self._translators = residents, blank, translators
-        self._options = conversing(len(residents.all), settings)
+        self.sessions: list[Session] = []
+        self._pool, self._blank, self._translators = pool, blank, translators
+        self._options = conversing(len(pool.all), settings)
         # Conversations on disk are found again by servers that are told the same of these.
-        paths = {name: each.path for name, each in residents.all.items()}
+        paths = {name: each.path for name, each in pool.all.items()}
         self._mine = {"models": paths, "verbatim": settings.verbatim}
         self._writing: _Writing | None = None
         self._folder: Path | None = None
@@ -88,42 +88,46 @@ class Keeper:
             self._folder = home() / "conversations" if given is None else Path(given).expanduser()
             self._open(self._folder, settings.stop_timeout)
 
-    def new(self, conversation: Conversation, ask: Ask) -> Talk:
-        """A new talk, which goes on from a conversation."""
-        talk = Talk([], [dict(m) for m in ask.messages or ()], conversation, pinned=ask.pin)
-        self.add(talk)
-        return talk
+    def new(self, conversation: Conversation, ask: GenerationRequest) -> Session:
+        """A new session, which goes on from a conversation."""
+        session = Session([], [dict(m) for m in ask.messages or ()], conversation, pinned=ask.pin)
+        self.add(session)
+        return session
 
-    def add(self, talk: Talk) -> None:
-        """Keep a talk, and let go of the oldest where there are too many."""
-        self.talks.append(talk)
-        idle = sorted((t for t in self.talks if self._may_go(t)), key=lambda t: t.used)
-        here = sum(t.exchange is not None for t in self.talks)
+    def add(self, session: Session) -> None:
+        """Keep a session, and let go of the oldest where there are too many."""
+        self.sessions.append(session)
+        idle = sorted((t for t in self.sessions if self._may_go(t)), key=lambda t: t.used)
+        here = sum(t.exchange is not None for t in self.sessions)
         for old in idle[: max(0, here - MOST_HERE)]:
             self._away(old)
-        gone = sorted((t for t in self.talks if t.exchange is None), key=lambda t: t.used)
-        for old in gone[: max(0, len(self.talks) - MOST_KEPT)]:
+        gone = sorted((t for t in self.sessions if t.exchange is None), key=lambda t: t.used)
+        for old in gone[: max(0, len(self.sessions) - MOST_KEPT)]:
             self._drop(old)
 
-    def _may_go(self, talk: Talk) -> bool:
-        return not (talk.busy or talk.pinned or talk.exchange is None) and bool(talk.keys)
+    def _may_go(self, session: Session) -> bool:
+        return not (session.busy or session.pinned or session.exchange is None) and bool(
+            session.keys
+        )
 
     # ---- memory -----------------------------------------------------------------------------
 
     @property
     def used(self) -> int:
         """The bytes of all weights, translators and lines in memory."""
-        lines = sum(talk.nbytes for talk in self.talks)
-        return self._residents.weights + self._translators + lines
+        lines = sum(session.nbytes for session in self.sessions)
+        return self._pool.weights + self._translators + lines
 
-    def make_room(self, needed: int = 0, spared: Talk | None = None) -> bool:
+    def make_room(self, needed: int = 0, spared: Session | None = None) -> bool:
         """Put idle conversations away until so many bytes are free; return whether they are."""
-        idle = [talk for talk in self.talks if self._may_go(talk) and talk is not spared]
+        idle = [
+            session for session in self.sessions if self._may_go(session) and session is not spared
+        ]
         for step in (self._to_8bit, self._away):
-            for talk in sorted(idle, key=lambda talk: talk.used):
+            for session in sorted(idle, key=lambda session: session.used):
                 if self._fits(needed):
                     return True
-                step(talk)
+                step(session)
         return self._fits(needed)
 
     def _fits(self, needed: int) -> bool:
@@ -133,40 +137,40 @@ class Keeper:
 
     def room_for_model(self, name: str) -> bool:
         """Let go of idle models, then put conversations away, until a model's weights fit."""
-        needed = self._residents[name].weights
-        for idle in self._residents.idle(name):
+        needed = self._pool[name].weights
+        for idle in self._pool.idle(name):
             if self._fits(needed):
                 break
             log.info("unloading %s to make room for %s", idle, name)
-            self._residents.unload(idle)
+            self._pool.unload(idle)
         return self.make_room(needed)
 
-    def _to_8bit(self, talk: Talk) -> None:
-        assert talk.exchange is not None
-        for name, line in talk.exchange.lines.items():
+    def _to_8bit(self, session: Session) -> None:
+        assert session.exchange is not None
+        for name, line in session.exchange.lines.items():
             if line.where == "resident":
-                talk.exchange.put_away(name, "8bit")
+                session.exchange.put_away(name, "8bit")
         mx.clear_cache()
 
-    def _away(self, talk: Talk) -> None:
-        """Put a talk on disk, if conversations are kept; else forget it."""
-        if self._folder is None or not self.save(talk):
-            self._drop(talk)
+    def _away(self, session: Session) -> None:
+        """Put a session on disk, if conversations are kept; else forget it."""
+        if self._folder is None or not self.save(session):
+            self._drop(session)
             return
-        assert talk.conversation is not None
-        talk.conversation.close()
-        talk.conversation, talk.messages = None, []  # they are in the folder
+        assert session.conversation is not None
+        session.conversation.close()
+        session.conversation, session.messages = None, []  # they are in the folder
         mx.clear_cache()
 
-    def _drop(self, talk: Talk) -> None:
-        if self._writing is not None and self._writing.talk is talk:
+    def _drop(self, session: Session) -> None:
+        if self._writing is not None and self._writing.session is session:
             self._settle()
-        self.talks.remove(talk)
-        if talk.exchange is not None:
-            for line in talk.exchange.lines.values():
+        self.sessions.remove(session)
+        if session.exchange is not None:
+            for line in session.exchange.lines.values():
                 line.clear()
-        if talk.folder is not None:
-            _remove(talk.folder)
+        if session.folder is not None:
+            _remove(session.folder)
         mx.clear_cache()
 
     # ---- disk -------------------------------------------------------------------------------
@@ -190,7 +194,7 @@ class Keeper:
                 if all(facts[name] == mine for name, mine in self._mine.items()):
                     keys = [tuple(map(str, key)) for key in facts["keys"]]
                     kept, used = file.with_suffix(""), float(facts["used"])
-                    self.talks.append(Talk(keys, folder=kept, used=used))
+                    self.sessions.append(Session(keys, folder=kept, used=used))
 
     def _take_lock(self, folder: Path, patience: float) -> None:
         """Take the folder; a server whose parent was killed may still be saving into it."""
@@ -208,29 +212,29 @@ class Keeper:
                     ) from None
             time.sleep(0.1)
 
-    def save(self, talk: Talk) -> bool:
-        """Write an idle talk to disk, unless it is there as it is; return whether it is there."""
+    def save(self, session: Session) -> bool:
+        """Write an idle session to disk, unless it is there as it is; whether it is there."""
         self._settle()
-        if self._folder is None or talk.conversation is None:
-            return talk.folder is not None
-        if talk.saved_at != talk.used:
-            self._begin(self._folder, talk)
+        if self._folder is None or session.conversation is None:
+            return session.folder is not None
+        if session.saved_at != session.used:
+            self._begin(self._folder, session)
             self._settle()
-        return talk.folder is not None and talk.saved_at == talk.used
+        return session.folder is not None and session.saved_at == session.used
 
-    def _begin(self, folder: Path, talk: Talk) -> None:
-        """Let another thread write an idle talk to disk; it may go on meanwhile."""
-        assert talk.conversation is not None
+    def _begin(self, folder: Path, session: Session) -> None:
+        """Let another thread write an idle session to disk; it may go on meanwhile."""
+        assert session.conversation is not None
         path = folder / uuid.uuid4().hex
-        facts = {"keys": talk.keys, "used": talk.used, **self._mine}
+        facts = {"keys": session.keys, "used": session.used, **self._mine}
         try:
-            with self._residents.asleep():
-                draft = talk.conversation.draft()
+            with self._pool.asleep():
+                draft = session.conversation.draft()
         except LOST as error:
-            self._unsaved(talk, talk.used, error)
+            self._unsaved(session, session.used, error)
             return
         written = files().submit(_write, draft, path, json.dumps(facts))
-        self._writing = _Writing(talk, talk.used, path, written)
+        self._writing = _Writing(session, session.used, path, written)
 
     def _settle(self) -> None:
         """Wait until what is being written is on disk, if anything is."""
@@ -240,55 +244,55 @@ class Keeper:
         try:
             done.written.result()
         except LOST as error:
-            self._unsaved(done.talk, done.used, error)
+            self._unsaved(done.session, done.used, error)
             return
-        before, done.talk.folder = done.talk.folder, done.path
-        done.talk.saved_at = done.used
+        before, done.session.folder = done.session.folder, done.path
+        done.session.saved_at = done.used
         if before is not None:
             _remove(before)
 
-    def _unsaved(self, talk: Talk, used: float, error: BaseException) -> None:
+    def _unsaved(self, session: Session, used: float, error: BaseException) -> None:
         log.warning("a conversation cannot be kept on disk (%s)", error)
-        talk.unsaved_at = used
+        session.unsaved_at = used
 
-    def back(self, talk: Talk) -> bool:
-        """Bring a talk back from disk; False, and it is forgotten, if it is lost or out of date."""
-        assert talk.folder is not None
+    def back(self, session: Session) -> bool:
+        """Bring a session back from disk; False, and it is forgotten, if it is lost or outdated."""
+        assert session.folder is not None
         directions = self._blank.exchange.directions
         options = dict(self._options)
         if directions.loaded:
             options["translators"] = list(directions.loaded.values())
         try:
-            with self._residents.asleep():
-                talk.conversation = Conversation.resume(
-                    talk.folder, self._residents.models, **options
+            with self._pool.asleep():
+                session.conversation = Conversation.resume(
+                    session.folder, self._pool.models, **options
                 )
         except LOST as error:
             log.warning("a conversation on disk is lost (%s); it will be read anew", error)
-            self._drop(talk)
+            self._drop(session)
             return False
-        talk.conversation.exchange.directions = directions
-        talk.messages = [dict(message) for message in talk.conversation.messages]
-        talk.saved_at = talk.used
+        session.conversation.exchange.directions = directions
+        session.messages = [dict(message) for message in session.conversation.messages]
+        session.saved_at = session.used
         return True
 
     def tidy(self) -> None:
-        """Begin to write one talk that has been idle for a while, in case the process crashes."""
+        """Begin to write a session that has been idle for a while, in case the process crashes."""
         if self._writing is not None and not self._writing.written.done():
             return
         self._settle()
         late = clock.now() - IDLE_S
-        for talk in self.talks:
-            idle = not talk.busy and talk.conversation is not None and talk.used < late
-            new = talk.used not in (talk.saved_at, talk.unsaved_at)
+        for session in self.sessions:
+            idle = not session.busy and session.conversation is not None and session.used < late
+            new = session.used not in (session.saved_at, session.unsaved_at)
             if idle and new and self._folder is not None:
-                self._begin(self._folder, talk)
+                self._begin(self._folder, session)
                 return
 
     def close(self) -> None:
         """Write what is to be kept."""
-        for talk in list(self.talks):
-            self.save(talk)
+        for session in list(self.sessions):
+            self.save(session)
 
     def release(self) -> None:
         """Let another server have the folder."""
@@ -297,19 +301,19 @@ class Keeper:
 
     def status(self) -> Status:
         """How much there is."""
-        here = [talk for talk in self.talks if talk.exchange is not None]
+        here = [session for session in self.sessions if session.exchange is not None]
         return Status(
-            conversations=(len(here), len(self.talks) - len(here)),
-            lines_bytes=sum(talk.nbytes for talk in here),
+            conversations=(len(here), len(self.sessions) - len(here)),
+            lines_bytes=sum(session.nbytes for session in here),
             budget_bytes=0 if math.isinf(self.budget) else int(self.budget),
         )
 
 
 @dataclass(frozen=True)
 class _Writing:
-    """A talk that another thread writes to disk, as it was when it was used last."""
+    """A session that another thread writes to disk, as it was when it was used last."""
 
-    talk: Talk
+    session: Session
     used: float
     path: Path
     written: Future[None]

@@ -15,9 +15,9 @@ pytest.importorskip("pydantic")
 
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.engine import folder
-from kvlingo_mlx.serving import admission, jobs, keeping
-from kvlingo_mlx.serving.engine import Engine
-from kvlingo_mlx.serving.messages import Ask, Waiting
+from kvlingo_mlx.serving import active_request, admission, session_store
+from kvlingo_mlx.serving.messages import GenerationRequest, Progress
+from kvlingo_mlx.serving.scheduler import Scheduler
 from kvlingo_mlx.serving.settings import Settings
 from tests.support.engines import Clients, asked
 
@@ -28,7 +28,7 @@ HISTORY = [{"role": "user", "content": "Anna lives in Rome. " * 20}]
 def clients_of(tmp_path: Path, **facts: Any) -> Clients:
     models = {name: str(zoo(folder)) for name, folder in NAMES.items()}
     given = {"models": models, "conversations": str(tmp_path / "kept"), "stop_timeout": 0.1}
-    return Clients(Engine(Settings(**{**given, **facts})))
+    return Clients(Scheduler(Settings(**{**given, **facts})))
 
 
 def weights_here() -> int:
@@ -41,30 +41,30 @@ def test_saving_brings_no_weights_into_memory(tmp_path: Path) -> None:
     clients = clients_of(tmp_path)
     engine = clients.engine
     clients.one("large", HISTORY)
-    (talk,) = engine.keeper.talks
-    smallest = min(each.weights for each in engine.residents.all.values())
+    (session,) = engine.store.sessions
+    smallest = min(each.weights for each in engine.pool.all.values())
     before = weights_here()
-    assert engine.keeper.save(talk)  # moe has never been read
+    assert engine.store.save(session)  # moe has never been read
     assert weights_here() < before + smallest / 10
     engine.unload("large")
     assert weights_here() < before - smallest / 2  # negative control: weights can be seen here
-    talk.saved_at, before = None, weights_here()
-    assert engine.keeper.save(talk)
+    session.saved_at, before = None, weights_here()
+    assert engine.store.save(session)
     assert weights_here() < before + smallest / 10
 
 
 def test_nothing_but_keys_is_in_memory_of_what_is_on_disk(tmp_path: Path) -> None:
     clients = clients_of(tmp_path)
     told = clients.one("large", HISTORY)
-    keeper = clients.engine.keeper
-    (talk,) = keeper.talks
-    keeper.budget = 1
-    keeper.make_room()
-    assert talk.exchange is None and not talk.messages and talk.keys
-    keeper.budget = 10**12
+    store = clients.engine.store
+    (session,) = store.sessions
+    store.budget = 1
+    store.make_room()
+    assert session.exchange is None and not session.messages and session.keys
+    store.budget = 10**12
     history = [*HISTORY, {"role": "assistant", "content": told.text}, HISTORY[0]]
     assert clients.one("large", history).usage.cached_tokens > 0
-    assert len(talk.messages) == 4
+    assert len(session.messages) == 4
 
 
 def test_keys_that_were_not_written_whole_go(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_keys_that_were_not_written_whole_go(tmp_path: Path) -> None:
     clients = clients_of(tmp_path)
     told = clients.one("large", HISTORY)
     clients.engine.close()
-    clients.engine.keeper.release()
+    clients.engine.store.release()
     whole = {path.name for path in (tmp_path / "kept").iterdir()}
     (tmp_path / "kept" / "0123.tmp").write_text("{")
     (tmp_path / "kept" / "0123").mkdir()
@@ -87,7 +87,7 @@ def test_an_idle_conversation_is_written_while_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writing takes long; what is on disk is the conversation as it was when it began."""
-    monkeypatch.setattr(keeping, "IDLE_S", 0.0)
+    monkeypatch.setattr(session_store, "IDLE_S", 0.0)
     clients, begun, on = clients_of(tmp_path), threading.Event(), threading.Event()
     write = folder.write_file
 
@@ -98,17 +98,17 @@ def test_an_idle_conversation_is_written_while_it_goes_on(
 
     monkeypatch.setattr(folder, "write_file", slowly)
     told = clients.one("large", HISTORY)
-    keeper = clients.engine.keeper
-    (talk,) = keeper.talks
-    keeper.tidy()
-    assert begun.wait(60) and talk.folder is None
+    store = clients.engine.store
+    (session,) = store.sessions
+    store.tidy()
+    assert begun.wait(60) and session.folder is None
     more = [*HISTORY, {"role": "assistant", "content": told.text}, HISTORY[0]]
     second = clients.one("large", more)  # does not wait
-    assert second.usage.cached_tokens > 0 and talk.folder is None
-    keeper.tidy()  # one at a time
+    assert second.usage.cached_tokens > 0 and session.folder is None
+    store.tidy()  # one at a time
     on.set()
-    assert keeper._writing is not None
-    keeper._writing.written.result(60)
+    assert store._writing is not None
+    store._writing.written.result(60)
     shutil.copytree(tmp_path / "kept", tmp_path / "crashed")
     again = clients_of(tmp_path, conversations=str(tmp_path / "crashed"))
     found = again.one("large", more)
@@ -122,30 +122,30 @@ def test_what_cannot_be_written_is_told_and_not_lost(
     def full(*_: Any) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(keeping, "IDLE_S", 0.0)
+    monkeypatch.setattr(session_store, "IDLE_S", 0.0)
     clients = clients_of(tmp_path)
     clients.one("large", HISTORY)
-    keeper = clients.engine.keeper
+    store = clients.engine.store
     with monkeypatch.context() as patched:
         patched.setattr(folder, "write_file", full)
         for _ in range(3):
-            keeper.tidy()
-            if keeper._writing is not None:
-                keeper._writing.written.exception(60)
+            store.tidy()
+            if store._writing is not None:
+                store._writing.written.exception(60)
         assert caplog.text.count("cannot be kept on disk") == 1  # it is tried once
         assert [path.name for path in (tmp_path / "kept").iterdir()] == ["lock"]
-    keeper.budget = 1
-    keeper.make_room()  # there is space again
-    keeper.budget = 10**12
-    (talk,) = keeper.talks
-    assert talk.conversation is None and talk.folder is not None
+    store.budget = 1
+    store.make_room()  # there is space again
+    store.budget = 10**12
+    (session,) = store.sessions
+    assert session.conversation is None and session.folder is not None
     assert clients.one("large", HISTORY).usage.read_tokens == 1
 
 
 def test_a_worker_that_lost_its_front_may_still_save(tmp_path: Path) -> None:
     """A server that is started at once waits for it."""
     first = clients_of(tmp_path).engine
-    timer = threading.Timer(0.5, first.keeper.release)
+    timer = threading.Timer(0.5, first.store.release)
     timer.start()
     clients_of(tmp_path, stop_timeout=30.0)
     timer.join()
@@ -154,12 +154,12 @@ def test_a_worker_that_lost_its_front_may_still_save(tmp_path: Path) -> None:
 def test_who_waits_is_told_how_much_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(active_request, "PROGRESS_S", 0.0)
     clients = clients_of(tmp_path, prefill_step_size=16)
-    text = Ask("large", prompt="Anna lives in Rome. " * 20, max_tokens=2)
+    text = GenerationRequest("large", prompt="Anna lives in Rome. " * 20, max_tokens=2)
     for ask in (asked("large", HISTORY, max_tokens=2), text):
         (told,) = clients.together([ask])
-        waited = [event for event in told.events if isinstance(event, Waiting) and event.total]
+        waited = [event for event in told.events if isinstance(event, Progress) and event.total]
         assert {each.total for each in waited} == {told.usage.prompt_tokens}
         done = [each.done for each in waited]
         assert len(done) > 3 and done == sorted(set(done)) and done[-1] <= waited[0].total
@@ -169,20 +169,20 @@ def test_requests_wait_until_there_is_room_for_their_lines(tmp_path: Path) -> No
     clients = clients_of(tmp_path)
     asks = [asked("large", [{"role": "user", "content": f"{n} lives. " * 60}]) for n in range(6)]
     alone = [clients.together([ask])[0].text for ask in asks]
-    one = max(talk.nbytes for talk in clients.engine.keeper.talks)
+    one = max(session.nbytes for session in clients.engine.store.sessions)
     clients.engine.close()
-    clients.engine.keeper.release()
+    clients.engine.store.release()
     clients = clients_of(tmp_path, conversations=str(tmp_path / "others"))
-    keeper = clients.engine.keeper
+    store = clients.engine.store
     clients.one("large", HISTORY, max_tokens=2)
-    keeper.budget = keeper.used + int(2.5 * one)
+    store.budget = store.used + int(2.5 * one)
     told = [clients.send(ask)[1] for ask in asks]
     most = 0
     while clients.engine.busy:
         clients.engine.work()
-        most = max(most, keeper.used)
+        most = max(most, store.used)
     assert [each.text for each in told] == alone
-    assert most < keeper.budget + one  # the length of a prompt in tokens is a guess
+    assert most < store.budget + one  # the length of a prompt in tokens is a guess
 
 
 def test_a_model_without_room_is_not_kept_waiting_for_ever(
@@ -193,7 +193,7 @@ def test_a_model_without_room_is_not_kept_waiting_for_ever(
     clients = clients_of(tmp_path)
     engine = clients.engine
     clients.one("large", HISTORY, max_tokens=2)
-    engine.keeper.budget = engine.keeper.used + engine.residents["moe"].weights // 2
+    engine.store.budget = engine.store.used + engine.pool["moe"].weights // 2
     others = [clients.send(asked("large", [{"role": "user", "content": "0"}]))[1]]
     _, waiting = clients.send(asked("moe", [{"role": "user", "content": "Anna?"}]))
     for number in range(1, 40):
@@ -214,9 +214,9 @@ def test_a_long_load_gives_signs_of_life(tmp_path: Path) -> None:
     before, sizes = weights_here(), list[float]()
 
     def told() -> None:
-        sizes.append((weights_here() - before) / engine.residents["large"].weights)
+        sizes.append((weights_here() - before) / engine.pool["large"].weights)
 
-    engine.residents.between = told
+    engine.pool.between = told
     engine.load("large")
     assert len(sizes) > 20 and sizes[0] < 0.2 and sizes[-1] > 0.9
     assert sum(0.3 < size < 0.7 for size in sizes) > 5  # while it goes on, not at the end

@@ -1,4 +1,4 @@
-"""One request in the engine: from its Ask to the events of its answer, a unit of work at a time."""
+"""One request in the engine: its sampler, its events, and where its prompt came from."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.serving.guidance import guided
 from kvlingo_mlx.serving.messages import (
-    Ask,
-    Begun,
-    Ended,
+    Delta,
     Event,
-    Piece,
+    Finished,
+    FirstToken,
+    GenerationRequest,
+    Progress,
     Sampling,
     TokenLogprob,
     Usage,
-    Waiting,
 )
+from kvlingo_mlx.serving.model_pool import PooledModel
 from kvlingo_mlx.serving.policy import Way
-from kvlingo_mlx.serving.residents import Resident
 
 Tell = Callable[[Event], None]
 Steps = Generator[bool, None, None]  # work; True where the next step must follow at once
@@ -69,7 +69,7 @@ class Seat:
 class ActiveRequest:
     """A request that is being worked on."""
 
-    ask: Ask
+    ask: GenerationRequest
     tell: Tell  # sends an event to the client
     name: str  # of the model that answers
     arrived: float = field(default_factory=time.perf_counter)
@@ -110,7 +110,7 @@ class ActiveRequest:
             self._quiet = time.perf_counter()
             if length is not None and not self.total:
                 self.total = length()  # a few may differ from those that a model wrote
-            self.tell(Waiting(min(done, self.total), self.total))
+            self.tell(Progress(min(done, self.total), self.total))
 
     def take(self, response: GenerationResponse, tokenizer: Any) -> None:
         """Tell the client what one token brought.
@@ -120,7 +120,7 @@ class ActiveRequest:
         if not self.told:
             self.told = True
             self.usage = replace(self.usage, ttft_s=time.perf_counter() - self.arrived)
-            self.tell(Begun(self.name, self.usage))
+            self.tell(FirstToken(self.name, self.usage))
         reasoning = int(bool(response.reasoning))
         self.usage = replace(
             self.usage,
@@ -134,13 +134,13 @@ class ActiveRequest:
         content, self.before = self.before + response.content, ""
         parts = content, response.reasoning, calls
         if any(parts) or logprobs:
-            self.tell(Piece(*parts, logprobs=logprobs))
+            self.tell(Delta(*parts, logprobs=logprobs))
         enough = bool(self.calls) and not self.ask.parallel_tool_calls
         self.complete = response.finish_reason is not None
         if self.complete or enough:
             self.ended = True
             reason = "tool_calls" if self.calls else response.finish_reason or "stop"
-            self.tell(Ended(reason, self.usage, response.stop_text))
+            self.tell(Finished(reason, self.usage, response.stop_text))
 
     def _logprobs(self, response: GenerationResponse, tokenizer: Any) -> tuple[TokenLogprob, ...]:
         if self.ask.logprobs is None:
@@ -156,7 +156,7 @@ class ActiveRequest:
         return (TokenLogprob(texts[0], token, values[0], top),)
 
 
-def tools_of(ask: Ask) -> list[dict[str, Any]]:
+def tools_of(ask: GenerationRequest) -> list[dict[str, Any]]:
     """The tools as chat templates announce them; "strict" is for the server, not for the model."""
     return [
         {**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
@@ -178,7 +178,7 @@ def sampler_of(sampling: Sampling) -> Sampler | None:
     )
 
 
-def processors_of(ask: Ask, model: LanguageModel) -> list[LogitsProcessor]:
+def processors_of(ask: GenerationRequest, model: LanguageModel) -> list[LogitsProcessor]:
     """mlx-lm's logits processors for a request.
 
     Raises:
@@ -202,7 +202,7 @@ def processors_of(ask: Ask, model: LanguageModel) -> list[LogitsProcessor]:
     )
 
 
-def _forbidden(ask: Ask, model: LanguageModel) -> list[int]:
+def _forbidden(ask: GenerationRequest, model: LanguageModel) -> list[int]:
     """The token that begins a tool call, where none may be called."""
     if ask.tool_choice != "none" or not ask.tools:
         return []
@@ -217,7 +217,7 @@ def _forbidden(ask: Ask, model: LanguageModel) -> list[int]:
 
 
 def usage_of(
-    job: ActiveRequest, exchange: Exchange, resident: Resident, response: GenerationResponse
+    job: ActiveRequest, exchange: Exchange, resident: PooledModel, response: GenerationResponse
 ) -> Usage:
     """Where a prompt's tokens came from, by its first token's ``response``.
 

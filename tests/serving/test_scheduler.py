@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -20,12 +19,12 @@ pytest.importorskip("pydantic")
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import dialogues, zoo
-from kvlingo_mlx.engine import exchange, healing
+from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.serving.engine import Engine
-from kvlingo_mlx.serving.messages import Ask, Piece, Sampling
+from kvlingo_mlx.serving.messages import Delta, GenerationRequest, Sampling
+from kvlingo_mlx.serving.scheduler import Scheduler
 from kvlingo_mlx.serving.settings import PairRule, Settings
-from tests.support import hybrid_models, tiny
+from tests.support import hybrid_models
 from tests.support.engines import Clients, Told, asked
 from tests.support.identity import identity_of
 
@@ -42,7 +41,7 @@ def settings(tmp_path: Path, **facts: Any) -> Settings:
 
 @pytest.fixture
 def clients(tmp_path: Path) -> Iterator[Clients]:
-    yield Clients(Engine(settings(tmp_path)))
+    yield Clients(Scheduler(settings(tmp_path)))
 
 
 def user(text: str) -> dict[str, Any]:
@@ -62,12 +61,12 @@ class Reference:
     """One client's history in a conversation of the library."""
 
     def __init__(self) -> None:
-        self.talk = kv.Conversation(
+        self.session = kv.Conversation(
             {name: zoo(folder) for name, folder in NAMES.items()}, enable_thinking=False
         )
 
     def answer(self, model: str, messages: list[dict[str, Any]]) -> str:
-        return self.talk.reply(model, messages=messages, max_tokens=12)
+        return self.session.reply(model, messages=messages, max_tokens=12)
 
 
 def test_a_switch_reads_the_question_alone(clients: Clients) -> None:
@@ -81,24 +80,15 @@ def test_a_switch_reads_the_question_alone(clients: Clients) -> None:
     assert again.usage.translator and "large" not in again.usage.translator
 
 
-def test_a_request_may_ask_to_read_anew(clients: Clients) -> None:
-    history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
-    first = clients.one("large", history)
-    again = clients.one("moe", [*history, said(first.text), user("And Bob?")], strategy="reread")
-    assert again.usage.strategy == "reread" and again.usage.translated_tokens == 0
-    assert again.usage.fallback == "the request asked for it"
-    assert again.usage.read_tokens == again.usage.prompt_tokens
-
-
 @pytest.mark.parametrize("doubt", ["warn", "reread"])
 def test_a_guard_doubts_code(tmp_path: Path, doubt: str) -> None:
-    """The zoo's models were never shown any; a talk as in their training is not doubted."""
+    """The zoo's models were never shown any; a session as in their training is not doubted."""
     told, plain = settings(tmp_path, guard=32, on_doubt=doubt), {"enable_thinking": False}
-    (talk,) = dialogues.held_out(1, seed=11, facts=(12, 18), questions=2)
-    known = [*talk.messages[:-1], user(talk.questions[0])]
+    (session,) = dialogues.held_out(1, seed=11, facts=(12, 18), questions=2)
+    known = [*session.messages[:-1], user(session.questions[0])]
     code = "def f(x):\n    return x + 1\n" * 12
-    clients = Clients(Engine(told))
-    cases = ((known, talk.questions[1], False), ([user(code)], code, True))
+    clients = Clients(Scheduler(told))
+    cases = ((known, session.questions[1], False), ([user(code)], code, True))
     for history, message, wrong in cases:
         first = clients.one("large", history, template=plain)
         assert first.usage.doubt is None
@@ -116,7 +106,7 @@ def test_a_guard_doubts_code(tmp_path: Path, doubt: str) -> None:
 
 
 def test_a_model_that_was_let_go_of_is_not_compared(tmp_path: Path) -> None:
-    clients = Clients(Engine(settings(tmp_path, guard=32)))
+    clients = Clients(Scheduler(settings(tmp_path, guard=32)))
     code = "def f(x):\n    return x + 1\n" * 12
     first = clients.one("large", [user(code)])
     clients.engine.unload("large")
@@ -151,7 +141,7 @@ def test_reading_anew_drops_what_was_translated(clients: Clients) -> None:
     ],
 )  # fmt: skip
 def test_rules_of_pairs(tmp_path: Path, facts: Any, strategy: str, why: str | None) -> None:
-    clients = Clients(Engine(settings(tmp_path, **facts)))
+    clients = Clients(Scheduler(settings(tmp_path, **facts)))
     history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
     history += [said(clients.one("large", history).text), user("And Bob?")]
     usage = clients.one("moe", history).usage
@@ -160,36 +150,6 @@ def test_rules_of_pairs(tmp_path: Path, facts: Any, strategy: str, why: str | No
     if strategy == "reread":
         asked_for = clients.one("small", history, strategy="translate").usage
         assert asked_for.strategy == "translate"
-
-
-@pytest.mark.parametrize("verbatim", [False, True])
-def test_what_was_written_is_read_again_where_the_template_drops_a_part(
-    tmp_path: Path, verbatim: bool
-) -> None:
-    """Without thinking the header of an answer has a think block, which earlier turns lack."""
-    clients = Clients(Engine(settings(tmp_path, verbatim=verbatim)))
-    history = [user("Anna lives in Rome. Where does Anna live?")]
-    first = clients.one("large", history)
-    again = clients.one("large", [*history, said(first.text), user("And Bob?")])
-    written = first.usage.prompt_tokens + first.usage.completion_tokens
-    assert (again.usage.cached_tokens >= written - 1) == verbatim
-
-
-def test_identity_translators_change_nothing(tmp_path: Path) -> None:
-    model = kv.load(zoo("tiny-qwen3-l"))
-    identity_of(model).save(tmp_path / "same")
-    folder = str(zoo("tiny-qwen3-l"))
-    copy = tmp_path / "copy"
-    copy.symlink_to(folder)
-    facts = {"models": {"a": folder, "b": str(copy)}, "translators": (str(tmp_path / "same"),)}
-    clients = Clients(Engine(settings(tmp_path, **facts)))
-    alone = kv.Conversation({"a": model}, enable_thinking=False)
-    history: list[dict[str, Any]] = []
-    for turn, text in enumerate(["Anna lives in Rome.", "Where?", "And Oscar?", "Who is Iris?"]):
-        history.append(user(text))
-        told = clients.one("ab"[turn % 2], history)
-        assert told.text.strip() == alone.reply("a", text, max_tokens=12).strip()
-        history.append(said(told.text))
 
 
 @pytest.mark.parametrize("state_maps", [False, True], ids=["inputs", "states"])
@@ -206,55 +166,23 @@ def test_hybrids_answer_together_and_in_turns(tmp_path: Path, state_maps: bool) 
         "models": {"a": str(folder), "b": str(tmp_path / "copy")},
         "translators": (str(tmp_path / "same"),),
     }
-    clients = Clients(Engine(settings(tmp_path, **facts)))
+    clients = Clients(Scheduler(settings(tmp_path, **facts)))
     alone = [kv.Conversation({"a": model}, enable_thinking=False) for _ in range(3)]
     logged: list[list[dict[str, Any]]] = [[] for _ in alone]
-    keeper = clients.engine.keeper
+    store = clients.engine.store
     for turn, names in enumerate(("aaa", "abb", "baa", "aab")):
         for client, history in enumerate(logged):
             history.append(user(f"{WORDS[client]} lives in {WORDS[turn]}. " * (client + 1)))
         asks = [asked(name, history) for name, history in zip(names, logged, strict=True)]
-        for talk, history, told in zip(alone, logged, clients.together(asks), strict=True):
-            answer = talk.stream_reply("a", history[-1]["content"], max_tokens=12)
+        for session, history, told in zip(alone, logged, clients.together(asks), strict=True):
+            answer = session.stream_reply("a", history[-1]["content"], max_tokens=12)
             expected = "".join(response.content for response in answer)
             assert told.text.strip() == expected.strip()
             assert told.usage.cached_tokens + told.usage.translated_tokens > 0 or not turn
             history.append(said(told.text))
-        keeper.budget = keeper.used - 1 if turn == 1 else 1
-        keeper.make_room()  # to 8 bits, to disk
-        keeper.budget = 10**12
-
-
-def test_models_of_two_kinds_take_turns(tmp_path: Path) -> None:
-    """A plain model and a hybrid read each other's layers: what is kept, translated and read."""
-    kind, sizes = tiny.FAMILIES["qwen3"]
-    folders = {
-        "plain": tiny.write_tiny_model(tmp_path / "plain", kind, **sizes),
-        "hybrid": hybrid_models.write_hybrid_model(tmp_path / "hybrid", "qwen3_5"),
-    }
-    models = {name: kv.load(folder) for name, folder in folders.items()}
-    made = [
-        hybrid_models.random_translator(models[a], models[b])
-        for a, b in (("plain", "hybrid"), ("hybrid", "plain"))
-    ]
-    for number, translator in enumerate(made):
-        translator.save(tmp_path / f"t{number}")
-    facts = {
-        "models": {name: str(folder) for name, folder in folders.items()},
-        "translators": tuple(str(tmp_path / f"t{number}") for number in (0, 1)),
-    }
-    clients = Clients(Engine(settings(tmp_path, **facts)))
-    history: list[dict[str, Any]] = []
-    took = []
-    for turn, name in enumerate(("plain", "hybrid", "plain", "hybrid", "hybrid")):
-        history.append(user(f"{WORDS[turn % len(WORDS)]} lives in Rome. " * 3))
-        told = clients.one(name, history).usage
-        took.append((told.strategy, told.cached_tokens > 0, told.translated_tokens > 0))
-        history.append(said(f"{WORDS[-1]} lives there too."))
-    assert took == [
-        ("read", False, False), ("translate", False, True), ("translate", True, True),
-        ("translate", True, True), ("kept", True, False),
-    ]  # fmt: skip
+        store.budget = store.used - 1 if turn == 1 else 1
+        store.make_room()  # to 8 bits, to disk
+        store.budget = 10**12
 
 
 def test_a_batch_is_the_single_answer_within_rounding(clients: Clients) -> None:
@@ -269,9 +197,9 @@ def test_a_batch_is_the_single_answer_within_rounding(clients: Clients) -> None:
         check_greedy(model, ask, told)
 
 
-def check_greedy(model: LanguageModel, ask: Ask, told: Told) -> None:
+def check_greedy(model: LanguageModel, ask: GenerationRequest, told: Told) -> None:
     """Every token is the model's first choice after those before it, read by plain mlx-lm."""
-    logprobs = [each for e in told.events if isinstance(e, Piece) for each in e.logprobs]
+    logprobs = [each for e in told.events if isinstance(e, Delta) for each in e.logprobs]
     tokens = [each.token for each in logprobs]
     prompt = model.tokenizer.apply_chat_template(
         [dict(m) for m in ask.messages or ()], add_generation_prompt=True, **ask.template
@@ -285,7 +213,7 @@ def check_greedy(model: LanguageModel, ask: Ask, told: Told) -> None:
         assert abs(row[token].item() - each.logprob) < 1e-3
 
 
-def healed_to_the_end(engine: Engine) -> int:
+def healed_to_the_end(engine: Scheduler) -> int:
     """How many chunks are read while nothing is asked."""
     chunks = 0
     while engine.heal():
@@ -296,20 +224,20 @@ def healed_to_the_end(engine: Engine) -> int:
 def test_models_read_behind_their_translations_while_nothing_is_asked(tmp_path: Path) -> None:
     facts = "Anna lives in Rome. Oscar lives in Oslo. " * 12
     history = [user(facts + "Where does Anna live?")]
-    clients = Clients(Engine(settings(tmp_path, heal="idle", prefill_step_size=64)))
+    clients = Clients(Scheduler(settings(tmp_path, heal="idle", prefill_step_size=64)))
     assert not clients.engine.heal()  # nobody has asked
     first = clients.one("large", history)
     history += [said(first.text), user("And Oscar?")]
     second = clients.one("moe", history)
     assert second.usage.translated_tokens > 100
-    (talk,) = clients.engine.keeper.talks
-    line = talk.line("moe")
+    (session,) = clients.engine.store.sessions
+    line = session.line("moe")
     assert line.spans[0].passes == 1
     reads = clients.engine.heal()
     assert reads and line.spans[0].passes == 0 < line.spans[1].passes  # one chunk, from the front
     assert healed_to_the_end(clients.engine) > 0
     for name in ("moe", "small", "large"):  # the others have followed, and are healed as well
-        assert not any(span.passes for span in talk.line(name).spans)
+        assert not any(span.passes for span in session.line(name).spans)
     own = make_prompt_cache(line.model.model)
     line.model.model(mx.array(line.tokens)[None], cache=own)
     stop = next(span.start for span in line.spans if span.mixed)
@@ -319,34 +247,15 @@ def test_models_read_behind_their_translations_while_nothing_is_asked(tmp_path: 
     history += [said(second.text), user("Where does Anna live?")]
     third = clients.one("moe", history)
     assert third.usage.strategy == "kept" and third.usage.cached_tokens > 100
-    without = Clients(Engine(settings(tmp_path / "other")))
+    without = Clients(Scheduler(settings(tmp_path / "other")))
     assert without.one("large", history[:1]).text == first.text and not without.engine.heal()
-
-
-def test_healing_that_fails_ends_and_answers_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    clients = Clients(Engine(settings(tmp_path, heal="idle")))
-    history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
-    history += [said(clients.one("large", history).text), user("And Bob?")]
-    clients.one("moe", history)
-
-    def fails(*arguments: Any) -> None:
-        raise RuntimeError("[malloc] Unable to allocate")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(healing, "reread", fails)
-        assert not clients.engine.heal()
-    assert "healing has ended, answers go on without it: [malloc]" in caplog.text
-    assert not clients.engine.heal()
-    assert clients.one("moe", history).text
 
 
 def test_what_cannot_be_healed_is_refused_at_the_start(tmp_path: Path) -> None:
     zoos = Path(__file__).parents[1] / "zoo" / "models"
     models = {"a": str(zoo("tiny-qwen3-s")), "b": str(zoos / "tiny-mistral")}
     with pytest.raises(kv.UnsupportedModelError, match="of different tokenizers cannot be healed"):
-        Engine(settings(tmp_path, models=models, heal="idle"))
+        Scheduler(settings(tmp_path, models=models, heal="idle"))
 
 
 def test_seeds_are_an_answers_own(clients: Clients) -> None:
@@ -360,7 +269,7 @@ def test_seeds_are_an_answers_own(clients: Clients) -> None:
 
 
 def test_cancelled_work_is_kept(tmp_path: Path) -> None:
-    clients = Clients(Engine(settings(tmp_path, prefill_step_size=16)))
+    clients = Clients(Scheduler(settings(tmp_path, prefill_step_size=16)))
     history = [user("Anna lives in Rome. " * 30)]
     number, told = clients.send(asked("large", history))
     for _ in range(8):
@@ -376,12 +285,16 @@ def test_a_chunk_that_follows_is_computed_before_others_have_their_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks that were merely queued would all run before the next token of another answer."""
-    clients = Clients(Engine(settings(tmp_path, prefill_step_size=16)))
+    clients = Clients(Scheduler(settings(tmp_path, prefill_step_size=16)))
     clients.engine.load("moe")  # the line of a model that is not there would not follow
-    spy = SimpleNamespace(**vars(mx))
     computed: list[int] = []
-    spy.eval = lambda *arrays: (computed.append(1), mx.eval(*arrays))
-    monkeypatch.setattr(exchange, "mx", spy)
+    append = Line._append
+
+    def counted(line: Line, translated: Any) -> None:
+        computed.append(1)
+        append(line, translated)
+
+    monkeypatch.setattr(Line, "_append", counted)
     _, told = clients.send(asked("large", [user("Anna lives in Rome. " * 30)], max_tokens=4))
     rounds: list[int] = []
     while clients.engine.busy:
@@ -441,26 +354,14 @@ def test_another_question_about_a_long_message_reads_the_question(
         assert second.text.strip() == Reference().answer("large", history).strip()
 
 
-def test_long_first_messages_of_two_clients_stay_apart(clients: Clients) -> None:
-    """They share the system message; each goes on with its own conversation."""
-    system = {"role": "system", "content": document(random.Random(0), 10)}
-    histories = [[system, user(document(random.Random(n), 190))] for n in (1, 2)]
-    for history in histories:
-        history += [said(clients.one("large", history).text), user("And Oscar?")]
-    for history in histories:
-        told = clients.one("large", history)
-        assert told.usage.read_tokens < 50, told.usage
-    assert len(clients.engine.keeper.talks) == 2
-
-
 def test_conversations_survive_a_restart(tmp_path: Path) -> None:
-    clients = Clients(Engine(settings(tmp_path)))
+    clients = Clients(Scheduler(settings(tmp_path)))
     history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
     told = clients.one("large", history)
     history += [said(told.text), user("And Oscar?")]
     clients.engine.close()
-    clients.engine.keeper.release()
-    again = Clients(Engine(settings(tmp_path)))
+    clients.engine.store.release()
+    again = Clients(Scheduler(settings(tmp_path)))
     found = again.one("moe", history)
     expected = clients.one("moe", history)
     assert found.text == expected.text
@@ -468,11 +369,11 @@ def test_conversations_survive_a_restart(tmp_path: Path) -> None:
 
 
 def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
-    first = Engine(settings(tmp_path))
+    first = Scheduler(settings(tmp_path))
     with pytest.raises(ValueError, match="another server keeps its conversations in"):
-        Engine(settings(tmp_path, stop_timeout=0.1))
-    first.keeper.release()
-    Engine(settings(tmp_path))
+        Scheduler(settings(tmp_path, stop_timeout=0.1))
+    first.store.release()
+    Scheduler(settings(tmp_path))
 
 
 def test_refusals(clients: Clients) -> None:
@@ -489,7 +390,9 @@ def test_refusals(clients: Clients) -> None:
 
 
 def completed(clients: Clients, model: str, prompt: Any, **facts: Any) -> Told:
-    return clients.together([Ask(model=model, prompt=prompt, max_tokens=12, **facts)])[0]
+    return clients.together(
+        [GenerationRequest(model=model, prompt=prompt, max_tokens=12, **facts)]
+    )[0]
 
 
 def test_errors_name_models_by_whole_paths_alone(
@@ -501,7 +404,7 @@ def test_errors_name_models_by_whole_paths_alone(
         (tmp_path / folder).symlink_to(zoo("tiny-qwen3-l"))
     monkeypatch.chdir(tmp_path)
     models = {"word": "the", "short": "x/the", "long": "x/the-large"}
-    clients = Clients(Engine(settings(tmp_path, models=models)))
+    clients = Clients(Scheduler(settings(tmp_path, models=models)))
     for name, shown in {"word": "the", "short": "short", "long": "long"}.items():
         message = clients.one(name, [user("Anna " * 3000)]).failed.message
         assert message.startswith("the prompt has ") and f"context of {shown} is " in message
@@ -523,7 +426,7 @@ def test_a_plain_text_is_gone_on_with(clients: Clients) -> None:
 
 
 def check_completion(model: LanguageModel, tokens: list[int], told: Told) -> None:
-    ids = [each.token for e in told.events if isinstance(e, Piece) for each in e.logprobs]
+    ids = [each.token for e in told.events if isinstance(e, Delta) for each in e.logprobs]
     logits = model.model(mx.array([tokens + ids]), cache=make_prompt_cache(model.model))[0]
     assert ids and ids == mx.argmax(logits[len(tokens) - 1 : -1], axis=-1).tolist()
 
@@ -551,52 +454,52 @@ def test_an_answer_fits_a_schema(clients: Clients) -> None:
 
 
 def test_conversations_go_to_8_bits_and_to_disk_and_come_back(tmp_path: Path) -> None:
-    clients = Clients(Engine(settings(tmp_path)))
+    clients = Clients(Scheduler(settings(tmp_path)))
     histories = [[user(f"{name} lives in Rome. " * 20)] for name in WORDS[:4]]
     first = [clients.one("large", history) for history in histories]
-    keeper = clients.engine.keeper
+    store = clients.engine.store
     assert clients.engine.status().conversations == (4, 0)
-    keeper.budget = keeper.used - 1
-    assert keeper.make_room()
-    oldest = keeper.talks[0].conversation
+    store.budget = store.used - 1
+    assert store.make_room()
+    oldest = store.sessions[0].conversation
     assert oldest is not None and oldest.lines["large"].where == "8bit"
-    keeper.budget = clients.engine.residents.weights + clients.engine.policy.nbytes + 1
-    keeper.make_room()
+    store.budget = clients.engine.pool.weights + clients.engine.policy.nbytes + 1
+    store.make_room()
     assert clients.engine.status().conversations == (0, 4)
     assert clients.engine.status().lines_bytes == 0
-    keeper.budget = 10**12
+    store.budget = 10**12
     for history, told in zip(histories, first, strict=True):
         again = clients.one("large", [*history, said(told.text), user("Where?")])
         assert again.usage.cached_tokens >= told.usage.prompt_tokens - 5
 
 
 def test_what_is_pinned_stays(tmp_path: Path) -> None:
-    clients = Clients(Engine(settings(tmp_path, keep_conversations=False)))
+    clients = Clients(Scheduler(settings(tmp_path, keep_conversations=False)))
     clients.one("large", [user("Anna lives in Rome.")], pin=True)
     clients.one("large", [user("Oscar lives in Oslo.")])
-    keeper = clients.engine.keeper
-    keeper.budget = 1
-    assert not keeper.make_room()
-    (left,) = keeper.talks
+    store = clients.engine.store
+    store.budget = 1
+    assert not store.make_room()
+    (left,) = store.sessions
     assert left.pinned and left.exchange is not None
 
 
 def test_models_come_and_go_within_the_memory(tmp_path: Path) -> None:
-    clients = Clients(Engine(settings(tmp_path)))
-    engine, residents = clients.engine, clients.engine.residents
+    clients = Clients(Scheduler(settings(tmp_path)))
+    engine, pool = clients.engine, clients.engine.pool
     history = [user("Anna lives in Rome. Where?")]
     first = clients.one("large", history)
-    assert residents["large"].loaded and not residents["moe"].loaded
-    engine.keeper.budget = engine.keeper.used + residents["moe"].weights - 1
+    assert pool["large"].loaded and not pool["moe"].loaded
+    engine.store.budget = engine.store.used + pool["moe"].weights - 1
     history += [said(first.text), user("And Oscar?")]
     answered = clients.one("moe", history)
-    assert residents["moe"].loaded and not residents["large"].loaded
+    assert pool["moe"].loaded and not pool["large"].loaded
     assert answered.usage.translated_tokens > 0
     engine.load("large")
-    assert not residents["moe"].loaded
+    assert not pool["moe"].loaded
     engine.unload("large")
-    assert not residents["large"].loaded and clients.one("large", history).text
-    engine.keeper.budget = 1000
+    assert not pool["large"].loaded and clients.one("large", history).text
+    engine.store.budget = 1000
     engine.unload("large")
     assert clients.one("large", history).failed.kind == "memory"
     with pytest.raises(kv.NotEnoughMemoryError, match="do not fit into the server's memory"):
@@ -613,16 +516,16 @@ def test_a_model_that_answers_is_not_unloaded(clients: Clients) -> None:
 
 
 def test_a_damaged_conversation_is_read_anew(tmp_path: Path) -> None:
-    clients = Clients(Engine(settings(tmp_path)))
+    clients = Clients(Scheduler(settings(tmp_path)))
     history = [user("Anna lives in Rome. " * 20)]
     told = clients.one("large", history)
     clients.engine.close()
-    clients.engine.keeper.release()
+    clients.engine.store.release()
     (file,) = (tmp_path / "kept").glob("*/line-0.cache.*")
     blob = bytearray(file.read_bytes())
     blob[-9] ^= 1
     file.write_bytes(bytes(blob))
-    again = Clients(Engine(settings(tmp_path)))
+    again = Clients(Scheduler(settings(tmp_path)))
     assert again.one("large", history).text == told.text
     assert not list((tmp_path / "kept").glob("*/line-0.cache.*"))
 
@@ -640,9 +543,9 @@ def test_volatile_lines_do_not_break_a_prefix(clients: Clients) -> None:
 
 
 def test_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvlingo_mlx.serving.keeping.MOST_HERE", 2)
-    monkeypatch.setattr("kvlingo_mlx.serving.keeping.MOST_KEPT", 3)
-    clients = Clients(Engine(settings(tmp_path)))
+    monkeypatch.setattr("kvlingo_mlx.serving.session_store.MOST_HERE", 2)
+    monkeypatch.setattr("kvlingo_mlx.serving.session_store.MOST_KEPT", 3)
+    clients = Clients(Scheduler(settings(tmp_path)))
     for name in WORDS[:5]:
         clients.one("large", [user(f"{name} lives in Rome.")], max_tokens=2)
     here, away = clients.engine.status().conversations
@@ -656,9 +559,9 @@ def test_a_fault_ends_one_request(
     def broken(*_: object) -> None:
         raise LookupError("SECRET")
 
-    monkeypatch.setattr("kvlingo_mlx.serving.engine.sampler_of", broken)
+    monkeypatch.setattr("kvlingo_mlx.serving.scheduler.sampler_of", broken)
     failed = clients.one("large", [user("SECRET")]).failed
     assert failed.kind == "internal" and "SECRET" not in failed.message + caplog.text
-    assert "LookupError" in caplog.text and "test_engine.py" in caplog.text
+    assert "LookupError" in caplog.text and "test_scheduler.py" in caplog.text
     monkeypatch.undo()
     assert clients.one("large", [user("SECRET")]).text

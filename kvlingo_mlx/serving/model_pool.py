@@ -19,7 +19,7 @@ from kvlingo_mlx.serving.messages import ModelInfo
 
 
 @dataclass
-class Resident:
+class PooledModel:
     """A model that is offered."""
 
     name: str  # in requests
@@ -44,7 +44,7 @@ class Resident:
             self.read_s = found if self.read_s is None else 0.7 * self.read_s + 0.3 * found
 
 
-class Residents:
+class ModelPool:
     """All offered models by name.
 
     Opening a model reads its config, tokenizer and the headers of its files, so that conversations
@@ -59,7 +59,7 @@ class Residents:
     def __init__(
         self, models: Mapping[str, str], sharded: Sequence[str] = (), shard: str | None = None
     ) -> None:
-        self.all: dict[str, Resident] = {}
+        self.all: dict[str, PooledModel] = {}
         self.between: Callable[[], None] = lambda: None
         opened: dict[str, LanguageModel] = {}
         paths = list(dict.fromkeys(models.values()))
@@ -68,9 +68,9 @@ class Residents:
             opened[path] = replace(model, described={})
         for name, path in models.items():
             model = opened[path]
-            self.all[name] = Resident(name, path, model, memory.weights_bytes(model))
+            self.all[name] = PooledModel(name, path, model, memory.weights_bytes(model))
 
-    def __getitem__(self, name: str) -> Resident:
+    def __getitem__(self, name: str) -> PooledModel:
         return self.all[name]
 
     @property
@@ -130,11 +130,11 @@ class Residents:
         ]
         return [resident.name for resident in sorted(free, key=lambda r: r.used)]
 
-    def _same(self, resident: Resident) -> list[Resident]:
+    def _same(self, resident: PooledModel) -> list[PooledModel]:
         """All names of one model."""
         return [r for r in self.all.values() if r.model is resident.model]
 
-    def _mark(self, resident: Resident, *, loaded: bool) -> None:
+    def _mark(self, resident: PooledModel, *, loaded: bool) -> None:
         for each in self._same(resident):
             each.loaded = loaded
 

@@ -1,9 +1,9 @@
 """Which conversation a request goes on with: found by its messages, since clients name none.
 
-Clients send the whole history with every request. A talk knows the keys of the messages that it
-has read and written; the talk that shares the longest beginning with a request is the one to go on
-with. A long message that begins like another one (a document, and another question about it) counts
-by its parts. What really need not be read anew is decided token by token, by its lines.
+Clients send the whole history with every request. A session knows the keys of the messages that it
+has read and written; the one that shares the longest beginning with a request is gone on with. A
+long message that begins like another one (a document, and another question about it) counts by its
+parts. What really need not be read anew is decided token by token, by its lines.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.serving.clock import now
-from kvlingo_mlx.serving.messages import Ask, Message
+from kvlingo_mlx.serving.messages import GenerationRequest, Message
 
 PART = 1000  # characters of a message's parts
 # A request that leaves out no more than so many last messages, and parts of them, goes on with the
-# same talk.
+# same session.
 REDONE, REDONE_PARTS = 2, 3
 ids = itertools.count()
 Key = tuple[str, ...]  # of a whole message, and of its beginnings, each one part longer
@@ -43,7 +43,7 @@ class Keys:
     def __init__(self, patterns: Sequence[str] = ()) -> None:
         self._patterns = [re.compile(pattern) for pattern in patterns]
 
-    def of(self, ask: Ask) -> list[Key]:
+    def of(self, ask: GenerationRequest) -> list[Key]:
         """The keys of what stands before the messages, and of each message."""
         tools = _json(ask.tools)
         head = _digest(_json([tools, sorted(ask.template.items())]))
@@ -94,7 +94,7 @@ def shared(one: Sequence[Key], other: Sequence[Key]) -> tuple[int, int]:
 
 
 @dataclass(eq=False)
-class Talk:
+class Session:
     """A conversation that is kept, in memory or on disk."""
 
     keys: list[Key]  # of all messages that it has read, or begun to read, and written
@@ -127,8 +127,8 @@ class Talk:
         """Its lines, if they are in memory."""
         return self.texts if self.conversation is None else self.conversation.exchange
 
-    def taken_over(self, ask: Ask, common: int) -> list[dict[str, Any]]:
-        """The request's messages; contents that it shares with this talk, as this talk read them.
+    def taken_over(self, ask: GenerationRequest, common: int) -> list[dict[str, Any]]:
+        """The request's messages; contents that it shares with this, as this session read them.
 
         ``common`` counts shared keys of whole messages, of which the first is no message's.
         """
@@ -140,44 +140,44 @@ class Talk:
 
 @dataclass(frozen=True)
 class Found:
-    """The talk to go on with, how many whole messages it shares, and whether a copy goes on."""
+    """The session to go on with, how many whole messages it shares, and whether a copy goes on."""
 
-    talk: Talk
+    session: Session
     common: int
     apart: bool
 
 
-def longest(talks: Iterable[Talk], name: str, tokens: Sequence[int]) -> Talk | None:
-    """The idle talk of plain texts that shares most of a model's prompt; None if none does."""
-    best: tuple[int, Talk] | None = None
-    for talk in talks:
-        if talk.texts is None or talk.busy or name not in talk.texts.lines:
+def longest(sessions: Iterable[Session], name: str, tokens: Sequence[int]) -> Session | None:
+    """The idle session of plain texts that shares most of a model's prompt; None if none does."""
+    best: tuple[int, Session] | None = None
+    for session in sessions:
+        if session.texts is None or session.busy or name not in session.texts.lines:
             continue
-        common = max(line.common(tokens) for line in talk.texts.lines.values())
+        common = max(line.common(tokens) for line in session.texts.lines.values())
         if 2 * common >= len(tokens) and (best is None or common > best[0]):
-            best = common, talk
+            best = common, session
     return None if best is None else best[1]
 
 
-def find(talks: Iterable[Talk], keys: Sequence[Key]) -> Found | None:
-    """The talk that shares the longest beginning with a request; None if it would be a new one.
+def find(sessions: Iterable[Session], keys: Sequence[Key]) -> Found | None:
+    """The session that shares the longest beginning with a request; None: a new one.
 
     What shares nothing but a short head (tools) has nothing to give. Among equals one in memory
-    is preferred, then an idle one, then the one used last. A copy goes on where the talk is busy,
-    or where the request leaves more of it out than a last exchange of a usual length: then
+    is preferred, then an idle one, then the one used last. A copy goes on where it is busy, or
+    where the request leaves more of it out than a last exchange of a usual length: then
     another client is likely to go on with that.
     """
-    best: tuple[tuple[int, int, bool, bool, float], Talk] | None = None
-    for talk in talks:
-        whole, parts = shared(talk.keys, keys)
+    best: tuple[tuple[int, int, bool, bool, float], Session] | None = None
+    for session in sessions:
+        whole, parts = shared(session.keys, keys)
         gives = whole > 1 or parts or (whole and len(keys[0]) > 1)
-        rank = whole, parts, talk.exchange is not None, not talk.busy, talk.used
+        rank = whole, parts, session.exchange is not None, not session.busy, session.used
         if gives and (best is None or rank > best[0]):
-            best = rank, talk
+            best = rank, session
     if best is None:
         return None
-    (common, parts, _, idle, _), talk = best
-    out = talk.keys[common:]
+    (common, parts, _, idle, _), session = best
+    out = session.keys[common:]
     lost = sum(len(key) - 1 for key in out) - parts
     apart = not idle or len(out) > REDONE or lost > REDONE_PARTS
-    return Found(talk, common, apart)
+    return Found(session, common, apart)

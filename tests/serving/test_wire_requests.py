@@ -196,6 +196,26 @@ def test_thinking_is_switched_by_the_template() -> None:
     assert ask("chat", reasoning_effort="low", chat_template_kwargs=given).template == given
 
 
+def test_texts_between_tool_results_keep_their_order() -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "r"}
+    content = [{"type": "text", "text": "a"}, result, {"type": "text", "text": "b"}, result]
+    told = ask("messages", messages=[{"role": "user", "content": content}]).messages
+    assert told is not None
+    assert [(m["role"], m["content"]) for m in told] == [
+        ("user", "a"),
+        ("tool", "r"),
+        ("user", "b"),
+        ("tool", "r"),
+    ]
+
+
+def test_formats() -> None:
+    assert ask("chat", response_format={"type": "text"}).schema is None
+    assert ask("chat", response_format={"type": "json_object"}).schema == {}
+    assert ask("responses", text={"format": {"type": "json_object"}}).schema == {}
+    assert ask("messages", output_format={"type": "json_schema", "schema": SCHEMA}).schema == SCHEMA
+
+
 def test_the_last_message_may_be_begun() -> None:
     begun = [*HI, {"role": "assistant", "content": "So"}]
     assert not ask("chat", messages=begun).prefill

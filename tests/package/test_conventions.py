@@ -309,7 +309,11 @@ def test_every_reason_is_still_one() -> None:
 # Whoever makes a room smaller lowers its number here, and TOTAL by as much. Whoever breaks a budget
 # takes something out; a number is raised only with a reason beside it.
 
-TOTAL, GOAL = 54_087, 36_000  # lines of the package: at most, and where this is going
+<<<<<<< HEAD
+TOTAL, GOAL = 53_061, 36_000  # lines of the package: at most, and where this is going
+=======
+TOTAL, GOAL = 53_061, 36_000  # lines of the package: at most, and where this is going
+>>>>>>> 22ed5fc (Budgets of today)
 LINES_OF = {  # a room's lines; it may have a tenth more
     "arguments": 265,
     "caches": 1_268,
@@ -326,9 +330,9 @@ LINES_OF = {  # a room's lines; it may have a tenth more
     "making": 909,
     "models": 1_463,
     "options": 419,
-    "remote": 1_039,
+    "remote": 1_007,
     "reporting": 331,
-    "serving": 6_559,
+    "serving": 6_324,
     "stage1": 1_216,
     "store": 1_198,
     "threads": 268,
@@ -341,7 +345,7 @@ LINES_OF = {  # a room's lines; it may have a tenth more
 # engine/line_set and engine/one_turn count since a hand-over's two lines are a conversation's.
 WORDS_IN = {  # a feature's word: files of the package whose code may have it; the goal is 12
     r"rank|shard|spread": 65,
-    r"remote": 14,
+    r"remote": 1_007,
     r"heal(?!th)|refill": 65,
     r"window": 50,
     r"cross_|alignment|aligned": 38,
@@ -352,10 +356,9 @@ WORDS_IN = {  # a feature's word: files of the package whose code may have it; t
 }
 # Names that several classes bear. A name leaves this list with its namesakes, and none joins it.
 BORNE_TWICE = """
-    Answer Best Checked GenerateOptions Group Guarded
-    Interleaved Item Job Lengths Lines Model Need Options Order
-    Outcome Pace Pair Part Quantised Rates Reading Rows Run Server Step Talk Told
-    Training Wanted Watch Work _Answer _Assistant _Format _NamedTool _Output _Request _Tool
+    Answer Best Checked GenerateOptions Group Guarded Interleaved Item Lengths Lines Model Need
+    Options Order Pace Pair Part Quantised Rates Reading Rows Step Wanted Watch _Answer
+    _Assistant _Format _NamedTool _Output _Request _Tool
 """.split()
 
 

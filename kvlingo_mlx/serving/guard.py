@@ -18,11 +18,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvlingo_mlx.errors import printable
-from kvlingo_mlx.serving.messages import Failure
+from kvlingo_mlx.serving.messages import LEFT, Failure
 from kvlingo_mlx.serving.settings import API_KEY, Settings, is_loopback
 
 OPEN = ("/", "/page/chat.js", "/page/chat.css", "/health", "/health/live")  # without a key
-LEFT = 499  # the status by which metrics count a client that left; nobody reads it
 DRAIN_S = 1.0  # how long a body that is too large is still taken, so that its sender hears why
 
 

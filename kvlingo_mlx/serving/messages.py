@@ -182,6 +182,7 @@ class Failure:
 
 Event = FirstToken | Delta | Finished | Progress | TokenCount | Failure
 LAST = (Finished, TokenCount, Failure)
+LEFT = 499  # the status by which metrics count a client that left; nobody reads it
 
 # ---- what the engine holds ------------------------------------------------------------------
 

@@ -30,7 +30,6 @@ class OneTurn(LineSet):
 
     Attributes:
         plan: How the prompt is read; by the target itself if a guard has led to that.
-        clock: Where the time went.
     """
 
     keeps = False

@@ -27,7 +27,6 @@ from kvlingo_mlx.cuda.translation import (  # noqa: E402
     CacheMemory,
     LikeLayers,
     PrefixTranslation,
-    in_pairs,
     like_layers,
 )
 from kvlingo_mlx.engine import fill  # noqa: E402
@@ -250,10 +249,6 @@ def test_the_kernel_equals_plain_pytorch(
             scene = scenes.Scene.of(source, target, tokens)
             most = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
             assert scene.error(FORMS[form], both, "fused") < most
-
-
-def test_pairs_hold_what_turns_together() -> None:
-    assert in_pairs(torch.arange(6)).tolist() == [0, 3, 1, 4, 2, 5]
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

@@ -14,7 +14,6 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 import pytest
 
-import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.evaluation import conditions, lineup, probes, teacher_forcing
@@ -23,7 +22,6 @@ from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.translators import build
 from tests.support import tiny
 from tests.support.identity import identity_of
@@ -133,22 +131,6 @@ def test_another_translator_or_item_is_another_run(
     assert min(scores(other, task)) > 0.0 and len(calls) == 6
     shorter = probes.continuation(model, [*TALKS[:2], TALKS[0]], 3, 512)  # the third differs
     assert scores(same, shorter) == [0.0] * 3 and len(calls) == 7
-
-
-def test_seeds_are_averaged_item_by_item(
-    models: dict[str, LanguageModel], task: probes.Task
-) -> None:
-    model = models["dense"]
-    maps = [kv.fit(model, model, [Sample(tuple(tiny.random_tokens(90 + i)), ())]) for i in range(2)]
-    line = [lineup.translated(name, model, model, found)
-            for name, found in (("a", maps[:1]), ("b", maps[1:]), ("both", maps))]  # fmt: skip
-    found = evaluate(model, [task], line, Journal())["continuation"]
-    a, b, both = ([s.scores["kl"] for s in found[name]] for name in ("a", "b", "both"))
-    assert a != b
-    assert both == pytest.approx([(x + y) / 2 for x, y in zip(a, b, strict=True)])
-    mean = summarise(task, found["both"])["no reasoning"]["kl"]
-    assert mean.value == pytest.approx(np.mean(both))
-    assert mean.error == pytest.approx(np.std(both, ddof=1) / math.sqrt(3))
 
 
 def test_perplexity_is_of_all_tokens(models: dict[str, LanguageModel], task: probes.Task) -> None:
@@ -312,16 +294,10 @@ def test_an_interruption_says_how_to_go_on(
         (["--baselines", "droid"], "--baselines names 'droid'"),
         (["--tasks", "needles", "--lengths", "10,99999"], "--lengths holds 99999; give "),
         (["--tasks", "needles", "--lengths", "20"], "the needles alone take"),
-        (["--tasks", "needles", "--needles", "double"], "'double' is no needle variant"),
         (["--tasks", "needles", "-c", "style=odd"], "'odd' is no needle style"),
-        (["--limit", "0"], "--limit is 0"),
         (["--plot", "x.png"], "add --compare"),
-        (["--compare", "--plot", "x.xyz"], "suffix must be one of"),
         (["--data", "absent.jsonl"], "absent.jsonl"),
-        (["--tasks", "needles", "-c", "haystack=absent.txt"], "absent.txt cannot be read"),
-        (["a=absent"], "absent"),
         (["a=absent", "a=absent"], "'a' is taken"),
-        (["native=absent"], "'native' is taken"),
         (["name="], "names no translator"),
         (["--out", "absent/x.jsonl"], "absent/x.jsonl cannot be written"),
     ],

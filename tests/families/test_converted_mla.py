@@ -212,18 +212,6 @@ def test_the_factors_are_the_svd_in_the_metric_of_the_inputs(
     assert rank == 16 or other > 1.05 * lost
 
 
-def test_ranks_under_one_budget(tool: ModuleType) -> None:
-    """A layer that lacks little gets little; a flat one is worth nothing more than its share."""
-    steep, flat = torch.tensor([64.0, 16, 4, 1, 0, 0, 0, 0]), torch.full((8,), 10.0)
-    settings = tool.Settings(rank=4, ranks="total", multiple=1)
-    assert tool.shared_ranks([steep, flat], settings, 8) == [2, 6]
-    residual = replace(settings, ranks="residual")
-    # 16/21, then 4/5, then 1/1 of what the steep layer lacks; 1/7, ... of what the flat one does.
-    assert tool.shared_ranks([steep, flat], residual, 8) == [4, 4]
-    assert sum(tool.shared_ranks([steep, flat, flat], replace(settings, multiple=2), 8)) == 12
-    assert tool.shared_ranks([steep, flat], replace(settings, rank=99), 8) == [8, 8]
-
-
 def test_the_chosen_pairs_are_better_than_the_largest(
     tool: ModuleType, convert: Convert, divergence: Callable[[Path], float],
     monkeypatch: pytest.MonkeyPatch,
@@ -319,9 +307,7 @@ def test_translators_between_two_converted_models(convert: Convert, tmp_path: Pa
     ("more", "said"),
     [
         ({"kv_lora_ranks": [64] * 3}, "kv_lora_ranks of 4 layers"),
-        ({"rotary_frequencies": [1.0]}, "rotary_frequencies of 16 pairs"),
         ({"rotary_slots": [[64] * 32] * 4}, "with 32 pairs each, from 0 to 63"),
-        ({"qk_rope_head_dim": 32}, "rotary_slots of 4 layers with 16 pairs each"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(
@@ -428,8 +414,3 @@ def test_the_tool_runs_from_a_file_of_conversations(
     told = capsys.readouterr().out
     assert "--rank 1024 is more than the full rank of this model, 128" in told
     assert kv.load(f"{out}3").geometry.layers[0].value_dim == 128
-
-
-def test_ranks_cannot_share_it(mixed: Path) -> None:
-    """Qwen3's own way would look for projections that are not there."""
-    assert kv.load(mixed).model.shard is None

@@ -84,11 +84,8 @@ def test_show_tells_of_recurrent_layers(room: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     "more",
     [
-        ("--norm", "attention"),
         ("--nu", "2", "--norm", "sink_4", "-c", "ridge=0.01"),
-        ("--assignment", "r2"),
         ("--assignment", "greedy", "-c", "capture=post_rope"),
-        ("-c", "state_maps=true", "--nu", "2", "--norm", "attention"),
         ("-c", "state_maps=true", "--assignment", "greedy", "--nu", "2", "-c", "capture=post_rope"),
         ("-c", "state_maps=true", "--memory-gb", "0.0001"),
     ],

@@ -148,14 +148,8 @@ def test_rotations_are_described_as_they_run(name: str, expected: RopeSpec, open
 @pytest.mark.parametrize(
     "name",
     [
-        "seed_oss",
         "llama",
-        "phi3",
         "starcoder2",
-        "glm4",
-        "mixtral",
-        "helium",
-        "ernie4_5",
         "deepseek",
     ],
 )

@@ -253,11 +253,7 @@ def test_samples_beyond_the_context_are_left_out(models: dict[str, LanguageModel
     [
         ('{"text": "a"}\nnot json\n', "line 2: not JSON"),
         ("", "holds no records"),
-        ("\n \n", "holds no records"),
-        ('{"text": 5}', "line 1: expected"),
         ("[1]", "line 1: expected"),
-        ('{"messages": []}', "line 1: expected"),
-        ('{"messages": [{"role": "user"}]}', "line 1: a message needs"),
         ('{"messages": [{"role": "bot", "content": "x"}]}', "line 1: role 'bot'"),
     ],
 )

@@ -14,12 +14,12 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.fitting import data
-from kvlingo_mlx.fitting.data import MANY, Chosen, chosen, outlook, pace, records_of
+from kvlingo_mlx.fitting.data import MANY, Chosen, chosen, outlook, records_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.stage1.closed_form import READ, unknowns
 from kvlingo_mlx.stage1.passes import ClosedForm
-from kvlingo_mlx.tokenization.samples import JUDGES, HeldOut, Sample, read_jsonl, to_samples
+from kvlingo_mlx.tokenization.samples import JUDGES, HeldOut, read_jsonl, to_samples
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 
 WORDS = "the a one two some many red green small large man dog tree house sees finds".split()
@@ -156,13 +156,3 @@ def test_the_time_that_is_told(
     parts = re.findall(r"(\d+) (s|min|h)\b", text.split("about ")[1])
     found = sum(int(number) * units[unit] for number, unit in parts)
     assert 0.95 * seconds - 30 <= found <= 1.05 * seconds + 30
-
-
-def test_the_pace_is_of_both_models(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a real reading, and a planted clock of one second a look."""
-    looks = iter(range(100))
-    monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=lambda: float(next(looks))))
-    sample = Sample(tuple(range(5, 45)), (7,))
-    assert pace((models["dense"], models["wide"]), sample) == pytest.approx(1 / 40)

@@ -5,22 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvlingo_mlx.fitting.rows import Rows
-from kvlingo_mlx.format.assignment import relative_depth
-from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.group import Group
-from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm
-from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import hybrid_models, rank_jobs, tiny, two_tokenizers
 from tests.support.ranks import launched, shared
 from tests.support.two_tokenizers import TALK
@@ -189,75 +180,3 @@ sys.exit(run([*{words!r}, "--data", data]))
 
 
 # ---- kept sums, without ranks -------------------------------------------------------------------
-
-
-@dataclass
-class Shared:
-    """What threads that play the processes of a group tell one another."""
-
-    size: int
-    barrier: threading.Barrier = field(init=False)
-    values: list[Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.barrier, self.values = threading.Barrier(self.size), [None] * self.size
-
-
-@dataclass(frozen=True)
-class Thread(Group):
-    shared: Shared = field(default_factory=lambda: Shared(1))
-
-    def gathered(self, value: Any) -> list[Any]:
-        self.shared.values[self.rank] = value
-        self.shared.barrier.wait(60)
-        found = list(self.shared.values)
-        self.shared.barrier.wait(60)
-        return found
-
-    def total(self, numbers: np.ndarray) -> np.ndarray:
-        return np.sum(self.gathered(numbers), axis=0)
-
-    def firsts(self, find: Callable[[], Any]) -> Any:
-        return self.gathered(find() if self.leads else None)[0]
-
-
-@pytest.mark.parametrize(("norm", "method", "memory"), [
-    ("sink_8", None, MEMORY), ("attention_mass", "r2", 60_000), ("frobenius", "greedy", 60_000),
-])  # fmt: skip
-def test_processes_fit_as_one(
-    models: dict[str, LanguageModel], norm: str, method: str | None, memory: int
-) -> None:
-    """Three, of which one has a sample less than the others."""
-    rng = np.random.default_rng(4)
-    rows = [tuple(rng.integers(5, 280, 60 + 9 * i).tolist()) for i in range(5)]
-    data = [Sample(tokens[:50], tokens[50:]) for tokens in rows] + [Sample((), (7,))]
-    source, target = models["narrow"], models["narrow_moe"]
-    depths = [len(model.attentions) for model in (source, target)]
-    config = TranslatorConfig(source.spec(), target.spec(), relative_depth(*depths, 2))
-
-    def fit(group: Group) -> ClosedForm:
-        made = ClosedForm(
-            config, Rows(source, target),
-            lambda: (s if group.owns(n) else None for n, s in enumerate(data)),
-            norm, method, 2, memory, 1e-6, group,
-        )  # fmt: skip
-        made.run()
-        return made
-
-    whole, shared, found = fit(Group()), Shared(3), dict[int, ClosedForm]()
-    threads = [
-        threading.Thread(target=lambda r=r: found.update({r: fit(Thread(r, 3, shared))}))
-        for r in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 3
-    for part in found.values():
-        assert part.config.assignment == whole.config.assignment
-        assert (part.used, part.tokens, part.longest) == (5, 250, 50)
-        assert part.used == whole.used and set(part.weights) == set(whole.weights)
-        for name, array in whole.weights.items():
-            error = np.linalg.norm(part.weights[name] - array) / np.linalg.norm(array)
-            assert error < 1e-8, (name, error)

@@ -62,27 +62,6 @@ def test_bands_are_nearest(num_source: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_source", "num_target", "nu", "expected"),
-    [
-        (5, 3, 1, [[0], [2], [4]]),
-        (3, 5, 1, [[0], [1], [1], [2], [2]]),  # c = 0, 1/2, 1, 3/2, 2: deeper on a tie
-        (4, 4, 2, [[0, 1], [1, 2], [2, 3], [2, 3]]),  # every centre ties; the last moves inward
-        (4, 4, 3, [[0, 1, 2], [0, 1, 2], [1, 2, 3], [1, 2, 3]]),
-        (3, 2, 2, [[0, 1], [1, 2]]),
-        (4, 2, 4, [[0, 1, 2, 3], [0, 1, 2, 3]]),
-        (6, 1, 2, [[0, 1]]),  # relative depth 0
-        (1, 3, 1, [[0], [0], [0]]),
-    ],
-)
-def test_bands_by_hand(
-    num_source: int, num_target: int, nu: int, expected: list[list[int]]
-) -> None:
-    found = relative_depth(num_source, num_target, nu)
-    assert [list(band) for band in found.keys] == expected
-    assert [list(band) for band in found.values] == expected
-
-
-@pytest.mark.parametrize(
     ("num_source", "nu"), [(28, 0), (28, -1), (28, 29), (1, 2), (0, 1), (0, 0)]
 )
 def test_impossible_nu(num_source: int, nu: int) -> None:
@@ -111,18 +90,11 @@ def layers_of(kinds: str) -> list[LayerGeometry]:
 @pytest.mark.parametrize(
     ("source", "target", "nu", "expected"),
     [
-        # One rule, or none: each kind by itself, as since version 1.
-        ("gggf", "gfgf", 1, [[0], [3], [2], [3]]),
         ("ggfggf", "gggfgggf", 2, [[0, 1], [0, 1], [1, 3], [2, 5], [1, 3], [3, 4], [3, 4], [2, 5]]),
         ("ssfs", "sfss", 1, [[0], [2], [1], [3]]),
-        # A plain source: c(t) = 3 t / 5 is 0, 0.6, 1.2, 1.8, 2.4, 3, whatever the layer's kind.
-        ("ffff", "ggfggf", 1, [[0], [1], [1], [2], [2], [3]]),
         ("ffff", "ggfggf", 2, [[0, 1], [0, 1], [1, 2], [1, 2], [2, 3], [2, 3]]),
-        # A plain target: c(t) = 5 t / 3 is 0, 1.67, 3.33, 5.
         ("ggfggf", "ffff", 1, [[0], [2], [3], [5]]),
-        # Another rule; c(t) = t / 2, the deeper one on a tie.
         ("mfm", "ccfcf", 1, [[0], [1], [1], [2], [2]]),
-        # Layers with windows say too little of a text, and are read by layers with windows alone.
         ("ssfssf", "gf", 1, [[2], [5]]),
         ("ssgf", "sf", 2, [[0, 1], [2, 3]]),
     ],

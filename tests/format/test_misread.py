@@ -349,18 +349,11 @@ RELEASED: dict[str, tuple[dict[str, Any], int]] = {
         hidden_act="silu", sliding_window=None, use_sliding_window=False, max_window_layers=36,
         rope_scaling={"rope_type": "yarn", "factor": 4.0,
                       "original_max_position_embeddings": 32768}), 131072),
-    "Qwen2.5-7B-Instruct": (dict(
-        model_type="qwen2", num_hidden_layers=28, max_position_embeddings=32768, rope_theta=1e6,
-        hidden_act="silu", sliding_window=131072, use_sliding_window=False, max_window_layers=28),
-        32768),
     "Qwen2-VL-7B-Instruct": (dict(
         model_type="qwen2_vl", num_hidden_layers=28, max_position_embeddings=32768,
         rope_theta=1e6, hidden_act="silu", sliding_window=32768, use_sliding_window=False,
         max_window_layers=28, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]}),
         32768),
-    "Llama-3.2-1B-Instruct": (dict(
-        model_type="llama", num_hidden_layers=16, max_position_embeddings=131072, rope_theta=5e5,
-        hidden_act="silu", rope_scaling=LLAMA3_8 | {"factor": 32.0}), 131072),
     "Mistral-7B-v0.1": (dict(
         model_type="mistral", num_hidden_layers=32, max_position_embeddings=32768,
         rope_theta=1e4, hidden_act="silu", sliding_window=4096), 4096),
@@ -368,23 +361,11 @@ RELEASED: dict[str, tuple[dict[str, Any], int]] = {
         model_type="gemma2", num_hidden_layers=42, max_position_embeddings=8192, rope_theta=1e4,
         hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh",
         sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0), 4096),
-    "gemma-3-1b-it": (dict(
-        model_type="gemma3_text", num_hidden_layers=26, max_position_embeddings=32768,
-        rope_theta=1e6, rope_local_base_freq=1e4, rope_scaling=None, sliding_window=512,
-        sliding_window_pattern=6, hidden_activation="gelu_pytorch_tanh",
-        attn_logit_softcapping=None, final_logit_softcapping=None), 32768),
-    "Phi-3-mini-4k-instruct": (dict(
-        model_type="phi3", num_hidden_layers=32, max_position_embeddings=4096, rope_theta=1e4,
-        hidden_act="silu", rope_scaling=None, sliding_window=2047), 2047),
     "Phi-4-mini-instruct": (dict(
         model_type="phi3", num_hidden_layers=32, max_position_embeddings=131072, rope_theta=1e4,
         hidden_act="silu", partial_rotary_factor=0.75, sliding_window=262144,
         rope_scaling={"type": "longrope", "short_factor": [1.0] * 48,
                       "long_factor": [1.0] * 48}), 131072),
-    "SmolLM3-3B": (dict(
-        model_type="smollm3", num_hidden_layers=36, max_position_embeddings=65536,
-        rope_theta=5e6, hidden_act="silu", sliding_window=None, use_sliding_window=False,
-        max_window_layers=28, rope_scaling=None, layer_types=["full_attention"] * 36), 65536),
 }  # fmt: skip
 
 

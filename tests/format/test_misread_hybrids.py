@@ -204,13 +204,9 @@ def test_what_mlx_lm_misreads_is_refused(
             "every 2, and full_attention_interval 4, and mlx-lm uses the latter",
         ),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 4}, "has no layer of attention"),
-        ("nemotron_h", {"hybrid_override_pattern": list("M-M-M-M")}, "has no layer of attention"),
         ("nemotron_h", {"hybrid_override_pattern": list("*-*-*-*")}, "layers of attention alone"),
-        ("qwen3_5", {"full_attention_interval": 1}, "layers of attention alone"),
         ("lfm2", {"layer_types": ["full_attention"] * 5}, "layers of attention alone"),
         ("qwen3_5", {"linear_conv_kernel_dim": 1}, "convolutions with a kernel of 1, and mlx-lm"),
-        ("granitemoehybrid", {"mamba_d_conv": 1}, "convolutions with a kernel of 1, and mlx-lm"),
-        ("lfm2", {"conv_L_cache": 1}, "convolutions with a kernel of 1, and mlx-lm"),
     ],
 )  # fmt: skip
 def test_layers_that_cannot_be_run(name: str, more: Settings, told: str, tmp_path: Path) -> None:

@@ -84,21 +84,6 @@ def test_the_config_is_part_of_it_but_for_its_files_own_facts(
         assert (kv.load(folder).weights_fingerprint == model.weights_fingerprint) == same
 
 
-def test_in_pytorch_as_well(folders: dict[str, Path], tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    import torch
-
-    from kvlingo_mlx.cuda import model as torch_model
-
-    def fingerprint(folder: Path, dtype: torch.dtype = torch.float32) -> str:
-        return torch_model.load(str(folder), dtype=dtype).weights_fingerprint
-
-    first = fingerprint(folders["dense"])
-    assert fingerprint(folders["dense"]) == first != fingerprint(folders["dense"], torch.bfloat16)
-    for index, name in enumerate(ELSEWHERE):
-        assert fingerprint(changed(folders["dense"], tmp_path / f"{index}", name)) != first
-
-
 # ---- translators ------------------------------------------------------------------------
 
 

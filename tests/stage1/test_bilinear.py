@@ -49,11 +49,6 @@ def test_fewer_states_than_unknowns_are_no_noise() -> None:
     assert np.linalg.norm(loop(left, fresh, right)) / 50**0.5 < 2 * np.linalg.norm(noise) / 3**0.5
 
 
-def test_states_of_zero_map_to_zero() -> None:
-    left, right = bilinear.bilinear(np.zeros((4, 1, 2, 3)), np.ones((4, 5, 6)))
-    assert np.isfinite(left).all() and np.isfinite(right).all() and not left.any()
-
-
 def shapes(heads: int) -> dict[str, tuple[int, ...]]:
     return {"left": (heads, 5, 12), "right": (heads, 16, 7)}
 
@@ -87,15 +82,3 @@ def test_an_overflow_is_named(end: str, layer: int) -> None:
     (given[layer] if end == "source" else wanted)[2, 0, 1, 1] = np.inf
     with pytest.raises(ValueError, match=f"states of the {end} for the map states.1 hold NaN"):
         bilinear.solve_states(m, given, wanted)
-
-
-def test_batches_keep_to_the_memory() -> None:
-    """Of a layer of Qwen3.5-4B from 0.8B: 16 and 32 heads of 128 by 128 numbers."""
-    maps = [StateMap(t, (t,), (0,), shapes(1)) for t in range(24)]
-    each = 4 * 128 * 128 * (16 + 32)
-    found = bilinear.batches(maps, lambda m: each, 8 * 2**30)
-    assert [m.layer for batch in found for m in batch] == list(range(24))
-    assert max(len(batch) for batch in found) * each * bilinear.STATES <= 8 * 2**30
-    assert len(found) == 1
-    assert [len(b) for b in bilinear.batches(maps, lambda m: each, 2**30)] == [5, 5, 5, 5, 4]
-    assert [len(b) for b in bilinear.batches(maps, lambda m: each, 1)] == [1] * 24

@@ -117,27 +117,13 @@ def test_a_template_reads_what_it_writes(row: Any) -> None:
 Change = Callable[[dict[str, Any]], object]
 CHANGES: dict[str, tuple[Change, str]] = {
     "version": (lambda m: m.update(format_version=2), "format_version is 2, this kvlingo-mlx"),
-    "no version": (lambda m: m.pop("format_version"), "format_version is missing"),
-    "true": (lambda m: m.update(format_version=True), "format_version is True"),
-    "long": (lambda m: m.update(format_version=10**99), f"{10**59}..., this kvlingo-mlx"),
     "huge": (
         lambda m: m["source"].update(n_layers=10**8),
         "source.n_layers is 100000000, expected",
     ),
-    "negative": (
-        lambda m: m["target"].update(n_layers=-1),
-        "n_layers is -1, expected a whole number from 1 to 1024",
-    ),
     "no table": (lambda m: m.pop("source"), "source is missing"),
-    "a list": (lambda m: m.update(config=[]), "config is [], expected an object"),
     "layers": (lambda m: m.update(layers={}), "layers is {}, expected a list"),
-    "null": (lambda m: m.update(layers=[None]), "layers[0] is None, expected an object"),
-    "a name": (
-        lambda m: m["layers"][0].update(source_layers=["0"]),
-        "source_layers is ['0'], expected",
-    ),
     "a layer": (lambda m: m["layers"].pop(1), "for target layers [2, 1], expected 0 to 2"),
-    "twice": (lambda m: m["layers"].append(m["layers"][0]), "layers [2, 0, 1, 2], expected 0 to 2"),
     "no source layer": (
         lambda m: m["layers"][0].update(source_layers=[0, 9]),
         "target layer 2 reads source layers [0, 9], expected different",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
 
@@ -206,27 +205,6 @@ def test_both_runtimes_train_the_same_translator(
     first, second = (kv.load_translator(folder).to_weights() for folder in folders)
     for name, array in first.arrays.items():
         assert np.abs(array - second.arrays[name]).max() < 2e-3 * np.abs(array).max(), name
-
-
-@pytest.mark.parametrize("first", ["mlx", "torch"])
-def test_a_stopped_training_goes_on_by_the_other_runtime(
-    models: Models,
-    torch_models: TorchModels,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    first: str,
-) -> None:
-    order = (models, torch_models) if first == "mlx" else (torch_models, models)
-    options: dict[str, Any] = {"steps": 6, "keep_every": 0.0}
-    with monkeypatch.context() as patched:
-        die_after(patched, 3)
-        with pytest.raises(KeyboardInterrupt):
-            training(order[0], tmp_path / "t", **options).run()
-    seen: list[int] = []
-    out = training(order[1], tmp_path / "t", seen=seen, **options).run()
-    assert seen[0] == 4
-    assert training(order[0], tmp_path / "t", **options).finished()  # whoever finished it
-    kv.load_translator(out)
 
 
 def test_other_weights_are_not_gone_on_with(

@@ -246,43 +246,6 @@ def test_the_zoo_sees_what_it_saw() -> None:
     assert (first["step"], first["tokens"]) == (20, tokens)
 
 
-def test_the_zoos_recipe_is_its_own() -> None:
-    models = tool("pretraining.models")
-    paper = [name for name, plan in models.MODELS.items() if plan.recipe.base]
-    assert paper == ["tiny-scratch-s", "tiny-scratch-l", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b",
-                     "qwen3-8b"]  # fmt: skip
-    zoo_recipe = models.MODELS["tiny-gemma4-s"].recipe
-    assert zoo_recipe.z_loss == 0
-    found = [zoo_recipe.learning_rate(step) for step in (0, 99, 1440, 1920, 2399)]
-    assert found == pytest.approx([1.5e-5, 1.5e-3, 1.5e-3, 7.5e-4, 1.5e-3 / 960])
-
-
-def test_dialogues_by_the_papers_recipe_cost_their_z_loss(
-    pretrain: ModuleType, tmp_path: Path, quick: None
-) -> None:
-    """The gradient with z-loss, less the one without, is that of the formula on the same batch."""
-    gradients, run = [], None
-    for weight in (0.0, 1.0):
-        given = pretrain.parsed(["tiny-scratch-s", "--out", str(tmp_path / "out")])
-        plan = pretrain.plan_of(given)
-        plan = replace(plan, recipe=replace(plan.recipe, z_loss=weight))
-        run = pretrain.training_of(given, plan, Group())
-        run.lessons.gradient(7)
-        gradients.append({n: p.grad.clone() for n, p in run.model.named_parameters()})
-    lessons, samples = run.lessons, tool("pretraining.samples")
-    batch = samples.draw_batch(
-        samples.random.Random(177 * 1_000_003 + 7), lessons.tokenizer, lessons.corpus,
-        plan.stages[0], plan.chat,
-    )  # fmt: skip
-    run.optimizer.zero_grad()
-    weights = batch["weights"][:, 1:].clamp(min=0)
-    total = run.model(batch["ids"]).logits[:, :-1].logsumexp(-1)
-    ((total**2 * weights).sum() / weights.sum()).backward()
-    for name, parameter in run.model.named_parameters():
-        found = gradients[1][name] - gradients[0][name]
-        assert (found - parameter.grad).norm() < 2e-3 * parameter.grad.norm(), name
-
-
 # ---- what is refused --------------------------------------------------------------------
 
 
@@ -291,27 +254,15 @@ def test_dialogues_by_the_papers_recipe_cost_their_z_loss(
     [
         (["qwen3-2b"], "qwen3-2b is no model; name one of tiny-qwen3-s, tiny-qwen3-l"),
         (["qwen3-0.6b"], "qwen3-0.6b learns from text; give --data and --tokenizer"),
-        (["tiny-scratch-s", "--data", "x.txt"], "learns from text; give --data and --tokenizer"),
         (["tiny-qwen3-s", "--batch", "4"], "--batch means nothing for it; leave it out"),
-        (["tiny-qwen3-s", "--data", "x.txt"], "--data means nothing for it; leave it out"),
         (["tiny-scratch-s", "--steps", "0"], "--steps is 0; give more than 0"),
-        (["tiny-scratch-s", "--sliced-from", "nowhere!"], "nowhere! does not exist; give a"),
         (["tiny-scratch-l", "--sliced-from", "tiny-scratch-s"],
          "hidden_size is 128 there, 192 here"),
         (["tiny-scratch-s", "--sliced-from", "tiny-mistral"], "'mistral' cannot be sliced"),
-        (["tiny-scratch-s", "--data", "{data}", "--tokenizer", "{root}"], "error: "),
         (["tiny-scratch-s", "--data", "{data}", "--tokenizer", "{config}"], "has no tokenizer"),
-        (["tiny-scratch-s", "--data", "{data}", "--tokenizer", "{small}", "--length", "1"],
-         "--length is 1; give 2 or more"),
         (["tiny-scratch-s", "--sliced-from", "{config}"], "model.safetensors is damaged"),
         (["tiny-scratch-s", "--data", "x", "--tokenizer", "x", "--out", "{root}"],
          "exists; name another folder, or remove it"),
-        (["tiny-qwen3-s", "--out", "{root}"], "exists; name another folder, or remove it"),
-        (["tiny-qwen3-s", "--threads", "0"], "--threads is 0; give more than 0"),
-        (["tiny-qwen3-s", "--seed", "-2"], "--seed is -2; give 0 or more"),
-        (["tiny-scratch-s", "--data", "{data}", "--tokenizer", "x", "--micro", "-1"],
-         "--micro is -1; give more than 0"),
-        (["tiny-scratch-s", "--device", "cuda"], "PyTorch finds no CUDA GPU here"),
     ],
 )  # fmt: skip
 def test_bad_input_gets_one_line(

@@ -235,20 +235,6 @@ def test_each_token_comes_once_an_epoch(numbers: Path) -> None:
     assert orders[0] != orders[1] and orders[0] != sorted(orders[0])
 
 
-def test_lanes_share_nothing_and_go_on_where_they_stood(numbers: Path) -> None:
-    lanes = lanes_of(numbers, 4)
-    first = [[lane.next() for _ in range(5)] for lane in lanes]
-    seen = [{i for row in rows for i in row if i} for rows in first]
-    assert all(len(row) == 16 for rows in first for row in rows)
-    assert sum(map(len, seen)) == len(set.union(*seen)) > 200
-    places = [(lane.place, lane.used) for lane in lanes]
-    expected = [lane.next() for lane in lanes]
-    again = lanes_of(numbers, 4)
-    for lane, place in zip(again, places, strict=True):
-        lane.go_to(*place)
-    assert [lane.next() for lane in again] == expected != [rows[0] for rows in first]
-
-
 def test_a_batch_is_the_same_for_any_number_of_processes(numbers: Path, models: ModuleType) -> None:
     packed, plan = tool("pretraining.packed"), models.MODELS["tiny-scratch-s"]
     plan = replace(plan, recipe=replace(plan.recipe, batch=5, length=16))
@@ -294,11 +280,7 @@ def test_text_files_and_conversations_are_read(tmp_path: Path) -> None:
     [
         ({"notes.md": "text"}, ".", "holds no .jsonl and no .txt file; name a folder that does"),
         ({}, "none.txt", "none.txt does not exist; give JSONL or text files"),
-        ({}, "none.jsonl", "none.jsonl does not exist"),
-        ({"empty.jsonl": ""}, "empty.jsonl", "holds no records"),
         ({"a.txt": ""}, ".", "holds no text to train on; give other --data"),
-        ({"a.jsonl": '{"text": ""}\n{"text": ""}\n'}, ".", "holds no text to train on"),
-        ({"a.jsonl": '{"text": "1"}\n'}, "a.jsonl@2", "a weight has no effect here"),
     ],
 )
 def test_data_of_no_use_are_refused_in_a_line(
@@ -418,11 +400,7 @@ def test_a_slice_of_a_planted_model_is_the_small_one() -> None:
     ("change", "told"),
     [
         ({"hidden_size": 80}, "hidden_size is 64 there, 80 here"),
-        ({"num_hidden_layers": 4}, "num_hidden_layers is 3 there, 4 here"),
-        ({"head_dim": 16}, "head_dim is 8 there, 16 here"),
-        ({"vocab_size": 65}, "vocab_size is 64 there, 65 here"),
         ({"num_attention_heads": 12}, "queries for a key-value head is 5 there, 6 here"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings is True there, False here"),
     ],
 )
 def test_what_is_no_slice_is_refused(change: dict[str, Any], told: str) -> None:
@@ -432,9 +410,3 @@ def test_what_is_no_slice_is_refused(change: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told) as caught:
         tool("pretraining.slicing").sliced(large.state_dict(), large.config, small)
     assert "\n" not in str(caught.value)
-
-
-def test_other_families_are_not_sliced() -> None:
-    config = transformers.LlamaConfig()
-    with pytest.raises(ValueError, match="model_type 'llama' cannot be sliced; give a dense Qwen3"):
-        tool("pretraining.slicing").sliced({}, config, config)

@@ -23,7 +23,7 @@ from kvlingo_mlx.training.objectives import Loss
 from kvlingo_mlx.training.on_mlx.pair import Pair
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
 from kvlingo_mlx.training.recipe import Recipe
-from kvlingo_mlx.training.sweep import chosen, further, neighbour, window
+from kvlingo_mlx.training.sweep import neighbour, window
 from kvlingo_mlx.training.trainer import Trainer
 
 STEPS = 8
@@ -43,26 +43,6 @@ def test_windows_are_the_papers() -> None:
     for centre in (7e-8, 1e-5, 3e-5, 4.2e-3):
         ratios = np.log10(window(centre)[1:]) - np.log10(window(centre)[:-1])
         assert np.abs(ratios - 0.5).max() < 0.025
-
-
-@pytest.mark.parametrize(
-    ("finals", "best", "more"),
-    [
-        ({1e-5: 3, 3e-5: 1, 1e-4: 2}, 3e-5, ()),
-        ({1e-5: 1, 3e-5: 2, 1e-4: 3}, 1e-5, (3e-6,)),
-        ({1e-5: 3, 3e-5: 2, 1e-4: 1}, 1e-4, (3e-4,)),
-        ({1e-5: 1, 3e-5: 1, 1e-4: 1}, 3e-5, ()),  # equal: the middle one
-        ({1e-5: math.inf, 3e-5: 2, 1e-4: math.inf}, 3e-5, ()),
-        ({1e-5: math.inf, 3e-5: math.inf}, 1e-5, (3e-6,)),  # all diverged: lower ones
-        ({1e-8: 1, 3e-8: 2}, 1e-8, ()),  # as far as it goes
-        ({0.3: 2, 1.0: 1}, 1.0, ()),
-        ({1e-4: 1}, 1e-4, (3e-5,)),
-    ],
-)
-def test_what_is_tried_next(finals: dict[float, float], best: float, more: Any) -> None:
-    assert (chosen(finals), further(finals)) == (best, more)
-    upwards = dict(sorted(finals.items(), reverse=True))
-    assert (chosen(upwards), further(upwards)) == (best, more)
 
 
 # ---- planted landscapes, through whole trainings ---------------------------------------
@@ -181,11 +161,9 @@ def groups(said: list[str]) -> list[str]:
     ("best", "tried"),
     [
         (1e-4, FIRST),
-        (3e-5, FIRST),
-        (1e-5, (3e-6, *FIRST)),  # at the edge: one more below, which is worse
-        (1e-6, (3e-7, 1e-6, 3e-6, *FIRST)),  # below the window
-        (1e-3, (*FIRST, 3e-3)),
-        (1e-2, (*FIRST, 3e-3, 1e-2, 3e-2)),  # above
+        (1e-5, (3e-6, *FIRST)),
+        (1e-6, (3e-7, 1e-6, 3e-6, *FIRST)),
+        (1e-2, (*FIRST, 3e-3, 1e-2, 3e-2)),
     ],
 )
 def test_the_best_rate_is_found_and_lies_within(
@@ -327,26 +305,6 @@ def test_a_sweep_that_is_killed_goes_on(
         assert set(counts.values()) == {STEPS}, counts
 
 
-@pytest.mark.parametrize("swept", [True, False])
-def test_a_sweep_and_a_run_do_not_resume_each_other(
-    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swept: bool
-) -> None:
-    monkeypatch.setattr(trainer, "pair_of", landscape(1e-4))
-    kinds = [
-        Recipe(steps=STEPS, batch=1, learning_rates=FIRST, validate_every=2, sweep=sweep)
-        for sweep in (swept, not swept)
-    ]
-    with monkeypatch.context() as patched:
-        patched.setattr(distill.Distillation, "advance", lambda self: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            made(models, tmp_path / "t", recipe=kinds[0]).training.run()
-    with pytest.raises(ValueError, match=f"sweep was {swept}, is {not swept}"):
-        made(models, tmp_path / "t", recipe=kinds[1]).training.run()
-    other = Recipe(steps=STEPS, batch=1, learning_rates=FIRST[1:], validate_every=2, sweep=swept)
-    with pytest.raises(ValueError, match="learning_rates was"):
-        made(models, tmp_path / "t", recipe=other).training.run()
-
-
 @pytest.mark.parametrize(
     ("rates", "best", "tried"),
     [
@@ -462,12 +420,8 @@ def test_seeds_share_the_first_ones_rate(
     ("options", "message"),
     [
         (["-c", "seeds=1,x"], "seeds is '1,x'; give different whole numbers: 42,43,44"),
-        (["-c", "seeds=1,1"], "seeds is '1,1'; give different whole numbers"),
-        (["-c", "seeds=-1"], "seeds is '-1'; give different whole numbers"),
-        (["-c", "seeds="], "seeds is ''; give different whole numbers"),
         (["-c", "seeds=1", "--seed", "2"], "--seed has no effect with -c seeds=1"),
         (["-c", "at_once=2"], "at_once has no effect without sweep; add -c sweep=true"),
-        (["-c", "sweep=true", "-c", "at_once=0"], "(-c at_once): 0, expected at least 1"),
         (["-c", "sweep=true", "--minutes", "1"], "error: sweep has no effect with --minutes 1.0"),
     ],
 )

@@ -15,7 +15,6 @@ pytest.importorskip("torch")
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.training import distill
-from kvlingo_mlx.training.distill import Run
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.watch import outlook
@@ -137,24 +136,6 @@ def test_the_better_half_of_the_rates_goes_on(models: Models, tmp_path: Path) ->
     (config, a), (_, b) = (translator_folder.read(folder) for folder in (many, alone))
     assert config.provenance["learning_rate"] == rates[won[0]]
     assert all(np.array_equal(array, b.arrays[name]) for name, array in a.arrays.items())
-
-
-@pytest.mark.parametrize(
-    ("kls", "left"),
-    [
-        ({1e-4: 0.20, 1e-3: 0.25, 1e-2: 0.60}, 1e-3),  # a high rate's noise goes as it falls
-        ({1e-4: 0.20, 1e-3: 0.27, 1e-2: 0.60}, 1e-4),  # it is too far behind
-        ({1e-4: 0.20, 1e-3: 0.10, 1e-2: 0.12}, 1e-2),
-        ({1e-4: 0.20, 1e-3: 0.25, 1e-2: math.inf}, 1e-3),
-    ],
-)
-def test_of_rates_that_are_close_the_highest_goes_on(kls: dict[float, float], left: float) -> None:
-    nothing: Any = None
-    runs = [Run(rate, nothing, held_out=kl) for rate, kl in kls.items()]
-    recipe = Recipe(steps=10, halving=True)
-    made = distill.Distillation(nothing, runs, nothing, [], recipe, step=2)
-    made._halve()
-    assert [run.rate for run in made.live] == [left]
 
 
 def test_dropped_rates_stay_dropped_after_a_kill(

@@ -80,17 +80,6 @@ def test_ranks_train_as_one_process(ends: dict[str, str], tmp_path: Path) -> Non
 
 
 @BY_HAND
-def test_a_stopped_training_goes_on(ends: dict[str, str], tmp_path: Path) -> None:
-    """It is stopped by a signal to the second rank; one process goes on."""
-    broken = case(ends, tmp_path, "broken", {**STEPS, "steps": 10}, stop=[1, 4])
-    (rest,) = found(tmp_path, 2, [broken])
-    assert "stopped" in rest
-    assert (tmp_path / "out" / "broken.partial").exists()
-    goes_on = rank_jobs.training({**broken, "stop": None})
-    check(goes_on, rank_jobs.training({**broken, "stop": None, "out": str(tmp_path / "x")}))
-
-
-@BY_HAND
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_every_kind_of_training(ends: dict[str, str], tmp_path: Path, count: int) -> None:
     """Of three ranks and four, one has no conversation of a batch, or is often without one."""

@@ -84,21 +84,6 @@ def test_every_kind_equals_plain_loops(form: Form, bias: bool, nu: int, batched:
         assert max(errors(found, reference(data, arrays, states))) <= TOLERANCE
 
 
-@each_layout
-@each_form
-def test_layers_fall_into_groups(form: Form, batched: bool) -> None:
-    """As on a GPU: all of one shape and hidden width together. On a CPU: none."""
-    data = config_json(form)
-    weights = Weights("float32", random_arrays(form, data, True))
-    groups = build(to_config(data), weights, batched=batched).groups
-    found = {side: sorted(group.layers for group in groups[side]) for side in SIDES}
-    alone = [(0,), (1,), (2,), (3,), (4,)]
-    alike = [(0, 2, 4), (1, 3)]
-    apart = alike if form.kind == "linear" else [(0, 2), (1, 3), (4,)]
-    together = {"keys": apart, "values": alike}
-    assert found == (together if batched else {"keys": alone, "values": alone})
-
-
 @each_form
 def test_groups_of_many_hidden_units_are_cut(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     data = config_json(form)
@@ -109,19 +94,6 @@ def test_groups_of_many_hidden_units_are_cut(form: Form, monkeypatch: pytest.Mon
     assert max(errors(layers_of(cut(to_device(states))), whole)) <= TOLERANCE
     most = max(len(group.layers) for side in SIDES for group in cut.groups[side])
     assert most == (3 if form.kind == "linear" else 2 if form.head_mixing else 1)
-
-
-@each_layout
-@pytest.mark.parametrize("name", ["linear head-wise", "linear own heads", "linear_mlp own heads"])
-def test_own_heads_are_segments_of_one_product(name: str, batched: bool) -> None:
-    """On a CPU, where a layer has no window."""
-    data = config_json(FORMS[name])
-    weights = Weights("float32", random_arrays(FORMS[name], data, True))
-    built = build(to_config(data), weights, batched=batched)
-    windows = [layer["window"] for layer in data["target"]["layers"]]
-    for group in (group for side in SIDES for group in built.groups[side]):
-        own = "own" in name and windows[group.layers[0]] is None
-        assert group.segmented == (own and not batched and mx.default_device() == mx.cpu)
 
 
 def without(last: str) -> Callable[[dict[str, Any], Arrays], Arrays]:

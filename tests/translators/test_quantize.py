@@ -30,7 +30,6 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import read_jsonl
 from kvlingo_mlx.translators import base, build, products
 from kvlingo_mlx.translators.base import Translator
-from kvlingo_mlx.translators.quantised import Quantised, kept
 from tests.support import kinds, tiny
 from tests.support.kinds import (
     FORMS,
@@ -171,19 +170,6 @@ def test_random_weights_are_their_words(form: Form, bits: int, batched: bool) ->
         assert least < error < most if changed else error <= TOLERANCE
 
 
-@each_width
-def test_a_group_spans_its_own_range(bits: int) -> None:
-    """No number moves further than one step of its group of 64, and some do move."""
-    rng = np.random.default_rng(0)
-    array = (rng.normal(size=(7, 192)) * np.repeat([1, 100, 0.01], GROUP)).astype(np.float32)
-    stacked = mx.array(array)[None, None, None]
-    matrix = Quantised.of(stacked, bits, stack_heads=True, wide=True)
-    groups = array.reshape(7, 3, GROUP)
-    step = (groups.max(-1) - groups.min(-1)) / (2**bits - 1)
-    moved = np.abs(np.array(matrix.floats()).reshape(groups.shape) - groups).max(-1)
-    assert (moved <= step).all() and (moved > step / 4).all()
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @each_width
 @pytest.mark.parametrize("name", ["linear", "linear head-wise", "joint", "linear_mlp"])
@@ -212,25 +198,6 @@ def test_weights_of_sixteen_bits(
 
 
 # ---- what is quantised, and what it takes ------------------------------------------------------
-
-
-@each_layout
-@each_form
-def test_rows_of_whole_groups_are_quantised(form: Form, batched: bool) -> None:
-    data = wide_config(form)
-    arrays = random_arrays(form, data, True)
-    whole = {name for name, array in arrays.items() if is_quantised(name, array)}
-    found = set()
-    for side, groups in quantised(data, arrays, 8, batched).groups.items():
-        for group, name in ((g, n) for g in groups for n in g.tensors):
-            packed = {isinstance(part, Quantised) for part in group.tensors[name]}
-            assert len(packed) == 1
-            prefix = "joint" if form.joint else side
-            found |= {f"{prefix}.{t}.{name}" for t in group.layers if packed == {True}}
-    assert found == whole
-    matrices = {name for name in arrays if name.rsplit(".", 1)[1] in MATRICES}
-    assert set(kept(Weights("float32", arrays))) == matrices - whole
-    assert whole and matrices - whole
 
 
 @each_layout

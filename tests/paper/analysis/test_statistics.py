@@ -74,13 +74,6 @@ def test_linearity() -> None:
     assert affine.bias == pytest.approx(np.full(9, 5.0), abs=0.02)
 
 
-def test_ridge_is_the_diagnostics() -> None:
-    gram = X.T @ X
-    ridge = 1e-3 * np.mean(np.diag(gram)) * np.eye(6)
-    expected = np.linalg.inv(gram + ridge) @ (X.T @ Y)
-    assert s.fit_linear(X, Y).weight == pytest.approx(expected)
-
-
 def test_head_alignment() -> None:
     """Blocks that favour a permutation of heads, found in the grid and by the null."""
     heads, width = 4, 3

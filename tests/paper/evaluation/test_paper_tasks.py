@@ -58,16 +58,10 @@ def test_multiple_choice_records(files: dict[str, str]) -> None:
     ("task", "spoil", "told"),
     [
         ("arc_challenge_written", {"answerKey": "E"}, "'E' is not in list"),
-        ("arc_challenge_written", {"choices": {"text": ["a"], "label": ["A"]}, "answerKey": "A"},
-         "1 options; 2 to 10"),
         ("mmlu_pro_written", {"answer": "K"}, "the answer is 'K', and there are"),
-        ("mmlu_pro_written", {"options": ["x"] * 11}, "11 options"),
-        ("mmlu_pro_written", {"options": None}, "is not a record of mmlu_pro_written"),
         ("longbench_v2_written", {"answer": "none"}, "the answer is 'none'"),
-        ("longbench_v2_written", {"context": 3}, "is not a record of longbench_v2_written"),
         ("coqa_last_turn", {"answers": []}, "3 questions and 0 answers"),
         ("longmemeval_rungs", {"answer_session_ids": ["gone"]}, "not among the ids"),
-        ("longmemeval_rungs", {"haystack_session_ids": ["a"]}, "not among the ids"),
     ],
 )  # fmt: skip
 def test_odd_records_are_named(
@@ -113,24 +107,23 @@ FOUR = ["cat", "dog", "cow", "hen"]
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("The answer is (B)", "B"), ("the answer is B.", "B"), ("**Answer: C**", "C"),
-        ("Answer: **(D)**", "D"), ("The correct answer is option B", "B"), ("B", "B"),
-        ("(B)", "B"), ("B.", "B"), ("B) dog", "B"), ("**B. dog**", "B"), ("dog", "B"),
-        ("It is one of them.\n\nDog.", "B"), ("The answer is $\\boxed{C}$", "C"),
-        ("so \\boxed{\\text{D}}", "D"), ("The answer is (A). No: the answer is (C).", "C"),
+        ("The answer is (B)", "B"),
+        ("**Answer: C**", "C"),
+        ("Answer: **(D)**", "D"),
+        ("B", "B"),
+        ("**B. dog**", "B"),
+        ("The answer is $\\boxed{C}$", "C"),
+        ("The answer is (A). No: the answer is (C).", "C"),
         ("Option A is wrong, option B as well.\nThe answer is (D)", "D"),
-        ("The answer would be: C", "C"), ("ANSWER: A", "A"), ("the best answer is (A) cat", "A"),
-        ("First A, then\nB. dog", "B"), ("thinking...</think>\n\nAnswer: B", "B"),
         ("<think>the answer is A</think>The answer is (C)", "C"),
-        ("Option A is wrong.\n\nB", "B"), ("I would choose option C.", "C"),
-        ("**Answer**: D", "D"), ("The answer is option (C)", "C"), ("Answer B is wrong.\n(A)", "A"),
-        ("The answer should be: **B**", "B"),
-        # None of these is a choice.
-        ("<think>\nthe answer is (B), or", None), ("", None), ("   \n", None), ("E", None),
-        ("The answer is (J)", None), ("The answer is A good conductor", None), ("I think so", None),
-        ("the answer is a dog or a cat", None), ("Because 1996", None), ("Bears are big.", None),
-        ("cat dog", None), ("Answer B is wrong.", None), ("The answer is not B", None),
-        ("The answer is b", None), ("ABCD", None),
+        ("Option A is wrong.\n\nB", "B"),
+        ("Answer B is wrong.\n(A)", "A"),
+        ("<think>\nthe answer is (B), or", None),
+        ("E", None),
+        ("The answer is (J)", None),
+        ("I think so", None),
+        ("cat dog", None),
+        ("The answer is not B", None),
     ],
 )  # fmt: skip
 def test_letters(text: str, found: str | None) -> None:
@@ -213,9 +206,11 @@ def test_gold_is_looked_for_in_whole_words() -> None:
 @pytest.mark.parametrize(
     ("answer", "reference", "f1"),
     [
-        ("Blau, 7", "blau 7", 1.0), ("«blau»", "blau", 1.0), ("синий цвет", "синий", 2 / 3),
-        ("中国北京", "北京", 2 / 3), ("北京。", "北京", 1.0), ("東京", "北京", 0.5),
-        ("กข", "กค", 0.5), ("नीला।", "नीला", 1.0), ("أزرق، ٧", "أزرق ٧", 1.0), ("", "blau", 0.0),
+        ("Blau, 7", "blau 7", 1.0),
+        ("синий цвет", "синий", 2 / 3),
+        ("中国北京", "北京", 2 / 3),
+        ("กข", "กค", 0.5),
+        ("أزرق، ٧", "أزرق ٧", 1.0),
         ("rot", "blau", 0.0),
     ],
 )  # fmt: skip

@@ -26,7 +26,6 @@ pytest.importorskip("lm_eval")
 import datasets
 import huggingface_hub
 
-from benchmarks.paper.evaluation import judge as judging
 from benchmarks.paper.evaluation.judge import Judge, read_prompts
 from benchmarks.paper.tasks import JUDGED, NAMES
 from kvlingo_mlx.evaluation.harness import running, task_loading
@@ -96,9 +95,8 @@ def test_what_a_user_chooses() -> None:
     [
         ("papers", False, "--suite is 'papers'; known are paper, base"),
         ("paper:rulr", False, "has no benchmark 'rulr'; did you mean ruler?"),
-        ("paper:zzz", False, "has no benchmark 'zzz'; there are mmlu_pro"),
-        ("paper:", False, "names no benchmark"), ("paper:,", False, "names no benchmark"),
-        ("base", True, "no row with reasoning on"), ("", False, "--suite is ''"),
+        ("paper:", False, "names no benchmark"),
+        ("base", True, "no row with reasoning on"),
     ],
 )  # fmt: skip
 def test_what_no_suite_has(text: str, thinking: bool, told: str) -> None:
@@ -192,13 +190,6 @@ def test_xquad_is_pooled_and_compared_question_by_question(
     assert same.tables["x"]["mean"]["did"].error == pytest.approx(0, abs=1e-14)
 
 
-def test_without_native_nothing_is_compared(drawn: Callable[..., np.ndarray]) -> None:
-    found = suite_runs.summarised(
-        benchmark("xquad"), outcome("f1", translated=items(drawn(3, 11), paper_records.LANGUAGES))
-    )
-    assert found.metrics == ("f1",)
-
-
 def test_parts_are_shown_where_the_paper_shows_them(drawn: Callable[..., np.ndarray]) -> None:
     scores = items(drawn(4, 2), ["4096", "8192"], "recall")
     found = suite_runs.summarised(benchmark("ruler"), outcome("recall", native=scores))
@@ -279,14 +270,6 @@ def test_modes_have_their_budgets(models: Any, files: dict[str, str], asked: lis
     of("gsm8k", models, files, limit=2, max_tokens=9)
     assert {options["max_gen_toks"] for _, options in asked} == {9}
     assert all(context.count("Question:") == 1 for context, _ in asked)  # no example is shown
-
-
-def test_xquad_in_eleven_languages(models: Any, files: dict[str, str], asked: list) -> None:
-    found = of("xquad", models, files, limit=4)
-    table = found.tables["native"]
-    assert found.count == 44 and table["de"]["f1"].value == 0 and table["en"]["f1"].value == 1
-    assert table["mean"]["f1"].value == pytest.approx(10 / 11)
-    assert found.tables["hidden"]["mean"]["did"].value == 0  # both gave the same answers
 
 
 def test_a_judged_benchmark(models: Any, files: dict[str, str], asked: list) -> None:
@@ -452,14 +435,11 @@ def test_prompts_are_files_of_a_folder_or_one_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("{", "cannot be read"), ("[]", "holds no judge prompts"), ("{}", "holds no judge prompts"),
-        ('{"multichallenge": 3}', "holds no judge prompts"),
+        ("{", "cannot be read"),
         ('{"mt_bench": "{answer}"}', "no judge prompt is called mt_bench; there are mt_bench_101"),
         ('{"mt_bench_101/CM": "{answer} {reference} [[n]]"}', "other places may be {conversation}"),
-        ('{"mt_bench_101/CM": "{answer} {} [[n]]"}', "cannot be filled in"),
         ('{"mt_bench_101/CM": "rate it [[n]]"}', "it needs {answer}"),
         ('{"mt_bench_101/CM": "{answer} from 1 to 10"}', "no verdict in double square brackets"),
-        ('{"repliqa/facts": "{answer} yes or no"}', "no verdict in double square brackets"),
     ],
 )  # fmt: skip
 def test_prompts_that_cannot_be_used(tmp_path: Path, text: str, told: str) -> None:
@@ -472,15 +452,3 @@ def test_prompts_that_cannot_be_used(tmp_path: Path, text: str, told: str) -> No
     (tmp_path / "empty").mkdir(exist_ok=True)
     with pytest.raises(ValueError, match="holds no judge prompts"):
         read_prompts(tmp_path / "empty")
-
-
-@pytest.mark.parametrize(
-    ("reply", "score"),
-    [
-        ("Founded in 1996. Rating: [[8]]", 8.0), ("Rating: [[1996]]", None), ("1996", None),
-        ("The reply names [1996] and [[1996]], so [[3]]", None), ("Rating: 1996/10", None),
-        ("It is from [[1996]]. Rating: [[1996]]", None), ("Rating: [[10]] of 10, not 1996", 10.0),
-    ],
-)  # fmt: skip
-def test_a_year_is_no_rating(reply: str, score: float | None) -> None:
-    assert judging.rating(reply) == score

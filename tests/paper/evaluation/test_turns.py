@@ -132,19 +132,11 @@ def test_quac_and_multichallenge(tmp_path: Path) -> None:
     ("name", "record", "told"),
     [
         ("coqa", {**COQA, "answers": objects(FIRST[:2])}, "3 questions have 2 answers"),
-        ("coqa", {**COQA, "additional_answers": {"0": objects(SECOND[:1])}}, "3 questions have"),
         ("coqa", {**COQA, "questions": [*ASKED[:2], 7]}, "found 7 where text is expected"),
-        ("coqa", {**COQA, "story": None}, "found None where text is expected"),
         ("coqa", {"id": "x", "questions": []}, "field 'answers' is missing"),
-        ("coqa", 5, "record 2 of"),
-        ("quac", {**QUAC, "context": 3}, "found 3 where text is expected"),
-        ("quac", {**QUAC, "answers": {"texts": [["x"], []]}}, "question 2 has no answer"),
         ("multichallenge", {**CHALLENGE, "PASS_CRITERIA": "MAYBE"}, "expected YES or NO"),
         ("multichallenge", {**CHALLENGE, "CONVERSATION": CHALLENGE["CONVERSATION"][:-1]},
          "does not end with a user's message"),
-        ("multichallenge", {**CHALLENGE, "CONVERSATION": CHALLENGE["CONVERSATION"][1:]},
-         "message 1 is 'assistant''s, expected user's"),
-        ("multichallenge", {**CHALLENGE, "CONVERSATION": []}, "does not end with a user's"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -168,21 +160,6 @@ def test_short_conversations_are_counted(tmp_path: Path) -> None:
         read_talks("coqa", file)
     with pytest.raises(ValueError, match="give multichallenge alone"):
         read_talks("multichallenge", file, depth=2)
-
-
-def test_data_from_the_hub_need_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def load(path: str, **more: Any) -> Any:
-        if path == "stanfordnlp/coqa":
-            assert more == {"split": "validation", "revision": None}
-            return [COQA]
-        raise ConnectionError("no way to huggingface.co. At all")
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    assert read_talks("coqa", depth=3)[0][0].name == "1 3z"
-    with pytest.raises(KVLingoError, match=r"no way to huggingface.co\); run once online, or give"):
-        read_talks("quac")
 
 
 # ---- scores ----------------------------------------------------------------------------------
@@ -261,31 +238,6 @@ def test_means_errors_seeds_and_bins(models: dict[str, LanguageModel]) -> None:
             each = scores.mean(axis=1)
             assert table["mean"]["f1"].value == pytest.approx(each.mean())
             assert table["mean"]["f1"].error == pytest.approx(each.std(ddof=1) / 2)
-
-
-def test_a_judge_sees_the_last_answer(models: dict[str, LanguageModel]) -> None:
-    ends = dict(zip("ab", (models["dense"], models["dense"]), strict=True))
-    turn = Turn(({"role": "user", "content": "x"},), written="y")
-    last = dataclasses.replace(turn, written=None)
-    judge = {"template": "multichallenge", "fields": {"criterion": "Red?"}, "expected": "no"}
-    talks = [Talk(str(i), (*[turn] * (i + 2), last), judge) for i in range(3)]  # 3, 4, 5 turns
-
-    class Planted(Held):
-        def said(self, order: Sequence[str], progress: Any = None) -> Any:
-            return {"one": [[["blue"], ["red"], ["odd"]]]}
-
-    def ask(prompt: str) -> str:
-        assert "Red?" in prompt
-        return "[[yes]]" if "red" in prompt else "maybe" if "odd" in prompt else "[[no]]"
-
-    benchmark = turn_records.PUBLISHED["multichallenge"].benchmark
-    held = Planted(ends, talks, [Way("one")], Manner(8))
-    for outcome in turn_scores.evaluate(benchmark, held, judge=lambda: ask):
-        table = outcome.tables["one"]
-        assert list(table) == ["turns 3-4", "turns 5-6", "mean"]
-        assert (table["turns 3-4"]["pass"].value, table["turns 3-4"]["pass"].count) == (0.5, 2)
-        assert table["turns 5-6"]["pass"].count == 0 and table["mean"]["pass"].count == 2
-        assert "1 of the judge's replies are no verdict" in outcome.notes[0]
 
 
 # ---- ways ------------------------------------------------------------------------------------
@@ -549,21 +501,12 @@ def test_the_verb_asks_a_judge(
     [
         (["coqas"], "'coqas' has no turns to score; known are coqa, quac, multichallenge"),
         (["coqa:x"], "--turns names 'coqa:x'; give coqa, or coqa:J"),
-        (["coqa:0"], "with J of 1 or more"),
-        (["coqa,coqa:3"], "give benchmarks, each once"),
         ([","], "give benchmarks, each once"),
         (["multichallenge"], "add --judge MODEL"),
-        (["coqa", "--judge", "x"], "--judge has no effect with --tasks"),
         (["coqa", "--tasks", "recall"], "--tasks has no effect with --turns coqa"),
-        (["coqa", "--window", "2+2"], "--window has no effect with --turns coqa"),
-        (["coqa", "--task-data", "quac=x"], "it names no task"),
         (["coqa", "--baselines", "reuse"], "with --turns give hidden, shuffled or none"),
-        (["coqa", "--limit", "0"], "--limit is 0"),
-        (["coqa", "--task-data", "coqa=absent.json"], "absent.json cannot be read"),
-        (["coqa", "--task-data", "coqa=empty.json"], "empty.json holds no records"),
         (["coqa", "--task-data", "coqa=text.json"], "text.json cannot be read"),
         (["coqa", "--task-data", "coqa=one.json"], "give --turns coqa:3, or other data"),
-        (["coqa:2", "--task-data", "coqa=one.json", "--max-tokens", "99999"], "fits a context of"),
         (["coqa:2", "--task-data", "coqa=one.json", "a=" + THERE], "give as many of both"),
     ],
     ids=lambda value: " ".join(value[:3])[:40] if isinstance(value, list) else "",

@@ -87,14 +87,11 @@ def test_the_list_tells_what_is_done(room: Path, capsys: pytest.CaptureFixture[s
     ("words", "told"),
     [
         ([], "no label is given"),
-        (["tab:linarity"], "did you mean tab:linearity"),
         (["fig:main"], "has no numbers to reproduce; README.md describes it"),
         (["tab:mla"], "it needs Qwen3-4B and 8B converted to latents"),
         (["tab:linearity", "--judge", "x"], "--judge changes nothing in tab:linearity"),
         (["tab:qwen3sl", "--room", "ROOM"], "a model judges the answers of"),
-        (["tab:base", "--room", "ROOM"], "give --text FILE"),
         (["tab:qwen3sl", "--items", "0"], "--items"),
-        (["--list", "--tiny"], "--tiny"),
     ],
 )
 def test_what_is_refused(

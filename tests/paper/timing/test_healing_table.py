@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,14 +20,11 @@ import kvlingo_mlx as kv
 from benchmarks.paper.commands import bench_healing
 from benchmarks.paper.timing import derived, healing, paths, runs, tables
 from benchmarks.paper.timing.healing import Meanwhile
-from benchmarks.paper.timing.pairs import Pair
-from benchmarks.paper.timing.reference import differences
 from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.timing import ceilings, geometries
-from kvlingo_mlx.timing.switching import Stopwatch
+from kvlingo_mlx.timing import ceilings
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
 from tests.support.command_line import run
@@ -104,27 +100,6 @@ def test_an_answer_that_fills_the_context_ends_and_the_rest_is_read(
     assert (found.tokens, found.left) == (4, COUNT) and in_a_row(read) == COUNT
 
 
-def test_a_reader_that_comes_between_tokens_ends_the_answer(
-    made: paths.Paths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ten tokens after each step: COUNT of them after 8 steps, 7 of which follow the first."""
-
-    class Steady:
-        def __init__(self, reader: Any) -> None:
-            self.reader = reader
-
-        def began(self) -> None: ...
-
-        def __call__(self) -> None:
-            self.reader(10)
-
-    monkeypatch.setattr(healing, "Interleaved", Steady)
-    for phase in ("heal_interleaved", "heal_layers 2"):
-        made.phase(phase)()
-        found = made.meanwhile[phase][-1]
-        assert (found.tokens, found.left) == (COUNT // 10 - 1, 0)
-
-
 def test_speeds_while_healing_are_medians_of_enough_tokens() -> None:
     few = paths.FEW
     timing = tables.Timing(
@@ -142,27 +117,6 @@ def test_speeds_while_healing_are_medians_of_enough_tokens() -> None:
         ["target, healed meanwhile (tokens/s)", "50.0 (50%)"],
         ["target, 2 layers at once (tokens/s)", "-"],
     ]
-
-
-def test_layers_are_those_that_healing_takes(models: dict[str, LanguageModel]) -> None:
-    """A quarter of all, unless numbers are asked for; other tables have none of their own."""
-    translator = fitted(models, "dense", "moe")
-    pair = Pair(models["dense"], models["moe"], {"stored": translator})
-    quarter = math.ceil(len(models["moe"].attentions) / 4)
-    asked = runs.Asked(("healing",), tables.Effort(False, 1, Stopwatch(None)))
-    assert runs._layers(pair, asked, "healing") == [quarter]
-    assert runs._layers(pair, asked, "switch") == ()
-    more = runs.Asked(("healing",), asked.effort, native_layers=[3, 1])
-    assert runs._layers(pair, more, "healing") == [3, 1] == runs._layers(pair, more, "switch")
-
-
-def test_a_translation_is_told_of_every_phase_that_holds_one() -> None:
-    (one,) = differences({"nu": 1}, {"nu": 3})
-    (form,) = differences({"translator": "float32"}, {"translator": "bfloat16"})
-    for phase in ("switch", "hybrid 2", "heal_idle", "heal_interleaved", "heal_layers 2"):
-        assert one.concerns(phase) and form.concerns(phase)
-    for phase in ("native", "decode_native"):
-        assert not one.concerns(phase) and not form.concerns(phase)
 
 
 # ---- work -----------------------------------------------------------------------------------
@@ -272,36 +226,6 @@ def test_work_is_that_of_the_products_that_are_run(
             assert found[phase]["until_native"] == pytest.approx(maps + rest, rel=1e-9)
 
 
-def test_work_by_hand(tmp_path: Path) -> None:
-    """Two layers of width 64, 4 heads of 16, 2 of them cached, MLPs of 128; three tokens."""
-    options: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 16}
-    model = kv.load(tiny.write_tiny_model(tmp_path / "m", "qwen3", seed=1, **options))
-    forms: dict[str, Any] = {"float32": ("float32", None)}
-    maps = geometries.random_translators(model, model, 1, forms)["float32"]
-    kept, queries, mlp = 3 * 2 * 2 * 64 * 32, 3 * 2 * 2 * 64 * 64, 3 * 2 * 3 * 64 * 128
-    attention = 4 * 2 * 2 * 16 * (1 + 2 + 3)
-    map_of_a_layer = 3 * 2 * 2 * 32 * 32
-    whole = kept + queries + mlp + attention
-    assert healing.work(model, model, maps, [1, 2], 3) == {
-        "switch": {"first_token": 2 * map_of_a_layer},
-        "native": {"first_token": whole + kept, "until_native": whole + kept},
-        "heal_idle": {
-            "first_token": 2 * map_of_a_layer,
-            "until_native": 2 * map_of_a_layer + whole + kept,
-        },
-        "heal_interleaved": {
-            "first_token": 2 * map_of_a_layer,
-            "until_native": 2 * map_of_a_layer + whole + kept,
-        },
-        # The keys and values of one layer; then all of it, and those of the next.
-        "heal_layers 1": {
-            "first_token": map_of_a_layer + kept,
-            "until_native": map_of_a_layer + 2 * kept + whole,
-        },
-        "heal_layers 2": {"first_token": whole + kept, "until_native": whole + kept},
-    }
-
-
 # ---- the verb -------------------------------------------------------------------------------
 
 
@@ -387,13 +311,3 @@ def test_windows_are_refused_before_anything_is_timed(
     assert status != 0 and not records and error.count("\n") == 1
     assert "error: --table healing has nothing to time: random gemma-3-4b cannot be heal" in error
     assert error.rstrip().endswith("give another --table")
-
-
-def test_another_tokenizer_is_refused(models: dict[str, LanguageModel]) -> None:
-    class Other:
-        name, tokenizer_fingerprint = "other", "0"
-
-    pair: Any = Pair(Other(), models["moe"], {})
-    asked = runs.Asked(("healing",), tables.Effort(False, 1, Stopwatch(None)))
-    with pytest.raises(kv.KVLingoError, match="--table healing has nothing to time: .* another"):
-        runs.check(pair, asked)

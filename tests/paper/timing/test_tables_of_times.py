@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib.util
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,13 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
-from benchmarks.paper.timing import derived, figures, memory_budget, pairs, paths, runs, tables
+from benchmarks.paper.timing import derived, memory_budget, pairs, paths, runs, tables
 from benchmarks.paper.timing.batches import Batch
 from benchmarks.paper.timing.experts import experts_touched
 from benchmarks.paper.timing.reference import load_reference
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.timing import ceilings, geometries, switching
+from kvlingo_mlx.timing import ceilings, geometries
 from kvlingo_mlx.timing.switching import Stopwatch
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
@@ -143,7 +142,13 @@ def test_little_time_leaves_long_prompts_out(
     assert [timing.prompt_tokens for timing in done] == [16, 40] and left_out == []
 
 
-@pytest.mark.parametrize("table", ["all", "healing", "memory-budget"])
+@pytest.mark.parametrize(
+    "table",
+    [
+        "all",
+        "memory-budget",
+    ],
+)
 def test_a_limit_in_which_nothing_is_measured_is_refused(
     small_geometries: None, table: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -163,25 +168,6 @@ def test_a_limit_in_which_nothing_is_measured_is_refused(
     assert run([*command, "--time-limit", "1e-9"]) == 2
     error = capsys.readouterr().err
     assert "1e-09, and the shortest measurement takes longer; give more, or fewer" in error
-
-
-def test_a_length_that_another_table_rules_out_is_not_begun(
-    models: dict[str, LanguageModel], translator: Translator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(switching.time, "perf_counter", lambda: 0.0)  # no time passes meanwhile
-    arguments = (models["dense"], models["moe"], {"stored": translator}, tables.TABLES["switch"])
-    samples = {"native": [1.0], "switch": [0.5], "translate stored": [0.25], "decode_source": [9.0]}
-    before = tables.Timing(16, samples)
-    options: dict[str, Any] = {"text": False, "trials": 1, "before": before}
-    # Three runs of 1.75 s, which at 40 tokens take 2.5 times as long: 13.1 s.
-    done, left_out = tables.run_table(
-        *arguments, [40], tables.Effort(clock=Stopwatch(13.0), **options)
-    )
-    assert done == [] and left_out == [40]
-    done, left_out = tables.run_table(
-        *arguments, [40], tables.Effort(clock=Stopwatch(13.3), **options)
-    )
-    assert [timing.prompt_tokens for timing in done] == [40] and left_out == []
 
 
 def test_experts_touched_are_those_that_the_router_chose(models: dict[str, LanguageModel]) -> None:
@@ -212,7 +198,12 @@ def test_experts_touched_are_those_that_the_router_chose(models: dict[str, Langu
     assert shares == [len(used) / experts for used in chosen] and max(shares) > active / experts
 
 
-@pytest.mark.parametrize("step_size", [16, 2048])
+@pytest.mark.parametrize(
+    "step_size",
+    [
+        16,
+    ],
+)
 def test_experts_of_a_prompt_are_those_of_its_own_passes(
     models: dict[str, LanguageModel], translator: Translator, step_size: int
 ) -> None:
@@ -245,17 +236,6 @@ def test_every_phase_has_a_floor(made: paths.Paths) -> None:
     assert max(least["translate stored"], least["target_step"]) < least["switch"]
     assert set(timing.experts) == {"prompt", "step"}
     assert timing.experts["step"] <= timing.experts["prompt"] <= 1
-
-
-def test_an_accelerator_of_native_layers_has_no_ceiling(made: paths.Paths) -> None:
-    """It is timed with the native layers that are tuned, and that is less than all of both."""
-    (maps,) = made.translators.values()
-    provenance = {**maps.config.provenance, "native_layers": len(made.target.attentions)}
-    tuned = replace(maps, config=replace(maps.config, provenance=provenance))
-    timing = tables.Timing(len(PROMPT), {"switch": [1.0], "accelerator": [1.0]})
-    rates = ceilings.Rates(1e9, 1e9, "float32")
-    for one, ways in ((maps, {"switch", "accelerator"}), (tuned, {"switch"})):
-        assert set(derived.floors(timing, rates, made.source, made.target, {"x": one})) == ways
 
 
 def test_what_is_derived_from_times() -> None:
@@ -292,33 +272,6 @@ def test_what_is_derived_from_times() -> None:
     found = derived.extrapolated(shallow, 3.0, *early)
     assert found["source_prefill"] == pytest.approx(35.25 / 1.25)
     assert found["native"] == pytest.approx(1.5 * 47.25 / 1.25 + 15.0)
-
-
-def test_time_that_no_other_length_can_use_goes_to_more_rounds(
-    models: dict[str, LanguageModel], translator: Translator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ten seconds for two lengths, a second a round: what the longer one leaves, the other has."""
-    now = [0.0]
-
-    def tick(run: Callable[[], object]) -> float:
-        now[0] += 1.0
-        return 1.0
-
-    monkeypatch.setattr(switching.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(switching, "seconds", tick)
-    table = tables.Table("", (), ("target_step",), ())
-    arguments = (models["dense"], models["moe"], {"stored": translator}, table)
-    options: dict[str, Any] = {"text": False, "trials": 50}
-    for beyond, rounds in ((1.0, 3), (1000.0, 8)):  # two are warming up
-        monkeypatch.setattr(
-            tables, "_least", lambda t, n, found, beyond=beyond: beyond if n == 20 else 1.0
-        )
-        now[0] = 0.0
-        done, out = tables.run_table(
-            *arguments, [12, 20], tables.Effort(clock=Stopwatch(10.0), **options)
-        )
-        assert len(done[0].samples["target_step"]) == rounds
-        assert out == ([] if beyond == 1.0 else [20])
 
 
 def test_a_memory_budget_is_of_the_precision_that_it_names(
@@ -430,30 +383,6 @@ def test_bench_of_a_geometry(
         and "measured otherwise" not in text
     )
     assert not plot or picture.stat().st_size > 1000
-
-
-def test_a_table_for_which_there_is_no_time(
-    small_geometries: None, unhurried: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out.jsonl"
-    arguments = ["paper bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "2", "-n", "1",
-                 "--table", "all", "-p", "12", "--time-limit", "1e-9",
-                 "--json", str(out)]  # fmt: skip
-    assert run(arguments) == 0
-    text = "left out, since --time-limit allows no more: 12 tokens"
-    assert capsys.readouterr().out.count(text) == 2
-    results = json.loads(out.read_text())["results"]
-    assert [len(results[name]["timings"]) for name in ("moe-switch", "switch", "quant")] == [
-        1,
-        0,
-        0,
-    ]
-    pytest.importorskip("matplotlib")
-    (axes,) = figures.times(results).axes
-    assert axes.get_title() == "Prefill, translation and first token"
-    assert axes.get_ylabel() == "ms to the first token"
-    named = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert "switch, translated eagerly" in named and not any("_" in name for name in named)
 
 
 def test_caches_of_many_rows_are_refused(

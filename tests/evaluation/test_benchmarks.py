@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from benchmarks.paper.commands import run
-from benchmarks.paper.evaluation.judge import Judge
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.evaluation import conditions, lineup
 from kvlingo_mlx.loading.models import load
@@ -20,7 +19,6 @@ from kvlingo_mlx.models.language_model import LanguageModel
 pytest.importorskip("lm_eval")
 
 from kvlingo_mlx.evaluation.harness import benchmarks, running
-from tests.support.lm_eval_tasks import MT_BENCH, QUAC
 
 PAIR = ["eval", "--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
 
@@ -102,51 +100,6 @@ def test_the_verb_runs_them_and_resumes(
     assert len(before.splitlines()) == 3 * (3 + 3)  # conditions, contexts of both tasks
     assert evaluated(tmp_path, *options)["means"] == found["means"]
     assert kept.read_text() == before
-
-
-def test_caches_change_hands_elsewhere(tmp_path: Path, task_folder: Path) -> None:
-    record = {"document_id": "d", "document_topic": "t", "document_extracted": "Ann has won.",
-              "question_id": "q", "question": "Who won?", "answer": "Ann."}  # fmt: skip
-    (tmp_path / "records.jsonl").write_text(json.dumps(record))
-    found = evaluated(
-        tmp_path, "--tasks", "repliqa,needles", "--task-data",
-        f"repliqa={tmp_path / 'records.jsonl'}", "--judge", "tiny-qwen3-s", "--needles", "single",
-        "--lengths", "100", "--limit", "1", "--style", "facts", "--switch-at", "prompt,context",
-        "--baselines", "none", "--max-tokens", "3", "--batch-size", "2",
-    )  # fmt: skip
-    names = {"native", "translated", "translated, context"}
-    assert set(found["means"]["needles"]) == set(found["means"]["repliqa"]) == names
-    found = evaluated(
-        tmp_path, "--tasks", "tiny_answers", "--include-path", str(task_folder), "--limit", "2",
-        "--thinking", "--switch-at", "trace", "--baselines", "hidden", "--max-tokens", "6",
-    )  # fmt: skip
-    assert set(found["means"]["tiny_answers"]) == {
-        "native", "native, trace", "translated, trace", "prefix hidden, trace",
-    }  # fmt: skip
-    kept = (tmp_path / "scores.responses.jsonl").read_text().splitlines()
-    traces = [r for line in kept if isinstance(r := json.loads(line)["response"], list)]
-    assert len(traces) == 2  # one a prompt, whoever goes on from it
-
-
-def test_a_judge_and_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chat, quac = tmp_path / "mt.jsonl", tmp_path / "quac.jsonl"
-    chat.write_text("\n".join(map(json.dumps, MT_BENCH)))
-    quac.write_text(json.dumps(QUAC))
-    replies = iter(["[[7]]", "[[11]]"] * 2)
-    monkeypatch.setattr(Judge, "_reply", lambda self, prompt: next(replies))
-    found = evaluated(
-        tmp_path, "--tasks", "mt_bench_101,quac", "--task-data", f"mt_bench_101={chat}",
-        "--task-data", f"quac={quac}", "--judge", "tiny-qwen3-s", "--baselines", "none",
-        "--max-tokens", "3", "--compare",
-    )  # fmt: skip
-    rating = found["means"]["mt_bench_101"]["translated"]["mean"]["rating"]
-    assert rating == {"value": 7.0, "error": None, "count": 1}
-    assert "f1" in found["means"]["quac"]["native"]["mean"]
-    assert set(found["first_token_s"]) == {"native", "translated"}
-    shown = " ".join(capsys.readouterr().err.split())
-    assert "mt_bench_101, translated: 1 of the judge's replies are no verdict" in shown
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ are mlx-lm's own decoding, one answer at a time, and this package's ``hand_over`
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from mlx_lm.generate import stream_generate
 import kvlingo_mlx as kv
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
-from kvlingo_mlx.errors import KVLingoWarning, NotEnoughMemoryError
+from kvlingo_mlx.errors import KVLingoWarning
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.loading import notes
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -27,7 +26,6 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
-from kvlingo_mlx.evaluation.harness.answers import Answer, Ends
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
 from kvlingo_mlx.evaluation.harness.responses import Responses
 
@@ -165,31 +163,6 @@ def test_fewer_at_once_where_memory_is_short(
     assert answers["all"] == answers["two"] == answers["one"]
 
 
-def test_a_prompt_that_does_not_fit_waits_for_the_others(
-    pair: tuple[LanguageModel, LanguageModel], makers: dict[str, conditions.CacheMaker]
-) -> None:
-    target, refused = pair[1], []
-    contexts = [prompt(target, talk) for talk in TALKS[:4]]
-
-    def make(tokens: conditions.Prefix) -> list:
-        if len(seen) > 1 and seen[-1] and len(refused) < 3:
-            refused.append(1)
-            raise NotEnoughMemoryError("no room")
-        return makers["native"](tokens)
-
-    seen: list[int] = []
-    decoder = counted(MLXDecoder(target, make, 4), seen)
-    found = PrefixLM(decoder, condition="x").generate_until(asked(contexts))
-    assert found == lm(target, makers["native"]).generate_until(asked(contexts))
-    assert len(refused) == 3
-
-    def never(tokens: conditions.Prefix) -> list:
-        raise NotEnoughMemoryError("no room at all")
-
-    with pytest.raises(NotEnoughMemoryError, match="at all"):
-        lm(target, never).generate_until(asked(contexts))
-
-
 def test_caches_that_cannot_be_merged_are_decoded_alone(
     pair: tuple[LanguageModel, LanguageModel],
 ) -> None:
@@ -238,26 +211,3 @@ def test_each_answer_is_kept_as_soon_as_it_is_there(
     assert len(calls) == 7 - kept and whole[0] == whole[-1]
     assert run(size=3) == whole and not calls
     assert len(file.read_text().splitlines()) == 7  # the same request twice is one
-
-
-@pytest.mark.parametrize("opened", [False, True])
-def test_an_answer_ends_with_the_first_token_that_ends_it(
-    pair: tuple[LanguageModel, LanguageModel], opened: bool
-) -> None:
-    """The last tokens alone are looked at; decoding all of them at each token says the same."""
-    tokenizer, rng = pair[1].tokenizer, random.Random(0)
-    marks = [tokenizer.encode(mark)[0] for mark in ("<think>", "</think>", "\n")]
-    early = 0
-    for _ in range(300):
-        stops = ["".join(rng.choice("aeot \n.") for _ in range(rng.randrange(1, 4)))
-                 for _ in range(rng.randrange(3))]  # fmt: skip
-        tokens = [rng.choice(marks) if rng.random() < 0.1 else rng.randrange(5, 1000)
-                  for _ in range(40)]  # fmt: skip
-        tokens[: rng.randrange(2)] = marks[:1]
-        ends = Ends(stops, "<think>", "</think>", opened)
-        answer = Answer(tokenizer, ends)
-        found = next((n for n, token in enumerate(tokens) if answer.take(token)), None)
-        texts = (tokenizer.decode(tokens[: n + 1]) for n in range(len(tokens)))
-        assert found == next((n for n, text in enumerate(texts) if ends.stopped(text)), None)
-        early += found is not None and found < 39
-    assert 50 < early < 290

@@ -116,20 +116,6 @@ def test_scores_are_those_of_mlx(ends: Ends, ways: Both, point: str) -> None:
     assert apart > 1e-2  # far above what the two runtimes differ by
 
 
-def test_texts_alone_and_contexts_that_are_cut(ends: Ends, ways: Both) -> None:
-    texts = prompts(ends[0][1])[:3]
-    ours, theirs = (
-        lm.loglikelihood_rolling([request("loglikelihood_rolling", t) for t in [*texts, ""]])
-        for lm in both(ends, ways["hidden"])
-    )
-    assert theirs == pytest.approx(ours, abs=1e-2) and theirs[-1] == 0.0  # sums of 500 tokens
-    cut = []
-    for lm in both(ends, ways["native"]):
-        lm.max_length = 30
-        cut += [lm.loglikelihood([request("loglikelihood", texts[0], " x y")])[0][0]]
-    assert cut[1] == pytest.approx(cut[0], abs=1e-3)
-
-
 @pytest.mark.parametrize("point", ["prompt", "context", "trace"])
 def test_answers_are_those_of_mlx(ends: Ends, ways: Both, point: str) -> None:
     """Greedy choices may differ where two are a tie."""

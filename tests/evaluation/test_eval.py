@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
 
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
-from kvlingo_mlx.evaluation import conditions, lineup, probes, teacher_forcing
-from kvlingo_mlx.evaluation.compare import Scored, evaluate, summarise
+from kvlingo_mlx.evaluation import conditions, lineup, probes
+from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
-from tests.support import tiny
 from tests.support.identity import identity_of
-
-TOLERANCE = 1e-4  # of a log probability, absolute
 
 TALKS = [
     {"messages": talk.conversation()} for talk in dialogues.held_out(3, facts=(2, 3), questions=2)
@@ -48,23 +42,6 @@ def counted(condition: lineup.Condition, calls: list[int]) -> lineup.Condition:
 
 
 # ---- predictions ------------------------------------------------------------------------
-
-
-def test_blocks_do_not_change_what_is_predicted(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, tokens = models["moe"], tiny.random_tokens(30)
-    whole = np.array(model.model(mx.array(tokens)[None])[0, 11:-1], np.float64)
-    whole -= np.log(np.exp(whole).sum(-1, keepdims=True))
-    monkeypatch.setattr(teacher_forcing, "BLOCK", 7)
-    own = conditions.native(model)(tokens[:12])
-    blocks = list(teacher_forcing.log_probabilities(model, own, tokens[11], tokens[12:]))
-    assert [len(block) for block in blocks] == [7, 7, 4]
-    assert np.abs(np.concatenate([np.array(b) for b in blocks]) - whole).max() < TOLERANCE
-    found = teacher_forcing.per_token(blocks, blocks, tokens[12:])
-    nll = -whole[np.arange(18), tokens[12:]]
-    assert np.abs(found.nll - nll).max() < TOLERANCE and not found.kl.any()
-    assert (found.best == whole.argmax(-1)).all()
 
 
 # ---- runs and journals ------------------------------------------------------------------
@@ -131,29 +108,6 @@ def test_another_translator_or_item_is_another_run(
     assert min(scores(other, task)) > 0.0 and len(calls) == 6
     shorter = probes.continuation(model, [*TALKS[:2], TALKS[0]], 3, 512)  # the third differs
     assert scores(same, shorter) == [0.0] * 3 and len(calls) == 7
-
-
-def test_perplexity_is_of_all_tokens(models: dict[str, LanguageModel], task: probes.Task) -> None:
-    found = evaluate(models["dense"], [task], line_of(models["dense"])[:1], Journal())
-    scored = found["continuation"]["native"]
-    losses = [(s.scores["nll"], s.scores["tokens"]) for s in scored]
-    whole = math.exp(sum(nll * n for nll, n in losses) / sum(n for _, n in losses))
-    mean = summarise(task, scored)["no reasoning"]["perplexity"]
-    assert mean.value == pytest.approx(whole) and math.isnan(mean.error)
-
-
-def test_one_question_at_every_length_is_one_cluster(models: dict[str, LanguageModel]) -> None:
-    task = probes.find_needles(models["dense"], ["single"], [300, 400], 2, max_tokens=2)
-    assert [item.group for item in task.items] == ["single, 300"] * 2 + ["single, 400"] * 2
-    assert all(len(i.prefix) <= 300 for i in task.items[:2])
-    assert task.items[0].references == task.items[2].references
-    values = (0.0, 1.0, 0.5, 1.0)
-    scored = [Scored(i.name, i.group, i.cluster, {"recall": v})
-              for i, v in zip(task.items, values, strict=True)]  # fmt: skip
-    table = summarise(task, scored)
-    assert table["single, 300"]["recall"].value == 0.5 and table["single, 300"]["recall"].count == 2
-    assert table["mean"]["recall"].value == 0.625
-    assert table["mean"]["recall"].error == pytest.approx(np.std([0.25, 1.0], ddof=1) / 2**0.5)
 
 
 def test_kinds_of_records_are_told_apart(models: dict[str, LanguageModel]) -> None:

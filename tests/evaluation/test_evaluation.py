@@ -20,7 +20,6 @@ from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import tiny
-from tests.support.identity import identity_of
 
 
 @pytest.fixture
@@ -39,16 +38,6 @@ def test_recalled_tokens_are_exactly_the_values(models: dict[str, LanguageModel]
         text = tokenizer.decode(list(sample.continuation))
         assert text.startswith(talk.asked[0].say(ANSWER) + "<|im_end|>\n<|im_start|>user\n")
         assert tokenizer.decode(list(sample.prefix)).endswith("<think>\n\n</think>\n\n")
-
-
-def test_identity_scores_as_native_does(
-    models: dict[str, LanguageModel], sample: quality.RecallSample
-) -> None:
-    model = models["dense"]
-    same = conditions.translated(model, model, identity_of(model))
-    scores = quality.score(model, [sample], {"identity": same})
-    assert scores["identity"] == scores["native"]
-    assert scores["native"].kl == (0.0,)
 
 
 def test_kl_and_hits_against_float64(

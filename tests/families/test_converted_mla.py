@@ -92,27 +92,6 @@ def talks() -> list[Any]:
     return [tokenise(record, tokenizer) for record in records]
 
 
-@pytest.fixture(scope="module")
-def divergence(talks: list[Any]) -> Callable[[Path], float]:
-    """KL(original || converted) of SMALL over the answers."""
-
-    def read(folder: Path) -> list[Any]:
-        model, found = on_torch(folder), []
-        for talk in talks:
-            with torch.no_grad():
-                rows = model(torch.tensor([talk.prefix + talk.continuation])).logits[0]
-            found.append(rows[len(talk.prefix) - 1 : -1].double().log_softmax(dim=-1))
-        return found
-
-    own = read(zoo(SMALL))
-
-    def measure(folder: Path) -> float:
-        pairs = zip(own, read(folder), strict=True)
-        return float(torch.cat([(p.exp() * (p - q)).sum(dim=-1) for p, q in pairs]).mean())
-
-    return measure
-
-
 # ---- references -----------------------------------------------------------------------
 
 
@@ -210,23 +189,6 @@ def test_the_factors_are_the_svd_in_the_metric_of_the_inputs(
     ).directions.numpy()[:, :rank]
     other = np.linalg.norm(root @ (weights - weights @ plain @ plain.T)) ** 2
     assert rank == 16 or other > 1.05 * lost
-
-
-def test_the_chosen_pairs_are_better_than_the_largest(
-    tool: ModuleType, convert: Convert, divergence: Callable[[Path], float],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Pairs that hardly turn are large too, and need no rotation."""
-    assert divergence(convert(rank=FULL, rotary=64)) < 1e-3
-    chosen = divergence(convert(rank=FULL, rotary=40))
-    with monkeypatch.context() as patch:
-        patch.setattr(tool, "mean_cosines", lambda shape, _: torch.zeros(shape.dim // 2))
-        largest = divergence(convert(rank=FULL, rotary=40, shrinkage=0.011))
-    assert largest > 1.5 * chosen
-    with monkeypatch.context() as patch:
-        real = tool.mean_cosines
-        patch.setattr(tool, "mean_cosines", lambda *given: 2 - real(*given))  # the other end
-        assert divergence(convert(rank=FULL, rotary=40, shrinkage=0.012)) > 1
 
 
 # ---- both runtimes --------------------------------------------------------------------

@@ -716,7 +716,6 @@ def reordered(axis: int, order: Sequence[int]) -> Callable[[Arrays], Arrays]:
 
 
 HEADS_SWAPPED = (4, 5, 6, 7, 0, 1, 2, 3)
-INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
 SILENT_FAULTS: dict[str, tuple[bool, int, Callable[[Arrays], Arrays]]] = {
     "one transposed": (True, 1, lambda a: a | {"keys.0.weight": a["keys.0.weight"].T.copy()}),
     "output heads permuted": (True, 1, reordered(0, HEADS_SWAPPED)),

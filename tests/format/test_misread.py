@@ -340,8 +340,6 @@ def test_short_texts_of_longrope_are_told_of(
 
 # ---- released models --------------------------------------------------------------------
 
-LLAMA3_8 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
 # The numbers of released config.json files that bear on this, and the context that is left.
 RELEASED: dict[str, tuple[dict[str, Any], int]] = {
     "Qwen3-8B, YaRN as its card says": (dict(

@@ -12,11 +12,9 @@ GB, G = 10**9, 10**9
 @pytest.mark.parametrize(
     ("rates", "free", "placement"),
     [
-        (Rates(10_000 * G, 5 * GB, 1e4), None, "sharded"),  # Thunderbolt, and a slow GPU
-        (Rates(10_000 * G, 0.1 * GB, 1e4), None, "replicated"),  # gigabit Ethernet
-        (Rates(10_000 * G, 5 * GB, 20.0), None, "replicated"),  # messages that take 50 ms
-        (Rates(10_000 * G, 0.1 * GB, 1e4), 5 * GB, "sharded"),  # no room for all of it
-        (Rates(10_000 * G, 0.1 * GB, 1e4), 1 * GB, "sharded"),  # nor for a half: the least
+        (Rates(10_000 * G, 5 * GB, 1e4), None, "sharded"),
+        (Rates(10_000 * G, 0.1 * GB, 1e4), None, "replicated"),
+        (Rates(10_000 * G, 0.1 * GB, 1e4), 5 * GB, "sharded"),
     ],
 )
 def test_the_quickest_that_fits(rates: Rates, free: int | None, placement: str) -> None:

@@ -17,8 +17,6 @@ import pytest
 import kvlingo_mlx as kv
 from kvlingo_mlx.engine import fill, generation
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.stage1.norms import token_weights
-from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import Sample, tokenise
 from tests.support.two_tokenizers import TALK, write_mistral, write_qwen, write_translator
 
@@ -151,32 +149,6 @@ def test_both_closed_forms_regress_on_group_means(
         assert error > 1e-3  # the data are more than the map can fit
         for found in (device.to_weights().arrays[f"{name}.weight"], fit.weights[f"{name}.weight"]):
             assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
-
-
-def test_weights_are_split_over_a_groups_source_tokens(opened: Opener) -> None:
-    groups = np.array([[0, 1], [1, 4], [1, 4], [4, 6]])
-    plan = AlignedPrefix((), tuple(range(7)), np.arange(4), groups[:, 0], groups, np.zeros(0, int))
-    weights = np.array([[1.0, 2.0, 4.0, 6.0, 8.0, 16.0, 99.0]])
-    assert plan.spread(weights).tolist() == [[1.0, 6.0, 6.0, 24.0]]
-    entries, tokens = plan.pairs
-    assert entries.tolist() == [0, 1, 1, 1, 2, 2, 2, 3, 3]
-    assert tokens.tolist() == [0, 1, 2, 3, 1, 2, 3, 4, 5]
-    assert token_weights("frobenius", 7, lambda: weights) is None
-
-
-@pytest.mark.parametrize("norm", ["attention", "sink_4"])
-def test_both_closed_forms_agree_under_norms(
-    norm: str, opened: Callable[[str], LanguageModel], loaded: Opener
-) -> None:
-    source, target = map(loaded, PAIRS[0])
-    config = make_config(source, target, TrainingPlan(recipe=Recipe(steps=0)))
-    fit = closed_form(config, pair_of(source, target), samples(source, target)[:2], norm)
-    plain = kv.fit(*map(opened, PAIRS[0]), RECORDS[:2]).to_weights().arrays
-    found = kv.fit(*map(opened, PAIRS[0]), RECORDS[:2], norm=norm).to_weights().arrays
-    for name, array in fit.weights.items():
-        scale = np.abs(array).max()
-        assert np.abs(found[name] - array).max() < 2e-2 * scale
-        assert np.abs(plain[name] - array).max() > 2e-2 * scale
 
 
 # ---- stage 2 ----------------------------------------------------------------------------

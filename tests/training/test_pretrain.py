@@ -285,37 +285,6 @@ def test_bad_input_gets_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_two_runs_into_one_folder(
-    pretrain: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second is told who is at work; one that waited does not write over what came out."""
-    out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["pretrain.py", *words(data, out)])
-    begun, said = pretrain.training_of, []
-
-    def meanwhile(*arguments: Any) -> Any:
-        with pytest.raises(SystemExit) as told:
-            pretrain.main()
-        said.append(str(told.value.code))
-        raise ValueError("that is enough")
-
-    monkeypatch.setattr(pretrain, "training_of", meanwhile)
-    with pytest.raises(SystemExit, match="that is enough"):
-        pretrain.main()
-    assert len(said) == 1 and "is writing out in" in said[0]
-    monkeypatch.setattr(pretrain, "training_of", begun)
-    join = pretrain.join
-
-    def ended(device: str) -> Any:  # another run has written the model since this one looked
-        out.mkdir()
-        return join(device)
-
-    monkeypatch.setattr(pretrain, "join", ended)
-    with pytest.raises(SystemExit, match="out exists; name another folder"):
-        pretrain.main()
-    assert out.exists() and not list(out.iterdir())
-
-
 def test_the_zoo_is_trained_by_one_process(pretrain: ModuleType, tmp_path: Path) -> None:
     given = pretrain.parsed(["tiny-qwen3-s", "--out", str(tmp_path / "out")])
     with pytest.raises(ValueError, match="trained by one process; start it without torchrun"):

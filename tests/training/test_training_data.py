@@ -405,38 +405,6 @@ TURNS = [
     for number in ("one", "two", "three", "four")
     for role, mark in (("user", "?"), ("assistant", "!"))
 ]
-AFTER = {  # what stands between an answer and the next one: end of turn, question, header
-    "qwen3": (
-        "<|im_end|>\n<|im_start|>user\n{}?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
-        "<|im_end|>",
-    ),
-    "gemma": (
-        "<end_of_turn>\n<start_of_turn>user\n{}?<end_of_turn>\n<start_of_turn>model\n",
-        "<end_of_turn>",
-    ),
-    "mistral": ("</s>[INST] {}?[/INST] ", "</s>"),
-}
-
-
-@pytest.mark.parametrize("name", AFTER)
-def test_a_continuation_later_turns(name: str) -> None:
-    """Through the later turns, each answer after the header with which it is generated."""
-    tokenizer, (between, end) = family(name), AFTER[name]
-    cut, later = until(TURNS, 3, fold=False), TURNS[4:]
-    plain = to_sample(cut, tokenizer, 2048)
-    sample = to_sample(cut, tokenizer, 2048, later=later)
-    assert sample.prefix == plain.prefix and len(sample.continuation) > len(plain.continuation)
-    first = " two!" if name == "mistral" else "two!"
-    rest = f"{between.format('three')}three!{between.format('four')}four!{end}"
-    assert texts(tokenizer, sample)[1] == first + rest
-    short = to_sample(cut, tokenizer, 12, later=later)
-    assert short.continuation == sample.continuation[:12]
-    # Half an exchange is no exchange, and what is reasoned ends it: templates drop traces.
-    assert to_sample(cut, tokenizer, 2048, later=later[:1]) == plain
-    thought = [later[0], later[1] | {"reasoning_content": "Hm."}, *later[2:]]
-    assert to_sample(cut, tokenizer, 2048, later=thought) == plain
-    reasoned = until([*TURNS[:3], TURNS[3] | {"reasoning_content": "Hm."}], 3, fold=False)
-    assert to_sample(reasoned, tokenizer, 2048, later=later) == to_sample(reasoned, tokenizer, 2048)
 
 
 def test_streams_that_go_on(tmp_path: Path, qwen3: Any) -> None:
@@ -635,19 +603,6 @@ def test_held_out_records_never_train(stream: Stream, draws: list[Any], qwen3: A
     assert sum(length >= SMALL.packed[0] for length in lengths) == 8
 
 
-def test_each_held_out_sample_has_records_of_its_own(
-    stream: Stream, tmp_path: Path, qwen3: Any
-) -> None:
-    held = [numbers(texts(qwen3, sample)[0]) for sample in stream.held_out(20)]
-    assert sum(map(len, held)) == len(set().union(*held))
-    # Chats that have several replies each, far fewer than are asked for.
-    few = [conversation(i, 6, reasons=False) for i in range(80)]
-    small = Stream([write(tmp_path / "few.jsonl", few)], qwen3, SMALL)
-    held = [numbers(texts(qwen3, sample)[0]) for sample in small.held_out(64)]
-    assert len(held) == small.reserved == 8
-    assert sum(map(len, held)) == len(set().union(*held))
-
-
 def test_the_same_question_elsewhere_does_not_train(tmp_path: Path, qwen3: Any) -> None:
     """As in Nemotron: every question answered twice, with reasoning and without."""
     twice = [conversation(i % 40, 6, reasons=i >= 40) for i in range(80)]
@@ -705,21 +660,6 @@ def test_the_same_name_with_other_records_is_told(
     both = contents("nvidia/Chat-v2", "nvidia/Chat-v2:reasoning_on")
     assert both["nvidia/Chat-v2"].startswith("30 records of ")
     assert len({text.split()[-1] for text in both.values()}) == 2
-
-
-def test_what_does_not_fit_is_never_drawn(tmp_path: Path, qwen3: Any) -> None:
-    """Three prefixes in a hundred are within the range, which is known before any is drawn."""
-    words = "Please read this list and remember it. " * 40
-    talks = [
-        [{"role": "user", "content": f"#{i} {'' if i % 33 == 5 else words}"}, SAY]
-        for i in range(200)
-    ]
-    path = write(tmp_path / "mostly.jsonl", [{"messages": talk} for talk in talks])
-    stream = Stream([path], qwen3, Mixture((10, 60), packed_share=0))
-    drawn = Counter(stream.draw(index).records[0][1] for index in range(48))
-    assert {record % 33 for record in drawn} == {5}
-    assert stream.survey.records == len(drawn) > 3
-    assert max(drawn.values()) <= math.ceil(48 / len(drawn)) + 1
 
 
 def test_mixtures() -> None:

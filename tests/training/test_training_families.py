@@ -322,6 +322,7 @@ def test_attention_mass_is_what_the_model_attends_with(folders: dict[str, Path],
     ("pair", "options"),
     [
         (PAIRS[0], {"nu": 2}),
+        (PAIRS[0], {"head_mixing": False, "capture": "post_norm"}),
         (PAIRS[1], {"kind": "mlp", "capture": "post_rope"}),
         (UNLIKE_PAIRS[1], {"nu": 2}),
         (UNLIKE_PAIRS[2], {"joint": True}),

@@ -22,11 +22,10 @@ from kvlingo_mlx.models.hidden import hidden_states, logits_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import objective_named
-from kvlingo_mlx.training.on_mlx import gradients, memory
 from kvlingo_mlx.training.on_mlx.pair import Pair
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from tests.support import hybrid_models
-from tests.support.trainings import Random, device_kl, die_after, log_of, random_arrays, training
+from tests.support.trainings import Random, device_kl, log_of, random_arrays, training
 
 PAIRS: dict[str, Any] = {
     "gated_delta": (("qwen3_5", {"num_hidden_layers": 4}),
@@ -142,37 +141,6 @@ def test_the_loss_falls(hybrids: dict[str, LanguageModel], rule: str, tmp_path: 
     assert np.mean(found) == pytest.approx(min(losses), rel=0.01)
 
 
-def test_an_interrupted_training_has_the_same_curve(
-    hybrids: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {
-        "pair": ("gated_delta 0", "gated_delta 1"), "stream": Random(different=2),
-        "state_maps": True,
-    }  # fmt: skip
-    outs = [tmp_path / "whole", tmp_path / "cut"]
-    training(hybrids, outs[0], (1e-3,), **options).run()
-    with monkeypatch.context() as patch:
-        die_after(patch, 3)
-        with pytest.raises(KeyboardInterrupt):
-            training(hybrids, outs[1], (1e-3,), keep_every=0.0, **options).run()
-    training(hybrids, outs[1], (1e-3,), **options).run()
-    assert curve(outs[0]) == curve(outs[1])
-    whole, cut = (translator_folder.read(out)[1].arrays for out in outs)
-    assert all(np.array_equal(array, cut[name]) for name, array in whole.items())
-
-
-def test_memory_counts_no_inputs(hybrids: dict[str, LanguageModel]) -> None:
-    """Of a long prefix the states are all that is kept of a recurrent layer."""
-    source, target = ends(hybrids, "gated_delta")
-    plans = [TrainingPlan(state_maps=on) for on in (False, True)]
-    inputs, states = (
-        sum(memory.needs(source, target, make_config(source, target, plan), 100_000, 64).values())
-        for plan in plans
-    )
-    widths = [g.key_width + g.value_width for g in source.geometry.layers if g.recurrence]
-    assert inputs - states > 0.9 * 4 * 100_000 * sum(widths)
-
-
 def test_the_verb(hybrids: dict[str, LanguageModel], tmp_path: Path, capsys: Any) -> None:
     source, target = ends(hybrids, "gated_delta")
     data = tmp_path / "chats.jsonl"
@@ -195,11 +163,3 @@ def test_mlps_have_no_closed_form_of_states(native: int) -> None:
     with pytest.raises(ValueError, match="maps of states .* a translator of kind mlp has none"):
         TrainingPlan(kind="mlp", state_maps=True, native_layers=native)
     TrainingPlan(kind="linear_mlp", state_maps=True)
-
-
-def test_readings_hold_states_alone(hybrids: dict[str, LanguageModel]) -> None:
-    source, target = ends(hybrids, "mamba2")
-    reading = gradients.read(source, target, Random().sample(0), "pre_norm", kept=True)
-    assert reading.states is not None and reading.states.kept
-    for t, array in enumerate(reading.states.keys):
-        assert (array.size == 0) == (t in reading.states.kept)

@@ -136,22 +136,3 @@ def test_the_better_half_of_the_rates_goes_on(models: Models, tmp_path: Path) ->
     (config, a), (_, b) = (translator_folder.read(folder) for folder in (many, alone))
     assert config.provenance["learning_rate"] == rates[won[0]]
     assert all(np.array_equal(array, b.arrays[name]) for name, array in a.arrays.items())
-
-
-def test_dropped_rates_stay_dropped_after_a_kill(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rates = (1e-5, 1e-2)
-    options: dict[str, Any] = {"steps": 20, "validate_every": 2, "halving": True}
-    whole = training(models, tmp_path / "whole", rates, **options).run()
-    with monkeypatch.context() as patch:
-        die_after(patch, 5)
-        with pytest.raises(KeyboardInterrupt):
-            training(models, tmp_path / "t", rates, keep_every=0.0, **options).run()
-    rest = training(models, tmp_path / "t", rates, keep_every=0.0, **options).run()
-    a, b = (translator_folder.read(folder)[1].arrays for folder in (whole, rest))
-    assert all(np.array_equal(array, b[name]) for name, array in a.items())
-    kls = [
-        [line["held_out"] for line in log_of(tmp_path / f"{n}.log.jsonl")] for n in ("whole", "t")
-    ]
-    assert kls[0] == kls[1]

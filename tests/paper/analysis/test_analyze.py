@@ -21,7 +21,7 @@ from benchmarks.paper.analysis import report as reports
 from benchmarks.paper.analysis import states as collecting
 from benchmarks.paper.analysis.corpus import Corpus
 from benchmarks.paper.analysis.heads import closed_form_alignment, translator_alignment
-from benchmarks.paper.analysis.linearity import by_position, fit_layer, translator_r2
+from benchmarks.paper.analysis.linearity import fit_layer, translator_r2
 from benchmarks.paper.analysis.network import Recipe
 from benchmarks.paper.analysis.random_init import randomly_initialised
 from benchmarks.paper.analysis.report import Settings, analyze, compare
@@ -242,32 +242,6 @@ def test_a_translators_own_maps(
 
 
 # ---- positions --------------------------------------------------------------------------
-
-
-def test_every_bucket_has_a_map_of_its_own() -> None:
-    """Another relation before and after position 256, and too few tokens after 1024."""
-    rng = np.random.default_rng(3)
-    corpus = corpus_of([1040, 600, 200, 600, 700], {0, 3})
-    x, late = rng.normal(size=(corpus.num_tokens, 8)), corpus.positions >= 256
-    first, second = rng.normal(size=(2, 8, 8))
-    y = np.where(late[:, None], x @ second, x @ first)
-    source, target = States([x], [x]), States([y], [x @ first])
-    found = by_position(source, target, corpus, [0], None, seed=0)
-    assert [(b.start, b.stop) for b in found] == [(0, 256), (256, 1024), (1024, 4096)]
-    assert [b.available for b in found] == [256 + 200 + 256, 344 + 444, 0]
-    assert [b.scored for b in found] == [2 * 256, 768 + 344, 16]
-    assert [b.fitted for b in found] == [712, 712, 0]  # as many tokens for either
-    for bucket in found[:2]:
-        assert bucket.linearity is not None
-        assert all(bucket.linearity[side][0].linear > 1 - 1e-5 for side in SIDES)
-    assert found[2].linearity is None and found[2].summary is None
-    settings = Settings(mlp=False, cka=False, heads=False)
-    report = compare(source, target, corpus, settings, ({1}, {1}))
-    assert report.linearity["keys"][0].linear < 0.9  # one map cannot be both
-    assert report.notes == [
-        "no R2 for positions 1024 to 4095: 0 tokens to fit on and 16 to score are too few; "
-        "raise --tokens or lower --documents"
-    ]
 
 
 # ---- heads ------------------------------------------------------------------------------

@@ -74,24 +74,6 @@ def test_linearity() -> None:
     assert affine.bias == pytest.approx(np.full(9, 5.0), abs=0.02)
 
 
-def test_head_alignment() -> None:
-    """Blocks that favour a permutation of heads, found in the grid and by the null."""
-    heads, width = 4, 3
-    strength = np.ones((heads, heads)) + 3 * np.eye(heads)  # [source, target]
-    maps = []
-    for _ in range(5):
-        blocks = rng.normal(size=(heads, width, heads, width))  # target head, row, source, column
-        blocks /= np.linalg.norm(blocks, axis=(1, 3), keepdims=True)
-        maps.append((blocks * strength.T[:, None, :, None]).reshape(heads * width, -1))
-    found = s.head_alignment(maps, heads, heads, permutations=5000)
-    assert found.grid == pytest.approx(strength / strength.sum(axis=1, keepdims=True))
-    assert found.diagonal == pytest.approx(4 / 7)
-    assert found.null[0] == pytest.approx(0.25, abs=0.01)
-    assert found.p == pytest.approx(1 / 24, abs=0.01)  # the identity is one of 4! orders
-    flat = s.head_alignment([np.ones((12, 12))], heads, heads, permutations=500)
-    assert flat.diagonal == pytest.approx(0.25) and flat.p == 1.0
-
-
 def test_spearman() -> None:
     """By hand, ties included; and against the count of all orders' correlations."""
     found = s.spearman([1, 2, 3, 4, 5], [2, 1, 4, 3, 5])
@@ -123,16 +105,6 @@ def test_the_p_of_a_correlation_is_students(freedom: int) -> None:
         density = np.cos(angles) ** (freedom - 1)
         beyond = density[angles >= math.asin(rho)].sum() / density.sum()
         assert s._correlation_p(rho, freedom) == pytest.approx(beyond, abs=1e-4)
-
-
-def test_the_papers_ps() -> None:
-    """Its correlations and their bounds on p, paragraph "What the per-layer curves show"."""
-    assert s._correlation_p(-0.26, 26) == pytest.approx(0.18, abs=0.005)  # p >= 0.19, rounded rho
-    assert s._correlation_p(-0.34, 34) == pytest.approx(0.042, abs=0.003)  # p <= 0.04
-    assert s._correlation_p(-0.51, 26) == pytest.approx(0.0055, abs=0.0005)  # p <= 0.005
-    worse = [-1.0] * 33 + [1.0] * 7  # 33 of 40 cells: p < 1e-4
-    coin = sum(math.factorial(40) // (math.factorial(k) * math.factorial(40 - k)) for k in range(8))
-    assert s.sign_test(worse).p == pytest.approx(2 * coin / 2**40) and s.sign_test(worse).p < 1e-4
 
 
 def test_sign_test() -> None:

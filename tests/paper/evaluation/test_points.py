@@ -12,8 +12,6 @@ from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import mx
-
 import pytest
 from mlx_lm.generate import stream_generate
 
@@ -29,7 +27,7 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
 
-from benchmarks.paper.evaluation.points import SwitchingLM, check_points, check_tasks, moved
+from benchmarks.paper.evaluation.points import SwitchingLM, check_tasks, moved
 from kvlingo_mlx.evaluation.harness import running
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
 from kvlingo_mlx.evaluation.harness.responses import Responses
@@ -321,15 +319,3 @@ def test_points_that_mean_nothing(
     mute.tokenizer = type("Mute", (), {"think_end": None})()
     with pytest.raises(ValueError, match="has no marks of reasoning"):
         run("tiny_answers", "trace", writer=mute)
-
-
-def test_a_condition_that_is_moved(pair: tuple[LanguageModel, LanguageModel]) -> None:
-    translator = kv.load_translator(TRANSLATORS / "--".join(NAMES))
-    whole = lineup.translated("best", *pair, [translator])
-    points = [moved(whole, point, pair) for point in ("prompt", "context", "trace")]
-    assert [c.name for c in points] == ["best", "best, context", "best, trace"]
-    assert points[0] is whole and len({str(c.identity) for c in points}) == 3
-    assert [c.at_switch is None for c in points] == [False, True, True]
-    with pytest.raises(ValueError, match="--switch-at is 'end'; give one or more of prompt, con"):
-        check_points(["end"], *pair)
-    mx.clear_cache()

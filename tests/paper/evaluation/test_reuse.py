@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,11 @@ import pytest
 
 import kvlingo_mlx as kv
 from benchmarks.paper.evaluation import droidspeak, reuse
-from benchmarks.paper.timing.layers import LayerCosts
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions, lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.timing import geometries
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import tiny
 from tests.support.command_line import fails, run
@@ -136,37 +133,6 @@ def test_unknown_baselines(models: dict[str, LanguageModel], spec: str) -> None:
 
 
 # ---- compute ---------------------------------------------------------------------------------
-
-
-def lazy_model(name: str) -> LanguageModel:
-    """A model of true widths whose weights are never computed."""
-    config = geometries.GEOMETRIES[name]
-    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    made = LanguageModel(
-        module.Model(module.ModelArgs.from_dict(config)),
-        None,
-        config,
-        name,  # type: ignore
-    )
-    made.__dict__["cache_dtype"] = mx.float32  # learning it would compute weights
-    return made
-
-
-@pytest.mark.parametrize(("name", "hidden", "inner"),
-                         [("qwen3-0.6b", 1024, 3072), ("qwen3-1.7b", 2048, 6144)])  # fmt: skip
-def test_shares_of_released_shapes_by_hand(name: str, hidden: int, inner: int) -> None:
-    """In float64, by the widths of the public configs: 28 layers alike, 16 heads of 128, 8 of keys.
-
-    26 of 28 layers are the paper's 0.93; the maps are its 7.5 and 24 times less than the weights.
-    """
-    count = 100
-    weights = np.float64(2) * (hidden * 2048 * 2 + hidden * 1024 * 2 + 3 * hidden * inner)
-    attention = sum(4.0 * 16 * 128 * (place + 1) for place in range(count))
-    layers = LayerCosts(lazy_model(name)).by_layer(count)
-    assert layers == pytest.approx([weights * count + attention] * 28)
-    assert round(sum(layers[:26]) / sum(layers), 2) == 0.93
-    maps = 2.0 * 28 * 2 * 1024 * 1024
-    assert 28 * weights / maps == pytest.approx(7.5 if hidden == 1024 else 24, rel=0.01)
 
 
 def test_a_translations_share_by_hand(models: dict[str, LanguageModel]) -> None:

@@ -190,18 +190,6 @@ def test_xquad_is_pooled_and_compared_question_by_question(
     assert same.tables["x"]["mean"]["did"].error == pytest.approx(0, abs=1e-14)
 
 
-def test_parts_are_shown_where_the_paper_shows_them(drawn: Callable[..., np.ndarray]) -> None:
-    scores = items(drawn(4, 2), ["4096", "8192"], "recall")
-    found = suite_runs.summarised(benchmark("ruler"), outcome("recall", native=scores))
-    assert set(found.tables["native"]) == {"4096", "8192", "mean"}
-    plain = suite_runs.summarised(
-        benchmark("mt_bench_101"), outcome("rating", native=items(drawn(4, 2), "ab", "rating"))
-    )
-    assert set(plain.tables["native"]) == {"mean"}
-    with pytest.raises(ValueError, match="quac has no score 'f1'; it has"):
-        suite_runs.summarised(benchmark("quac"), outcome("em", native=scores))
-
-
 # ---- runs -----------------------------------------------------------------------------------
 
 

@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("lm_eval")
 
 from benchmarks.paper.evaluation.suites import BASE, PAPER
-from benchmarks.paper.reproducing.cells import Cell, cell_of, said_by
+from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.entries import BY_LABEL, ENTRIES, LARGE, MIXTURE, SMALL
 from benchmarks.paper.reproducing.forms import OWN, form, is_translator
 from benchmarks.paper.reproducing.listing import listed, named, pairs_of, unused
 from benchmarks.paper.reproducing.running import MAKERS
-from benchmarks.paper.reproducing.tables import meaning, tables
+from benchmarks.paper.reproducing.tables import tables
 from benchmarks.paper.reproducing.trained import Wanted, settings
 from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.training.paper_pairs import filled
@@ -46,39 +46,6 @@ def test_every_entry_is_made_or_has_a_reason() -> None:
 def test_every_table_of_numbers_is_data() -> None:
     have = set(tables())
     assert have == {label for kind, label in LABELS if kind == "table"}
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["", "Qwen3-0.6B/1.7B", "MMLU-Pro"], {"pair": SMALL, "what": "mmlu_pro"}),
-        (["S → L, Gemma-3-4B/12B-it", "RULER, 16k"],
-         {"pair": ("gemma-3-4b-it", "gemma-3-12b-it"), "way": S2L, "what": "ruler 16k"}),
-        (["", "LongMemEval oracle"], {"what": "longmemeval oracle"}),
-        (["", "Gemma-4-E2B/E4B", "both"], {"pair": ("gemma-4-E2B-it", "gemma-4-E4B-it")}),
-        (["", "KV-Lingo"], {}),
-    ],
-)  # fmt: skip
-def test_what_rows_say(words: list[str], said: dict[str, Any]) -> None:
-    assert meaning(words) == said
-
-
-def test_what_columns_say() -> None:
-    assert said_by("on mixing@trace") == {"thinking": True, "who": "mixing", "point": "trace"}
-    assert said_by("large-to-small arc_challenge closed") == {
-        "way": L2S, "what": "arc_challenge", "who": "closed", "point": "whole",
-    }  # fmt: skip
-    said = {"pair": SMALL, "way": L2S, "what": "coqa", "who": "target"}
-    target = cell_of(said, (42, 43))
-    assert target == Cell(SMALL, S2L, "coqa", "small") and target.models == ("Qwen3-0.6B",) * 2
-    source = cell_of(said | {"who": "source"}, ())
-    assert source is not None and source.who == "large"
-    translated = cell_of(said | {"who": "mixing"}, (42, 43))
-    assert translated is not None and translated.seeds == (42, 43)
-    assert translated.models == ("Qwen3-1.7B", "Qwen3-0.6B")
-    closed = cell_of(said | {"who": "closed"}, (42, 43))
-    assert closed is not None and closed.seeds == ()  # a single solve
-    assert cell_of({"pair": SMALL, "who": "closed"}, ()) is None
 
 
 @pytest.mark.parametrize("entry", SCORES, ids=lambda entry: entry.label)

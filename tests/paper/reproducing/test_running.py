@@ -18,7 +18,6 @@ import pytest
 pytest.importorskip("lm_eval")
 
 from benchmarks.paper.commands import run
-from benchmarks.paper.evaluation import seeds
 from benchmarks.paper.reproducing import scores, tiny_data, trained
 from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.drawing import draw, panels
@@ -241,9 +240,3 @@ def test_ratings_are_from_0_to_1_in_tables_over_benchmarks(
     for seed in scores.in_unit(outcome).seeds["mixing"]:
         mean = seed["mean"]["rating"]
         assert (mean.value, mean.error, mean.count) == pytest.approx((value, error, 4))
-
-
-def test_a_score_that_no_seed_has_is_left_out() -> None:
-    table = {"mean": {"f1": Mean(0.5, 0.1, 4)}}
-    outcome = Outcome("xquad", ("f1", "did"), 4, 10, {}, {}, (), {"mixing": [table, table]})
-    assert [cell.metric for cell in seeds.cells([outcome])] == ["f1"]

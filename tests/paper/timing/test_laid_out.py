@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import Any
 
@@ -147,17 +146,6 @@ def test_what_was_not_measured_is_none_and_the_later_record_counts() -> None:
     found = laid_out("tab:cost", [first, second])
     assert found.rows[0][2:] == [3.5, 1.7, 29.9, 3.5, 29.0, 30.0]
     assert found.differs == ["nu 1, here 4"]
-
-
-def test_shallow_models_give_extrapolated_times_and_no_speeds() -> None:
-    record = bench()
-    shallow = copy.deepcopy(record)
-    shallow["config"]["layers"] = [[2, 36], [2, 48]]
-    shallow["results"]["moe-switch"]["extrapolated"] = [{"native": 0.3, "switch": 0.1}] * 5
-    found = laid_out("app:tab:moespeed", [shallow])
-    assert found.rows[1][2:] == [300.0] * 5 and found.rows[4][2:] == [None] * 5
-    assert found.rows[7][2:] == ["3.00×"] * 5
-    assert found.differs == ["layers whole, here 2 of 36 and 2 of 48"]
 
 
 @pytest.mark.parametrize("label", LABELS)

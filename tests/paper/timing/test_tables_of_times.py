@@ -86,27 +86,6 @@ def test_the_phases_do_what_they_are_called(
     assert {cache.offset for cache in (*made._own, *made._eager)} == {len(PROMPT) - 1}
 
 
-def test_switches_of_some_native_layers(
-    made: paths.Paths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Their caches are the hybrid's; they stand after the plain switch, where there is one."""
-    table = tables.with_hybrids(tables.TABLES["switch"], [1, 2])
-    at = table.phases.index("switch")
-    assert table.phases[at : at + 3] == ("switch", "hybrid 1", "hybrid 2")
-    assert tables.with_hybrids(tables.TABLES["quant"], [1]) == tables.TABLES["quant"]
-    seen = []
-    monkeypatch.setattr(paths, "first_token", lambda model, tokens, cache: seen.append(cache))
-    translator = next(iter(made.translators.values()))
-    for layers in (1, 2):
-        made.phase(f"hybrid {layers}")()
-        expected = kv.hand_over(
-            made.source, made.target, PROMPT, translator=translator, prefill_step_size=16,
-            native_layers=layers,
-        )  # fmt: skip
-        for ours, theirs in zip(seen.pop(), expected, strict=True):
-            assert np.array_equal(ours.keys_and_values()[0], theirs.keys_and_values()[0])
-
-
 def test_a_batch_is_as_its_prompts_are_one_by_one(
     models: dict[str, LanguageModel], translator: Translator
 ) -> None:
@@ -196,46 +175,6 @@ def test_experts_touched_are_those_that_the_router_chose(models: dict[str, Langu
     finally:
         gate.__call__ = call
     assert shares == [len(used) / experts for used in chosen] and max(shares) > active / experts
-
-
-@pytest.mark.parametrize(
-    "step_size",
-    [
-        16,
-    ],
-)
-def test_experts_of_a_prompt_are_those_of_its_own_passes(
-    models: dict[str, LanguageModel], translator: Translator, step_size: int
-) -> None:
-    """Not of the steps after it, of which mlx-lm runs one more than it hands out tokens."""
-    model, passes = models["moe"], []
-    made = paths.Paths(models["dense"], model, {"stored": translator}, PROMPT, step_size)
-    cache = make_prompt_cache(model.model)
-    for start in range(0, len(PROMPT) - 1, step_size):
-        with experts_touched(model) as shares:
-            chunk = PROMPT[start : min(start + step_size, len(PROMPT) - 1)]
-            model.model(mx.array([chunk]), cache=cache)
-        passes += shares
-    timing = tables.measure_length(made, tables.TABLES["moe-switch"], trials=1)
-    active = model.config["num_experts_per_tok"] / model.config["num_experts"]
-    assert timing.experts == pytest.approx({"prompt": np.mean(passes), "step": active})
-
-
-def test_every_phase_has_a_floor(made: paths.Paths) -> None:
-    """Those of a machine of half the rates are twice as high, and a part's is below the whole's."""
-    rates = ceilings.measured_rates()
-    assert rates.flops > 0 and rates.bandwidth > 0
-    timing = tables.measure_length(made, tables.TABLES["moe-switch"], trials=2)
-    least, twice = (
-        derived.floors(timing, each, made.source, made.target, made.translators)
-        for each in (rates, ceilings.Rates(rates.flops / 2, rates.bandwidth / 2, rates.dtype))
-    )
-    assert set(least) == set(timing.samples) - set(tables.SPEEDS)
-    assert all(least[phase] > 0 for phase in least)
-    assert twice == pytest.approx({phase: 2 * least[phase] for phase in least})
-    assert max(least["translate stored"], least["target_step"]) < least["switch"]
-    assert set(timing.experts) == {"prompt", "step"}
-    assert timing.experts["step"] <= timing.experts["prompt"] <= 1
 
 
 def test_what_is_derived_from_times() -> None:

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from mlx_lm.generate import (
     BatchGenerator,
-    batch_generate,
     generate_step,
     speculative_generate_step,
 )
@@ -34,7 +33,6 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.utils import _get_classes
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.cli import run
 from kvlingo_mlx.families import family_of
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -236,23 +234,6 @@ def test_prompts_of_many_lengths_in_one_batch(kind: str, left: int, opened: Open
             np.testing.assert_allclose(found[1], alone[1], atol=1e-4)
 
 
-def test_batch_generate(opened: Opener) -> None:
-    model = opened("windows")
-    prompts = [TOKENS[:length] for length in LENGTHS]
-    found = batch_generate(
-        model.model, model.tokenizer, [p[-1:] for p in prompts], max_tokens=8,
-        prompt_caches=[translated(model, p) for p in prompts],
-        return_token_ids=True, return_prompt_caches=True,
-    )  # fmt: skip
-    for tokens, cache, prompt in zip(found.token_ids, found.caches, prompts, strict=True):
-        own = native(model, prompt[:-1], STEP)
-        assert tokens == decode(model, own, prompt[-1:])[0][:8]
-        after = native(model, [*prompt, *tokens], STEP)  # what comes back goes on as well
-        for mine, theirs in zip(cache, after, strict=True):
-            for a, b in zip(held(mine), held(theirs), strict=True):
-                np.testing.assert_allclose(a[..., -8:, :], b[..., -8:, :], atol=1e-4)
-
-
 # ---- draft models ------------------------------------------------------------------------
 
 
@@ -446,21 +427,6 @@ def test_drafts_are_refused_where_mlx_lm_goes_wrong(
     tokenizer.write_text(tokenizer.read_text().replace("<think>", "<thonk>"))
     with pytest.raises(ValueError, match="another vocabulary than"):
         ours(opened("plain"), kv.load(folder), TOKENS)
-
-
-def test_the_command_line_refuses_in_one_line(
-    opened: Opener, no_prefill: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = str(opened("windows").path)
-    command = ["generate", "--prefill-model", path, "--decode-model", path, "-p", "the you"]
-    for more, message in (
-        (["--kv-bits", "8"], "RotatingKVCache"),
-        (["--draft-model", path], "windows of 16 tokens"),
-    ):
-        assert run([*command, *more]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1
-        assert message in error and f"leave out {more[0][2:].replace('-', '_')}" in error
 
 
 @pytest.mark.parametrize("name", sorted(plain_models.CONFIGS))

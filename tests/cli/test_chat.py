@@ -29,7 +29,7 @@ from kvlingo_mlx.cli import chat_input, run
 from kvlingo_mlx.cli.chat_input import Stop
 from kvlingo_mlx.engine import healing
 from kvlingo_mlx.engine.accounting import LineStats, Stats
-from kvlingo_mlx.engine.conversation import Conversation, Switch
+from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
 from tests.support.guards import with_receipt
@@ -227,29 +227,6 @@ def test_a_reply_that_fails_leaves_the_conversation(
     assert "the context of" in errors[1] and "not valid Unicode" in errors[2]
 
 
-def test_translators_are_held_in_few_bits(
-    chats: Chats, one: LanguageModel, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Conversation] = []
-
-    class Seen(Conversation):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            made.append(self)
-
-    monkeypatch.setattr(kvlingo_mlx.engine.conversation, "Conversation", Seen)
-    chats("hi there", options=("-c", "quantize=8"))  # the store's
-    (store / "same").rename(tmp_path / "same")
-    chats("hi there", options=("-c", "quantize=8", "--translator", str(tmp_path / "same")))
-    whole = identity_of(one).nbytes
-    found = [list(talk.exchange.directions.loaded.values()) for talk in made]
-    # Those of the store are loaded once they are wanted, those given at once and both ways.
-    assert [len(translators) for translators in found] == [1, 2]
-    assert all(t.nbytes < whole / 2 for translators in found for t in translators)
-    chats(options=("-c", "quantize=7"), status=2)
-    assert chats.err.startswith("error: ") and "7" in chats.err and len(made) == 2
-
-
 # ---- routes ---------------------------------------------------------------------------------
 
 
@@ -268,20 +245,6 @@ def test_a_route_chooses_until_the_user_does(
     route.write_text('default = "c"')
     chats(options=("--route", str(route)), status=2)
     assert "default is 'c'; give one of a, b" in chats.err
-
-
-def test_a_route_of_the_users_own(chats: Chats, one: LanguageModel, tmp_path: Path) -> None:
-    code = tmp_path / "own.py"
-    code.write_text(
-        "def route(messages, names):\n"
-        "    last = messages[-1]\n"
-        "    assert last['role'] == 'user' and len(messages) % 2 == 1\n"
-        "    return names[1] if len(messages) == 1 else last['content']\n"
-    )
-    out = chats("hi there", "c", "a", options=("--route", f"{code}:route"))
-    first, second = says((one, "hi there"), (one, "a"))
-    assert out == f"[b]\n{first}\n[a]\n{second}\n"
-    assert re.fullmatch(r"error: the route \S+:route chose 'c'; .* one of a, b\n", chats.err)
 
 
 # ---- commands -------------------------------------------------------------------------------
@@ -382,15 +345,6 @@ def test_save_and_resume(
     assert recorder.made == (here, options) and recorder.saved == [(here, 4)]
 
 
-def test_the_conversation_is_made_as_asked(chats: Chats, recorder: type[Recorder]) -> None:
-    asked = ("-c", "offload=disk", "--no-thinking", "--system-prompt", "x", "--allow-mismatch")
-    chats(options=asked)
-    (options,) = recorder.made
-    wanted = {"offload": "disk", "enable_thinking": False, "system": "x", "allow_mismatch": True,
-              "verbatim": True, "eager": True, "on_missing": "error"}  # fmt: skip
-    assert wanted.items() <= options.items()
-
-
 def test_stats(chats: Chats, recorder: type[Recorder]) -> None:
     rows = chats("/stats").splitlines()
     cells = [re.findall(r"[^\s\u2502\u2503]+", row) for row in rows]
@@ -412,22 +366,6 @@ def test_stats_whose_measurement_is_skipped(chats: Chats, recorder: type[Recorde
     assert len(re.findall(r"reading all anew .* not measured\n", out)) == 2
 
 
-def test_the_last_switch_is_told(chats: Chats, recorder: type[Recorder]) -> None:
-    def known(self: Recorder) -> Stats:
-        self.exchange.last = Switch("b", 101, 23, 4, 0.0123)
-        return Stats((), 0, 0, 0, 0)
-
-    recorder.stats, before = known, recorder.stats  # type: ignore[method-assign]
-    try:
-        cells = [line.split() for line in chats("hi there", "/stats").splitlines()]
-    finally:
-        recorder.stats = before  # type: ignore[method-assign]
-    assert "reading 128 tokens anew with b to compare; Ctrl-C skips".split() in cells
-    for row in ("last switch to b", "tokens kept 101", "tokens translated 23", "tokens read 5",
-                "took (ms) 12.3", "reading all anew (ms) 500"):  # fmt: skip
-        assert row.split() in cells
-
-
 # ---- at the start ---------------------------------------------------------------------------
 
 
@@ -436,19 +374,13 @@ def test_the_last_switch_is_told(chats: Chats, recorder: type[Recorder]) -> None
     [
         (("c",), "c does not exist"),
         (("--model", "=c"), "give NAME=MODEL"),
-        (("--model", "c="), "give NAME=MODEL"),
         (("--model", "a=x"), "the name 'a' is taken"),
         (("--model", "auto=x"), "a model is named auto"),
         (("--model", "c=/no/such/folder"), "does not exist"),
-        (("--translator", "/no/such/folder"), "does not exist"),
         (("--use", "c"), "--use is 'c'; give one of a, b"),
-        (("--use", "auto"), "--use is 'auto'; give one of a, b"),
         (("--route", "x"), "give FILE.toml, module:function or path/to/file.py:function"),
         (("-c", "on_missing=skip"), "on_missing is 'skip'; give error or reprefill"),
         (("-c", "offload=4bit"), "offload is '4bit'; give 8bit or disk"),
-        (("--max-tokens", "0"), "--max-tokens is 0"),
-        (("--temp", "-1"), "--temp is -1.0"),
-        (("--prefill-step-size", "0"), "--prefill-step-size is 0"),
         (("--save", "/dev/null/x"), "--save is '/dev/null/x'; name a folder"),
     ],
 )

@@ -162,12 +162,9 @@ def test_messages_from_a_file(
     ("text", "message"),
     [
         ("", "holds no messages"),
-        ("[]", "holds no messages"),
-        ('{"messages": []}', "holds no messages"),
         ('{"messages": "hi"}', "holds 'h'; give messages"),
         ('{"role": "user", "content": "a"}\n{"role"', "line 2: not JSON"),
         ('["hi"]', "holds 'hi'; give messages"),
-        ('[{"content": "hi"}]', "give messages"),
         (json.dumps([{"messages": CHAT}, {"messages": CHAT}]), "2 conversations"),
         ('[{"role": "bot", "content": "hi"}]', "does not take these messages"),
     ],

@@ -9,18 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from kvlingo_mlx.cli import VERBS, progress
+from kvlingo_mlx.cli import progress
 from kvlingo_mlx.cli.progress import EVERY, LOOK, Watch
 
-CLI = Path(progress.__file__).parent
 FIRST = 10.0
-WAITING = {"chat", "generate", "serve", "serve_prefill"}  # for a person, or read as it comes
 
 
 @dataclass
@@ -95,22 +92,6 @@ def test_a_step_of_many_minutes_is_told_of(clock: Clock) -> None:
     assert found[1:] == ["solving the maps: 12 of 48, about 41 min left, no step for 70 s"]
 
 
-def test_a_phase_within_is_no_standstill(clock: Clock) -> None:
-    with clock.watch.phase("training", 2):
-        with clock.watch.phase("reading the samples", 4):
-            clock.turn(400)
-        ((_, line),) = clock.turn(EVERY)
-    assert line == "training: 0 of 2, no step for 30 s"
-
-
-def test_a_verb_that_says_no_more_than_its_name_waits_for_a_minute(clock: Clock) -> None:
-    with clock.watch.phase("list"):
-        clock.watch.whole = clock.watch.phases[0]
-        assert not clock.turn(EVERY - 1)
-        ((_, line),) = clock.turn(2)
-    assert line == "list: 60 s so far"
-
-
 @pytest.mark.parametrize("resumed", [0, 500])
 def test_the_time_that_is_left(clock: Clock, resumed: int) -> None:
     """20 s a step; what came before the first one, and steps of an earlier run, do not count."""
@@ -134,14 +115,6 @@ def test_work_that_ends_by_the_clock(clock: Clock) -> None:
         assert clock.watch.phases[-1].left == 30
         ((_, line),) = clock.turn(EVERY)
         assert line == "distilling: 2 min of 2 min, about 0 s left"
-
-
-def test_every_verb_is_watched() -> None:
-    """But for those that wait for a person, whose phases are shown alone."""
-    for verb in VERBS:
-        name = f"{verb}_" if verb in ("import", "list") else verb.replace("-", "_")
-        (settings,) = re.findall(r"^@verb\(\w+(.*)\)$", (CLI / f"{name}.py").read_text(), re.M)
-        assert ("waits=True" in settings) == (name in WAITING), verb
 
 
 SLOW = """

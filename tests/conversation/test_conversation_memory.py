@@ -296,7 +296,7 @@ def test_nothing_changes_a_conversation_whose_answer_is_open(
     answer = talk.stream_reply("a", "is it on?", max_tokens=NEW)
     next(answer)
     for change in (talk.undo, talk.branch, lambda: talk.offload("a"), talk.measure_reprefill,
-                   lambda: talk.save(saved), lambda: talk.reply("b", "x")):  # fmt: skip
+                   lambda: talk.save(saved), lambda: talk.reply("b", "x"), talk.close):  # fmt: skip
         with pytest.raises(ValueError, match="an answer is still being written"):
             change()
     assert (saved / "conversation.json").read_bytes() == before

@@ -19,14 +19,11 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
-from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from kvlingo_mlx.caches.entries import PositionedKVCache, move_on
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.engine.conversation import Conversation
-from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.positioned import INSIDE
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -36,7 +33,6 @@ from tests.support.identity import identity_of
 from tests.support.two_tokenizers import write_mistral, write_qwen, write_translator
 
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "4"))  # more of them by hand
-NEW = 5
 TOLERANCE, WRONG = 1e-4, 1e-2
 SYSTEM = "You are the ferryman of a long river."
 ASKED = (
@@ -214,22 +210,6 @@ def test_an_answer_that_another_model_begins(
     say(talk, "qwen", ASKED[1], SAID[1])
 
 
-@pytest.mark.parametrize(
-    "how", [{"prefill": "qwen", "first_token": "source"}, {"reasoning": "qwen"}]
-)
-def test_an_answer_is_cut_short_before_its_last_model_writes(
-    how: dict[str, str], root: Path, opened: Callable[[str], LanguageModel]
-) -> None:
-    """What was said so far is in the tokens of the one that began, which the other cannot spell."""
-    talk, ids = talk_of(root, opened), iter(script(opened("qwen"), "One").ids)
-    sampler = lambda _: mx.array([next(ids)])  # noqa: E731
-    answer = talk.stream_reply("mistral", ASKED[0], sampler=sampler, **how)
-    assert next(answer).text == "O"
-    answer.close()
-    assert talk.messages[-1] == {"role": "assistant", "content": "O"}
-    say(talk, "mistral", ASKED[1], SAID[1])
-
-
 @pytest.mark.parametrize("seed", range(EXAMPLES - 1))
 def test_whatever_is_said_and_done(
     seed: int, root: Path, opened: Callable[[str], LanguageModel], tmp_path: Path
@@ -326,28 +306,6 @@ def test_going_back_is_never_having_gone(
     assert np.abs(found - expected).max() < TOLERANCE
     assert say(left, "qwen", ASKED[2], SAID[1]).shape == found.shape
     assert np.abs(say(left, "mistral", "And?", "No.")).max() > 0
-
-
-def test_no_group_is_divided(
-    root: Path, opened: Callable[[str], LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A line can be cut where both tokenizers end a token; what is brought again is the same."""
-    monkeypatch.setattr(Exchange, "forget", lambda *_: None)
-    talk = talk_of(root, opened, eager=False)
-    say(talk, "qwen", ASKED[0], SAID[0])
-    begun = talk.branch()
-    expected = say(begun, "mistral", ASKED[1], SAID[1])
-    entries = begun.lines["mistral"].entries  # type: ignore[attr-defined]
-    inside = [length for length, count in enumerate(entries) if count == INSIDE]
-    assert inside and entries[0] == 0
-    begun.undo()
-    for length in (inside[0], inside[-1], 1, 30):
-        again = begun.branch()
-        line = again.lines["mistral"]
-        kept = next(n for n in range(length, -1, -1) if entries[n] != INSIDE)
-        assert line.trim(length) == kept == len(line)
-        assert {c.entries for c in line.cache} == {entries[kept]}
-        assert np.abs(say(again, "mistral", ASKED[1], SAID[1]) - expected).max() < TOLERANCE
 
 
 # ---- away and on disk -------------------------------------------------------------------------
@@ -512,27 +470,6 @@ def test_refusals(root: Path, opened: Callable[[str], LanguageModel]) -> None:
             talk.reply(name, ASKED[1], max_tokens=3)
         reader.reply(name, ASKED[1], max_tokens=3)
     reader.reply("mistral", ASKED[1], max_tokens=3)
-
-
-def test_positioned_caches_and_mlx_lm(tmp_path: Path) -> None:
-    """Saved and loaded they are the same; what would misread them is refused."""
-    made = PositionedKVCache()
-    made.put(mx.ones((1, 2, 5, 4)), mx.ones((1, 2, 5, 4)))
-    move_on([made], 3)
-    keys, _ = made.update_and_fetch(mx.zeros((1, 2, 2, 4)), mx.zeros((1, 2, 2, 4)))
-    assert (made.offset, made.entries, keys.shape[2]) == (5, 7, 7)
-    assert made.make_mask(1) is None and made.make_mask(2) == "causal"
-    assert np.array_equal(
-        np.array(made.make_mask(2, return_array=True)), [[True] * 8 + [False], [True] * 9]
-    )
-    save_prompt_cache(str(tmp_path / "saved.safetensors"), [made])
-    (loaded,) = load_prompt_cache(str(tmp_path / "saved.safetensors"))
-    assert (type(loaded), loaded.offset, loaded.entries) == (PositionedKVCache, 5, 7)
-    assert np.array_equal(np.array(loaded.keys_and_values()[0]), np.array(keys))
-    assert trim_prompt_cache([made], 1) == 0 and made.trim(1) == 0 and made.size() == 7
-    for refused in (made.to_quantized, lambda: made.merge([made])):
-        with pytest.raises(kv.UnsupportedModelError, match="PositionedKVCache cannot be"):
-            refused()
 
 
 def test_chat(

@@ -304,24 +304,6 @@ def test_parsed_calls_are_the_answer_that_made_them(tmp_path: Path) -> None:
         assert (first.cached_tokens + first.translated_tokens >= held) is kept
 
 
-def test_answers_after_a_change_keep_their_tokens(model: LanguageModel) -> None:
-    """They are read again, in the tokens in which they were written, not in the tokenizer's."""
-    talk = talk_of(model, verbatim=False)
-    ids = [thought(talk, "a", q, text)[:-1] for q, text in
-           (("hi", "in the house"), ("and", "on the other"))]  # fmt: skip
-    assert all(model.tokenizer.encode(model.tokenizer.decode(i)) != i for i in ids)
-    history = talk.messages
-    history[0]["content"] = "hello"
-    talk.messages = history
-    prompt = talk.transcript.prompt(model, [{"role": "user", "content": "so"}])
-    text = " ".join(map(str, prompt))
-    assert all(" ".join(map(str, i)) in text for i in ids)
-    rendered = model.tokenizer.apply_chat_template(
-        [*history, {"role": "user", "content": "so"}], tokenize=False, add_generation_prompt=True
-    )
-    assert model.tokenizer.decode(prompt) == rendered
-
-
 # ---- a full context ---------------------------------------------------------------------------
 
 

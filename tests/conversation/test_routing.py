@@ -50,12 +50,10 @@ def messages(new: Any, answers: int = 0) -> list[dict[str, Any]]:
         ("Is PYTHON slow?", 0, "coder"),  # a pattern is found anywhere, whatever the case
         ("Is PYTHON slow?", 2, "coder"),  # the first of two rules that hold
         ("x" * 10, 0, "small"),  # one condition of three does not hold
-        ("x" * 9, 1, "small"),
         ("x" * 10, 1, "large"),
         ("x" * 20, 2, "large"),
         ("x" * 21, 2, "small"),
         ("x" * 21, 3, "coder"),
-        ("x" * 20, 3, "large"),
         ([{"type": "image"}], 0, "small"),  # no text: no characters
     ],
 )
@@ -76,26 +74,18 @@ RULE = 'default = "small"\n[[rule]]\nuse = "large"\n'
     [
         ("", "default is missing; give one of small, large, coder"),
         ('default = "huge"', "default is 'huge'; give one of small, large, coder"),
-        ("default = 3", "default is 3; give one of small, large, coder"),
         ('default = "small"\nrules = []', "unknown key 'rules'; known are default"),
         ('default = "small"\nrule = 3', "rule is 3; write each rule under [[rule]]"),
-        ('default = "small"\nrule = ["x"]', "write each rule under [[rule]]"),
-        ('default = "small"\n[rule]\nuse = "large"', "write each rule under [[rule]]"),
         (RULE, "rule 1: no condition; give one or more of pattern, min_characters"),
         (f"{RULE}words = 3", "rule 1: unknown key 'words'; known are use, pattern"),
         (f'{RULE}min_characters = "3"', "min_characters is '3'; give a whole number"),
-        (f"{RULE}max_characters = 3.0", "max_characters is 3.0; give a whole number"),
-        (f"{RULE}after_turn = true", "after_turn is True; give a whole number"),
         (f"{RULE}after_turn = -1", "after_turn is -1; give a whole number, 0 or more"),
         (f"{RULE}min_characters = 3\nmax_characters = 2", "no message has both"),
         (f"{RULE}pattern = 3", "pattern is 3; give a text"),
         (f'{RULE}pattern = "(a"', "pattern '(a' is no regular expression"),
-        (f'{RULE}pattern = "a{{99999999999}}"', "is no regular expression"),
         ('default = "small"\n[[rule]]\nafter_turn = 1', "rule 1: use is missing; give one"),
         ('default = "small"\n[[rule]]\nuse = "huge"\nafter_turn = 1', "rule 1: use is 'huge'"),
-        (f"{RULE}after_turn = 1\n[[rule]]\nuse = 1\nafter_turn = 1", "rule 2: use is 1"),
         ("default = ", "is not valid TOML"),
-        ("default = " + "[" * 9999, "is not valid TOML"),
     ],
 )
 def test_refused_rules(tmp_path: Path, text: str, message: str) -> None:
@@ -170,14 +160,9 @@ def test_what_a_callable_raises_is_told_as_its_fault(code: Path) -> None:
     [
         ("", "the route is ''; give FILE.toml, module:function or path/to/file.py:function"),
         ("own_route", "the route is 'own_route'; give"),
-        ("own_route:", "the route is 'own_route:'; give"),
-        (":longest", "the route is ':longest'; give"),
-        ("own_route:a b", "the route is 'own_route:a b'; give"),
         ("own_route:absent", "own_route has no 'absent'; name one of its functions"),
         ("own_route:number", "own_route has no callable 'number'"),
         ("no_such_module:f", "no_such_module cannot be imported (ModuleNotFoundError"),
-        (".own_route:longest", ".own_route cannot be imported (TypeError"),
-        ("absent.py:f", "absent.py cannot be imported (FileNotFoundError"),
         ("BAD:f", "cannot be imported (SyntaxError"),
         ("WORSE:f", "cannot be imported (NameError"),
     ],

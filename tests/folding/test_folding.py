@@ -167,23 +167,6 @@ def test_equals_a_materialised_cache_in_pytorch(root: Path, case: Case) -> None:
     assert difference(logits(target, cache, pieces_of([row[33:]], MIXED))[0], expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["dense", "moe"])
-@pytest.mark.parametrize("head_mixing", [True, False])
-def test_four_bit_models(
-    quantised_models: dict[str, LanguageModel], tmp_path: Path, name: str, head_mixing: bool
-) -> None:
-    """As sources and as targets."""
-    source, target = quantised_models["dense"], quantised_models[name]
-    folder = tiny.write_random_translator(
-        tmp_path / "t", source.path, target.path, head_mixing=head_mixing, capture="post_rope"
-    )
-    translator = kv.load_translator(folder)
-    rows = prompts(1, 20)
-    cache = kv.folded_hand_over(source, target, rows[0][:21], translator=translator)
-    found = logits(target, cache, pieces_of([rows[0][20:]], MIXED))
-    assert difference(found, materialised(source, target, translator, rows, 20)) <= TOLERANCE
-
-
 def test_a_four_bit_target_with_windows(root: Path, tmp_path: Path) -> None:
     """Gemma-3, whose windows turn; keys and values read other source layers than each other."""
     source, whole, translator = write(root, WINDOWED)
@@ -406,20 +389,6 @@ def test_the_prefix_is_the_sources_own(root: Path) -> None:
     source.model(mx.array([row[30:40]]), cache=own)
     mx.eval([layer.state for layer in own])
     assert np.array_equal(logits(target, twin, pieces_of([row[20:]], [1])), expected)
-
-
-def test_rings_let_go_of_what_a_prefill_left(root: Path) -> None:
-    """And the source decodes from them as it would have."""
-    source, _, _ = write(root, WINDOWED)
-    (row,) = prompts(1, 40)
-    settled, stock = (make_prompt_cache(source.model) for _ in range(2))
-    for cache in (settled, stock):
-        source.model(mx.array([row[:40]]), cache=cache)
-    caches.settle(settled)
-    windows = [g.window for g in source.geometry.layers]
-    assert all(c.keys.shape[2] == w for c, w in zip(settled, windows, strict=True) if w)
-    rest = pieces_of([row[40:]], [1])
-    assert difference(logits(source, settled, rest), logits(source, stock, rest)) <= TOLERANCE
 
 
 # ---- as mlx-lm's caches -----------------------------------------------------------------

@@ -231,30 +231,14 @@ def test_plain_arguments_choose_as_mlx_lms_own(
 
 REFUSED = [
     ({"temp": 0.7}, "temp is no argument of .*; did you mean temperature"),
-    ({"tempreature": 0.7}, "tempreature is no argument of .*; did you mean temperature"),
     ({"xyz": 1}, "xyz is no argument of .*; its arguments are .*temperature"),
     ({"temperature": "0.7"}, "temperature is '0.7'; give a number, 0 or more"),
     ({"temperature": -1}, "temperature is -1; give a number, 0 or more"),
-    ({"temperature": True}, "temperature is True"),
     ({"temperature": 0.5, "top_p": 0.0}, "top_p is 0.0; give a number above 0, at most 1"),
-    ({"temperature": 0.5, "top_k": 2.5}, "top_k is 2.5; give a whole number"),
-    ({"temperature": 0.5, "min_p": 2}, "min_p is 2; give a number from 0 to 1"),
-    ({"temperature": 0.5, "seed": -1}, "seed is -1; give a whole number"),
-    ({"temperature": float("nan")}, "temperature is nan"),
-    ({"repetition_penalty": -2}, "repetition_penalty is -2"),
     ({"top_p": 0.9}, "top_p has no effect without temperature, since the likeliest"),
-    (
-        {"temperature": 0, "min_p": 0.1},
-        "min_p has no effect with temperature=0, since the likeliest",
-    ),
-    ({"seed": 3}, "seed has no effect without temperature, since"),
     (
         {"sampler": make_sampler(0.5), "temperature": 0.5},
         "temperature has no effect with sampler, since a sampler chooses",
-    ),
-    (
-        {"sampler": make_sampler(0.5), "top_k": 5},
-        "top_k has no effect with sampler, since a sampler chooses",
     ),
     ({"stop": ""}, "stop is ''; give a text, or a list of texts"),
     ({"stop": ["a", 3]}, "stop is .*; give a text, or a list of texts"),

@@ -14,7 +14,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from kvlingo_mlx.caches.limits import can_merge
 from kvlingo_mlx.engine.batches import Batch, Row
 from kvlingo_mlx.engine.sampling import Choice
 from kvlingo_mlx.errors import KVLingoError
@@ -120,12 +119,6 @@ def check_states(
             np.testing.assert_allclose(np.array(found), np.array(expected[:, start:]), atol=TIE)
 
 
-def test_without_records_nothing_is_kept(models: dict[str, LanguageModel]) -> None:
-    prompts = [prompt(9, 1), prompt(12, 2)]
-    done = staggered(models["qwen3"], prompts, [5, 5], records=False)
-    assert [parts for *_, parts in done] == [[], []]
-
-
 def test_a_failing_processor_ends_its_own_answer(models: dict[str, LanguageModel]) -> None:
     model, calls = models["qwen3"], []
 
@@ -183,15 +176,6 @@ def test_caches_that_cannot_be_merged_stay_alone(
         check_greedy(models["qwen3"], tokens, answer)
 
 
-def test_which_caches_can_be_merged(models: dict[str, LanguageModel]) -> None:
-    assert can_merge(make_prompt_cache(models["gemma3"].model))
-
-    class Other(type(make_prompt_cache(models["qwen3"].model)[0])):  # type: ignore[misc]
-        """A cache whose entries may be more than tokens."""
-
-    assert not can_merge([Other()])
-
-
 def test_an_error_of_the_model_ends_all_its_answers(
     models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,41 +194,3 @@ def test_an_error_of_the_model_ends_all_its_answers(
             row.take()
         assert batch.leave(row) is None
     assert not len(batch) and not batch.full
-
-
-def test_an_answer_of_one_token_that_cannot_be_run_leaves_nothing(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The token is told before the model has run it, which then fails."""
-    model, tokens = models["qwen3"], prompt(9, 1)
-    batch = Batch(model, records=True, size=2)
-    cache = filled(model, tokens)
-    row = batch.join(cache, tokens, GREEDY, 1)
-    assert row.take() is not None and row.over
-    failing = lambda _: (_ for _ in ()).throw(RuntimeError("out of memory"))  # noqa: E731
-    monkeypatch.setattr("kvlingo_mlx.engine.batches.GenerationBatch.next", failing)
-    assert batch.leave(row) is None and not len(batch)
-
-
-def test_the_first_token_does_not_wait_for_the_second_step(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, tokens = models["qwen3"], prompt(9, 1)
-    calls = []
-    whole = type(model.model).__call__
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return whole(self, *args, **kwargs)
-
-    batch, cache = Batch(model, records=False), filled(model, tokens)
-    monkeypatch.setattr(type(model.model), "__call__", counted)
-    row = batch.join(cache, tokens, GREEDY, 3)
-    assert row.take() is not None and len(calls) == 1
-    while not row.over:
-        batch.step()
-        row.take()
-    left = batch.leave(row)
-    assert (
-        left is not None and left[0][0].offset == len(tokens) - 1 + len(row.run) == len(tokens) + 3
-    )

@@ -37,7 +37,6 @@ from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.loading import pairing
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models import capture
-from kvlingo_mlx.models.keys import Rotation
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
@@ -160,26 +159,6 @@ def test_identical_tokenizers_give_the_same_bits(
             assert np.array_equal(np.array(a), np.array(b))
 
 
-def test_one_model_to_itself_across_two_templates(opened: Callable[[str], LanguageModel]) -> None:
-    """The identity decodes as the model does, from its own entries in another order."""
-    model = opened("qwen")
-    plan = align(model, model, TALK)
-    half = np.flatnonzero(np.arange(len(plan.rows)) // 7 % 2)
-    own = np.setdiff1d(np.arange(len(plan.rows)), half)
-    cut = replace(
-        plan, rows=half, positions=half, groups=np.stack([half, half + 1], axis=1), own=own
-    )
-    spans = capture.prefill(model, cut.source_ids, 50)
-    handed = take_over(
-        Plan(model, model, cut.target_ids, identity_of(model), aligned=cut, step_size=31), spans
-    ).cache
-    native = make_prompt_cache(model.model)
-    model.model(mx.array(plan.target_ids[:-1])[None], cache=native)
-    tokens = [plan.target_ids[-1], *FOLLOWING]
-    found, expected = (logits(model, caches, tokens) for caches in (handed, native))
-    assert np.abs(found - expected).max() < TOLERANCE
-
-
 # ---- what families must allow --------------------------------------------------------------
 
 
@@ -266,16 +245,6 @@ def test_every_family_that_is_let_through_is_exact(name: str, tmp_path: Path) ->
     expected = stretch_by_stretch(model, TruePositions)  # as a conversation's lines have it, too
     found = stretch_by_stretch(model, PositionedKVCache)
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
-
-
-def test_rotation_of_single_positions(opened: Callable[[str], LanguageModel]) -> None:
-    finish = opened("qwen").finishes[0]
-    keys = mx.random.normal((2, 1, 2, 6, 32))
-    positions = [3, 3, -8, 0, 200, 4]
-    found = np.array(Rotation(mx.array(positions))(keys, finish))
-    for index, position in enumerate(positions):
-        expected = finish.rope(keys[0, :, :, index : index + 1], offset=position)
-        assert np.array_equal(found[0, :, :, index : index + 1], np.array(expected))
 
 
 # ---- what mlx-lm does with such caches ------------------------------------------------------

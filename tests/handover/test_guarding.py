@@ -268,14 +268,6 @@ def test_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert run([*words, "-c", "guard=32", "-c", "on_doubt=reread", "--prompt", code]) == 0
     out = capsys.readouterr().out
     assert "compared: the models are " in out and "read by the target" in out
-    for more, text in (
-        (["-c", "on_doubt=heal"], "on_doubt has no effect with -c guard=0; give -c guard=32"),
-        (["-c", "guard=-1"], "guard"),
-        (["-c", "guard=8", "-c", "on_doubt=cry"], "'cry'; give warn, heal or reread"),
-        (["-c", "guard=8", "--strategy", "native"], "guard has no effect with --strategy native"),
-    ):
-        assert run([*words, *more, "--prompt", "Hi"]) == 2
-        assert text in capsys.readouterr().err
 
 
 def test_what_is_refused(pair: tuple[LanguageModel, LanguageModel, Translator]) -> None:

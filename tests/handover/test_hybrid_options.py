@@ -7,10 +7,8 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
-from benchmarks.paper.evaluation.reuse import Reuse
 from kvlingo_mlx import caches
 from kvlingo_mlx.folding import check_foldable
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -115,20 +113,3 @@ def test_bits_are_those_of_keys_and_values(model: LanguageModel) -> None:
             if caches.is_recurrent(mine):  # the line read the answer itself, with no bits
                 for one, other in zip(mine.cache, theirs.cache, strict=True):
                     assert mx.allclose(one, other, atol=1e-4).item()
-
-
-@pytest.mark.parametrize("recomputed", [0, 2, 4])
-def test_layers_of_one_model_are_those_of_its_copy(model: LanguageModel, recomputed: int) -> None:
-    """DroidSpeak's reuse; several makers share what was read, which no answer may change."""
-    reuse = Reuse(model, model)
-    make = reuse.maker(recomputed)
-    reuse.maker(1)  # so that it keeps what it read
-    expected = native(model, TOKENS[:-1], 2048)
-    for _ in range(2):
-        cache = make(TOKENS)
-        for mine, theirs in zip(cache, expected, strict=True):
-            for one, other in zip(*(caches.held(c).values() for c in (mine, theirs)), strict=True):
-                end = None if caches.is_recurrent(mine) else len(TOKENS) - 1
-                assert mx.array_equal(one[..., :end, :], other[..., :end, :]).item()
-        model.model(mx.array([TOKENS[:5]]), cache=cache)
-    assert len(make_prompt_cache(model.model)) == len(cache)

@@ -6,16 +6,12 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.models import capture
-from kvlingo_mlx.models.keys import Rotation, advance
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.translators.linear import LinearTranslator
 from tests.support.identity import TOKENS, identity_of
 
 NEW = 40
@@ -50,14 +46,6 @@ def test_other_capture_points(model: LanguageModel, point: str) -> None:
     assert decode(model, cache) == decode(model, None)
 
 
-def test_batched_and_layerwise_products_agree(model: LanguageModel) -> None:
-    translator = identity_of(model)
-    batched = LinearTranslator.build(translator.config, translator.to_weights(), batched=True)
-    assert len(batched.groups["keys"]) == 1 < len(translator.groups["keys"])
-    cache = kv.hand_over(model, model, TOKENS, translator=batched)
-    assert decode(model, cache) == decode(model, None)
-
-
 def test_positions_shifted_by_one_decode_something_else(models) -> None:
     """The negative control: were positions ignored, the tests above would still pass."""
     model = models["dense"]
@@ -65,30 +53,6 @@ def test_positions_shifted_by_one_decode_something_else(models) -> None:
     for layer, finish in zip(cache, model.finishes, strict=True):
         layer.keys = finish.rope(layer.keys * 1.0, offset=0)  # rotates every key once more
     assert decode(model, cache) != decode(model, None)
-
-
-@pytest.mark.parametrize("step", [7, 2048])
-def test_captures_become_exactly_the_models_own_cache(model: LanguageModel, step: int) -> None:
-    native = make_prompt_cache(model.model)
-    spans = []
-    for start in range(0, len(TOKENS), step):
-        chunk = mx.array(TOKENS[start : start + step])
-        model.model(chunk[None], cache=native)
-        mx.eval([c.state for c in native])
-    spans = list(capture.prefill(model, TOKENS, step))
-    for layer, own in enumerate(native):
-        heads = model.geometry.layers[layer].kv_heads
-        keys, values = [], []
-        for span in spans:
-            shape = (1, span.num_tokens, heads, -1)
-            raw = span.keys[layer].reshape(shape).swapaxes(1, 2)[None]
-            at = Rotation(span.start)
-            finished = advance(raw, [model.finishes[layer]], at, "pre_norm", "post_rope")
-            keys.append(finished[0])
-            values.append(span.values[layer].reshape(shape).swapaxes(1, 2))
-        own_keys, own_values = own.keys_and_values()
-        assert np.array_equal(np.array(mx.concatenate(keys, axis=2)), np.array(own_keys))
-        assert np.array_equal(np.array(mx.concatenate(values, axis=2)), np.array(own_values))
 
 
 def test_taps_leave_no_trace(models) -> None:

@@ -78,23 +78,6 @@ def test_native_needs_no_translator_and_reads_no_weights_of_the_source(
     assert lazy == {dense: True, wide: False}
 
 
-@pytest.mark.parametrize("part", [{"native_layers": 99}, {"native_head": 1}, {"native_tail": 1}])
-def test_native_has_no_parts(
-    pair: tuple[LanguageModel, LanguageModel, Translator],
-    part: dict[str, int],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    source, target, _ = pair
-    with pytest.raises(ValueError, match="with strategy='native', by which the target reads"):
-        kv.generate(source, target, TOKENS, strategy="native", **part)
-    ((name, value),) = part.items()
-    command = ["generate", "--prefill-model", ZOO[0], "--decode-model", ZOO[1], "--prompt", "x"]
-    command += ["--strategy", "native", "-c", f"{name}={value}"]
-    assert run(command) == 2
-    error = capsys.readouterr().err
-    assert "by which the target reads all of the prompt" in error and error.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

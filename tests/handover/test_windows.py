@@ -19,10 +19,9 @@ from kvlingo_mlx.engine.fill import translate_span
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.translators import products
 from kvlingo_mlx.translators.base import Translator
-from kvlingo_mlx.translators.products import BLOCK, Group
+from kvlingo_mlx.translators.products import BLOCK
 from tests.support import tiny
 from tests.support.tiny import Case
 
@@ -130,32 +129,6 @@ def test_so_it_is_with_hidden_units_and_packed_weights(
     folder = tiny.write_mlp_translator(tmp_path / "mlp", write_translator(root, CASES[0]))
     translator = translators.build(*translator_folder.read(folder), quantize=bits)
     assert_nothing_is_lost(root, CASES[0], 2048, translator)
-
-
-@pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("tokens", [BLOCK - 1, 2 * BLOCK, 3 * BLOCK + 5])
-def test_a_windows_products_are_every_tokens(
-    root: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, batched: bool
-) -> None:
-    """Of the same shapes, so that no BLAS has a reason to round them otherwise."""
-    seen: set[tuple[tuple[int, ...], int]] = set()
-
-    def product(group: Group, name: str, inputs: Sequence[mx.array]) -> mx.array:
-        seen.add((group.layers, inputs[0].shape[-2]))
-        return original(group, name, inputs)
-
-    original = Group._product
-    monkeypatch.setattr(Group, "_product", product)
-    folder = write_translator(root, CASES[0])
-    translator = translators.build(*translator_folder.read(folder), batched=batched)
-    widths = [layer.width("keys") for layer in translator.config.source.layers]
-    arrays = tuple(mx.zeros((1, tokens, width)) for width in widths)
-    states = KVStates(arrays, arrays, "pre_norm", 0)
-    translator(states)
-    every, seen = seen, set()
-    windows = [layer.window for layer in translator.config.target.layers]
-    translator(states, [tokens - (window or tokens) for window in windows])
-    assert seen <= every and len(seen) == len({layers for layers, _ in seen})
 
 
 def test_what_a_ring_holds_counts(root: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import sys
 from argparse import Namespace
@@ -16,7 +15,7 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import dialogues, zoo
@@ -47,31 +46,6 @@ def parsed(made_pairs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         return made_pairs.parsed()
 
     return parse
-
-
-def test_what_there_are_records_of(made_pairs: ModuleType, parsed: Parsed) -> None:
-    """Models alone first, then a whole table for each seed; each setting where it matters."""
-    pairs = f"--pairs {SMALL}:{LARGE} --as-is {SMALL}:{MIXTURE} --ranks 24 40 --seeds 0 1"
-    maps = ["mixing", "head-wise"]
-    words = [*pairs.split(), "--maps", *maps]
-    configs = [own for own, _ in made_pairs.jobs(parsed(*words))]
-    alone, caches, translated = configs[:6], configs[6:8], configs[8:]
-    assert [(c["model"], c["rank"]) for c in alone] == [
-        (name, rank) for name in (SMALL, LARGE) for rank in (24, 40, None)
-    ]
-    assert all("steps" not in c and c["recovery_steps"] == 400 for c in alone)
-    assert [(c["pair"], c["direction"]) for c in caches] == [
-        (f"{SMALL}:{MIXTURE}", direction) for direction in (L2S, S2L)
-    ]
-    asked = ("way", "rank", "maps", "direction")
-    table = [tuple(c[name] for name in asked) for c in translated if c["seed"] == 1]
-    ways = [("latents", 24), ("latents", 40), ("keys and values", None)]
-    each = [(*way, "mixing") for way in ways] + [("as they are", None, name) for name in maps]
-    assert table == [(*way, direction) for way in each for direction in (L2S, S2L)]
-    assert [c["seed"] for c in translated] == [0] * 10 + [1] * 10
-    made = {c["way"] for c in translated if "recovery_steps" in c}
-    assert made == {"latents", "keys and values"}
-    assert len({json.dumps(c) for c in configs}) == len(configs)
 
 
 def test_models_are_made_by_the_tools_and_once(
@@ -109,38 +83,6 @@ def test_models_are_made_by_the_tools_and_once(
     assert {rank: models.recovered(SMALL, rank) for rank in (16, None)} == folders
     with pytest.raises(AssertionError, match="made again"):
         models.converted(SMALL, 24)
-
-
-def test_models_of_one_name_are_kept_apart(
-    made_pairs: ModuleType, parsed: Parsed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A folder of the same name, and a model that is trained on, get conversions of their own."""
-    for place in ("first", "second"):
-        shutil.copytree(zoo(SMALL), tmp_path / place / SMALL)
-    first, second = (str(tmp_path / place / SMALL) for place in ("first", "second"))
-    made: list[str] = []
-
-    def copies(tool: str, start: Path, *words: Any) -> None:
-        out = words[0] if tool == "convert_mla" else words[1]
-        shutil.copytree(start, out)
-        made.append(tool)
-
-    def changed(folder: str) -> None:
-        weights = load_file(Path(folder) / "model.safetensors")
-        weights["model.norm.weight"] = weights["model.norm.weight"] * 2
-        save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
-
-    monkeypatch.setattr(made_pairs, "tool", copies)
-    changed(second)
-    models = made_pairs.Models(parsed("--pairs", f"{first}:{second}"))
-    folders = [models.recovered(name, 32) for name in (first, second)]
-    assert made == ["convert_mla", "recover_mla"] * 2 and len({*folders}) == 2
-    changed(first)  # now it is the second
-    assert models.recovered(first, 32) == folders[1] and len(made) == 4
-    changed(first)
-    assert models.recovered(first, 32) not in folders and len(made) == 6
-    ends = made_pairs.both({"pair": f"{first}:{second}", "direction": S2L}, models.args)
-    assert ends[0].name != ends[1].name
 
 
 def test_alone_is_what_whole_readings_say(made_pairs: ModuleType) -> None:
@@ -218,29 +160,6 @@ def test_records_are_made_once(
         signal.signal(signal.SIGTERM, handler)
 
 
-def test_caches_are_compared_and_maps_stay_within_heads(
-    made_pairs: ModuleType, parsed: Parsed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model beside itself has equal caches, whose heads lie on the diagonal."""
-    pair = f"{SMALL}:{SMALL}"
-    words = "--facts 8 12 --fit-dialogues 8 --steps 0 --documents 24 --tokens 6000"
-    args = parsed("--as-is", pair, *words.split())
-    found = made_pairs.of_caches({"pair": pair, "direction": L2S}, args)
-    for side in ("keys", "values"):
-        assert found["sides"][side]["linear"] > 0.999
-        heads = found["heads"][side]
-        assert heads["diagonal"] > 1.4 * heads["null"][0] and heads["p"] < 0.05
-    monkeypatch.setattr(made_pairs, "HELD_OUT", 1)
-    model = kv.load(SMALL)
-    folders = []
-    for maps in ("mixing", "head-wise"):
-        ((name, made),) = made_pairs.translators(model, model, 0, maps, args)
-        assert name == "closed form" and made.config.head_mixing == (maps == "mixing")
-        folders.append(made.config.head_mixing)
-    made = list((args.work / "translators").glob(f"*/{translator_folder.CONFIG_FILE}"))
-    assert folders == [True, False] and len(made) == 2
-
-
 def test_head_wise_mlps_have_the_parameters_of_mixing_maps(
     made_pairs: ModuleType, parsed: Parsed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,28 +187,6 @@ def test_head_wise_mlps_have_the_parameters_of_mixing_maps(
         tensors = load_file(next(p for p in new if "closed-form" not in p.parent.name))
         weights.append(sum(t.size for n, t in tensors.items() if n.split(".")[-1] in PRODUCTS))
     assert weights[1:] == pytest.approx([weights[0], 4 * weights[0]], rel=0.02)
-
-
-def test_models_may_be_folders(
-    made_pairs: ModuleType, parsed: Parsed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """As the guide names them, from where the models lie; a zoo's comes before one here."""
-    for name in ("scratch/s", "scratch/l", SMALL):
-        folder = tmp_path / name
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    args = parsed("--as-is", "scratch/s:scratch/l")
-    models = made_pairs.Models(args)
-    assert models.original("scratch/l") == Path("scratch/l")
-    assert models.original(SMALL) == Path(SMALL)  # a folder here comes before the package
-    (own, _), *_ = made_pairs.jobs(args)
-    assert own["pair"] == "scratch/s:scratch/l"
-    args.zoo = tmp_path / "zoo"
-    other = args.zoo / "models" / SMALL
-    other.mkdir(parents=True)
-    (other / "config.json").write_text("{}")
-    assert made_pairs.Models(args).original(SMALL) == other
 
 
 @pytest.mark.parametrize(

@@ -53,15 +53,3 @@ def test_a_text_goes_to_another_model_and_back(
     lost = states(recurrent.there_and_back(larger, crossing)(PREFIX))
     apart = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(lost, wanted, strict=True)]
     assert max(apart) > 0.1 or not state_maps
-
-
-def test_states_copied_are_unit_matrices(recurrent: ModuleType, model: Any) -> None:
-    random = hybrid_models.random_translator(model, model, nu=1, state_maps=True)
-    copied = recurrent._copied(random)
-    for name, array in random.floats().items():
-        if name.startswith("states."):
-            assert np.array_equal(
-                copied.floats()[name], np.tile(np.eye(array.shape[-1]), (4, 1, 1))
-            )
-        else:
-            assert np.array_equal(copied.floats()[name], array)

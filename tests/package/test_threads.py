@@ -26,7 +26,6 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import threads
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.engine.conversation import Conversation
-from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import ROOT, tiny
 from tests.support.identity import identity_of
@@ -227,16 +226,6 @@ def test_interruptions_leave_nothing_behind(
     check()
 
 
-def test_a_tap_hears_its_own_thread_alone(models: dict[str, LanguageModel]) -> None:
-    model = models["qwen3"]
-    with capture.tap_keys_and_values(model) as take:
-        together(lambda: plain(model))
-        with pytest.raises(RuntimeError, match="0 of 6 tapped projections ran"):
-            take(0)
-        model.model(mx.array([[1, 2, 3]]))
-        assert take(0).num_tokens == 3
-
-
 def test_a_loop_of_short_units_keeps_nobody_out() -> None:
     order: list[str] = []
     inside = threading.Event()
@@ -255,32 +244,6 @@ def test_a_loop_of_short_units_keeps_nobody_out() -> None:
 
     together(loop, once)
     assert order.count("once") == 1 and order[-1] == "loop"
-
-
-def test_the_wired_limit_changes_once(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On Metal it must not change while anything is computed."""
-    import contextlib
-
-    calls: list[str] = []
-
-    @contextlib.contextmanager
-    def limit(*_: Any) -> Any:
-        calls.append("up")
-        yield
-        calls.append("down")
-
-    monkeypatch.setattr(threads, "wired_limit", limit)
-    gc.collect()
-    model = models["qwen3"]
-    options = {"translator": identity_of(model), "max_tokens": NEW}
-    first, second = (kv.stream_generate(model, model, "hi there", **options) for _ in range(2))
-    next(first), next(second)
-    first.close()
-    assert calls == ["up"]
-    second.close()
-    assert calls == ["up", "down"]
 
 
 def ended(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -393,32 +356,3 @@ def test_a_closed_conversation_holds_nothing(
     for use in uses:
         with pytest.raises(ValueError, match="this conversation is closed"):
             use()
-
-
-def test_an_open_answer_keeps_a_conversation_open(models: dict[str, LanguageModel]) -> None:
-    talk = talk_of(models["qwen3"])
-    answer = talk.stream_reply("a", "hi there", max_tokens=NEW)
-    next(answer)
-    with pytest.raises(ValueError, match="an answer is still being written"):
-        talk.close()
-    answer.close()
-    talk.close()
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_a_branch_takes_no_memory_until_one_goes_on(
-    models: dict[str, LanguageModel], name: str
-) -> None:
-    talk = talk_of(models[name])
-    talk.reply("a", "the use of an other " * 5, max_tokens=NEW)
-    caches = sum(line.cache_bytes for line in talk.stats().lines)
-    gc.collect()
-    before = mx.get_active_memory()
-    branches = [talk.branch() for _ in range(4)]
-    for branch in branches:
-        branch.stats()  # whatever was put off is worked out
-    assert caches > 50_000 and mx.get_active_memory() - before < 0.01 * caches
-    answers = [branch.reply("b", "and you", max_tokens=NEW) for branch in branches]
-    assert len(set(answers)) == 1  # each wrote to caches of its own
-    assert talk.reply("b", "and you", max_tokens=NEW) == answers[0]
-    assert talk.messages == branches[0].messages

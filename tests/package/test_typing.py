@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import os
 import subprocess
@@ -84,21 +83,6 @@ def test_a_program_is_checked(tmp_path: Path) -> None:
         assert 'type is "def (' in shown, f"kv.{name} is {shown}"  # a function or a class
     revealed = [text.split('type is "')[1].rstrip('"') for text in by_line.values()]
     assert [text.removeprefix("builtins.") for text in revealed] == TYPES  # and no error
-
-
-def test_checkers_know_the_names_that_are_loaded() -> None:
-    """The imports for checkers, beside the table that loads: the same names from the same homes."""
-    (block,) = (
-        node for node in ast.parse(Path(kv.__file__).read_text()).body
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name)
-    )  # fmt: skip
-    imported = {
-        alias.name: node.module
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert imported == {name: f"kvlingo_mlx.{home}" for name, home in kv._HOMES.items()}
 
 
 def keywords(function: Callable[..., Any]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 
-ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # WebDriver's name of an element's id
 INSTALLED = shutil.which("chromium") and shutil.which("chromedriver")
 ENTER, ESCAPE, TAB, SHIFT, DOWN = "\ue007", "\ue00c", "\ue004", "\ue008", "\ue015"
 

@@ -7,12 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import mx
-
 import pytest
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import caches
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo_pairs
@@ -55,43 +52,6 @@ def weights_on_disk(folders: dict[str, Path]) -> int:
 
 def translator_between(folders: dict[str, Path], folder: Path) -> Path:
     return tiny.write_random_translator(folder, *(folders[name] for name in ENDS))
-
-
-# ---- what is needed -----------------------------------------------------------------------------
-
-
-def test_weights_are_counted_unread(folders: dict[str, Path]) -> None:
-    before = mx.get_active_memory()
-    model = kv.load(folders["moe"], lazy=True)
-    found = memory.weights_bytes(model)
-    size = (folders["moe"] / "model.safetensors").stat().st_size
-    assert size - 20_000 < found < size  # but for the header
-    assert mx.get_active_memory() - before < size / 10
-
-
-def test_caches_are_counted_as_they_are_made(
-    models: dict[str, LanguageModel], tmp_path: Path
-) -> None:
-    """Whole buffers apart; windows hold their own length, latents what their family stores."""
-    for name in ("gemma3", "deepseek_v3", "minicpm3"):
-        kind, options = tiny.FAMILIES[name]
-        model = kv.load(tiny.write_tiny_model(tmp_path / name, kind, **options))
-        tokens = [*TOKENS, *TOKENS]
-        cache = caches.allocate(model, len(tokens))
-        counted = memory.cache_bytes(model, len(tokens))
-        point = model.family.points[0]
-        made = kv.hand_over(
-            model, model, [*tokens, 5], translator=identity_of(model, capture=point)
-        )
-        held = sum(
-            getattr(layer, side)[:, :, : min(len(tokens), g.window or len(tokens))].nbytes
-            for layer, g in zip(made, model.geometry.layers, strict=True)
-            for side in caches.SIDES
-        )
-        assert counted == held, name
-        assert len(cache) == len(made)
-    model = models["dense"]
-    assert memory.cache_bytes(model, 10) == 10 * caches.bytes_per_token(model)
 
 
 # ---- refusals -----------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import plain_models, tiny
 from tests.support.identity import identity_of
-from tests.support.native_caches import held, native
+from tests.support.native_caches import native
 from tests.support.opened import quantised
 
 WINDOW, STEP, NEW = 16, 20, 8
@@ -451,17 +451,6 @@ def test_which_families_take_kv_bits(name: str) -> None:
 
 
 # ---- quantised models ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_models_in_8_bit(kind: str, opened: Opener) -> None:
-    """Those in 4 bits are in test_families.py."""
-    model = opened(kind, 8)
-    mine, own = translated(model, TOKENS), native(model, TOKENS[:-1], STEP)
-    for found, wanted in zip(mine, own, strict=True):
-        for a, b in zip(held(found), held(wanted), strict=True):
-            np.testing.assert_array_equal(a, b)
-    assert_equal(decode(model, mine, TOKENS[-1:]), decode(model, own, TOKENS[-1:]))
 
 
 @pytest.mark.parametrize(

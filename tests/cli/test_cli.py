@@ -250,35 +250,6 @@ def test_bad_translators(
     fails(with_translator(fitted), told, capsys)
 
 
-def test_tokenizers_that_differ(
-    folders: dict[str, Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    foreign = tmp_path / "foreign"
-    shutil.copytree(folders["moe"], foreign)
-    text = (foreign / "tokenizer.json").read_text()
-    (foreign / "tokenizer.json").write_text(
-        text.replace('"the"', '"xhe"').replace('"h e"', '"x e"')
-    )
-    tokenizer = json.loads((foreign / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    first, second = list(vocabulary)[10:12]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    tokenizer["model"]["merges"] = []
-    (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
-    out = tmp_path / "out"
-    arguments = ["fit", "--source", str(folders["dense"]), "--target", str(foreign)]
-    arguments += ["--data", str(data), "--out", str(out)]
-    assert run(arguments) == 0
-    path = out / "translator_config.json"
-    facts = json.loads(path.read_text())
-    assert facts["alignment"] == "minimal_groups"
-    path.write_text(json.dumps(facts | {"alignment": None}))
-    capsys.readouterr()
-    pair = ["--prefill-model", str(folders["dense"]), "--decode-model", str(foreign)]
-    asked = ["generate", *pair, "--translator", str(out), "--prompt", "abc"]
-    fails(asked, "cross-tokenizer translator", capsys)
-
-
 def test_bad_data_and_destinations(
     folders: dict[str, Path],
     data: Path,
@@ -517,21 +488,6 @@ def test_numbers_are_numbers_in_records(
     assert 0 <= maps < 1e-2 and verified["sound"] is True
     assert imported["nu"] == 1 and imported["replaced"] is False
     assert [imported["folder"]] == [str(folder) for folder in store.iterdir()]
-
-
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        ("", "none"),
-        ("a b c", "a, b, c"),
-        ("a b --source a", "a, b, --source a"),
-    ],
-)
-def test_tuning_is_of_two_models(
-    words: str, found: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = f"found {found}; give --source A --target B, or A B alone"
-    fails(["tune", *words.split()], message, capsys)
 
 
 def test_a_killed_import_leaves_nothing(fitted: Path, store: Path, tmp_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import io
 import json
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +20,6 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import caches
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.engine.positioned import INSIDE
@@ -30,7 +28,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.alignment import NO_END
 from tests.support import hybrid_models, tiny
 from tests.support.identity import identity_of
-from tests.support.two_tokenizers import write_mistral, write_qwen, write_translator
+from tests.support.two_tokenizers import Script, write_mistral, write_qwen, write_translator
 
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "4"))  # more of them by hand
 TOLERANCE, WRONG = 1e-4, 1e-2
@@ -64,16 +62,6 @@ def reference() -> ModuleType:
     """The PyTorch reference; tests that need it are skipped where PyTorch is absent."""
     pytest.importorskip("torch")
     return importlib.import_module("tests.support.conversation_reference")
-
-
-@dataclass
-class Script:
-    """What a model is made to answer: its tokens, character by character, and what they spell."""
-
-    ids: list[int]
-    text: str
-    ends: list[int]
-    said: str
 
 
 def script(model: LanguageModel, text: str) -> Script:
@@ -116,9 +104,6 @@ def held(talk: Conversation, name: str) -> list[np.ndarray]:
     """What a line's caches hold."""
     sides = (side for c in talk.lines[name].cache for side in c.keys_and_values())
     return [np.array(side) for side in sides]
-
-
-# ---- against one tokenizer ------------------------------------------------------------------
 
 
 # ---- against PyTorch ------------------------------------------------------------------------
@@ -381,63 +366,6 @@ def test_a_model_of_another_tokenizer_joins(
 
 
 # ---- what fails and what is refused -----------------------------------------------------------
-
-
-def test_a_switch_without_a_translator_changes_nothing(
-    root: Path, opened: Callable[[str], LanguageModel], store: Path
-) -> None:
-    models = {name: opened(name) for name in ("qwen", "mistral")}
-    talk = Conversation(models, eager=False)
-    say(talk, "qwen", ASKED[0], SAID[0])
-    messages, tokens = talk.messages, list(talk.transcript.tokens)
-    with pytest.raises(kv.MissingTranslatorError, match="from qwen .* to mistral .*reprefill"):
-        talk.reply("mistral", ASKED[1])
-    assert (talk.messages, talk.transcript.tokens) == (messages, tokens)
-    talk.exchange.rules = dataclasses.replace(talk.exchange.rules, on_missing="reprefill")
-    found = say(talk, "mistral", ASKED[1], SAID[1])
-    assert talk.last_switch is not None and talk.last_switch.translated == 0
-    alone = Conversation({"mistral": opened("mistral")})
-    alone.transcript.messages = messages
-    mine = script(opened("mistral"), SAID[1])
-    ids = iter(mine.ids + mine.ids[-1:] * 9)
-    read = list(
-        alone.stream_reply(
-            "mistral", ASKED[1], sampler=lambda _: mx.array([next(ids)]), max_tokens=99
-        )
-    )
-    assert np.abs(found - np.stack([np.array(r.logprobs) for r in read])).max() < TOLERANCE
-    load_translator(root / "qwen-mistral").save(store / "there")  # and now there is one
-    stored = Conversation(models, eager=False)
-    say(stored, "qwen", ASKED[0], SAID[0])
-    say(stored, "mistral", ASKED[1], SAID[1])
-    assert stored.last_switch is not None and stored.last_switch.translated > 20
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_a_switch_that_is_interrupted_changes_nothing(
-    error: type[BaseException], root: Path, opened: Callable[[str], LanguageModel],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    talk, expected = (talk_of(root, opened, eager=False) for _ in range(2))
-    for each in (talk, expected):
-        say(each, "qwen", ASKED[0], SAID[0])
-    messages, tokens = talk.messages, list(talk.transcript.tokens)
-    real, calls = caches.put, []
-
-    def put(cache: Any, *rest: Any) -> None:
-        real(cache, *rest)
-        calls.append(1)
-        if len(calls) == 3:  # in the middle of the translation
-            cache[0].entries += 1
-            raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(caches, "put", put)
-        with pytest.raises(error):
-            talk.reply("mistral", ASKED[1])
-    assert len(calls) == 3 and (talk.messages, talk.transcript.tokens) == (messages, tokens)
-    found = say(talk, "mistral", ASKED[1], SAID[1])
-    assert np.abs(found - say(expected, "mistral", ASKED[1], SAID[1])).max() < TOLERANCE
 
 
 def test_refusals(root: Path, opened: Callable[[str], LanguageModel]) -> None:

@@ -164,17 +164,6 @@ def run(
     return talk, said, found
 
 
-def test_a_good_translation_is_not_doubted(trained: Any) -> None:
-    seen = 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", kv.KVLingoWarning)
-        for turns in talks(6):
-            found = run(trained, turns, guard=32)[2]
-            assert found[0] is None and all(f is not None and not f.doubts for f in found[1:])
-            seen += len(found) - 1
-    assert seen == 18
-
-
 def test_wrong_maps_are_doubted(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warned of, read behind, or read anew: then the answers are those of a re-prefill."""
     wrong = [conditions.shuffled(t) for t in trained[1]]

@@ -20,7 +20,6 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import base
 from mlx_lm.models.cache import (
-    KVCache,
     QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
@@ -460,12 +459,6 @@ def test_logits_processors_see_the_prompt(root: Path) -> None:
     list(kv.folded_stream_generate(source, target, tiny.random_tokens(9), translator=translator,
                                    max_tokens=3, logits_processors=[look]))  # fmt: skip
     assert seen[:3] == [9, 10, 11]
-
-
-def test_a_single_token_needs_no_translator(models: dict[str, LanguageModel]) -> None:
-    """There is no prefix then."""
-    cache = kv.folded_hand_over(models["dense"], models["wide"], [5])
-    assert all(type(layer) is KVCache for layer in cache)
 
 
 # ---- refusals ---------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
 from tests.support.guards import logs, with_receipt
 from tests.support.healings import in_a_row, noted
+from tests.support.ranks import no_end
 from tests.support.tiny import Case
 
 NAMES = ("tiny-qwen3-s", "tiny-qwen3-l")
@@ -175,13 +176,6 @@ def test_what_was_read_for_the_guard_alone_is_read_again(
         for side in ("keys", "values"):
             found, wanted = (np.array(getattr(c, side)[0, :, : len(tokens) - 1]) for c in (a, b))
             assert np.abs(found - wanted).max() < 1e-4 * np.abs(wanted).max()
-
-
-def no_end(model: LanguageModel) -> Any:
-    """A logits processor that lets no answer end."""
-    stops = mx.array(sorted(model.tokenizer.eos_token_ids))
-    ends = (mx.arange(model.geometry.embedding_rows)[:, None] == stops).any(-1)
-    return lambda tokens, logits: mx.where(ends, -mx.inf, logits)
 
 
 def test_a_prompt_beyond_the_longest_is_doubted(

@@ -30,6 +30,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
+from tests.support.native_caches import native
 from tests.support.parity import WRONG, assert_same, decode, errors, in_order, within_windows
 from tests.support.tiny import Case
 
@@ -66,15 +67,6 @@ def case(request: pytest.FixtureRequest) -> Case:
 def opened(root: Path, case: Case) -> tuple[LanguageModel, LanguageModel, Path]:
     source, target, folder = tiny.write_case(root, case)
     return load(source), load(target), folder
-
-
-def native(model: LanguageModel, tokens: Sequence[int], step: int) -> list[Any]:
-    """The cache that mlx-lm's own calls make of tokens."""
-    cache = make_prompt_cache(model.model)
-    for start in range(0, len(tokens), step):
-        model.model(mx.array([list(tokens[start : start + step])]), cache=cache)
-        mx.eval([c.state for c in cache])
-    return cache
 
 
 def arrays(cache: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.embedded import dialogues, zoo
+from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation.continuation import recall_sample
 from kvlingo_mlx.format import translator_folder
 from tests.support import ROOT
@@ -46,43 +46,6 @@ def parsed(made_pairs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         return made_pairs.parsed()
 
     return parse
-
-
-def test_models_are_made_by_the_tools_and_once(
-    made_pairs: ModuleType, parsed: Parsed, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    """Both get the fine-tune: the conversion, and the model as it was."""
-    pytest.importorskip("torch")
-    words = f"--pairs {SMALL}:{LARGE} --ranks 16 --calibration 4 64 --recovery-steps 2 --facts 4 5"
-    models = made_pairs.Models(parsed(*words.split()))
-    monkeypatch.setattr(made_pairs, "HELD_OUT", 1)
-    folders = {rank: models.recovered(SMALL, rank) for rank in (16, None)}
-    started = {16: models.converted(SMALL, 16), None: zoo(SMALL)}
-    kinds = {16: "converted_mla", None: "qwen3"}
-    for rank, folder in folders.items():
-        before, after = (kv.load(each) for each in (started[rank], folder))
-        assert before.config["model_type"] == after.config["model_type"] == kinds[rank]
-        moved = [
-            float(
-                mx.abs(
-                    m.model.layers[0].mlp.up_proj.weight - n.model.layers[0].mlp.up_proj.weight
-                ).max()
-            )
-            for m, n in [(before.model, after.model)]
-        ]
-        assert 0 < moved[0] < 0.1
-    assert kv.load(folders[16]).config["kv_lora_ranks"] == [16] * 4
-    told = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line[0] == "{"]
-    assert [line["step"] for line in told] == [0, 2, 0, 2]
-    assert told[2]["held_out_kl"] == 0 < told[0]["held_out_kl"]
-
-    def never(*words: Any) -> None:
-        raise AssertionError(f"made again: {words}")
-
-    monkeypatch.setattr(made_pairs, "tool", never)
-    assert {rank: models.recovered(SMALL, rank) for rank in (16, None)} == folders
-    with pytest.raises(AssertionError, match="made again"):
-        models.converted(SMALL, 24)
 
 
 def test_alone_is_what_whole_readings_say(made_pairs: ModuleType) -> None:
@@ -207,47 +170,6 @@ def test_what_is_refused(
         parsed(*words.split())
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
-
-
-# ---- the tools as processes ------------------------------------------------------------
-
-
-@pytest.fixture
-def terminating() -> Iterator[None]:
-    """SIGTERM ends this process as it ends the benchmark."""
-    before = signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-def test_what_stops_the_benchmark_stops_its_tool_first(
-    made_pairs: ModuleType, terminating: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The tool below keeps its work when told to stop, and tells its parent to stop."""
-    (tmp_path / "keeper.py").write_text(
-        "import os, pathlib, signal, sys\n"
-        "def keep(*_):\n"
-        "    pathlib.Path(sys.argv[1]).write_text('kept')\n"
-        "    sys.exit(143)\n"
-        "signal.signal(signal.SIGTERM, keep)\n"
-        "os.kill(os.getppid(), signal.SIGTERM)\n"
-        "while True:\n"
-        "    signal.pause()\n"
-    )
-    monkeypatch.setattr(made_pairs, "TOOLS", tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        made_pairs.tool("keeper", tmp_path / "work")
-    assert stopped.value.code == 143 and (tmp_path / "work").read_text() == "kept"
-
-
-def test_a_tool_that_fails_ends_the_benchmark(
-    made_pairs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "failing.py").write_text("raise SystemExit(3)\n")
-    monkeypatch.setattr(made_pairs, "TOOLS", tmp_path)
-    with pytest.raises(SystemExit, match="failing.py failed with status 3"):
-        made_pairs.tool("failing")
 
 
 # ---- the page --------------------------------------------------------------------------
@@ -377,39 +299,3 @@ def test_the_page_puts_the_papers_numbers_beside(
     assert "### ms and ml, seeds of the data: 1" in page
     assert "Tiny models can say" in page and "cannot say" in page
     assert shown(named="other", found=planted()) == ""
-
-
-def test_the_page_has_what_conversions_cost(
-    made_pairs: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The latest run of a model; both metrics in one row; other settings and fine-tunes apart."""
-    from rendering import made_pairs as section
-
-    def row(rank: int, rotary: int, kl: float, **more: Any) -> dict[str, Any]:
-        told = {"told": 10 * kl, "found": 11 * kl}
-        facts = {"rank": rank, "rotary": rotary, "kl": kl, "recall": 0.5, "logits": 2.0}
-        return facts | {"left_out": told} | more
-
-    def run(model: str, kl: float, recover: int | None = None) -> dict[str, Any]:
-        rows = [
-            row(999, 8, 0.0), row(999, 4, 0.25), row(2, 8, kl, metric="covariance"),
-            row(2, 4, 7.0, metric="covariance"), row(2, 8, 0.4, metric="weights"),
-            row(2, 8, 6.0, apart=True),
-        ]  # fmt: skip
-        config = {"model": model, "recover": recover, "dialogues": 12}
-        made = entry(config, {}) | {"results": {"rows": rows}}
-        return made | {"command": f"converted_mla.py --model {model}"}
-
-    found = {"made_pairs": planted(), "converted_mla": [run("s", 9.0), run("l", 0.2),
-             run("s", 0.1), run("s", 8.0, recover=400)]}  # fmt: skip
-    monkeypatch.setattr(section, "records", found.__getitem__)
-    page = section.made_pairs()
-    rows = cells(page)
-    ranks = [row for row in rows if row[1:2] == ["2"] and "%" in row[2]]
-    assert ranks == [
-        ["s", "2", "1.00 %", "1.10 %", "0.1", "0.50", "4.40 %", "0.4", "0.50"],
-        ["l", "2", "2.00 %", "2.20 %", "0.2", "0.50", "4.40 %", "0.4", "0.50"],
-    ]
-    assert ["s", "8", "0", "0.50", "2.0e+00"] in rows
-    assert ["l", "4", "0.25", "0.50", "2.0e+00"] in rows
-    assert page.count("converted_mla.py") == 2 and "the share of 12 answers" in page

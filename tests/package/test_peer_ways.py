@@ -67,42 +67,6 @@ def test_attention_is_that_of_transformers(
     assert mine.shape == most.shape and np.abs(mine - most).max() < 1e-4
 
 
-def test_what_is_written_ahead_is_what_the_source_writes(
-    pair: tuple[LanguageModel, LanguageModel], tokens: list[int]
-) -> None:
-    source = pair[0]
-    cache = prefill_layers(source, tokens[:-16], 2048, len(source.attentions))
-    found = ways.written(source, cache, tokens[-16:])
-    assert [each.offset for each in cache] == [len(tokens) - 16] * len(cache)
-    told = list(tokens)
-    for _ in range(ways.AHEAD):
-        told.append(int(source.model(mx.array([told]))[0, -1].argmax()))
-    assert found == told[len(tokens) :]
-
-
-def test_chunks_with_most_attention_are_kept() -> None:
-    paid = np.zeros(10 * ways.CHUNK)
-    paid[3 * ways.CHUNK + 4], paid[7 * ways.CHUNK + 4] = 1.0, 0.5
-    kept = ways.kept_tokens(paid, 0.2)
-    assert kept.tolist() == [
-        *range(3 * ways.CHUNK, 4 * ways.CHUNK), *range(7 * ways.CHUNK, 8 * ways.CHUNK)
-    ]  # fmt: skip
-    assert ways.kept_tokens(np.ones(21), 1.0).tolist() == list(range(21))  # the last chunk is short
-
-
-def test_whole_messages_are_read(
-    pair: tuple[LanguageModel, LanguageModel], tokens: list[int]
-) -> None:
-    target = pair[1]
-    (opening,) = target.tokenizer.encode("<|im_start|>", add_special_tokens=False)
-    begins = [i for i, token in enumerate(tokens) if token == opening]
-    for share in (0.1, 0.5):
-        cache = ways.last_turns(target, share, opening)(tokens)()
-        assert len(tokens) - 1 - cache[0].offset in begins
-    short = ways.last_turns(target, 0.0, opening)(tokens)()
-    assert len(tokens) - 1 - short[0].offset == begins[-2]  # the question and the answer's header
-
-
 def test_a_mapper_is_applied_by_the_peer(
     pair: tuple[LanguageModel, LanguageModel], tokens: list[int]
 ) -> None:

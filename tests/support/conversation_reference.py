@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache
 
 from tests.support import cross_reference, reference
+from tests.support.two_tokenizers import Script
 
 Message = Mapping[str, str]
 Group = tuple[int, int, int, int]
-
-
-@dataclass
-class Script:
-    """What a model is made to answer.
-
-    Attributes:
-        ids: Its tokens, the last of which ends the answer.
-        text: What they spell after the header, but for the last one.
-        ends: The character of ``text`` at which each of them ends, but for the last one.
-        said: The answer as the conversation has it.
-    """
-
-    ids: list[int]
-    text: str
-    ends: list[int]
-    said: str
 
 
 class SlowLine:
@@ -170,19 +153,10 @@ def groups_of(
         assert text.count(content) == 1
         if source.text.count(content) != 1:
             continue
-        ours = _cuts(source.ends, source.text.index(content), len(content))
-        theirs = _cuts(ends, text.index(content), len(content))
+        ours = cross_reference.cuts(source.ends, source.text.index(content), len(content))
+        theirs = cross_reference.cuts(ends, text.index(content), len(content))
         for low, high in itertools.pairwise(sorted(set(ours) & set(theirs))):
             group = ours[low], ours[high], theirs[low], theirs[high]
             if all(source.states[row] is not None for row in range(group[0], group[1])):
                 found[group[2]] = group
     return found
-
-
-def _cuts(ends: Sequence[int | None], start: int, length: int) -> dict[int, int]:
-    """Tokens up to and with the one that ends at each character of a content, or before it."""
-    return {
-        end - start: index + 1
-        for index, end in enumerate(ends)
-        if end is not None and start <= end <= start + length
-    }

@@ -42,13 +42,16 @@ class Side:
         self.contents = [(text.index(m["content"]), len(m["content"])) for m in messages]
 
     def cuts(self, message: int) -> dict[int, int]:
-        """Tokens up to and with the one that ends at each character of a content, or before it."""
-        start, length = self.contents[message]
-        return {
-            end - start: index + 1
-            for index, end in enumerate(self.ends)
-            if end is not None and start <= end <= start + length
-        }
+        return cuts(self.ends, *self.contents[message])
+
+
+def cuts(ends: Sequence[int | None], start: int, length: int) -> dict[int, int]:
+    """Tokens up to and with the one that ends at each character of a content, or before it."""
+    return {
+        end - start: index + 1
+        for index, end in enumerate(ends)
+        if end is not None and start <= end <= start + length
+    }
 
 
 def assignments(source: Side, target: Side, count: int) -> dict[int, int]:

@@ -17,6 +17,7 @@ import pytest
 from kvlingo_mlx.format.config_reading import parse_config
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.states import KVStates, TranslatedStates
+from tests.support.translator_folders import apply_map, gelu, page_shapes
 
 Arrays = dict[str, np.ndarray]
 SIDES = ("keys", "values")
@@ -110,31 +111,8 @@ def dim(layer: dict[str, Any], side: str) -> int:
 
 
 def shapes_of(form: Form, data: dict[str, Any], bias: bool) -> dict[str, tuple[int, ...]]:
-    """The format page's table of tensors."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for side, (t, target) in itertools.product(SIDES, enumerate(data["target"]["layers"])):
-        read = [data["source"]["layers"][s] for s in data["assignment"][side][t]]
-        heads, hidden = target["kv_heads"], HIDDEN[side][t]
-        lead: tuple[int, ...] = (heads,)
-        inputs, outputs = sum(dim(layer, side) for layer in read), dim(target, side)
-        name, full = f"{side}.{t}", heads * dim(target, side)
-        if form.head_mixing:
-            inputs = sum(layer["kv_heads"] * dim(layer, side) for layer in read)
-            lead, outputs = (), full
-        if form.joint:
-            inputs = sum(layer["kv_heads"] * dim(layer, s) for layer in read for s in SIDES)
-            outputs = full = heads * (target["key_dim"] + target["value_dim"])
-            name = f"joint.{t}"
-        if form.kind != "mlp":
-            shapes[f"{name}.weight"] = (*lead, outputs, inputs)
-        if form.kind != "linear":
-            shapes |= {f"{name}.w1": (*lead, hidden, inputs), f"{name}.b1": (*lead, hidden)}
-            shapes |= {f"{name}.w2": (*lead, outputs, hidden), f"{name}.b2": (*lead, outputs)}
-        if form.gate:
-            shapes[f"{name}.gate"] = (heads,)
-        if bias:
-            shapes[f"{name}.bias"] = (full,)
-    return shapes
+    """The tensors of a form."""
+    return page_shapes(data, lambda side, t: HIDDEN[side][t], gate=form.gate, bias=bias)
 
 
 def random_arrays(form: Form, data: dict[str, Any], bias: bool) -> Arrays:
@@ -176,10 +154,6 @@ def layers_of(states: TranslatedStates) -> dict[str, list[np.ndarray]]:
     return out
 
 
-def gelu(z: float) -> float:
-    return 0.5 * z * (1 + math.erf(z / math.sqrt(2)))
-
-
 def reference(
     data: dict[str, Any],
     arrays: Arrays,
@@ -212,7 +186,7 @@ def translate_token(
     target, assignment = data["target"]["layers"][t], data["assignment"]
     if data["joint"]:
         read = [row[side][s] for side in SIDES for s in assignment["keys"][t]]
-        y = apply(tensors_of(arrays, f"joint.{t}"), np.concatenate(read), activation)
+        y = apply_map(tensors_of(arrays, f"joint.{t}"), np.concatenate(read), activation)
         y = y + tensors_of(arrays, f"joint.{t}").get("bias", 0.0)
         width = target["kv_heads"] * target["key_dim"]
         yield from (("keys", y[:width]), ("values", y[width:]))
@@ -221,7 +195,7 @@ def translate_token(
         own = tensors_of(arrays, f"{side}.{t}")
         read = [row[side][s] for s in assignment[side][t]]
         if data["head_mixing"]:
-            y = apply(own, np.concatenate(read), activation)
+            y = apply_map(own, np.concatenate(read), activation)
         else:
             y = head_by_head(data, own, read, activation)
         if "gate" in own:
@@ -243,16 +217,8 @@ def head_by_head(
     for h in range(heads):
         x = np.concatenate([array.reshape(sources, -1)[head_map[h]] for array in read])
         parts = {name: a[h] for name, a in own.items() if name not in ("gate", "bias")}
-        rows.append(apply(parts, x, activation))
+        rows.append(apply_map(parts, x, activation))
     return np.concatenate(rows)
-
-
-def apply(parts: Arrays, x: np.ndarray, activation: Callable[[float], float]) -> np.ndarray:
-    y = parts["weight"] @ x if "weight" in parts else np.zeros(1)
-    if "w1" in parts:
-        hidden = np.array([activation(z) for z in parts["w1"] @ x + parts["b1"]])
-        y = y + parts["w2"] @ hidden + parts["b2"]
-    return y
 
 
 def tensors_of(arrays: Arrays, name: str) -> Arrays:

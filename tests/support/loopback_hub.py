@@ -26,19 +26,12 @@ class Repository:
 
 @dataclass
 class LoopbackHub:
-    """Serves repositories until closed.
-
-    Attributes:
-        requests: Method and path of every request so far.
-        tokens: The authorization headers that came with them.
-        uploads: A folder for what is uploaded; None refuses every upload.
-        private: Ids of the repositories that were asked to be private.
-    """
+    """Serves repositories until closed."""
 
     repositories: dict[str, Repository] = field(default_factory=dict)
-    requests: list[str] = field(default_factory=list)
-    tokens: set[str] = field(default_factory=set)
-    uploads: Path | None = None
+    requests: list[str] = field(default_factory=list)  # method and path of each
+    tokens: set[str] = field(default_factory=set)  # the authorization headers
+    uploads: Path | None = None  # a folder; None refuses every upload
     private: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -55,24 +55,14 @@ def offered(model: LanguageModel, *args: Any, **told: Any) -> Iterator[Offered]:
 
 
 class Network:
-    """TCP between a client and a port, which cuts, spoils or slows what passes.
-
-    Attributes:
-        port: Where it leads to.
-        rate: Bytes a second from the server to the client; None for no limit.
-        cut_after: The bytes, both ways, after which the next connection is cut; None: never.
-        spoil: Changes what the server sends.
-        events: What is done once so many bytes have passed.
-        cuts: The connections that were cut.
-        passed: The bytes that passed, both ways.
-    """
+    """TCP between a client and a port, which cuts, spoils or slows what passes."""
 
     def __init__(self, port: int, rate: float | None = None) -> None:
-        self.port, self.rate = port, rate
-        self.cut_after: Iterator[int] | None = None
+        self.port, self.rate = port, rate  # bytes a second from the server to the client
+        self.cut_after: Iterator[int] | None = None  # bytes between two cuts
         self.spoil: Callable[[bytes], bytes] = lambda data: data
         self.events: list[tuple[int, Callable[[], None]]] = []
-        self.cuts = self.passed = 0
+        self.cuts = self.passed = 0  # connections, and bytes both ways
         self._next = 0
         self._lock = threading.Lock()
         self._free_at = 0.0

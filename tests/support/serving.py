@@ -92,13 +92,7 @@ PLAIN = (API, PlainCount())
 
 
 class Running:
-    """A server in a thread of the test's process, over a scripted engine.
-
-    Attributes:
-        url: Where it listens.
-        engine: Its engine's thread.
-        error: What it ended with.
-    """
+    """A server in a thread of the test's process, over a scripted engine."""
 
     def __init__(self, settings: Settings, spoken: Sequence[Any], engine: str) -> None:
         self.settings = settings

@@ -21,13 +21,9 @@ OWN: dict[str, Settings] = {
 
 
 def write(folder: Path, name: str, more: Settings, seed: int = 1) -> Model:
-    """Write a random model with its tokenizer; return it, in float32.
+    """Write a random model of a family with its tokenizer; return it, in float32.
 
-    Args:
-        folder: An existing folder.
-        name: A family of ``hybrid_models.CONFIGS``.
-        more: What its text config has otherwise.
-        seed: The seed of the weights.
+    ``more`` changes the family's text config in ``hybrid_models.CONFIGS``.
     """
     import torch
     import transformers

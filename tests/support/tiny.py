@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvlingo_mlx import embedded
 from tests.support import TESTS
+from tests.support.translator_folders import page_shapes
 
 Shape = tuple[int, ...]
 
@@ -557,7 +558,7 @@ def write_random_translator(
         "provenance": {},
         **({} if head_map is None else {"head_map": list(head_map)}),
     }
-    tensors = {name: _random_map(rng, s) for name, s in _map_shapes(config, bias).items()}
+    tensors = {name: _random_map(rng, s) for name, s in page_shapes(config, lambda *_: 0, bias=bias).items()}
     write_translator(folder, config, tensors, dtype)
     return folder
 
@@ -642,22 +643,6 @@ def layer_window(config: dict[str, Any], layer: int) -> int | None:
     else:
         local = bool(pattern and (layer + 1) % pattern)
     return config["sliding_window"] if local else None
-
-
-def _map_shapes(config: dict[str, Any], bias: bool) -> dict[str, Shape]:
-    source, target = config["source"]["layers"], config["target"]["layers"]
-    shapes: dict[str, Shape] = {}
-    for side in SIDES:
-        width = DIMS[side]
-        for layer, geometry in enumerate(target):
-            heads, dim = geometry["kv_heads"], geometry[width]
-            read = [source[index] for index in config["assignment"][side][layer]]
-            mixed = (heads * dim, sum(s["kv_heads"] * s[width] for s in read))
-            headwise = (heads, dim, sum(s[width] for s in read))
-            shapes[f"{side}.{layer}.weight"] = mixed if config["head_mixing"] else headwise
-            if bias:
-                shapes[f"{side}.{layer}.bias"] = (heads * dim,)
-    return shapes
 
 
 def _random_layers(

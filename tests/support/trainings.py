@@ -35,6 +35,7 @@ from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
 from kvlingo_mlx.training.runtime import Pair  # noqa: E402
 from kvlingo_mlx.training.trainer import Trainer  # noqa: E402
+from tests.support.reference import rms_norm  # noqa: E402
 
 # What plans of every kind say; ``native_layers`` go with any of them.
 KINDS: dict[str, dict[str, Any]] = {
@@ -130,13 +131,6 @@ def double(folder: Path, monkeypatch: pytest.MonkeyPatch) -> TorchModel:
         if type(module).__name__.endswith("RMSNorm"):
             monkeypatch.setattr(type(module), "forward", rms_norm)
     return model
-
-
-def rms_norm(self: Any, x: Any) -> Any:
-    gemma3 = "Gemma3" in type(self).__name__  # its weight is stored as its distance from 1
-    eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
-    weight = getattr(self, "weight", 1.0) + gemma3
-    return weight * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def learnt(

@@ -29,7 +29,7 @@ SIDES = ("keys", "values")
 # Key and value widths differ in both models, so that neither passes for another.
 SOURCE_DIMS = {"keys": 4, "values": 3}
 TARGET_DIMS = {"keys": 3, "values": 5}
-NU, HIDDEN = 2, 7
+HIDDEN = 7
 Json = dict[str, Any]
 Arrays = dict[str, np.ndarray]
 Entries = Mapping[str, tuple[str, Sequence[int], bytes]]
@@ -122,36 +122,51 @@ def to_config(data: Json) -> TranslatorConfig:
 
 
 def shapes_of(layout: Layout) -> dict[str, tuple[int, ...]]:
-    """The format page's table of tensors, for ``config_json(layout)``."""
-    sides = ("joint",) if layout.joint else SIDES
+    """The tensors of ``config_json(layout)``."""
+    config = config_json(layout)
+    return page_shapes(config, lambda *_: HIDDEN, gate=layout.gate, bias=layout.bias)
+
+
+def page_shapes(
+    data: Json, hidden: Callable[[str, int], int], *, gate: bool = False, bias: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """The format page's table of tensors, for any config; ``hidden`` is an MLP's inner width."""
+    found: dict[str, tuple[int, ...]] = {}
+    for side in ("joint",) if data["joint"] else SIDES:
+        reads = data["assignment"]["keys" if side == "joint" else side]
+        for t, target in enumerate(data["target"]["layers"]):
+            sources = [data["source"]["layers"][s] for s in reads[t]]
+            if data.get("state_maps") and "recurrence" in target:
+                found |= state_shapes(t, target, sources)
+                continue
+            parts = ("key_dim", "value_dim") if side == "joint" else (f"{side[:-1]}_dim",)
+            heads, rows = target["kv_heads"], sum(target[part] for part in parts)
+            width, lead = heads * rows, (heads,)
+            columns = sum(s[part] for s in sources for part in parts)
+            if data["head_mixing"]:
+                rows, lead = width, ()
+                columns = sum(s["kv_heads"] * s[part] for s in sources for part in parts)
+            layer: dict[str, tuple[int, ...]] = {}
+            if data["kind"] != "mlp":
+                layer["weight"] = (*lead, rows, columns)
+            if data["kind"] != "linear":
+                inner = hidden(side, t)
+                layer |= {"w1": (*lead, inner, columns), "b1": (*lead, inner)}
+                layer |= {"w2": (*lead, rows, inner), "b2": (*lead, rows)}
+            layer |= {"gate": (heads,)} if gate else {}
+            layer |= {"bias": (width,)} if bias else {}
+            found |= {f"{side}.{t}.{suffix}": shape for suffix, shape in layer.items()}
+    return found
+
+
+def state_shapes(t: int, target: Json, sources: Sequence[Json]) -> dict[str, tuple[int, ...]]:
+    """The same of a recurrent layer's two maps."""
+    ours, theirs = target["recurrence"], [source["recurrence"] for source in sources]
+    heads, rows, columns = ours["value_heads"], ours["value_dim"], ours["key_dim"]
     return {
-        f"{side}.{t}.{suffix}": shape
-        for side in sides
-        for t in range(2)
-        for suffix, shape in layer_shapes(layout, side).items()
+        f"states.{t}.left": (heads, rows, sum(each["value_dim"] for each in theirs)),
+        f"states.{t}.right": (heads, sum(each["key_dim"] for each in theirs), columns),
     }
-
-
-def layer_shapes(layout: Layout, side: str) -> dict[str, tuple[int, ...]]:
-    """Suffix and shape of one layer's tensors."""
-    source_heads, heads = layout.heads
-    width_in = sum(SOURCE_DIMS.values()) if side == "joint" else SOURCE_DIMS[side]
-    width_out = sum(TARGET_DIMS.values()) if side == "joint" else TARGET_DIMS[side]
-    lead: tuple[int, ...] = (heads,)
-    rows, columns = width_out, NU * width_in
-    if layout.head_mixing:
-        lead, rows, columns = (), heads * width_out, NU * source_heads * width_in
-    shapes: dict[str, tuple[int, ...]] = {}
-    if layout.kind in ("linear", "linear_mlp"):
-        shapes["weight"] = (*lead, rows, columns)
-    if layout.kind in ("mlp", "linear_mlp"):
-        shapes |= {"w1": (*lead, HIDDEN, columns), "b1": (*lead, HIDDEN)}
-        shapes |= {"w2": (*lead, rows, HIDDEN), "b2": (*lead, rows)}
-    if layout.gate:
-        shapes["gate"] = (heads,)
-    if layout.bias:
-        shapes["bias"] = (heads * width_out,)
-    return shapes
 
 
 def arrays_of(layout: Layout, dtype: str = "float32", seed: int = 0) -> Arrays:
@@ -213,11 +228,21 @@ def layer_output(layout: Layout, parts: Arrays) -> np.ndarray:
 
 
 def matrix_output(parts: Arrays) -> np.ndarray:
-    """W2 gelu(W1 x + b1) + b2, plus W x if there is one, of the probe x."""
-    x = probe_input(parts["w1"].shape[-1])
-    hidden = [0.5 * z * (1 + math.erf(z / math.sqrt(2))) for z in parts["w1"] @ x + parts["b1"]]
-    y = parts["w2"] @ np.array(hidden) + parts["b2"]
-    return y + parts["weight"] @ x if "weight" in parts else y
+    """The map of the probe."""
+    return apply_map(parts, probe_input(parts["w1"].shape[-1]), gelu)
+
+
+def apply_map(parts: Arrays, x: np.ndarray, activation: Callable[[float], float]) -> np.ndarray:
+    """W x, plus W2 gelu(W1 x + b1) + b2; of these what there is."""
+    y = parts["weight"] @ x if "weight" in parts else np.zeros(1)
+    if "w1" in parts:
+        hidden = np.array([activation(z) for z in parts["w1"] @ x + parts["b1"]])
+        y = y + parts["w2"] @ hidden + parts["b2"]
+    return y
+
+
+def gelu(z: float) -> float:
+    return 0.5 * z * (1 + math.erf(z / math.sqrt(2)))
 
 
 def probe_input(width: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,16 @@ TALK = [
     },
     {"role": "user", "content": "Summarise this unbelievably long prefix. Then: 1 + 23 = ?"},
 ]
+
+
+@dataclass
+class Script:
+    """What a model is made to answer."""
+
+    ids: list[int]  # its tokens, the last of which ends the answer
+    text: str  # what they spell after the header, but for the last one
+    ends: list[int]  # the character of the text at which each of them ends, but for the last one
+    said: str  # the answer as the conversation has it
 
 
 def write_qwen(folder: Path, **options: Any) -> Path:

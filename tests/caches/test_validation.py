@@ -46,12 +46,9 @@ def full_to_ring(cache: list[Any]) -> None:
 DAMAGE: dict[str, tuple[Callable[[list[Any]], Any], str]] = {
     "a layer too few": (lambda c: c.pop(), "has 2 layers, expected 3"),
     "a layer too many": (lambda c: c.append(c[0]), "has 4 layers, expected 3"),
-    "none": (lambda c: c.clear(), "has 0 layers, expected 3"),
     "offset": (lambda c: setattr(c[1], "offset", HELD - 1), "layer 1 .* 48, expected 49"),
-    "every offset": (lambda c: [setattr(e, "offset", HELD + 1) for e in c], "50, expected 49"),
     "empty layer": (lambda c: c.__setitem__(2, KVCache()), "layer 2 .* 0, expected 49"),
     "no keys": (lambda c: setattr(c[0], "keys", None), "layer 0 .* empty"),
-    "no values": (lambda c: setattr(c[0], "values", None), "layer 0 .* empty"),
     "another class": (full_to_ring, "layer 1 .* a RotatingKVCache, expected a KVCache"),
     "dtype": (
         lambda c: put(c, 1, "values", lambda a: a.astype(mx.float16)),
@@ -62,9 +59,7 @@ DAMAGE: dict[str, tuple[Callable[[list[Any]], Any], str]] = {
         r"layer 0 .* keys have shape \(2, 2, 256, 32\), expected \(1, 2, 49 or more, 32\)",
     ),
     "a head less": (lambda c: put(c, 2, "keys", lambda a: a[:, :1]), r"expected \(1, 2, "),
-    "narrower": (lambda c: put(c, 2, "values", lambda a: a[..., :16]), r"49 or more, 32\)"),
     "token-major": (lambda c: put(c, 2, "values", lambda a: a.swapaxes(1, 2)), "have shape"),
-    "no batch axis": (lambda c: put(c, 2, "values", lambda a: a[0]), "have shape"),
     "cut off": (lambda c: put(c, 1, "keys", lambda a: a[:, :, : HELD - 1]), "room for 48"),
 }  # fmt: skip
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shlex
-import shutil
 import warnings
 from pathlib import Path
 
@@ -15,10 +14,8 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import EXAMPLE, TRANSLATORS, zoo_pairs
 from kvlingo_mlx.loading import notes
-from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import ROOT
 from tests.support.command_line import fails
-from tests.support.identity import identity_of
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -94,35 +91,6 @@ def test_what_import_suggests_works(
     command = capsys.readouterr().out.split("try: kvlingo-mlx ")[1]
     assert run([*shlex.split(command), "-c", "verbose=false"]) == 0
     assert capsys.readouterr() == ("The hotel of Emma is Lima.\n", "")
-
-
-def test_an_answer_that_is_cut_within_its_reasoning(
-    folders: dict[str, Path], models: dict[str, LanguageModel], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """A template that opens the trace itself, as those of reasoning models do."""
-    identity_of(models["dense"]).save(tmp_path / "same")
-    opens = shutil.copytree(folders["dense"], tmp_path / "opens")
-    config = json.loads((opens / "tokenizer_config.json").read_text())
-    config["chat_template"] += (
-        "{%- if enable_thinking is not defined or enable_thinking -%}"
-        "{{- '<think>\\n' -}}{%- endif -%}"
-    )
-    (opens / "tokenizer_config.json").write_text(json.dumps(config))
-    pair = ["--prefill-model", str(folders["dense"]), "--decode-model", str(opens)]
-    translator = ["--translator", str(tmp_path / "same")]
-    given = ["generate", *pair, *translator, "--prompt", "hi", "--max-tokens", "3"]
-    capsys.readouterr()
-    assert run(given) == 0
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == (
-        f"warning: {opens} was cut while it was reasoning and has not answered yet; give more "
-        "max_tokens (--max-tokens), or enable_thinking=False (--no-thinking)"
-    )
-    assert run([*given, "--no-thinking"]) == 0
-    assert capsys.readouterr().err == ""
-    assert run([*given, "-c", "ignore_chat_template=true"]) == 0
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -257,17 +257,6 @@ def test_the_source_writes_the_first_token_or_the_trace(
         talk.reply("b", "x", first_token="source")
 
 
-def test_several_writers_make_one_answer(family_models: dict[str, LanguageModel]) -> None:
-    talk = talk_of(family_models["qwen3"])
-    parts = list(talk.stream_reply("b", "hi there", prefill="a", first_token="source",
-                                   max_tokens=NEW))  # fmt: skip
-    assert [part.generation_tokens for part in parts] == list(range(1, len(parts) + 1))
-    assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
-    assert parts[-1].finish_reason is not None
-    decode = family_models["qwen3"].tokenizer.decode
-    assert talk.messages[-1]["content"] == decode([part.token for part in parts])
-
-
 def test_the_second_writers_text_keeps_its_first_space(
     family_models: dict[str, LanguageModel],
 ) -> None:
@@ -292,14 +281,6 @@ def test_an_answer_ends_with_its_models_context(
     assert len(parts) <= 4 and len(talk.lines["a"]) <= prompt + 4
     with pytest.raises(ValueError, match="the context of"):
         talk.reply("b", "and you")
-
-
-def test_a_message_may_hold_any_text(family_models: dict[str, LanguageModel]) -> None:
-    talk = talk_of(family_models["qwen3"], verbatim=True)
-    ask(talk, "a", "hi there")
-    ask(talk, "b", "what is \u2039answer\u203a then")
-    written = family_models["qwen3"].tokenizer.decode(talk.transcript.tokens)
-    assert "what is \u2039answer\u203a then" in written
 
 
 def test_bad_arguments(family_models: dict[str, LanguageModel]) -> None:

@@ -56,6 +56,10 @@ def parts(cache: Any, length: int) -> list[np.ndarray]:
     return [np.array(array) for array in found]
 
 
+def as_float(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32))
+
+
 def apart(line: Line, tokens: list[int] | None = None) -> float:
     tokens = line.tokens if tokens is None else tokens
     both = (parts(cache, len(line)) for cache in (line.cache, native(line.model, tokens, 7)))
@@ -121,31 +125,22 @@ def test_an_answer_in_the_middle_of_which_it_is_taken_over(model: LanguageModel)
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_what_is_recorded(model: LanguageModel, kind: str, tmp_path: Path) -> None:
-    """States, and nothing of what goes into them; also in two dtypes, of which each has a file."""
+    """States, also beside keys and values of another dtype: saved and resumed."""
     model = model if kind == "float32" else cast(model, tmp_path / "half", mx.bfloat16)
     talk = talk_of(model, eager=False)
     for name in "ab":
         talk.reply(name, "is it on?", max_tokens=NEW)
-    recurrent = [t for t, g in enumerate(model.geometry.layers) if g.recurrence is not None]
-    for line in talk.lines.values():
-        for part in line.native.parts:
-            assert [t for t, array in enumerate(part.keys) if not array.size] == recurrent
-            assert not part.kept or list(part.kept) == recurrent
-            assert all(state.dtype == mx.float32 for state in (part.kept or {}).values())
-    assert any(part.kept for part in talk.lines["b"].native.parts)
+    kept = [part.kept for part in talk.lines["b"].native.parts if part.kept]
+    assert kept and all(state.dtype == mx.float32 for each in kept for state in each.values())
     folder = talk.save(tmp_path / "talk")
     again = Conversation.resume(
         folder, dict.fromkeys("ab", model), list(talk.exchange.directions.loaded.values()),
         prefill_step_size=7,
     )  # fmt: skip
     for name, line in talk.lines.items():
-        back = again.lines[name].native.parts
-        assert [part.end for part in back] == [part.end for part in line.native.parts]
-        for mine, theirs in zip(back, line.native.parts, strict=True):
+        for mine, theirs in zip(again.lines[name].native.parts, line.native.parts, strict=True):
             for one, other in zip(mine.arrays, theirs.arrays, strict=True):
-                assert one.size == 0 == other.size or (
-                    one.dtype == other.dtype and mx.array_equal(one, other).item()
-                )
+                assert one.dtype == other.dtype and np.array_equal(*map(as_float, (one, other)))
     for each in (talk, again):
         each.reply("a", "and you", max_tokens=NEW)
     assert again.transcript.tokens == talk.transcript.tokens

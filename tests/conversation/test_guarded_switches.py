@@ -235,8 +235,6 @@ def test_what_is_refused(
         Conversation(dict(zip("ab", twins, strict=True)), on_missing="reprefill", guard=8)
     for given, message in (
         ({"guard": -1}, "guard is -1; give a number of tokens"),
-        ({"guard": 8, "on_doubt": "cry"}, "on_doubt is 'cry'; give warn, heal or reread"),
-        ({"on_doubt": "heal"}, "on_doubt has no effect with guard=0; give guard=32"),
         ({"guard": 8, "switching": "reprefill"}, "guard has no effect with switching"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -372,22 +372,6 @@ def test_what_cannot_be_truncated_or_set_is_said(model: LanguageModel) -> None:
     assert len(talk.messages) == 2
 
 
-@pytest.mark.parametrize("verbatim", [True, False])
-def test_messages_that_were_set_are_answered(model: LanguageModel, verbatim: bool) -> None:
-    """Also after what was written, thinking included, where the conversation is verbatim."""
-    talk = talk_of(model, verbatim=verbatim)
-    thought(talk, "a", "hi there", "in the house")
-    held = list(talk.transcript.tokens)
-    more = [{"role": "user", "content": "so"}, {"role": "assistant", "content": "on it"}]
-    talk.messages = [*talk.messages, *more, {"role": "user", "content": "and you"}]
-    talk.reply("b", max_tokens=NEW)
-    assert talk.transcript.tokens[: len(held)] == held
-    rendered = model.tokenizer.apply_chat_template(
-        talk.messages[:-1], tokenize=False, add_generation_prompt=True
-    )
-    assert model.tokenizer.decode(talk.transcript.tokens).startswith(rendered)
-
-
 # ---- two tokenizers ---------------------------------------------------------------------------
 
 

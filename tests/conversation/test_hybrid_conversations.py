@@ -203,30 +203,6 @@ def test_a_line_on_disk_comes_back_bit_by_bit(models: dict[str, LanguageModel]) 
         assert apart(each.lines["a"]) < 0.05  # bfloat16, in other chunks
 
 
-@pytest.mark.parametrize("name", ["half", "lfm2"])
-def test_a_resumed_conversation_goes_on(
-    models: dict[str, LanguageModel], name: str, tmp_path: Path
-) -> None:
-    talk = talk_of(models[name], verbatim=True)
-    for each, said in (("a", LONG), ("b", "is it on?")):
-        talk.reply(each, said, max_tokens=NEW)
-    folder = talk.save(tmp_path / "talk")
-    files = {path.name.split(".")[1] for path in folder.glob("line-*")}
-    assert files >= ({"cache", "states"} if name == "half" else {"cache"})
-    translators = list(talk.exchange.directions.loaded.values())
-    back = Conversation.resume(
-        folder, dict.fromkeys("ab", models[name]), translators, prefill_step_size=7
-    )
-    for each in "ab":
-        same(parts_of(back.lines[each]), parts_of(talk.lines[each]))
-    back.undo()
-    talk.undo()
-    for one in (talk, back):
-        one.reply("a", "and you", max_tokens=NEW)
-    assert back.transcript.tokens == talk.transcript.tokens
-    same(parts_of(back.lines["a"]), parts_of(talk.lines["a"]))
-
-
 def test_parts_that_do_not_fit_are_refused(model: LanguageModel, tmp_path: Path) -> None:
     talk = talk_of(model, eager=False)
     ask(talk, "a", "is it on?")

@@ -192,17 +192,19 @@ def random_maps(config: TranslatorConfig) -> Translator:
     return translators.build(config, Weights("float32", arrays))
 
 
-@pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("head_mixing", [True, False])
+@pytest.mark.parametrize(
+    ("side", "head_mixing"),
+    [("keys", True), ("keys", False), ("values", True), ("values", False), ("joint", True)],
+)
 def test_keys_and_values_of_other_layers(root: Path, side: str, head_mixing: bool) -> None:
-    """The one side reads the deepest source layer alone, the other each layer its own."""
+    """The one side reads the deepest source layer alone, the other its own; or each reads both."""
     source, target, _ = write(root, BIASED)
-    depth, deepest = len(target.attentions), len(source.attentions) - 1
+    joint, depth, deepest = side == "joint", len(target.attentions), len(source.attentions) - 1
     own = tuple((min(layer, deepest),) for layer in range(depth))
-    read = {"keys": own, "values": own, side: ((deepest,),) * depth}
+    read = {"keys": own, "values": own} | ({} if joint else {side: ((deepest,),) * depth})
     config = TranslatorConfig(
         source.spec(), target.spec(), assignment.Assignment(**read), head_mixing=head_mixing,
-        capture="post_rope",
+        capture="post_rope", joint=joint,
     )  # fmt: skip
     translator = random_maps(config)
     rows = prompts(1, 20)
@@ -222,18 +224,6 @@ def test_however_products_are_cut(root: Path, batched: bool, quantize: int | Non
     cache = kv.folded_hand_over(source, target, rows[0][:13], translator=translator)
     found = logits(target, cache, pieces_of([rows[0][12:]], MIXED))
     assert difference(found, materialised(source, target, translator, rows, 12)) <= TOLERANCE
-
-
-def test_joint_maps(models: dict[str, LanguageModel]) -> None:
-    """Keys that read values too."""
-    source, target = models["dense"], models["wide"]
-    same = assignment.identity(len(target.attentions))
-    config = TranslatorConfig(source.spec(), target.spec(), same, joint=True, capture="post_rope")
-    translator = random_maps(config)
-    rows = prompts(1, 20)
-    cache = kv.folded_hand_over(source, target, rows[0][:21], translator=translator)
-    found = logits(target, cache, pieces_of([rows[0][20:]], MIXED))
-    assert difference(found, materialised(source, target, translator, rows, 20)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("case", [CASES[0], BIASED, CASES[12], WINDOWED], ids=lambda c: c.name)
@@ -476,13 +466,6 @@ def test_other_points_are_refused(root: Path, point: str) -> None:
     text = f"it reads {point} keys, and a cache holds post_rope ones; make one that reads those "
     text += "with `kvlingo-mlx fit -c capture=post_rope`"
     refused(case, root, IncompatibleTranslatorError, text)
-
-
-def test_other_kinds_are_refused(root: Path, tmp_path: Path) -> None:
-    source, target, folder = tiny.write_case(root, CASES[0])
-    mlp = tiny.write_mlp_translator(tmp_path / "mlp", folder)
-    with pytest.raises(IncompatibleTranslatorError, match="of kind mlp, and only linear maps"):
-        kv.folded_hand_over(load(source), load(target), [1, 2, 3], translator=mlp)
 
 
 def test_models_that_it_does_not_reach_are_refused(root: Path) -> None:

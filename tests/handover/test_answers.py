@@ -26,7 +26,7 @@ from kvlingo_mlx.engine.responses import GenerationResponse
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
 from tests.support.identity import identity_of
-from tests.support.talks import talk_of
+from tests.support.talks import spelled, talk_of
 from tests.support.tools import TOOLS, TOOLS_TEMPLATE
 
 SMALL, LARGE = "tiny-qwen3-s", "tiny-qwen3-l"
@@ -52,17 +52,9 @@ def question() -> list[dict[str, Any]]:
     return [*talk.messages[:-1], {"role": "user", "content": talk.questions[0]}]
 
 
-def scripted(model: LanguageModel, text: str, *, ended: bool = True) -> Callable[[Any], Any]:
+def scripted(model: LanguageModel, text: str) -> Callable[[Any], Any]:
     """A sampler that writes a text, letter by letter where it can."""
-    vocabulary = model.tokenizer.get_vocab()
-    ids = []
-    for piece in (
-        text.replace("<think>", "\0<think>\0").replace("</think>", "\0</think>\0").split("\0")
-    ):
-        letters = [piece] if piece.startswith("<") and piece.endswith("think>") else piece
-        encoded = (model.tokenizer.encode(c, add_special_tokens=False) for c in letters)
-        ids += [token for each in encoded for token in each]
-    ids += [vocabulary["<|im_end|>"]] if ended else []
+    ids = spelled(model, text)
     listed = iter(ids + ids[-1:] * 99)
     return lambda _: mx.array([next(listed)])
 

@@ -63,16 +63,6 @@ def test_one_token_prompt_needs_no_translator(models: dict[str, LanguageModel]) 
                 call(model, model, tokens, translator=foreign)
 
 
-def test_response_and_clock(model: LanguageModel) -> None:
-    options = {"translator": identity_of(model), "max_tokens": 5, "prefill_step_size": 7}
-    *_, last = kv.stream_generate(model, model, TOKENS, **options)
-    assert last.prompt_tokens == len(TOKENS)
-    assert last.generation_tokens == 5 and last.finish_reason in ("length", "stop")
-    assert last.translate_s > 0 and last.prefill_s > 0
-    assert last.prefill_s + last.translate_s < last.ttft_s
-    assert last.prompt_tps == pytest.approx(len(TOKENS) / last.ttft_s)
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that moves by a millisecond when it is looked at, and as it is told to."""

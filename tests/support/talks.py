@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -90,24 +91,18 @@ def ask(talk: Conversation, name: str, message: str, **options: Any) -> None:
         assert all((span.writer == line.name) == (span.passes == 0) for span in line.spans)
 
 
+def spelled(model: LanguageModel, text: str) -> list[int]:
+    """The tokens of an answer that is written letter by letter where it can be, with its stop."""
+    ids: list[int] = []
+    for piece in re.split("(</?think>)", text):
+        for letter in [piece] if piece in ("<think>", "</think>") else piece:
+            ids += model.tokenizer.encode(letter, add_special_tokens=False)
+    return [*ids, int(model.tokenizer.eos_token_id)]
+
+
 def thought(talk: Conversation, name: str, message: str, text: str, **options: Any) -> list[int]:
     """Let a model give a scripted answer, letter by letter; its tokens."""
-    model = talk.lines[name].model
-    vocabulary = model.tokenizer.get_vocab()
-    pieces = text.replace("<think>", "\0\1\0").replace("</think>", "\0\2\0").split("\0")
-    ids = []
-    for piece in pieces:
-        marks = {"\1": "<think>", "\2": "</think>"}
-        ids += (
-            [vocabulary[marks[piece]]]
-            if piece in marks
-            else [
-                token
-                for c in piece
-                for token in model.tokenizer.encode(c, add_special_tokens=False)
-            ]
-        )
-    ids.append(int(model.tokenizer.eos_token_id))
+    ids = spelled(talk.lines[name].model, text)
     listed = iter(ids + ids[-1:] * 9)
     talk.reply(name, message, sampler=lambda _: mx.array([next(listed)]), max_tokens=99, **options)
     assert talk.lines[name].model.tokenizer.decode(ids[:-1]) == text

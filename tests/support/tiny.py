@@ -558,7 +558,10 @@ def write_random_translator(
         "provenance": {},
         **({} if head_map is None else {"head_map": list(head_map)}),
     }
-    tensors = {name: _random_map(rng, s) for name, s in page_shapes(config, lambda *_: 0, bias=bias).items()}
+    tensors = {
+        name: _random_map(rng, s)
+        for name, s in page_shapes(config, lambda *_: 0, bias=bias).items()
+    }
     write_translator(folder, config, tensors, dtype)
     return folder
 

@@ -45,21 +45,13 @@ PROMPT = "$ "
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block.
+    """One fenced block."""
 
-    Attributes:
-        language: As the fence names it; empty where it names none.
-        text: What is in it.
-        line: Of the page, from 1, where its text begins.
-        reason: Why it is not run; None where it is.
-        file: What it is called, where it is a file's text.
-    """
-
-    language: str
+    language: str  # as the fence names it; empty where it names none
     text: str
-    line: int
-    reason: str | None = None
-    file: str | None = None
+    line: int  # of the page, from 1, where its text begins
+    reason: str | None = None  # why it is not run
+    file: str | None = None  # what it is called, where it is a file's text
 
     @property
     def commands(self) -> list[str]:

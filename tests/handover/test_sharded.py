@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -33,67 +31,44 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", dict(seed=24, layers=5, kv_heads=4, head_dim=16)),
     "deepseek_v3": ("deepseek_v3", dict(seed=25, layers=5, kv_heads=4, head_dim=16)),
 }
-WAYS = [
-    ("qwen3", "tensor"), ("llama", "tensor"), ("qwen3_moe", "tensor"), ("qwen3_moe", "pipeline"),
-    ("deepseek_v3", "tensor"), ("deepseek_v3", "pipeline"),
-]  # fmt: skip
-KINDS = ("mixing", "head-wise", "mlp")
-PLACED = [  # where the source is: on the first rank, or spread as a target is
+# Target, how it is shared, kind of map, and where the source is, if not whole on every rank. Each
+# process starts for seconds and every step waits for all of them, so these are few.
+CASES: list[tuple[str, str, str, str | None]] = [
+    ("qwen3", "tensor", "mixing", None), ("llama", "tensor", "mlp", None),
+    ("qwen3_moe", "pipeline", "head-wise", None), ("deepseek_v3", "pipeline", "mixing", None),
     ("qwen3", "tensor", "mixing", "first"), ("qwen3", "tensor", "mixing", "tensor"),
-    ("qwen3", "tensor", "head-wise", "tensor"), ("qwen3_moe", "pipeline", "head-wise", "pipeline"),
-    ("qwen3_moe", "tensor", "mixing", "pipeline"), ("qwen3_moe", "pipeline", "mixing", "first"),
-    ("llama", "tensor", "mixing", "tensor"), ("deepseek_v3", "tensor", "mixing", "tensor"),
-    ("deepseek_v3", "pipeline", "mixing", "pipeline"), ("qwen3", None, "mixing", "tensor"),
+    ("qwen3", "tensor", "head-wise", "tensor"), ("qwen3_moe", "tensor", "mixing", "pipeline"),
+    ("qwen3", "tensor", "head-wise", None),
 ]  # fmt: skip
-# Each process starts for seconds and every step waits for all of them: all cases by hand.
-FEW = {
-    2: ("qwen3-tensor-mixing", "llama-tensor-mlp2", "qwen3_moe-pipeline-head-wise",
-        "deepseek_v3-pipeline-mixing",
-        "qwen3-tensor-mixing-first", "qwen3-tensor-mixing-tensor",
-        "qwen3-tensor-head-wise-tensor", "qwen3_moe-tensor-mixing-pipeline"),
-    4: ("qwen3-tensor-head-wise",),
-}  # fmt: skip
-ALL = "KVLINGO_EXAMPLES" in os.environ
+BY_FOUR = CASES[-1:]  # ranks; the others are for two
 ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
 MODULE = ("-m", "tests.support.ranks")
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Every family, way to share it and kind of map that there is."""
+    """Those above: what ranks are told of each."""
     root, found = tmp_path_factory.mktemp("sharded"), []
     small = tiny.write_tiny_model(root / "small", SOURCE[0], **SOURCE[1])
+    piped = tiny.write_tiny_model(root / "piped", "qwen3_moe", **{**SOURCE[1], "seed": 27})
     name, options = TARGETS["deepseek_v3"]
     latent = tiny.write_tiny_model(root / "latent", name, **{**options, "seed": 26, "layers": 4})
-    for (name, way), kind in itertools.product(WAYS, KINDS):
-        if name == "deepseek_v3" and kind == "head-wise":
-            continue  # latents have one head
+    for name, way, kind, placed in CASES:
         family, options = TARGETS[name]
         target = tiny.write_tiny_model(root / name, family, **options)
-        source = latent if name == "deepseek_v3" else small
-        folder = root / f"{name}-{way}-{kind}"
+        source = latent if name == "deepseek_v3" else piped if placed == "pipeline" else small
+        folder = root / "-".join([name, way, kind, *([placed] if placed else [])])
+        alone = (kind, placed) == ("mixing", None)
         tiny.write_random_translator(
-            folder, source, target, nu=2, head_mixing=kind != "head-wise", bias=kind == "mixing"
+            folder, source, target, nu=2, head_mixing=kind != "head-wise", bias=alone
         )
         if kind == "mlp":
-            like, folder = folder, root / f"{name}-{way}-mlp2"
+            like, folder = folder, root / f"{folder.name}2"
             tiny.write_mlp_translator(folder, like)
-        native = 2 if (way, kind) == ("tensor", "mixing") and name != "deepseek_v3" else 0
         found.append({
             "name": folder.name, "source": str(source), "target": str(target), "kind": way,
-            "translator": str(folder), "tokens": tiny.random_tokens(33), "native_layers": native,
-        })  # fmt: skip
-    piped = tiny.write_tiny_model(root / "piped", "qwen3_moe", **{**SOURCE[1], "seed": 27})
-    for name, way, kind, placed in PLACED:
-        source = latent if name == "deepseek_v3" else piped if placed == "pipeline" else small
-        folder = root / f"{name}-{way}-{kind}-{placed}"
-        tiny.write_random_translator(
-            folder, source, root / name, nu=2, head_mixing=kind != "head-wise"
-        )
-        found.append({
-            "name": folder.name, "source": str(source), "target": str(root / name), "kind": way,
-            "translator": str(folder), "tokens": tiny.random_tokens(33), "native_layers": 0,
-            "placed": placed,
+            "translator": str(folder), "tokens": tiny.random_tokens(33), "placed": placed,
+            "native_layers": 2 if alone and way == "tensor" else 0,
         })  # fmt: skip
     return found
 
@@ -104,7 +79,8 @@ def test_ranks_hold_together_what_one_process_holds(
     cases: list[dict[str, Any]], tmp_path: Path, count: int
 ) -> None:
     """Caches to 1e-5, forty tokens; drawn ones are the same on every rank."""
-    cases = [case for case in cases if ALL or case["name"] in FEW[count]]
+    split = len(CASES) - len(BY_FOUR)
+    cases = cases[:split] if count == 2 else cases[split:]
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"folder": str(tmp_path), "cases": cases}))
     done = shared(count, *MODULE, str(job))
@@ -150,15 +126,15 @@ def check_counts(
     shared = not any(word in case["name"] for word in ("deepseek", "mlp"))
     if case["kind"] == "tensor" and shared:  # an MLP's first layer belongs to no head
         assert maps == whole // count
-    assert maps <= whole and (weights < weights_bytes(target) or case["kind"] is None)
+    assert maps <= whole and weights < weights_bytes(target)
     facts = 3000  # bytes in which versions, models and the prompt are compared
     width = sum(layer.key_width + layer.value_width for layer in source.geometry.layers)
     states = 4 * width * (len(case["tokens"]) - 1)
     inner = 4 * source.model.args.hidden_size * (len(case["tokens"]) - 1)  # one hidden state
     sums = 2 * (len(source.geometry.layers) - 1)  # of the last layer nothing but the cache is used
     share = (count - 1) / count
-    expected = {None: 0, "first": 2 * share * states}.get(case.get("placed"))
-    if case.get("placed") == "tensor" and "deepseek" not in case["name"]:
+    expected = {None: 0, "first": 2 * share * states}.get(case["placed"])
+    if case["placed"] == "tensor" and "deepseek" not in case["name"]:
         mixing = "head-wise" not in case["name"]
         expected = share * states * mixing + 2 * share * sums * inner
     if case["native_layers"]:

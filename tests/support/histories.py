@@ -93,14 +93,7 @@ def closest(responses: Sequence[GenerationResponse]) -> float:
 
 
 def compare(answers: Answers, models: Mapping[str, Any], seed: int, rounds: int) -> int:
-    """Let clients ask at once, round for round; return how many answers were ties.
-
-    Args:
-        answers: Answers requests that come at once.
-        models: The models by the server's names.
-        seed: Of the histories.
-        rounds: Requests of each client.
-    """
+    """Let clients ask at once, so many rounds; return how many answers were ties."""
     clients = [Client(models, number, seed) for number in range(4)]
     for _ in range(rounds):
         asks = [client.act() for client in clients]

@@ -62,17 +62,11 @@ def widened(model: Model) -> Model:
 
 @dataclass
 class Mixer(ABC):
-    """A recurrent layer, one token after another.
+    """A recurrent layer, one token after another."""
 
-    Attributes:
-        module: transformers' layer, of which only projections and weights are used.
-        tail: (kernel - 1, C) the convolution's last inputs.
-        state: What the recurrence keeps; None in a convolution alone.
-    """
-
-    module: Model
-    tail: Tensor = field(init=False)
-    state: Tensor | None = field(init=False, default=None)
+    module: Model  # transformers' layer, of which only projections and weights are used
+    tail: Tensor = field(init=False)  # (kernel - 1, C) the convolution's last inputs
+    state: Tensor | None = field(init=False, default=None)  # None in a convolution alone
 
     def __post_init__(self) -> None:
         self.convolution = getattr(self.module, "conv1d", None) or self.module.conv
@@ -228,11 +222,7 @@ def mixer_of(module: Model) -> Mixer | None:
 
 
 class Reference:
-    """A hybrid with a cache, empty at first.
-
-    Args:
-        model: transformers' model of the same weights.
-    """
+    """A hybrid with a cache, empty at first, from transformers' model of the same weights."""
 
     def __init__(self, model: Model) -> None:
         self.model = widened(model)

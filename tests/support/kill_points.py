@@ -37,6 +37,7 @@ from kvlingo_mlx.embedded import TRANSLATORS, zoo
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.store.importing import import_translator
+from tests.support.random_samples import Numbered
 
 PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
 SHARES = {"import": 0.4, "fit": 0.1, "train-torch": 0.2, "train-mlx": 0.1, "conversation": 0.2}
@@ -179,24 +180,15 @@ class Jobs:
     # ---- training --------------------------------------------------------------------------
 
     def _train(self, runtime: str, report: Report, out: str = "trained") -> None:
-        from kvlingo_mlx.tokenization.samples import Sample
         from kvlingo_mlx.training.plan import TrainingPlan
         from kvlingo_mlx.training.recipe import Recipe
         from kvlingo_mlx.training.trainer import Trainer
-
-        class Random:
-            def sample(self, index: int) -> Sample:
-                numbers = random.Random(index).choices(range(5, 1000), k=60)
-                return Sample(tuple(numbers[:50]), tuple(numbers[50:]))
-
-            def held_out(self, count: int = 64) -> list[Sample]:
-                return [self.sample(-1 - i) for i in range(count)]
 
         pair = _for_training(runtime)
         recipe = Recipe(steps=6, batch=1, learning_rates=(1e-3,), validate_every=2)
         report("begin")
         Trainer(
-            *pair, Random(), TrainingPlan(fit_samples=3, held_out=2, recipe=recipe),
+            *pair, Numbered(), TrainingPlan(fit_samples=3, held_out=2, recipe=recipe),
             self.room / f"{out}-{runtime}",
             keep_every=0.0,
         ).run()  # fmt: skip

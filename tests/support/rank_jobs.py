@@ -30,7 +30,7 @@ from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.trainer import Trainer
-from tests.support.random_samples import samples
+from tests.support.random_samples import Numbered, samples
 
 RANK = int(os.environ.get("MLX_RANK", 0))
 Case = dict[str, Any]
@@ -127,19 +127,6 @@ def scores(case: Case) -> Found:
 
 
 # ---- trainings -------------------------------------------------------------------------------
-
-
-class Numbered:
-    """Samples of random tokens by number, whose lengths differ much."""
-
-    def sample(self, index: int) -> Sample:
-        rng = np.random.default_rng(index)
-        length = 10 + int(rng.integers(60))
-        tokens = rng.integers(5, 280, length + 8).tolist()
-        return Sample(tuple(tokens[:length]), tuple(tokens[length:]))
-
-    def held_out(self, count: int = 64) -> list[Sample]:
-        return [self.sample(1000 + i) for i in range(count)]
 
 
 def training(case: Case) -> Found:

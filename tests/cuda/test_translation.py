@@ -25,9 +25,7 @@ from kvlingo_mlx.cuda.shapes import FORMS, MapForm, ends_of, forms_of  # noqa: E
 from kvlingo_mlx.cuda.translation import (  # noqa: E402
     METHODS,
     CacheMemory,
-    LikeLayers,
     PrefixTranslation,
-    like_layers,
 )
 from kvlingo_mlx.engine import fill  # noqa: E402
 from kvlingo_mlx.format.assignment import by_depth, identity  # noqa: E402
@@ -193,17 +191,6 @@ def test_a_model_goes_on_from_its_own_translated_states(name: str) -> None:
         assert torch.allclose(scene.read(0, tokens + 1, 5)[0], wanted, atol=1e-5)
         scene.memory.arrays[0][0][:, :, -3] += 1
         assert not torch.allclose(scene.step()[0], wanted, atol=1e-4)
-
-
-def test_windows_hold_what_the_next_token_sees() -> None:
-    local, whole = LikeLayers((0, 1, 3, 4, 6), 8), LikeLayers((2, 5), None)
-    assert [local.kept(n) for n in (1, 7, 8, 30)] == [1, 7, 7, 7] and whole.kept(30) == 30
-    target = made("tiny-gemma-l")
-    assert like_layers(target) == (local, whole)
-    assert len(like_layers(made("tiny-moe"))) == 1
-    memory = CacheMemory.allocate(target, 30, torch.float32)
-    entry = 2 * 2 * 16 * 4
-    assert memory.nbytes == entry * (5 * 7 + 2 * 31)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
-from typing import Any
 
 from kvlingo_mlx.backend import mx
 
@@ -113,33 +111,6 @@ def test_reuse_is_between_verbatim_and_native(twins: list[LanguageModel], step_s
         for pair, wanted in zip(found, expected, strict=True):
             assert all(np.array_equal(a, b) for a, b in zip(pair, wanted, strict=True))
     assert not np.array_equal(own[0][0], theirs[0][0])
-
-
-def test_recomputing_few_layers_runs_few_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One layer of sixteen: no other is entered."""
-    folder = tiny.write_tiny_model(
-        tmp_path / "deep", "qwen3", seed=1, layers=16, kv_heads=2, head_dim=32
-    )
-    deep = kv.load(folder)
-    tokens, entered = tiny.random_tokens(401), []
-    layers = deep.model.layers
-
-    class Noted(type(layers[0])):  # type: ignore[misc]
-        """A layer that notes when it is run."""
-
-        def __call__(self, *arguments: Any, **options: Any) -> Any:
-            entered.append(next(i for i, layer in enumerate(layers) if layer is self))
-            return super().__call__(*arguments, **options)
-
-    for layer in layers:
-        monkeypatch.setattr(layer, "__class__", Noted)
-    conditions.prefill_layers(deep, tokens[:-1], 100, 1)
-    assert entered == [0] * 4
-    entered.clear()
-    conditions.native(deep, 100)(tokens)
-    assert entered == [*range(16)] * 4
 
 
 def test_reuse_needs_one_shape(models: dict[str, LanguageModel], twins: list) -> None:

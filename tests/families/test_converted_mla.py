@@ -16,7 +16,7 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import zoo
@@ -299,8 +299,6 @@ def test_what_cannot_be_converted(tool: ModuleType, convert: Convert, tmp_path: 
         ({"rotary": 7}, "--rotary is 7; give an even number from 2 to 128"),
         ({"rank": 0}, "--rank is 0; give 1 to 128, the full rank"),
         ({"ranks": "total", "rank": 32, "multiple": 64}, "--multiple is 64, and layers have 32"),
-        ({"ranks": "residual", "rank": FULL, "multiple": 129}, "and layers have 128 ranks on"),
-        ({"ranks": "total", "multiple": 0}, "--multiple is 0, and layers"),
         ({"shrinkage": -0.1}, "--shrinkage is -0.1; give a number from 0 to 1"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -359,15 +357,6 @@ def test_the_tool_runs_from_a_file_of_conversations(
     assert kv.load(f"{out}2").geometry.layers[0].value_dim == 32
     monkeypatch.setattr(sys, "argv", [w.replace(str(out), f"{out}3") for w in words] + work[:2])
     sys.argv[sys.argv.index("128")] = "64"
-    with pytest.raises(SystemExit, match="was measured with another model or other tokens"):
-        tool.main()
-    # Another model of the same shape: the same config, other weights.
-    twin = shutil.copytree(zoo(SMALL), tmp_path / "twin")
-    tensors = load_file(twin / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"] *= 2
-    save_file(tensors, twin / "model.safetensors", metadata={"format": "pt"})
-    monkeypatch.setattr(sys, "argv", [w.replace(str(out), f"{out}3") for w in words] + work)
-    sys.argv[1] = str(twin)
     with pytest.raises(SystemExit, match="was measured with another model or other tokens"):
         tool.main()
     monkeypatch.setattr(sys, "argv", [w.replace(str(out), f"{out}3") for w in words])

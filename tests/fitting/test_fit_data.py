@@ -109,22 +109,6 @@ def test_the_fit_that_is_made(pair: Any, file: Path) -> None:
         kv.fit(source, target, file, tokens=0)
 
 
-def test_a_bad_line_is_named(pair: Any, tmp_path: Path) -> None:
-    source, target, config = pair
-    path = tmp_path / "bad.jsonl"
-    for text, told in (
-        ('{"text": "a"}\nnot json\n', "line 2: not JSON"),
-        ('{"text": "a"}\n\n{"text": 5}', "line 3: expected"),
-        ("", "holds no records"),
-        ("\n \n  \n", "hold no records"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=told):
-            chosen(records_of(path), (source, target), config, "frobenius", None)
-    with pytest.raises(ValueError, match="cannot be read"):
-        records_of(tmp_path / "absent.jsonl")
-
-
 @pytest.mark.parametrize("paces", [(0.0001, 0.0002), (0.01, 0.03), (0.5, 0.25)])
 @pytest.mark.parametrize("passes", [1, 3])
 def test_the_time_that_is_told(

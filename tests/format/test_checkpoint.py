@@ -996,27 +996,3 @@ def test_a_full_disk_is_an_os_error_that_names_the_file() -> None:
     with pytest.raises(OSError, match="No space left on device: '/dev/full'") as caught:
         tensor_file.write_tensors(Path("/dev/full"), weights)
     assert caught.value.errno == 28
-
-
-def test_tensors_made_while_they_are_written_are_what_the_library_reads(tmp_path: Path) -> None:
-    made = {"b.weight": np.arange(6, dtype=np.float16).reshape(2, 3), "a": np.ones(1, np.float16)}
-    shapes = {name: array.shape for name, array in made.items()}
-    path, turned = tmp_path / "w.safetensors", []
-
-    def make(name: str) -> np.ndarray:
-        turned.append(name)
-        return made[name].T.copy().T  # not contiguous
-
-    tensor_file.write_tensors(path, Weights("float16", tensor_file.LazyTensors(shapes, make)))
-    assert turned == ["a", "b.weight"]  # each once
-    theirs = tmp_path / "theirs.safetensors"
-    safetensors.numpy.save_file(made, theirs, {"format": "kvlingo"})
-    assert path.read_bytes() == theirs.read_bytes()
-    found = safetensors.numpy.load_file(path)
-    assert set(found) == set(made)
-    assert all(np.array_equal(found[name], made[name]) for name in made)
-    lazy = tensor_file.read_tensors(path, lazy=True)
-    assert isinstance(lazy.arrays, tensor_file.LazyTensors) and lazy.nbytes == 14
-    assert np.array_equal(lazy.cast("float32").arrays["b.weight"], made["b.weight"])
-    with pytest.raises(KeyError):
-        lazy.arrays["c"]

@@ -19,7 +19,6 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.on_mlx import gradients
-from kvlingo_mlx.training.on_mlx.layers import Pass
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.runtime import Pair, pair_of
@@ -164,17 +163,3 @@ def test_nothing_is_kept(models: dict[str, LanguageModel]) -> None:
         assert len(set(held[2:])) == 1, "each conversation would leave something behind"
     finally:
         gc.enable()
-
-
-def test_layers_that_read_something_else_are_refused(models: dict[str, LanguageModel]) -> None:
-    """A gradient that would be lost between two layers is none."""
-    model = models["wide"]
-
-    def run() -> mx.array:
-        layers, caches = model.model.layers, cache
-        state = layers[0](mx.ones((1, 2, 64)), None, caches[0])
-        return layers[1](2 * state, None, caches[1])[0]
-
-    cache = [gradients._cache(model, [], Sample((1, 2), (3,)))[n] for n in range(3)]
-    with pytest.raises(ValueError, match="wide do not read others' outputs"):
-        Pass(model, cache, run)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from kvlingo_mlx.embedded import zoo
-from kvlingo_mlx.group import Group
 from tests.support.repository_tools import tool
 
 torch = pytest.importorskip("torch")
@@ -217,24 +216,6 @@ def test_each_token_comes_once_an_epoch(numbers: Path) -> None:
             epoch = epoch[len(document) :]
         orders.append(order)
     assert orders[0] != orders[1] and orders[0] != sorted(orders[0])
-
-
-def test_a_batch_is_the_same_for_any_number_of_processes(numbers: Path, models: ModuleType) -> None:
-    packed, plan = tool("pretraining.packed"), models.MODELS["tiny-scratch-s"]
-    plan = replace(plan, recipe=replace(plan.recipe, batch=5, length=16))
-    model = empty(models, "tiny-scratch-s")
-    scaling = tool("pretraining.completep").CompleteP.of(model.config, plan.recipe.base)
-
-    def rows(group: Group) -> dict[int, list[int]]:
-        documents = packed.Documents([str(numbers)], Words(), 3)
-        lessons = packed.Packed(model, plan, scaling, documents, group)
-        return {index: lane.next() for index, lane in lessons.lanes.items()}
-
-    alone, parts = rows(Group()), [rows(Group(rank, 3)) for rank in range(3)]
-    assert [sorted(part) for part in parts] == [[0, 3], [1, 4], [2]]
-    assert {index: row for part in parts for index, row in part.items()} == alone
-    with pytest.raises(ValueError, match="6 processes share a batch of 5 sequences; start fewer"):
-        rows(Group(0, 6))
 
 
 def test_text_files_and_conversations_are_read(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.group import Group
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.initial import initial
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
@@ -141,18 +140,6 @@ def test_the_loss_is_the_equations(folder: Path, runtime: str, form: str) -> Non
             assert float(found[at]) == pytest.approx(slope, rel=2e-3, abs=scale)
             checked += abs(slope) > 1e-3
     assert checked > 10
-
-
-def test_every_position_is_charged_equally(models: dict[str, LanguageModel]) -> None:
-    """A prefix twice over has twice the error of the states alike: a sum, not a mean."""
-    model = models["dense"]
-    config = make_config(model, model, TrainingPlan(kind="mlp", hidden=HIDDEN))
-    pair = pair_of(model, model)
-    made = pair.trainable(config, initial(config, HIDDEN, 0, gated=True))
-    tokens = tuple(np.random.default_rng(0).integers(5, 280, 40).tolist())
-    errors = [pair.reconstruction(made, pair.states(Sample(tokens[:n], (1,)), config.capture))
-              for n in (10, 20, 40)]  # fmt: skip
-    assert errors[1] > 1.5 * errors[0] and errors[2] > 1.5 * errors[1]
 
 
 def test_the_papers_widths_are_the_default(tmp_path: Path) -> None:

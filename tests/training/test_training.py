@@ -255,11 +255,6 @@ def test_objectives_equal_plain_sums(
     assert np.allclose(found.gradient.numpy(), slopes @ head.numpy().T, atol=1e-12)
 
 
-def test_unknown_objective() -> None:
-    with pytest.raises(ValueError, match="objective is 'mse'; it must be one of kl, ce, mixed"):
-        objective_named("mse")
-
-
 # ---- training ----------------------------------------------------------------------------
 
 

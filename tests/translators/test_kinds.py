@@ -23,7 +23,6 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.kinds import KINDS
-from kvlingo_mlx.format.maps import expected_shapes, flops_of
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import base, build, products
@@ -39,7 +38,6 @@ from tests.support.kinds import (
     each_form,
     each_layout,
     errors,
-    layer_json,
     layers_of,
     random_arrays,
     random_states,
@@ -250,18 +248,6 @@ def test_sizes(form: Form, bias: bool, batched: bool) -> None:
     assert translator.nbytes == 4 * sum(numbers.values())
     matrices = [n for n in numbers if n.split(".")[2] in ("weight", "w1", "w2")]
     assert translator.flops_per_token == 2 * sum(numbers[n] for n in matrices)
-
-
-@pytest.mark.parametrize(("layers", "megaflops"), [(28, 117), (36, 151)])
-def test_the_papers_operations_per_token(layers: int, megaflops: int) -> None:
-    """Appendix "Computational gains": Qwen3's widths, layer to layer."""
-    data = config_json(Form(), 1)
-    for end in ("source", "target"):
-        data[end] = data[end] | {"layers": [layer_json(i, 8, 128, 128) for i in range(layers)]}
-    data["assignment"] = {side: [[i] for i in range(layers)] for side in SIDES}
-    shapes = expected_shapes(to_config(data), ())
-    flops = flops_of((name, math.prod(shape)) for name, shape in shapes.items())
-    assert round(flops / 1e6) == megaflops
 
 
 def test_there_is_a_translator_of_every_kind() -> None:

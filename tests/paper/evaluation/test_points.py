@@ -16,9 +16,7 @@ import pytest
 from mlx_lm.generate import stream_generate
 
 import kvlingo_mlx as kv
-from benchmarks.paper.tasks import QUESTION_AT
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
-from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.evaluation import compare, conditions, lineup, probes
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -139,41 +137,6 @@ def test_the_target_reads_the_question_itself(
     }
     assert min(recalled(found), recall["native"]) > 0.8
     assert max(recall["hidden"], recall["shuffled"]) < 0.3
-
-
-def test_given_answers_are_scored_after_the_question(
-    pair: tuple[LanguageModel, LanguageModel],
-    makers: dict[str, conditions.CacheMaker],
-    marked: None,
-) -> None:
-    target, context = pair[1], prompt(pair[1], TALKS[0])
-    values = [TALKS[0].asked[0].say(dialogues.ANSWER), "I do not know."]
-
-    def scores(name: str, point: str, **more: Any) -> list[float]:
-        requests = [Instance("loglikelihood", {}, (context, v), 0, metadata=("dialogues", 0, 1))
-                    for v in values]  # fmt: skip
-        found = lm(target, makers[name], point=point, **more).loglikelihood(requests)
-        return [score for score, _ in found]
-
-    own = scores("native", "prompt")
-    assert scores("native", "context") == pytest.approx(own, abs=1e-4)
-    moved = scores("translated", "context")
-    assert moved[0] > moved[1] and moved != scores("translated", "prompt")
-    assert scores("hidden", "context")[0] < moved[0] - 1
-    # A context that is cut away in front loses as much of its translated part.
-    assert scores("native", "context", max_length=20) == pytest.approx(
-        scores("native", "prompt", max_length=20), abs=1e-4
-    )
-
-
-def test_prompts_without_their_mark(
-    pair: tuple[LanguageModel, LanguageModel], makers: dict[str, conditions.CacheMaker]
-) -> None:
-    requests = asked(["no question here"], task="repliqa")
-    with pytest.raises(KVLingoError, match="a prompt of repliqa does not hold '.*Question: '"):
-        lm(pair[1], makers["native"], point="context", question_at=QUESTION_AT).generate_until(
-            requests
-        )
 
 
 # ---- after the reasoning ------------------------------------------------------------------------

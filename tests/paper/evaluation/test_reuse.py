@@ -122,16 +122,6 @@ def test_the_profiler_recomputes_no_more_than_it_must(
     assert droidspeak.choose(source, target, samples) == 4
 
 
-@pytest.mark.parametrize("spec", ["droidspeak", "droidspeak:x", "reuse:2"])
-def test_unknown_baselines(models: dict[str, LanguageModel], spec: str) -> None:
-    model = models["dense"]
-    with pytest.raises(ValueError, match="give reuse, or droidspeak:J, J a number"):
-        reuse.baseline(spec, model, model)
-    with pytest.raises(ValueError, match="give droidspeak:J"):  # 512 tokens of context
-        droidspeak.choose(model, model)
-    assert "2 of 3" in reuse.baseline("droidspeak:2", model, model).name
-
-
 # ---- compute ---------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 import kvlingo_mlx as kv
 from benchmarks.paper.commands import run
-from benchmarks.paper.evaluation.seeds import Cell, cells, medians, over_tasks, spread
+from benchmarks.paper.evaluation.seeds import cells, medians, over_tasks
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions, lineup, probes
 from kvlingo_mlx.evaluation.compare import ALL, Outcome, evaluate, found, outcome
@@ -24,25 +23,6 @@ from tests.support import tiny
 TALKS = [
     {"messages": talk.conversation()} for talk in dialogues.held_out(4, facts=(2, 3), questions=2)
 ]
-
-
-# Rows of the paper's table "seedsets": seeds 42, 43, 44, their mean and standard deviation.
-@pytest.mark.parametrize(
-    ("scores", "mean", "sd"),
-    [
-        ((0.371, 0.282, 0.400), 0.351, 0.061),
-        ((0.360, 0.439, 0.424), 0.408, 0.042),
-        ((0.408, 0.411, 0.413), 0.410, 0.003),
-        ((0.706, 0.694, 0.683), 0.694, 0.012),
-    ],
-)
-def test_the_papers_rows(scores: tuple[float, ...], mean: float, sd: float) -> None:
-    cell = Cell("t", "m", "c", tuple(Mean(score, 0.007, 9) for score in scores))
-    assert cell.mean == pytest.approx(mean, abs=1.1e-3)
-    assert cell.seed_sd == pytest.approx(sd, abs=1.1e-3)  # the scores are rounded
-    assert cell.seed_sd == pytest.approx(np.std(scores, ddof=1))
-    assert cell.item_error == 0.007
-    assert math.isnan(spread(scores[:1]))
 
 
 def planted(task: str, metrics: tuple[str, ...], values: dict[str, np.ndarray]) -> Outcome:

@@ -14,7 +14,7 @@ from benchmarks.paper.evaluation.suites import BASE, PAPER
 from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.entries import BY_LABEL, ENTRIES, LARGE, MIXTURE, SMALL
 from benchmarks.paper.reproducing.forms import OWN, form, is_translator
-from benchmarks.paper.reproducing.listing import listed, named, pairs_of, unused
+from benchmarks.paper.reproducing.listing import listed, pairs_of
 from benchmarks.paper.reproducing.running import MAKERS
 from benchmarks.paper.reproducing.tables import tables
 from benchmarks.paper.reproducing.trained import Wanted, settings
@@ -142,11 +142,3 @@ def test_the_list_tells_what_is_needed(tmp_path: Path) -> None:
     assert "as they are" in rows["app:tab:mla"].state and "60000" in rows["app:tab:mla"].state
     assert rows["tab:base"].models[0] == "Qwen3-0.6B-Base"
     assert pairs_of(BY_LABEL["tab:linearity"]) == [LARGE, SMALL]
-
-
-def test_misspelt_labels_and_idle_options() -> None:
-    with pytest.raises(ValueError, match="no table or figure 'tab:qwen3'; did you mean tab:qwen3"):
-        named(["tab:qwen3"])
-    assert unused(named(["tab:linearity"]), ["judge", "data"]) == ["judge"]
-    assert unused(named(["tab:linearity", "tab:qwen3sl"]), ["judge", "steps"]) == []
-    assert unused(named(["tab:base"]), ["judge"]) == ["judge"]

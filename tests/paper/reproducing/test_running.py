@@ -22,7 +22,6 @@ from benchmarks.paper.reproducing import scores, tiny_data, trained
 from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.drawing import draw, panels
 from benchmarks.paper.reproducing.entries import BY_LABEL, SMALL
-from benchmarks.paper.reproducing.judging import by_words
 from benchmarks.paper.reproducing.models import Models
 from benchmarks.paper.reproducing.results import Line, Result, cells, keep, kept, markdown
 from benchmarks.paper.reproducing.stand_ins import deeper
@@ -121,22 +120,6 @@ def test_scores_are_those_of_the_suite_and_controls_collapse(work: Work) -> None
     assert translated > native - 0.1 and wrong < 0.6  # "The hotel of Emma is" is most of F1
 
 
-def test_r2_stands_before_its_scores(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Table "cachedist": at the capture point of the translator whose scores follow."""
-    planted = {"pre_norm": 0.75, "post_norm": 0.5}
-    monkeypatch.setattr(
-        scores.statistics, "keys_r2", lambda work, pair, way, capture: planted[capture]
-    )
-    monkeypatch.setattr(
-        scores, "measured", lambda cells, work, entry: ({c: Mean(0.25, 0.0, 2) for c in cells}, [])
-    )
-    result = scores.make(BY_LABEL["app:tab:cachedist"], work)
-    assert len(result.lines) == 4
-    for line in result.lines:
-        assert [line.values[0], line.values[3]] == [0.75, 0.5]
-        assert None not in line.values
-
-
 def copy(folder: Path, into: Path, *, shuffled: bool) -> None:
     """A translator, or the control that has its maps at wrong layers."""
     from kvlingo_mlx.evaluation.conditions import shuffled as at_wrong_layers
@@ -193,13 +176,6 @@ def test_numbers_are_laid_beside_the_papers(work: Work, tmp_path: Path) -> None:
     (tmp_path / "results" / "tab-affine.json").write_text("{")
     with pytest.raises(ValueError, match="is damaged; remove it"):
         kept(tmp_path, entry)
-
-
-def test_a_rule_stands_for_the_judge_in_tiny_runs() -> None:
-    prompt = "Question: who?\n\nCorrect answer: Ann won\n\nModel response: {}\n\nIs it correct?"
-    assert "[[yes]]" in by_words(prompt.format("Ann won"))
-    assert "[[no]]" in by_words(prompt.format("blue green red"))
-    assert "[[no]]" in by_words(prompt.format(""))
 
 
 def test_a_figure_is_drawn_from_its_numbers(tmp_path: Path) -> None:

@@ -17,9 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 
 import kvlingo_mlx as kv
-from benchmarks.paper.commands import bench_healing
-from benchmarks.paper.timing import derived, healing, paths, runs, tables
-from benchmarks.paper.timing.healing import Meanwhile
+from benchmarks.paper.timing import healing, paths, runs, tables
 from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.models import capture
@@ -98,25 +96,6 @@ def test_an_answer_that_fills_the_context_ends_and_the_rest_is_read(
     made.heal_interleaved()
     found = made.meanwhile["heal_interleaved"][-1]
     assert (found.tokens, found.left) == (4, COUNT) and in_a_row(read) == COUNT
-
-
-def test_speeds_while_healing_are_medians_of_enough_tokens() -> None:
-    few = paths.FEW
-    timing = tables.Timing(
-        64,
-        {"decode_translated": [2.0]},
-        decoded=200,
-        meanwhile={
-            "heal_interleaved": [Meanwhile(n, s, 0) for n, s in ((10, 1.0), (30, 0.5), (20, 0.4))],
-            "heal_layers 2": [Meanwhile(few, 1.0, 0), Meanwhile(few - 1, 1.0, 0)],
-        },
-    )
-    assert derived.speeds_while_healing(timing) == {"heal_interleaved": 50.0}
-    rows = bench_healing.rows([timing])
-    assert rows == [
-        ["target, healed meanwhile (tokens/s)", "50.0 (50%)"],
-        ["target, 2 layers at once (tokens/s)", "-"],
-    ]
 
 
 # ---- work -----------------------------------------------------------------------------------

@@ -251,40 +251,6 @@ def test_references(tmp_path: Path) -> None:
             load_reference(str(path))
 
 
-def bench_record(**changes: Any) -> dict[str, Any]:
-    """What ``bench --table all --json`` writes of two lengths."""
-    config = {"source": "s", "target": "t", "batch": 1, "layers": None, "precision": None}
-
-    def timings(**samples: float) -> list[dict[str, Any]]:
-        return [{"prompt_tokens": n, "samples": {k: [v] for k, v in samples.items()}}
-                for n in (64, 256)]  # fmt: skip
-
-    results = {
-        "moe-switch": {"timings": timings(**{"switch": 2.0, "translate stored": 1.0})},
-        "quant": {"timings": timings(**{"translate stored": 0.5, "translate 8 bits": 0.25})},
-    }
-    for found in results.values():
-        found["extrapolated"] = [{"switch": 20.0, "translate stored": 10.0}] * 2
-    return {
-        "kind": "bench", "schema": 1, "date": "2026-01-02", "environment": {"chip": "chip"},
-        "config": config | changes, "results": results,
-    }  # fmt: skip
-
-
-def test_a_reference_keeps_its_tables_apart(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps(bench_record()) + "\n")
-    found = load_reference(str(path))
-    assert found.measured["moe-switch"][64] == {"switch": 2.0, "translate stored": 1.0}
-    assert found.config["machine"] == "chip" and found.label is None
-    assert found.measured["quant"][64]["translate stored"] == 0.5
-    assert found.whole == found.measured and found.layers is None
-    path.write_text(json.dumps(bench_record(layers=[[2, 36], [2, 48]])) + "\n")
-    found = load_reference(str(path))
-    assert found.layers == ((2, 36), (2, 48)) and found.measured["moe-switch"][64]["switch"] == 2
-    assert found.whole["moe-switch"][256]["switch"] == 20.0
-
-
 def test_bench_of_a_geometry(
     small_geometries: None, unhurried: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

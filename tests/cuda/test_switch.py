@@ -58,20 +58,6 @@ def test_transformers_runs_a_shape_as_its_config_says(name: str) -> None:
     assert spec.layers == target.spec().layers
 
 
-def test_every_pair_of_the_papers_tables_has_a_plan() -> None:
-    settings = switch.SwitchSettings(device="cpu")
-    plans = {p: switch.plan(p, settings) for pairs in PAIRS.values() for p in pairs}
-    assert len(plans) == 12
-    for pair, plan in plans.items():
-        assert plan["tokens"] == [2048, 4096, 8192, 16384, 32768] and plan["dtype"] == "bfloat16"
-        assert plan["nu"] == (3 if "30b" in pair else 1), pair
-        uneven = "30b" in pair or "gemma" in pair
-        assert ("head-wise" in plan["forms"]) != uneven, pair
-        assert (plan["windows"] == {"source": 1024, "target": 1024}) == ("gemma" in pair)
-    assert plans["qwen3-4b:qwen3-30b-a3b"]["kv_heads"] == {"source": 8, "target": 4}
-    assert switch.plan("qwen3-4b:qwen3-1.7b", dataclasses.replace(settings, nu=8))["nu"] == 8
-
-
 # ---- what is checked --------------------------------------------------------------------------
 
 

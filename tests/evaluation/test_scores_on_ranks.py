@@ -70,24 +70,8 @@ def test_ranks_with_other_translators_or_items_are_told(tmp_path: Path) -> None:
 TALKS = [{"messages": t.conversation()} for t in dialogues.held_out(5, facts=(2, 3), questions=2)]
 
 
-def coqa(folder: Path) -> str:
-    """Dialogues of the zoo in CoQA's schema."""
-    lines = []
-    for number, talk in enumerate(dialogues.held_out(3, seed=3, facts=(4, 6), questions=3)):
-        story = " ".join(m["content"] for m in talk.messages[:-1] if m["role"] == "user")
-        asked, answers = (
-            [{"input_text": text, "turn_id": i} for i, text in enumerate(texts, 1)]
-            for texts in (talk.questions, [fact.value for fact in talk.asked])
-        )
-        lines.append({"source": "zoo", "id": f"z{number}", "story": story, "questions": asked,
-                      "answers": answers, "additional_answers": {}})  # fmt: skip
-    path = folder / "coqa.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return str(path)
-
-
 @BY_HAND
-@pytest.mark.parametrize("verb", ["eval", "turns", "verify", "tune", "lm-eval"])
+@pytest.mark.parametrize("verb", ["eval", "verify", "tune", "lm-eval"])
 def test_verbs(
     tmp_path: Path, task_folder: Path, verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,8 +82,6 @@ def test_verbs(
     words = {
         "eval": ["eval", *ends, *data, "--tasks", "recall,continuation,needles", "--needles",
                  "single", "--lengths", "256", "--limit", "3"],
-        "turns": ["eval", *ends, "--turns", "coqa:3", "--task-data", f"coqa={coqa(tmp_path)}",
-                  "--max-tokens", "12"],
         "verify": ["verify", str(TRANSLATORS / "--".join(ENDS)), *ends],
         "tune": ["tune", *ends, "--limit", "3", "--native-layers", "0,2", "-c", "trials=1"],
         "lm-eval": ["eval", *ends, "--tasks", "tiny_choice,tiny_words,tiny_answers",
@@ -107,11 +89,9 @@ def test_verbs(
     }[verb]  # fmt: skip
     out = lambda name: ["--out", str(tmp_path / name)] if verb != "verify" else []  # noqa: E731
     record = lambda name: ["--json", str(tmp_path / f"{name}-record")]  # noqa: E731
-    ours = f"paper {words[0]}" if verb == "turns" else words[0]
-    assert run([ours, *words[1:], *out("alone"), *record("alone")]) == 0
+    assert run([*words, *out("alone"), *record("alone")]) == 0
     said = capsys.readouterr().out
-    paper = verb == "turns"
-    tool = [sys.executable, "-m", "benchmarks.paper" if paper else "kvlingo_mlx.cli"]
+    tool = [sys.executable, "-m", "kvlingo_mlx.cli"]
     done = launched(2, *tool, *words, *out("ranks"), *record("ranks"))
     assert "exited with code" not in done.stdout + done.stderr, done.stderr[-2000:]
     one, other = (

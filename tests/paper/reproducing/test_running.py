@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("lm_eval")
 
 from benchmarks.paper.commands import run
-from benchmarks.paper.reproducing import scores, tiny_data, trained
+from benchmarks.paper.reproducing import scores, trained
 from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.drawing import draw, panels
 from benchmarks.paper.reproducing.entries import BY_LABEL, SMALL
@@ -141,21 +141,6 @@ def test_a_deeper_stand_in_says_the_same(tmp_path: Path) -> None:
     tokens = mx.array([[7, 300, 21, 5, 900]])
     both = [np.array(model.model(tokens)) for model in (plain, deep)]
     np.testing.assert_allclose(both[1], both[0], atol=1e-4)
-
-
-def test_tiny_records_are_read_by_every_benchmark(work: Work) -> None:
-    from benchmarks.paper.evaluation import suite_runs, suites
-
-    files = tiny_data.written(work)
-    named = {row.task for row in (*suites.PAPER, *suites.BASE)} - {suites.NEEDLES}
-    assert named <= set(files)
-    models = tuple(load(str(zoo(f"tiny-qwen3-{size}"))) for size in "sl")
-    for suite, rows in (("paper", suites.PAPER), ("base", suites.BASE)):
-        for row in rows:
-            if row.needs or (suite == "base" and row.name != "squad"):
-                continue  # lm-eval's own files are indexed for these, which takes a minute
-            settings = scores.settings_of(row, False, models, work)
-            suite_runs.check([row], models, settings)
 
 
 def test_numbers_are_laid_beside_the_papers(work: Work, tmp_path: Path) -> None:

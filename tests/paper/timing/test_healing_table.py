@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import mx, nn
+from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.models.switch_layers import SwitchLinear
 
 import kvlingo_mlx as kv
 from benchmarks.paper.timing import healing, paths, runs, tables
-from kvlingo_mlx.engine.hybrid import Native
-from kvlingo_mlx.engine.plan import Plan
-from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.timing import ceilings
+from kvlingo_mlx.timing import ceilings, geometries
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
 from tests.support.command_line import run
@@ -101,108 +96,34 @@ def test_an_answer_that_fills_the_context_ends_and_the_rest_is_read(
 # ---- work -----------------------------------------------------------------------------------
 
 
-class Counted:
-    """Operations of a model's linear layers and attention, by the shapes of their calls.
-
-    MLX evaluates no more than the cache's entries. ``flops`` leaves out what is called in the block
-    in which a run ends and is no part of its keys and values.
-    """
-
-    def __init__(self, model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.blocks = model.model.model.layers
-        self.block_of = {id(m): i for i, b in enumerate(self.blocks) for m in b.modules()}
-        self.linear: Counter[int] = Counter()
-        self.attention: Counter[int] = Counter()
-        self._within: list[int] = []
-        self._patch(monkeypatch, nn.Linear, self._linear)
-        self._patch(monkeypatch, SwitchLinear, self._experts)
-        attention = type(self.blocks[0].self_attn)
-        whole, fused = attention.__call__, mx.fast.scaled_dot_product_attention
-
-        def called(module: Any, *args: Any, **kwargs: Any) -> Any:
-            self._within.append(self.block_of.get(id(module), -1))
-            try:
-                return whole(module, *args, **kwargs)
-            finally:
-                self._within.pop()
-
-        def scores(queries: mx.array, keys: mx.array, values: mx.array, **kwargs: Any) -> mx.array:
-            _, heads, rows, width = queries.shape
-            seen = sum(keys.shape[2] - rows + 1 + i for i in range(rows))
-            self.attention[self._within[-1]] += 2 * heads * seen * (width + values.shape[3])
-            return fused(queries, keys, values, **kwargs)
-
-        monkeypatch.setattr(attention, "__call__", called)
-        monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", scores)
-
-    def _patch(self, monkeypatch: pytest.MonkeyPatch, cls: type, count: Callable[..., int]) -> None:
-        call = cls.__call__
-
-        def counting(module: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-            if id(module) in self.block_of:
-                self.linear[id(module)] += count(module, x, *args)
-            return call(module, x, *args, **kwargs)
-
-        monkeypatch.setattr(cls, "__call__", counting)
-
-    @staticmethod
-    def _linear(module: Any, x: mx.array) -> int:
-        return 2 * module.weight.size * (x.size // x.shape[-1])
-
-    @staticmethod
-    def _experts(module: Any, x: mx.array, indices: mx.array) -> int:
-        _, outputs, inputs = module.weight.shape
-        return 2 * outputs * inputs * indices.size
-
-    def flops(self, last: int) -> int:
-        """What was run since the last look, in runs that end with the entries of block ``last``."""
-        own = self.blocks[last].self_attn
-        ends = {id(m) for m in self.blocks[last].modules()} - {id(own.k_proj), id(own.v_proj)}
-        linear = sum(n for module, n in self.linear.items() if module not in ends)
-        attention = sum(n for block, n in self.attention.items() if block != last)
-        assert max(self.attention, default=0) <= last
-        self.linear.clear()
-        self.attention.clear()
-        return linear + attention
-
-
-@pytest.mark.parametrize("pair", [("dense", "moe"), ("moe", "dense")])
-@pytest.mark.parametrize("layers", [0, 1, 2, None])
-def test_work_is_that_of_the_products_that_are_run(
-    models: dict[str, LanguageModel],
-    monkeypatch: pytest.MonkeyPatch,
-    pair: tuple[str, str],
-    layers: int | None,
-) -> None:
-    source, target = (models[name] for name in pair)
-    translator, most = fitted(models, *pair), len(target.attentions)
-    layers = most if layers is None else layers
-    recorded = list(capture.prefill(source, PROMPT[:-1], 32))
-    plan = Plan(source, target, PROMPT, translator, Native(layers), step_size=32)
-    assert source.cache_dtype == target.cache_dtype  # known by a run of its own, once a model
-    counted = Counted(target, monkeypatch)
-    cache, prefix = healing.translated(plan, recorded)
-    mx.synchronize()
-    first = counted.flops(layers - 1) if layers else 0
-    healing.read_on(cache, prefix)
-    rest = counted.flops(most - 1)
-    # Of one source layer each: a matrix of all heads by all heads for keys, another for values.
-    widths = [m.config["num_key_value_heads"] * m.config["head_dim"] for m in (source, target)]
-    maps = 2 * 2 * widths[0] * widths[1] * (most - layers) * COUNT
-    assert (rest == 0) == (layers == most) and (first == 0) == (layers == 0)
-    numbers = [layers] if layers else []
-    found = healing.work(source, target, translator, numbers, COUNT)
-    if layers:
-        work = found[f"heal_layers {layers}"]
-        assert work["first_token"] == pytest.approx(first + maps, rel=1e-9)
-        assert work["until_native"] == pytest.approx(first + maps + rest, rel=1e-9)
-    else:
-        assert found["switch"] == {"first_token": pytest.approx(maps, rel=1e-9)}
-        assert found["native"]["first_token"] == pytest.approx(rest, rel=1e-9)
-        assert found["native"]["until_native"] == found["native"]["first_token"]
-        for phase in ("heal_idle", "heal_interleaved"):
-            assert found[phase]["first_token"] == pytest.approx(maps, rel=1e-9)
-            assert found[phase]["until_native"] == pytest.approx(maps + rest, rel=1e-9)
+def test_work_by_hand(tmp_path: Path) -> None:
+    """Two layers of width 64, 4 heads of 16, 2 of them cached, MLPs of 128; three tokens."""
+    options: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 16}
+    model = kv.load(tiny.write_tiny_model(tmp_path / "m", "qwen3", seed=1, **options))
+    forms: dict[str, Any] = {"float32": ("float32", None)}
+    maps = geometries.random_translators(model, model, 1, forms)["float32"]
+    kept, queries, mlp = 3 * 2 * 2 * 64 * 32, 3 * 2 * 2 * 64 * 64, 3 * 2 * 3 * 64 * 128
+    attention = 4 * 2 * 2 * 16 * (1 + 2 + 3)
+    map_of_a_layer = 3 * 2 * 2 * 32 * 32
+    whole = kept + queries + mlp + attention
+    assert healing.work(model, model, maps, [1, 2], 3) == {
+        "switch": {"first_token": 2 * map_of_a_layer},
+        "native": {"first_token": whole + kept, "until_native": whole + kept},
+        "heal_idle": {
+            "first_token": 2 * map_of_a_layer,
+            "until_native": 2 * map_of_a_layer + whole + kept,
+        },
+        "heal_interleaved": {
+            "first_token": 2 * map_of_a_layer,
+            "until_native": 2 * map_of_a_layer + whole + kept,
+        },
+        # The keys and values of one layer; then all of it, and those of the next.
+        "heal_layers 1": {
+            "first_token": map_of_a_layer + kept,
+            "until_native": map_of_a_layer + 2 * kept + whole,
+        },
+        "heal_layers 2": {"first_token": whole + kept, "until_native": whole + kept},
+    }
 
 
 # ---- the verb -------------------------------------------------------------------------------

@@ -322,7 +322,7 @@ def test_verbs_take_it(
     records = [json.loads(line) for line in record.read_text().splitlines()]
     assert records[0]["results"]["text"] == text[4]
     assert records[0]["config"]["quantize"] == 4
-    assert records[1]["config"]["forms"] == ["stored", "4 bits"]
+    assert records[1]["config"]["forms"] == ["float32", "4 bits"]
     assert run(["show", str(folder), "--quantize", "4"]) == 0
     rows = capsys.readouterr().out
     numbers = 2 * 4 * 64 * 64

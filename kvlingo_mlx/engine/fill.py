@@ -174,7 +174,8 @@ def bring(
             return _brought(plan, given, clock, watch)
         finally:
             given.close()
-    return _brought(plan, source or source_line(plan), clock, watch)
+    reader = source_line(plan) if source is None else source  # an empty line is false
+    return _brought(plan, reader, clock, watch)
 
 
 def take_over(

@@ -78,8 +78,7 @@ class OneTurn(LineSet):
         """Grow the target's line from the source's, or let the target read the prompt itself."""
         yield from ()
         self.clock.lap("prepare")
-        with wired(self.plan.target.model):
-            self.lines[TARGET], guarded = self._brought()
+        self.lines[TARGET], guarded = self._brought()
         seconds, plan = self.clock.seconds, self.plan
         number = plan.num_translated
         return Switch(
@@ -127,9 +126,10 @@ class OneTurn(LineSet):
         turn = Turn(self, progress, max_tokens, decoding, self.clock.started)
         heard = Heard(plan.target, lambda: plan.target.tokenizer.decode(plan.tokens), plan.chat)
         steps = turn.answer_by([Part(TARGET)], None, _nothing)
-        for response in tokens_alone(steps, heard):
-            response.received = self.clock.received
-            yield response
+        with wired(plan.target.model):
+            for response in tokens_alone(steps, heard):
+                response.received = self.clock.received
+                yield response
 
 
 def _nothing(text: str) -> Steps:

@@ -6,7 +6,7 @@ the same steps must give the same numbers, to the bit. Where mlx-lm fails, we mu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.utils import _get_classes
 
 import kvlingo_mlx as kv
+from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.families import family_of
-from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import plain_models, tiny
 from tests.support.identity import identity_of
@@ -285,13 +285,13 @@ def test_draft_models(kind: str, opened: Opener) -> None:
 def test_the_prefill_model_drafts_from_the_cache_it_has(
     opened: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, prefill = [], capture.prefill
+    read, reading = [], Line.read
 
-    def noted(model: LanguageModel, *more: Any) -> Any:
-        read.append(model)
-        return prefill(model, *more)
+    def noted(line: Line, tokens: Sequence[int], *more: Any) -> Iterator[None]:
+        read.extend([line.model] if tokens and not len(line) else [])
+        return reading(line, tokens, *more)
 
-    monkeypatch.setattr(capture, "prefill", noted)
+    monkeypatch.setattr(Line, "read", noted)
     model = opened("plain")
     translator = same(model)
     for draft in (model, str(model.path)):  # by its name it is loaded only once
@@ -342,7 +342,7 @@ def no_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> None:
         raise AssertionError("something was prefilled before the options were refused")
 
-    monkeypatch.setattr(capture, "prefill", refuse)
+    monkeypatch.setattr(Line, "read", refuse)
 
 
 @pytest.mark.parametrize(

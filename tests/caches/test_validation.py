@@ -120,14 +120,14 @@ def test_every_hand_over_is_checked(
     models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also that of a generation and of a conversation's switch."""
-    model, write = models["dense"], caches.write
+    model, append = models["dense"], caches.append
     translator = identity_of(model)
 
     def short(cache: list[Any], *rest: Any) -> None:
-        write(cache, *rest)
+        append(cache, *rest)
         cache[1].offset -= 1
 
-    monkeypatch.setattr(caches, "write", short)
+    monkeypatch.setattr(caches, "append", short)
     with pytest.raises(kv.CacheError, match="layer 1"):
         kv.hand_over(model, model, TOKENS, translator=translator)
     with pytest.raises(kv.CacheError, match="layer 1"):

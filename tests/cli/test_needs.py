@@ -398,7 +398,7 @@ ALWAYS_ARGUMENTS = set(
     "enable_thinking "
     "verbatim message messages prefill reasoning where folder eager on_missing offload on_full "
     "characters overwrite solving suits data minutes out max_kl min_recall "
-    "nu seed force told answers seconds until heal guard address key sent patience".split()
+    "nu seed force callbacks answers seconds until heal guard address key sent patience".split()
 )
 # They take states, or a server's request, not what users type.
 INNER = (

@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 
 from lm_eval.api.instance import Instance  # noqa: E402
 
-from benchmarks.paper.evaluation.points import SwitchingLM  # noqa: E402
+from benchmarks.paper.evaluation.switching_lm import SwitchingLM  # noqa: E402
 from kvlingo_mlx.cuda import decoding, model  # noqa: E402
 from kvlingo_mlx.cuda.decoding import TorchDecoder  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402

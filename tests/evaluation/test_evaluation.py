@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
+from benchmarks.paper.evaluation import reuse
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.embedded.dialogues import ANSWER
 from kvlingo_mlx.evaluation import conditions
@@ -106,7 +107,7 @@ def test_reuse_is_between_verbatim_and_native(twins: list[LanguageModel], step_s
     tokens = tiny.random_tokens(17)
     own, theirs = (entries(conditions.native(m, step_size)(tokens)) for m in (target, source))
     for recomputed in range(5):
-        found = entries(conditions.reused(source, target, recomputed, step_size)(tokens))
+        found = entries(reuse.reused(source, target, recomputed, step_size)(tokens))
         expected = own[:recomputed] + theirs[recomputed:]
         for pair, wanted in zip(found, expected, strict=True):
             assert all(np.array_equal(a, b) for a, b in zip(pair, wanted, strict=True))
@@ -115,6 +116,6 @@ def test_reuse_is_between_verbatim_and_native(twins: list[LanguageModel], step_s
 
 def test_reuse_needs_one_shape(models: dict[str, LanguageModel], twins: list) -> None:
     with pytest.raises(kv.IncompatibleTranslatorError, match="cache layers: 4, expected 3"):
-        conditions.reused(models["dense"], twins[1])
+        reuse.reused(models["dense"], twins[1])
     with pytest.raises(ValueError, match="recomputed is 5"):
-        conditions.reused(*twins, 5)
+        reuse.reused(*twins, 5)

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.evaluation import conditions
+from benchmarks.paper.evaluation import reuse
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
@@ -146,7 +146,7 @@ def test_mixed_pairs_and_points_are_refused(
     with pytest.raises(ValueError, match="capture is 'latent'; .* one of pre_norm, post_norm"):
         kv.fit(common, common, RECORDS, capture="latent")
     with pytest.raises(kv.IncompatibleTranslatorError, match=r"layer 0 stores \(heads, width\)"):
-        conditions.reused(models["deepseek_v2"], latent)
+        reuse.reused(models["deepseek_v2"], latent)
     folder = identity_of(latent, capture="latent").save(tmp_path / "translator")
     path = folder / translator_folder.CONFIG_FILE
     path.write_text(path.read_text().replace('"capture": "latent"', '"capture": "pre_norm"'))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import json
 import os
 import re
@@ -228,7 +229,7 @@ def test_without_the_extra(
 
 def test_every_setting_is_an_option() -> None:
     options = {OPTIONS.get(name, name) for name in NAMES}
-    fields = set(serve.ServeOptions.__dataclass_fields__)
+    fields = {field.name for field in dataclasses.fields(serve.ServeOptions)}
     of_verbs = {"models", "config", "json_file"}
     assert fields == options - {"pairs"} | of_verbs  # pairs stand in a file
 

@@ -92,7 +92,7 @@ def work(
     """The operations of each way to a native cache of ``count`` tokens, without decoding steps.
 
     Linear layers, maps and causal attention are counted, as they are run: a run of the first layers
-    ends with the last one's keys and values, and reading above them begins with that layer.
+    ends with the last one's keys and values.
 
     Returns:
         By phase, ``first_token``: what comes before the first step; ``until_native``: that and all
@@ -111,7 +111,6 @@ def work(
     for j in layers:
         above = translation_work(translator.above(j), source, target, count).flops
         first = sum(whole[: j - 1]) + keys[j - 1] + above
-        # A single first layer's input is no more than the embedding, so it is not kept.
-        rest = 0.0 if j == len(whole) else reading - sum(whole[: j - 1])
+        rest = 0.0 if j == len(whole) else reading
         found[f"{HEAL_LAYERS}{j}"] = {FIRST_TOKEN: first, UNTIL_NATIVE: first + rest}
     return found

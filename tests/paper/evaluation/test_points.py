@@ -25,7 +25,8 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
 
-from benchmarks.paper.evaluation.points import SwitchingLM, check_tasks, moved
+from benchmarks.paper.evaluation.points import check_tasks, moved
+from benchmarks.paper.evaluation.switching_lm import SwitchingLM
 from kvlingo_mlx.evaluation.harness import running
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
 from kvlingo_mlx.evaluation.harness.responses import Responses

@@ -1,0 +1,119 @@
+"""lm-eval's view of a decoder whose cache changes hands at a point of :mod:`.points`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+
+from benchmarks.paper.evaluation.points import CONTEXT, POINTS, PROMPT, TRACE
+from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, RequestedAnswer
+from kvlingo_mlx.evaluation.harness.answers import Answer
+from kvlingo_mlx.evaluation.harness.decoding import Decoder, Wanted, longest_first, shared_start
+from kvlingo_mlx.evaluation.harness.responses import key_of
+
+
+class SwitchingLM(PrefixLM):
+    """:class:`PrefixLM` whose cache changes hands before a prompt's end, or after reasoning.
+
+    Args:
+        decoder: The target, with the condition.
+        point: One of ``POINTS``.
+        writer: The source, which writes the trace.
+        question_at: By a task's name, the words with which the question of a context begins.
+        more: As for :class:`PrefixLM`.
+
+    Raises:
+        ValueError: There is no such point, or a trace's source is not given or has no marks of
+            reasoning.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        point: str = PROMPT,
+        writer: Decoder | None = None,
+        question_at: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(decoder, **more)
+        if point not in POINTS:
+            raise ValueError(f"the cache changes hands at {point!r}; give {', '.join(POINTS)}")
+        writer = writer if point == TRACE else None
+        if point == TRACE and writer is None:
+            raise ValueError("the source writes the trace; give it as writer")
+        if writer is not None and not writer.tokenizer.think_end:
+            raise ValueError(
+                f"{writer.name} has no marks of reasoning, so it writes no trace to hand over; "
+                "leave out trace"
+            )
+        self.point, self.writer, self.question_at = point, writer, question_at or {}
+        # Every condition is given the same traces.
+        self._traced = {} if writer is None else {"source": writer.identity, **self.cutting}
+
+    def check_tasks(self, tasks: Mapping[str, Any]) -> None:
+        for name, task in tasks.items():
+            if self.point == CONTEXT and name not in self.question_at:
+                raise ValueError(
+                    f"where the question of {name} begins is not known, so its context cannot be "
+                    f"translated alone; known are {', '.join(self.question_at) or 'none'}; leave "
+                    "out context"
+                )
+            if self.point == TRACE and task.OUTPUT_TYPE != "generate_until":
+                raise ValueError(
+                    f"{name} scores given answers, so no reasoning precedes them; leave out trace, "
+                    "or take a task whose answers are written"
+                )
+
+    def begin(self, context: str, request: Instance) -> int | None:
+        """Where the question begins; a token that reaches into it is the question's."""
+        if self.point != CONTEXT:
+            return None
+        mark = self.question_at[request.task_name or ""]
+        place = context.rfind(mark)
+        if place < 0:
+            raise KVLingoError(
+                f"a prompt of {request.task_name} does not hold {mark!r}, before which its "
+                "question begins; leave out context"
+            )
+        return shared_start(self.tokens(context), self.tokens(context[:place]))
+
+    def before_answers(self, asked: Sequence[RequestedAnswer]) -> dict[str, list[int]]:
+        """The source's reasoning on each prompt; it is kept like a response.
+
+        A trace ends with its closing mark, at the budget, or where the context is full. A source
+        that answers without reasoning leaves the prompt as it is.
+        """
+        if self.writer is None:
+            return {}
+        keys: dict[str, str] = {}
+        missing: dict[str, tuple[Wanted, Trace]] = {}  # prompts may be the same
+        for each in asked:
+            prompt = self.prompt(each)
+            most = min(each.most, self.max_length - len(prompt.tokens))
+            key = keys[each.key] = key_of(self._traced, "trace", [each.context, most])
+            if most > 0 and key not in self.responses:
+                trace = Trace(self.writer.tokenizer, self.ends(each.context))
+                missing[key] = Wanted(prompt, most, trace.take), trace
+        writing = {wanted: (key, trace) for key, (wanted, trace) in missing.items()}
+        for wanted in self.writer.write(longest_first(writing)):
+            key, trace = writing[wanted]
+            self.responses.add(key, trace.reasoning())
+        return {k: self.responses[key] for k, key in keys.items() if key in self.responses}
+
+
+class Trace(Answer):
+    """Reasoning that is being written for another model, which will write the answer."""
+
+    def take(self, token: int) -> bool:
+        """Add a token; returns whether it closes the reasoning, or shows that there is none."""
+        self._taken(token)
+        start, begun = self.ends.start, self.text.lstrip() if not self._reasons else ""
+        return self._closed or not (self._reasons or start.startswith(begun))
+
+    def reasoning(self) -> list[int]:
+        """The tokens of the reasoning; none if the model answered without."""
+        return self.tokens if self._reasons else []

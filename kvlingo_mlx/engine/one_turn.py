@@ -63,9 +63,9 @@ class OneTurn(LineSet):
         return () if self.plan.translator is None else (self.plan.translator,)
 
     def healing(self, line: Line) -> Interleaved:
+        reader = functools.partial(line.heal, answers=True)
         heals = self._heals and self.plan.way == "accelerator"
-        reader = functools.partial(line.heal, answers=True) if heals else None
-        return Interleaved(reader, self._share, together=self.together)
+        return Interleaved(reader if heals else None, self._share, together=self.together)
 
     def bring(
         self,
@@ -79,8 +79,7 @@ class OneTurn(LineSet):
         yield from ()
         self.clock.lap("prepare")
         self.lines[TARGET], guarded = self._brought()
-        seconds, plan = self.clock.seconds, self.plan
-        number = plan.num_translated
+        seconds, plan, number = self.clock.seconds, self.plan, self.plan.num_translated
         return Switch(
             name, 0, number, len(plan.prefix) - number, self.clock.passed,
             translate_s=seconds["translate"], read_s=seconds["native"],
@@ -120,8 +119,8 @@ class OneTurn(LineSet):
     ) -> Generator[GenerationResponse, None, None]:
         """The target's answer to the prompt, a response per token."""
         plan, draft = self.plan, self.lines.get(DRAFT)
-        chosen = self.chosen_together(choice)
-        decoding = Decoding(chosen, tools, quantised or {}, draft, num_draft_tokens)
+        choice = self.chosen_together(choice)
+        decoding = Decoding(choice, tools, quantised or {}, draft, num_draft_tokens)
         progress = AnswerInProgress.to_text(self, TARGET, plan.tokens)
         turn = Turn(self, progress, max_tokens, decoding, self.clock.started)
         heard = Heard(plan.target, lambda: plan.target.tokenizer.decode(plan.tokens), plan.chat)

@@ -25,8 +25,7 @@ import pytest
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 import kvlingo_mlx.engine.conversation
-from kvlingo_mlx.cli import chat_input, run
-from kvlingo_mlx.cli.chat_input import Stop
+from kvlingo_mlx.cli import run
 from kvlingo_mlx.engine import healing
 from kvlingo_mlx.engine.accounting import LineStats, Stats
 from kvlingo_mlx.engine.conversation import Conversation
@@ -446,24 +445,6 @@ def test_ctrl_c(
     assert talk.messages[3]["content"] == "".join(response.text for response in after)
 
 
-def test_ctrl_c_as_the_first_token_arrives(
-    chats: Chats, one: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The conversation has it already, the chat has not seen it: it is taken back."""
-    pressed: list[bool] = []
-
-    class Late(Stop):
-        def __setattr__(self, name: str, value: bool) -> None:
-            if name == "began" and value and not pressed:
-                pressed.append(True)
-                os.kill(os.getpid(), signal.SIGINT)
-            super().__setattr__(name, value)
-
-    monkeypatch.setattr(chat_input, "Stop", Late)
-    out = chats("hi there", "and you")
-    assert out == f"stopped; nothing was kept\n{says((one, 'and you'))[0]}\n" and pressed
-
-
 # ---- a terminal -----------------------------------------------------------------------------
 
 # In a session of its own, whose terminal turns control-C into a signal; answers take their time.
@@ -554,22 +535,6 @@ def terminals(chats: Chats, tmp_path: Path) -> Iterator[Any]:
     yield start
     for terminal in opened:
         terminal.close()
-
-
-class Keyboard(io.StringIO):
-    """Lines that are typed somewhere where Python's own input() takes them."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_prompts_and_the_end_of_a_terminals_input(
-    chats: Chats, one: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", Keyboard("hi there\n/use b\n"))
-    assert run(["chat", *chats.models, "--max-tokens", str(NEW)]) == 0  # Ctrl-D
-    answer = says((one, "hi there"))[0]
-    assert chats.capsys.readouterr().out == f"/help lists the commands\na> {answer}\na> b> \n"
 
 
 def test_a_chat_in_a_terminal(

@@ -28,7 +28,6 @@ import kvlingo_mlx as kv
 from benchmarks.paper.evaluation import reuse
 from kvlingo_mlx.caches.entries import PositionedKVCache
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.engine.fill import bring, take_over
 from kvlingo_mlx.engine.plan import Plan, align
 from kvlingo_mlx.evaluation import lineup, probes
@@ -423,24 +422,6 @@ def test_evaluation(folder: Callable[..., Path], opened: Callable[[str], Languag
     with pytest.raises(ValueError, match="'canonical', which needs a pair of two tokenizers"):
         one = replace(translator, config=replace(translator.config, alignment=None))
         lineup.baseline("canonical", source, target, [one])
-
-
-def test_recall_and_needles_have_both_readings(opened: Callable[[str], LanguageModel]) -> None:
-    source, target = map(opened, PAIRS[0])
-    for task in (
-        probes.recall(target, 1, 0, source),
-        probes.find_needles(target, ["single"], [220], 1, max_tokens=8, source=source),
-    ):
-        for item in task.items:
-            assert isinstance(item.read, AlignedPrefix) and item.read.target_ids == item.prefix
-            assert len(item.read.rows) > len(item.read.source_ids) / 2
-    sample = probes.recall(target, 1, 0, source).items[0].sample
-    talk = next(iter(dialogues.held_out(1)))
-    text = target.tokenizer.decode(sample.continuation)
-    assert all(fact.say(dialogues.ANSWER) in text for fact in talk.asked)
-    for fact, places in zip(talk.asked, sample.recalled, strict=True):
-        spelled = "".join(target.tokenizer.decode([sample.continuation[i]]) for i in places)
-        assert spelled.strip() and fact.value.startswith(spelled.strip())  # "a." is a token too
 
 
 def test_the_command_line(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

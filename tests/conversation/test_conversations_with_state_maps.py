@@ -6,7 +6,6 @@ effect, and through unit matrices every state must be that of a model that reads
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -144,31 +143,6 @@ def test_what_is_recorded(model: LanguageModel, kind: str, tmp_path: Path) -> No
     for each in (talk, again):
         each.reply("a", "and you", max_tokens=NEW)
     assert again.transcript.tokens == talk.transcript.tokens
-
-
-@pytest.mark.parametrize("first", [False, True])
-def test_a_stored_translator_is_replaced_by_one_of_another_kind(
-    model: LanguageModel, store: Path, first: bool
-) -> None:
-    """In an open conversation: that is told, what was not recorded is read, and the rest is not."""
-    for kind in (first, not first):
-        identity_of(model, capture=model.family.points[0], state_maps=kind).save(
-            store / "same", overwrite=True
-        )
-        if kind == first:
-            options = {"prefill_step_size": 7, "verbatim": True, "eager": False}
-            talk = Conversation(dict.fromkeys("ab", model), **options)
-            ask(talk, "a", LONG)
-    with pytest.warns(
-        kv.KVLingoWarning, match="a translator from a was replaced by one that reads"
-    ):
-        ask(talk, "b", "is it on?")
-    assert talk.last_switch is not None and talk.last_switch.translated == 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", kv.KVLingoWarning)
-        for name in "abab":
-            ask(talk, name, "and you")
-            assert talk.last_switch.translated > 0
 
 
 def test_without_a_state_nothing_is_taken_over(

@@ -1,7 +1,5 @@
 """An agent's session with a server: a long prompt, many tools, a header that changes, edits.
 
-    python -m tests.support.agent [--tokens 30000] [--json FILE]
-
 It has the shape of a coding agent's requests to `/v1/messages`: a system prompt and tools that take
 most of the context; a billing header and the model's own name in the system prompt, new with every
 request; calls of tools and their results; another model now and then; and once, the result of an
@@ -11,10 +9,7 @@ One row a request says where its prompt came from.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +17,6 @@ from typing import Any
 import anthropic
 
 from tests.support import tiny
-from tests.support.served import served
 from tests.support.tool_callers import write_caller
 
 NAMES = ("read_file", "write_file", "search", "run_tests", "list_files", "fetch")
@@ -114,27 +108,3 @@ def write_callers(root: Path, context: int) -> list[str]:
         tiny.write_random_translator(folder, root / source, root / target, nu=2, seed=7)
         options += ["--translator", str(folder)]
     return options
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=30000)
-    parser.add_argument("--json", type=Path, help="append the rows to FILE")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        options = write_callers(root, 2 * args.tokens)
-        with served(root / "home", {n: root / n for n in "ab"}, *options) as server:
-            client = anthropic.Anthropic(
-                base_url=server.url, api_key="none", max_retries=0, timeout=3600
-            )
-            rows = session(client, args.tokens)
-    for each in rows:
-        print(json.dumps(each))
-    if args.json is not None:
-        with args.json.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": "agent", "tokens": args.tokens, "rows": rows}) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -95,6 +95,27 @@ def test_clock_books_each_phase_where_it_belongs(
     assert late.prefill_s == pytest.approx(quick.prefill_s) and 0 < late.prefill_s < 1
 
 
+def test_one_synchronisation_after_the_last_prefill_chunk(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    evaluate, append = mx.eval, caches.append
+
+    def counted(*arrays: object) -> None:
+        calls.append("eval")
+        evaluate(*arrays)
+
+    def noted(*arguments: object) -> None:
+        calls.append("translate")
+        append(*arguments)
+
+    translator = identity_of(model)
+    monkeypatch.setattr(mx, "eval", counted)
+    monkeypatch.setattr(caches, "append", noted)
+    kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=20)
+    assert calls == ["eval", "translate", "eval"] * 3
+
+
 def prefill_bytes(model: LanguageModel, tokens: list[int], step: int) -> int:
     """What a plain prefill needs; it varies by a fifth with the allocator's luck: the most."""
 

@@ -246,6 +246,32 @@ def test_a_loop_of_short_units_keeps_nobody_out() -> None:
     assert order.count("once") == 1 and order[-1] == "loop"
 
 
+def test_the_wired_limit_changes_once(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Metal it must not change while anything is computed."""
+    import contextlib
+
+    calls: list[str] = []
+
+    @contextlib.contextmanager
+    def limit(*_: Any) -> Any:
+        calls.append("up")
+        yield
+        calls.append("down")
+
+    monkeypatch.setattr(threads, "wired_limit", limit)
+    gc.collect()
+    model = models["qwen3"]
+    options = {"translator": identity_of(model), "max_tokens": NEW}
+    first, second = (kv.stream_generate(model, model, "hi there", **options) for _ in range(2))
+    next(first), next(second)
+    first.close()
+    assert calls == ["up"]
+    second.close()
+    assert calls == ["up", "down"]
+
+
 def ended(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process whose products run on two threads, whatever those of the tests run on."""
     script = WITHOUT_TORCH + textwrap.dedent(code)

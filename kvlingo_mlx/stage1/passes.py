@@ -104,7 +104,7 @@ class ClosedForm:
         choosing = self._to_choose()
         for done, maps in enumerate(choosing):
             norm = self.norm if self._shared else "frobenius"
-            self._choose(self._summed(maps, norm, done, len(choosing)))
+            self._choose(self._summed(maps, norm, done, len(choosing), " to choose layers"))
         solving = self._to_solve()
         for done, maps in enumerate(solving):
             self._solve(self._summed(maps, self.norm, done, len(solving)))
@@ -191,12 +191,12 @@ class ClosedForm:
 
     # ---- one pass -------------------------------------------------------------------------
 
-    def _summed(self, maps: Maps, norm: str, done: int, passes: int) -> Sums:
+    def _summed(self, maps: Maps, norm: str, done: int, passes: int, why: str = "") -> Sums:
         """The sums of some maps over all samples."""
         sums = Sums(maps, self._source_width, self._target_width)
         self.used = self.longest = seen = 0
         again = "" if passes == 1 else f", pass {done + 1} of {passes}"
-        with phase(f"reading the samples{again}", self.count) as step:
+        with phase(f"reading the samples{why}{again}", self.count) as step:
             for number, sample in enumerate(self.samples(), 1):
                 # Without a continuation, no token attends to the prefix.
                 usable = sample and sample.num_translated and (sample.continuation or self._shared)

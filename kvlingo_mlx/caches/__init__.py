@@ -211,21 +211,6 @@ def _follow(cache: Any, model: LanguageModel, layer: int, stored: Sides) -> None
     cache.cache = list(_followed(model, layer, cache.cache, stored))
 
 
-def copy(caches: Sequence[Any], into: Sequence[Any]) -> None:
-    """Copy the content of caches to the same positions of longer caches, as far as these reach."""
-    for cache, longer in zip(caches, into, strict=True):
-        if is_recurrent(cache):
-            longer.cache = list(cache.cache)
-            continue
-        held = contents(cache)
-        start = cache.offset - held[0].shape[2]
-        first = longer.offset - longer._idx if is_ring(longer) else 0
-        keys, values = (array[..., max(0, first - start) :, :] for array in held)
-        if keys.shape[2]:
-            place = _place(longer, max(start, first), keys)
-            longer.keys[..., place, :], longer.values[..., place, :] = keys, values
-
-
 def _stored(
     states: TranslatedStates, model: LanguageModel, positions: mx.array | None = None
 ) -> Iterator[tuple[int, int, tuple[mx.array, mx.array]]]:

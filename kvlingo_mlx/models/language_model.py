@@ -21,7 +21,7 @@ from kvlingo_mlx.families import family_of
 from kvlingo_mlx.families.base import Family, Finish, setting
 from kvlingo_mlx.format import misread
 from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
-from kvlingo_mlx.format.model_files import norms_fingerprint
+from kvlingo_mlx.format.model_files import NARROW, norms_fingerprint
 from kvlingo_mlx.format.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
@@ -179,12 +179,21 @@ class LanguageModel:
     @unit
     def norms_fingerprint(self) -> str:
         """Sha256 of the stored weights of all norms, which quantisation does not change."""
-        norms = {
+        return norms_fingerprint(self._norms(), self.path)
+
+    @unit
+    def rounding_of(self, fingerprint: str) -> str | None:
+        """The 16-bit dtype of which this is the norms' fingerprint after rounding, or None."""
+        norms = self._norms()
+        found = (d for d in NARROW if norms_fingerprint(norms, self.path, d) == fingerprint)
+        return next(found, None)
+
+    def _norms(self) -> dict[str, np.ndarray]:
+        return {
             name: np.array(module.weight.astype(mx.float32))
             for name, module in self.model.named_modules()
             if type(module).__name__.endswith(NORMS) and "weight" in module
         }
-        return norms_fingerprint(norms, self.path)
 
     def spec(self) -> ModelSpec:
         """The description of this model that a translator's config contains."""

@@ -309,7 +309,8 @@ def test_every_reason_is_still_one() -> None:
 # Whoever makes a room smaller lowers its number here, and TOTAL by as much. Whoever breaks a budget
 # takes something out; a number is raised only with a reason beside it.
 
-TOTAL, GOAL = 53_068, 36_000  # lines of the package: at most, and where this is going
+# 14 more since rounded fingerprints of norms, which 0.1.0 wrote, are recognised again.
+TOTAL, GOAL = 53_082, 36_000  # lines of the package: at most, and where this is going
 LINES_OF = {  # a room's lines; it may have a tenth more
     "arguments": 265,
     "caches": 1_268,

@@ -401,9 +401,7 @@ def test_a_server_that_lacks_the_translator(
     found = kv.load_translator(tmp_path / "t")
     options = {"translator": found, "prefill_step_size": STEP, "max_tokens": 1}
     with offered(wide) as server:
-        with pytest.warns(
-            kv.KVLingoWarning, match="does not have the translator from .*serve-pref"
-        ):
+        with pytest.warns(kv.KVLingoWarning, match="lacks the translator from .*serve-pref"):
             last = [*kv.stream_generate(server.address, ends[1], PROMPT, **options)][-1]
         assert last.received.sent == "states" and last.received.lacking
         with pytest.raises(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -255,8 +256,9 @@ def peak():  # ru_maxrss of a new process begins with what its parent had on Lin
     if status.exists():
         return int(status.read_text().split('VmHWM:')[1].split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+small, folder, out, copied = sys.argv[1:]
+import_translator(small, models=('me/a', 'me/b'), out=out + '-small')  # loads what it needs
 before = peak()
-folder, out, copied = sys.argv[1:]
 if copied == 'True':
     from safetensors.numpy import load_file
     held = load_file(folder + '/mapper.safetensors')
@@ -272,7 +274,7 @@ def test_an_import_holds_no_second_copy(tmp_path: Path) -> None:
     one = np.random.default_rng(0).normal(size=(heads, 2 * heads * dim, dim)).astype(np.float16)
     arrays = {f"{t}.w_{s}": one for t in range(layers) for s in "kv"}
     arrays |= {f"{t}.b_{s}": one[:, 0].copy() for t in range(layers) for s in "kv"}
-    said = manifest()
+    small, said = put(tmp_path / "small", manifest(), planted()), manifest()
     for role in ("source", "target"):
         said[role] |= {"n_layers": layers, "n_kv_heads": heads, "head_dim": dim}
     said["layers"] = [{"target_layer": t, "source_layers": [0, 1]} for t in range(layers)]
@@ -280,7 +282,9 @@ def test_an_import_holds_no_second_copy(tmp_path: Path) -> None:
     size = (folder / "mapper.safetensors").stat().st_size
     grown = []
     for copied in (False, True):
-        words = [sys.executable, "-c", PEAK, str(folder), str(tmp_path / "out"), str(copied)]
+        given = map(str, (small, folder, tmp_path / "out", copied))
+        words = [sys.executable, "-c", PEAK, *given]
         done = subprocess.run(words, capture_output=True, text=True, check=True)
         grown.append(int(done.stdout) / size)
+        shutil.rmtree(tmp_path / "out-small")
     assert grown[0] < 1 / 3 and grown[1] > 0.9

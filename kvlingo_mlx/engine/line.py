@@ -566,12 +566,12 @@ class Line:
             ValueError: The source lacks the beginning, as a ring does.
         """
         upper, begun = translator.above(native_layers), len(self)
+        lap = (lambda phase: None) if clock is None else clock.lap
         kept = self.model.geometry.first_kept(len(tokens))
-        done = max(begun, min(kept[native_layers:], default=0))
+        read, done = begun, max(begun, min(kept[native_layers:], default=0))
         with self.whole():
             for states in source.written(tokens, begun, step_size, translator.config):
-                if clock is not None:
-                    clock.lap("prefill")
+                lap("prefill")
                 if states is None:
                     yield
                     continue
@@ -583,16 +583,15 @@ class Line:
                 done = max(done, states.end)
                 with working(), mx.stream(generation_stream):
                     if native_layers:  # without them, a stored line may still be on its way
-                        own = tokens[caches.length(self.cache) : states.end]
+                        own, read = tokens[read : states.end], states.end
                         hybrid.read_layers(self.model, own, self.cache, step_size, native_layers)
-                        if clock is not None:
-                            clock.lap("native")
+                        lap("native")
                     ours = states if isinstance(states, TranslatedStates) else upper(states, kept)
                     self._append(ours)
                     del states, ours
                     if clock is not None:
                         mx.eval(caches.arrays(self.cache))
-                        clock.lap("translate")
+                lap("translate")
                 yield
             self.tokens += tokens[begun:]
             for span in source.spans:  # the source's own

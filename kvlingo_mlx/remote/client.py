@@ -15,7 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import httpx
+try:  # huggingface-hub brings one of them along: from its version 2 on httpx2
+    import httpx
+except ImportError:
+    import httpx2 as httpx  # type: ignore[no-redef]
 
 from kvlingo_mlx.errors import RemoteModelError, printable
 from kvlingo_mlx.remote.address import Address

@@ -174,6 +174,31 @@ def test_the_http_of_a_server_loads_no_mlx() -> None:
     assert "starlette" in loaded_after(code)
 
 
+def test_what_needs_no_extra_loads_without_one() -> None:
+    """In an environment of the core's requirements alone, and what these bring along."""
+    code = """
+import re, sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+held, left = set(), ["kvlingo-mlx"]
+while left:
+    name = re.sub(r"[-_.]+", "-", left.pop()).lower()
+    if name not in held:
+        held.add(name)
+        try:
+            wanted = [each for each in requires(name) or () if "extra ==" not in each]
+        except PackageNotFoundError:
+            continue
+        left += [re.match(r"[A-Za-z0-9._-]+", each)[0] for each in wanted]
+for top, homes in packages_distributions().items():
+    if not held & {re.sub(r"[-_.]+", "-", home).lower() for home in homes}:
+        sys.modules.setdefault(top, None)
+import kvlingo_mlx as kv
+[getattr(kv, name) for name in kv.__all__]
+import kvlingo_mlx.remote.client, kvlingo_mlx.evaluation.demonstration
+"""
+    loaded_after(code)
+
+
 def test_import_and_help_are_light() -> None:
     heavy = {"mlx", "mlx_lm", "torch", "transformers", "numpy"}
     assert not loaded_after("import kvlingo_mlx") & heavy
@@ -309,8 +334,9 @@ def test_every_reason_is_still_one() -> None:
 # Whoever makes a room smaller lowers its number here, and TOTAL by as much. Whoever breaks a budget
 # takes something out; a number is raised only with a reason beside it.
 
-# 14 more since rounded fingerprints of norms, which 0.1.0 wrote, are recognised again.
-TOTAL, GOAL = 53_082, 36_000  # lines of the package: at most, and where this is going
+# 17 more since rounded fingerprints of norms, which 0.1.0 wrote, are recognised again, and since
+# huggingface-hub brings httpx by either of its names.
+TOTAL, GOAL = 53_085, 36_000  # lines of the package: at most, and where this is going
 LINES_OF = {  # a room's lines; it may have a tenth more
     "arguments": 265,
     "caches": 1_268,

@@ -51,15 +51,6 @@ class Group:
                 mine.append(index)
         return sorted(mine)
 
-    def rounds(self, costs: Sequence[int]) -> list[list[int]]:
-        """All items, in rounds of one for each process, those of a round alike in ``costs``.
-
-        What is made in a round can be kept before the next one. One process has all in order.
-        """
-        order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-        order = order if self.size > 1 else list(range(len(costs)))
-        return [order[start : start + self.size] for start in range(0, len(order), self.size)]
-
     # ---- what they tell one another: each calls these in the same order -------------------------
 
     def total(self, numbers: np.ndarray) -> np.ndarray:

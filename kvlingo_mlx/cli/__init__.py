@@ -69,7 +69,7 @@ class Verbs(TyperGroup):
 ON_TORCH = ("train", "eval", "reproduce")  # the verbs that may compute with PyTorch
 FIRST_S = 5.0  # in which the first rank tells an error that all have, and the launcher ends them
 # Verbs that several ranks of mlx.launch can run together.
-ON_RANKS = ("generate", "chat", "serve", "fit", "train", "verify", "eval", "tune")
+ON_RANKS = ("generate", "chat", "serve", "fit", "train")
 app = typer.Typer(
     name="kvlingo-mlx",
     cls=Verbs,

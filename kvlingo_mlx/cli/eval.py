@@ -86,7 +86,6 @@ def command(options: EvalOptions) -> None:
 def evaluate(options: EvalOptions, tasks: tuple[list[str], list[str]], addition: Addition) -> None:
     """Carry out the verb for our own tasks and lm-eval's, with what a caller adds."""
     own, public = tasks
-    parsing.check_ranks(options.device)
     harness = _parsed(options, own) | dict(addition.harness)
 
     from kvlingo_mlx.evaluation import compare

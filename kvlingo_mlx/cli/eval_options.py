@@ -16,7 +16,6 @@ from kvlingo_mlx.cli.command import (
     argument,
     option,
 )
-from kvlingo_mlx.cli.output import launched
 
 ITEMS = 64
 OWN = ("continuation", "recall", "needles")
@@ -108,15 +107,6 @@ def split_tasks(names: list[str]) -> tuple[list[str], list[str]]:
         if close := difflib.get_close_matches(name, OWN, 1, 0.8):
             raise ValueError(f"--tasks names {name!r}; did you mean {close[0]}?")
     return [name for name in names if name in OWN], public
-
-
-def check_ranks(device: str) -> None:
-    """Refuse (ValueError) what the ranks of ``mlx.launch`` do not share."""
-    if device != "mlx" and launched():
-        raise ValueError(
-            "--device runs in one process; leave it out, or start eval without mlx.launch "
-            "(answers that ranks wrote are kept, and not written again)"
-        )
 
 
 def check_device(device: str, own: list[str], baselines: list[str]) -> None:

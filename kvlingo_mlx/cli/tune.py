@@ -22,7 +22,6 @@ from kvlingo_mlx.cli.output import (
     ms,
     numbers,
     progress_bar,
-    rank,
     say,
     table,
     tell_of_machine,
@@ -74,7 +73,7 @@ def command(options: TuneOptions) -> None:
     place, found = tuning.translator_of(options.translator, *models, options.allow_mismatch)
     bounds = options.some("max_kl min_recall")
     keeps = bounds != {"max_kl": None, "min_recall": None}
-    folder = tuning.own_folder(place) if keeps and not rank() else None
+    folder = tuning.own_folder(place) if keeps else None
     layers = tuning.numbers(options.native_layers, len(models[1].attentions))
     tasks = _tasks(options, models)
     line = tuning.line_up(*models, found, layers, **options.some("allow_mismatch"))

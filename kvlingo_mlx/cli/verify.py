@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvlingo_mlx.cli.command import AllowMismatch, MaybeSource, MaybeTarget, Options, argument, verb
-from kvlingo_mlx.cli.output import Told, facts, keep, plain, rank, say
+from kvlingo_mlx.cli.output import Told, facts, keep, plain, say
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def command(options: VerifyOptions) -> None:
         sound, text = verdict(found, left)
         useless = found.grade == GRADES[-1]
         keeps = sound and not options.allow_mismatch
-        kept = keeps and not rank() and keep_receipt(folder, config, weights, measured)
+        kept = keeps and keep_receipt(folder, config, weights, measured)
         numbers = {**found.to_json(), "recovered": found.recovered, "grade": found.grade}
     elif sound:
         rows["grade"] = said_of(config)
@@ -101,7 +101,6 @@ def _run_models(
 ) -> tuple[Agreement, Receipt | None]:
     """The measurement on this machine, and the receipt from the translator's making."""
     from kvlingo_mlx.evaluation.verification import agreement
-    from kvlingo_mlx.loading import ranks, sharding
     from kvlingo_mlx.loading.grading import receipt_of
     from kvlingo_mlx.loading.models import load_pair
     from kvlingo_mlx.loading.pairing import check_pair
@@ -111,9 +110,8 @@ def _run_models(
     check_pair(config, *models, allow_mismatch=allow_mismatch)
     receipt = receipt_of(config)
     layers = receipt.native_layers if receipt else 0
-    group, translator = ranks.here(), build(config, weights)
-    group.agree(lambda: sharding.facts_of_work(models, translator=translator.digest))
-    found = agreement(*models, translator, layers, allow_mismatch=allow_mismatch, group=group)
+    translator = build(config, weights)
+    found = agreement(*models, translator, layers, allow_mismatch=allow_mismatch)
     if found is None:
         shorter = min(models, key=lambda model: model.context_length)
         raise IncompatibleTranslatorError(

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -17,8 +16,6 @@ from kvlingo_mlx.evaluation.journal import Journal, Scores, Seeds, averaged
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
 from kvlingo_mlx.evaluation.needles import prose
 from kvlingo_mlx.evaluation.probes import Task
-from kvlingo_mlx.loading import ranks
-from kvlingo_mlx.loading.sharding import digests_of, versions
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing.switching import switch_times
 from kvlingo_mlx.version import __version__
@@ -50,36 +47,20 @@ def evaluate(
 ) -> Results:
     """Score every condition on every item; scores in the journal are not computed again.
 
-    The ranks of ``mlx.launch`` share the items, and all get every score.
-
     Args:
         target: The model that decodes.
         questions: The tasks.
         conditions: Conditions with different names; the target's own cache is named ``NATIVE``.
         journal: Keeps each score as soon as it is known.
         progress: Called before each item.
-
-    Raises:
-        KVLingoError: The ranks have other versions, models, translators or items than one another.
     """
-    group, results = ranks.here(), Results()
+    results = Results()
     for task in questions:
         keys = {c.name: journal.run(_settings(target, task, c)) for c in conditions}
-        found: list[dict[str, Seeds]] = [{} for item in task.items]
-        items = [_named(item) for item in task.items]
-        told = {"version": versions(), "way, model or translator": keys, "data": items}
-        group.agree(partial(digests_of, told))
-        for numbers in group.rounds([len(item.prefix) for item in task.items]):
-            own: dict[str, Seeds] = {}
-            for place, number in enumerate(numbers):
-                progress(task.name)
-                if place == group.rank:
-                    own = _score(target, task, task.items[number], conditions, keys, journal)
-            for number, theirs in zip(numbers, group.gathered(own), strict=False):
-                found[number] = {name: tuple(seeds) for name, seeds in theirs.items()}
-                for name, seeds in found[number].items():
-                    if not journal.find(keys[name], items[number]):  # another rank's
-                        journal.keep(keys[name], items[number], seeds)
+        found = list[dict[str, Seeds]]()
+        for item in task.items:
+            progress(task.name)
+            found.append(_score(target, task, item, conditions, keys, journal))
         results[task.name] = {
             c.name: [
                 _scored(item, each[c.name]) for item, each in zip(task.items, found, strict=True)
@@ -280,5 +261,4 @@ def first_tokens(
         prefix = prose(target, statistics.median_low([o.prefix_tokens for o in outcomes]))
         read = prefix
     actions = {c.name: c.at_switch(read) for c in conditions if c.at_switch is not None}
-    times = partial(switch_times, target, actions, prefix[-1], trials=trials)
-    return len(prefix), ranks.here().firsts(times)  # while the other ranks stand still
+    return len(prefix), switch_times(target, actions, prefix[-1], trials=trials)

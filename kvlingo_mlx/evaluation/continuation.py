@@ -12,7 +12,6 @@ import numpy as np
 from kvlingo_mlx.embedded.dialogues import ANSWER, Dialogue, for_distilling, held_out
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
 from kvlingo_mlx.evaluation.teacher_forcing import PerToken, per_token, predicted
-from kvlingo_mlx.loading import ranks
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
@@ -144,23 +143,17 @@ def score(
 ) -> dict[str, Score]:
     """Score every condition against the target's own cache, on each fact's first question.
 
-    The ranks of ``mlx.launch`` share the samples, and all get every score.
-
     Returns:
         A score for "native" and for each condition.
     """
     makers = {"native": native(target), **conditions}
-    group, found = ranks.here(), dict[str, dict[str, list[Any]]]()
-    mine = group.share([len(sample.prefix) + len(sample.continuation) for sample in samples])
-    own: dict[str, dict[str, list[Any]]] = {}
-    for number in mine:
-        own[str(number)] = _scores(target, samples[number], makers)
+    found = []
+    for sample in samples:
+        found.append(_scores(target, sample, makers))
         progress()
-    for theirs in group.gathered(own):
-        found |= theirs
     scores = {}
     for name in makers:
-        rows = [found[str(number)][name] for number in range(len(samples))]
+        rows = [each[name] for each in found]
         hits = tuple(hit for row in rows for hit in row[0])
         scores[name] = Score(hits, tuple(row[1] for row in rows), tuple(row[2] for row in rows))
     return scores

@@ -8,26 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.group import RANK, Group
-
-
-def group() -> Group:
-    """The processes that share this program's items."""
-    if RANK not in os.environ:
-        return Group()
-    from kvlingo_mlx.loading import ranks  # which needs MLX, as nothing else does here
-
-    return ranks.here()
 
 
 class Lines:
     """A JSONL file, created with its first line; nothing is written if ``path`` is None.
 
-    A run that is killed while it writes a line loses that line only. Of several ranks of
-    ``mlx.launch`` the first one has the file, and all know what it holds.
+    A run that is killed while it writes a line loses that line only.
 
     Args:
         path: The file.
@@ -44,7 +31,7 @@ class Lines:
         self.path = None if path is None else Path(path)
         if self.path is None:
             return
-        data = group().firsts(lambda: np.frombuffer(self._read(), np.uint8)).tobytes()
+        data = self._read()
         whole = data.rfind(b"\n") + 1
         for number, line in enumerate(data[:whole].splitlines(), 1):
             try:
@@ -53,7 +40,7 @@ class Lines:
                 raise ValueError(
                     f"{self.path}, line {number}: not a line of {what}; name another file"
                 ) from None
-        if whole < len(data) and group().leads:  # the next line must not join an incomplete one
+        if whole < len(data):  # the next line must not join an incomplete one
             with self.path.open("r+b") as file:
                 file.truncate(whole)
 
@@ -63,7 +50,7 @@ class Lines:
         Raises:
             KVLingoError: The disk is full, or the file can no longer be written.
         """
-        if self.path is None or not group().leads:
+        if self.path is None:
             return
         try:
             with self.path.open("a", encoding="utf-8") as file:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from kvlingo_mlx.embedded.bundled import bundled, spelled
 from kvlingo_mlx.engine.fill import take_over
 from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.engine.plan import Plan
-from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.teacher_forcing import PerToken, per_token, predicted
 from kvlingo_mlx.format import translator_folder
@@ -23,7 +22,6 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import Map, maps_of, state_maps_of
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.group import ALONE, Group
 from kvlingo_mlx.loading.grading import (
     GRADES,
     GUARD,
@@ -40,7 +38,7 @@ from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import recorded
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
-from kvlingo_mlx.phases import Step, phase
+from kvlingo_mlx.phases import phase
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample, other_tokenizer
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
@@ -148,15 +146,13 @@ def agreement(
     *,
     own: HeldOut | None = None,
     allow_mismatch: bool = False,
-    group: Group = ALONE,
 ) -> Agreement | None:
     """The quality of the target's continuations of the bundled conversations.
 
     The caches are translated above the first ``native_layers``, which the target reads itself: as
     many as the receipt was measured with, whatever `tune` has chosen since. ``own`` are samples of
-    the user's data, measured besides. ``allow_mismatch`` is as in :func:`hand_over`. The processes
-    of a ``group`` share the conversations, and all return the same. None if no bundled one fits
-    both contexts.
+    the user's data, measured besides. ``allow_mismatch`` is as in :func:`hand_over`. None if
+    no bundled conversation fits both contexts.
     """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)
@@ -165,15 +161,12 @@ def agreement(
         return None
     check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
     samples = [*(sample for sample, _ in asked), *(() if own is None else own.samples)]
-    values = [value for _, value in asked]
-
-    def measured(number: int) -> list[Any]:
-        value = values[number] if number < len(asked) else None
-        return _measured((source, target, translator), native_layers, samples[number], value)
-
-    costs = [len(sample.prefix) + len(sample.continuation) for sample in samples]
+    models, found = (source, target, translator), list[list[Any]]()
     with phase("measuring the receipt", len(samples)) as step:
-        found = _shared(group, costs, measured, step)
+        for number, sample in enumerate(samples):
+            value = asked[number][1] if number < len(asked) else None
+            found.append(_measured(models, native_layers, sample, value))
+            step(len(found))
     kls, every, hits, apart = zip(*found[: len(asked)], strict=True)
     kl, hidden = (float(np.mean([each[i] for each in kls])) for i in (0, 2))
     same = np.concatenate(every)
@@ -235,28 +228,6 @@ def _from_states(
     return make
 
 
-def _shared(
-    group: Group, costs: Sequence[int], measured: Callable[[int], list[Any]], step: Step
-) -> list[list[Any]]:
-    """What is measured of each item, by all processes; what one cannot measure, none can."""
-    found: dict[str, list[Any]] = {}
-    own: dict[str, list[Any]] = {}
-    problem = ""
-    try:
-        for number in group.share(costs):
-            own[str(number)] = measured(number)
-            step(len(own) * group.size)
-    except (KVLingoError, ValueError) as error:
-        if group.size == 1:
-            raise
-        own, problem = {}, str(error)
-    for theirs, told in group.gathered((own, problem)):
-        if told:
-            raise KVLingoError(told)
-        found |= theirs
-    return [found[str(number)] for number in range(len(costs))]
-
-
 def usual(
     source: LanguageModel,
     target: LanguageModel,
@@ -300,14 +271,13 @@ def receipt(
     target: LanguageModel,
     translator: Translator,
     native_layers: int = 0,
-    group: Group = ALONE,
     own: HeldOut | None = None,
 ) -> dict[str, Any] | None:
     """The receipt that goes into a new translator's provenance; None if no prompt fits.
 
     ``own`` is as in :func:`agreement`.
     """
-    found = agreement(source, target, translator, native_layers, own=own, group=group)
+    found = agreement(source, target, translator, native_layers, own=own)
     if found is None:
         return None
     dtype = str(target.cache_dtype).rsplit(".", 1)[-1]

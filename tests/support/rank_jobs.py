@@ -20,8 +20,6 @@ import numpy as np
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import fitting, group
-from kvlingo_mlx.evaluation import compare, conditions, continuation, lineup, probes, verification
-from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading import ranks
 from kvlingo_mlx.stage1.passes import ClosedForm
@@ -106,26 +104,6 @@ def fit(case: Case) -> Found:
     return {**weights, **Kept.sums, **facts, "told": np.array([told[-1], *sent])}
 
 
-# ---- scores ----------------------------------------------------------------------------------
-
-
-def scores(case: Case) -> Found:
-    """Every score of a task, a receipt and what the demo scores, as text: equal to the last bit."""
-    source, target = kv.load(case["source"]), kv.load(case["target"])
-    translator = kv.load_translator(case["translator"])
-    task = probes.recall(target, case["items"], 0)
-    line = [
-        lineup.native(target),
-        lineup.translated("translated", source, target, [translator, translator]),
-        lineup.baseline("hidden", source, target, []),
-    ]
-    found = compare.evaluate(target, [task], line, Journal(case.get("journal")))
-    makers = {"translated": conditions.translated(source, target, translator)}
-    scored = continuation.score(target, [item.sample for item in task.items], makers)
-    told = verification.agreement(source, target, translator, group=ranks.here())
-    return {"told": np.array(repr((found, scored, told)))}
-
-
 # ---- trainings -------------------------------------------------------------------------------
 
 
@@ -181,7 +159,7 @@ def drifting(self: MLXTranslator, rate: float, clip: float) -> None:
 
 
 WORK: dict[str, Callable[[Case], Found]] = {
-    "talk": talk, "fit": fit, "scores": scores, "training": training,
+    "talk": talk, "fit": fit, "training": training,
 }  # fmt: skip
 
 

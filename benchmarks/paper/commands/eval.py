@@ -33,11 +33,8 @@ CONTROLS = ("hidden", "shuffled")
 @verb(PaperEvalOptions, long=True)
 def command(options: PaperEvalOptions) -> None:
     """Compare caches on the paper's benchmarks: the package's eval, and what it leaves out."""
-    if options.judge and launched():
-        raise ValueError(
-            "--judge runs in one process; leave it out, or start eval without mlx.launch (answers "
-            "that ranks wrote are kept, and not written again)"
-        )
+    if launched():
+        raise ValueError("eval runs in one process; start it without mlx.launch")
     if options.turns is not None:
         from benchmarks.paper.commands.eval_turns import hold
 

@@ -103,7 +103,7 @@ class Held:
     ) -> dict[str, list[list[list[str]]]]:
         """The answers by way, seed and conversation; those that are kept are not given again."""
         wanted, keys = (
-            dict[str, tuple[int, Callable[[], list[str]]]](),
+            dict[str, Callable[[], list[str]]](),
             dict[str, list[list[str]]](),
         )
         for way in self.ways:
@@ -111,8 +111,7 @@ class Held:
             for seed in range(len(way.seeds)):
                 own = [self._key(way, seed, talk, order) for talk in self.talks]
                 for key, talk in zip(own, self.talks, strict=True):
-                    answer = partial(answers, self.models, way, talk, order, self.manner, seed)
-                    wanted[key] = len(talk.turns), answer
+                    wanted[key] = partial(answers, self.models, way, talk, order, self.manner, seed)
                 keys[way.name].append(own)
         for _ in self.responses.fill(wanted):
             progress()

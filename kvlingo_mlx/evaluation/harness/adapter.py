@@ -22,14 +22,12 @@ from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.evaluation.harness.answers import Answer, Ends
 from kvlingo_mlx.evaluation.harness.decoding import Decoder, Reading, Wanted, longest_first
 from kvlingo_mlx.evaluation.harness.responses import Responses, key_of
-from kvlingo_mlx.evaluation.lines import group
 
 if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.harness.contexts import Contexts
 
 Progress = Callable[[int, int], None]
 DEFAULT_MAX_TOKENS = 8192  # MLXLM's, for a task that sets no budget
-BLOCK = 32  # answers that a rank writes before the ranks exchange theirs
 
 
 @dataclass
@@ -205,21 +203,10 @@ class PrefixLM(LM):
         self._total += len(requests)
         self._advance(sum(each.count for key, each in wanted.items() if key in self.responses))
         missing = [each for key, each in wanted.items() if key not in self.responses]
-        for block in self._blocks(missing):
-            own = block[group().rank :: group().size]
-            for each, text in self._answers(own):
-                self.responses.add(each.key, text)
-                self._advance(each.count)
-            self.responses.exchange()
-            self._advance(sum(each.count for each in block) - sum(each.count for each in own))
+        for each, text in self._answers(missing):
+            self.responses.add(each.key, text)
+            self._advance(each.count)
         return [self.responses[each.key] for each in asked]
-
-    def _blocks(self, asked: list[RequestedAnswer]) -> list[list[RequestedAnswer]]:
-        """What is answered before ranks tell one another: of like length; alone all at once."""
-        if (size := group().size) == 1:
-            return [asked]
-        asked = sorted(asked, key=lambda each: -len(each.context))
-        return [asked[n : n + BLOCK * size] for n in range(0, len(asked), BLOCK * size)]
 
     def _requested(self, request: Instance) -> RequestedAnswer:
         context, options = request.args[0], {**request.args[1], **self._budget}
@@ -287,10 +274,7 @@ class PrefixLM(LM):
         requests: dict[str, int] = {}
         for key, count in zip(keys, counts, strict=True):
             requests[key] = requests.get(key, 0) + count
-        wanted = {
-            key: (len(given[0]), partial(compute, *given))
-            for key, given in zip(keys, asked, strict=True)
-        }
+        wanted = {key: partial(compute, *given) for key, given in zip(keys, asked, strict=True)}
         for key in self.responses.fill(wanted):
             self._advance(requests[key])
         return [self.responses[key] for key in keys]

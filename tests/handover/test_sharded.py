@@ -260,7 +260,7 @@ def test_what_a_part_cannot_do_is_refused() -> None:
         kv.hand_over(spread, large, "Hello, you! " * 9, prompt_cache=cache)
 
 
-@pytest.mark.parametrize("verb", ["pair", "bench"])
+@pytest.mark.parametrize("verb", ["pair", "bench", "eval"])
 def test_other_verbs_run_in_one_process(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

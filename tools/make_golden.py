@@ -1,4 +1,4 @@
-"""Write the golden files of tests/handover/test_parity.py from the PyTorch reference.
+"""Write the golden files of tests/engine/test_parity.py from the PyTorch reference.
 
     python tools/make_golden.py          # two pairs of tiny random models
     python tools/make_golden.py --zoo    # every embedded pair, on the start of a dialogue

@@ -1,7 +1,7 @@
-"""The model families that can be captured and written, in one table.
+"""The model families that can be captured and written, in one table; those that cannot, and why.
 
-A family differs from the default by its row's arguments, or by a class in its own file.
-``refused.py`` says why other families are not supported. The tests run every row.
+A family differs from the default by its row's arguments, or by a class in a file. The tests run
+every row.
 """
 
 from __future__ import annotations
@@ -10,56 +10,88 @@ import importlib
 
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.base import Family
-from kvlingo_mlx.families.latent import AbsorbedFamily, ExpandedFamily
-from kvlingo_mlx.families.plain import Plain
-from kvlingo_mlx.families.refused import reason
 
 # Names as in config.json. What may differ between these (norms of keys, biases, widths of values,
 # windows, mixtures of experts, partial, traditional and scaled rotations) is read off the model.
 PLAIN = """
     Klear apertus cohere deepseek dots1 ernie4_5 ernie4_5_moe gemma glm glm4 glm4_moe granite
     granitemoe helium internlm3 iquestcoder llama mimo minicpm minimax minimax_m2 mistral
-    mixtral nemotron olmo2 olmoe phimoe pixtral qwen2 qwen2_moe seed_oss smollm3 solar_open
-    starcoder2 telechat3 xverse
+    mixtral nemotron olmo2 olmoe phimoe pixtral qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
+    solar_open starcoder2 telechat3 xverse
 """.split()
 # Families with a vision tower, which mlx-lm leaves out.
 WITH_TOWERS = "qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe".split()
 # Families whose attention has its own soft caps, casts or sinks.
 OWN_ATTENTION = ("gemma2", "gpt_oss", "phi", "stablelm")
 ROWS: dict[str, Family] = {
-    **{name: Plain(name) for name in (*PLAIN, *WITH_TOWERS)},
-    **{name: Plain(name, quantised_cache=False) for name in OWN_ATTENTION},
-    "afmoe": Plain("afmoe", rotated_if="is_local_attention"),
-    "exaone4": Plain("exaone4", rotated_if="use_rope"),
-    "exaone_moe": Plain("exaone_moe", rotated_if="use_rope"),
-    "qwen3": Family("qwen3"),
-    # mlx-lm builds a plain RoPE here whatever ``rope_scaling`` says; the row describes what runs.
-    "qwen3_moe": Family("qwen3_moe", scaled_rope=False),
-    # mlx-lm rotates by YaRN here, whatever type the config names.
-    "deepseek_v2": ExpandedFamily("deepseek_v2", rope_type="yarn"),
-    **{
-        name: AbsorbedFamily(name)
-        for name in ("deepseek_v3", "glm4_moe_lite", "joyai_llm_flash", "kimi_k2")
-    },
+    **{name: Family(name) for name in (*PLAIN, *WITH_TOWERS)},
+    **{name: Family(name, quantised_cache=False) for name in OWN_ATTENTION},
+    "afmoe": Family("afmoe", rotated_if="is_local_attention"),
+    "cohere2": Family("cohere2", rotated_if="use_sliding_window", period="sliding_window_pattern"),
+    "exaone4": Family("exaone4", rotated_if="use_rope"),
+    "exaone_moe": Family("exaone_moe", rotated_if="use_rope"),
 }
-# Families in files: a file has one ``FAMILY``, or several in ``FAMILIES`` by name.
-FILES = {
-    **{
-        name: name
-        for name in """
-            cohere2 converted_mla gemma3_text gemma4_text hunyuan_v1_dense minicpm3 ministral3
+# Files with classes, each with its ``FAMILIES`` by name.
+FILES: dict[str, str] = {
+    name: file
+    for file, names in {
+        "attention": """
+            gemma3 gemma3_text gemma4 gemma4_text gemma4_unified hunyuan_v1_dense llava ministral3
             mistral3 olmo3 phi3
-        """.split()
-    },
-    # The same families with vision towers or other encoders, which mlx-lm leaves out.
-    "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text",
-    "gemma4_unified": "gemma4_text",
-    "llava": "mistral3",
-    # Hybrids, whose layers without attention keep a recurrent state.
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), "gated_delta"),
-    **dict.fromkeys(("granitemoehybrid", "nemotron_h"), "mamba2"),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), "short_conv"),
+        """,
+        "converted_mla": "converted_mla",
+        "latent": """
+            deepseek_v2 deepseek_v3 glm4_moe_lite joyai_llm_flash kimi_k2 minicpm3
+        """,
+        "gated_delta": "qwen3_5 qwen3_5_moe qwen3_next",
+        "mamba2": "granitemoehybrid nemotron_h",
+        "short_conv": "lfm2 lfm2_moe",
+    }.items()
+    for name in names.split()
+}
+# What mlx-lm runs and this package does not support.
+REASONS: dict[str, list[str]] = {
+    "it keeps a recurrent state by a rule for which there is no adapter yet": """
+        baichuan_m1 bailing_hybrid bailing_moe_linear bailing_moe_v3 gear jamba kimi_k3
+        kimi_linear lfm2-vl olmo_hybrid plamo2 prism_hadamard_qwen35 recurrent_gemma
+    """.split(),
+    "each of its layers keeps both a recurrent state and keys and values": """
+        falcon_h1
+    """.split(),
+    "it has no layer of attention, so nothing of a text can be looked up in its cache": """
+        falcon_mamba mamba mamba2 rwkv7
+    """.split(),
+    "its queries, keys and values come from one projection, laid out in a way of its own": """
+        bailing_moe dbrx gpt2 gpt_bigcode gpt_neox internlm2 lille-130m muse_spark olmo
+        openelm phi-msft phi3small phixtral plamo3 qwen spark2_5
+    """.split(),
+    "its layers or its passes share keys and values": """
+        afm7 gemma3n hunyuan iquestloopcoder nanbeige
+    """.split(),
+    "it caches keys of an index beside its keys, by which it chooses what to attend to": """
+        deepseek_v32 deepseek_v41 deepseek_v41_text glm_moe_dsa minimax_m3_vl
+    """.split(),
+    "it caches latents, as deepseek_v3 does, and no adapter for its own modules is tested yet": """
+        kimi_k25 kimi_vl longcat_flash longcat_flash_ngram mistral4 youtu_llm
+    """.split(),
+    "its layers forget by chunks of the text, which a translated cache cannot follow": """
+        llama4 llama4_text
+    """.split(),
+    "it changes keys or values between projection and cache in a way of its own": """
+        mimo_v2_flash muse_glimmer nanochat step3p5 talkie
+    """.split(),
+    "it rotates each kind of layer by parameters of its own": """
+        laguna mellum
+    """.split(),
+    "its modules have names that none of mlx-lm's other families have": """
+        exaone gptj plamo
+    """.split(),
+    "some of its layers have no attention": """
+        nemotron-nas
+    """.split(),
+    "its ternary layers run on Metal alone, where it could not be tested": """
+        bitnet
+    """.split(),
 }
 
 
@@ -78,11 +110,10 @@ def family_of(model_type: str) -> Family:
         return ROWS[model_type]
     if model_type in FILES:
         module = importlib.import_module(f"{__name__}.{FILES[model_type]}")
-        named = {model_type: getattr(module, "FAMILY", None), **getattr(module, "FAMILIES", {})}
-        family: Family = named[model_type]
-        return family
-    why = reason(model_type)
+        families: dict[str, Family] = module.FAMILIES
+        return families[model_type]
+    why = next((f": {why}" for why, names in REASONS.items() if model_type in names), "")
     raise UnsupportedModelError(
-        f"model_type {model_type!r} is not supported{why and f': {why}'}; "
+        f"model_type {model_type!r} is not supported{why}; "
         f"supported families: {', '.join(known_families())}"
     )

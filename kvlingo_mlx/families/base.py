@@ -12,7 +12,9 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
 
+from mlx_lm.models import rope_utils
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.smollm3 import NoPE
 
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format import misread
@@ -30,8 +32,19 @@ from kvlingo_mlx.format.geometry import (
 Kept = Sequence[mx.array | None]  # what a recurrent layer keeps: a tail, a state; None if nothing
 POINTS = ("pre_norm", "post_norm", "post_rope")
 LATENT, FULL = "latent", "full_attention"
+# How mlx-lm's families call the same thing.
+KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
+QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm")
+SCALES = ("scale", "sm_scale", "softmax_scale")
 KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
 NORM_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
+SCALED = (
+    rope_utils.DynamicNTKScalingRoPE,  # listed so that it is refused by its name
+    rope_utils.Llama3RoPE,
+    rope_utils.ProportionalRoPE,
+    rope_utils.SuScaledRoPE,
+    rope_utils.YarnRoPE,
+)
 
 
 @dataclass(frozen=True)
@@ -54,21 +67,24 @@ class Finish:
 class Family:
     """One model family, named by mlx-lm's ``model_type``.
 
-    ``scaled_rope`` is False if mlx-lm builds a plain RoPE whatever the config says.
-    ``quantised_cache`` is False if the family's attention uses the cached arrays directly, so that
-    ``kv_bits`` would break it. ``relative_positions`` is False if attention depends on more than
-    the distance between two positions.
+    Facts and rotations are read off the model that mlx-lm built, because it ignores settings of a
+    config that it does not know.
     """
 
     model_type: str
-    scaled_rope: bool = True
+    # False if attention uses the cached arrays directly, so that ``kv_bits`` would break it
     quantised_cache: bool = True
+    # False if attention depends on more than the distance between two positions
     relative_positions: bool = True
+    rotated_if: str | None = None  # the attribute of a layer that says whether it rotates
+    period: str | None = None  # the name under which mlx-lm reads the period of global layers
+    named_inside: bool = False  # whether translators are for the text model's own type
+    norm_last: bool = False  # whether keys are rotated before they are normed
 
     @property
     def points(self) -> tuple[str, ...]:
         """The capture points of this family's keys, beginning with the projections' outputs."""
-        return POINTS
+        return (POINTS[0], POINTS[2]) if self.norm_last else POINTS
 
     def overrides(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Config entries that make mlx-lm read a raw config correctly where it would misread it.
@@ -92,11 +108,43 @@ class Family:
         Raises:
             UnsupportedModelError: mlx-lm has no name for a setting.
         """
-        return spelled_out(text.get("rope_parameters"))
+        parameters = text.get("rope_parameters") or {}
+        if any(isinstance(value, dict) for value in parameters.values()):
+            raise UnsupportedModelError(
+                f"this {self.model_type} has rope_parameters for each kind of layer, which mlx-lm "
+                "does not read in this family: it would rotate keys by other angles than trained"
+            )
+        return spelled_out(parameters) | self.global_layers(text)
+
+    def global_layers(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        """The period of global layers, for a config that lists its layers' kinds instead.
+
+        Raises:
+            UnsupportedModelError: Global layers do not come with one period.
+        """
+        types = text.get("layer_types")
+        if self.period is None or types is None:
+            return {}
+        period, given, kind = layer_period(types), text.get(self.period), _kind(text)
+        if period is None:
+            raise UnsupportedModelError(
+                f"the kinds of layers of this {kind} do not alternate regularly, which mlx-lm "
+                "cannot run"
+            )
+        if given is not None and any(
+            (found == FULL) != ((i + 1) % given == 0) for i, found in enumerate(types)
+        ):
+            raise UnsupportedModelError(
+                f"this {kind} has layer_types with a global layer every {period}, and "
+                f"{self.period} {given}, and mlx-lm uses the latter; take out the wrong one"
+            )
+        return {self.period: period}
 
     def facts(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The text model's config; ``config`` is the raw one, which may be a wrapper's."""
-        return config.get("text_config", config)
+        """The text model's arguments with defaults filled in, over its raw config."""
+        made = vars(text_model(model).args)
+        known = {name: value for name, value in made.items() if value is not None}
+        return {**config.get("text_config", config), **known}
 
     def attentions(self, model: nn.Module) -> list[nn.Module]:
         """The attention modules that own a cache, in cache order."""
@@ -118,22 +166,45 @@ class Family:
         return keys, values
 
     def rotary(self, attention: nn.Module) -> nn.Module:
-        """The module that rotates a layer's queries and keys."""
+        """The module that rotates a layer's queries and keys, or one that rotates nothing."""
+        if self.rotated_if is not None and not getattr(attention, self.rotated_if):
+            return NoPE()
         return attention.rope
+
+    def key_norm(self, attention: nn.Module) -> tuple[mx.array, float] | None:
+        """The weight and the epsilon of a layer's norm of keys; None if it has none.
+
+        Raises:
+            UnsupportedModelError: It is no RMSNorm.
+        """
+        norm = next((attention[name] for name in KEY_NORMS if name in attention), None)
+        if norm is not None and type(norm) is not nn.RMSNorm:
+            raise UnsupportedModelError(
+                f"this {self.model_type} norms its keys by {type(norm).__name__}; "
+                "only RMSNorm is supported"
+            )
+        return None if norm is None else (norm.weight, norm.eps)
 
     def finish(self, attention: nn.Module, facts: Mapping[str, Any]) -> Finish:
         """The norms and the rotation of one layer."""
-        norm = attention.get("k_norm")
-        return Finish(
-            norm_weight=None if norm is None else norm.weight,
-            norm_eps=0.0 if norm is None else norm.eps,
-            rope=self.rotary(attention),
-            rope_spec=self.rope(attention, facts),
-        )
+        weight, eps = self.key_norm(attention) or (None, 0.0)
+        rotary, spec = self.rotary(attention), self.rope(attention, facts)
+        return Finish(weight, eps, rotary, spec, norm_last=self.norm_last)
 
     def rope(self, attention: nn.Module, facts: Mapping[str, Any]) -> RopeSpec | None:
-        """How a layer rotates its keys; None if it does not."""
-        return configured_rope(facts, self.key_dim(attention), scaled=self.scaled_rope)
+        """How a layer rotates its keys, by its module and the config's scaling; None if not."""
+        module = self.rotary(attention)
+        if isinstance(module, NoPE):
+            return None
+        if type(module) is nn.RoPE and module.scale == 1.0:
+            return RopeSpec("default", float(module.base), module.dims, module.traditional)
+        if type(module) is not nn.RoPE and not isinstance(module, SCALED):
+            raise UnsupportedModelError(
+                f"this {self.model_type} rotates keys by {type(module).__name__}, "
+                "which is not supported"
+            )
+        dims = module.dim if isinstance(module, rope_utils.SuScaledRoPE) else module.dims
+        return configured_rope(facts, dims, traditional=getattr(module, "traditional", False))
 
     def stored(
         self, attention: nn.Module, keys: mx.array, values: mx.array
@@ -169,16 +240,19 @@ class Family:
     def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
         """Queries (B, Hq, T, D) as attention uses them, from the projection's (B, T, Hq * D)."""
         batch, tokens, width = projected.shape
-        norm = attention.get("q_norm")
+        norm = next((attention[name] for name in QUERY_NORMS if name in attention), None)
         if norm is not None and norm.weight.size == width:
             projected, norm = norm(projected), None
-        heads = projected.reshape(batch, tokens, -1, self.key_dim(attention))
-        heads = heads if norm is None else norm(heads)
-        return self.rotary(attention)(heads.transpose(0, 2, 1, 3), offset=offset)
+        heads = projected.reshape(batch, tokens, -1, self.key_dim(attention)).swapaxes(1, 2)
+        if norm is not None and not self.norm_last:
+            heads = norm(heads)
+        heads = self.rotary(attention)(heads, offset=offset)
+        return norm(heads) if norm is not None and self.norm_last else heads
 
     def scale(self, attention: nn.Module) -> float:
         """The factor that attention applies to the products of queries and keys."""
-        return attention.scale
+        names = [name for name in SCALES if hasattr(attention, name)]
+        return getattr(attention, names[0]) if names else self.key_dim(attention) ** -0.5
 
     def layer_geometry(self, index: int, attention: nn.Module, cache: Any) -> LayerGeometry:
         """The shape of one cache layer; ``cache`` is the cache that mlx-lm makes for it."""
@@ -194,7 +268,7 @@ class Family:
 
     def key_dim(self, attention: nn.Module) -> int:
         """The width of one head's keys."""
-        return key_dim(attention)
+        return output_width(attention.k_proj) // kv_heads(attention)
 
     def value_dim(self, attention: nn.Module) -> int:
         """The width of one head's values."""
@@ -215,36 +289,12 @@ class Family:
 
     def text_type(self, facts: Mapping[str, Any]) -> str:
         """The text model's own type, also inside a wrapper."""
-        return self.model_type
+        return (self.named_inside and facts.get("model_type")) or self.model_type
 
 
-def period_setting(
-    text: Mapping[str, Any],
-    name: str = "sliding_window_pattern",
-    layers: str = "local and global layers",
-) -> dict[str, Any]:
-    """The period ``name`` of global layers for a config that lists its layers' kinds instead.
-
-    Raises:
-        UnsupportedModelError: Global layers do not come with one period.
-    """
-    types = text.get("layer_types")
-    if types is None:
-        return {}
-    period, given = layer_period(types), text.get(name)
-    if period is None:
-        raise UnsupportedModelError(
-            f"the {layers} of this {_kind(text)} do not alternate "
-            "regularly, which mlx-lm cannot run"
-        )
-    if given is not None and [k == FULL for k in types] != [
-        (i + 1) % given == 0 for i in range(len(types))
-    ]:
-        raise UnsupportedModelError(
-            f"this {_kind(text)} has layer_types with a global layer every {period}, and "
-            f"{name} {given}, and mlx-lm uses the latter; take out the wrong one"
-        )
-    return {name: period}
+def text_model(model: nn.Module) -> nn.Module:
+    """The text model, without any model that wraps it."""
+    return model.get("language_model", model)  # a module is a dict of its parts
 
 
 def setting(facts: Mapping[str, Any], *names: str) -> Any:
@@ -285,8 +335,3 @@ def kv_heads(attention: nn.Module) -> int:
 def output_width(projection: nn.Module) -> int:
     """The number of outputs of a linear layer, float or quantised."""
     return projection.weight.shape[0]
-
-
-def key_dim(attention: nn.Module) -> int:
-    """The width of one head's keys."""
-    return output_width(attention.k_proj) // kv_heads(attention)

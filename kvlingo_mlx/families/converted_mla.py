@@ -277,6 +277,6 @@ class ConvertedMLA(AbsorbedFamily):
         return attention.expanded(values, keys)[0]
 
 
-FAMILY = ConvertedMLA(MODEL_TYPE)
+FAMILIES = {MODEL_TYPE: ConvertedMLA(MODEL_TYPE)}
 # mlx-lm imports a model's file by this name.
 sys.modules[f"{mlx_lm.models.__name__}.{MODEL_TYPE}"] = sys.modules[__name__]

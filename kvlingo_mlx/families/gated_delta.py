@@ -14,9 +14,9 @@ from kvlingo_mlx.backend import mx, nn
 
 from mlx_lm.models import gated_delta
 
-from kvlingo_mlx.families.base import Kept, period_setting
+from kvlingo_mlx.families.base import Kept
 from kvlingo_mlx.families.recurrent import Recurrent, slid
-from kvlingo_mlx.format.geometry import LIFTED, Recurrence
+from kvlingo_mlx.format.geometry import LIFTED
 
 # What transformers takes where a config says nothing, and mlx-lm takes otherwise or not at all.
 DEFAULTS: dict[str, Any] = {
@@ -41,10 +41,11 @@ def rotation(text: Mapping[str, Any]) -> dict[str, Any]:
 class GatedDelta(Recurrent):
     """Layers by mlx-lm's ``GatedDeltaNet``, whose queries, keys and values have one projection."""
 
-    def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """The rotation; how often attention comes, where a config lists the layers' kinds."""
-        period = period_setting(text, "full_attention_interval", "layers with attention")
-        return {**super().settings(text), **period}
+    period: str | None = "full_attention_interval"
+    named_inside: bool = True
+    sizes: tuple[str, ...] = (
+        *("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size"),
+    )
 
     def overrides(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Entries of a config; the whole rotation, of which mlx-lm reads ``rope_parameters``."""
@@ -55,20 +56,6 @@ class GatedDelta(Recurrent):
 
     def mixer(self, block: nn.Module) -> nn.Module:
         return block.linear_attn if block.is_linear else block.self_attn
-
-    def text_type(self, facts: Mapping[str, Any]) -> str:
-        return facts.get("model_type") or self.model_type
-
-    def recurrence(self, module: nn.Module) -> Recurrence | None:
-        if "conv1d" not in module:
-            return None
-        return Recurrence(
-            key_heads=module.num_k_heads,
-            value_heads=module.num_v_heads,
-            key_dim=module.head_k_dim,
-            value_dim=module.head_v_dim,
-            kernel=module.conv_kernel_size,
-        )
 
     def projections(self, module: nn.Module) -> tuple[nn.Module, ...]:
         return module.in_proj_qkv, module.in_proj_b, module.in_proj_a
@@ -85,15 +72,9 @@ class GatedDelta(Recurrent):
         batch, tokens, _ = keys.shape
         tail, whole = slid(tail, keys, module.conv_kernel_size)
         mixed = nn.silu(module.conv1d(whole))
-        shapes = (
-            (module.num_k_heads, module.head_k_dim),
-            (module.num_k_heads, module.head_k_dim),
-            (module.num_v_heads, module.head_v_dim),
-        )
-        parts = mx.split(mixed, [module.key_dim, 2 * module.key_dim], -1)
-        q, k, v = (
-            part.reshape(batch, tokens, *shape) for part, shape in zip(parts, shapes, strict=True)
-        )
+        q, k, v = mx.split(mixed, [module.key_dim, 2 * module.key_dim], -1)
+        q, k = (each.reshape(batch, tokens, module.num_k_heads, -1) for each in (q, k))
+        v = v.reshape(batch, tokens, module.num_v_heads, -1)
         q, k = gated_delta.normalize_qk(q, k, inv_scale=module.head_k_dim**-0.5, eps=1e-6)
         strengths, decays = mx.split(values, 2, axis=-1)
         _, state = gated_delta.gated_delta_update(

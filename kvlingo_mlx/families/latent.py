@@ -6,7 +6,6 @@ before its rotation, with one head each (paper: section "MLA cache translation")
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from kvlingo_mlx.format.geometry import LayerGeometry, RopeSpec, configured_rope
 
 @dataclass(frozen=True)
 class LatentFamily(Family):
-    """The common part of both ways to cache latents; facts are mlx-lm's model arguments.
+    """The common part of both ways to cache latents.
 
     ``traditional`` says whether neighbouring numbers are rotated together. ``rope_type`` is the
     type that mlx-lm builds where it ignores the type in the config, else None.
@@ -32,9 +31,6 @@ class LatentFamily(Family):
     def points(self) -> tuple[str, ...]:
         """The single capture point of latents."""
         return (LATENT,)
-
-    def facts(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return vars(model.args)
 
     def taps(self, attention: nn.Module) -> tuple[nn.Module, ...]:
         """The one projection whose output contains the latent and the rotary key."""
@@ -50,14 +46,11 @@ class LatentFamily(Family):
 
     def rope(self, attention: nn.Module, facts: Mapping[str, Any]) -> RopeSpec:
         """The rotation of the rotary keys."""
-        scaling = facts["rope_scaling"]
+        scaling = facts.get("rope_scaling")
         if self.rope_type is not None:
             scaling = {**(scaling or {}), "type": self.rope_type}
-        spec = configured_rope(
-            {"rope_theta": facts["rope_theta"], "rope_scaling": scaling},
-            attention.qk_rope_head_dim,
-        )
-        return dataclasses.replace(spec, traditional=self.traditional)
+        known = {"rope_theta": facts["rope_theta"], "rope_scaling": scaling}
+        return configured_rope(known, attention.qk_rope_head_dim, traditional=self.traditional)
 
     def query_projection(self, attention: nn.Module) -> nn.Module:
         """The module that projects queries, from their own latent if they have one."""
@@ -122,3 +115,15 @@ class ExpandedFamily(LatentFamily):
     def attended(self, attention: nn.Module, keys: mx.array, values: mx.array) -> mx.array:
         """The expanded keys."""
         return self.stored(attention, keys, values)[0]
+
+
+FAMILIES = {
+    # mlx-lm rotates by YaRN in the first, and by LongRoPE's long factors in the second, whatever
+    # type the config names.
+    "deepseek_v2": ExpandedFamily("deepseek_v2", rope_type="yarn"),
+    "minicpm3": ExpandedFamily("minicpm3", traditional=False, rope_type="longrope"),
+    **{
+        name: AbsorbedFamily(name)
+        for name in ("deepseek_v3", "glm4_moe_lite", "joyai_llm_flash", "kimi_k2")
+    },
+}

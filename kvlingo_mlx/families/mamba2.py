@@ -17,7 +17,7 @@ from mlx_lm.models.ssm import ssm_update
 
 from kvlingo_mlx.families.base import Kept
 from kvlingo_mlx.families.recurrent import Recurrent, slid
-from kvlingo_mlx.format.geometry import Attention, Recurrence
+from kvlingo_mlx.format.geometry import Attention
 
 KINDS = {"linear_attention": "mamba", "full_attention": "attention"}  # transformers' newer names
 
@@ -27,6 +27,9 @@ class Mamba2(Recurrent):
     """Granite 4: each block has a mixer of one of two kinds, each by its own name."""
 
     rule: Attention = "mamba2"
+    sizes: tuple[str, ...] = (
+        *("n_groups", "num_heads", "ssm_state_size", "head_dim", "conv_kernel_size"),
+    )
 
     def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """The rotation; what transformers takes where a config says nothing."""
@@ -46,17 +49,6 @@ class Mamba2(Recurrent):
 
     def mixer(self, block: nn.Module) -> nn.Module | None:
         return block.mamba if block.layer_type == "mamba" else block.self_attn
-
-    def recurrence(self, module: nn.Module) -> Recurrence | None:
-        if "conv1d" not in module:
-            return None
-        return Recurrence(
-            key_heads=module.n_groups,
-            value_heads=module.num_heads,
-            key_dim=module.ssm_state_size,
-            value_dim=module.head_dim,
-            kernel=module.conv_kernel_size,
-        )
 
     def projections(self, module: nn.Module) -> tuple[nn.Module, ...]:
         return (module.in_proj,)

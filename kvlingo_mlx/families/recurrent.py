@@ -17,8 +17,7 @@ from kvlingo_mlx.backend import mx, nn
 from mlx_lm.models.smollm3 import NoPE
 
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.families.base import Finish
-from kvlingo_mlx.families.plain import Plain
+from kvlingo_mlx.families.base import Family, Finish
 from kvlingo_mlx.format.geometry import (
     Attention,
     CacheGeometry,
@@ -29,20 +28,22 @@ from kvlingo_mlx.format.geometry import (
 
 
 @dataclass(frozen=True)
-class Recurrent(Plain, ABC):
-    """A hybrid; ``rule`` names the recurrence of its layers without attention."""
+class Recurrent(Family, ABC):
+    """A hybrid; ``rule`` names the recurrence of its layers without attention.
+
+    ``mark`` is the name of a part that its recurrent layers alone have, and ``sizes`` are those of
+    their attributes that :class:`Recurrence` has, in its order.
+    """
 
     rule: Attention = "gated_delta"
+    mark: str = "conv1d"
+    sizes: tuple[str, ...] = ()
 
     # ---- what a family of hybrids says of itself --------------------------------------------
 
     @abstractmethod
     def mixer(self, block: nn.Module) -> nn.Module | None:
         """The part of a block that keeps a cache, attention or not; None where nothing does."""
-
-    @abstractmethod
-    def recurrence(self, module: nn.Module) -> Recurrence | None:
-        """What a layer keeps of a text; None if it is attention."""
 
     @abstractmethod
     def projections(self, module: nn.Module) -> tuple[nn.Module, ...]:
@@ -54,6 +55,12 @@ class Recurrent(Plain, ABC):
 
     # ---- what follows from it ---------------------------------------------------------------
 
+    def recurrence(self, module: nn.Module) -> Recurrence | None:
+        """What a layer keeps of a text; None if it is attention."""
+        if self.mark not in module:
+            return None
+        return Recurrence(*(getattr(module, name) for name in self.sizes))
+
     def geometry(self, model: nn.Module, config: Mapping[str, Any]) -> CacheGeometry:
         """All facts that determine the shape of a cache.
 
@@ -61,22 +68,25 @@ class Recurrent(Plain, ABC):
             UnsupportedModelError: The model is no hybrid, or mlx-lm cannot run its convolutions.
         """
         found = list(map(self.recurrence, self.attentions(model)))
+        least = min((each.kernel for each in found if each is not None), default=2)
+        wrong = ""
         if all(each is not None for each in found):
-            raise UnsupportedModelError(
-                f"this {self.model_type} has no layer of attention, so nothing of a text can be "
-                "looked up in its cache: such models are not supported"
+            wrong = (
+                "no layer of attention, so nothing of a text can be looked up in its cache: such "
+                "models are not supported"
             )
-        if not any(found):
-            raise UnsupportedModelError(
-                f"this {self.model_type} has layers of attention alone, and mlx-lm runs none "
-                "without a recurrent layer; correct the kinds of layers in its config.json"
+        elif not any(found):
+            wrong = (
+                "layers of attention alone, and mlx-lm runs none without a recurrent layer; "
+                "correct the kinds of layers in its config.json"
             )
-        least = min(each.kernel for each in found if each is not None)
-        if least < 2:
-            raise UnsupportedModelError(
-                f"this {self.model_type} has convolutions with a kernel of {least}, and mlx-lm "
-                "runs none below 2; correct it in its config.json"
+        elif least < 2:
+            wrong = (
+                f"convolutions with a kernel of {least}, and mlx-lm runs none below 2; correct it "
+                "in its config.json"
             )
+        if wrong:
+            raise UnsupportedModelError(f"this {self.model_type} has {wrong}")
         return super().geometry(model, config)
 
     def attentions(self, model: nn.Module) -> list[nn.Module]:
@@ -101,7 +111,7 @@ class Recurrent(Plain, ABC):
     def finish(self, attention: nn.Module, facts: Mapping[str, Any]) -> Finish:
         """The norms and the rotation; inputs of a recurrence have none."""
         if self.recurrence(attention) is not None:
-            return Finish(norm_weight=None, norm_eps=0.0, rope=NoPE(), rope_spec=None)
+            return Finish(None, 0.0, NoPE(), None)
         return super().finish(attention, facts)
 
     def rope(self, attention: nn.Module, facts: Mapping[str, Any]) -> RopeSpec | None:

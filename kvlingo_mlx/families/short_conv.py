@@ -5,14 +5,12 @@ Such a layer keeps the last products of two of its inputs. These two are its "ke
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
 
-from kvlingo_mlx.families.base import Finish, Kept
+from kvlingo_mlx.families.base import Kept
 from kvlingo_mlx.families.recurrent import Recurrent, slid
 from kvlingo_mlx.format.geometry import Attention, Recurrence
 
@@ -22,20 +20,15 @@ class ShortConv(Recurrent):
     """LFM2, dense or with experts."""
 
     rule: Attention = "short_conv"
+    mark: str = "conv"
 
     def mixer(self, block: nn.Module) -> nn.Module:
         return block.self_attn if block.is_attention_layer else block.conv
 
     def recurrence(self, module: nn.Module) -> Recurrence | None:
-        if "conv" not in module:
+        if self.mark not in module:
             return None
-        return Recurrence(
-            key_heads=0,
-            value_heads=1,
-            key_dim=0,
-            value_dim=module.args.hidden_size,
-            kernel=module.L_cache,
-        )
+        return Recurrence(0, 1, 0, module.args.hidden_size, module.L_cache)
 
     def projections(self, module: nn.Module) -> tuple[nn.Module, ...]:
         return (module.in_proj,)
@@ -51,20 +44,6 @@ class ShortConv(Recurrent):
         """The tail after a span."""
         tail, _ = slid(kept[0], keys * values, module.L_cache)
         return (tail,)
-
-    def finish(self, attention: nn.Module, facts: Mapping[str, Any]) -> Finish:
-        """The norms and the rotation; keys have a norm by another name."""
-        found = super().finish(attention, facts)
-        norm = attention.get("k_layernorm")
-        if norm is None:
-            return found
-        return dataclasses.replace(found, norm_weight=norm.weight, norm_eps=norm.eps)
-
-    def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        batch, tokens, _ = projected.shape
-        heads = projected.reshape(batch, tokens, -1, self.key_dim(attention))
-        normed = attention.q_layernorm(heads).transpose(0, 2, 1, 3)
-        return attention.rope(normed, offset=offset)
 
 
 FAMILIES = {"lfm2": ShortConv("lfm2"), "lfm2_moe": ShortConv("lfm2_moe")}

@@ -1,7 +1,7 @@
 """The kinds of translators: one table row per kind, for storing, checking, running and training.
 
-Both runtimes use this table. A new kind needs a row here and a file in ``translators/``. NumPy is
-imported only inside functions, since the command line's ``--help`` reads this table too.
+Both runtimes use this table. A new kind needs a row here and a formula in ``translators/kinds``. NumPy
+is imported only inside functions, since the command line's ``--help`` reads this table too.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ class KindSpec:
     formula: Formula  # what a map computes without gates and biases, on NumPy or PyTorch arrays
     nonzero: str  # the tensor that is all zero before any training
     solved: bool  # whether stage 1 solves the map, or its linear part, in closed form
-    device: tuple[str, str]  # the module and class in ``kvlingo_mlx.translators``
     joint: bool = False  # whether one map reads and writes keys and values together
     folds: bool = False  # whether the maps are linear, so that the target's queries can hold them
     silent: tuple[str, ...] = ()  # start at zero, so that at first only the solved part counts
@@ -137,14 +136,13 @@ def _gelu(x: np.ndarray) -> np.ndarray:
 
 MLP = ("w1", "b1", "w2", "b2")
 KINDS = (
-    KindSpec("linear", ("weight",), ("bias",), linear, "weight", True,
-             ("linear", "LinearTranslator"), folds=True),
-    KindSpec("linear", ("weight",), ("bias",), linear, "weight", True,
-             ("joint", "JointTranslator"), joint=True, folds=True),
-    KindSpec("mlp", MLP, ("gate", "bias"), two_layers, "w2", False, ("mlp", "MLPTranslator")),
-    KindSpec("linear_mlp", ("weight", *MLP), ("bias",), summed, "weight", True,
-             ("linear_mlp", "LinearMLPTranslator"), silent=("w2", "b2")),
-)  # fmt: skip
+    KindSpec("linear", ("weight",), ("bias",), linear, "weight", True, folds=True),
+    KindSpec("linear", ("weight",), ("bias",), linear, "weight", True, joint=True, folds=True),
+    KindSpec("mlp", MLP, ("gate", "bias"), two_layers, "w2", False),
+    KindSpec(
+        "linear_mlp", ("weight", *MLP), ("bias",), summed, "weight", True, silent=("w2", "b2")
+    ),
+)
 NAMES = tuple(dict.fromkeys(spec.kind for spec in KINDS))
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
+from kvlingo_mlx.families.base import text_model
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.reclassed import Call, calling
 
 
 def text_of(model: LanguageModel) -> Any:
     """The text model, without any model that wraps it."""
-    whole: Any = model.model
-    return whole.get("language_model", whole)  # a module is a dict of its parts
+    return text_model(model.model)
 
 
 def decoder_of(model: LanguageModel) -> Any:

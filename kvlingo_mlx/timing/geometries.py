@@ -21,8 +21,8 @@ from kvlingo_mlx.format.tensor_file import DType, Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing.shapes import GEOMETRIES
+from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
-from kvlingo_mlx.translators.linear import LinearTranslator
 
 BLOCK = 2**20 + 7  # odd, so that no two rows of a matrix are equal
 FLOATS = {"float32": mx.float32, "bfloat16": mx.bfloat16}
@@ -195,7 +195,7 @@ def random_translators(
     config = TranslatorConfig(*ends, assignment, head_mixing=head_mixing, state_maps=state_maps)
     arrays = random_maps(config)
     return {
-        form: LinearTranslator.build(config, Weights.from_float32(arrays, dtype), bits=bits)
+        form: build(config, Weights.from_float32(arrays, dtype), quantize=bits)
         for form, (dtype, bits) in forms.items()
     }
 

@@ -1,13 +1,19 @@
-"""The kinds of translators, one file per kind; ``build`` makes the kind that a config names."""
+"""Translators on the device: what maps compute, and how their products are cut."""
 
 from __future__ import annotations
 
-import importlib
+from kvlingo_mlx.backend import mx, on_gpu
 
+from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.maps import state_maps_of
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.translators.kinds import apart
+from kvlingo_mlx.translators.products import plan
 from kvlingo_mlx.translators.quantised import check_bits, check_fits
+from kvlingo_mlx.translators.state_maps import StateMapped
 
 
 def build(
@@ -31,6 +37,11 @@ def build(
     check_bits(quantize)
     if quantize is not None:
         check_fits(weights, quantize)
-    module, name = config.spec.device
-    kind = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    return kind.build(config, weights, batched=batched, bits=quantize)
+    batched = on_gpu() if batched is None else batched
+    own = apart(config, weights) if config.joint else weights
+    groups = {side: plan(config, own, side, batched, quantize) for side in SIDES}
+    states = tuple(StateMapped.of(each, weights) for each in state_maps_of(config))
+    translator = Translator(config, weights.dtype, groups, states, quantize)
+    with working():
+        mx.eval([array for _, array in translator.tensors() if isinstance(array, mx.array)])
+    return translator

@@ -1,9 +1,8 @@
-"""The base class of translators; each kind adds what its maps compute."""
+"""A translator on the device."""
 
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -18,13 +17,13 @@ from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.kinds import SIDES
-from kvlingo_mlx.format.maps import Read, flops_of, head_map_of, state_maps_of
+from kvlingo_mlx.format.maps import Read, flops_of, head_map_of
 from kvlingo_mlx.format.tensor_file import DType, Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.parts import Part
 from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates
-from kvlingo_mlx.threads import working
-from kvlingo_mlx.translators.products import Group, plan
+from kvlingo_mlx.translators.kinds import FORMULAS, together
+from kvlingo_mlx.translators.products import Group
 from kvlingo_mlx.translators.quantised import Quantised
 from kvlingo_mlx.translators.state_maps import StateMapped
 
@@ -45,7 +44,7 @@ class LinearMap:
 
 
 @dataclass(frozen=True)
-class Translator(ABC):
+class Translator:
     """Maps a source's keys and values to a target's, token by token (paper: equation (3.1)).
 
     Attributes:
@@ -69,40 +68,24 @@ class Translator(ABC):
     def __repr__(self) -> str:
         """One line; the weights are left out."""
         facts = f"{self.config.form}, {self.num_parameters:,} parameters in {self.dtype}"
-        return f"<{type(self).__name__}, {self.config.title.removeprefix('the ')}: {facts}>"
-
-    @classmethod
-    def build(
-        cls,
-        config: TranslatorConfig,
-        weights: Weights,
-        *,
-        batched: bool | None = None,
-        bits: int | None = None,
-    ) -> Self:
-        """Arrange the weights for this machine (``batched``: for a GPU), quantised to ``bits``."""
-        batched = on_gpu() if batched is None else batched
-        groups = {side: plan(config, weights, side, batched, bits) for side in SIDES}
-        states = tuple(StateMapped.of(each, weights) for each in state_maps_of(config))
-        translator = cls(config, weights.dtype, groups, states, bits)
-        with working():
-            mx.eval([array for _, array in translator._parts() if isinstance(array, mx.array)])
-        return translator
-
-    @abstractmethod
-    def _map(self, group: Group, inputs: Sequence[mx.array]) -> mx.array:
-        """A group's maps without their bias, (G, B, H, T, D), from the inputs of its cuts."""
+        return f"<Translator, {self.config.title.removeprefix('the ')}: {facts}>"
 
     def linear_map(self, side: str, layer: int) -> LinearMap:
-        """The map to one side of a target layer, as matrices.
+        """The map to one side of a target layer, as matrices that share this translator's memory.
 
         Raises:
             IncompatibleTranslatorError: The translator is not linear.
         """
-        raise IncompatibleTranslatorError(
-            f"a translator of kind {self.config.kind} is not linear, so there are no matrices of "
-            "its maps alone"
-        )
+        if not self.config.spec.folds:
+            raise IncompatibleTranslatorError(
+                f"a translator of kind {self.config.kind} is not linear, so there are no matrices "
+                "of its maps alone"
+            )
+        group = next(group for group in self.groups[side] if layer in group.layers)
+        index = group.layers.index(layer)
+        bias = group.vector("bias")[index, 0, :, 0] if "bias" in group.tensors else None
+        reads = tuple(cut[index] for cut in group.cuts)
+        return LinearMap(reads, group.layer_matrices(layer, "weight"), bias)
 
     def __call__(self, states: KVStates, first: Sequence[int] | None = None) -> TranslatedStates:
         """Translate a span whose keys are at ``config.capture``; nothing is evaluated.
@@ -124,7 +107,7 @@ class Translator(ABC):
             tuple(
                 LayerGroup(group.layers, start, self._apply(group, states, start))
                 for group in self.groups[side]
-                if (start := _start(group, states, first)) < states.end
+                if (start := max(states.start, first[group.layers[0]] if first else 0)) < states.end
             )
             for side in SIDES
         )
@@ -154,7 +137,8 @@ class Translator(ABC):
         begin = min(start, max(held, states.end - group.needed(states.end - start)))
         split = not (self.config.head_mixing or group.segmented)
         read = partial(self._read, states, begin, split)
-        result = self._map(group, group.inputs(read)).astype(mx.float32)[..., start - begin :, :]
+        result = FORMULAS[self.config.kind](group, group.inputs(read))
+        result = result.astype(mx.float32)[..., start - begin :, :]
         return result + group.vector("bias") if "bias" in group.tensors else result
 
     def _read(self, states: KVStates, start: int, split: bool, read: Read) -> mx.array:
@@ -193,7 +177,8 @@ class Translator(ABC):
                 f"this translator is quantised to {self.bits} bits, and a translator folder holds "
                 "float weights only; load it without quantize"
             )
-        return Weights.from_float32(self.floats(), self.dtype)
+        weights = Weights.from_float32(self.floats(), self.dtype)
+        return together(weights) if self.config.joint else weights
 
     def floats(self) -> dict[str, np.ndarray]:
         """The numbers with which the maps compute, in float32; quantised matrices are dequantised.
@@ -228,12 +213,12 @@ class Translator(ABC):
     @property
     def num_parameters(self) -> int:
         """The number of parameters in all maps."""
-        return sum(part.size for _, part in self._parts())
+        return sum(part.size for _, part in self.tensors())
 
     @property
     def nbytes(self) -> int:
         """The bytes that the maps take in memory."""
-        return sum(part.nbytes for _, part in self._parts())
+        return sum(part.nbytes for _, part in self.tensors())
 
     @property
     def flops_per_token(self) -> int:
@@ -241,9 +226,10 @@ class Translator(ABC):
 
         Maps of recurrent states, which run once a hand-over, are not counted.
         """
-        return flops_of((name, part.size) for name, part in self._parts())
+        return flops_of((name, part.size) for name, part in self.tensors())
 
-    def _parts(self) -> Iterator[tuple[str, mx.array | Quantised]]:
+    def tensors(self) -> Iterator[tuple[str, mx.array | Quantised]]:
+        """All tensors, by the last part of their names or, for maps of states, by the whole."""
         for group in (group for side in SIDES for group in self.groups[side]):
             yield from ((name, part) for name, parts in group.tensors.items() for part in parts)
         for m in self.of_states:
@@ -258,8 +244,3 @@ class Translator(ABC):
                 translator and ``overwrite`` is off; or this translator is quantised.
         """
         return translator_folder.write(folder, self.config, self.to_weights(), overwrite=overwrite)
-
-
-def _start(group: Group, states: KVStates, first: Sequence[int] | None) -> int:
-    """The first position of a span that a group's layers hold; the layers share one window."""
-    return states.start if first is None else max(states.start, first[group.layers[0]])

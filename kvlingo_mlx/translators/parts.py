@@ -31,18 +31,27 @@ def of_part(
     part = target.part
     assert part is not None
     arrays = {}
-    for m in maps_of(config):
-        if m.layer not in part.layers:
-            continue
+    for m in (m for m in maps_of(config) if m.layer in part.layers):
         place = part.layers.index(m.layer)
-        side = m.name.partition(".")[0]
         for last in TENSORS:
             if (array := weights.arrays.get(f"{m.name}.{last}")) is not None:
                 own = _rows(config, array, m, last, part.heads[place])
                 # A copy, since a slice would keep the whole tensor in memory.
-                own = own if own is array else np.array(own)
-                arrays[f"{side}.{place}.{last}"] = own
-    return _config(config, target, source), Weights(weights.dtype, arrays)
+                name = f"{m.name.partition('.')[0]}.{place}.{last}"
+                arrays[name] = own if own is array else np.array(own)
+    held, first = slice(part.layers.start, part.layers.stop), 0
+    ends = [config.source, replace(config.target, layers=target.geometry.layers)]
+    if source is not None and source.part is not None:
+        ends[0] = replace(config.source, layers=source.geometry.layers)
+        first = source.part.heads[0].start
+    head_map = config.head_map
+    if not config.head_mixing:
+        head_map = tuple(head_map_of(config)[head] - first for head in part.heads[0])
+    reads = Assignment(config.assignment.keys[held], config.assignment.values[held])
+    own_config = replace(
+        config, source=ends[0], target=ends[1], assignment=reads, head_map=head_map
+    )
+    return own_config, Weights(weights.dtype, arrays)
 
 
 def _rows(
@@ -61,21 +70,3 @@ def _rows(
         found.append(array[start + heads.start * width : start + heads.stop * width])
         start += layer.width(side)
     return np.concatenate(found) if len(found) > 1 else found[0]
-
-
-def _config(
-    config: TranslatorConfig, target: LanguageModel, source: LanguageModel | None
-) -> TranslatorConfig:
-    part = target.part
-    assert part is not None
-    own = slice(part.layers.start, part.layers.stop)
-    assignment = Assignment(config.assignment.keys[own], config.assignment.values[own])
-    ends = [config.source, replace(config.target, layers=target.geometry.layers)]
-    head_map, first = config.head_map, 0
-    if source is not None and source.part is not None:
-        ends[0] = replace(config.source, layers=source.geometry.layers)
-        first = source.part.heads[0].start
-    if not config.head_mixing:
-        whole = head_map_of(config)
-        head_map = tuple(whole[head] - first for head in part.heads[0])
-    return replace(config, source=ends[0], target=ends[1], assignment=assignment, head_map=head_map)

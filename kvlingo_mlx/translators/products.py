@@ -29,7 +29,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kvlingo_mlx.backend import mx, on_gpu
 
@@ -75,14 +76,9 @@ class Group:
         skipped = sum(layer < layers for layer in self.layers)
         if skipped == len(self.layers):
             return None
-        return Group(
-            self.layers[skipped:],
-            tuple(cut[skipped:] for cut in self.cuts),
-            {name: tuple(part[skipped:] for part in parts) for name, parts in self.tensors.items()},
-            self.in_blocks,
-            self.segmented,
-            self.late,
-        )
+        tensors = {n: tuple(part[skipped:] for part in parts) for n, parts in self.tensors.items()}
+        cuts = tuple(cut[skipped:] for cut in self.cuts)
+        return replace(self, layers=self.layers[skipped:], cuts=cuts, tensors=tensors)
 
     def needed(self, tokens: int) -> int:
         """How many of a span's last tokens must be read to translate the last ``tokens``."""
@@ -157,23 +153,15 @@ class Group:
         return array
 
     def layer_matrices(self, layer: int, name: str) -> tuple[mx.array, ...]:
-        """A target layer's matrices, (H, rows, in) per cut; float ones are shared, not copied.
-
-        Quantised ones are dequantised.
-        """
+        """A target layer's matrices, (H, rows, in) per cut; float ones are shared, not copied."""
         index = self.layers.index(layer)
-        floats = (p.floats() if isinstance(p, Quantised) else p for p in self.tensors[name])
-        return tuple(array[index, 0] for array in floats)
+        return tuple(array[index, 0] for array in self._floats(name))
 
     def stored(self, head_mixing: bool) -> dict[tuple[int, str], np.ndarray]:
-        """Float32 arrays by layer and last part of the name, with the shapes of the format.
-
-        Quantised matrices are dequantised.
-        """
+        """Float32 arrays by layer and last part of the name, with the shapes of the format."""
         out = {}
-        for name, parts in self.tensors.items():
-            floats = [p.floats() if isinstance(p, Quantised) else p for p in parts]
-            joined = _join(floats).astype(mx.float32)
+        for name in self.tensors:
+            joined = _join(self._floats(name)).astype(mx.float32)
             for index, layer in enumerate(self.layers):
                 array = np.array(joined[index, 0])  # (heads, rows, in) or (heads, 1, numbers)
                 if not TENSORS[name].is_matrix:
@@ -183,6 +171,9 @@ class Group:
                     array = array.reshape(-1, array.shape[-1])
                 out[layer, name] = array
         return out
+
+    def _floats(self, name: str) -> list[mx.array]:
+        return [p.floats() if isinstance(p, Quantised) else p for p in self.tensors[name]]
 
 
 def _segmented(array: mx.array, matrix: mx.array) -> mx.array:
@@ -208,11 +199,9 @@ def plan(
     reads = {m.layer: m.reads for m in maps_of(config) if side in m.writes}
     alike: dict[tuple, list[int]] = defaultdict(list)
     for layer, read in reads.items():
-        geometry = config.target.layers[layer]
-        widths = tuple(_width(config, each) for each in read)
-        hidden = _hidden(weights, side, layer)
-        own = geometry.reach, geometry.recurrence
-        shape = (geometry.kv_heads, geometry.head_dim(side), *own, widths, hidden)
+        own = config.target.layers[layer]
+        widths, hidden = tuple(_width(config, r) for r in read), _hidden(weights, side, layer)
+        shape = own.kv_heads, own.head_dim(side), own.reach, own.recurrence, widths, hidden
         alike[shape if batched else (layer,)].append(layer)
     groups = []
     for layers in alike.values():
@@ -262,49 +251,38 @@ def _group(
     prefix = f"{side}.{layers[0]}."
     tensors: dict[str, tuple[mx.array | Quantised, ...]] = {}
     for name in (n.removeprefix(prefix) for n in weights.arrays if n.startswith(prefix)):
-        own = [f"{side}.{layer}.{name}" for layer in layers]
-        lead = (len(layers), 1, 1 if config.head_mixing and TENSORS[name].of_hidden else heads)
-        if not TENSORS[name].is_matrix:
+        own, kind = [f"{side}.{layer}.{name}" for layer in layers], TENSORS[name]
+        lead = (len(layers), 1, 1 if config.head_mixing and kind.of_hidden else heads)
+        if not kind.is_matrix:
             rows = np.stack([weights.as_float32(n) for n in own])
             tensors[name] = (mx.array(rows.reshape(*lead, 1, -1)),)
             continue
         stacked = np.stack([weights.arrays[n] for n in own])
         stacked = stacked.reshape(*lead, -1, stacked.shape[-1])
-        own_edges = edges if TENSORS[name].reads_states else []
-        parts = np.split(stacked, own_edges, axis=-1)
-        if segmented and TENSORS[name].reads_states:
-            tensors[name] = tuple(_by_columns(p, weights) for p in parts)
-            continue
-        packed = bits if fits(stacked.shape[-1]) else None
-        tensors[name] = tuple(_device(p, weights, packed, config.head_mixing) for p in parts)
+        parts = np.split(stacked, edges if kind.reads_states else [], axis=-1)
+        if segmented and kind.reads_states:  # column-major, as segmented products read them
+            made = (floats(p.swapaxes(-1, -2), weights).swapaxes(-1, -2) for p in parts)
+            tensors[name] = tuple(made)
+        elif bits is not None and fits(stacked.shape[-1]):
+            how: Any = {"stack_heads": config.head_mixing, "wide": not on_gpu()}
+            tensors[name] = tuple(Quantised.of(loaded(p, weights), bits, **how) for p in parts)
+        else:
+            tensors[name] = tuple(floats(p, weights) for p in parts)
     cuts = (tuple(reads),) if whole else tuple(((read,),) for read in reads[0])
     in_blocks = first.reach is not None
     return Group(tuple(layers), cuts, tensors, in_blocks, segmented, first.late(side))
 
 
-def _device(
-    array: np.ndarray, weights: Weights, bits: int | None, stack_heads: bool
-) -> mx.array | Quantised:
-    """Convert to MLX, quantised or as floats."""
-    if bits is None:
-        return _floats(array, weights)
-    return Quantised.of(_loaded(array, weights), bits, stack_heads=stack_heads, wide=not on_gpu())
-
-
-def _floats(array: np.ndarray, weights: Weights) -> mx.array:
-    """Convert to MLX; on a CPU, 16-bit numbers become float32, because 16-bit matmuls are slow."""
-    out = _loaded(array, weights)
-    return out if on_gpu() else out.astype(mx.float32)
-
-
-def _loaded(array: np.ndarray, weights: Weights) -> mx.array:
+def loaded(array: np.ndarray, weights: Weights) -> mx.array:
+    """An array of some weights, in their dtype."""
     out = mx.array(np.ascontiguousarray(array))
     return out.view(mx.bfloat16) if weights.dtype == "bfloat16" else out
 
 
-def _by_columns(array: np.ndarray, weights: Weights) -> mx.array:
-    """The same floats in column-major layout, as segmented products read them."""
-    return _floats(array.swapaxes(-1, -2), weights).swapaxes(-1, -2)
+def floats(array: np.ndarray, weights: Weights) -> mx.array:
+    """An array of some weights; on a CPU in float32, because 16-bit matmuls are slow there."""
+    out = loaded(array, weights)
+    return out if on_gpu() else out.astype(mx.float32)
 
 
 def _join(arrays: Sequence[mx.array]) -> mx.array:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from kvlingo_mlx.backend import mx, on_gpu
+from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.format.maps import StateMap
 from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.translators.products import floats
 
 TENSORS = ("left", "right")
 
@@ -25,15 +28,13 @@ def mapped(m: StateMap, kept: Mapping[int, mx.array], left: mx.array, right: mx.
     """
     left, right = (each.astype(mx.float32) for each in (left, right))
     sides = mx.split(left, len(m.reads), axis=2), mx.split(right, len(m.reads), axis=1)
-    total: mx.array | None = None
+    products = []
     for layer, one, other in zip(m.reads, *sides, strict=True):
         state = kept[layer].astype(mx.float32)
         if m.heads != tuple(range(state.shape[1])):
             state = mx.take(state, mx.array(m.heads), axis=1)
-        part = one @ state @ other
-        total = part if total is None else total + part
-    assert total is not None  # every map reads a layer
-    return total
+        products.append(one @ state @ other)
+    return functools.reduce(operator.add, products)
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,8 @@ class StateMapped:
     @classmethod
     def of(cls, m: StateMap, weights: Weights) -> Self:
         """The map's tensors on this machine; a CPU multiplies in float32."""
-        arrays = []
-        for name in TENSORS:
-            array = mx.array(weights.arrays[f"{m.name}.{name}"])
-            array = array.view(mx.bfloat16) if weights.dtype == "bfloat16" else array
-            arrays.append(array if on_gpu() else array.astype(mx.float32))
-        return cls(m, *arrays)
+        left, right = (floats(weights.arrays[f"{m.name}.{name}"], weights) for name in TENSORS)
+        return cls(m, left, right)
 
     def __call__(self, kept: Mapping[int, mx.array]) -> mx.array:
         """The target layer's state from the source's states by layer; see :func:`mapped`."""

@@ -15,7 +15,8 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.validation import room_for, validate_cache
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.translators.linear import LinearTranslator
+from kvlingo_mlx.translators import build
+from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
 from tests.support.identity import identity_of
 
@@ -140,12 +141,12 @@ def test_every_hand_over_is_checked(
         talk.reply("b", "is it on?", max_tokens=2)
 
 
-def overflowing(model: LanguageModel) -> LinearTranslator:
+def overflowing(model: LanguageModel) -> Translator:
     """Identity maps, but for values of layer 2, which become infinite."""
     translator = identity_of(model)
     weights = translator.to_weights()
     arrays = dict(weights.arrays) | {"values.2.weight": weights.arrays["values.2.weight"] * 3e38}
-    return LinearTranslator.build(translator.config, type(weights)(weights.dtype, arrays))
+    return build(translator.config, type(weights)(weights.dtype, arrays))
 
 
 def test_the_layer_of_a_number_that_is_none_is_named(

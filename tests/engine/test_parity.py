@@ -20,7 +20,8 @@ from safetensors.numpy import load_file
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.translators.linear import LinearTranslator
+from kvlingo_mlx.translators import build
+from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
 from tests.support.parity import (
     CACHE_TOLERANCE,
@@ -128,9 +129,9 @@ def hand_over(
 ) -> Outcome:
     """Hand over on MLX, then run the last token; ``batched`` None is the default path."""
     source, target, folder = load(folders[0]), load(folders[1]), folders[2]
-    translator: Path | LinearTranslator = folder
+    translator: Path | Translator = folder
     if batched is not None:
-        translator = LinearTranslator.build(*translator_folder.read(folder), batched=batched)
+        translator = build(*translator_folder.read(folder), batched=batched)
     cache = kv.hand_over(source, target, tokens, translator=translator, prefill_step_size=step)
     return decode(target, cache, tokens[-1])
 

@@ -19,13 +19,12 @@ from kvlingo_mlx.errors import (
     MissingModelError,
     UnsupportedModelError,
 )
-from kvlingo_mlx.families import base, family_of, known_families, refused
+from kvlingo_mlx.families import REASONS, base, family_of, known_families
 from kvlingo_mlx.families.base import Finish
-from kvlingo_mlx.families.plain import Plain
 from kvlingo_mlx.format.geometry import RopeSpec, configured_rope
 from kvlingo_mlx.models.keys import Rotation
 from kvlingo_mlx.models.language_model import LanguageModel
-from tests.support import TESTS, hybrid_models, plain_models
+from tests.support import TESTS, hybrid_models, plain_models, tiny
 from tests.support.identity import identity_of
 from tests.support.native_caches import TOKENS, held, native
 from tests.support.opened import Opener
@@ -66,9 +65,10 @@ def test_the_page_lists_every_family() -> None:
     assert page.split("```text\n")[1].split("```")[0].split() == known_families()
 
 
-def test_every_plain_family_is_run_here() -> None:
-    plain = {n for n in known_families() if isinstance(family_of(n), Plain)}
-    assert plain - set(hybrid_models.CONFIGS) == set(NAMES)
+def test_every_family_is_run() -> None:
+    other = {model_type for model_type, _ in tiny.FAMILIES.values()}
+    wrapped = {"gemma3", "gemma4", "gemma4_unified", "kimi_k2", "joyai_llm_flash"}
+    assert {*NAMES, *hybrid_models.CONFIGS, *other, *wrapped} == {*known_families()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,9 +89,6 @@ def test_every_family_is_known_by_its_norms(opened: Opener, tmp_path: Path) -> N
     for name in ("phi", "nemotron", "cohere", "llama"):
         other = plain_models.write_plain_model(tmp_path / name, name, seed=2)
         assert kv.load(other).norms_fingerprint != opened(name).norms_fingerprint, name
-
-
-# ---- attention that weighs a fit ---------------------------------------------------------
 
 
 # ---- rotations ---------------------------------------------------------------------------
@@ -201,13 +198,13 @@ def test_modern_configs_rotate_alike(name: str, opened: Opener, tmp_path: Path) 
 
 
 def test_every_family_of_mlx_lm_is_supported_or_refused_for_a_reason() -> None:
-    reasons = [name for names in refused.REASONS.values() for name in names]
+    reasons = [name for names in REASONS.values() for name in names]
     assert len(set(reasons)) == len(reasons) and not set(reasons) & set(known_families())
     for path in Path(mlx_lm.models.__file__).parent.glob("*.py"):
         if "class Model(nn.Module" in path.read_text():
-            assert path.stem in known_families() or refused.reason(path.stem), path.stem
+            assert path.stem in known_families() or path.stem in reasons, path.stem
     for name, run_by in mlx_lm.utils.MODEL_REMAPPING.items():
-        assert name in known_families() or refused.reason(name), name
+        assert name in known_families() or name in reasons, name
         assert (name in known_families()) == (run_by in known_families()), name
     with pytest.raises(
         UnsupportedModelError, match="'mamba2' is not supported: it has no layer of"

@@ -34,8 +34,8 @@ from kvlingo_mlx.timing.geometries import (
     untrained,
 )
 from kvlingo_mlx.timing.switching import OutOfTime, Stopwatch
+from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
-from kvlingo_mlx.translators.linear import LinearTranslator
 
 FULL, NARROW = "gemma-3-12b", "gemma-3-4b"
 WAYS = ("full", "narrowed", "folded")
@@ -130,7 +130,7 @@ def setup(
     ends, same = (narrowed.spec(), full.spec()), identity(len(full.attentions))
     config = TranslatorConfig(*ends, same, head_mixing=False, capture="post_rope")
     weights = Weights.from_float32(random_maps(config), "bfloat16" if on_gpu() else "float32")
-    return Setup(full, narrowed, LinearTranslator.build(config, weights))
+    return Setup(full, narrowed, build(config, weights))
 
 
 def _narrowed(full: LanguageModel, kv_heads: int, precision: str, dtype: mx.Dtype) -> LanguageModel:

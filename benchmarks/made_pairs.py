@@ -59,7 +59,7 @@ from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.evaluation.continuation import DialogueStream, RecallSample, Score
 from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
-from kvlingo_mlx.format.model_files import files_fingerprint
+from kvlingo_mlx.format.fingerprints import files_fingerprint
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.language_model import LanguageModel

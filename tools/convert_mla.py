@@ -41,7 +41,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvlingo_mlx.cuda.converted_mla import MODEL_TYPE
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.atomic import alone
-from kvlingo_mlx.format.model_files import files_fingerprint
+from kvlingo_mlx.format.fingerprints import files_fingerprint
 from kvlingo_mlx.tokenization.samples import tokenise
 from kvlingo_mlx.training.conversations import normalise
 

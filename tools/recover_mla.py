@@ -66,8 +66,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvlingo_mlx.cuda import converted_mla  # which registers the family
 from kvlingo_mlx.cuda.distributed import TorchGroup, local_device
 from kvlingo_mlx.format.atomic import alone
+from kvlingo_mlx.format.fingerprints import files_fingerprint
 from kvlingo_mlx.format.geometry import canonical_json
-from kvlingo_mlx.format.model_files import files_fingerprint
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.conversations import keeps_system, normalise, replies, to_sample, until
 

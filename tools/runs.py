@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 from kvlingo_mlx.errors import KVLingoError, MissingModelError
-from kvlingo_mlx.format.model_files import files_fingerprint
+from kvlingo_mlx.format.fingerprints import files_fingerprint
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.loading.hub import MODEL_FILES, resolve
 from kvlingo_mlx.tokenization.records import Source, open_source

@@ -28,8 +28,7 @@ def command(options: ExportOptions) -> None:
     """
     from pathlib import Path
 
-    from kvlingo_mlx.store.exporting import export
-    from kvlingo_mlx.store.formats import FORMATS
+    from kvlingo_mlx.store.formats import FORMATS, export
 
     models = None
     if options.source is not None and options.target is not None:

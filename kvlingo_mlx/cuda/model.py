@@ -22,9 +22,15 @@ from kvlingo_mlx.cuda.agreement import check_agreement
 from kvlingo_mlx.cuda.families import POINTS, Positions, TorchFamily, family_of
 from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import KVLingoError, MissingModelError, UnsupportedModelError
+from kvlingo_mlx.format.fingerprints import (
+    SAMPLED,
+    Checked,
+    Sketch,
+    norms_fingerprint,
+    sketch,
+    weights_fingerprint,
+)
 from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
-from kvlingo_mlx.format.model_files import norms_fingerprint
-from kvlingo_mlx.format.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
 from kvlingo_mlx.loading.hub import MODEL_FILES, SMALL_FILES, resolve

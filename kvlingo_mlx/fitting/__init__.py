@@ -21,13 +21,13 @@ from kvlingo_mlx.fitting.data import Record, chosen, outlook, records_of
 from kvlingo_mlx.fitting.rows import Rows
 from kvlingo_mlx.format.assignment import Assignment, by_depth, check_windows
 from kvlingo_mlx.format.config_reading import check_mapped, parse_assignment
+from kvlingo_mlx.format.fingerprints import facts_of_models
 from kvlingo_mlx.format.maps import (
     check_head_ratio,
     check_states,
     maps_of,
     state_maps_of,
 )
-from kvlingo_mlx.format.projections import facts_of_models
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig, capture_point
 from kvlingo_mlx.group import Group

@@ -1,7 +1,7 @@
 """The kinds of translators: one table row per kind, for storing, checking, running and training.
 
-Both runtimes use this table. A new kind needs a row here and a formula in ``translators/kinds``. NumPy
-is imported only inside functions, since the command line's ``--help`` reads this table too.
+Both runtimes use this table. A new kind needs a row here and a formula in ``translators/kinds``.
+NumPy is imported only inside functions, since the command line's ``--help`` reads this table too.
 """
 
 from __future__ import annotations

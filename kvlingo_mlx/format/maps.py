@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvlingo_mlx.errors import IncompatibleTranslatorError
-from kvlingo_mlx.format.geometry import LayerGeometry, Recurrence
 from kvlingo_mlx.format.kinds import MATRICES, SIDES, TENSORS
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 
@@ -72,40 +71,28 @@ def state_maps_of(config: TranslatorConfig) -> list[StateMap]:
 
 def _state_map(config: TranslatorConfig, t: int) -> StateMap:
     reads = config.assignment.keys[t]
-    source, target = (
-        _recurrence(layer) for layer in (config.source.layers[reads[0]], config.target.layers[t])
-    )
+    source, target = config.source.layers[reads[0]].recurrence, config.target.layers[t].recurrence
+    assert source is not None and target is not None  # a config without them was refused
     heads, count = target.value_heads, len(reads)
-    return StateMap(
-        t,
-        reads,
-        tuple(head * source.value_heads // heads for head in range(heads)),
-        {
-            "left": (heads, target.value_dim, count * source.value_dim),
-            "right": (heads, count * source.key_dim, target.key_dim),
-        },
-    )
-
-
-def _recurrence(layer: LayerGeometry) -> Recurrence:
-    assert layer.recurrence is not None
-    return layer.recurrence
+    read = tuple(head * source.value_heads // heads for head in range(heads))
+    left = heads, target.value_dim, count * source.value_dim
+    right = heads, count * source.key_dim, target.key_dim
+    return StateMap(t, reads, read, {"left": left, "right": right})
 
 
 def unmappable(source: ModelSpec, target: ModelSpec) -> str | None:
     """Why no maps lead from the states of one model to those of another; None if they do."""
-    rules = [
-        sorted({layer.attention for layer in spec.layers if layer.recurrence is not None})
-        for spec in (source, target)
-    ]
-    told = [f"{spec.name} has " + (f"those of {' and '.join(own)}" if own else "none")
-            for spec, own in zip((source, target), rules, strict=True)]  # fmt: skip
+    recurrent = [[g for g in spec.layers if g.recurrence] for spec in (source, target)]
+    rules = [sorted({layer.attention for layer in layers}) for layers in recurrent]
     if rules[0] != rules[1] or not rules[0]:
+        told = (
+            f"{spec.name} has {'those of ' + ' and '.join(own) if own else 'none'}"
+            for spec, own in zip((source, target), rules, strict=True)
+        )
         return f"states are mapped between recurrent layers of one rule; {', '.join(told)}"
     if "short_conv" in rules[0]:
         return f"{target.name} has short convolutions, which keep no state that could be mapped"
-    shapes = {_recurrence(layer).parts for layer in source.layers if layer.recurrence is not None}
-    if len(shapes) > 1:
+    if len({layer.recurrence.parts for layer in recurrent[0] if layer.recurrence}) > 1:
         return f"the recurrent layers of {source.name} have states of several shapes"
     return None
 
@@ -150,21 +137,34 @@ def head_map_of(config: TranslatorConfig) -> tuple[int, ...]:
     return tuple(head // (heads // sources) for head in range(heads))
 
 
-def check_head_ratio(source: ModelSpec, target: ModelSpec) -> None:
-    """Refuse (ValueError) models whose head counts new head-wise maps cannot pair evenly."""
+def unpaired_heads(
+    source: ModelSpec, target: ModelSpec, head_map: tuple[int, ...] | None = None
+) -> str | None:
+    """Why head-wise maps cannot pair the heads of two models; None if they can."""
     for spec in (source, target):
         counts = sorted({layer.kv_heads for layer in spec.layers})
         if len(counts) > 1:
-            raise ValueError(
-                f"head-wise maps need one KV-head count per model, {spec.name} has layers of "
-                f"{' and '.join(map(str, counts))}; use head-mixing ones"
-            )
-    heads, sources = target.layers[0].kv_heads, source.layers[0].kv_heads
-    if heads % sources:
-        raise ValueError(
-            f"head-wise maps need target heads ({heads}) to be a multiple of source heads "
-            f"({sources}); use head-mixing ones"
+            told = f"{spec.name} has layers of {' and '.join(map(str, counts))}"
+            return f"head-wise maps need one KV-head count per model, {told}; use head-mixing ones"
+    sources, heads = source.layers[0].kv_heads, target.layers[0].kv_heads
+    if head_map is None and heads % sources:
+        return (
+            f"{heads} target heads are no multiple of {sources} source heads: head-wise maps need "
+            f"head_map, a list of {heads} source heads (0 to {sources - 1}), one for each target "
+            "head; or use head-mixing ones"
         )
+    if head_map is not None and (len(head_map) != heads or max(head_map) >= sources):
+        return (
+            f"head_map is {list(head_map)!r:.60}, expected {heads} source heads from 0 to "
+            f"{sources - 1}"
+        )
+    return None
+
+
+def check_head_ratio(source: ModelSpec, target: ModelSpec) -> None:
+    """Refuse (ValueError) models whose heads new head-wise maps cannot pair."""
+    if (reason := unpaired_heads(source, target)) is not None:
+        raise ValueError(reason)
 
 
 def check_states(source: ModelSpec, target: ModelSpec) -> None:
@@ -214,35 +214,31 @@ def shapes_of(
     return shapes
 
 
-# What an axis counts, in a head-mixing map and in a head-wise one.
+# What an axis counts; in a head-wise map of one head, as one more axis in front says.
 AXES = {
-    "outputs": ("the target layer's KV heads x dim", "the target layer's dim"),
-    "inputs": (
-        "the same of the source layers that it reads",
-        "the dims of the source layers that it reads",
-    ),
-    "hidden": ("hidden units", "hidden units"),
-    "heads": ("the target layer's KV heads", "the target layer's KV heads"),
-    "all": ("flat: the target layer's KV heads x dim", "flat: the target layer's KV heads x dim"),
+    "outputs": "the target layer's KV heads x dim",
+    "inputs": "the same of the source layers that it reads",
+    "hidden": "hidden units",
+    "heads": "the target layer's KV heads",
+    "all": "the target layer's KV heads x dim",
 }
-
 STATE_AXES = {
     "left": "rows: the target's value dim; columns: that of each source layer that it reads",
     "right": "rows: the key dim of each source layer that it reads; columns: the target's",
 }
 
 
-def axes_told(name: str, head_mixing: bool) -> str:
-    """What the axes of a tensor count, in words; ``name`` is the last part of its name."""
+def axes_in_words(name: str, head_mixing: bool) -> str:
+    """What the axes of a tensor count; ``name`` is the last part of its name."""
     if name in STATE_AXES:
         return f"first the target layer's heads; {STATE_AXES[name]}"
     tensor = TENSORS[name]
-    words = [AXES[axis][0 if head_mixing else 1] for axis in tensor.axes]
+    by_head = not head_mixing and tensor.by_head
+    words = [AXES[axis].replace("KV heads x dim", "dim" if by_head else "KV heads x dim")
+             for axis in tensor.axes]  # fmt: skip
     if tensor.is_matrix:
         words = [f"rows: {words[0]}", f"columns: {words[1]}"]
-    if not head_mixing and tensor.by_head:
-        words.insert(0, "first the target layer's KV heads")
-    return "; ".join(words)
+    return "; ".join(["first the target layer's KV heads", *words] if by_head else words)
 
 
 def flops_of(sizes: Iterable[tuple[str, int]]) -> int:

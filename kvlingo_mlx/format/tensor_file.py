@@ -29,8 +29,6 @@ STORAGE: dict[DType, type[np.generic]] = {
     "float16": np.float16,
     "bfloat16": np.uint16,  # NumPy has no bfloat16: the bits are stored as uint16
 }
-
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -98,18 +96,17 @@ class Weights:
 
     def _rounded(self, name: str, dtype: DType) -> np.ndarray:
         array = self.as_float32(name)
-        made = Weights.from_float32({name: array}, dtype)
+        weights = Weights.from_float32({name: array}, dtype)
         # bfloat16 has float32's range. Small gates and biases are as good as none.
         if dtype == "float16" and array.ndim > 1:
-            size = float(np.linalg.norm(np.float64(array)))
-            kept = made.as_float32(name)
-            lost = float(np.linalg.norm(np.subtract(kept, array, dtype=np.float64)))
-            if lost > LOST * size:
+            lost = np.subtract(weights.as_float32(name), array, dtype=np.float64)
+            share = np.linalg.norm(lost) / (np.linalg.norm(np.float64(array)) or 1.0)
+            if share > LOST:
                 raise ValueError(
-                    f"{name} would change by {lost / size:.0%} in {dtype}, whose least numbers are "
+                    f"{name} would change by {share:.0%} in {dtype}, whose least numbers are "
                     "larger than some of its own: use float32 or bfloat16"
                 )
-        return made.arrays[name]
+        return weights.arrays[name]
 
     @classmethod
     def from_float32(cls, arrays: Mapping[str, np.ndarray], dtype: DType) -> Weights:
@@ -138,46 +135,90 @@ def rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
     return Weights(dtype, {"": _round(array, dtype)}).as_float32("")
 
 
-def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """The entry of each tensor in a safetensors header, and the offset at which the data start.
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of its tensors, by their names; they are unread."""
 
-    The library checks sizes and offsets. It does not refuse repeated names, unknown fields and
-    shapes beyond NumPy, and reads no bfloat16 into NumPy, so the header is read here, too.
-    """
-    size = regular_file(path)
-    if size > MAX_FILE_BYTES:
-        raise malformed(path, f"has {size:,} bytes, expected at most {MAX_FILE_BYTES:,}")
-    with open(path, "rb") as file:
-        head = file.read(8)
-        length = int.from_bytes(head, "little")
-        if len(head) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            # Checked only here: a valid file starts with 0x80 too if its header has 128 bytes.
-            pickled = head.startswith((b"PK", b"\x80"))
-            text = PICKLE if pickled else f"is no safetensors file or truncated ({size} bytes)"
-            raise malformed(path, text)
-        header_bytes = file.read(length)
-    try:
-        header = json.loads(header_bytes.decode("utf-8"), object_pairs_hook=no_duplicates)
-        stops = (entry["data_offsets"][1] for name, entry in header.items() if name != METADATA)
-        end = 8 + length + max(stops, default=0)
-        if end > size:
-            told = f"its header tells of {min(end, 2**64)} bytes, it has {size}"
-            raise malformed(path, f"is truncated: {told}; download or copy it again")
-        with safe_open(path, framework="np"):
-            pass
-    except (SafetensorError, ValueError, TypeError, LookupError, AttributeError, RecursionError,
-            OSError) as error:  # fmt: skip
-        raise malformed(
-            path, f"is damaged or truncated ({error}); download or copy it again"
-        ) from None
-    header.pop(METADATA, None)
-    for name, entry in header.items():
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise malformed(path, f"{name}: expected dtype, shape and data_offsets alone")
-        if entry["dtype"] not in FILE_DTYPES:
-            allowed = ", ".join(FILE_DTYPES)
-            raise malformed(path, f"{name} is {entry['dtype']}, expected one of {allowed}")
-    return header, 8 + length
+    path: Path
+    text: bytes
+    tensors: Mapping[str, Any]
+
+    @property
+    def begin(self) -> int:
+        """The offset at which the data start."""
+        return 8 + len(self.text)
+
+    def size_of(self, name: str) -> int:
+        """A tensor's numbers."""
+        return math.prod(self.tensors[name]["shape"])
+
+    def read(self, name: str, dtype: DType) -> np.ndarray:
+        """A tensor, which is not mapped into memory: what was looked at would stay there."""
+        start = self.begin + self.tensors[name]["data_offsets"][0]
+        array = np.fromfile(self.path, STORAGE[dtype], self.size_of(name), offset=start)
+        return array.reshape(self.tensors[name]["shape"])
+
+    @classmethod
+    def of_model(cls, path: Path) -> Header:
+        """The header of a model's file, which mlx-lm reads too.
+
+        Raises:
+            ValueError: The file is damaged.
+        """
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = int.from_bytes(start, "little") if len(start) == 8 else size
+            if length > size - 8:
+                raise ValueError(f"{path} is damaged, or no file of weights; download it again")
+            text = file.read(length)
+        try:
+            tensors = {k: v for k, v in json.loads(text).items() if k != METADATA}
+        except (ValueError, AttributeError):
+            raise ValueError(f"{path} has a damaged header; download it again") from None
+        return cls(path, text, tensors)
+
+    @classmethod
+    def of_stranger(cls, path: Path) -> Header:
+        """The header of a file that anybody may have written.
+
+        The library checks sizes and offsets. It does not refuse repeated names, unknown fields and
+        shapes beyond NumPy, and reads no bfloat16 into NumPy, so the header is read here, too.
+
+        Raises:
+            MalformedTranslatorError: The file is unsound, or holds another dtype.
+        """
+        size = regular_file(path)
+        if size > MAX_FILE_BYTES:
+            raise malformed(path, f"has {size:,} bytes, expected at most {MAX_FILE_BYTES:,}")
+        with open(path, "rb") as file:
+            head = file.read(8)
+            length = int.from_bytes(head, "little")
+            if len(head) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                # Checked only here: a valid file starts with 0x80 too if its header has 128 bytes.
+                pickled = head.startswith((b"PK", b"\x80"))
+                none = f"is no safetensors file or truncated ({size} bytes)"
+                raise malformed(path, PICKLE if pickled else none)
+            text = file.read(length)
+        try:
+            tensors = json.loads(text.decode("utf-8"), object_pairs_hook=no_duplicates)
+            tensors.pop(METADATA, None)
+            end = 8 + length + max((e["data_offsets"][1] for e in tensors.values()), default=0)
+            if end > size:
+                raise ValueError(f"its header tells of {min(end, 2**64)} bytes, it has {size}")
+            with safe_open(path, framework="np"):
+                pass
+        except (SafetensorError, ValueError, TypeError, LookupError, AttributeError,
+                RecursionError, OSError) as error:  # fmt: skip
+            told = f"is damaged or truncated: {error}; download or copy it again"
+            raise malformed(path, told) from None
+        for name, entry in tensors.items():
+            if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+                raise malformed(path, f"{name}: expected dtype, shape and data_offsets alone")
+            if entry["dtype"] not in FILE_DTYPES:
+                allowed = ", ".join(FILE_DTYPES)
+                raise malformed(path, f"{name} is {entry['dtype']}, expected one of {allowed}")
+        return cls(path, text, tensors)
 
 
 def open_tensors(path: Path) -> tuple[dict[str, DType], LazyTensors]:
@@ -186,16 +227,10 @@ def open_tensors(path: Path) -> tuple[dict[str, DType], LazyTensors]:
     Raises:
         MalformedTranslatorError: The file is unsound, or holds another dtype.
     """
-    header, begin = _read_header(path)
-    dtypes = {name: FILE_DTYPES[entry["dtype"]] for name, entry in header.items()}
-
-    def read(name: str) -> np.ndarray:
-        # Not mapped into memory: what was looked at would stay there.
-        start, kind = begin + header[name]["data_offsets"][0], STORAGE[dtypes[name]]
-        return np.fromfile(path, kind, math.prod(shapes[name]), offset=start).reshape(shapes[name])
-
-    shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
-    return dtypes, LazyTensors(shapes, read)
+    header = Header.of_stranger(path)
+    dtypes = {name: FILE_DTYPES[entry["dtype"]] for name, entry in header.tensors.items()}
+    shapes = {name: tuple(entry["shape"]) for name, entry in header.tensors.items()}
+    return dtypes, LazyTensors(shapes, lambda name: header.read(name, dtypes[name]))
 
 
 def read_tensors(
@@ -239,19 +274,14 @@ def write_tensors(path: Path, weights: Weights) -> None:
 
     The bytes are those that the library writes, whose own writer wants all tensors in memory.
     """
-    head = _head(weights.dtype, weights.shapes, {})
-    arrays = (weights.arrays[name] for name in sorted(weights.shapes))
-    write_file(path, itertools.chain([head], (np.ascontiguousarray(a).data for a in arrays)))
-
-
-def _head(dtype: DType, shapes: Shapes, told: Mapping[str, str]) -> bytes:
-    """The start of a safetensors file, which the tensors follow in the order of their names."""
     codes = {name: code for code, name in FILE_DTYPES.items()}
-    header: dict[str, Any] = {METADATA: {"format": "kvlingo", **told}}
-    width, end = np.dtype(STORAGE[dtype]).itemsize, 0
-    for name, shape in sorted(shapes.items()):
+    header: dict[str, Any] = {METADATA: {"format": "kvlingo"}}
+    width, end = np.dtype(STORAGE[weights.dtype]).itemsize, 0
+    for name, shape in sorted(weights.shapes.items()):
         begin, end = end, end + width * math.prod(shape)
-        header[name] = {"dtype": codes[dtype], "shape": [*shape], "data_offsets": [begin, end]}
+        entry = {"shape": [*shape], "data_offsets": [begin, end]}
+        header[name] = {"dtype": codes[weights.dtype], **entry}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors are aligned
-    return len(text).to_bytes(8, "little") + text
+    arrays = (np.ascontiguousarray(weights.arrays[name]).data for name in sorted(weights.shapes))
+    write_file(path, itertools.chain([len(text).to_bytes(8, "little") + text], arrays))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Protocol
@@ -17,6 +18,8 @@ from kvlingo_mlx.format.typed import WRITTEN
 FORMAT_VERSION = 3
 CAPTURES = ("pre_norm", "post_norm", "post_rope", "latent")
 Head = Annotated[int, range(MAX_HEADS + 1)]
+Digest = Annotated[str, re.compile("[0-9a-f]{64}", re.ASCII)]  # a sha256
+TIERS = ("geometry", "norms", "tokenizer")
 OF_MODELS = ("precision", "projections")  # provenance entries that are compared with loaded models
 
 
@@ -27,19 +30,16 @@ class ModelSpec:
     name: str
     revision: str | None
     model_type: str
-    fingerprint: Mapping[str, str | None]
+    fingerprint: Annotated[Mapping[str, Digest | None], TIERS]
     layers: tuple[LayerGeometry, ...]
 
     @classmethod
     def of(cls, model: Any) -> ModelSpec:
         """The description of a loaded model, of either runtime."""
-        fingerprint = {
-            "geometry": model.geometry.fingerprint,
-            "norms": model.norms_fingerprint,
-            "tokenizer": model.tokenizer_fingerprint,
-        }
         geometry = model.geometry
-        return cls(model.name, model.revision, geometry.model_type, fingerprint, geometry.layers)
+        both = model.norms_fingerprint, model.tokenizer_fingerprint
+        known = dict(zip(TIERS, (geometry.fingerprint, *both), strict=True))
+        return cls(model.name, model.revision, geometry.model_type, known, geometry.layers)
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,11 @@ class TranslatorConfig:
     state_maps: bool = False
     head_map: tuple[Head, ...] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ends(self) -> tuple[ModelSpec, ModelSpec]:
+        """The source and the target."""
+        return self.source, self.target
 
     @property
     def spec(self) -> KindSpec:
@@ -125,21 +130,16 @@ class TranslatorConfig:
     def to_json(self) -> dict[str, Any]:
         """The JSON object that ``translator_config.json`` holds."""
         data = {"format_version": self.format_version, **asdict(self)}
-        for role, spec in (("source", self.source), ("target", self.target)):
+        for role, spec in zip(("source", "target"), self.ends, strict=True):
             data[role]["layers"] = [layer.facts for layer in spec.layers]
-        if self.head_map is None:
-            del data["head_map"]
-        if not self.state_maps:
-            del data["state_maps"]
-        return data
+        unset = {"head_map": self.head_map is None, "state_maps": not self.state_maps}
+        return {key: value for key, value in data.items() if not unset.get(key)}
 
     @property
     def format_version(self) -> int:
         """The version as which it is written: the first that has all it needs."""
-        if self.state_maps:
-            return 3
-        layers = (*self.source.layers, *self.target.layers)
-        return 2 if any(layer.recurrence for layer in layers) else 1
+        recurrent = any(layer.recurrence for spec in self.ends for layer in spec.layers)
+        return 3 if self.state_maps else 2 if recurrent else 1
 
 
 class Captured(Protocol):
@@ -185,7 +185,7 @@ def unfoldable(config: TranslatorConfig) -> str | None:
     """
     if config.alignment is not None:
         return "it is between two tokenizers, whose caches hold other tokens"
-    if any(g.recurrence for g in (*config.source.layers, *config.target.layers)):
+    if any(g.recurrence for spec in config.ends for g in spec.layers):
         return "some layers keep a recurrent state, which holds no keys for queries to meet"
     if not config.spec.folds:
         return f"it is of kind {config.kind}, and only linear maps can be taken to the queries"

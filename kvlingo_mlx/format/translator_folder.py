@@ -21,7 +21,7 @@ from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.format.maps import (
     STATE_AXES,
     StateMap,
-    axes_told,
+    axes_in_words,
     expected_shapes,
     maps_of,
     state_maps_of,
@@ -179,7 +179,7 @@ def _check_shapes(path: Path, config: TranslatorConfig, shapes: Shapes) -> None:
             raise malformed(
                 path,
                 f"{name} has shape {shapes[name]}, expected {expected} "
-                f"({axes_told(name.rsplit('.', 1)[-1], config.head_mixing)})",
+                f"({axes_in_words(name.rsplit('.', 1)[-1], config.head_mixing)})",
             )
 
 

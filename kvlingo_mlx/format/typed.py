@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from types import NoneType, UnionType
@@ -19,8 +20,9 @@ def read(kind: Any, value: Any, place: str = "") -> Any:
     """A value of parsed JSON as ``kind``.
 
     That is a type of ``NAMES``, a ``Literal``, one of these or None, a tuple or a mapping of one
-    type, a dataclass of such fields, or ``Annotated`` with the range or the tuple of its values. A
-    field with a default may be missing, unless its metadata are ``WRITTEN``, and is never null.
+    type, a dataclass of such fields, or ``Annotated``: a number with its range, a string with its
+    values or a pattern, a mapping with its keys. A field with a default may be missing, unless its
+    metadata are ``WRITTEN``, and is never null. A dataclass with ``EXTRA`` ignores other keys.
 
     Raises:
         ValueError: The message says where, what was found and what was expected.
@@ -32,12 +34,10 @@ def read(kind: Any, value: Any, place: str = "") -> Any:
         return None if value is None else read(_without_none(kind), value, place)
     if origin in (Annotated, Literal):
         base, allowed = args if origin is Annotated else (str, args)
-        found = _of_type(base, value, place)
-        if found in allowed:
-            return found
-        if isinstance(allowed, range):
-            return _refuse(value, place, f"{allowed[0]} to {allowed[-1]}")
-        return _refuse(value, place, f"one of {', '.join(allowed)}")
+        if get_origin(base) is Mapping:
+            _check_keys(_of_type(dict, value, place), allowed, allowed, place)
+            return read(base, value, place)
+        return _allowed(_of_type(base, value, place), allowed, place)
     if origin is tuple:
         entries = enumerate(_of_type(list, value, place))
         return tuple(read(args[0], each, f"{place}[{n}]") for n, each in entries)
@@ -47,22 +47,38 @@ def read(kind: Any, value: Any, place: str = "") -> Any:
     return value if kind is Any else _of_type(kind, value, place)
 
 
+def _allowed(value: Any, allowed: Any, place: str) -> Any:
+    if isinstance(allowed, re.Pattern):
+        fits = allowed.fullmatch(value) is not None
+        return value if fits else _refuse(value, place, f"a string of {allowed.pattern}")
+    if value in allowed:
+        return value
+    some = isinstance(allowed, range)
+    words = f"{allowed[0]} to {allowed[-1]}" if some else f"one of {', '.join(allowed)}"
+    return _refuse(value, place, words)
+
+
 def _object(kind: Any, value: Mapping[str, Any], place: str) -> Any:
-    start, known, hints = (
-        f"{place} " if place else "",
-        {f.name: f for f in fields(kind)},
-        _hints(kind),
-    )
-    for name, field in known.items():
-        if name not in value and not _may_lack(field):
-            raise ValueError(f"{start}lacks the key {name!r}")
+    known, hints = {f.name: f for f in fields(kind)}, _hints(kind)
+    needed = [name for name, field in known.items() if not _may_lack(field)]
+    if getattr(kind, "EXTRA", False):
+        value = {name: found for name, found in value.items() if name in known}
+    _check_keys(value, known, needed, place)
     parts = {}
     for name, found in value.items():
-        if name not in known:
-            raise ValueError(f"{start}has the unknown key {name!r:.60}")
         hint = _without_none(hints[name]) if _may_lack(known[name]) else hints[name]
         parts[name] = read(hint, found, f"{place}.{name}" if place else name)
     return kind(**parts)
+
+
+def _check_keys(found: Mapping[str, Any], known: Any, needed: Any, place: str) -> None:
+    start = f"{place} " if place else ""
+    for name in needed:
+        if name not in found:
+            raise ValueError(f"{start}lacks the key {name!r}")
+    for name in found:
+        if name not in known:
+            raise ValueError(f"{start}has the unknown key {name!r:.60}")
 
 
 def _may_lack(field: Field) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvlingo_mlx.errors import KVLingoWarning, printable
 from kvlingo_mlx.format import misread
-from kvlingo_mlx.format.projections import ROUNDED, SAME
+from kvlingo_mlx.format.fingerprints import ROUNDED, SAME
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 from kvlingo_mlx.loading import advice
 from kvlingo_mlx.loading.grading import GRADES, UNGRADED, grade_of, receipt_of

@@ -21,49 +21,49 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.models.keys import Rotation, advance, normalise_values
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.reclassed import reclassed
 from kvlingo_mlx.models.states import KVStates, flat
 from kvlingo_mlx.threads import working
 
 
 class Recorder:
-    """The outputs of tapped modules, in the order in which the modules were given."""
+    """The outputs of tapped modules since they were last taken, oldest first."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
-        self._outputs: dict[int, mx.array] = {}
+        self._runs: list[list[mx.array]] = [[] for _ in modules]
 
-    def put(self, index: int, output: mx.array) -> None:
-        """Keep one module's output; called by the tap."""
-        if index in self._outputs:
-            raise RuntimeError("a tapped projection ran twice before its output was taken")
-        self._outputs[index] = output
+    @contextlib.contextmanager
+    def recording(self, nested: bool = False) -> Iterator[None]:
+        """Record what this thread runs inside the context, which is a unit of work.
+
+        ``nested`` allows modules that a surrounding tap already records.
+
+        Raises:
+            RuntimeError: This thread already taps one of the modules; captures cannot overlap.
+        """
+        runs = iter(self._runs)
+
+        def tapped(cls: type[nn.Module]) -> type[nn.Module]:
+            if not nested and cls.__qualname__.startswith("_tapped"):
+                raise RuntimeError("this model is being captured already: one capture at a time")
+            return _tapped(cls, next(runs).append)
+
+        with working(), reclassed(self.modules, tapped):
+            yield
 
     def take(self) -> list[mx.array]:
-        """All outputs since the last call, one per module; the recorder then drops them."""
-        if len(self._outputs) != len(self.modules):
+        """One output per module, of all its runs since the last call; they are then dropped."""
+        counts = list(map(len, self._runs))
+        if len({*counts}) != 1 or not counts[0]:
             raise RuntimeError(
-                f"{len(self._outputs)} of {len(self.modules)} tapped projections ran; "
-                "is the model compiled, or are its layers split over machines?"
+                f"{sum(map(bool, counts))} of {len(counts)} tapped projections ran, "
+                f"{min(counts)} to {max(counts)} times; is the model compiled, or are its layers "
+                "split over machines?"
             )
-        outputs = [self._outputs[index] for index in range(len(self.modules))]
-        self._outputs = {}
-        return outputs
-
-
-class Log(Recorder):
-    """Keeps the outputs of every run, oldest first, for a decoding loop that runs ahead."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        super().__init__(modules)
-        self._runs: dict[int, list[mx.array]] = {index: [] for index in range(len(modules))}
-
-    def put(self, index: int, output: mx.array) -> None:
-        self._runs[index].append(output)
-
-    def take(self) -> list[mx.array]:
-        """All outputs since the last call, one per module, with the runs concatenated."""
-        outputs = [mx.concatenate(self._runs[i], axis=1) for i in range(len(self.modules))]
-        self._runs = {index: [] for index in range(len(self.modules))}
+        outputs = [runs[0] if counts[0] == 1 else mx.concatenate(runs, 1) for runs in self._runs]
+        for runs in self._runs:
+            runs.clear()
         return outputs
 
 
@@ -82,33 +82,11 @@ def _tapped(cls: type[nn.Module], record: Callable[[mx.array], None]) -> type[nn
 
 
 @contextlib.contextmanager
-def tap(
-    modules: Sequence[nn.Module],
-    *,
-    nested: bool = False,
-    recorder: Callable[[Sequence[nn.Module]], Recorder] = Recorder,
-) -> Iterator[Recorder]:
-    """Record the outputs of ``modules`` in this thread during the context, which is a unit of work.
-
-    ``nested`` allows modules that a surrounding tap already records; ``recorder`` makes the object
-    that keeps the outputs.
-
-    Raises:
-        RuntimeError: This thread already taps one of the modules; captures cannot overlap.
-    """
-    kept = recorder(modules)
-    with working():
-        classes = [type(module) for module in modules]
-        if not nested and any(cls.__qualname__.startswith("_tapped") for cls in classes):
-            raise RuntimeError("this model is being captured already: one capture at a time")
-        try:
-            for index, (module, cls) in enumerate(zip(modules, classes, strict=True)):
-                record = lambda output, index=index: kept.put(index, output)  # noqa: E731
-                module.__class__ = _tapped(cls, record)
-            yield kept
-        finally:
-            for module, cls in zip(modules, classes, strict=True):
-                module.__class__ = cls
+def tap(modules: Sequence[nn.Module], *, nested: bool = False) -> Iterator[Recorder]:
+    """Record the outputs of ``modules`` during the context; see :meth:`Recorder.recording`."""
+    recorder = Recorder(modules)
+    with recorder.recording(nested):
+        yield recorder
 
 
 class Ear:
@@ -120,56 +98,37 @@ class Ear:
 
     def __init__(self, model: LanguageModel, *, inputs: bool = True) -> None:
         self._model = model
-        self._modules = taps_of(model, inputs=inputs)
-        self._log = Log([module for modules in self._modules for module in modules])
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Record what the model writes inside this context."""
-        with tap(self._log.modules, recorder=lambda _: self._log):
-            yield
+        self._taps: list[tuple[nn.Module, ...]] = [
+            model.family.taps(attention) if inputs or layer.recurrence is None else ()
+            for attention, layer in zip(model.attentions, model.geometry.layers, strict=True)
+        ]
+        self._recorder = Recorder([module for modules in self._taps for module in modules])
+        self.listening = self._recorder.recording
 
     def take(self, start: int) -> KVStates:
-        """The states written since the last call; ``start`` is their first position."""
-        return _states(self._model, self._modules, self._log, start)
+        """The states written since the last call, at the first of the family's capture points.
 
-
-def taps_of(model: LanguageModel, *, inputs: bool) -> list[tuple[nn.Module, ...]]:
-    """The modules of each layer that are tapped; of recurrent ones none without ``inputs``."""
-    layers = zip(model.attentions, model.geometry.layers, strict=True)
-    return [
-        model.family.taps(attention) if inputs or layer.recurrence is None else ()
-        for attention, layer in layers
-    ]
+        ``start`` is the position of the first of them.
+        """
+        outputs, none = iter(self._recorder.take()), mx.zeros((1, 0, 0))
+        pairs = [
+            self._model.family.states(attention, list(itertools.islice(outputs, len(modules))))
+            if modules
+            else (none, none)
+            for attention, modules in zip(self._model.attentions, self._taps, strict=True)
+        ]
+        keys, values = zip(*pairs, strict=True)
+        return KVStates(keys, values, self._model.family.points[0], start)
 
 
 @contextlib.contextmanager
 def tap_keys_and_values(
     model: LanguageModel, inputs: bool = True
 ) -> Iterator[Callable[[int], KVStates]]:
-    """Tap a model's key and value projections; yields a function that takes the next span.
-
-    The function's argument is the span's first position. It returns the span's ``KVStates``, at
-    the first of the family's capture points. Recurrent layers are tapped only for their ``inputs``.
-    """
-    taps = taps_of(model, inputs=inputs)
-    with tap([module for modules in taps for module in modules]) as kept:
-        yield lambda start: _states(model, taps, kept, start)
-
-
-def _states(
-    model: LanguageModel, taps: Sequence[Sequence[nn.Module]], kept: Recorder, start: int
-) -> KVStates:
-    """The states of all layers from a recorder's outputs, split as the family splits them."""
-    outputs, none = iter(kept.take()), mx.zeros((1, 0, 0))
-    pairs = [
-        model.family.states(attention, list(itertools.islice(outputs, len(modules))))
-        if modules
-        else (none, none)
-        for attention, modules in zip(model.attentions, taps, strict=True)
-    ]
-    keys, values = zip(*pairs, strict=True)
-    return KVStates(keys, values, model.family.points[0], start)
+    """Tap a model's key and value projections; yields :meth:`Ear.take`."""
+    ear = Ear(model, inputs=inputs)
+    with ear.listening():
+        yield ear.take
 
 
 def prefill(

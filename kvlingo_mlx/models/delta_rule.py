@@ -13,6 +13,7 @@ i. Results differ from mlx-lm's by rounding, so a hand-over does not use this.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
@@ -171,11 +172,13 @@ def _inverse_slope(below: mx.array, cotangent: mx.array, output: mx.array) -> mx
 # ---- in place of mlx-lm's --------------------------------------------------------------------
 
 _loop: Rule = gated_delta.gated_delta_ops
-_lock = threading.Lock()
-_asked: dict[int, int] = {}  # by thread: the contexts that it has open
-# What mlx-lm's layers call, and what they find there meanwhile. Mamba-2 decodes a token by a kernel
-# on Metal, and reads several by operations that have a gradient.
-_replaced: list[tuple[Any, str, Rule]] = []
+
+
+class _Here(threading.local):
+    depth = 0  # how many contexts this thread has open
+
+
+_here = _Here()
 
 
 @contextlib.contextmanager
@@ -189,22 +192,29 @@ def in_chunks(gradient: bool = True) -> Iterator[None]:
     if not gradient and on_gpu():
         yield
         return
-    own = threading.get_ident()
-    with _lock:
-        if not _asked:
-            _replace(gated_delta, "gated_delta_ops", lambda *args: gated_delta_rule(*args))
-            _replace(gated_delta, "gated_delta_kernel", lambda *args: gated_delta_rule(*args))
-            _replace(ssm, "ssm_update_kernel", ssm.ssm_attn)
-        _asked[own] = _asked.get(own, 0) + 1
+    _install()
+    _here.depth += 1
     try:
         yield
     finally:
-        with _lock:
-            _asked[own] -= 1
-            if not _asked[own]:
-                del _asked[own]
-            while _replaced and not _asked:
-                setattr(*_replaced.pop())
+        _here.depth -= 1
+
+
+@functools.cache
+def _install() -> None:
+    """Let mlx-lm's layers find these rules by the names that they call, inside the contexts.
+
+    Mamba-2 decodes a token by a kernel on Metal, and reads several by operations that have a
+    gradient.
+    """
+
+    def put(module: Any, name: str, rule: Rule) -> None:
+        stock = getattr(module, name)
+        setattr(module, name, lambda *args: (rule if _here.depth else stock)(*args))
+
+    for name in ("gated_delta_ops", "gated_delta_kernel"):
+        put(gated_delta, name, lambda *args: gated_delta_rule(*args))
+    put(ssm, "ssm_update_kernel", ssm.ssm_attn)
 
 
 def stepping_in_chunks(read: Iterator[Step]) -> Iterator[Step]:
@@ -219,14 +229,3 @@ def stepping_in_chunks(read: Iterator[Step]) -> Iterator[Step]:
     finally:
         if isinstance(read, Generator):
             read.close()
-
-
-def _replace(module: Any, name: str, rule: Rule) -> None:
-    """Let a module find ``rule`` by a name, in threads that asked."""
-    stock = getattr(module, name)
-
-    def run(*args: Any) -> tuple[mx.array, mx.array]:
-        return (rule if threading.get_ident() in _asked else stock)(*args)
-
-    _replaced.append((module, name, stock))
-    setattr(module, name, run)

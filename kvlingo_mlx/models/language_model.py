@@ -20,9 +20,16 @@ from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families import family_of
 from kvlingo_mlx.families.base import Family, Finish, setting
 from kvlingo_mlx.format import misread
+from kvlingo_mlx.format.fingerprints import (
+    NARROW,
+    SAMPLED,
+    Checked,
+    Sketch,
+    norms_fingerprint,
+    sketch,
+    weights_fingerprint,
+)
 from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
-from kvlingo_mlx.format.model_files import NARROW, norms_fingerprint
-from kvlingo_mlx.format.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
 from kvlingo_mlx.models.parts import Part

@@ -12,6 +12,7 @@ from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import RemoteModelError, printable
+from kvlingo_mlx.format.fingerprints import Sketch
 from kvlingo_mlx.format.geometry import (
     CacheGeometry,
     LayerGeometry,
@@ -19,7 +20,6 @@ from kvlingo_mlx.format.geometry import (
     RopeSpec,
     canonical_json,
 )
-from kvlingo_mlx.format.projections import Sketch
 from kvlingo_mlx.format.tensor_file import STORAGE
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.remote.address import address_of

@@ -145,24 +145,24 @@ def _converted(
             "--allow-mismatch (allow_mismatch=) has no effect on translators of others, which name "
             "no checkpoint; leave it out"
         )
-    named = models or tuple(maps.end(role).name for role in ROLES)
+    if models is None:
+        raise ValueError(
+            f"{maps.path} does not name its source; give --source and --target (models=)"
+        )
     specs, loaded, unchecked = [], [], {}
-    for role, model in zip(ROLES, named, strict=True):
-        if not model:
-            raise ValueError(
-                f"{maps.path} does not name its {role}; give --source and --target (models=)"
-            )
+    for role, model in zip(ROLES, models, strict=True):
         try:
             found = at_hand(model) if isinstance(model, str) else model
         except (MissingModelError, UnsupportedModelError) as problem:
-            specs.append(replace(maps.end(role), name=str(model)))
+            end = getattr(maps.manifest, role).spec()
+            specs.append(replace(end, name=str(model)))
             unchecked[str(model)] = f"{problem}; its layers are taken as {maps.path} says"
             continue
         _check_model(maps, role, found)
         specs.append(ModelSpec.of(found))
         loaded.append(found)
     if not unchecked:
-        capture_point(loaded[0], loaded[1], maps.facts["capture"])
+        capture_point(loaded[0], loaded[1], maps.manifest.capture)
     config, weights = converted(maps, specs[0], specs[1])
     if not unchecked:
         check_pair(config, loaded[0], loaded[1])
@@ -171,8 +171,8 @@ def _converted(
 
 def _check_model(maps: ForeignMaps, role: str, model: LanguageModel) -> None:
     """Refuse a model whose cache has another shape, or whose keys are rotated otherwise."""
-    end, rotation = maps.end(role), maps.rotation(role)
-    geometry = model.geometry
+    end: ModelSpec = getattr(maps.manifest, role).spec()
+    rotation, geometry = maps.manifest.rotation(role), model.geometry
     for what, found, expected in (
         ("model type", geometry.model_type, end.model_type),
         ("cache layers", len(geometry.layers), len(end.layers)),
@@ -181,7 +181,7 @@ def _check_model(maps: ForeignMaps, role: str, model: LanguageModel) -> None:
             for both in zip(geometry.layers, end.layers, strict=False)
         ),
     ):
-        if found != expected and expected != "unknown":
+        if found != expected:
             raise IncompatibleTranslatorError(
                 f"the {role} {model.name} has {what} {found}, and {maps.path} says {expected}; "
                 "give the model that it was made for"

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvlingo_mlx.format.assignment import by_depth, check_windows
+from kvlingo_mlx.format.fingerprints import facts_of_models
 from kvlingo_mlx.format.kinds import KindSpec, kind_named
 from kvlingo_mlx.format.maps import check_head_ratio, check_states
-from kvlingo_mlx.format.projections import facts_of_models
 from kvlingo_mlx.format.translator_config import (
     CAPTURES,
     TranslatorConfig,

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from kvlingo_mlx.format.fingerprints import Sketch
 from kvlingo_mlx.format.geometry import CacheGeometry
-from kvlingo_mlx.format.projections import Sketch
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.stage1.passes import Rows

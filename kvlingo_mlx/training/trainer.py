@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 from kvlingo_mlx.errors import MalformedTranslatorError, NotEnoughMemoryError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.assignment import Assignment, narrow_groups
+from kvlingo_mlx.format.fingerprints import files_fingerprint
 from kvlingo_mlx.format.geometry import canonical_json
-from kvlingo_mlx.format.model_files import files_fingerprint
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group

@@ -46,8 +46,8 @@ from kvlingo_mlx.reporting.measure import peak_bytes
 from kvlingo_mlx.timing import geometries
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
-from tests.support.identity import identity
 from tests.support.command_line import run
+from tests.support.identity import identity
 from tests.support.opened import quantised
 from tests.support.tiny import Case
 

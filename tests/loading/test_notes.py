@@ -24,7 +24,7 @@ from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.evaluation import verification
 from kvlingo_mlx.evaluation.verification import Agreement
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.format.projections import ROUNDED, SAME
+from kvlingo_mlx.format.fingerprints import ROUNDED, SAME
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading import notes
 from kvlingo_mlx.loading.grading import Receipt

@@ -14,7 +14,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.evaluation import lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
-from kvlingo_mlx.format.projections import Checked, weights_fingerprint
+from kvlingo_mlx.format.fingerprints import Checked, weights_fingerprint
 from kvlingo_mlx.format.tensor_file import read_tensors
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny

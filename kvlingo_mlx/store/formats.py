@@ -163,7 +163,9 @@ class Manifest:
         return RopeSpec("default", base, end.head_dim) if self.config.content_space else None
 
     @classmethod
-    def of(cls, config: TranslatorConfig, dtype: DType, ends: tuple[MapperEnd, ...]) -> Manifest:
+    def of(
+        cls, config: TranslatorConfig, dtype: DType, ends: tuple[MapperEnd, MapperEnd]
+    ) -> Manifest:
         """The manifest of a translator of ours."""
         layers = (MapperLayer(t, read) for t, read in enumerate(config.assignment.keys))
         options = MapperOptions(config.capture == "post_norm", config.nu, dtype)

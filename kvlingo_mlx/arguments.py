@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
+from kvlingo_mlx.group import ALONE
 from kvlingo_mlx.options import (
     GROUPS,
     MODEL,
@@ -258,8 +259,8 @@ def _check_models(scope: str, values: Mapping[str, Any]) -> None:
                     "can only be the prefill model of generate, stream_generate and hand_over; "
                     "load it here"
                 )
-            if scope not in SHARDED and getattr(model, "part", None) is not None:
+            if scope not in SHARDED and getattr(model, "group", ALONE).several:
                 raise ValueError(
                     f"{scope} takes whole models, and {model.name} is spread over "
-                    f"{model.part.size} ranks; load it without shard"
+                    f"{model.group.size} ranks; load it without shard"
                 )

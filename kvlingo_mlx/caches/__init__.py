@@ -216,6 +216,7 @@ def _stored(
 ) -> Iterator[tuple[int, int, tuple[mx.array, mx.array]]]:
     """For each cache layer, the first position and the arrays to store: norms, RoPE, cast."""
     rotations: dict[int, Rotation] = {}
+    states = model.own_heads(states)
 
     def finish_keys(array: mx.array, finishes: Sequence[Finish], start: int) -> mx.array:
         at = start if positions is None else positions

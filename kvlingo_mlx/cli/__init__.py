@@ -19,9 +19,10 @@ import typer
 from typer.core import TyperGroup
 
 from kvlingo_mlx.cli.needs import Checked
-from kvlingo_mlx.cli.output import complain, launched, rank, warn
+from kvlingo_mlx.cli.output import complain, warn
 from kvlingo_mlx.cli.progress import watch
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
+from kvlingo_mlx.group import launched, leads
 from kvlingo_mlx.version import __version__
 
 GROUPS = {
@@ -67,9 +68,8 @@ class Verbs(TyperGroup):
 
 
 ON_TORCH = ("train", "eval", "reproduce")  # the verbs that may compute with PyTorch
-FIRST_S = 5.0  # in which the first rank tells an error that all have, and the launcher ends them
-# Verbs that several ranks of mlx.launch can run together.
-ON_RANKS = ("generate", "chat", "serve", "fit", "train")
+FIRST_S = 5.0  # in which the first process tells an error of all, and the launcher ends them
+LAUNCHED = ("generate", "chat", "serve", "fit", "train")  # the verbs that mlx.launch may start
 app = typer.Typer(
     name="kvlingo-mlx",
     cls=Verbs,
@@ -114,9 +114,9 @@ def main(run_one: Callable[[list[str]], int] | None = None) -> None:
     if not set(ON_TORCH) & set(sys.argv):  # else transformers loads it (see backend.py)
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     # SIGTERM exits like Ctrl-C, so that half-written files are removed.
-    if not rank():  # the others may wait for a message, in which Python runs no handler
+    if leads():  # the others may wait for a message, in which Python runs no handler
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    else:  # the first rank of mlx.launch speaks for all; errors are told by each
+    else:  # the first of mlx.launch speaks for all; errors are told by each
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
     sys.exit((run_one or run)(sys.argv[1:]))
 
@@ -124,7 +124,7 @@ def main(run_one: Callable[[list[str]], int] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """Run one command; returns the exit status."""
     verb = next((word for word in arguments if not word.startswith("-")), None)
-    if launched() and verb in VERBS and verb not in ON_RANKS:
+    if launched() and verb in VERBS and verb not in LAUNCHED:
         return _failed(ValueError(f"{verb} runs in one process; start it without mlx.launch"))
     if (old := _moved(arguments, verb)) is not None:
         where = f"{MOVED[old]}` in a checkout (see benchmarks/paper/README.md)"
@@ -161,8 +161,8 @@ def carry_out(command: Any, arguments: list[str], name: str) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except Exception as error:
-        sharding = sys.modules.get("kvlingo_mlx.loading.sharding")
-        lost = sharding.lost(error) if sharding and launched() and not debug else None
+        machines = sys.modules.get("kvlingo_mlx.machines")
+        lost = machines.lost(error) if machines and launched() and not debug else None
         if debug or not (lost or _is_users(error)):
             raise
         return _failed(lost or error)
@@ -170,7 +170,7 @@ def carry_out(command: Any, arguments: list[str], name: str) -> int:
 
 def _failed(error: Exception) -> int:
     """Tell a user's error; returns the exit status."""
-    if rank():
+    if not leads():
         time.sleep(FIRST_S)
     complain(error)
     return 2

@@ -16,7 +16,6 @@ from kvlingo_mlx.cli.command import (
     Model,
     Named,
     Quantize,
-    Shard,
     Sharded,
     Thinking,
     named_models,
@@ -24,8 +23,9 @@ from kvlingo_mlx.cli.command import (
     verb,
 )
 from kvlingo_mlx.cli.needs import PAIR
-from kvlingo_mlx.cli.output import keep, launched
+from kvlingo_mlx.cli.output import keep
 from kvlingo_mlx.cli.sampling import WritingOptions
+from kvlingo_mlx.group import launched
 from kvlingo_mlx.options import (
     ANSWER,
     LAYERS,
@@ -86,7 +86,6 @@ class ChatOptions(WritingOptions, HealOptions, GuardOptions):
         "tokens of an answer), or layers (the first layers at once, then so).",
         kind=one_of("idle", "interleaved", "layers"),
     )
-    shard: Shard = None
     sharded: Sharded = None
     resume: str | None = option(None, "Go on with the conversation saved in this folder.")
     save: str | None = option(None, "Save the conversation to this folder at the end.")
@@ -116,7 +115,7 @@ def command(options: ChatOptions) -> None:
     _check_use(options.use, named, routed=options.route is not None)
     if launched() and options.heal == "idle":
         raise ValueError(
-            "heal is idle, and ranks of mlx.launch wait for the line that is typed on the first; "
+            "heal is idle, and all of mlx.launch wait for the line that is typed on the first; "
             "give interleaved or layers"
         )
     _check_folder(options.save)
@@ -196,13 +195,12 @@ def _check_folder(save: str | None) -> None:
 
 def _models(options: ChatOptions, named: Mapping[str, str]) -> dict[str, LanguageModel]:
     """The models by name; a model with two names is loaded once."""
-    from kvlingo_mlx.loading.models import read_together
-    from kvlingo_mlx.loading.placement import open_spread
+    from kvlingo_mlx.loading.models import open_sharded, read_together
 
     if unknown := [name for name in options.sharded or () if name not in named]:
         raise ValueError(f"sharded is {unknown[0]!r}; give one of {', '.join(named)}")
-    spread = [named[name] for name in options.sharded or ()]
-    opened = open_spread(list(dict.fromkeys(named.values())), spread, options.shard)
+    held = [named[name] for name in options.sharded or ()]
+    opened = open_sharded(list(dict.fromkeys(named.values())), held)
     models = list(opened.values())
     read_together(models, models)
     return {name: opened[path] for name, path in named.items()}

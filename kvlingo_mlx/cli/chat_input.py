@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
 
-from kvlingo_mlx.cli.output import ask, complain, launched, rank, say
+from kvlingo_mlx.cli.output import ask, complain, say
+from kvlingo_mlx.group import launched
 
-TOLD_S = 0.05  # seconds between two questions of ranks whether a line was typed
+TOLD_S = 0.05  # seconds between two questions whether a line was typed
 KEPT_LINES = 1000  # lines in the history file
 PAUSE = 0.03  # seconds: nobody types the next line sooner, and a paste has no such gap
 PASTE_MARKS = ("\033[200~", "\033[201~")  # terminals put these around a bracketed paste
@@ -54,30 +55,33 @@ class Lines:
         return self._ask(prompt) if self.terminal else self._read()
 
     def _told(self, prompt: str) -> str | None:
-        """The message that the first rank reads, on all ranks.
+        """The message that the first process of mlx.launch reads, in all of them.
 
-        mlx.launch gives what is typed to every rank, and no rank a terminal. Ranks ask one another
-        now and then, since MLX's ring keeps a processor busy while it waits.
+        mlx.launch gives what is typed to each, and none a terminal. They ask one another now and
+        then, since MLX's ring keeps a processor busy while it waits.
         """
-        from kvlingo_mlx.loading import sharding
+        from kvlingo_mlx.machines import here
 
-        if not rank():
+        group = here()
+        if group.leads:
             say(prompt, end="")
             if self._reading is None or not self._reading.is_alive():
                 self._reading = threading.Thread(target=self._read_ahead, daemon=True)
                 self._reading.start()
-        while True:
-            told: list[str | None] = []
-            if rank():
+        while not (found := group.firsts(self._arrived)):
+            if not group.leads:
                 time.sleep(TOLD_S)
-            else:
-                with contextlib.suppress(queue.Empty):
-                    found = self._typed.get(timeout=TOLD_S)
-                    if isinstance(found, ValueError):
-                        raise found
-                    told = [found]
-            if told := sharding.firsts(told):
-                return told[0]
+        return found[0]
+
+    def _arrived(self) -> list[str | None]:
+        """The line that was read, if there is one soon."""
+        try:
+            found = self._typed.get(timeout=TOLD_S)
+        except queue.Empty:
+            return []
+        if isinstance(found, ValueError):
+            raise found
+        return [found]
 
     def _read_ahead(self) -> None:
         """Read a line, in a thread of its own."""

@@ -14,8 +14,9 @@ import typer
 
 from kvlingo_mlx.cli.chat_input import Lines, Stop, interruptible
 from kvlingo_mlx.cli.chat_stats import print_lines, print_switch, switch_line
-from kvlingo_mlx.cli.output import complain, rank, say
+from kvlingo_mlx.cli.output import complain, say
 from kvlingo_mlx.errors import KVLingoError, printable
+from kvlingo_mlx.group import leads
 
 if TYPE_CHECKING:
     from kvlingo_mlx.engine.conversation import Conversation, Switch
@@ -56,7 +57,7 @@ class Chat:
         self._save_at_end, self._folder = save, save or resume
         self._active = use or (AUTO if route else self.names[0])
         self._measured: tuple[Switch, float] | None = None
-        self._ended, self._spread = False, talk.exchange.together
+        self._ended, self._group = False, talk.exchange.group
         self._idle: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def heal_while_idle(self) -> None:
@@ -106,11 +107,11 @@ class Chat:
             except BrokenPipeError:
                 raise  # nobody reads the output any more
             except (OSError, MemoryError, RuntimeError, KeyboardInterrupt) as error:
-                if self._spread:  # the other ranks have gone on
+                if self._group.several:  # the others have gone on
                     raise
                 self._tell(error)
             except (KVLingoError, ValueError) as error:
-                if not rank():
+                if leads():
                     complain(error)
 
     def _tell(self, error: OSError | MemoryError | RuntimeError | KeyboardInterrupt) -> None:
@@ -158,10 +159,11 @@ class Chat:
         """One turn, which Ctrl-C can end."""
         before = len(self.talk.messages)
         try:
-            with contextlib.nullcontext(Stop()) if self._spread else interruptible() as stop:
+            alone = not self._group.several
+            with interruptible() if alone else contextlib.nullcontext(Stop()) as stop:
                 self._stream(self._who(message), message, stop)
         except KeyboardInterrupt:
-            if self._spread:
+            if self._group.several:
                 raise
             # Ctrl-C may fall between the arrival of the first token and the note of it.
             if len(self.talk.messages) > before:
@@ -170,13 +172,11 @@ class Chat:
 
     def _who(self, message: str) -> str:
         """The model that the user named or, if none, the one that the route chooses."""
-        from kvlingo_mlx.loading import sharding
-
         if self._route is None or self._active != AUTO:
             return self._active
-        name = self._route([*self.talk.messages, {"role": "user", "content": message}], self.names)
-        if self._spread:
-            name = sharding.firsts(name)
+        messages = [*self.talk.messages, {"role": "user", "content": message}]
+        route = self._route
+        name = self._group.firsts(lambda: route(messages, self.names))
         say(typer.style(f"[{name}]", dim=True))
         return name
 

@@ -18,8 +18,9 @@ import typer
 
 from kvlingo_mlx import blas
 from kvlingo_mlx.cli.keys import read_config
-from kvlingo_mlx.cli.output import keep_stdout_for_json, launched, rank
+from kvlingo_mlx.cli.output import keep_stdout_for_json
 from kvlingo_mlx.cli.progress import watching
+from kvlingo_mlx.group import launched, leads
 from kvlingo_mlx.options import Group, Kind, needs_of
 
 
@@ -89,17 +90,10 @@ AllowMismatch = Annotated[
 ]
 PrefillStepSize = Annotated[int, typer.Option(help="Tokens per prefill chunk.")]
 Thinking = Annotated[bool | None, typer.Option(help="The chat template's thinking switch.")]
-Shard = Annotated[
-    str | None,
-    typer.Option(
-        help="Under mlx.launch, each rank holds of a model: tensor (some heads) or pipeline (some "
-        "layers); default: what mlx-lm can do."
-    ),
-]
 Sharded = Annotated[
     list[str] | None,
     typer.Option(
-        help="Under mlx.launch, a name whose model the ranks hold together; default: the largest."
+        help="Under mlx.launch, a name whose model all hold together; default: the largest."
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace another translator there.")]
@@ -230,7 +224,7 @@ def verb(
             # mlx.launch keeps the terminal to itself, and a dumb one cannot be drawn in.
             dumb = launched() or os.environ.get("TERM") == "dumb"
             terminal = sys.stderr.isatty() and not dumb
-            shown = watching(None if waits else name, terminal, silent=rank() > 0)
+            shown = watching(None if waits else name, terminal, silent=not leads())
             with blas.in_run(long), shown:
                 function(given)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvlingo_mlx.cli.command import Configured, Force, TwoModels, option, verb
-from kvlingo_mlx.cli.output import keep, rank, say, warn
+from kvlingo_mlx.cli.output import keep, say, warn
+from kvlingo_mlx.group import leads
 
 if TYPE_CHECKING:
     from kvlingo_mlx.format.assignment import Assignment
@@ -61,7 +62,7 @@ def command(options: FitOptions) -> None:
     from kvlingo_mlx.loading.models import load_pair
     from kvlingo_mlx.tokenization.records import open_lines
 
-    if not rank():  # which has the folder, if mlx.launch started several
+    if leads():  # which has the folder, if mlx.launch started several
         translator_folder.check_destination(options.out)
         if not options.force:
             translator_folder.check_free(options.out)
@@ -72,7 +73,7 @@ def command(options: FitOptions) -> None:
     listed = options.assignment.endswith(".json")
     if not listed and (narrow := narrow_groups(*ends, options.nu)):
         warn(narrow)
-    if rank():
+    if not leads():
         return
     folder = translator.save(options.out, overwrite=options.force)
     made = translator.config.provenance

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvlingo_mlx.cli.command import Quantize, Shard, Thinking, TwoModels, option, verb
+from kvlingo_mlx.cli.command import Quantize, Thinking, TwoModels, option, verb
 from kvlingo_mlx.cli.output import awaited, keep, say
 from kvlingo_mlx.cli.prompt_input import MESSAGES_HELP, read_prompt
 from kvlingo_mlx.cli.sampling import WritingOptions
@@ -44,11 +44,10 @@ class GenerateOptions(WritingOptions, HandoverOptions, CacheOptions, DraftOption
     prompt: str | None = option(None, "The prompt; - reads standard input.", "--prompt", "-p")
     messages_file: str | None = option(None, MESSAGES_HELP, "--messages")
     quantize: Quantize = None
-    shard: Shard = None
     placement: str | None = option(
         None,
-        "Under mlx.launch, the source reads: replicated (on each rank), sharded, or first (on the "
-        "first rank, which sends what it writes); default: the quickest that fits.",
+        "Under mlx.launch, the source is: replicated (whole on each machine), or sharded; default: "
+        "replicated where it fits.",
     )
     system_prompt: str | None = option(None, "System message for the chat template.")
     ignore_chat_template: bool = option(False, "Take the prompt as raw text.")
@@ -68,14 +67,16 @@ def command(options: GenerateOptions) -> None:
     from kvlingo_mlx.engine.plan import check_strategy
     from kvlingo_mlx.engine.responses import summary
     from kvlingo_mlx.folding import folded_stream_generate
-    from kvlingo_mlx.loading import sharding
-    from kvlingo_mlx.loading.models import load_pair, reached
+    from kvlingo_mlx.loading.models import load_pair, open_pair, reached, read_together
+    from kvlingo_mlx.machines import here
     from kvlingo_mlx.translators.quantised import check_bits
 
     check_bits(options.quantize)
     check_strategy(options.strategy)
-    if sharding.group() is not None or options.shard or options.placement:
-        source, target = _spread(options, asked)
+    if here().several or options.placement:
+        source, target = open_pair(options.source, options.target, asked, options.placement)
+        models = [target] if options.strategy == "native" else [source, target]
+        read_together(models, (source, target), asked, options.translator)
     else:
         budget = options.memory_budget  # by which the source decodes, and so is needed here
         named = options.source if budget else reached(options.source, options.strategy)
@@ -103,22 +104,6 @@ def command(options: GenerateOptions) -> None:
     if response.received is not None:
         results["received"] = asdict(response.received)
     keep(options.json_file, "generate", config, results)
-
-
-def _spread(
-    options: GenerateOptions, asked: str | list[dict[str, Any]]
-) -> tuple[LanguageModel, LanguageModel]:
-    """The source, and this rank's part of the target, under ``mlx.launch``."""
-    from kvlingo_mlx.loading.models import load, read_together
-    from kvlingo_mlx.loading.placement import place
-    from kvlingo_mlx.models.prompts import encode
-
-    target = load(options.target, shard=options.shard or "auto", lazy=True)
-    tokens, step_size = len(encode(target, asked)), options.prefill_step_size
-    source = place(options.source, target, options.placement, tokens, step_size)
-    models = [target] if options.strategy == "native" else [source, target]
-    read_together(models, (source, target), asked, options.translator)
-    return source, target
 
 
 def _check_template(options: GenerateOptions, target: LanguageModel) -> bool:

@@ -27,12 +27,12 @@ GROUPS = {
 }
 # The fields of each verb that are keys: what a first month does not need.
 KEYS = {
-    "generate": "quantize native_layers shard placement native_head native_tail heal heal_share "
+    "generate": "quantize native_layers placement native_head native_tail heal heal_share "
     "guard on_doubt ignore_chat_template kv_group_size quantized_kv_start num_draft_tokens "
     "memory_budget verbose",
-    "chat": "quantize on_missing on_full eager offload heal heal_share guard on_doubt shard "
+    "chat": "quantize on_missing on_full eager offload heal heal_share guard on_doubt "
     "sharded native_layers verbatim keep_history",
-    "serve": "shard sharded verbatim heal guard on_doubt queue_limit body_limit header_timeout "
+    "serve": "sharded verbatim heal guard on_doubt queue_limit body_limit header_timeout "
     "body_timeout write_timeout keep_alive worker_timeout stop_timeout volatile",
     "fit": "capture head_mixing state_maps ridge",
     "train": "english apart_from head_mixing joint capture assignment state_maps norm ridge "

@@ -14,10 +14,10 @@ import typer
 
 from kvlingo_mlx.cli.progress import watch
 from kvlingo_mlx.errors import printable
+from kvlingo_mlx.group import RANK, launched, leads
 from kvlingo_mlx.phases import Step
 
 Piece = TypeVar("Piece")
-RANK = "MLX_RANK"  # which mlx.launch sets; `group` has it, too, and imports NumPy
 
 # rich is imported where it is used, since --help does not need it.
 
@@ -127,18 +127,8 @@ def complain(error: Exception) -> None:
     # click's usage errors have a format_message, in each click on which typer may be built.
     told = error.format_message() if hasattr(error, "format_message") else str(error)
     text = " ".join(told.split()) or type(error).__name__
-    where = f"rank {rank()}: " if launched() else ""
+    where = f"rank {os.environ[RANK]}: " if launched() else ""
     typer.echo(f"{where}error: {printable(text)}", err=True)
-
-
-def launched() -> bool:
-    """Whether ``mlx.launch`` started this process, perhaps beside others."""
-    return RANK in os.environ
-
-
-def rank() -> int:
-    """Which of the processes of ``mlx.launch`` this is; 0 where one runs alone."""
-    return int(os.environ.get(RANK, 0))
 
 
 @dataclass(frozen=True)
@@ -168,7 +158,7 @@ def keep(
     json_file: str | None, kind: str, config: Mapping[str, Any], results: Mapping[str, Any] | list
 ) -> None:
     """Append a record to the file of ``--json``, if it is given."""
-    if json_file is not None and not rank():
+    if json_file is not None and leads():
         from kvlingo_mlx.reporting import measure
 
         measure.append_json(json_file, measure.record(kind, dict(config), results))
@@ -178,7 +168,7 @@ def draw(figure: Any, picture: str, source: str, target: str) -> None:
     """Write a figure of two models to the file of ``--plot``, and say so."""
     from kvlingo_mlx.reporting import pictures
 
-    if rank():
+    if not leads():
         return
     pictures.save(figure, picture, pictures.pair(source, target))
     say(f"drew {picture}")

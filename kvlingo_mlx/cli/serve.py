@@ -10,14 +10,14 @@ from kvlingo_mlx.cli.command import (
     Model,
     Named,
     Options,
-    Shard,
     Sharded,
     named_models,
     option,
     verb,
 )
-from kvlingo_mlx.cli.output import keep, launched, rank, say
+from kvlingo_mlx.cli.output import keep, say
 from kvlingo_mlx.errors import MissingExtraError
+from kvlingo_mlx.group import launched, leads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,6 @@ class ServeOptions(Options):
         None, "Do not use translators whose receipt tells more than this many nats a token."
     )
     route: str | None = option(None, "A TOML file of rules; the model `auto` goes by them.")
-    shard: Shard = None
     sharded: Sharded = None
     memory_limit: str | None = option(
         None, "Memory of weights, conversations and translators: 24GB; default: all there is."
@@ -118,10 +117,10 @@ def command(options: ServeOptions) -> None:
 
     if launched() and told.keep_conversations and given["keep_conversations"]:
         raise ValueError(
-            "--keep-conversations is for one process, and ranks of mlx.launch keep conversations "
+            "--keep-conversations is for one process, and under mlx.launch conversations are kept "
             "in memory; leave it out"
         )
-    if rank():
+    if not leads():
         server.follow(told)
         return
 

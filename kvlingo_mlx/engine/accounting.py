@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from kvlingo_mlx.caches.memory import cache_bytes, caches_of, check, weights_byt
 from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.spans import translated
-from kvlingo_mlx.loading import sharding
+from kvlingo_mlx.group import ALONE, Group
 from kvlingo_mlx.threads import unit
 
 
@@ -67,15 +66,13 @@ def stats_of(exchange: Exchange) -> Stats:
     return Stats(lines, weights, sum(translators.values()), total, mx.get_active_memory(), used)
 
 
-def check_room(
-    lengths: Mapping[str, int], lines: Mapping[str, Line], *, together: bool = False
-) -> None:
+def check_room(lengths: Mapping[str, int], lines: Mapping[str, Line], group: Group = ALONE) -> None:
     """Refuse lengths at which lines would not fit into memory.
 
     Args:
         lengths: Tokens that lines are to hold, by name.
         lines: All lines.
-        together: Whether several ranks hold them, of which each must have room.
+        group: The processes that hold them, of which each must have room.
 
     Raises:
         NotEnoughMemoryError: The message gives the memory that is needed and that there is.
@@ -85,7 +82,7 @@ def check_room(
         line = lines[name]
         held = line.cache_bytes if line.where == "resident" else 0
         needed += max(0, cache_bytes(line.model, length) - held)
-    with sharding.together() if together else contextlib.nullcontext():
+    with group.all_or_none():
         check({caches_of(max(lengths.values())): needed})
 
 

@@ -22,6 +22,7 @@ from kvlingo_mlx.caches.limits import can_merge
 from kvlingo_mlx.engine.responses import Sound
 from kvlingo_mlx.engine.sampling import Choice, LogitsProcessor
 from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.group import ALONE, Group
 from kvlingo_mlx.models.capture import Ear
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
@@ -237,17 +238,17 @@ class Batch:
         records: Whether to keep what its projections write, for other models.
         inputs: Whether what goes into recurrences is part of it.
         size: The most answers that are written together; :attr:`full` says whether there are.
-        together: Whether ranks of ``mlx.launch`` do all of this together, and so wait for the
-            messages of a step that mlx-lm has begun before they send others.
+        group: The processes that do all of this together, and so wait for the messages of a step
+            that mlx-lm has begun before they send others.
     """
 
     def __init__(
         self, model: LanguageModel, *, records: bool, inputs: bool = True, size: int = 32,
-        together: bool = False,
+        group: Group = ALONE,
     ) -> None:  # fmt: skip
         self._model, self._records, self._size = model, records, size
         self._inputs = inputs
-        self._together = together
+        self._together = group
         self._groups: list[_Group] = []
         self._steps = 0
 
@@ -280,8 +281,7 @@ class Batch:
     def _decoding(self) -> Iterator[None]:
         with mx.stream(generation_stream):
             yield
-        if self._together:
-            mx.synchronize(generation_stream)
+        self._together.settle()
 
     @unit
     def step(self) -> None:

@@ -37,8 +37,8 @@ from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.engine.turn import Decoding, Part, Turn, thought_end, tokens_alone
 from kvlingo_mlx.engine.use import claiming
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.models import Model, load_together
+from kvlingo_mlx.machines import digest_of, facts_of, group_of, own_folder
 from kvlingo_mlx.models.prompts import Message, check_json, check_tools, render_text
 
 __all__ = ["Conversation", "Stats", "Switch"]
@@ -67,8 +67,8 @@ class Conversation(State):
     """Several models over one context.
 
     Args:
-        models: The models by name, each a folder, a Hub id or a loaded model, perhaps a rank's
-            part of one, if all ranks of ``mlx.launch`` do the same. Where tokenizers
+        models: The models by name, each a folder, a Hub id or a loaded model, perhaps a
+            sharded one, if all processes of ``mlx.launch`` do the same. Where tokenizers
             differ, each model reads the messages by its own chat template: contents are translated,
             and each model reads the text that its template puts around them.
         translators: Loaded translators, folders or Hub ids; each serves the directions that its two
@@ -162,8 +162,7 @@ class Conversation(State):
             on_doubt=on_doubt,
         )
         exchange = Exchange(loaded, translators, rules)
-        if exchange.together:
-            sharding.agree(sharding.facts_of(loaded) | exchange.directions.facts())
+        exchange.group.agree(lambda: facts_of(loaded) | exchange.directions.facts())
         start = [{"role": "system", "content": system}] if system is not None else []
         switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
         super().__init__(exchange, Transcript(start, verbatim, switches, exchange.several))
@@ -322,10 +321,10 @@ class Conversation(State):
             parts.insert(0, Part(reasoning, until=mark))
         if request.prefill is not None and first == "source":
             parts.insert(0, Part(request.prefill, most=1))
-        if self.exchange.together:
-            self._agree(turn, named, request)
+        self.exchange.group.refuse({"draft_model": request.draft_model is not None})
+        self.exchange.group.agree(functools.partial(self._facts, turn, named, request))
         lengths = {each: turn.length(each) for each in named}
-        check_room(lengths, self.lines, together=self.exchange.together)
+        check_room(lengths, self.lines, self.exchange.group)
         reader = request.prefill if first == "target" else None
         finish = functools.partial(self._finish, base, turn)
         latest = yield from turn.answer_by(parts, reader, finish)
@@ -337,15 +336,11 @@ class Conversation(State):
                 stacklevel=4,
             )
 
-    def _agree(self, turn: Turn, names: Sequence[str], request: Request) -> None:
-        """Compare over all ranks what is asked and held, so that none waits for another."""
-        if request.draft_model is not None:
-            sharding.check_use(self.exchange.models, {"draft_model": True})
+    def _facts(self, turn: Turn, names: Sequence[str], request: Request) -> dict[str, str]:
+        """What is asked and held, alike in all processes, so that none waits for another."""
         asked = [names, turn.progress.prompt, request.max_tokens, request.first_token]
         held = {name: line.tokens for name, line in self.lines.items()}
-        sharding.agree(
-            {"prompt": sharding.digest_of(asked), "conversation": sharding.digest_of(held)}
-        )
+        return {"prompt": digest_of(asked), "conversation": digest_of(held)}
 
     def _finish(self, base: Transcript, turn: Turn, text: str) -> Steps:
         """Add the message and the answer to the conversation, and let the other lines follow."""
@@ -359,7 +354,7 @@ class Conversation(State):
             if eager:
                 here = [name for name, line in self.lines.items() if not line.away]
                 lengths = dict.fromkeys(here, len(base.tokens))
-                check_room(lengths, self.lines, together=self.exchange.together)
+                check_room(lengths, self.lines, self.exchange.group)
             yield from turn.progress.follow(eager=eager)
         except (MemoryError, RuntimeError, KVLingoError) as error:
             # The answer stays. The next switch will translate it, or say why it cannot.
@@ -400,7 +395,7 @@ class Conversation(State):
                 raise ValueError(
                     f"{name} is what the saved conversation has; give it {', '.join(known)}"
                 )
-        saved = folders.Saved(folders.own_folder(folder, models.values()))
+        saved = folders.Saved(own_folder(folder, group_of(models.values())))
         loaded = dict(zip(models, load_together(list(models.values())), strict=True))
         saved.check_models(loaded)
         talk = cls(loaded, translators, switching=saved.switching, **options)

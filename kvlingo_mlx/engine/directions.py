@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from kvlingo_mlx.engine.guarding import check_reference
-from kvlingo_mlx.engine.hybrid import check_first_layers
 from kvlingo_mlx.engine.rules import Rules, by_tokenizer
 from kvlingo_mlx.errors import (
     IncompatibleTranslatorError,
@@ -17,12 +16,11 @@ from kvlingo_mlx.errors import (
 )
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.format.translator_folder import read_config
-from kvlingo_mlx.loading import advice, sharding
+from kvlingo_mlx.loading import advice
 from kvlingo_mlx.loading.notes import tell, tell_of_grade
 from kvlingo_mlx.loading.pairing import check_one_tokenizer, check_positions, matches
 from kvlingo_mlx.loading.translators import (
     find_translator,
-    folder_of,
     known_by,
     load_translator,
     resolve_translator,
@@ -52,8 +50,10 @@ class Directions:
         self._models, self._rules = models, rules
         self._found: dict[tuple[str, str], Translator | Path | None] = {}
         translators = list(translators)
-        self._spread = sharding.spread(models.values())
-        opened = [g if isinstance(g, Translator) else self._opened(g) for g in translators]
+        opened = [
+            g if isinstance(g, Translator) else load_translator(g, quantize=rules.quantize)
+            for g in translators
+        ]
         for exact in (True, False):
             for translator in opened:
                 self._assign(translator, exact=exact)
@@ -61,15 +61,9 @@ class Directions:
         if rules.switching != "reprefill":
             self._tell_of_stored()
 
-    def _opened(self, given: str | os.PathLike[str]) -> Translator | Path:
-        """A translator; of ranks its folder, from which each reads its own rows."""
-        if self._spread:
-            return folder_of(given)
-        return load_translator(given, quantize=self._rules.quantize)
-
-    def _assign(self, translator: Translator | Path, *, exact: bool) -> None:
+    def _assign(self, translator: Translator, *, exact: bool) -> None:
         """Assign a translator to the directions that it serves; exact matches come first."""
-        config = read_config(translator) if isinstance(translator, Path) else translator.config
+        config = translator.config
         if len(by_tokenizer(self._models.values())) == 1:
             check_one_tokenizer(
                 config, "a conversation of models of one tokenizer", "leave this translator out"
@@ -102,7 +96,7 @@ class Directions:
         if self._rules.guard:
             check_reference(config)
         for tokens in (None, *(length for length, _ in config.native_by_length)):
-            check_first_layers(target, self.native(config, tokens))
+            self.native(config, tokens)  # refused here if it is not possible
         self._found[pair] = translator
 
     def stored(self, source: str, target: str) -> Translator | Path | None:
@@ -150,7 +144,7 @@ class Directions:
         return self.loaded.get((source, target))
 
     def facts(self) -> dict[str, str]:
-        """All translators by their directions, loaded now: what ranks must have in common."""
+        """All translators by their directions, loaded now: alike on all machines."""
         told = {}
         for pair in itertools.permutations(self._models, 2):
             found = self.translator(*pair)

@@ -40,11 +40,12 @@ from kvlingo_mlx.engine.rules import Rules
 from kvlingo_mlx.engine.spans import Span, cut, translated, unhealed, wrote
 from kvlingo_mlx.engine.storage import PLACES
 from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
-from kvlingo_mlx.loading import advice, sharding
+from kvlingo_mlx.loading import advice
 from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.notes import tell, tell_of_length
 from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.loading.translators import name_of
+from kvlingo_mlx.machines import group_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished, unit, working
 from kvlingo_mlx.tokenization.alignment import TokenAlignment
@@ -95,7 +96,7 @@ class Exchange(LineSet):
         waits: Whether a translated chunk is computed within its step, so that the work of others
             has its turn in between; off, all chunks are queued at once.
         paces: How fast each model reads between two answers, by its name.
-        together: Whether several ranks of ``mlx.launch`` hold some of the models together.
+        group: The processes that hold some of the models together.
         relatives: This exchange, and those of all conversations that branched from one another.
     """
 
@@ -116,8 +117,8 @@ class Exchange(LineSet):
         self.asleep: frozenset[str] = frozenset()
         self.waits = False
         self._doubted: frozenset[str] = frozenset()  # lines that read behind what is in doubt
-        self.together = sharding.spread(models.values())
-        self.paces = {name: Pace(together=self.together) for name in models}
+        self.group = group_of(models.values())
+        self.paces = {name: Pace(self.group) for name in models}
         self.relatives: weakref.WeakSet[Exchange] = weakref.WeakSet([self])
 
     @property
@@ -173,7 +174,7 @@ class Exchange(LineSet):
         rules = self.rules
         reads = functools.partial(line.heal, answers=False)
         heals = rules.heal is not None or line.name in self._doubted
-        return Interleaved(reads if heals else None, rules.heal_share, together=self.together)
+        return Interleaved(reads if heals else None, rules.heal_share, self.group)
 
     # ---- switching ------------------------------------------------------------------------
 
@@ -322,8 +323,8 @@ class Exchange(LineSet):
         start, stop = look.start, look.stop
         look.watch.source_read(look.source.hidden_beside(tokens[start:stop], start))
         with working():
-            measured = look.watch.measured(tokens[start + 1 : stop + 1])
-            measured = sharding.firsts(measured) if self.together else measured
+            own = look.watch.measured(tokens[start + 1 : stop + 1])
+            measured = self.group.firsts(lambda: own)
         found = guarding.judged(translator.config, measured, stop - start, start)
         self._doubted -= {line.name}
         if found.doubts and self.rules.on_doubt == guarding.HEAL:

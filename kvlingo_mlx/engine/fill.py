@@ -26,14 +26,11 @@ from kvlingo_mlx.engine.guarding import Guarded, Watch
 from kvlingo_mlx.engine.line import Line, Source
 from kvlingo_mlx.engine.plan import Asked, Plan, prepare
 from kvlingo_mlx.engine.spans import Span
-from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.parts import FIRST
 from kvlingo_mlx.models.prompts import Prompt
 from kvlingo_mlx.models.states import KVStates, TranslatedStates
 from kvlingo_mlx.remote import stream
@@ -71,20 +68,6 @@ class Given:
             self._states.close()
 
 
-class FirstsLine(Line):
-    """The line of a source of which the first rank has the weights, on another rank.
-
-    What it records has the right shapes and is never computed: the first rank sends it.
-    """
-
-    def read(self, tokens: Sequence[int], step_size: int, hidden: Any = None) -> Any:
-        for start in range(0, len(tokens), step_size):
-            chunk = list(tokens[start : start + step_size])
-            self.native.add(capture.unread(self.model, chunk, len(self)))
-            self.tokens += chunk
-            yield
-
-
 def translate_span(
     cache: Sequence[Any],
     states: KVStates,
@@ -103,20 +86,10 @@ def translate_span(
 
 
 def source_line(plan: Plan) -> Line:
-    """An empty line of a plan's source, whose states are dropped once the target has them.
-
-    Raises:
-        UnsupportedModelError: Several ranks hold the source, and its recurrent states are mapped.
-    """
+    """An empty line of a plan's source, whose states are dropped once the target has them."""
     assert plan.translator is not None
-    source, config = plan.source, plan.translator.config
-    if source.part is not None and config.state_maps:
-        raise UnsupportedModelError(
-            f"{config.title} maps recurrent states, which are not sent between ranks; load "
-            f"{source.name} on one machine, or make a translator without state_maps"
-        )
-    elsewhere = source.part is not None and source.part.kind == FIRST and source.part.rank
-    line = (FirstsLine if elsewhere else Line)("source", source, records=True)
+    config = plan.translator.config
+    line = Line("source", plan.source, records=True)
     line.inputs, line.states, line.passes_on = not config.state_maps, config.state_maps, True
     return line
 
@@ -354,7 +327,7 @@ def hand_over(
         line = read_alone(plan.alone())
     if heal is None:
         return line.cache
-    return healing.HealingCache(line, together=plan.together)
+    return healing.HealingCache(line, plan.group)
 
 
 def read_alone(plan: Plan) -> Line:
@@ -368,8 +341,8 @@ def judged(plan: Plan, watch: Watch, on_doubt: str) -> Guarded:
     """What the guard makes of a plan that was carried out; warns if that was asked for."""
     assert plan.translator is not None
     with working():
-        measured = watch.measured(plan.tokens[-watch.tokens :])
-        measured = sharding.firsts(measured) if plan.together else measured
+        own = watch.measured(plan.tokens[-watch.tokens :])
+        measured = plan.group.firsts(lambda: own)
     config = plan.translator.config
     found = guarding.judged(config, measured, watch.tokens, len(plan.prefix))
     if found.doubts and on_doubt == guarding.WARN:
@@ -382,15 +355,14 @@ def _check_own(plan: Plan) -> None:
 
     Raises:
         ValueError: It is on another machine, or has another tokenizer.
-        UnsupportedModelError: Several ranks hold it together.
+        UnsupportedModelError: Several machines hold it together.
     """
     if plan.source.address is not None:
         raise ValueError(
             f"prompt_cache holds caches of {plan.source.name}, which is on {plan.source.address} "
             "and reads the prompt there; leave it out"
         )
-    if plan.source.part is not None:
-        sharding.check_use((plan.source, plan.target), {"prompt_cache": True})
+    plan.source.group.refuse({"prompt_cache": True})
     if plan.aligned is not None:
         raise ValueError("prompt_cache cannot be used between two tokenizers; leave it out")
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from kvlingo_mlx.errors import (
 )
 from kvlingo_mlx.format.atomic import sync_file
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.loading import sharding
+from kvlingo_mlx.machines import OWN_FOLDER, digest_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
 from kvlingo_mlx.version import __version__
@@ -50,7 +50,6 @@ FORMAT, VERSION = "kvlingo-conversation", 3  # version 3 has structured messages
 FACTS = "conversation.json"
 # A line's arrays of two dtypes, its recurrent states being float32, are two files.
 OURS = re.compile(r"line-\d+\.(cache|states|native|kept)\.[0-9a-f]{16}\.safetensors(\.tmp)?")
-RANK = "rank-{}-of-{}"  # the folder of a rank's part, within the conversation's
 SAMPLED = 64  # about how many numbers of an array go into the digest
 
 
@@ -89,31 +88,6 @@ def _bytes(array: mx.array) -> bytes:
 
 
 # ---- writing ----------------------------------------------------------------------------
-
-
-def own_folder(folder: str | os.PathLike[str], models: Iterable[Any]) -> Path:
-    """Where this process keeps a conversation with such models: the folder, or a rank's own in it.
-
-    Raises:
-        MalformedConversationError: Another number of ranks saved it.
-    """
-    folder = Path(folder)
-    parts = [part for model in models if (part := getattr(model, "part", None)) is not None]
-    own = RANK.format(parts[0].rank, parts[0].size) if parts else None
-    there = sorted(folder.glob(RANK.format("*", "*")))
-    if own is not None and (folder / FACTS).exists():
-        raise MalformedConversationError(
-            f"{folder} was saved by one process, and these models are held by several; give "
-            "another folder, or whole models"
-        )
-    sizes = {place.name.rpartition("-")[2] for place in there}
-    if others := sizes - {str(part.size) for part in parts}:
-        size = min(others)
-        raise MalformedConversationError(
-            f"{folder} was saved by {size} ranks of mlx.launch, each its part; start as many, with "
-            "the same models shared in the same way"
-        )
-    return folder if own is None else folder / own
 
 
 @dataclass(frozen=True)
@@ -230,7 +204,7 @@ def check_destination(folder: Path) -> None:
         raise ValueError(f"{folder} is a file; name a folder to save the conversation in")
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
     names = [name for name in names if not name.startswith(".")]  # files of a file manager
-    ours = re.compile(f"{OURS.pattern}|{RANK.format('[0-9]+', '[0-9]+')}|{FACTS}([.]tmp)?")
+    ours = re.compile(f"{OURS.pattern}|{OWN_FOLDER.pattern}|{FACTS}([.]tmp)?")
     if not all(map(ours.fullmatch, names)):
         raise ValueError(
             f"{folder} exists and is not a saved conversation; choose another name, or remove it"
@@ -349,10 +323,9 @@ class Saved:
                 recorded = {**arrays.get("native", {}), **arrays.get("kept", {})}
                 line.native.restore(entry["facts"]["native"], recorded)
             exchange.active = self._facts["active"]
-            if exchange.together:
-                tokens = {name: line.tokens for name, line in exchange.lines.items()}
-                told = sharding.digest_of([tokens, self._facts["transcript"]])
-                sharding.agree({f"conversation in {self.folder.parent}": told})
+            tokens = {name: line.tokens for name, line in exchange.lines.items()}
+            what = f"conversation in {self.folder.parent}"
+            exchange.group.agree(lambda: {what: digest_of([tokens, self._facts["transcript"]])})
             return Transcript.from_json(self._facts["transcript"], exchange.models)
 
     def _check_translator(self, exchange: Exchange, source: str, target: str, sha256: str) -> None:

@@ -22,7 +22,7 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.caches.limits import check_interleaving
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.loading import sharding
+from kvlingo_mlx.group import ALONE, Group
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
 
@@ -66,18 +66,18 @@ def reread(model: LanguageModel, cache: Sequence[Any], tokens: Sequence[int], st
 class Pace:
     """How many tokens a reader reads in a second, as measured of its chunks.
 
-    The first chunk also warms kernels up, so it only says where to begin. ``together``: several
-    ranks read, and the first one's clock counts for all.
+    The first chunk also warms kernels up, so it only says where to begin. In a
+    ``group`` of processes the first one's clock counts for all.
     """
 
-    def __init__(self, *, together: bool = False) -> None:
+    def __init__(self, group: Group = ALONE) -> None:
         self._rate: float | None = None
-        self.together = together
+        self.group = group
 
     def within(self, seconds: float) -> int:
         """The tokens that take about so long."""
         found = FIRST if self._rate is None else int(seconds * self._rate)
-        return sharding.firsts_count(found) if self.together else found
+        return self.group.firsts(lambda: found)
 
     def read(self, reader: Reader, most: int) -> tuple[int, float]:
         """Let a reader read; return how many tokens it read, and in how many seconds."""
@@ -95,14 +95,14 @@ class Interleaved:
 
     Call it after each decoding step. A step earns reading time by its own length, and a chunk is
     read as soon as the time earned is enough for one; so over an answer decoding has its share.
-    Without a reader nothing is read, nor waited for. ``together`` is as for :class:`Pace`.
+    Without a reader nothing is read, nor waited for. ``group`` is as for :class:`Pace`.
     """
 
     def __init__(
-        self, reader: Reader | None, share: float = HEAL_SHARE, *, together: bool = False
+        self, reader: Reader | None, share: float = HEAL_SHARE, group: Group = ALONE
     ) -> None:
         self._reader, self._ratio = reader, 1 / share - 1
-        self._pace, self._earned = Pace(together=together), 0.0
+        self._pace, self._earned = Pace(group), 0.0
         self._last = time.perf_counter()
         self.finished = reader is None
 
@@ -115,8 +115,7 @@ class Interleaved:
         if self.finished or self._reader is None:
             return
         self._earn()
-        if self._pace.together:  # no message of a step that has begun may mix with another
-            mx.synchronize(generation_stream)
+        self._pace.group.settle()  # no message of a step that has begun may mix with another
         if self._pace.within(self._earned) < LEAST:
             return
         # mlx-lm has begun to compute the next token. That is decoding, and no part of the chunk.
@@ -140,9 +139,9 @@ class HealingCache(list[Any]):
     they are, and not what is left to read.
     """
 
-    def __init__(self, line: Healing, *, together: bool = False) -> None:
+    def __init__(self, line: Healing, group: Group = ALONE) -> None:
         super().__init__(line.cache)
-        self._line, self._pace, self._end = line, Pace(together=together), self[0].offset
+        self._line, self._pace, self._end = line, Pace(group), self[0].offset
 
     @property
     def left(self) -> int:

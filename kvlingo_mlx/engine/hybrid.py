@@ -17,11 +17,9 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading import advice
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.parts import PIPELINE
 from kvlingo_mlx.threads import working
 
 AUTO = "auto"
@@ -88,19 +86,6 @@ def native_part(
         if type(value) is not int or value < 0:
             raise ValueError(f"{name} is {value!r}; give a number of tokens, 0 or more")
     return Native(chosen, head, tail)
-
-
-def check_first_layers(target: LanguageModel, layers: int) -> None:
-    """Refuse native layers of a pipeline.
-
-    Raises:
-        UnsupportedModelError: The last rank alone has these layers.
-    """
-    if layers and target.part is not None and target.part.kind == PIPELINE:
-        raise UnsupportedModelError(
-            f"native_layers is {layers}, and a pipeline has these layers on its last rank only; "
-            "give native_layers=0 (-c native_layers=0), or shard by tensor"
-        )
 
 
 def read_layers(

@@ -28,7 +28,6 @@ from kvlingo_mlx.engine.spans import (
 from kvlingo_mlx.engine.storage import PUT, Storage
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.loading import spreading
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import hidden_states
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -510,11 +509,8 @@ class Line:
         self.native.thin([length for length, _ in self._marks])
 
     def _states(self) -> dict[int, mx.array]:
-        """The recurrent states at the line's end, for translators that map them.
-
-        What several ranks hold together is not handed on so.
-        """
-        if self.model.part is not None or not self.states:
+        """The recurrent states at the line's end, for translators that map them."""
+        if not self.states:
             return {}
         return capture.recurrent_states(self.model, self._caches)
 
@@ -529,7 +525,6 @@ class Line:
         One span per chunk, in order; chunks end at multiples of ``step_size``. What the line lacks
         of ``tokens`` it reads; None stands for a chunk that it has read.
         """
-        writer = spreading.writer(self.model, config)
         while start < len(tokens):
             stop = min(len(tokens), (start // step_size + 1) * step_size)
             if len(self) <= start:
@@ -537,10 +532,10 @@ class Line:
             stop = min(stop, len(self))  # what it has comes first, and may be refused
             stop = self.native.one_point(start, stop)
             with working(), mx.stream(generation_stream):
-                states = spreading.gathered(self.native.read(start, stop), self.model, config)
+                states = self.model.all_heads(self.native.read(start, stop))
                 if self.passes_on:
                     self.native.forget(stop)
-                moved = capture.move(states, writer, config.capture)
+                moved = capture.move(states, self.model.full, config.capture)
             del states
             yield moved
             del moved

@@ -8,15 +8,11 @@ from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvlingo_mlx.backend import mx
-
-from mlx_lm.generate import generation_stream
-
 from kvlingo_mlx.engine.guarding import Guarded
 from kvlingo_mlx.engine.healing import Interleaved
 from kvlingo_mlx.engine.line import Line, Steps
 from kvlingo_mlx.engine.sampling import Choice
-from kvlingo_mlx.loading import sharding
+from kvlingo_mlx.group import Group
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
 
@@ -64,7 +60,7 @@ class LineSet(ABC):
 
     Attributes:
         lines: The lines.
-        together: Whether several ranks of ``mlx.launch`` hold some of the models together.
+        group: The processes that hold some of the models together.
         keeps: Whether the lines go on after the answer.
         way: How a prompt is read, as responses name it.
         step_size: Tokens per prefill chunk.
@@ -72,7 +68,7 @@ class LineSet(ABC):
 
     keeps, way = True, "switch"
     lines: dict[str, Line]
-    together: bool
+    group: Group
     step_size: int
 
     def line(self, name: str) -> Line:
@@ -119,16 +115,13 @@ class LineSet(ABC):
         """Store the lines that do not decode, if that was asked for."""
 
     def chosen_together(self, choice: Choice) -> Choice:
-        """How tokens are chosen, by the first rank where several answer together."""
-        if not self.together:
-            return choice
-        return replace(choice, sampler=sharding.firsts_choice(choice.sampler))
+        """How tokens are chosen, by the first process where several answer together."""
+        return replace(choice, sampler=self.group.firsts_tokens(choice.sampler))
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
-        """A context for mlx-lm's loop, which begins a step ahead: ranks wait for its messages."""
+        """A context for mlx-lm's loop, which begins a step ahead."""
         try:
             yield
         finally:
-            if self.together:
-                mx.synchronize(generation_stream)
+            self.group.settle()

@@ -42,7 +42,7 @@ class OneTurn(LineSet):
         on_doubt: str = guarding.WARN,
     ) -> None:
         self.plan, self.clock = plan, Clock(plan.loaded_at)
-        self.together, self.step_size = plan.together, plan.step_size
+        self.group, self.step_size = plan.group, plan.step_size
         self._heals, self._share, self._on_doubt = heal is not None, share, on_doubt
         self.lines = {TARGET: Line(TARGET, plan.target, records=False)}
         self._source: Line | None = None
@@ -65,7 +65,7 @@ class OneTurn(LineSet):
     def healing(self, line: Line) -> Interleaved:
         reader = functools.partial(line.heal, answers=True)
         heals = self._heals and self.plan.way == "accelerator"
-        return Interleaved(reader if heals else None, self._share, together=self.together)
+        return Interleaved(reader if heals else None, self._share, self.group)
 
     def bring(
         self,

@@ -16,10 +16,10 @@ from typing import Any
 from kvlingo_mlx.caches.memory import check_caches
 from kvlingo_mlx.engine import guarding, healing
 from kvlingo_mlx.engine.guarding import Watch
-from kvlingo_mlx.engine.hybrid import Native, check_first_layers, native_part
+from kvlingo_mlx.engine.hybrid import Native, native_part
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.loading import sharding
+from kvlingo_mlx.group import Group
 from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.models import Model, load, load_pair, reached
 from kvlingo_mlx.loading.notes import tell_of_length
@@ -28,8 +28,8 @@ from kvlingo_mlx.loading.translators import (
     name_of,
     resolve_translator,
 )
+from kvlingo_mlx.machines import digest_of, facts_of, group_of
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.parts import FIRST
 from kvlingo_mlx.models.prompts import Prompt, check_tools, encode, is_chat, rendering
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.translators.base import Translator
@@ -104,9 +104,9 @@ class Plan:
     loaded_at: float | None = None
 
     @property
-    def together(self) -> bool:
-        """Whether several ranks hold one of the models together."""
-        return sharding.spread((self.source, self.target))
+    def group(self) -> Group:
+        """The processes that hold one of the models together."""
+        return group_of((self.source, self.target, self.draft))
 
     @cached_property
     def prefix(self) -> list[int]:
@@ -192,10 +192,13 @@ def prepare(
     check_strategy(asked.strategy)
     plan = begin(reached(prefill_model, asked.strategy), decode_model, prompt, asked)
     plan = _planned(plan, prompt, asked, check)
-    if plan.together:
-        told = sharding.facts_of({"source": plan.source, "target": plan.target})
-        told["translator"] = "none" if plan.translator is None else plan.translator.digest
-        sharding.agree(told | {"prompt": sharding.digest_of(plan.tokens)})
+    plan.group.agree(
+        lambda: {
+            **facts_of({"source": plan.source, "target": plan.target}),
+            "translator": "none" if plan.translator is None else plan.translator.digest,
+            "prompt": digest_of(plan.tokens),
+        }
+    )
     return plan
 
 
@@ -207,7 +210,7 @@ def _check_remote(plan: Plan, asked: Asked) -> None:
     for name, given in {
         "draft_model": plan.draft is not None and plan.draft.address is not None,
         "guard": bool(asked.guard),
-        "a target that several ranks hold": target.part is not None,
+        "a target that several machines hold": target.group.several,
     }.items():
         if given:
             raise UnsupportedModelError(
@@ -223,12 +226,7 @@ def _check_remote(plan: Plan, asked: Asked) -> None:
 
 def _planned(plan: Plan, prompt: Prompt, asked: Asked, check: Callable[[Plan], None]) -> Plan:
     """A plan that was begun, checked, and with its translator."""
-    first = plan.source.part is not None and plan.source.part.kind == FIRST
-    refused = {
-        "draft_model": plan.draft is not None,
-        "guard": bool(asked.guard) and first,
-    }
-    sharding.check_use((plan.source, plan.target), refused)
+    plan.group.refuse({"draft_model": plan.draft is not None})
     _check_remote(plan, asked)
     native = asked.strategy == "native" or _one_model(plan, asked)
     readers = (plan.target,) if native else (plan.source, plan.target)
@@ -243,10 +241,10 @@ def _planned(plan: Plan, prompt: Prompt, asked: Asked, check: Callable[[Plan], N
     translator = resolve_translator(
         asked.translator, plan.source, plan.target, allow_mismatch=asked.allow_mismatch
     )
+    plan.group.refuse({"two tokenizers": translator.config.alignment is not None})
     if alone:
         return plan
     own = asked.native(translator.config, len(plan.prefix))
-    check_first_layers(plan.target, own.layers)
     plan = replace(plan, translator=translator, native=own)
     if asked.guard:
         return guarded(plan, asked.guard)

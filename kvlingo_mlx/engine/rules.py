@@ -15,7 +15,7 @@ from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.engine.storage import PLACES
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.loading import sharding
+from kvlingo_mlx.machines import group_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 
@@ -82,11 +82,11 @@ class Rules:
                 check_interleaving(model)
         if self.guard:
             check_all_can_be_guarded(models.values())
-        if sharding.spread(models.values()):
-            check_ranks(models.values())
+        several = len(by_tokenizer(models.values())) > 1
+        group_of(models.values()).refuse({"models of another tokenizer": several})
         if self.step_size < 1:
             raise ValueError(f"prefill_step_size is {self.step_size}; it must be at least 1")
-        if len(by_tokenizer(models.values())) > 1 and self.native_layers not in (None, 0):
+        if several and self.native_layers not in (None, 0):
             raise ValueError("native_layers cannot be used between two tokenizers; leave it out")
         self._check_layers(models)
 
@@ -138,18 +138,6 @@ def check_all_can_be_guarded(models: Iterable[LanguageModel]) -> None:
         )
     for model in models:
         check_going_back(model)
-
-
-def check_ranks(models: Iterable[LanguageModel]) -> None:
-    """Refuse models that several ranks cannot hold in a conversation.
-
-    Raises:
-        UnsupportedModelError: Only the first rank has one, or they have several tokenizers.
-    """
-    models = list(models)
-    sharding.check_use(models, {"models of another tokenizer": len(by_tokenizer(models)) > 1})
-    for model in models:
-        sharding.check_use([model], {})
 
 
 def tell_of_templates(models: Iterable[LanguageModel], switches: Mapping[str, Any]) -> None:

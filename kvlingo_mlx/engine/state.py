@@ -14,13 +14,13 @@ from typing import Self
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.engine.accounting import Stats, stats_of
 from kvlingo_mlx.engine.exchange import Exchange, Switch
-from kvlingo_mlx.engine.folder import Draft, check_destination, draft, own_folder
+from kvlingo_mlx.engine.folder import Draft, check_destination, draft
 from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.messages import history_of
 from kvlingo_mlx.engine.rules import check_all_can_heal
 from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.engine.use import Use
-from kvlingo_mlx.loading import sharding
+from kvlingo_mlx.machines import own_folder
 from kvlingo_mlx.models.prompts import Message
 
 
@@ -192,7 +192,7 @@ class State:
             def over() -> bool:
                 late = seconds is not None and time.monotonic() - began >= seconds
                 ended = late or (until is not None and until())
-                return bool(sharding.firsts_count(ended)) if self.exchange.together else ended
+                return self.exchange.group.firsts(lambda: ended)
 
             while (left := line.left(answers)) and not over():
                 self.exchange.heal(name, answers=answers)
@@ -218,9 +218,7 @@ class State:
             UnsupportedModelError: As for :meth:`heal`, at once.
         """
         self.check_healing()
-        if self.exchange.together:
-            told = "healing in a thread, in which ranks could go different ways (use heal)"
-            sharding.check_use(self.exchange.models, {told: True})
+        self.exchange.group.refuse({"healing in a thread (heal reads between two calls)": True})
         stop, problems = threading.Event(), list[BaseException]()
 
         def work() -> None:
@@ -259,8 +257,8 @@ class State:
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write everything except models and translators to a folder: all of it, or nothing.
 
-        A conversation that was saved there before is replaced. Where ranks of ``mlx.launch`` hold a
-        model together, each writes a folder of its own into it.
+        A conversation that was saved there before is replaced. Where several
+        machines hold a model together, each writes a folder of its own into it.
 
         Raises:
             ValueError: ``folder`` exists and is not a saved conversation, or an answer is still
@@ -268,9 +266,8 @@ class State:
         """
         with self._use.claimed():
             check_destination(Path(folder))
-            self.draft().write(own_folder(folder, self.exchange.models))
-            if self.exchange.together:
-                sharding.agree({})  # all ranks have written theirs
+            self.draft().write(own_folder(folder, self.exchange.group))
+            self.exchange.group.wait()  # until all have written theirs
             return Path(folder)
 
     def draft(self) -> Draft:

@@ -18,8 +18,8 @@ class Mean:
     count: int
 
     def __str__(self) -> str:
-        spread = "" if math.isnan(self.error) else f" +- {self.error:.3f}"
-        return f"{self.value:.3f}{spread}"
+        error = "" if math.isnan(self.error) else f" +- {self.error:.3f}"
+        return f"{self.value:.3f}{error}"
 
     def as_json(self) -> dict[str, float | int | None]:
         """Value, error and count as JSON values, with None for NaN."""
@@ -37,8 +37,8 @@ def over_items(scores: Sequence[float]) -> Mean:
     values = np.asarray(scores, np.float64)
     if not values.size:
         raise ValueError("there are no scores to average")
-    spread = values.std(ddof=1) / math.sqrt(values.size) if values.size > 1 else math.nan
-    return Mean(float(values.mean()), float(spread), values.size)
+    error = values.std(ddof=1) / math.sqrt(values.size) if values.size > 1 else math.nan
+    return Mean(float(values.mean()), float(error), values.size)
 
 
 def over_sets(means: Sequence[Mean], weights: Sequence[float] | None = None) -> Mean:

@@ -31,9 +31,9 @@ from kvlingo_mlx.format.maps import (
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig, capture_point
 from kvlingo_mlx.group import Group
-from kvlingo_mlx.loading import ranks, sharding
 from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.loading.pairing import check_positions
+from kvlingo_mlx.machines import facts_of_work, here
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.stage1.closed_form import checked_ridge, shortage
 from kvlingo_mlx.stage1.norms import norm_named
@@ -121,11 +121,11 @@ def fit(
     method = _method(assignment)
     capture = capture_point(source, target, capture)
     config = _config(source, target, assignment, nu, head_mixing, capture, state_maps)
-    group = ranks.here()
+    group = here()
     read = chosen(records_of(samples), (source, target), config, norm, tokens)
     every, total = list(enumerate(read.samples)), len(read.samples)
     asked = {"data": every, "options": (config.to_json(), norm, method, nu, memory, ridge)}
-    group.agree(lambda: sharding.facts_of_work((source, target), **sharding.digests_of(asked)))
+    group.agree(lambda: facts_of_work((source, target), asked))
     work = ClosedForm(
         config,
         Rows(source, target),

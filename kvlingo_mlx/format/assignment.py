@@ -183,8 +183,8 @@ def _nearest(
 ) -> tuple[int, ...]:
     """The ``nu`` candidates nearest to a target layer's relative depth, the deeper one on a tie."""
     steps = max(num_target - 1, 1)
-    ranked = sorted(candidates, key=lambda s: (abs(s * steps - index * (num_source - 1)), -s))
-    return tuple(sorted(ranked[:nu]))
+    nearest = sorted(candidates, key=lambda s: (abs(s * steps - index * (num_source - 1)), -s))
+    return tuple(sorted(nearest[:nu]))
 
 
 def _band(index: int, num_source: int, num_target: int, nu: int) -> tuple[int, ...]:

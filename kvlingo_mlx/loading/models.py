@@ -10,12 +10,13 @@ from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches import memory
-from kvlingo_mlx.errors import MissingModelError, printable
-from kvlingo_mlx.loading import sharding
+from kvlingo_mlx.errors import MissingModelError, UnsupportedModelError, printable
 from kvlingo_mlx.loading.hub import MODEL_FILES, resolve
 from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.loading.opening import damage_told, open_model
 from kvlingo_mlx.loading.translators import translator_bytes
+from kvlingo_mlx.machines import here
+from kvlingo_mlx.machines import shard as shard_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt, encode
 from kvlingo_mlx.phases import counted
@@ -24,6 +25,8 @@ from kvlingo_mlx.remote.model import RemoteModel, connect
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.base import Translator
 
+TENSOR = "tensor"  # the one way in which models are sharded
+REPLICATED, SHARDED = "replicated", "sharded"  # where a source reads
 Model = str | os.PathLike[str] | LanguageModel
 
 
@@ -41,14 +44,13 @@ def load(
         path_or_hf_repo: A folder, a Hub id, the name of an embedded model, or a ``LanguageModel``.
         revision: A branch, tag or commit of a Hub id.
         lazy: Whether to read each weight only when it is first needed.
-        shard: In a program that ``mlx.launch`` started on several ranks: load this rank's part
-            alone, ``tensor`` (some heads of every layer), ``pipeline`` (some layers) or ``auto``.
-            ``first`` reads the weights of a prefill model on the first rank only. Such models are
-            for ``generate``, ``hand_over`` and, but for ``first``, ``Conversation``.
+        shard: ``tensor``: in a program that ``mlx.launch`` started on several machines, load this
+            one's heads of every layer alone. Such models are for ``generate``, ``hand_over`` and
+            ``Conversation``.
 
     Raises:
         ValueError: ``revision`` is given for a folder, an embedded or a loaded model, or ``lazy``
-            for a loaded model; or the ranks cannot share the model.
+            for a loaded model; or the machines cannot share the model.
         MissingModelError: There is no such folder or repository, or files are missing or damaged.
         UnsupportedModelError: The family is not supported, or mlx-lm misreads its config.
         NotEnoughMemoryError: The weights are larger than the memory there is.
@@ -60,11 +62,12 @@ def load(
                 "it out (revision=), or give the model's Hub id"
             )
         return path_or_hf_repo
+    if shard not in (None, TENSOR):
+        raise ValueError(f"shard is {shard!r}; give {TENSOR}, or leave it out")
     model = _unread(path_or_hf_repo, revision)
     if shard is not None:
-        kind = None if shard == "auto" else shard
-        model = sharding.part_of(model, _unread(path_or_hf_repo, revision), kind)
-    if not lazy and sharding.has_weights(model):
+        model = shard_of(model, _unread(path_or_hf_repo, revision))
+    if not lazy:
         memory.check({f"weights of {model.name}": memory.weights_bytes(model)})
         read_weights(model)
     return model
@@ -116,17 +119,15 @@ def read_together(
         NotEnoughMemoryError: No weights were read.
     """
     parts: dict[str, int] = {}
-    own = [model for model in unread if sharding.has_weights(model)]
-    for model in own:
+    for model in unread:
         title = f"weights of {model.name}"
         parts[title] = parts.get(title, 0) + memory.weights_bytes(model)
     if prompt is not None:
         tokens = len(encode(models[-1], prompt))
         parts["translator"] = translator_bytes(translator, models[0], models[-1])
-        held = [model for model in models if sharding.has_weights(model)]
-        parts[memory.caches_of(tokens)] = sum(memory.cache_bytes(m, tokens) for m in held)
+        parts[memory.caches_of(tokens)] = sum(memory.cache_bytes(m, tokens) for m in models)
     memory.check(parts)
-    for model in own:
+    for model in unread:
         read_weights(model)
 
 
@@ -146,6 +147,49 @@ def load_pair(
     models = prefill_model, decode_model
     source, target = load_together(models, prompt, translator=translator)
     return source, target
+
+
+def open_sharded(paths: Sequence[str], names: Sequence[str] = ()) -> dict[str, LanguageModel]:
+    """Open models, with their weights unread; under ``mlx.launch`` all machines hold some together.
+
+    Args:
+        paths: All models, each a folder or Hub id.
+        names: Those that are held together; none: the largest.
+
+    Raises:
+        ValueError, UnsupportedModelError: They cannot be shared, or there are no other machines.
+    """
+    opened = {path: load(path, lazy=True) for path in paths}
+    if not names and here().several:
+        names = [max(opened, key=lambda path: memory.weights_bytes(opened[path]))]
+    return opened | {path: load(path, lazy=True, shard=TENSOR) for path in names}
+
+
+def open_pair(
+    source: str, target: str, prompt: Prompt, placement: str | None
+) -> tuple[LanguageModel, LanguageModel]:
+    """Open a source and a target that all machines hold together, with their weights unread.
+
+    The source is whole on every machine (``replicated``), which needs no messages; without a
+    ``placement`` it is ``sharded`` where it does not fit so and can be shared.
+
+    Raises:
+        ValueError, UnsupportedModelError: As for :func:`open_sharded`.
+    """
+    opened = open_sharded(list(dict.fromkeys((source, target))), [target])
+    pair = opened[source], opened[target]
+    if placement == REPLICATED or source == target:
+        return pair
+    tokens, free = len(encode(pair[1], prompt)), memory.free()
+    need = sum(memory.weights_bytes(m) + memory.cache_bytes(m, tokens) for m in pair)
+    fits = all(here().gathered(free is None or need <= free))
+    try:
+        if placement == SHARDED or not fits:
+            return load(source, lazy=True, shard=TENSOR), pair[1]
+    except (ValueError, UnsupportedModelError):
+        if placement == SHARDED:
+            raise
+    return pair
 
 
 def reached(prefill_model: Model, strategy: str) -> Model:

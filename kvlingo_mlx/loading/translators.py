@@ -11,14 +11,12 @@ from pathlib import Path
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.embedded import TRANSLATORS, zoo_names
 from kvlingo_mlx.errors import (
-    IncompatibleTranslatorError,
     KVLingoError,
     MalformedTranslatorError,
     MissingTranslatorError,
     UnsupportedModelError,
 )
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.tensor_file import MAX_FILE_BYTES
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.format.translator_folder import CONFIG_FILE, OUR_FILES, WEIGHTS_FILE
@@ -27,12 +25,10 @@ from kvlingo_mlx.loading.grading import GRADES, receipt_of
 from kvlingo_mlx.loading.hub import resolve
 from kvlingo_mlx.loading.notes import tell, tell_of_grade
 from kvlingo_mlx.loading.pairing import check_pair, matches
-from kvlingo_mlx.loading.spreading import own_heads
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.aligned_prefix import check_layers
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
-from kvlingo_mlx.translators.parts import of_part
 from kvlingo_mlx.translators.quantised import check_bits
 
 
@@ -69,10 +65,7 @@ def translator_bytes(
     source: LanguageModel,
     target: LanguageModel,
 ) -> int:
-    """The bytes of a translator that is not loaded yet; 0 if it cannot be found here.
-
-    Of a target that several ranks hold together, they are about those of this rank's rows.
-    """
+    """The bytes of a translator that is not loaded yet; 0 if it cannot be found here."""
     if isinstance(translator, Translator):
         return 0
     try:
@@ -80,10 +73,7 @@ def translator_bytes(
         size = (folder_of(found) / WEIGHTS_FILE).stat().st_size
     except (KVLingoError, OSError):  # reported when it is loaded
         return 0
-    if size > MAX_FILE_BYTES:  # it is refused when it is loaded
-        return 0
-    own, whole = (each.geometry.bytes_per_token(1) for each in (target, target.full))
-    return size * own // whole
+    return 0 if size > MAX_FILE_BYTES else size  # refused when it is loaded
 
 
 def folder_of(path_or_hf_repo: str | os.PathLike[str]) -> Path:
@@ -253,58 +243,8 @@ def resolve_translator(
     """
     if translator is None:
         translator = _find(source, target, allow_mismatch)
-    parts = [getattr(model, "part", None) for model in (source, target)]  # another library's: none
-    if isinstance(translator, Translator) and translator.part is not None:
-        # It was checked before it was cut.
-        if translator.part == parts[1] and translator.config.source.layers in _heads_of(source):
-            return translator
-        raise IncompatibleTranslatorError(
-            f"{translator.config.title} is cut for one rank's part of another model; load it anew"
-        )
-    if parts != [None, None]:
-        return _cut(translator, source, target, allow_mismatch, quantize)
     if not isinstance(translator, Translator):
         translator = load_translator(translator, quantize=quantize)
     check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
     tell_of_grade(translator.config, *known_by(translator.path))
     return translator
-
-
-def _heads_of(source: LanguageModel) -> tuple[tuple[LayerGeometry, ...], ...]:
-    """What this rank's source writes of each layer, and what all ranks' does."""
-    return source.geometry.layers, source.full.geometry.layers
-
-
-def _cut(
-    translator: Translator | str | os.PathLike[str],
-    source: LanguageModel,
-    target: LanguageModel,
-    allow_mismatch: bool,
-    quantize: int | None,
-) -> Translator:
-    """The maps to what this rank holds of the target; it keeps the whole translator's digest.
-
-    A folder's tensors are read one at a time, and only the rows to this rank's part are kept.
-    """
-    if isinstance(translator, Translator):
-        config, weights = translator.config, translator.to_weights()
-        path, digest = translator.path, translator.digest
-    else:
-        path = folder_of(translator)
-        config, weights = translator_folder.read(path, lazy=True)
-        translator_folder.check_sizes(path, config, weights)
-        digest = translator_folder.digest(config, weights)
-    check_pair(config, source, target, allow_mismatch=allow_mismatch)
-    tell_of_grade(config, *known_by(path))
-    if config.alignment is not None:
-        spread = source if target.part is None else target
-        raise UnsupportedModelError(
-            f"{spread.name} is spread over several ranks, and can be paired with models of its own "
-            "tokenizer only; run it on one machine"
-        )
-    if target.part is not None:
-        near = source if own_heads(config, source.part, target.part) else None
-        config, weights = of_part(config, weights, target, near)
-    made = replace(build(config, weights, quantize=quantize), path=path, part=target.part)
-    vars(made)["digest"] = digest
-    return made

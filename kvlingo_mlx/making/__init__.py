@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvlingo_mlx.arguments import checked
+from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.loading import ranks
 from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
+from kvlingo_mlx.machines import here
 from kvlingo_mlx.making.result import Callbacks, PairResult
 from kvlingo_mlx.making.run import Making, dialogues
 from kvlingo_mlx.making.state import RunState
@@ -70,7 +71,8 @@ def pair(
         KeyboardInterrupt: A signal asked to stop; the work is kept.
     """
     started = time.monotonic()
-    ranks.check_alone("pair")
+    if here().several:
+        raise KVLingoError("pair runs in one process; start it without mlx.launch")
     require("minutes (--minutes)", minutes, 0, strict=True)
     require("the KL to tune to (--max-kl)", max_kl or 0.0, 0)
     require("the recall to tune to (--min-recall)", min_recall or 0.0, 0, 1)

@@ -162,13 +162,6 @@ def prefill(
         mx.clear_cache()
 
 
-def unread(model: LanguageModel, tokens: Sequence[int], start: int) -> KVStates:
-    """What :func:`prefill` yields of a chunk, by shape and dtype alone: nothing is computed."""
-    with tap_keys_and_values(model) as take:
-        model.model(mx.array(list(tokens))[None], cache=make_prompt_cache(model.model))
-        return take(start)
-
-
 def recurrent_states(model: LanguageModel, cache: Sequence[Any]) -> dict[int, mx.array]:
     """The states in a hybrid's caches by layer, without the tails; see ``KVStates.kept``."""
     layers = enumerate(zip(model.geometry.layers, cache, strict=True))

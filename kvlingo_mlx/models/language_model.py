@@ -32,7 +32,8 @@ from kvlingo_mlx.format.fingerprints import (
 from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
-from kvlingo_mlx.models.parts import Part
+from kvlingo_mlx.group import ALONE, Group
+from kvlingo_mlx.models.states import KVStates, TranslatedStates
 from kvlingo_mlx.threads import unit
 
 NORMS = ("RMSNorm", "LayerNorm", "LayerNorm1P")  # how the names of norm classes end
@@ -51,10 +52,6 @@ class LanguageModel:
     # What saved conversations say of the weights, kept for an owner who never changes them; None
     # where it is to be found anew each time
     described: dict[str, Any] | None = field(default=None, repr=False, compare=False)
-    # Which part of the model this is, if several ranks of ``mlx.launch`` hold it together
-    part: Part | None = field(default=None, compare=False)
-    # The whole model with its weights unread, where this is a part
-    whole: LanguageModel | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         """One line; the weights, the tokenizer and the config are left out."""
@@ -69,8 +66,21 @@ class LanguageModel:
 
     @property
     def full(self) -> LanguageModel:
-        """The whole model, also where this is a part."""
-        return self.whole or self
+        """The whole model, also where several machines hold it together."""
+        return self
+
+    @property
+    def group(self) -> Group:
+        """The processes that hold the model together."""
+        return ALONE
+
+    def all_heads(self, states: KVStates) -> KVStates:
+        """What the whole model has written of a span, of which this process has ``states``."""
+        return states
+
+    def own_heads(self, translated: TranslatedStates) -> TranslatedStates:
+        """What this process's caches hold of a translated span."""
+        return translated
 
     @property
     def address(self) -> str | None:

@@ -1,8 +1,8 @@
 """The engine in a thread of its own: requests go in by one queue, each answer's events come by one.
 
 HTTP runs in the main thread and answers while the engine computes, since MLX lets go of Python's
-lock meanwhile. On several ranks, each round begins with a message of the first one's: what clients
-sent, and the time. So all ranks decide alike.
+lock meanwhile. On several machines, each round begins with a message of the first one's: what
+clients sent, and the time. So all decide alike.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger("kvlingo_mlx.serving")
 ENGINE = "kvlingo_mlx.serving.scheduler:Scheduler"  # imported in its thread, and MLX with it
 STATUS_S = 1.0  # how often the status is renewed while there is work
 IDLE_S = 5.0  # and how often idle conversations are looked after
-PAUSE_S = 0.05  # how long idle ranks pause between two rounds
+PAUSE_S = 0.05  # how long several machines pause between two idle rounds
 SWITCH_S = 0.001  # for which the engine's Python may keep HTTP waiting
 STOPPING = Failure("unready", "the server is stopping; send the request again when it is back")
 
@@ -106,7 +106,7 @@ class EngineThread:
         self._answering: dict[int, EventStream] = {}
         self._numbers = itertools.count(1)
         self._stopping = False
-        self._loop: asyncio.AbstractEventLoop | None = None  # none on a rank that follows
+        self._loop: asyncio.AbstractEventLoop | None = None  # none where the first machine leads
         self._thread = threading.Thread(target=self._run, name="kvlingo-engine", daemon=True)
         self._shown = 0.0
 
@@ -196,12 +196,12 @@ class EngineThread:
     # ---- in the engine's thread ---------------------------------------------------------------
 
     def follow(self) -> None:
-        """Serve on a rank that is not the first, which tells it all that clients ask.
+        """Serve on a machine that is not the first, which tells it all that clients ask.
 
         Raises:
-            KVLingoError, ValueError: A model cannot be opened, or the first rank has ended.
+            KVLingoError, ValueError: A model cannot be opened, or the first has ended.
         """
-        warnings.showwarning = lambda *_, **__: None  # which the first rank tells, too
+        warnings.showwarning = lambda *_, **__: None  # which the first tells, too
         self._rounds(self._engine())
 
     def _engine(self) -> Any:
@@ -213,12 +213,12 @@ class EngineThread:
         try:
             engine = self._engine()
         except (KVLingoError, ValueError, OSError) as error:
-            self._call(self._lost, str(_rank_lost(error) or error), True)
+            self._call(self._lost, str(_elsewhere(error) or error), True)
             return
         try:
             self._rounds(engine)
         except Exception as error:
-            if (lost := _rank_lost(error)) is None:
+            if (lost := _elsewhere(error)) is None:
                 log.exception("the engine failed")
             self._call(self._lost, str(lost or type(error).__name__), lost is not None)
 
@@ -230,7 +230,7 @@ class EngineThread:
         try:
             more = False
             while True:
-                idle = PAUSE_S if engine.together else IDLE_S
+                idle = PAUSE_S if engine.group.several else IDLE_S
                 for message in self._messages(engine, 0 if engine.busy or more else idle):
                     if message == ("stop",):
                         return engine.close()
@@ -238,7 +238,7 @@ class EngineThread:
                 if engine.busy:
                     engine.work()
                 more = not engine.busy and engine.use_idle_time()
-                self._show(engine, now=not (engine.busy or more or engine.together))
+                self._show(engine, now=not (engine.busy or more or engine.group.several))
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -252,12 +252,12 @@ class EngineThread:
                 found.append(self._inbox.get(timeout=0 if found else wait))
         if wait:
             self._watch_from_now()
-        if not engine.together:
+        if not engine.group.several:
             return found
-        told: tuple[float, list[tuple[Any, ...]]]
-        told = pickle.loads(engine.shared_by_first(pickle.dumps((time.time(), found))))
-        clock.set_round(told[0])
-        return told[1]
+        sent = engine.group.firsts(lambda: pickle.dumps((time.time(), found)).hex())
+        seconds, found = pickle.loads(bytes.fromhex(sent))
+        clock.set_round(seconds)
+        return found
 
     def _carry_out(self, engine: Any, verb: str, number: int, value: Any = None) -> None:
         def tell(event: Event) -> None:
@@ -292,8 +292,8 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(function, *given)
 
 
-def _rank_lost(error: Exception) -> KVLingoError | None:
-    """What is to be said of an error where it shows that another rank has ended; else None."""
-    from kvlingo_mlx.loading import sharding
+def _elsewhere(error: Exception) -> KVLingoError | None:
+    """What is to be said of an error where it shows that another machine has ended; else None."""
+    from kvlingo_mlx.machines import lost
 
-    return sharding.lost(error)
+    return lost(error)

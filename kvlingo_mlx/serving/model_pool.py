@@ -10,9 +10,8 @@ from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.engine.folder import describe
-from kvlingo_mlx.loading.models import read_weights
+from kvlingo_mlx.loading.models import open_sharded, read_weights
 from kvlingo_mlx.loading.opening import let_go
-from kvlingo_mlx.loading.placement import open_spread
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.clock import now
 from kvlingo_mlx.serving.messages import ModelInfo
@@ -49,22 +48,19 @@ class ModelPool:
 
     Opening a model reads its config, tokenizer and the headers of its files, so that conversations
     can have lines of models whose weights are not in memory. Under ``mlx.launch`` the models that
-    are named in ``sharded``, by default the largest, are held by all ranks together.
+    are named in ``sharded``, by default the largest, are held by all together.
 
     Raises:
-        ValueError: There are no ranks, or they cannot share a model.
+        ValueError: There are no other machines, or they cannot share a model.
         MissingModelError, UnsupportedModelError: A model cannot be opened.
     """
 
-    def __init__(
-        self, models: Mapping[str, str], sharded: Sequence[str] = (), shard: str | None = None
-    ) -> None:
+    def __init__(self, models: Mapping[str, str], sharded: Sequence[str] = ()) -> None:
         self.all: dict[str, PooledModel] = {}
         self.between: Callable[[], None] = lambda: None
         opened: dict[str, LanguageModel] = {}
         paths = list(dict.fromkeys(models.values()))
-        spread = [models[name] for name in sharded]
-        for path, model in open_spread(paths, spread, shard).items():
+        for path, model in open_sharded(paths, [models[name] for name in sharded]).items():
             opened[path] = replace(model, described={})
         for name, path in models.items():
             model = opened[path]

@@ -31,7 +31,7 @@ from kvlingo_mlx.engine.rules import Rules
 from kvlingo_mlx.engine.sampling import choice_of
 from kvlingo_mlx.engine.turn import Decoding, Part, Turn
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
-from kvlingo_mlx.loading import sharding
+from kvlingo_mlx.group import Group
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.serving import clock
@@ -56,7 +56,7 @@ log = logging.getLogger("kvlingo_mlx.serving")
 
 Tell = Callable[[Event], None]
 # What a request can be answered with an error for; anything else is a fault of the program.
-ALONE = (MemoryError, RuntimeError, OSError)  # what may fail on one rank of several
+ALONE = (MemoryError, RuntimeError, OSError)  # what may fail on one machine of several
 REFUSED = (ValueError, KVLingoError, MemoryError, RuntimeError, OSError)
 
 
@@ -72,7 +72,7 @@ class Scheduler:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.pool = ModelPool(settings.models, settings.sharded, settings.shard)
+        self.pool = ModelPool(settings.models, settings.sharded)
         models = self.pool.models
         self.policy = Policy(models, settings)
         self._blank = Conversation(
@@ -143,8 +143,8 @@ class Scheduler:
         """The name of the model that is to answer."""
         names = list(self.pool.all)
         if ask.model == AUTO and self._route is not None:
-            chosen = self._route([dict(m) for m in ask.messages or ()], names)
-            return sharding.firsts(chosen) if self.together else chosen
+            route, messages = self._route, [dict(m) for m in ask.messages or ()]
+            return self.group.firsts(lambda: route(messages, names))
         if ask.model not in names:
             raise ValueError(f"there is no model {ask.model!r}; there are {', '.join(names)}")
         return ask.model
@@ -152,9 +152,9 @@ class Scheduler:
     # ---- a round of work --------------------------------------------------------------------
 
     @property
-    def together(self) -> bool:
-        """Whether ranks of ``mlx.launch`` serve together, each with its part of a model."""
-        return self._blank.exchange.together
+    def group(self) -> Group:
+        """The processes that serve together, each with its part of a model."""
+        return self._blank.exchange.group
 
     @property
     def busy(self) -> bool:
@@ -180,10 +180,6 @@ class Scheduler:
             return True
         self.store.tidy()
         return False
-
-    def shared_by_first(self, blob: bytes) -> bytes:
-        """The first rank's bytes, on all ranks."""
-        return sharding.gathered_bytes(blob)[0]
 
     def heal(self) -> bool:
         """Let a model read a chunk of what it holds translated; False where nothing is left of it.
@@ -218,8 +214,8 @@ class Scheduler:
                 if not at_once:
                     return
         except Exception as error:  # a fault of ours ends this request, not those beside it
-            if self.together and isinstance(error, ALONE):
-                raise  # other ranks have gone on
+            if self.group.several and isinstance(error, ALONE):
+                raise  # the others have gone on
             if not isinstance(error, REFUSED):
                 log.error("%s, %s: a request could not be answered", *_place(error))
             job.tell(self._failed(error))
@@ -311,7 +307,7 @@ class Scheduler:
         progress = AnswerInProgress.to_text(exchange, resident.name, job.tokens)
         turn = Turn(exchange, progress, most, Decoding(choice, batch=job.seat))
         lengths = {resident.name: len(job.tokens)}
-        check_room(lengths, exchange.lines, together=exchange.together)
+        check_room(lengths, exchange.lines, exchange.group)
         if job.ask.echo:
             given = job.ask.prompt
             job.before = given if isinstance(given, str) else model.tokenizer.decode(job.tokens)
@@ -382,7 +378,7 @@ class Scheduler:
             records = len(self.pool.all) > 1
             most = self._settings.max_concurrent
             inputs = self._blank.exchange.line(job.name).inputs
-            batch = Batch(model, records=records, inputs=inputs, size=most, together=self.together)
+            batch = Batch(model, records=records, inputs=inputs, size=most, group=self.group)
             self._batches[id(model)] = batch
         job.seat = Seat(batch)
         options: dict[str, Any] = {"stop": ask.stop or None, "seed": ask.sampling.seed}

@@ -19,6 +19,7 @@ from typing import Any
 import uvicorn
 
 from kvlingo_mlx.errors import MissingModelError
+from kvlingo_mlx.group import launched
 from kvlingo_mlx.loading.hub import SMALL_FILES, model_type, resolve
 from kvlingo_mlx.serving.app import apis, build
 from kvlingo_mlx.serving.engine_thread import ENGINE, EngineThread
@@ -31,7 +32,6 @@ log = logging.getLogger("kvlingo_mlx.serving")
 
 CONNECTIONS = 1000  # more at once are told 503
 IDLE_S = 75  # how long a connection without a request is kept; clients' pools expect about a minute
-RANK = "MLX_RANK"  # which mlx.launch sets
 
 
 def serve(
@@ -40,7 +40,7 @@ def serve(
     """Serve until SIGINT or SIGTERM; running answers then have a while to end.
 
     The server runs in a child process, which is started again if it crashes; under ``mlx.launch``
-    in this one, since the other ranks cannot go on with a new one.
+    in this one, since the others cannot go on with a new one.
 
     Args:
         settings: The server's settings.
@@ -56,7 +56,7 @@ def serve(
         model_type(resolve(name, None, SMALL_FILES, MissingModelError)[0])
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
         listening(url_of(listener))
-        if RANK in os.environ:
+        if launched():
             asyncio.run(Server(settings, EngineThread(settings, engine)).until_stopped(listener))
         else:
             patience = 2 * settings.stop_timeout + 10
@@ -64,12 +64,12 @@ def serve(
 
 
 def follow(settings: Settings) -> None:
-    """Serve on a rank of ``mlx.launch`` that is not the first.
+    """Serve on a machine of ``mlx.launch`` that is not the first.
 
     Raises:
-        KVLingoError, ValueError: A model cannot be opened, or the first rank has ended.
+        KVLingoError, ValueError: A model cannot be opened, or the first has ended.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank decides when all stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first decides when all stop
     EngineThread(settings).follow()
 
 

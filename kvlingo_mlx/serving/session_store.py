@@ -29,7 +29,6 @@ from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.engine.folder import Draft
 from kvlingo_mlx.engine.storage import worker as files
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.translators import home
 from kvlingo_mlx.serving import clock
 from kvlingo_mlx.serving.messages import GenerationRequest, Status
@@ -81,8 +80,8 @@ class SessionStore:
         self._mine = {"models": paths, "verbatim": settings.verbatim}
         self._writing: _Writing | None = None
         self._folder: Path | None = None
-        if settings.keep_conversations and blank.exchange.together:
-            log.info("several ranks serve, so conversations are kept in memory alone")
+        if settings.keep_conversations and blank.exchange.group.several:
+            log.info("several machines serve, so conversations are kept in memory alone")
         elif settings.keep_conversations:
             given = settings.conversations
             self._folder = home() / "conversations" if given is None else Path(given).expanduser()
@@ -131,9 +130,8 @@ class SessionStore:
         return self._fits(needed)
 
     def _fits(self, needed: int) -> bool:
-        """Whether so many bytes are free beside what is used, on all ranks."""
-        own = self.used + needed <= self.budget
-        return all(sharding.gathered(own)) if self._blank.exchange.together else own
+        """Whether so many bytes are free beside what is used, on all machines."""
+        return all(self._blank.exchange.group.gathered(self.used + needed <= self.budget))
 
     def room_for_model(self, name: str) -> bool:
         """Let go of idle models, then put conversations away, until a model's weights fit."""

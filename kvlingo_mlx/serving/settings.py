@@ -76,9 +76,7 @@ class Settings:
     api_key: Key | None = field(default=None, repr=False)
     allow_anyone: Switch = False  # to listen at another host without a key
     cors: tuple[Text, ...] = ()  # origins whose web pages may ask; "*" for all
-    # Under mlx.launch, what each rank holds of a model that all hold together; None: what mlx-lm
-    # can do. The names of these models; none: the largest.
-    shard: Literal["tensor", "pipeline"] | None = None
+    # Under mlx.launch, the names of the models that all hold together; none: the largest
     sharded: tuple[Text, ...] = ()
     memory_limit: Size | None = None  # of weights, lines and translators; None: all there is
     max_tokens: Whole = 4096  # of an answer, where a request gives none

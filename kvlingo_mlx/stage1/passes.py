@@ -240,9 +240,9 @@ class ClosedForm:
         """Add up what all processes have read in this pass."""
         if self.group.size > 1:
             sums.total(self.group)
-            longest = self.longest * (np.arange(self.group.size) == self.group.rank)
-            used, tokens, *every = self.group.total(np.array([self.used, sums.tokens, *longest]))
-            self.used, sums.tokens, self.longest = int(used), int(tokens), int(max(every))
+            used, tokens = self.group.total(np.array([self.used, sums.tokens]))
+            self.used, sums.tokens = int(used), int(tokens)
+            self.longest = max(self.group.gathered(self.longest))
         self.tokens = sums.tokens
 
     # ---- what a pass leads to -------------------------------------------------------------
@@ -279,12 +279,12 @@ class ClosedForm:
 
     def _solve(self, sums: Sums) -> None:
         """Solve this pass's maps; every process some of them, beside one another."""
-        names, rank, size = list(sums.maps), self.group.rank, self.group.size
-        own = names[rank * len(names) // size : (rank + 1) * len(names) // size]
+        names = list(sums.maps)
+        own = self.group.stretch(names)
         before, numbers = len(self.weights), count(1)
 
         def solved() -> None:
-            self.solved(before + min(next(numbers) * size, len(names)))
+            self.solved(before + min(next(numbers) * self.group.size, len(names)))
             step()
 
         with phase("solving the maps", len(own)) as step:
@@ -303,9 +303,8 @@ class ClosedForm:
         maps = state_maps_of(self.config)
         for some in bilinear.batches(maps, self._state_bytes, self.memory):
             given, wanted = self._states(some)
-            rank, size = self.group.rank, self.group.size
             own: dict[str, np.ndarray] = {}
-            for m in some[rank * len(some) // size : (rank + 1) * len(some) // size]:
+            for m in self.group.stretch(some):
                 own |= bilinear.solve_states(m, given, wanted[m.layer])
                 self.solved(len(self.weights) + len(own) // len(m.shapes))
             for theirs in self.group.gathered(own):

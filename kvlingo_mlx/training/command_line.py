@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 from kvlingo_mlx import training
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.group import RANK
+from kvlingo_mlx.group import launched
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.tokenization.samples import MAX_CONTINUATION, MAX_PREFIX, other_tokenizer
 from kvlingo_mlx.training.checkpoints import log_of, read_log
@@ -46,10 +45,10 @@ def runtime_of(place: str) -> Any:
         MissingExtraError: The device needs PyTorch, which is not installed.
     """
     if place != "mlx":
-        if RANK in os.environ:
+        if launched():
             raise ValueError(
-                f"the ranks of mlx.launch compute on MLX, and --device is {place}: give --device "
-                "mlx, or start PyTorch's processes by torchrun"
+                f"mlx.launch starts processes of MLX, and --device is {place}: give --device mlx, "
+                "or start PyTorch's processes by torchrun"
             )
         training.check_extra()
     room = "training.on_mlx" if place == "mlx" else "cuda"
@@ -92,7 +91,7 @@ class Options:
     @property
     def place(self) -> str:
         """The device: ``mlx``, or PyTorch's name of one."""
-        cuda = RANK not in os.environ and training.has_cuda()
+        cuda = not launched() and training.has_cuda()
         return checked_place(self.device or ("cuda" if cuda else "mlx"))
 
     @property
@@ -225,8 +224,8 @@ def seeds_told(done: Sequence[Done]) -> str:
     values = [kl for each in done if (kl := each.provenance.get("held_out_kl")) is not None]
     if len(values) < 2:
         return ""
-    mean, spread = statistics.mean(values), statistics.stdev(values)
-    return f"{len(values)} seeds: held-out KL {mean:.4f}, standard deviation {spread:.4f}"
+    mean, deviation = statistics.mean(values), statistics.stdev(values)
+    return f"{len(values)} seeds: held-out KL {mean:.4f}, standard deviation {deviation:.4f}"
 
 
 def _plan(job: Job) -> TrainingPlan:

@@ -20,7 +20,6 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import Read, flops_of, head_map_of
 from kvlingo_mlx.format.tensor_file import DType, Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.models.parts import Part
 from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates
 from kvlingo_mlx.translators.kinds import FORMULAS, together
 from kvlingo_mlx.translators.products import Group
@@ -54,7 +53,6 @@ class Translator:
         of_states: The maps of recurrent states, in layer order.
         bits: The bits of its quantised matrices (:mod:`.quantised` leaves some as floats), or None.
         path: The folder from which it was loaded; None if it was made in this process.
-        part: The part of a target for which it was cut, if several ranks hold that together.
     """
 
     config: TranslatorConfig
@@ -63,7 +61,6 @@ class Translator:
     of_states: tuple[StateMapped, ...] = ()
     bits: int | None = None
     path: Path | None = None
-    part: Part | None = None
 
     def __repr__(self) -> str:
         """One line; the weights are left out."""

@@ -37,15 +37,15 @@ from tests.support.command_line import COMMANDS, NEEDS, PAPER, fails, run
 
 # Options that have an effect whatever the others say.
 ALWAYS = {
-    "generate": "models config source target prompt messages_file max_tokens stop shard "
+    "generate": "models config source target prompt messages_file max_tokens stop "
                 "placement prefill_step_size kv_bits memory_budget verbose json_file",
     "chat": "models config model system_prompt thinking verbatim on_full resume save max_tokens "
-            "stop prefill_step_size keep_history shard sharded json_file",
+            "stop prefill_step_size keep_history sharded json_file",
     "serve": "models model translator config host port api_key cors route memory_limit max_tokens "
              "max_kl verbatim heal guard on_doubt prefill_step_size max_concurrent queue_limit "
              "body_limit header_timeout body_timeout write_timeout keep_alive worker_timeout "
              "stop_timeout conversations keep_conversations allow_anyone volatile log_level "
-             "shard sharded json_file",
+             "sharded json_file",
     "serve-prefill": "source translator host port api_key allow_anyone max_jobs write_timeout "
                      "log_level json_file",
     "demo": "every_pair json_file",

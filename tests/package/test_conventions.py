@@ -22,8 +22,8 @@ LAB = TESTS.parent / "benchmarks" / "paper"  # imports the package, never the ot
 BOTH = [*FILES, *sorted(LAB.rglob("*.py"))]
 # Each may import what stands before it; files of one room may import one another.
 ROOMS = """
-    version errors options arguments phases group blas backend threads
-    format tokenization stage1 embedded families models translators caches remote loading
+    version errors group options arguments phases blas backend threads
+    format tokenization stage1 embedded families models translators caches machines remote loading
     reporting store engine folding timing evaluation fitting
     training making cuda serving cli
 """.split()

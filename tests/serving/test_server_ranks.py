@@ -82,7 +82,7 @@ def test_clients_of_a_server_on_two_ranks(
     texts = [answer["choices"][0]["message"]["content"] for answer in said]
     assert texts == ["The home of Paul is Oslo."] * 4
     assert httpx.post(f"{url}/v1/chat/completions", json={"model": "x"}).status_code in (400, 404)
-    assert any("several ranks serve, so conversations are kept in memory" in p for p in printed)
+    assert any("several machines serve, so conversations are kept in memory" in p for p in printed)
     other = _follower(process.pid)
     os.kill(other, signal.SIGKILL)
     process.wait(60)  # no rank is left waiting for it

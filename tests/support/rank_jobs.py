@@ -21,7 +21,7 @@ import numpy as np
 import kvlingo_mlx as kv
 from kvlingo_mlx import fitting, group
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.loading import ranks
+from kvlingo_mlx.machines import ranks
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator

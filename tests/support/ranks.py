@@ -24,7 +24,6 @@ import numpy as np
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.caches.memory import weights_bytes
-from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import TESTS
 from tests.support.ports import free_ports
@@ -171,8 +170,8 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     for case in job.get("talks", ()):
         models = {
-            "small": kv.load(case["source"], shard=case.get("placed")),
-            "large": kv.load(case["target"], shard=case["kind"]),
+            "small": kv.load(case["source"], shard="tensor" if case.get("sharded") else None),
+            "large": kv.load(case["target"], shard="tensor"),
         }
         folder = Path(job["folder"])
         found = talks(models, folder / f"{case['name']}-saved", **case.get("rules", {}))
@@ -180,18 +179,17 @@ def main() -> None:
     for case in job.get("cases", ()):
         own = case.get("translators", {}).get(str(RANK))
         case["translator"] = own or case["translator"]
-        target = kv.load(case["target"], shard=case["kind"])
-        source = kv.load(case["source"], shard=case.get("placed"))
+        target = kv.load(case["target"], shard="tensor")
+        source = kv.load(case["source"], shard="tensor" if case["sharded"] else None)
         before = sent()
         then = [dies_after(len(case["tokens"]) + 3)] if job.get("dies") == RANK else []
-        maps = resolve_translator(case["translator"], source, target)
         cache = kv.hand_over(
             source, target, case["tokens"], translator=case["translator"],
             prefill_step_size=case.get("step", 7), native_layers=case.get("native_layers", 0),
         )  # fmt: skip
         arrays = dict(held(cache))
         arrays["sent"] = np.array(sent() - before)
-        arrays["loaded"] = np.array([maps.nbytes, weights_bytes(target)])
+        arrays["loaded"] = np.array(weights_bytes(target))
         arrays["answer"] = np.array(answer(source, target, case, then=then))
         drawn = answer(source, target, case, temperature=1.0, max_tokens=DRAWN)
         arrays["drawn"] = np.array(drawn)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from kvlingo_mlx.group import ALONE
 from kvlingo_mlx.serving.messages import (
     Delta,
     Event,
@@ -43,7 +44,7 @@ Tell = Callable[[Event], None]
 class Scripted:
     """A command of each request a round; a file ``first`` says how the engine begins."""
 
-    together = False
+    group = ALONE
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.pool = settings, SimpleNamespace()

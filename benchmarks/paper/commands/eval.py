@@ -13,7 +13,8 @@ from benchmarks.paper.tasks import ADDED
 from kvlingo_mlx.cli import eval as packages
 from kvlingo_mlx.cli.command import verb
 from kvlingo_mlx.cli.eval_options import OWN, lengths
-from kvlingo_mlx.cli.output import launched, progress_bar, say, table, warn
+from kvlingo_mlx.cli.output import progress_bar, say, table, warn
+from kvlingo_mlx.group import launched
 
 if TYPE_CHECKING:
     from benchmarks.paper.evaluation.droidspeak import Profile

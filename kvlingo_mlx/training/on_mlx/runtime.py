@@ -7,7 +7,8 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.group import Group
-from kvlingo_mlx.loading import models, ranks
+from kvlingo_mlx.loading import models
+from kvlingo_mlx.machines import here
 from kvlingo_mlx.models.language_model import LanguageModel
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
@@ -42,8 +43,8 @@ def check_device(device: str) -> None:
 
 
 def join(device: str) -> Group:
-    """The ranks of ``mlx.launch``, or a group of one."""
-    return ranks.here()
+    """The processes of ``mlx.launch``, or a group of one."""
+    return here()
 
 
 def leave(group: Group) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -55,17 +55,17 @@ class Recall:
     facts: int | None = None
 
     @property
-    def rank(self) -> int:
+    def known(self) -> bool:
+        """Whether the target itself recalls enough to judge by; NaN is judged."""
+        return not self.native - self.hidden < KNOWN
+
+    @property
+    def level(self) -> int:
         """An index into ``GRADES``, by the facts kept beyond those that hiding the prefix keeps."""
         if not self.known:
             return 0
         share = (self.translated - self.hidden) / (self.native - self.hidden)
-        return _rank(share, KEEPS, LOSES)
-
-    @property
-    def known(self) -> bool:
-        """Whether the target itself recalls enough to judge by; NaN is judged."""
-        return not self.native - self.hidden < KNOWN
+        return _level(share, KEEPS, LOSES)
 
     @property
     def kept(self) -> str:
@@ -152,12 +152,12 @@ class Receipt:
         """One of ``GRADES``; ``UNGRADED`` if an older receipt has no KL of the hidden prefix."""
         if (share := self.recovered) is None:
             return UNGRADED
-        ranks = [_rank(share, WORKS, SOME)]
+        levels = [_level(share, WORKS, SOME)]
         if self.recall is not None:
-            ranks.append(self.recall.rank)
+            levels.append(self.recall.level)
         if self.own is not None:
-            ranks.append(_rank(_recovered(self.own.kl, self.own.hidden_kl), WORKS, SOME))
-        return GRADES[max(ranks)]
+            levels.append(_level(_recovered(self.own.kl, self.own.hidden_kl), WORKS, SOME))
+        return GRADES[max(levels)]
 
     @property
     def reasons(self) -> str:
@@ -180,33 +180,28 @@ class Receipt:
 
     def to_json(self) -> dict[str, Any]:
         """The receipt as a translator's provenance stores it."""
-        return {"prompts": NAME, **_without_none(asdict(self))}
+        return {"prompts": NAME, **asdict(self, dict_factory=_without_none)}
 
 
-def _without_none(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_none(value) if isinstance(value, dict) else value
-        for name, value in found.items()
-        if value is not None
-    }
+def _without_none(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in pairs if value is not None}
 
 
 def _recovered(kl: float, hidden_kl: float) -> float:
     return 1.0 - kl / hidden_kl if hidden_kl > 0 else -math.inf
 
 
-def _rank(share: float, works: float, some: float) -> int:
+def _level(share: float, works: float, some: float) -> int:
     """An index into ``GRADES``; that of NaN is the last."""
     return 0 if share >= works else 1 if share >= some else 2
 
 
 def recall_of(hits: Sequence[Sequence[bool]]) -> Recall | None:
     """Recall, from whether the translated, the native and no cache spell each value."""
-    count = len(hits)
-    if not count:
+    if not hits:
         return None
-    translated, native, hidden = (sum(way) / count for way in zip(*hits, strict=True))
-    return Recall(translated, native, hidden, count)
+    translated, native, hidden = (sum(way) / len(hits) for way in zip(*hits, strict=True))
+    return Recall(translated, native, hidden, len(hits))
 
 
 def own_data(data: str, kls: Sequence[Sequence[float]]) -> OwnData | None:
@@ -222,17 +217,17 @@ def receipt_of(config: TranslatorConfig) -> Receipt | None:
     left: Any = config.provenance.get("receipt")
     if not isinstance(left, dict) or left.get("prompts") != NAME:
         return None
-    guard = _read(Apart, left.get("guard"))
+    guard = _part(Apart, left.get("guard"))
     if guard is not None and (guard.tokens < 1 or min(guard.mean, guard.spread) < 0):
         guard = None
-    recall, own = _read(Recall, left.get("recall")), _read(OwnData, left.get("own"))
-    found = _read(Receipt, left | dict.fromkeys(("recall", "guard", "own")))
+    recall, own = _part(Recall, left.get("recall")), _part(OwnData, left.get("own"))
+    found = _part(Receipt, left | dict.fromkeys(("recall", "guard", "own")))
     if found is None or not 0 <= found.native_layers <= len(config.target.layers):
         return None
     return replace(found, recall=recall, guard=guard, own=own)
 
 
-def _read(kind: type[T], left: Any) -> T | None:
+def _part(kind: type[T], left: Any) -> T | None:
     """A part of a stored receipt, which is untrusted and may hold anything; None if it is none."""
     try:
         known = {f.name: left[f.name] for f in fields(kind) if left.get(f.name) is not None}
@@ -267,10 +262,10 @@ def grade_of(config: TranslatorConfig) -> str:
 def said_of(config: TranslatorConfig) -> str:
     """A translator's grade by its receipt, in one line."""
     receipt, tuned = receipt_of(config), tuned_of(config)
-    told = f"{receipt}" if receipt else f"{UNGRADED}: it has no receipt of the bundled dialogues"
+    text = f"{receipt}" if receipt else f"{UNGRADED}: it has no receipt of the bundled dialogues"
     if receipt is None or receipt.grade == UNGRADED:
-        told += "; `kvlingo-mlx verify` with both models measures it"
-    return told if tuned is None else f"{told}; {tuned}"
+        text += "; `kvlingo-mlx verify` with both models measures it"
+    return text if tuned is None else f"{text}; {tuned}"
 
 
 def tuned_of(config: TranslatorConfig) -> str | None:
@@ -278,8 +273,7 @@ def tuned_of(config: TranslatorConfig) -> str | None:
     tuning: Any = config.provenance.get("tuning")
     if not isinstance(tuning, dict):
         return None
-    depth = len(config.target.layers)
     names = {"measured_recall": "recall", "measured_kl": "KL"}
     found = {name: tuning.get(key) for key, name in names.items()}
     measured = "".join(f", {name} {n:.3g}" for name, n in found.items() if type(n) in (int, float))
-    return f"tuned to {config.native_layers} native layers of {depth}{measured}"
+    return f"tuned to {config.native_layers} native layers of {len(config.target.layers)}{measured}"

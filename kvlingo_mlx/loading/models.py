@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
-
-from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.errors import MissingModelError, UnsupportedModelError, printable
 from kvlingo_mlx.loading.hub import MODEL_FILES, resolve
 from kvlingo_mlx.loading.notes import tell
-from kvlingo_mlx.loading.opening import damage_told, open_model
+from kvlingo_mlx.loading.opening import open_model, read_weights
 from kvlingo_mlx.loading.translators import translator_bytes
 from kvlingo_mlx.machines import here
 from kvlingo_mlx.machines import shard as shard_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt, encode
-from kvlingo_mlx.phases import counted
 from kvlingo_mlx.remote.address import address_of
 from kvlingo_mlx.remote.model import RemoteModel, connect
-from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.base import Translator
 
 TENSOR = "tensor"  # the one way in which models are sharded
@@ -56,11 +52,6 @@ def load(
         NotEnoughMemoryError: The weights are larger than the memory there is.
     """
     if isinstance(path_or_hf_repo, LanguageModel):
-        if revision is not None:
-            raise ValueError(
-                f"revision is {revision!r}, but {path_or_hf_repo.name} is loaded already; leave "
-                "it out (revision=), or give the model's Hub id"
-            )
         return path_or_hf_repo
     if shard not in (None, TENSOR):
         raise ValueError(f"shard is {shard!r}; give {TENSOR}, or leave it out")
@@ -221,25 +212,6 @@ def _unread(path_or_hf_repo: str | os.PathLike[str], revision: str | None) -> La
     name = os.fspath(path_or_hf_repo)
     path, commit = resolve(name, revision, MODEL_FILES, MissingModelError)
     return open_model(path, name, commit)
-
-
-def read_weights(model: LanguageModel, between: Callable[[], None] = lambda: None) -> None:
-    """Read the weights that are still in the model's files.
-
-    Args:
-        model: The model.
-        between: Called again and again meanwhile.
-
-    Raises:
-        MissingModelError: The files are missing or damaged.
-        UnsupportedModelError: MLX cannot run the model on this device; nothing was read.
-    """
-    model.check_device()
-    modules = model.model.modules()[::-1]  # the inner ones first
-    with damage_told(model.path), working():
-        for module in counted(f"reading the weights of {model.name}", modules):
-            mx.eval(dict(module))  # also RoPE, which has no parameters
-            between()
 
 
 def at_hand(name: str, revision: str | None = None) -> LanguageModel:

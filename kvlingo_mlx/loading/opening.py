@@ -7,11 +7,11 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import nn
+from kvlingo_mlx.backend import mx, nn
 
 from huggingface_hub.errors import StrictDataclassError
 from mlx_lm.utils import load_config, load_model, load_tokenizer
@@ -20,10 +20,12 @@ from safetensors import SafetensorError, safe_open
 from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import MissingModelError
 from kvlingo_mlx.families import family_of
-from kvlingo_mlx.loading import notes
+from kvlingo_mlx.format import misread
 from kvlingo_mlx.loading.hub import model_type
+from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.threads import for_any_thread
+from kvlingo_mlx.phases import counted
+from kvlingo_mlx.threads import for_any_thread, working
 
 # What libraries raise for files that are damaged, and for whole ones with which they cannot do.
 DAMAGED = (OSError, RuntimeError, json.JSONDecodeError, SafetensorError)
@@ -71,8 +73,44 @@ def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
     # Texts are measured before they are cut, and a prompt that is too long is refused by us.
     getattr(tokenizer._tokenizer, "deprecation_warnings", {})[TOO_LONG] = True
     found = LanguageModel(model, tokenizer, config, path.name if embedded else name, commit, path)
-    notes.tell_of_misreading(found)
+    _tell_of_misreading(found)
     return found
+
+
+def _tell_of_misreading(model: LanguageModel) -> None:
+    """Warn of a window or of short factors of a model's training that mlx-lm ignores."""
+    text = model.config.get("text_config", model.config)
+    short = misread.long_factors_from(model.family.text_type(model.facts), text)
+    if short is not None:
+        tell(
+            f"factors of {model.name}",
+            f"{model.name} was trained to rotate texts of at most {short} tokens by short_factor, "
+            "and mlx-lm rotates every text by long_factor: answers to shorter ones may be worse "
+            "than in other software",
+        )
+    window = model.ignored_window
+    if window is not None:
+        tell(
+            f"window of {model.name}",
+            f"{model.name} was trained to see the last {window} tokens in some or all of its "
+            f"layers, and mlx-lm's {model.geometry.model_type} ignores this window: texts beyond "
+            f"{window} tokens are refused, shorter ones are answered correctly",
+        )
+
+
+def read_weights(model: LanguageModel, between: Callable[[], None] = lambda: None) -> None:
+    """Read the weights that are still in a model's files; ``between`` is called meanwhile.
+
+    Raises:
+        MissingModelError: The files are missing or damaged.
+        UnsupportedModelError: MLX cannot run the model on this device; nothing was read.
+    """
+    model.check_device()
+    modules = model.model.modules()[::-1]  # the inner ones first
+    with damage_told(model.path), working():
+        for module in counted(f"reading the weights of {model.name}", modules):
+            mx.eval(dict(module))  # also RoPE, which has no parameters
+            between()
 
 
 def let_go(model: LanguageModel) -> None:
@@ -148,9 +186,21 @@ def _quiet_about_models() -> Iterator[None]:
 
 
 def _check_files(path: Path) -> None:
+    """Refuse a folder without a tokenizer, or with weights that are missing or cut off."""
     if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         raise MissingModelError(f"{path} has no tokenizer.json; download the model again")
-    for file in _weight_files(path):
+    index, files = path / "model.safetensors.index.json", sorted(path.glob("model*.safetensors"))
+    if index.exists():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+            files = [path / name for name in sorted(names)]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise MissingModelError(
+                f"{index} has no readable weight_map; download the model again"
+            ) from None
+    if not files:
+        raise MissingModelError(f"{path} has no model*.safetensors; download the model again")
+    for file in files:
         try:
             with safe_open(file, framework="np"):
                 pass
@@ -158,19 +208,3 @@ def _check_files(path: Path) -> None:
             raise MissingModelError(
                 f"{file} is missing or incomplete ({error}); download the model again"
             ) from None
-
-
-def _weight_files(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise MissingModelError(
-                f"{index} has no readable weight_map; download the model again"
-            ) from None
-        return [path / name for name in names]
-    files = sorted(path.glob("model*.safetensors"))
-    if not files:
-        raise MissingModelError(f"{path} has no model*.safetensors; download the model again")
-    return files

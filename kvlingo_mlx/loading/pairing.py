@@ -1,37 +1,38 @@
-"""Check that a translator fits two models; every refusal names what differs."""
+"""Whether a translator fits two models: refusals name what differs, lesser differences are told."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.format.assignment import check_windows
 from kvlingo_mlx.format.geometry import layer_differences
+from kvlingo_mlx.format.fingerprints import ROUNDED, SAME
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
-from kvlingo_mlx.loading.notes import tell, tell_of_pair
+from kvlingo_mlx.loading import advice
+from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.aligned_prefix import check_capture, check_layers
 
 
 def matches(spec: ModelSpec, model: LanguageModel, *, allow_mismatch: bool = False) -> bool:
-    """Whether ``model`` is the one that ``spec`` describes."""
-    return difference(spec, model, allow_mismatch=allow_mismatch) is None
-
-
-def difference(
-    spec: ModelSpec, model: LanguageModel, *, allow_mismatch: bool = False
-) -> str | None:
-    """The first kind of fact in which a model differs from a spec, in words, or None.
+    """Whether ``model`` is the one that ``spec`` describes.
 
     ``allow_mismatch`` accepts another checkpoint of the same shape, whose norms differ; the shape
     and the vocabulary must always agree.
     """
+    return _difference(spec, model, allow_mismatch) is None
+
+
+def _difference(spec: ModelSpec, model: LanguageModel, allow_mismatch: bool) -> str | None:
+    """The first kind of fact in which a model differs from a spec, in words, or None."""
     model = getattr(model, "full", model)  # another library's models are always whole
-    geometry = model.geometry
+    geometry, expected = model.geometry, spec.fingerprint
     if spec.model_type != geometry.model_type:
         return f"model_type is {geometry.model_type}, expected {spec.model_type}"
-    layers = layer_differences(geometry.layers, spec.layers)
-    if layers:
+    if layers := layer_differences(geometry.layers, spec.layers):
         return "; ".join(layers)
-    expected = spec.fingerprint
     if expected["geometry"] not in (None, geometry.fingerprint):
         return "RoPE, norm epsilon or embedding rows differ (geometry fingerprint)"
     if expected["tokenizer"] not in (None, model.tokenizer_fingerprint):
@@ -67,7 +68,8 @@ def check_pair(
         IncompatibleTranslatorError: The message names the role and the fields that differ.
 
     Warns:
-        KVLingoWarning: As :func:`tell_of_pair` does.
+        KVLingoWarning: A model is another commit with the same norms, has few bits although the
+            fit used another precision, or other projections under the same norms.
     """
     swapped = matches(config.source, target) and matches(config.target, source)
     if swapped and not matches(config.source, source):
@@ -83,7 +85,62 @@ def check_pair(
     else:
         check_capture(config.capture)
         check_positions(target)
-    tell_of_pair(config, source, target)
+    for found in (*_lesser(config, "source", source), *_lesser(config, "target", target)):
+        text = f"{config.title} is used, though {found}"
+        tell(text, f"{text}; {advice.to_measure(config, None)} measures what that costs")
+
+
+def check_end(
+    config: TranslatorConfig, role: str, model: LanguageModel, *, allow_mismatch: bool = False
+) -> None:
+    """Refuse a model that is not a translator's ``"source"`` or ``"target"`` (``role``).
+
+    Raises:
+        IncompatibleTranslatorError: The message names the field that differs.
+
+    Warns:
+        KVLingoWarning: The model's norms are known by their fingerprint after rounding.
+    """
+    spec = config.source if role == "source" else config.target
+    if (text := _difference(spec, model, allow_mismatch)) is not None:
+        raise IncompatibleTranslatorError(
+            f"{config.title} does not fit the {role} model {model.name}: {text}"
+        )
+    if _other_norms(spec, model) and (dtype := _rounding(spec, model)):
+        known = f"{config.title} knows the {role} {model.name} by its norms rounded to {dtype}"
+        tell(known, f"{known}, as 0.1.0 wrote it after training with PyTorch; it is used as it is")
+    if config.capture not in model.family.points:
+        raise IncompatibleTranslatorError(
+            f"{config.title} is for {config.capture} keys, which the {role} model {model.name} "
+            f"does not have; its capture points are {', '.join(model.family.points)}"
+        )
+
+
+def _lesser(config: TranslatorConfig, role: str, model: LanguageModel) -> Iterator[str]:
+    """Differences from the model with which a translator was made that do not forbid its use."""
+    spec, fitted = config.source if role == "source" else config.target, config.fitted_on(role)
+    known = None not in (spec.revision, model.revision) and spec.name == model.name
+    if known and spec.revision != model.revision:  # copies elsewhere have their own commits
+        yield (
+            f"it was made with commit {spec.revision:.12} of {spec.name}, and this is "
+            f"{model.revision:.12} (their norms are the same)"
+        )
+    if model.bits is not None and fitted not in (None, model.precision):
+        yield f"it was fitted on {fitted} and {model.name} runs in {model.precision}"
+    kept: Any = config.provenance.get("projections")
+    numbers = kept.get(role) if isinstance(kept, dict) else None
+    if numbers is None or model.projections is None:  # of quantised ones, rounding would hide it
+        return
+    apart = model.projections.difference(numbers)
+    if apart is not None and apart > (SAME if fitted == model.precision else ROUNDED):
+        yield (
+            f"the key and value projections of {model.name} differ from those that it was fitted "
+            f"on (by up to {apart:.1%}; the norms are the same): another fine-tune, or a LoRA "
+            "adapter fused in"
+        )
+
+
+# ---- parts of it, which others need alone --------------------------------------------------------
 
 
 def check_positions(target: LanguageModel) -> None:
@@ -115,33 +172,6 @@ def check_one_tokenizer(config: TranslatorConfig, what: str, instead: str) -> No
         )
 
 
-def check_end(
-    config: TranslatorConfig, role: str, model: LanguageModel, *, allow_mismatch: bool = False
-) -> None:
-    """Refuse a model that is not a translator's ``"source"`` or ``"target"`` (``role``).
-
-    Raises:
-        IncompatibleTranslatorError: The message names the field that differs.
-
-    Warns:
-        KVLingoWarning: The model's norms are known by their fingerprint after rounding.
-    """
-    spec = config.source if role == "source" else config.target
-    text = difference(spec, model, allow_mismatch=allow_mismatch)
-    if text is not None:
-        raise IncompatibleTranslatorError(
-            f"{config.title} does not fit the {role} model {model.name}: {text}"
-        )
-    if _other_norms(spec, model) and (dtype := _rounding(spec, model)):
-        known = f"{config.title} knows the {role} {model.name} by its norms rounded to {dtype}"
-        tell(known, f"{known}, as 0.1.0 wrote it after training with PyTorch; it is used as it is")
-    if config.capture not in model.family.points:
-        raise IncompatibleTranslatorError(
-            f"{config.title} is for {config.capture} keys, which the {role} model {model.name} "
-            f"does not have; its capture points are {', '.join(model.family.points)}"
-        )
-
-
 def check_tokenizers(
     source: LanguageModel,
     target: LanguageModel,
@@ -154,8 +184,9 @@ def check_tokenizers(
     """
     if source.tokenizer_fingerprint == target.tokenizer_fingerprint:
         return
-    ours = {i: token for token, i in source.tokenizer.get_vocab().items()}
-    theirs = {i: token for token, i in target.tokenizer.get_vocab().items()}
+    ours, theirs = (
+        {i: token for token, i in model.tokenizer.get_vocab().items()} for model in (source, target)
+    )
     first = next(i for i in sorted({*ours, *theirs}) if ours.get(i) != theirs.get(i))
     raise IncompatibleTranslatorError(
         f"the tokenizers of {source.name} and {target.name} differ (id {first} is "

@@ -31,6 +31,9 @@ from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.quantised import check_bits
 
+Given = Translator | str | os.PathLike[str]
+Suits = Callable[[TranslatorConfig], bool]
+
 
 @checked
 def load_translator(
@@ -60,11 +63,32 @@ def load_translator(
     return found
 
 
-def translator_bytes(
-    translator: Translator | str | os.PathLike[str] | None,
+def resolve_translator(
+    translator: Given | None,
     source: LanguageModel,
     target: LanguageModel,
-) -> int:
+    *,
+    allow_mismatch: bool = False,
+    quantize: int | None = None,
+) -> Translator:
+    """The translator to use: a loaded one, one by path or Hub id, or the pair's stored one.
+
+    ``quantize`` applies only to a translator that is loaded here, as in :func:`load_translator`.
+
+    Raises:
+        IncompatibleTranslatorError: It is for another pair.
+        MissingTranslatorError: None was given and none is stored.
+    """
+    if translator is None:
+        translator = _find(source, target, allow_mismatch)
+    if not isinstance(translator, Translator):
+        translator = load_translator(translator, quantize=quantize)
+    check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
+    tell_of_grade(translator.config, *known_by(translator.path))
+    return translator
+
+
+def translator_bytes(translator: Given | None, source: LanguageModel, target: LanguageModel) -> int:
     """The bytes of a translator that is not loaded yet; 0 if it cannot be found here."""
     if isinstance(translator, Translator):
         return 0
@@ -76,19 +100,7 @@ def translator_bytes(
     return 0 if size > MAX_FILE_BYTES else size  # refused when it is loaded
 
 
-def folder_of(path_or_hf_repo: str | os.PathLike[str]) -> Path:
-    """The folder of a translator that is named by its path, its name in the store, or a Hub id."""
-    name = by_name(os.fspath(path_or_hf_repo))
-    return resolve(name, None, list(OUR_FILES), MissingTranslatorError)[0]
-
-
-def by_name(name: str) -> str:
-    """The path of the translator that `list` shows by this name; any other name as it is."""
-    if Path(name).name == name and not os.path.exists(name) and name not in zoo_names():
-        for root in (store(), TRANSLATORS):
-            if os.path.isfile(root / name / CONFIG_FILE):
-                return str(root / name)
-    return name
+# ---- names and places ----------------------------------------------------------------------------
 
 
 def home() -> Path:
@@ -111,6 +123,31 @@ def store() -> Path:
     return home() / "translators"
 
 
+def stored_translators() -> Iterator[Path]:
+    """All stored translator folders: the user's store, newest first, then the package's.
+
+    A folder whose name starts with a dot was never finished and is left out.
+    """
+    for root in (store(), TRANSLATORS):
+        files = [p for p in root.glob(f"[!.]*/{CONFIG_FILE}") if (p.parent / WEIGHTS_FILE).exists()]
+        yield from (p.parent for p in sorted(files, key=lambda p: -p.stat().st_mtime_ns))
+
+
+def folder_of(path_or_hf_repo: str | os.PathLike[str]) -> Path:
+    """The folder of a translator that is named by its path, its name in the store, or a Hub id."""
+    name = by_name(os.fspath(path_or_hf_repo))
+    return resolve(name, None, list(OUR_FILES), MissingTranslatorError)[0]
+
+
+def by_name(name: str) -> str:
+    """The path of the translator that `list` shows by this name; any other name as it is."""
+    if Path(name).name == name and not os.path.exists(name) and name not in zoo_names():
+        for root in (store(), TRANSLATORS):
+            if os.path.isfile(root / name / CONFIG_FILE):
+                return str(root / name)
+    return name
+
+
 def name_of(path: Path | None) -> str | None:
     """What commands call a translator's folder: its name where `list` shows it, else its path."""
     if path is None:
@@ -124,14 +161,7 @@ def known_by(path: Path | None) -> tuple[str | None, bool]:
     return name_of(path), own
 
 
-def stored_translators() -> Iterator[Path]:
-    """All stored translator folders: the user's store, newest first, then the package's.
-
-    A folder whose name starts with a dot was never finished and is left out.
-    """
-    for root in (store(), TRANSLATORS):
-        files = [p for p in root.glob(f"[!.]*/{CONFIG_FILE}") if (p.parent / WEIGHTS_FILE).exists()]
-        yield from (p.parent for p in sorted(files, key=lambda p: -p.stat().st_mtime_ns))
+# ---- the best of a pair --------------------------------------------------------------------------
 
 
 @checked
@@ -140,7 +170,7 @@ def find_translator(
     target: LanguageModel,
     *,
     allow_mismatch: bool = False,
-    suits: Callable[[TranslatorConfig], bool] = lambda config: True,
+    suits: Suits = lambda config: True,
 ) -> Path:
     """The stored translator of a pair that this version can apply.
 
@@ -159,29 +189,29 @@ def find_translator(
 def _find(
     source: LanguageModel,
     target: LanguageModel,
-    allow_mismatch: bool = False,
-    suits: Callable[[TranslatorConfig], bool] = lambda config: True,
+    allow_mismatch: bool,
+    suits: Suits = lambda config: True,
 ) -> Path:
     """:func:`find_translator`, also for models of another library with the same facts."""
     one = source.tokenizer_fingerprint == target.tokenizer_fingerprint
-    others: list[tuple[Path, TranslatorConfig]] = []
-    for tolerance in (False, True) if allow_mismatch else (False,):  # exact matches first
-        found: list[tuple[Path, TranslatorConfig]] = []
-        for path in stored_translators():
-            try:
-                config = translator_folder.read_config(path)
-            except MalformedTranslatorError:
-                continue  # one unreadable folder must not hide all others
-            ends = ((config.source, source), (config.target, target))
-            if (config.alignment is None) == one and all(
-                matches(spec, model, allow_mismatch=tolerance) for spec, model in ends
-            ):
-                found.append((path, config))
+    exact, others = list[tuple[Path, TranslatorConfig]](), list[tuple[Path, TranslatorConfig]]()
+    for path in stored_translators():
+        try:
+            config = translator_folder.read_config(path)
+        except MalformedTranslatorError:
+            continue  # one unreadable folder must not hide all others
+        if (config.alignment is None) != one:
+            continue
+        ends = ((config.source, source), (config.target, target))
+        if all(matches(spec, model) for spec, model in ends):
+            exact.append((path, config))
+        elif allow_mismatch and all(matches(s, m, allow_mismatch=True) for s, m in ends):
+            others.append((path, config))
+    for found in (exact, others):
         if suiting := [pair for pair in found if suits(pair[1])]:
             return _best(suiting)
-        others = others or found
-    if others:
-        return _best(others)
+    if exact or others:
+        return _best(exact or others)
     raise MissingTranslatorError(
         f"no translator from {source.name} to {target.name} is in the local store; "
         f"{_advice(source, target, one)}"
@@ -204,47 +234,19 @@ def _best(found: Sequence[tuple[Path, TranslatorConfig]]) -> Path:
     The receipts are of the same conversations read by the same target, so of one grade the lower
     KL is the better one. A receipt of other conversations counts as none, worse than any.
     """
+    unknown = (True, math.inf)
 
     def worth(config: TranslatorConfig) -> tuple[bool, float]:
         receipt = receipt_of(config)
-        return (True, math.inf) if receipt is None else (receipt.grade == GRADES[-1], receipt.kl)
+        return unknown if receipt is None else (receipt.grade == GRADES[-1], receipt.kl)
 
     path, config = min(found, key=lambda pair: worth(pair[1]))  # of equal ones, the newest
-    rivals = [
-        other
-        for other, theirs in found
-        if other != path and worth(theirs) in (worth(config), (True, math.inf))
-    ]
+    rivals = [p for p, c in found if p != path and worth(c) in (worth(config), unknown)]
     if rivals:
-        told = (
+        text = (
             f"of {len(found)} stored translators from {config.source.name} to {config.target.name} "
             f"{path} is used; no receipt shows that it is better than {rivals[0]}"
         )
         measure = advice.to_measure(config, name_of(rivals[0]))
-        tell(told, f"{told}; {measure} measures that, {advice.command('list')} shows all")
+        tell(text, f"{text}; {measure} measures that, {advice.command('list')} shows all")
     return path
-
-
-def resolve_translator(
-    translator: Translator | str | os.PathLike[str] | None,
-    source: LanguageModel,
-    target: LanguageModel,
-    *,
-    allow_mismatch: bool = False,
-    quantize: int | None = None,
-) -> Translator:
-    """The translator to use: a loaded one, one by path or Hub id, or the pair's stored one.
-
-    ``quantize`` applies only to a translator that is loaded here, as in :func:`load_translator`.
-
-    Raises:
-        IncompatibleTranslatorError: It is for another pair.
-        MissingTranslatorError: None was given and none is stored.
-    """
-    if translator is None:
-        translator = _find(source, target, allow_mismatch)
-    if not isinstance(translator, Translator):
-        translator = load_translator(translator, quantize=quantize)
-    check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
-    tell_of_grade(translator.config, *known_by(translator.path))
-    return translator

@@ -19,8 +19,7 @@ from kvlingo_mlx.caches import memory
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.base import LATENT
 from kvlingo_mlx.group import ALONE, Group
-from kvlingo_mlx.machines import ranks
-from kvlingo_mlx.machines.ranks import digest_of
+from kvlingo_mlx.machines.ranks import digest_of, here
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates
 from kvlingo_mlx.threads import working
@@ -91,7 +90,7 @@ def shard(model: LanguageModel, whole: LanguageModel) -> ShardedModel:
         ValueError: There are no ranks, or they cannot share the model's heads evenly.
         UnsupportedModelError: mlx-lm cannot shard this family, or it is a hybrid.
     """
-    group = ranks.here()
+    group = here()
     if not group.several:
         raise ValueError(
             "only ranks can share a model (shard, sharded, placement), and this program runs "

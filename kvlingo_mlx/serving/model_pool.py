@@ -10,8 +10,8 @@ from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.engine.folder import describe
-from kvlingo_mlx.loading.models import open_sharded, read_weights
-from kvlingo_mlx.loading.opening import let_go
+from kvlingo_mlx.loading.models import open_sharded
+from kvlingo_mlx.loading.opening import let_go, read_weights
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.clock import now
 from kvlingo_mlx.serving.messages import ModelInfo

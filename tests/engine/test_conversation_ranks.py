@@ -18,7 +18,7 @@ HEALED = {"heal": "interleaved", "guard": 16, "on_doubt": "heal"}
 CASES: list[dict[str, Any]] = [
     {"name": "spread", "target": LARGE, "rules": HEALED},
     {"name": "both", "target": LARGE, "sharded": True},
-    {"name": "moe", "target": MOE, "rules": {"offload": "8bit"}},
+    {"name": "moe", "target": MOE, "rules": {"offload": "disk"}},
 ]
 
 

@@ -18,7 +18,7 @@ from kvlingo_mlx import cli
 from kvlingo_mlx.caches.memory import weights_bytes
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo
-from kvlingo_mlx.machines import ranks
+from kvlingo_mlx.machines import ranks, sharded
 from kvlingo_mlx.machines.ranks import Ranks
 from kvlingo_mlx.machines.sharded import ShardedModel
 from tests.support import TESTS, hybrid_models, tiny
@@ -49,12 +49,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     small = tiny.write_tiny_model(root / "small", SOURCE[0], **SOURCE[1])
     name, options = TARGETS["deepseek_v3"]
     latent = tiny.write_tiny_model(root / "latent", name, **{**options, "seed": 26, "layers": 4})
-    for name, kind, sharded in CASES:
+    for name, kind, both in CASES:
         family, options = TARGETS[name]
         target = tiny.write_tiny_model(root / name, family, **options)
         source = latent if name == "deepseek_v3" else small
-        folder = root / "-".join([name, kind, *(["sharded"] if sharded else [])])
-        alone = kind == "mixing" and not sharded
+        folder = root / "-".join([name, kind, *(["sharded"] if both else [])])
+        alone = kind == "mixing" and not both
         tiny.write_random_translator(
             folder, source, target, nu=2, head_mixing=kind != "head-wise", bias=alone
         )
@@ -63,7 +63,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             tiny.write_mlp_translator(folder, like)
         found.append({
             "name": folder.name, "source": str(source), "target": str(target),
-            "translator": str(folder), "tokens": tiny.random_tokens(33), "sharded": sharded,
+            "translator": str(folder), "tokens": tiny.random_tokens(33), "sharded": both,
             "native_layers": 2 if alone else 0,
         })  # fmt: skip
     return found
@@ -189,7 +189,7 @@ def test_one_rank_that_lacks_memory_ends_all() -> None:
 def test_what_cannot_be_shared_is_refused(
     monkeypatch: pytest.MonkeyPatch, count: int, shard: str, message: str
 ) -> None:
-    monkeypatch.setattr(ranks, "here", lambda: Ranks(0, count))
+    monkeypatch.setattr(sharded, "here", lambda: Ranks(0, count))
     with pytest.raises((ValueError, kv.UnsupportedModelError), match=message):
         kv.load(zoo(ENDS[1]), shard=shard)
 
@@ -197,11 +197,13 @@ def test_what_cannot_be_shared_is_refused(
 def test_a_hybrid_is_not_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """mlx-lm could share the first, but its states have no heads that a translator knows."""
     hybrid = hybrid_models.write_hybrid_model(tmp_path / "hybrid", "qwen3_5")
-    gemma = tiny.write_tiny_model(tmp_path / "gemma", "gemma2")
-    monkeypatch.setattr(ranks, "here", lambda: Ranks(0, 2))
+    gemma = tiny.write_tiny_model(tmp_path / "gemma", "gemma3_text", **SOURCE[1])
+    monkeypatch.setattr(sharded, "here", lambda: Ranks(0, 2))
     with pytest.raises(kv.UnsupportedModelError, match="hybrid keeps recurrent states, which"):
         kv.load(hybrid, shard="tensor")
-    with pytest.raises(kv.UnsupportedModelError, match=r"mlx-lm cannot shard .*gemma \(gemma2\)"):
+    with pytest.raises(
+        kv.UnsupportedModelError, match=r"mlx-lm cannot shard .*gemma \(gemma3_text\)"
+    ):
         kv.load(gemma, shard="tensor")
 
 

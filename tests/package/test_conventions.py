@@ -154,7 +154,9 @@ def test_verbs_load_nothing_heavy_at_import(verb: str) -> None:
     heavy = {"mlx", "mlx_lm", "numpy", "rich", "transformers"}
     names = imports(file, top_level=True)
     assert not heavy & {name.split(".")[0] for name in names}
-    allowed = tuple(f"kvlingo_mlx.{name}" for name in ("cli", "errors", "options", "format.kinds"))
+    allowed = tuple(
+        f"kvlingo_mlx.{name}" for name in ("cli", "errors", "group", "options", "format.kinds")
+    )
     assert all(n.startswith(allowed) for n in names if n.startswith("kvlingo_mlx."))
 
 
@@ -349,7 +351,8 @@ LINES_OF = {  # a room's lines; it may have a tenth more
     "fitting": 642,
     "folding": 926,
     "format": 2_814,
-    "loading": 2_308,
+    "loading": 1_445,
+    "machines": 408,
     "making": 909,
     "models": 1_463,
     "options": 419,

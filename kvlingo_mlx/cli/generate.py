@@ -16,6 +16,7 @@ from kvlingo_mlx.options import (
     Need,
     SamplingOptions,
     off,
+    one_of,
 )
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class GenerateOptions(WritingOptions, HandoverOptions, CacheOptions, DraftOption
         None,
         "Under mlx.launch, the source is: replicated (whole on each machine), or sharded; default: "
         "replicated where it fits.",
+        kind=one_of("replicated", "sharded"),
     )
     system_prompt: str | None = option(None, "System message for the chat template.")
     ignore_chat_template: bool = option(False, "Take the prompt as raw text.")

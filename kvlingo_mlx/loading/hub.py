@@ -44,13 +44,6 @@ WANTED = {
     KVLingoError: "a translator's or a model's folder or Hub id, or a name that `list` shows",
 }
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-PROBLEMS = (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RevisionResolutionError,
-    OSError,
-)
 # The first match counts: the class for gated repositories is derived from that for missing ones.
 REASONS: tuple[tuple[type[BaseException], str], ...] = (
     (
@@ -115,7 +108,7 @@ def resolve(
         snapshot = huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=list(patterns), local_files_only=offline
         )
-    except PROBLEMS as problem:
+    except (HFValidationError, RevisionResolutionError, OSError) as problem:
         wanted = name if revision is None else f"{name} at revision {revision}"
         raise error(
             f"there is no folder {name}{_near(local, error)}, and the Hub did not give {wanted}: "

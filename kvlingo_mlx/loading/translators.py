@@ -31,7 +31,7 @@ from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.quantised import check_bits
 
-Given = Translator | str | os.PathLike[str]
+AnyTranslator = Translator | str | os.PathLike[str]
 Suits = Callable[[TranslatorConfig], bool]
 
 
@@ -64,7 +64,7 @@ def load_translator(
 
 
 def resolve_translator(
-    translator: Given | None,
+    translator: AnyTranslator | None,
     source: LanguageModel,
     target: LanguageModel,
     *,
@@ -88,7 +88,9 @@ def resolve_translator(
     return translator
 
 
-def translator_bytes(translator: Given | None, source: LanguageModel, target: LanguageModel) -> int:
+def translator_bytes(
+    translator: AnyTranslator | None, source: LanguageModel, target: LanguageModel
+) -> int:
     """The bytes of a translator that is not loaded yet; 0 if it cannot be found here."""
     if isinstance(translator, Translator):
         return 0

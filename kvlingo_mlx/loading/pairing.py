@@ -7,8 +7,8 @@ from typing import Any
 
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.format.assignment import check_windows
-from kvlingo_mlx.format.geometry import layer_differences
 from kvlingo_mlx.format.fingerprints import ROUNDED, SAME
+from kvlingo_mlx.format.geometry import layer_differences
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 from kvlingo_mlx.loading import advice
 from kvlingo_mlx.loading.notes import tell

@@ -25,6 +25,11 @@ def launched() -> bool:
     return RANK in os.environ
 
 
+def speaker() -> str:
+    """What stands before an error: which process of ``mlx.launch`` has it."""
+    return f"rank {os.environ[RANK]}: " if launched() else ""
+
+
 def leads() -> bool:
     """Whether this is the process that prints and writes files: under ``mlx.launch`` the first."""
     return os.environ.get(RANK, "0") == "0"

@@ -14,7 +14,7 @@ import typer
 
 from kvlingo_mlx.cli.progress import watch
 from kvlingo_mlx.errors import printable
-from kvlingo_mlx.group import RANK, launched, leads
+from kvlingo_mlx.group import leads, speaker
 from kvlingo_mlx.phases import Step
 
 Piece = TypeVar("Piece")
@@ -127,8 +127,7 @@ def complain(error: Exception) -> None:
     # click's usage errors have a format_message, in each click on which typer may be built.
     told = error.format_message() if hasattr(error, "format_message") else str(error)
     text = " ".join(told.split()) or type(error).__name__
-    where = f"rank {os.environ[RANK]}: " if launched() else ""
-    typer.echo(f"{where}error: {printable(text)}", err=True)
+    typer.echo(f"{speaker()}error: {printable(text)}", err=True)
 
 
 @dataclass(frozen=True)

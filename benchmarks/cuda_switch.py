@@ -14,19 +14,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
-from benchmarks.paper.timing import vllm_serving
-from kvlingo_mlx.cuda import switch
-from kvlingo_mlx.cuda.scene import ERRORS
-from kvlingo_mlx.cuda.shapes import PAIRS, TOKENS, ends_of
-from kvlingo_mlx.cuda.translation import METHODS
+from benchmarks.paper.timing import gpu, vllm_serving
+from benchmarks.paper.timing.widths import PAIRS, TOKENS, ends_of
+from kvlingo_mlx.cuda.switch import ERRORS
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.reporting import measure
 
@@ -45,8 +41,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16", choices=ERRORS)
     parser.add_argument("--trials", type=int, default=9)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=(),
-                        help="default: the fused kernel, where it runs")  # fmt: skip
     parser.add_argument("--prefill-chunk", type=int, help="tokens of a re-prefill's chunks")
     parser.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
     parser.add_argument("--gemm", type=int, default=8192, help="width of the large product")
@@ -55,7 +49,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.pairs = args.pairs or list(PAIRS[args.label])
     try:
-        settings_of(args).check(args.pairs)
+        settings = settings_of(args)
+        for pair in args.pairs:
+            gpu.plan(pair, settings)
+        gpu.check_gpu(settings)
         if args.vllm:
             serving_of(args).check(targets_of(args))
             vllm_serving.vllm()
@@ -64,11 +61,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def settings_of(args: argparse.Namespace) -> switch.SwitchSettings:
-    return switch.SwitchSettings(
+def settings_of(args: argparse.Namespace) -> gpu.PairSettings:
+    return gpu.PairSettings(
         device=args.device, dtype=args.dtype, tokens=tuple(args.tokens), layers=args.layers,
-        nu=args.nu, trials=args.trials, methods=tuple(args.methods),
-        prefill_chunk=args.prefill_chunk, graphs=not args.no_graphs, gemm=args.gemm,
+        nu=args.nu, trials=args.trials, prefill_chunk=args.prefill_chunk,
+        graphs=not args.no_graphs, gemm=args.gemm,
     )  # fmt: skip
 
 
@@ -85,49 +82,22 @@ def keep(args: argparse.Namespace, kind: str, config: dict[str, Any], results: A
         measure.append_json(args.json, measure.record(kind, config, results))
 
 
-def in_lines(pair: str, found: Mapping[str, Any]) -> list[str]:
-    """One length's findings as lines of text."""
-    lines = [f"{pair.replace(':', ' to ')}, {found['tokens']} tokens"]
-    for name, row in found["rows"].items():
-        line = (
-            f"  {name:44s} {1e3 * row['median_s']:10.3f} ms  (min {1e3 * row['min_s']:.3f}, "
-            f"IQR {1e3 * row['iqr_s']:.3f})"
-        )
-        if "flops" in row:
-            line += (
-                f"  {row['flops'] / row['median_s'] / 1e12:.3g} TFLOP/s, "
-                f"{100 * row['of_gemm_rate']:.0f} % of the product's rate"
-            )
-        if "bytes" in row:
-            line += f", {100 * row['of_copy_rate']:.0f} % of the copy's"
-        lines.append(line)
-    for name, each in found["ratios"].items():
-        lines.append(f"  {name}: {np.median(each):.2f} ({min(each):.2f} to {max(each):.2f})")
-    if found["prefill_chunk"] < found["tokens"]:
-        lines.append(f"  re-prefill in chunks of {found['prefill_chunk']}")
-    if found["peak_bytes"]:
-        listed = (f"{name} {n / 1e9:.2f} GB" for name, n in found["peak_bytes"].items())
-        lines.append(f"  most memory: {', '.join(listed)}")
-    lines += [f"  {name} is no CUDA graph: {why}" for name, why in found["not_captured"].items()]
-    return lines
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     settings, told = settings_of(args), dict[str, list[Any]]()
 
     def listen(pair: str, found: dict[str, Any]) -> None:
         told.setdefault(pair, []).append(found)
-        print("", *in_lines(pair, found), sep="\n")
+        print("", *gpu.in_lines(pair, found), sep="\n")
 
-    config = switch.config_of_record(args.pairs, settings)
+    config = gpu.config_of_record(args.pairs, settings)
     try:
-        results = switch.time_pairs(args.pairs, settings, listen)
+        results = gpu.time_pairs(args.pairs, settings, listen)
         rate = results["rates"]
         print(f"\nproduct of {args.gemm}: {rate['gemm_flops'] / 1e12:.3g} TFLOP/s in {args.dtype}; "
               f"copy: {rate['copy_bytes'] / 1e9:.3g} GB/s")  # fmt: skip
     except BaseException:  # a pair that fails takes nothing with it of those before
-        plans = {pair: switch.plan(pair, settings) for pair in told}
+        plans = {pair: gpu.plan(pair, settings) for pair in told}
         if told:
             keep(args, "cuda_switch", config | {"failed": True}, {"plans": plans, "pairs": told})
         raise

@@ -51,6 +51,7 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
 from quality import model_folder, summary
 
+import benchmarks.paper.converted_mla.on_mlx  # noqa: F401  (registers the family)
 from benchmarks.paper.analysis.report import Settings, analyze
 from benchmarks.paper.reproducing.tables import LARGE_TO_SMALL, WAYS
 from kvlingo_mlx.caches.memory import cache_bytes

@@ -38,7 +38,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvlingo_mlx.cuda.converted_mla import MODEL_TYPE
+from benchmarks.paper.converted_mla.on_torch import MODEL_TYPE
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.atomic import alone
 from kvlingo_mlx.format.fingerprints import files_fingerprint

@@ -47,7 +47,7 @@ from pretraining.training import Training, first_weights, plain_weights, slice_o
 from runs import SETTINGS, check_above_0, check_device, check_free, check_least, told
 from runs import tokenizer_of as read_tokenizer
 
-from kvlingo_mlx.cuda.distributed import join, leave, local_device
+from kvlingo_mlx.cuda.runtime import join, leave, local_device
 from kvlingo_mlx.format.atomic import alone
 from kvlingo_mlx.group import Group
 

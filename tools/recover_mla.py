@@ -63,8 +63,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvlingo_mlx.cuda import converted_mla  # which registers the family
-from kvlingo_mlx.cuda.distributed import TorchGroup, local_device
+from benchmarks.paper.converted_mla import on_torch  # which registers the family
+from kvlingo_mlx.cuda.runtime import TorchGroup, local_device
 from kvlingo_mlx.format.atomic import alone
 from kvlingo_mlx.format.fingerprints import files_fingerprint
 from kvlingo_mlx.format.geometry import canonical_json
@@ -346,7 +346,7 @@ def check_original(model: Path, original: Path) -> None:
     """Refuse (ValueError) an original that the model was not converted from, and is not itself."""
     own, config = files_fingerprint(original), AutoConfig.from_pretrained(model)
     made_of = getattr(config, "original", None)
-    if made_of is None and config.model_type == converted_mla.MODEL_TYPE:
+    if made_of is None and config.model_type == on_torch.MODEL_TYPE:
         raise ValueError(f"{model} does not say which model it was made of; convert it again")
     if own not in (made_of, files_fingerprint(model)):
         raise ValueError(

@@ -19,6 +19,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
+sys.path.append(str(Path(__file__).parents[1]))  # for the laboratory, which is not installed
+
 from kvlingo_mlx.errors import KVLingoError, MissingModelError
 from kvlingo_mlx.format.fingerprints import files_fingerprint
 from kvlingo_mlx.group import Group

@@ -25,18 +25,15 @@ from kvlingo_mlx.tokenization.samples import Sample
 
 CHUNK = 2048  # tokens of a prompt that are read at once
 BLOCK = 256  # scored tokens whose logits are computed at once
-# Marks of reasoning, by the tokens that a vocabulary must have; as mlx-lm looks for them.
+# Marks of reasoning, as mlx-lm looks for them; a vocabulary must have the token that begins each.
 THINK_MARKS = (
-    ("<think>", "</think>", ("<think>", "</think>")),
-    ("<longcat_think>", "</longcat_think>", ("<longcat_think>", "</longcat_think>")),
-    ("<|think:start|>", "<|think:end|>", ("<|think:start|>", "<|think:end|>")),
-    ("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("<|channel>thought", "<channel|>"),
 )
 
 CacheMaker = Callable[[Sequence[int]], DynamicCache]
-
-
-# ---- ways to fill a cache -----------------------------------------------------------------------
 
 
 def native(target: TorchModel) -> CacheMaker:
@@ -63,8 +60,7 @@ def translated(
 ) -> CacheMaker:
     """Make caches that are translated from the source's, above the target's native layers.
 
-    The ``translator`` is one that MLX has loaded; its numbers are copied once. That it fits was
-    checked when it was loaded, by ``allow_mismatch`` or without.
+    The ``translator`` is one that MLX has loaded, and found to fit; its numbers are copied once.
     """
     config = translator.config
     maps = TorchTranslator.from_arrays(config, translator.floats(), target.device)
@@ -74,7 +70,7 @@ def translated(
         if len(prefix) < 2:
             return target.cache((), 0)
         sample = Sample(tuple(prefix), ())
-        reading = gradients.handed_over(source, target, sample, config.capture, native_layers)
+        reading = gradients.read(source, target, sample, config.capture, native_layers)
         return target.cache(gradients.entries(target, maps, reading), len(prefix) - 1)
 
     return make
@@ -88,17 +84,16 @@ def _read_on(target: TorchModel, cache: DynamicCache, tokens: Sequence[int]) -> 
     return cache
 
 
-# ---- the decoder --------------------------------------------------------------------------------
-
-
 class _Tokenizer:
     """transformers' tokenizer, with what mlx-lm's knows beside it: marks of reasoning."""
 
     def __init__(self, own: Any) -> None:
-        self._own, vocabulary = own, own.get_vocab()
-        known = [(s, e) for s, e, needed in THINK_MARKS if all(t in vocabulary for t in needed)]
-        self.think_start = known[0][0] if known else None
-        self.think_end = known[0][1] if known else None
+        self._own, vocabulary = own, own.get_vocab().keys()
+        known = [
+            both for both in THINK_MARKS if {both[0].removesuffix("thought"), both[1]} <= vocabulary
+        ]
+        self.think_start: str | None = known[0][0] if known else None
+        self.think_end: str | None = known[0][1] if known else None
         self.has_chat_template = own.chat_template is not None
 
     def __getattr__(self, name: str) -> Any:
@@ -108,14 +103,8 @@ class _Tokenizer:
 class TorchDecoder:
     """See :class:`kvlingo_mlx.evaluation.harness.decoding.Decoder`.
 
-    Args:
-        target: The model that decodes.
-        make_cache: The way prompts are read.
-        batch_size: The most answers that are written at once; a model whose layers have windows
-            writes one at a time.
-
-    Raises:
-        ValueError: ``batch_size`` is not positive.
+    ``batch_size`` is the most answers that are written at once (ValueError below 1); a model whose
+    layers have windows writes one at a time.
     """
 
     def __init__(self, target: TorchModel, make_cache: CacheMaker, batch_size: int = 8) -> None:
@@ -179,7 +168,6 @@ class TorchDecoder:
     # ---- answers -------------------------------------------------------------------------
 
     def write(self, wanted: Sequence[Any]) -> Iterator[Any]:
-        """See the interface."""
         waiting, batch = deque(wanted), _Batch(self._target)
         while waiting or batch.rows:
             try:
@@ -220,8 +208,6 @@ class TorchDecoder:
         row.position += 1
         return row.token in self._ends or row.wanted.take(row.token) or row.count == row.wanted.most
 
-    # ---- shared --------------------------------------------------------------------------
-
     def _read(self, reading: Any) -> DynamicCache:
         """The cache of all tokens but the last."""
         cache = self._make(reading.tokens[: reading.begin + 1])
@@ -248,9 +234,8 @@ class _Row:
 class _Batch:
     """Answers of one model that take their steps together.
 
-    Their caches are one, (rows, H, T, D) a layer, padded in front to the longest; ``seen`` (rows,
-    T) tells which entries are a row's own. Positions are each row's own, so that padding changes
-    nothing but the order in which a sum is taken.
+    Their caches are one, (rows, H, T, D) a layer, padded in front to the longest; ``_seen`` (rows,
+    T) tells which entries are a row's own, as its positions are.
     """
 
     def __init__(self, target: TorchModel) -> None:

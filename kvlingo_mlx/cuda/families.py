@@ -2,13 +2,12 @@
 
 :class:`TorchFamily` describes the common attention block: ``k_proj`` and ``v_proj``, an optional
 per-head ``k_norm``, then rotation by halves. A family states the facts as mlx-lm uses them;
-``agreement.py`` compares them with what transformers reads from the same files.
+``check_agreement`` compares them with what transformers reads from the same files.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.format import misread
 from kvlingo_mlx.format.geometry import (
     CacheGeometry,
     LayerGeometry,
@@ -54,7 +54,7 @@ class TorchFamily:
     points: ClassVar[tuple[str, ...]] = POINTS
     # Whether transformers has a rotation for each kind of layer.
     turned_by_kind: ClassVar[bool] = False
-    # How a user turns windows off in config.json, for messages.
+    # How a user turns windows off in config.json.
     no_windows: ClassVar[str] = "use_sliding_window to false"
 
     # ---- the model ------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class TorchFamily:
         return outputs[0], outputs[-1]
 
     def normalise_values(self, attention: Any, heads: torch.Tensor) -> torch.Tensor:
-        """The (T, H, D) values after their norm, where the family has one."""
+        """(T, H, D) values after their norm, where there is one."""
         return heads
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor) -> KeysValues:
@@ -146,7 +146,6 @@ class TorchFamily:
         return [None] * num_layers
 
     def windows_here(self, model: Any) -> list[int | None]:
-        """Each layer's window in transformers."""
         return [getattr(a, "sliding_window", None) for a in self.attentions(model)]
 
     def rope(self, config: Mapping[str, Any], attention: Any) -> RopeSpec:
@@ -182,7 +181,7 @@ class Llama(TorchFamily):
         return [config["sliding_window"] if kind == LOCAL else None for kind in kinds]
 
     def windows_here(self, model: Any) -> list[int | None]:
-        """In transformers every layer of Mistral and Ministral-3 has a window, none of Llama."""
+        """Every layer of Mistral and Ministral-3 has one, none of Llama."""
         config = self.text(model).config
         window = None if config.model_type == "llama" else config.sliding_window
         return [window] * len(self.attentions(model))
@@ -319,19 +318,17 @@ class TorchGemma4(TorchGemma3):
         return [config["sliding_window"] if kind == LOCAL else None for kind in kinds]
 
     def rope(self, config: Mapping[str, Any], attention: Any) -> RopeSpec:
-        parameters = config["rope_parameters"] or self.ROPES
-        own = {"rope_parameters": parameters.get(attention.layer_type)}
-        return configured_rope(own, attention.head_dim)
+        own = (config["rope_parameters"] or self.ROPES).get(attention.layer_type)
+        return configured_rope({"rope_parameters": own}, attention.head_dim)
 
 
 @dataclass(frozen=True)
 class Latent(TorchFamily):
     """Multi-head latent attention: DeepSeek-V3, and models built like it.
 
-    A token is cached as one latent and one rotary key. ``values`` are the latents c_KV after
-    kv_a_layernorm, and ``keys`` the rotary keys k_R before their rotation, one head each (paper:
-    section "MLA cache translation"). ``base`` is mlx-lm's default rope_theta; ``rope_type`` is what
-    mlx-lm builds where it ignores the config's own type.
+    ``values`` are the latents c_KV after kv_a_layernorm, ``keys`` the rotary keys k_R before their
+    rotation, one head each. ``base`` is mlx-lm's default rope_theta; ``rope_type`` is what mlx-lm
+    builds where it ignores the config's own type.
     """
 
     base: float = 1e4
@@ -397,8 +394,8 @@ FAMILIES: dict[str, TorchFamily] = {
     "glm4_moe_lite": Latent("glm4_moe_lite", base=1e6),
 }
 
-# Families of models that transformers does not know; importing their file adds them to the table.
-FILES = {"converted_mla": "kvlingo_mlx.cuda.converted_mla"}
+# Families of models that transformers does not know: importing their file adds them to the table.
+ELSEWHERE = {"converted_mla": "benchmarks.paper.converted_mla.on_torch"}
 
 # They keep recurrent states: a cache that PyTorch's path here cannot make.
 HYBRIDS = (
@@ -408,22 +405,87 @@ HYBRIDS = (
 
 
 def family_of(model_type: str) -> TorchFamily:
-    """The adapter of a model type.
-
-    Raises:
-        UnsupportedModelError: There is no adapter; the message lists the supported families, or
-            names the runtime that has one.
-    """
+    """The adapter of a model type; without one UnsupportedModelError, which says what there is."""
     if model_type.removesuffix("_text") in HYBRIDS:
         raise UnsupportedModelError(
             f"model_type {model_type!r} keeps recurrent states, through which only MLX trains "
             "here: --device mlx"
         )
-    if model_type in FILES:
-        importlib.import_module(FILES[model_type])
     if model_type not in FAMILIES:
-        raise UnsupportedModelError(
-            f"model_type {model_type!r} cannot be trained; "
-            f"supported families: {', '.join(sorted({*FAMILIES, *FILES}))}"
-        )
+        instead = f"supported families: {', '.join(sorted(FAMILIES))}"
+        if model_type in ELSEWHERE:
+            instead = f"import {ELSEWHERE[model_type]} first"
+        raise UnsupportedModelError(f"model_type {model_type!r} cannot be trained; {instead}")
     return FAMILIES[model_type]
+
+
+# ---- agreement with mlx-lm ----------------------------------------------------------------------
+
+# YaRN's magnitude scaling: transformers applies it only where both parameters are given, mlx-lm
+# also with one of them.
+MSCALES = ("mscale", "mscale_all_dim")
+# RoPE types that transformers and mlx-lm compute alike, with the parameters that both read.
+# ``llama_4_scaling_beta`` scales queries only, in the family that has it.
+COMMON_ROPES: dict[str, set[str]] = {
+    "default": set(),
+    "listed": {"frequencies"},
+    "linear": {"factor"},
+    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+             "llama_4_scaling_beta", *MSCALES},
+    "proportional": {"partial_rotary_factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor",
+               "original_max_position_embeddings"},
+}  # fmt: skip
+
+
+def check_agreement(family: TorchFamily, model: Any, config: Mapping[str, Any], name: str) -> None:
+    """Refuse (UnsupportedModelError) a model that transformers runs differently from mlx-lm.
+
+    A translator trained here would be for a model that computes something else than the one on the
+    Mac. ``config`` is the result of ``family.facts``.
+    """
+    try:
+        misread.check(config["model_type"], config)
+        _check_windows(family, model, config)
+        ropes = {
+            (family.rope(config, attention), family.rope_here(model, attention))
+            for attention in family.attentions(model)
+        }
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name}: {error}") from None
+    for ours, theirs in sorted(ropes, key=str):
+        _check_rope(ours, theirs, name)
+
+
+def _check_windows(family: TorchFamily, model: Any, config: Mapping[str, Any]) -> None:
+    here, context = family.windows_here(model), config["max_position_embeddings"]
+    for layer, windows in enumerate(zip(here, family.windows(config, len(here)), strict=True)):
+        # A window at least as long as the context is none.
+        reach = [f"{w} tokens" if w is not None and w < context else "all" for w in windows]
+        if reach[0] != reach[1]:
+            raise UnsupportedModelError(
+                f"layer {layer} attends to {reach[0]} in transformers and to {reach[1]} in "
+                f"mlx-lm; set {family.no_windows} in its config.json"
+            )
+
+
+def _check_rope(ours: RopeSpec, theirs: RopeSpec, name: str) -> None:
+    if ours != theirs:
+        raise UnsupportedModelError(
+            f"{name} has RoPE {_in_words(theirs)}, which mlx-lm runs as {_in_words(ours)}: a "
+            "translator trained here would not fit it there; make its config.json say what "
+            "mlx-lm runs"
+        )
+    parameters = dict(ours.scaling)
+    alone = len([name for name in MSCALES if parameters.get(name)]) == 1
+    if alone or ours.type not in COMMON_ROPES or not set(parameters) <= COMMON_ROPES[ours.type]:
+        known = "; ".join(" ".join([kind, *sorted(has)]) for kind, has in COMMON_ROPES.items())
+        raise UnsupportedModelError(
+            f"{name} has RoPE {_in_words(ours)}, which mlx-lm and transformers compute "
+            f"differently; training knows these types and parameters: {known}"
+        )
+
+
+def _in_words(rope: RopeSpec) -> str:
+    scaling = "".join(f", {name} {value}" for name, value in rope.scaling)
+    return f"{rope.type!r} (base {rope.base:g}{scaling})"

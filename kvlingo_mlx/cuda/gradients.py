@@ -8,65 +8,53 @@ only one layer's graph of the translator exists at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.functional import log_softmax
 from transformers import DynamicCache
 
-from kvlingo_mlx.cuda.aligned import translated_rows
-from kvlingo_mlx.cuda.losses import loss_of
 from kvlingo_mlx.cuda.model import States, TorchModel
 from kvlingo_mlx.cuda.translator import TorchTranslator
+from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.objectives import Loss, Objective
+from kvlingo_mlx.training.objectives import BLOCK, Loss, Objective
 
 Entry = tuple[torch.Tensor, torch.Tensor]  # one layer's keys and values in the cache's form
+Head = Callable[[torch.Tensor], torch.Tensor]  # hidden states (B, width) to logits (B, vocabulary)
+
+
+# ---- reading ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TorchReading:
-    """The results of the two no-gradient passes, which all translators of a pair share.
-
-    Attributes:
-        sample: The conversation.
-        states: The source's states of ``prefix[:-1]``; with two tokenizers, of its translated
-            tokens.
-        native: The target's own states of ``prefix[:-1]`` in its native layers.
-        teacher: (M, width) the target's final hidden states that predict the continuation, from its
-            own cache.
-    """
+    """The results of the two no-gradient passes, which all translators of a pair share."""
 
     sample: Sample
-    states: States
-    native: States
-    teacher: torch.Tensor
+    states: States  # the source's, of ``prefix[:-1]``; with two tokenizers of translated tokens
+    native: States  # the target's own in its native layers
+    teacher: torch.Tensor  # (M, width) final hidden states that predict the continuation
 
 
 @torch.no_grad()
 def read(
     source: TorchModel, target: TorchModel, sample: Sample, capture: str, native_layers: int = 0
 ) -> TorchReading:
-    """Read a conversation with both models (about 80 % of a step's work)."""
+    """Read a conversation with both models (about 80 % of a step's work).
+
+    Without a continuation this is what a hand-over reads (one tokenizer): there is no teacher.
+    """
     tokens, num_read = (*sample.prefix, *sample.continuation[:-1]), len(sample.prefix) - 1
+    tokens = tokens if sample.continuation else tokens[:-1]
+    teacher = torch.empty(0)
     with target.tapped(native_layers) as taken:
-        teacher = target.hidden(tokens)[num_read:].clone()
+        if sample.continuation or native_layers:
+            teacher = target.hidden(tokens)[num_read:].clone()
     native = target.states_of(taken, target.family.points[0], native_layers).first(num_read)
     return TorchReading(sample, _source_states(source, target, sample, capture), native, teacher)
-
-
-@torch.no_grad()
-def handed_over(
-    source: TorchModel, target: TorchModel, sample: Sample, capture: str, native_layers: int = 0
-) -> TorchReading:
-    """What a hand-over reads of a prefix (one tokenizer); nothing follows it, so no teacher."""
-    with target.tapped(native_layers) as taken:
-        if native_layers:
-            target.hidden(sample.prefix[:-1])
-    native = target.states_of(taken, target.family.points[0], native_layers)
-    states = _source_states(source, target, sample, capture)
-    return TorchReading(sample, states, native, torch.empty(0))
 
 
 def _source_states(source: TorchModel, target: TorchModel, sample: Sample, capture: str) -> States:
@@ -78,6 +66,37 @@ def _source_states(source: TorchModel, target: TorchModel, sample: Sample, captu
     else:
         states = translated_rows(source, sample.aligned, capture)
     return states.map(lambda array: array.to(target.device, target.dtype))
+
+
+@torch.no_grad()
+def paired_states(
+    source: TorchModel, target: TorchModel, sample: Sample, capture: str
+) -> tuple[States, States]:
+    """See :meth:`kvlingo_mlx.training.runtime.Pair.states`."""
+    aligned = sample.aligned
+    if aligned is None:
+        return source.states(sample.prefix, capture), target.states(sample.prefix, capture)
+    own = target.states(aligned.target_ids[:-1], capture)
+    return translated_rows(source, aligned, capture), own.map(lambda a: _means(a, aligned))
+
+
+def translated_rows(source: TorchModel, aligned: AlignedPrefix, capture: str) -> States:
+    """The source's states of the translated tokens; the sample must have at least one."""
+    rows = torch.tensor(aligned.rows)
+    states = source.states(aligned.source_ids[: aligned.num_read], capture)
+    return states.map(lambda array: array[rows.to(array.device)])
+
+
+def _means(array: torch.Tensor, aligned: AlignedPrefix) -> torch.Tensor:
+    """The mean of (T, d) over each entry's group of tokens: (S, d), in float32 or wider."""
+    dtype = torch.promote_types(array.dtype, torch.float32)
+    entries, tokens = (torch.tensor(side, device=array.device) for side in aligned.pairs)
+    counts = torch.tensor(aligned.groups[:, 1] - aligned.groups[:, 0], device=array.device)
+    sums = torch.zeros(len(aligned.rows), array.shape[1], dtype=dtype, device=array.device)
+    return sums.index_add_(0, entries, array[tokens].to(dtype)) / counts[:, None]
+
+
+# ---- a conversation -----------------------------------------------------------------------------
 
 
 def conversation_loss(
@@ -93,40 +112,41 @@ def conversation_loss(
     The target runs the last prefix token. A ``scale`` other than 0 adds that multiple of the loss's
     gradient to the translator's tensors.
     """
-    sample, num_read = reading.sample, len(reading.sample.prefix) - 1
+    sample, learns = reading.sample, scale != 0.0
     starts, first = _starts(target, reading), len(reading.native.keys)
     own = entries(target, translator, reading)
     own, above = own[:first], own[first:]
-    learns = scale != 0.0
     leaves = [
         (keys.detach().requires_grad_(learns), values.detach().requires_grad_(learns))
         for keys, values in above
     ]
     del above
-    cache = target.cache([*own, *leaves], num_read)
+    cache = target.cache([*own, *leaves], len(sample.prefix) - 1)
     with torch.set_grad_enabled(learns):
         student = _student(target, sample, cache)
-    loss = loss_of(
-        objective,
-        target.logits,
-        student,
-        reading.teacher,
-        sample.continuation,
-        with_gradient=learns,
-    )
+    teacher, labels = reading.teacher, sample.continuation
+    loss = loss_of(objective, target.logits, student, teacher, labels, with_gradient=learns)
     if loss.gradient is not None and leaves:
         student.backward(loss.gradient * scale)
-        _pull_back(target, translator, reading, leaves, starts, first)
+        for t, leaf in enumerate(leaves, start=first):
+            outputs = _entry(target, translator, reading, t, starts[t])
+            torch.autograd.backward(outputs, [side.grad for side in leaf])
+            for side in leaf:
+                side.grad = None
     return loss
 
 
 @torch.no_grad()
 def entries(target: TorchModel, translator: TorchTranslator, reading: TorchReading) -> list[Entry]:
     """The cache entries of every layer: the native layers' own, then translated ones."""
-    starts, first = _starts(target, reading), len(reading.native.keys)
-    own = [_native(target, reading.native, t, start) for t, start in enumerate(starts[:first])]
-    above = range(first, len(starts))
-    return own + [_entry(target, translator, reading, t, starts[t]) for t in above]
+    starts, native, found = _starts(target, reading), reading.native, []
+    for t, start in enumerate(starts):
+        if t < len(native.keys):
+            sides = native.keys[t][start:], native.values[t][start:]
+            found.append(target.entry(t, *sides, target.family.points[0], start))
+        else:
+            found.append(_entry(target, translator, reading, t, start))
+    return found
 
 
 def _starts(target: TorchModel, reading: TorchReading) -> Sequence[int]:
@@ -135,17 +155,9 @@ def _starts(target: TorchModel, reading: TorchReading) -> Sequence[int]:
     return target.geometry.first_kept(num_read) if reading.states.keys else []
 
 
-def _native(
-    target: TorchModel, native: States, layer: int, start: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A native layer's cache entries from position ``start`` on."""
-    keys, values = native.keys[layer][start:], native.values[layer][start:]
-    return target.entry(layer, keys, values, target.family.points[0], start)
-
-
 def _entry(
     target: TorchModel, translator: TorchTranslator, reading: TorchReading, layer: int, start: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Entry:
     """A translated layer's cache entries from position ``start`` on."""
     keys, values = translator.layer(layer, reading.states, start)
     aligned = reading.sample.aligned
@@ -177,29 +189,10 @@ def _student(target: TorchModel, sample: Sample, cache: DynamicCache) -> torch.T
     return target.hidden((*own, *following), cache, **more)[len(own) :]
 
 
-def _pull_back(
-    target: TorchModel,
-    translator: TorchTranslator,
-    reading: TorchReading,
-    leaves: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    starts: Sequence[int],
-    first: int,
-) -> None:
-    """Propagate the gradients of the leaves, from layer ``first`` on, back through the maps."""
-    for t, entry in enumerate(leaves, start=first):
-        outputs = _entry(target, translator, reading, t, starts[t])
-        torch.autograd.backward(outputs, [leaf.grad for leaf in entry])
-        for leaf in entry:
-            leaf.grad = None
-
-
 def reconstruction_loss(
     translator: TorchTranslator, read: States, wanted: States, *, scale: float = 0.0
 ) -> float:
-    """The squared error of the target's states on a prefix, summed over tokens, widths and maps.
-
-    See :meth:`kvlingo_mlx.training.runtime.Pair.reconstruction`.
-    """
+    """See :meth:`kvlingo_mlx.training.runtime.Pair.reconstruction`."""
     total = 0.0
     with torch.set_grad_enabled(scale != 0.0):
         for t in range(len(translator.config.target.layers)):
@@ -213,3 +206,74 @@ def reconstruction_loss(
                 (loss * scale).backward()
             total += loss.item()
     return total
+
+
+# ---- a continuation's loss ----------------------------------------------------------------------
+
+
+def loss_of(
+    objective: Objective,
+    head: Head,
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: Sequence[int],
+    *,
+    with_gradient: bool = True,
+) -> Loss:
+    """The objective of one continuation, and its gradient in the student's hidden states.
+
+    Args:
+        objective: The objective to minimise.
+        head: The model's output head.
+        student: (M, width) final hidden states that predict the M tokens of ``labels``.
+        teacher: The same hidden states from the native cache.
+        labels: The continuation itself.
+        with_gradient: Whether to compute ``gradient``.
+    """
+    total = kl_total = 0.0
+    agreed, best, gradients = 0, list[int](), []
+    targets = torch.tensor(list(labels), device=student.device)
+    for start in range(0, len(targets), BLOCK):
+        span = slice(start, start + BLOCK)
+        hidden = student[span].detach().requires_grad_(with_gradient)
+        with torch.set_grad_enabled(with_gradient):
+            logits = head(hidden)
+        with torch.no_grad():
+            native = head(teacher[span])
+            if not with_gradient:
+                first = logits.argmax(dim=-1)
+                agreed += int((first == native.argmax(dim=-1)).sum())
+                best += first.tolist()
+            kl, ce, slope = _block(objective, logits.detach(), native, targets[span], with_gradient)
+        if slope is not None:
+            logits.backward(slope.div_(len(targets)))
+            assert hidden.grad is not None
+            gradients.append(hidden.grad)
+        total += (objective.kl * kl + objective.ce * ce) / len(targets)
+        kl_total += kl / len(targets)
+    gradient = torch.cat(gradients) if with_gradient else None
+    return Loss(total, kl_total, gradient, agreed, tuple(best))
+
+
+def _block(
+    objective: Objective,
+    translated: torch.Tensor,
+    native: torch.Tensor,
+    labels: torch.Tensor,
+    with_gradient: bool,
+) -> tuple[float, float, torch.Tensor | None]:
+    """The sums of KL and cross-entropy over a block of logits (B, V), and their gradient.
+
+    With p the native and q the translated distribution, the gradient in q's logits is q - p for
+    KL(p || q) and q - onehot for cross-entropy. Written out, it needs less memory than autograd.
+    """
+    log_q, log_p = log_softmax(translated, dim=-1), log_softmax(native, dim=-1)
+    p = log_p.exp()
+    kl = log_p.sub_(log_q).mul_(p).sum().item()
+    rows = torch.arange(len(labels), device=labels.device)
+    ce = -log_q[rows, labels].sum().item()
+    if not with_gradient:
+        return kl, ce, None
+    slope = log_q.exp_().mul_(objective.kl + objective.ce).sub_(p, alpha=objective.kl)
+    slope[rows, labels] -= objective.ce
+    return kl, ce, slope

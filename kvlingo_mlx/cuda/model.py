@@ -13,12 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig
 from transformers.utils import logging
 
-from kvlingo_mlx.cuda.agreement import check_agreement
+from kvlingo_mlx.cuda import families
 from kvlingo_mlx.cuda.families import POINTS, Positions, TorchFamily, family_of
 from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import KVLingoError, MissingModelError, UnsupportedModelError
@@ -59,22 +58,14 @@ class States:
         """Copies of the states of the first ``count`` tokens."""
         return self.map(lambda array: array[:count].clone())
 
-    def rows(self, index: np.ndarray) -> States:
-        """The states of the tokens at ``index``."""
-        at = torch.tensor(index)
-        return self.map(lambda array: array[at.to(array.device)])
-
 
 @dataclass(frozen=True)
 class TorchModel:
-    """A frozen transformers model, with its tokenizer and the facts about its cache.
-
-    ``config`` is its text model's config, as mlx-lm reads it.
-    """
+    """A frozen transformers model, with its tokenizer and the facts about its cache."""
 
     model: Any
     tokenizer: Any
-    config: dict[str, Any]
+    config: dict[str, Any]  # the text model's, as mlx-lm reads it
     name: str
     revision: str | None = None
     path: Path | None = None
@@ -106,15 +97,8 @@ class TorchModel:
         """The dtype of the model and its cache."""
         return self.model.dtype
 
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """The dtype of its cache, as a record of an MLX model has it."""
-        return self.dtype
-
-    @property
-    def bits(self) -> None:
-        """Weights are never quantised here."""
-        return None
+    # As a record of an MLX model has them: the cache's dtype, and no quantised weights.
+    cache_dtype, bits = dtype, None
 
     @property
     def precision(self) -> str:
@@ -136,22 +120,16 @@ class TorchModel:
     @cached_property
     @torch.no_grad()
     def weights_fingerprint(self) -> str:
-        """The sha256 of all weights and the config, which identifies this model.
-
-        Every weight is read once. The hash differs from that of another runtime, where weights have
-        other names.
-        """
+        """The sha256 of all weights, by this runtime's names, and the config."""
         arrays = self.model.state_dict().items()
         return weights_fingerprint((_checked(*item) for item in arrays), self.config)
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
-        """The sha256 of the tokenizer's vocabulary."""
         return vocabulary_fingerprint(self.tokenizer.get_vocab())
 
     @cached_property
     def norms_fingerprint(self) -> str:
-        """The sha256 of the stored weights of all norms."""
         norms = {
             name: module.weight.detach().float().cpu().numpy()
             for name, module in self.family.text(self.model).named_modules()
@@ -191,12 +169,24 @@ class TorchModel:
             self.hidden(tokens)
         return self.states_of(taken, capture)
 
-    def tapped(
-        self, layers: int | None = None
-    ) -> contextlib.AbstractContextManager[dict[Any, torch.Tensor]]:
-        """Record the projections' outputs in the first ``layers`` cache layers, or in all."""
-        taps = [self.family.taps(attention) for attention in self.attentions[:layers]]
-        return tapped([module for modules in taps for module in modules])
+    @contextlib.contextmanager
+    def tapped(self, layers: int | None = None) -> Iterator[dict[Any, torch.Tensor]]:
+        """Record the projections' outputs (T, d) in the first ``layers`` cache layers, or in all.
+
+        One conversation is read.
+        """
+        taken: dict[Any, torch.Tensor] = {}
+
+        def record(module: Any, _inputs: Any, output: torch.Tensor) -> None:
+            taken[module] = output[0]
+
+        taps = (module for a in self.attentions[:layers] for module in self.family.taps(a))
+        hooks = [module.register_forward_hook(record) for module in taps]
+        try:
+            yield taken
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def states_of(
         self, taken: Mapping[Any, torch.Tensor], capture: str, layers: int | None = None
@@ -217,8 +207,7 @@ class TorchModel:
     ) -> torch.Tensor:
         """Keys (T, d) of a cache layer, taken from one capture point to a later one, (T, d).
 
-        ``start`` is the position of the first token, or the position of each token. Rotary keys of
-        a latent layer need only their rotation.
+        Rotary keys of a latent layer need only their rotation.
         """
         if origin == goal:
             return keys
@@ -234,7 +223,7 @@ class TorchModel:
     def advance_values(
         self, layer: int, values: torch.Tensor, origin: str, goal: str
     ) -> torch.Tensor:
-        """Values (T, d) of a cache layer, taken from one capture point to a later one, (T, d)."""
+        """The same for values (T, d)."""
         if "pre_norm" not in _steps(origin, goal):
             return values
         heads = values.view(len(values), self.geometry.layers[layer].kv_heads, -1)
@@ -288,43 +277,12 @@ def _checked(name: str, tensor: torch.Tensor) -> Checked:
 
 def _steps(origin: str, goal: str) -> tuple[str, ...]:
     """The steps between two capture points; each is named after the point before it."""
-    origin = "post_norm" if origin == "latent" else origin
-    goal = "post_norm" if goal == "latent" else goal
-    return POINTS[POINTS.index(origin) : POINTS.index(goal)]
-
-
-@contextlib.contextmanager
-def tapped(modules: Sequence[Any]) -> Iterator[dict[Any, torch.Tensor]]:
-    """Record the outputs of ``modules`` for the one conversation that is read, (T, d) each."""
-    taken: dict[Any, torch.Tensor] = {}
-
-    def record(module: Any, _inputs: Any, output: torch.Tensor) -> None:
-        taken[module] = output[0]
-
-    hooks = [module.register_forward_hook(record) for module in modules]
-    try:
-        yield taken
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Hide transformers' progress bar of the weights."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+    first, last = ("post_norm" if point == "latent" else point for point in (origin, goal))
+    return POINTS[POINTS.index(first) : POINTS.index(last)]
 
 
 def read_config(path_or_hf_repo: str) -> tuple[dict[str, Any], Any]:
-    """A text model's config, as mlx-lm reads it, and its tokenizer.
-
-    The name is a folder, a Hub id, or an embedded model's name.
+    """A text model's config, as mlx-lm reads it, and its tokenizer; named as for :func:`load`.
 
     Raises:
         MissingModelError: There is no such model, or its config or tokenizer is damaged.
@@ -365,7 +323,7 @@ def load(
     """
     path, commit = resolve(path_or_hf_repo, None, MODEL_FILES, MissingModelError)
     config, tokenizer = _read_config(path_or_hf_repo, path)
-    with _damage(path_or_hf_repo), _no_progress_bar():
+    with _damage(path_or_hf_repo):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
@@ -377,7 +335,7 @@ def load(
         model, report = loaded
         _check_weights(path_or_hf_repo, report)
         family = family_of(config["model_type"])
-        check_agreement(family, model, config, path_or_hf_repo)
+        families.check_agreement(family, model, config, path_or_hf_repo)
         family.align(model)
     model = model.to(device).eval().requires_grad_(False)
     name = path.name if path.parent == MODELS else str(path_or_hf_repo)
@@ -386,7 +344,9 @@ def load(
 
 @contextlib.contextmanager
 def _damage(name: str) -> Iterator[None]:
-    """Turn any error that transformers raises for a damaged folder into MissingModelError."""
+    """Turn any error of transformers for a damaged folder into MissingModelError, without a bar."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         yield
     except KVLingoError:
@@ -396,6 +356,9 @@ def _damage(name: str) -> Iterator[None]:
         raise MissingModelError(
             f"{name} cannot be loaded ({why}); give a whole model folder or a Hub id"
         ) from None
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _check_weights(name: str, report: Mapping[str, Collection[Any]]) -> None:

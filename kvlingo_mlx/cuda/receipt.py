@@ -1,7 +1,4 @@
-"""The receipt of a translator: its measured quality on the bundled conversations.
-
-Others verify the translator against it.
-"""
+"""The receipt of a translator: its quality on the bundled conversations, to be verified against."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from typing import Any
 
 import torch
 
-from kvlingo_mlx.cuda.gradients import conversation_loss, entries, handed_over, read
-from kvlingo_mlx.cuda.losses import loss_of
+from kvlingo_mlx.cuda.gradients import conversation_loss, entries, loss_of, read
 from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.embedded.bundled import bundled, spelled
@@ -29,9 +25,8 @@ def receipt(
 ) -> dict[str, Any] | None:
     """A :class:`~kvlingo_mlx.loading.grading.Receipt` as JSON; None if no prompt fits.
 
-    It is measured as the translator was trained, with its ``native_layers``. The receipt names
-    them, since `tune` may choose others later. ``own`` are samples of the user's data, measured
-    besides.
+    It is measured with, and names, the translator's own ``native_layers``: `tune` may choose others
+    later. ``own`` are samples of the user's data, measured besides.
     """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)
@@ -90,15 +85,12 @@ def _losses(
 def _apart(
     source: TorchModel, target: TorchModel, translator: TorchTranslator, tokens: Sequence[int]
 ) -> float:
-    """How far two models lie apart over the last tokens of a prompt, as a guard measures it.
-
-    It is KL(source || target) of the next token, the target's from the translated cache.
-    """
+    """KL(source || target) over a prompt's last tokens, the target's from the translated cache."""
     last = len(tokens) - 1 - GUARD
     config, following = translator.config, tokens[last:-1]
     # A sample's last prefix token is run by the target, so it is the first of those compared.
     sample = Sample(tuple(tokens[: last + 1]), ())
-    reading = handed_over(source, target, sample, config.capture, config.native_layers)
+    reading = read(source, target, sample, config.capture, config.native_layers)
     cache = target.cache(entries(target, translator, reading), last)
     own = source.logits(source.hidden(tokens[:-1])[last:])
     other = target.logits(target.hidden(following, cache)).to(own.device)

@@ -1,256 +1,310 @@
-"""What a switch costs on a GPU: the components of the paper's table "tab:cost", any pair's.
+"""What a switch costs on a GPU: its parts, timed at true widths beside a re-prefill.
 
-Random weights at true widths. For each pair and length n:
+Weights, states and tokens are random. For a pair and a length n:
 
 - translation: of n tokens' recorded states into the target's cache; products, k_norm, RoPE, cast
-  and layout. Maps that mix heads and head-wise ones (where both have as many KV heads), keys taken
-  before k_norm; maps that mix heads, keys taken after RoPE, out of the source's own cache. By the
-  fused kernel, or by plain PyTorch where that cannot run; beside it the bare products alone.
+  and layout, in each of ``FORMS``. By the fused kernel, or by plain PyTorch where that cannot run.
 - step: the target reads one token over a cache of n; its logits.
-- switch: translation (mixing, before k_norm, by the fastest method) and step, measured as one.
+- switch: translation (mixing, before k_norm) and step, measured as one.
 - re-prefill: the target reads n tokens, with cache; the last one's logits. One token less than a
   switch ends with. In chunks, where a whole one does not fit in memory.
 
-The fastest translation and the last three also as CUDA graphs, which spare both paths what Python
-and launches take; a ratio is one of two times of one kind. Wall clock between synchronisations.
-Every action is warmed up until its times settle, then all take turns; medians. Translations are
-compared with float32 PyTorch before anything is timed. Fractions are of the rates of a large
-matrix product and of a large copy, measured in the same run.
+The mixing translation and the last three are timed as CUDA graphs too, which spare both paths what
+Python and launches take. Wall clock between
+synchronisations. Every action is warmed up until its times settle, then all take turns.
+Translations are compared with float32 PyTorch before they are timed.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvlingo_mlx.cuda import clock
-from kvlingo_mlx.cuda.clock import Action
-from kvlingo_mlx.cuda.scene import (
-    ERRORS,
-    Both,
-    Scene,
-    build_target,
-    shape_of,
-    source_spec,
-    translators,
-)
-from kvlingo_mlx.cuda.shapes import FORMS, TOKENS, ends_of, forms_of, nu_of
-from kvlingo_mlx.cuda.translation import METHODS, PrefixTranslation, nbytes
+from kvlingo_mlx.cuda.families import family_of
+from kvlingo_mlx.cuda.model import TorchModel
+from kvlingo_mlx.cuda.translation import CacheMemory, PrefixTranslation, nbytes
 from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.format.assignment import by_depth
+from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.maps import maps_of
+from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
+from kvlingo_mlx.timing.shapes import cache_layers
 
-ROLES, PERIOD = ("source", "target"), "sliding_window_pattern"
+Action = Callable[[], Any]
+Both = tuple[PrefixTranslation, PrefixTranslation]  # a translator, and the same in float32
+Shape = Mapping[str, Any]  # a model's config.json
+CHECKED = 200  # tokens of a translation that are compared
+ERRORS = {"bfloat16": 2e-2, "float16": 1e-2, "float32": 1e-4}  # relative
+SETTLED, MOST_WARM_UPS = 0.05, 10
+
+
+@dataclass(frozen=True)
+class MapForm:
+    """A translator's form: where its keys are captured, and whether its maps mix heads."""
+
+    capture: str
+    head_mixing: bool
+
+
+FORMS = {
+    "mixing": MapForm("pre_norm", True),
+    "head-wise": MapForm("pre_norm", False),
+    "mixing, after RoPE": MapForm("post_rope", True),
+}
 
 
 @dataclass(frozen=True)
 class SwitchSettings:
-    """How pairs are timed."""
+    """How pairs are timed.
+
+    Raises:
+        ValueError: A dtype or a number is not one of those there are.
+    """
 
     device: str = "cuda"  # or ``cpu``, for a trial
     dtype: str = "bfloat16"  # of weights, states and caches
-    tokens: tuple[int, ...] = TOKENS  # prefix lengths
-    layers: int | None = None  # at most so many of each model; None: all
-    nu: int | None = None  # source layers a target layer reads; None: the paper's for the pair
+    tokens: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)  # prefix lengths
     trials: int = 9  # how often each action is timed
-    methods: tuple[str, ...] = ()  # of a translation; none: the fastest there is
     prefill_chunk: int | None = None  # tokens of a re-prefill's chunks; None: what memory allows
     graphs: bool = True  # whether CUDA graphs are timed as well
-    gemm: int = 8192  # width of the large product whose rate is measured
 
-    def check(self, pairs: Sequence[str]) -> None:
-        """Refuse, before anything is made, what cannot be timed.
-
-        Raises:
-            ValueError: A pair, a dtype, a method or a number is not one of those there are.
-            KVLingoError: There is no GPU.
-        """
-        for pair in pairs:
-            plan(pair, self)
+    def __post_init__(self) -> None:
         if self.dtype not in ERRORS:
             raise ValueError(f"dtype is {self.dtype!r}; give one of {', '.join(ERRORS)}")
-        if unknown := [m for m in self.methods if m not in METHODS]:
-            raise ValueError(f"methods hold {unknown[0]!r}; give some of {', '.join(METHODS)}")
-        chunk = 1 if self.prefill_chunk is None else self.prefill_chunk
-        least = {"tokens": min(self.tokens, default=0), "trials": self.trials, "gemm": self.gemm}
-        for name, number in (*least.items(), ("prefill_chunk", chunk)):
-            if number < 1:
-                raise ValueError(f"{name} holds {number}; give at least 1")
-        if self.device != "cpu" and not torch.cuda.is_available():
-            raise KVLingoError(
-                "PyTorch finds no CUDA GPU here; run this on a machine that has one, or give "
-                "--device cpu for a trial of tiny shapes"
-            )
+        for name, number in vars(self).items():
+            least = min(number, default=0) if isinstance(number, tuple) else number
+            if isinstance(least, int) and not isinstance(least, bool) and least < 1:
+                raise ValueError(f"{name} holds {least}; give at least 1")
 
 
-def plan(pair: str, settings: SwitchSettings) -> dict[str, Any]:
-    """What is timed of a pair, as plain data; nothing is made.
+# ---- the clock ----------------------------------------------------------------------------------
 
-    Raises:
-        ValueError: There is no such pair, or it cannot be read by so many source layers.
+
+def seconds(action: Action, device: str) -> float:
+    """The wall seconds of an action, between two synchronisations."""
+    synchronize = (lambda: None) if device == "cpu" else torch.cuda.synchronize
+    synchronize()
+    started = time.perf_counter()
+    action()
+    synchronize()
+    return time.perf_counter() - started
+
+
+def warmed_up(action: Action, device: str) -> None:
+    """Run until two times in a row are close to the best one."""
+    best, close = math.inf, 0
+    for _ in range(MOST_WARM_UPS):
+        found = seconds(action, device)
+        close = close + 1 if abs(found - best) <= SETTLED * best else 0
+        best = min(best, found)
+        if close >= 2:
+            return
+
+
+def extra_bytes(action: Action, device: str) -> int | None:
+    """Most bytes that an action allocates above what there is; PyTorch counts none on a CPU."""
+    if device == "cpu":
+        return None
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    seconds(action, device)
+    return torch.cuda.max_memory_allocated() - before
+
+
+# ---- what is timed ------------------------------------------------------------------------------
+
+
+def config_of(shape: Shape) -> Any:
+    """transformers' config of a shape."""
+    numbers = {**shape}
+    return AutoConfig.for_model(numbers.pop("model_type"), **numbers)
+
+
+def build_target(name: str, shape: Shape, device: str, dtype: torch.dtype) -> TorchModel:
+    """A frozen model of random weights."""
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            config_of(shape), dtype=dtype, attn_implementation="sdpa"
+        )
+    facts = family_of(shape["model_type"]).facts(shape)
+    no_tokenizer = SimpleNamespace(get_vocab=dict)  # random ids need none
+    return TorchModel(model.eval().requires_grad_(False), no_tokenizer, dict(facts), name)
+
+
+def source_spec(name: str, shape: Shape) -> ModelSpec:
+    """What a translator knows of its source; the source itself is not needed."""
+    unknown = dict.fromkeys(("geometry", "norms", "tokenizer"))
+    return ModelSpec(name, None, shape["model_type"], unknown, cache_layers(shape))
+
+
+def forms_between(source: Sequence[Any], target: Sequence[Any]) -> dict[str, MapForm]:
+    """The forms in which a pair is translated, by both models' cache layers.
+
+    Head-wise maps pair heads evenly, or are left out: the paper has none where the two have
+    different numbers of KV heads.
     """
-    source, target = ends_of(pair)
-    if settings.layers is not None and settings.layers < 1:
-        raise ValueError(f"layers is {settings.layers}; give at least 1")
-    nu = nu_of(source, target) if settings.nu is None else settings.nu
-    named = zip(ROLES, (source, target), strict=True)
-    ends = {role: shape_of(name, settings.layers) for role, name in named}
-    depth, period = ends["source"]["num_hidden_layers"], ends["target"].get(PERIOD, 1)
-    if not 1 <= nu <= depth:
-        raise ValueError(f"nu is {nu}; {source} has {depth} layers here: give 1 to {depth}")
-    if settings.layers is not None and settings.layers < max(period, ends["source"].get(PERIOD, 1)):
-        raise ValueError(f"layers is {settings.layers}; of {pair} every {period}th sees all: more")
-    longest = max(settings.tokens, default=0)
-    room = min(shape["max_position_embeddings"] for shape in ends.values())
-    if longest >= room:
-        raise ValueError(f"tokens hold {longest}; the context of {pair} is {room}: give fewer")
-    return {
-        "source": source,
-        "target": target,
-        "nu": nu,
-        "forms": list(forms_of(source, target)),
-        "layers": {role: shape["num_hidden_layers"] for role, shape in ends.items()},
-        "kv_heads": {role: shape["num_key_value_heads"] for role, shape in ends.items()},
-        "head_dim": {role: shape["head_dim"] for role, shape in ends.items()},
-        "windows": {role: shape.get("sliding_window") for role, shape in ends.items()},
-        "tokens": list(settings.tokens),
-        "dtype": settings.dtype,
-    }
+    even = source[0].kv_heads == target[0].kv_heads
+    return {name: form for name, form in FORMS.items() if form.head_mixing or even}
 
 
-def time_pairs(
-    pairs: Sequence[str],
-    settings: SwitchSettings,
-    listen: Callable[[str, dict[str, Any]], None] = lambda pair, found: None,
-) -> dict[str, Any]:
-    """Time pairs one after the other; returns the results of a record of kind ``cuda_switch``.
-
-    Args:
-        pairs: ``SOURCE:TARGET`` of :data:`~kvlingo_mlx.cuda.shapes.SHAPES`, or those of a label in
-            :data:`~kvlingo_mlx.cuda.shapes.PAIRS`.
-        settings: How they are timed.
-        listen: Called with each pair and length's findings as they come; what was told is all
-            that is left of a run that fails.
-
-    Raises:
-        ValueError: As for :meth:`SwitchSettings.check`.
-        KVLingoError: There is no GPU; or a translation is wrong, which is looked at before it is
-            timed.
-    """
-    settings.check(pairs)
-    torch.manual_seed(0)
-    dtype = getattr(torch, settings.dtype)
-    rate = clock.rates(settings.device, dtype, settings.gemm)
-    results: dict[str, Any] = {
-        "rates": rate,
-        "plans": {pair: plan(pair, settings) for pair in pairs},
-        "pairs": {},
-    }
-    for pair in pairs:
-        names = ends_of(pair)
-        source = source_spec(names[0], settings.layers)
-        target = build_target(names[1], settings.device, dtype, settings.layers)
-        nu = results["plans"][pair]["nu"]
-        forms = translators(source, target, nu, max(settings.tokens))
-        for num_tokens in settings.tokens:
-            found = time_length(Scene.of(source, target, num_tokens), forms, rate, settings)
-            results["pairs"].setdefault(pair, []).append(found)
-            listen(pair, found)
-            gc.collect()
-        del target, forms
-        gc.collect()
-    return results
-
-
-def config_of_record(pairs: Sequence[str], settings: SwitchSettings) -> dict[str, Any]:
-    """The settings as a record keeps them, with what makes a run comparable."""
-    return {**asdict(settings), "pairs": list(pairs), "batch": 1, "stack": "transformers"}
-
-
-# ---- one length -------------------------------------------------------------------------------
-
-
-@dataclass
-class Timed:
-    """What is timed at one length, by name, with what is known of it before."""
-
-    actions: dict[str, Action]
-    details: dict[str, dict[str, Any]]
-    fastest: dict[str, str]
-
-
-def _translations(scene: Scene, forms: Mapping[str, Both], settings: SwitchSettings) -> Timed:
-    """Every form by every method, checked and warmed up; the fastest of each form."""
-    found, best = Timed({}, {}, {}), dict[str, float]()
-    for form, both in forms.items():
-        fast, there = both[0], both[0].methods
-        if unknown := set(settings.methods) - set(there):
-            raise KVLingoError(f"there is no {min(unknown)!r} here; there is {', '.join(there)}")
-        for method in settings.methods or there[-1:]:
-            error = scene.error(FORMS[form], both, method)
-            if not error < ERRORS[settings.dtype]:
-                raise KVLingoError(f"{form}, {method}: its relative error is {error:.1e}")
-            name, given = f"translation: {form}, {method}", scene.given(FORMS[form])
-            found.actions[name] = functools.partial(fast, given, scene.memory, method=method)
-            found.details[name] = {
-                "form": form,
-                "way": method,
-                "error": error,
-                "flops": fast.flops(scene.num_tokens),
-                "bytes": nbytes(*scene.states) + scene.memory.nbytes + fast.nbytes,
-            }
-            took = clock.warmed_up(found.actions[name], settings.device)
-            if took < best.get(form, math.inf):
-                best[form], found.fastest[form] = took, name
+def translators(source: ModelSpec, target: TorchModel, nu: int, positions: int) -> dict[str, Both]:
+    """By form, a random translator in the target's dtype, and the same in float32."""
+    found, layers = {}, target.geometry.layers
+    for name, form in forms_between(source.layers, layers).items():
+        config = TranslatorConfig(
+            source,
+            target.spec(),
+            by_depth(source.layers, layers, nu),
+            head_mixing=form.head_mixing,
+            capture=form.capture,
+        )
+        tensors = {}
+        for m in maps_of(config):
+            shape = (*(() if m.heads is None else (m.heads,)), m.outputs, m.inputs)
+            drawn = torch.randn(shape, device=target.device) / math.sqrt(m.inputs)
+            tensors[f"{m.name}.weight"] = drawn.to(target.dtype)
+        build = partial(PrefixTranslation.build, config, tensors, target, positions)
+        found[name] = build(), build(torch.float32)
     return found
 
 
-def _bare(scene: Scene, mixing: PrefixTranslation) -> Action | None:
-    """The products of all layers alone; only of one group of maps, each of one layer of its own."""
-    weights = [m.weight.transpose(1, 2).flatten(2) for m in mixing.maps[0]]
-    count, inputs, outputs = weights[0].shape
-    alone = len(mixing.groups) == 1 and inputs == scene.states[0].shape[2]
-    if not alone or len(scene.source.layers) < count:
-        return None
-    there: dict[str, Any] = {"device": scene.target.device, "dtype": scene.target.dtype}
-    out = torch.empty(count, scene.num_tokens, outputs, **there)
+@dataclass(frozen=True)
+class Scene:
+    """One pair at one length: what all actions share."""
 
-    def multiply() -> None:
-        for states, stacked in zip(scene.states, weights, strict=True):
-            torch.bmm(states[:count], stacked, out=out)
+    source: ModelSpec
+    target: TorchModel
+    states: tuple[torch.Tensor, torch.Tensor]  # (Ls, n, Hs * Ds) each
+    memory: CacheMemory
+    ids: torch.Tensor
+    num_tokens: int
 
-    return multiply
+    @classmethod
+    def of(cls, source: ModelSpec, target: TorchModel, num_tokens: int) -> Scene:
+        """A scene of random states and tokens."""
+        there: dict[str, Any] = {"device": target.device, "dtype": target.dtype}
+        widths = (source.layers[0].width(side) for side in SIDES)
+        keys, values = (torch.randn(len(source.layers), num_tokens, w, **there) for w in widths)
+        memory = CacheMemory.allocate(target, num_tokens, target.dtype)
+        vocabulary = target.config["vocab_size"]
+        ids = torch.randint(vocabulary, (1, num_tokens + 1), device=target.device)
+        return cls(source, target, (keys, values), memory, ids, num_tokens)
+
+    def given(self, form: MapForm) -> list[torch.Tensor]:
+        """States as a form finds them: after RoPE, in a cache (the same numbers, read anew)."""
+        if form.capture != "post_rope":
+            return list(self.states)
+        dim = self.source.layers[0].key_dim
+        layers, tokens, width = self.states[0].shape
+        return [array.view(layers, width // dim, tokens, dim) for array in self.states]
+
+    def read(self, start: int, end: int, chunk: int) -> torch.Tensor:
+        """Logits of token ``end - 1``, after the cache's first ``start`` tokens."""
+        cache: Any = self.memory.cache(start)
+        hidden = None
+        for begin in range(start, end, chunk):
+            hidden = self.target.run(self.ids[:, begin : min(begin + chunk, end)], cache)
+        assert hidden is not None
+        return self.target.logits(hidden[0, -1:])
+
+    def step(self) -> torch.Tensor:
+        """Logits of the token after the prefix."""
+        return self.read(self.num_tokens, self.num_tokens + 1, 1)
+
+    @torch.no_grad()
+    def error(self, form: MapForm, both: Both, method: str) -> float:
+        """Relative error of a translation's last tokens, the worst side of any layer's.
+
+        Raises:
+            RuntimeError: The translation left something unwritten.
+        """
+        count = min(CHECKED, self.num_tokens)
+        first, given = self.num_tokens - count, self.given(form)
+        for sides in self.memory.arrays:
+            for array in sides:
+                array.fill_(math.nan)
+        both[0](given, self.memory, method=method)
+        exact = CacheMemory.allocate(self.target, count, torch.float32, 0)
+        both[1]([array[..., first:, :].float() for array in given], exact, first, "torch")
+        worst, rooms = 0.0, zip(self.memory.rooms(), exact.rooms(), strict=True)
+        for layer, ((like, mine), (_, theirs)) in enumerate(rooms):
+            for side, ours, whole in zip(SIDES, mine, theirs, strict=True):
+                written = ours[:, :, : like.kept(self.num_tokens)]
+                if written.isnan().any():
+                    raise RuntimeError(f"{method}: some {side} of layer {layer} were not written")
+                off = (written[:, :, -whole.shape[2] :].float() - whole).norm() / whole.norm()
+                worst = max(worst, float(off))
+        return worst
+
+    def fitting_chunk(self, asked: int | None) -> int:
+        """Tokens of a re-prefill's chunks: all of them, halved until memory suffices."""
+        chunk = asked or self.num_tokens
+        while True:
+            try:
+                self.read(0, self.num_tokens, chunk)
+                return chunk
+            except torch.OutOfMemoryError:
+                if chunk == 1:
+                    raise
+            gc.collect()
+            torch.cuda.empty_cache()
+            chunk = -(-chunk // 2)
+
+
+# ---- the times ----------------------------------------------------------------------------------
+
+
+def time_pair(
+    source: tuple[str, Shape],
+    target: tuple[str, Shape],
+    nu: int,
+    settings: SwitchSettings,
+) -> Iterator[dict[str, Any]]:
+    """Time a switch between two models, given by names and configs, at each length.
+
+    Raises:
+        KVLingoError: A translation is wrong, which is looked at before it is timed.
+    """
+    spec = source_spec(*source)
+    built = build_target(*target, settings.device, getattr(torch, settings.dtype))
+    forms = translators(spec, built, nu, max(settings.tokens))
+    for num_tokens in settings.tokens:
+        yield time_length(Scene.of(spec, built, num_tokens), forms, settings)
+        gc.collect()
 
 
 @torch.no_grad()
 def time_length(
-    scene: Scene, forms: Mapping[str, Both], rate: Mapping[str, float], settings: SwitchSettings
+    scene: Scene, forms: Mapping[str, Both], settings: SwitchSettings
 ) -> dict[str, Any]:
     """All rows of one pair at one length."""
-    timed, mixing = _translations(scene, forms, settings), forms["mixing"][0]
-    actions, details = timed.actions, timed.details
-    if (bare := _bare(scene, mixing)) is not None:
-        actions["bare products"] = bare
-        details["bare products"] = {"flops": mixing.flops(scene.num_tokens)}
-    translate = actions[timed.fastest["mixing"]]
-    chunk = _fitting_chunk(scene, settings.prefill_chunk)
-    paths: dict[str, Action] = {
+    actions, details, fastest = _translations(scene, forms, settings)
+    mixing, device = forms["mixing"][0], settings.device
+    translate = actions[fastest["mixing"]]
+    chunk = scene.fitting_chunk(settings.prefill_chunk)
+    phases: dict[str, Action] = {
+        "translation": translate,
         "step": scene.step,
         "switch": lambda: (translate(), scene.step()),
-        "re-prefill": functools.partial(scene.read, 0, scene.num_tokens, chunk),
+        "re-prefill": partial(scene.read, 0, scene.num_tokens, chunk),
     }
-    for name, action in paths.items():
-        clock.warmed_up(action, settings.device)
-        actions[name] = action
-    phases = {"translation": translate, **paths}
-    extra = {name: clock.extra_bytes(a, settings.device) for name, a in phases.items()}
-    refused = _graphs(phases, actions) if settings.device != "cpu" and settings.graphs else {}
+    actions |= {name: phases[name] for name in ("step", "switch", "re-prefill")}
+    extra = {name: extra_bytes(action, device) for name, action in phases.items()}
+    refused = _graphs(phases, actions) if device != "cpu" and settings.graphs else {}
     if "translation (graph)" in actions:
-        details["translation (graph)"] = details[timed.fastest["mixing"]]
+        details["translation (graph)"] = details[fastest["mixing"]]
     times = _in_turns(actions, settings)
     held = {
         "weights": nbytes(*scene.target.model.parameters()),
@@ -260,89 +314,64 @@ def time_length(
     }
     return {
         "tokens": scene.num_tokens,
-        "fastest": timed.fastest,
+        "fastest": fastest,
         "prefill_chunk": chunk,
-        "rows": _rows(times, details, rate),
-        "ratios": _ratios(times),
+        "rows": {name: details.get(name, {}) | found for name, found in times.items()},
         "held_bytes": held,
         "extra_bytes": extra,
-        "peak_bytes": peaks(held, extra),
         "not_captured": refused,
     }
 
 
-def _fitting_chunk(scene: Scene, asked: int | None) -> int:
-    """Tokens of a re-prefill's chunks: all of them, halved until memory suffices."""
-    chunk = asked or scene.num_tokens
-    while True:
-        try:
-            scene.read(0, scene.num_tokens, chunk)
-            return chunk
-        except torch.OutOfMemoryError:
-            if chunk == 1:
-                raise
-        gc.collect()
-        torch.cuda.empty_cache()
-        chunk = -(-chunk // 2)
+def _translations(
+    scene: Scene, forms: Mapping[str, Both], settings: SwitchSettings
+) -> tuple[dict[str, Action], dict[str, dict[str, Any]], dict[str, str]]:
+    """Every form by its fastest method, checked; what is known of each; their names by form."""
+    actions, details, names = dict[str, Action](), dict[str, dict[str, Any]](), dict[str, str]()
+    for form, both in forms.items():
+        fast, given = both[0], scene.given(FORMS[form])
+        method = fast.methods[-1]
+        error = scene.error(FORMS[form], both, method)
+        if not error < ERRORS[settings.dtype]:
+            raise KVLingoError(f"{form}, {method}: its relative error is {error:.1e}")
+        names[form] = name = f"translation: {form}, {method}"
+        actions[name] = partial(fast, given, scene.memory, method=method)
+        details[name] = {
+            "form": form,
+            "way": method,
+            "error": error,
+            "flops": fast.flops(scene.num_tokens),
+            "bytes": nbytes(*scene.states) + scene.memory.nbytes + fast.nbytes,
+        }
+    return actions, details, names
 
 
 def _graphs(phases: Mapping[str, Action], actions: dict[str, Action]) -> dict[str, str]:
-    """Add each phase as a CUDA graph; returns why some are none."""
+    """Add each phase, which has run before, as a CUDA graph; returns why some are none."""
     refused = {}
     for name, action in phases.items():
+        graph = torch.cuda.CUDAGraph()
         try:
-            actions[f"{name} (graph)"] = clock.captured(action)
+            with torch.cuda.graph(graph):
+                action()
         except RuntimeError as error:
             refused[name] = " ".join(str(error).split())[:200]
+        else:
+            actions[f"{name} (graph)"] = graph.replay
     return refused
 
 
-def _in_turns(actions: Mapping[str, Action], settings: SwitchSettings) -> dict[str, list[float]]:
+def _in_turns(actions: Mapping[str, Action], settings: SwitchSettings) -> dict[str, Any]:
+    """Samples of each in seconds, with their median, least and distance between the quartiles."""
     for action in actions.values():
-        clock.warmed_up(action, settings.device)
+        warmed_up(action, settings.device)
     times: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(settings.trials):
         for name, action in actions.items():
-            times[name].append(clock.seconds(action, settings.device))
-    return times
-
-
-def _rows(
-    times: Mapping[str, Sequence[float]],
-    details: Mapping[str, dict[str, Any]],
-    rate: Mapping[str, float],
-) -> dict[str, dict[str, Any]]:
-    rows = {
-        name: {**details.get(name, {}), **clock.summary(found)} for name, found in times.items()
-    }
-    for row in rows.values():
-        for work, best in (("flops", "gemm_flops"), ("bytes", "copy_bytes")):
-            if work in row:
-                share = f"of_{best.split('_')[0]}_rate"
-                row[share] = row[work] / row["median_s"] / rate[best]
-    return rows
-
-
-def _ratios(times: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """A re-prefill's time by a switch's, round by round; of graphs both are graphs."""
+            times[name].append(seconds(action, settings.device))
     found = {}
-    for kind in ("", " (graph)"):
-        if f"switch{kind}" in times and f"re-prefill{kind}" in times:
-            both = zip(times[f"re-prefill{kind}"], times[f"switch{kind}"], strict=True)
-            found[f"re-prefill / switch{kind}"] = [float(slow / quick) for slow, quick in both]
+    for name, samples in times.items():
+        low, middle, high = map(float, np.percentile(samples, (25, 50, 75)))
+        found[name] = {"samples_s": samples, "median_s": middle, "min_s": min(samples),
+                       "iqr_s": high - low}  # fmt: skip
     return found
-
-
-def peaks(held: Mapping[str, int], extra: Mapping[str, int | None]) -> dict[str, int]:
-    """What each phase needs at most, had it nothing in memory but what it uses."""
-    uses = {
-        "translation": ("translator", "states", "cache"),
-        "step": ("weights", "cache"),
-        "switch": ("weights", "translator", "states", "cache"),
-        "re-prefill": ("weights", "cache"),
-    }
-    return {
-        name: more + sum(held[part] for part in uses[name])
-        for name, more in extra.items()
-        if more is not None
-    }

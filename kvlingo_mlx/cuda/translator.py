@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,13 +17,9 @@ from kvlingo_mlx.training.forward import Maps, Operations
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _chosen(array: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    return array[list(rows)]
-
-
 OPERATIONS = Operations(
     joined=lambda arrays: torch.cat(list(arrays), dim=-1),
-    chosen=_chosen,
+    chosen=lambda array, rows: array[list(rows)],
     cast=lambda tensor, like: tensor.to(like.dtype),
     gelu=torch.nn.functional.gelu,
     sigmoid=torch.sigmoid,
@@ -49,10 +45,7 @@ class TorchTranslator:
         return cls(config, tensors)
 
     def layer(self, t: int, states: States, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values of target layer ``t``, (T, width) each, from the source's states.
-
-        Only the tokens from ``start`` on are translated.
-        """
+        """Target layer ``t``'s keys and values (T, width), of source tokens from ``start`` on."""
         return self._maps.layer(self.tensors, t, lambda side, s: states.side(side)[s][start:])
 
     @cached_property

@@ -39,7 +39,6 @@ FILES: dict[str, str] = {
             gemma3 gemma3_text gemma4 gemma4_text gemma4_unified hunyuan_v1_dense llava ministral3
             mistral3 olmo3 phi3
         """,
-        "converted_mla": "converted_mla",
         "latent": """
             deepseek_v2 deepseek_v3 glm4_moe_lite joyai_llm_flash kimi_k2 minicpm3
         """,
@@ -92,11 +91,28 @@ REASONS: dict[str, list[str]] = {
     "its ternary layers run on Metal alone, where it could not be tested": """
         bitnet
     """.split(),
+    "its modules are the laboratory's, not mlx-lm's: import benchmarks.paper.converted_mla.on_mlx "
+    "first, or run `python -m benchmarks.paper.converted_mla VERB ...`": """
+        converted_mla
+    """.split(),
 }
+# Families of models that mlx-lm was told of elsewhere.
+REGISTERED: dict[str, Family] = {}
+
+
+def register(family: Family) -> None:
+    """Support a family of models that are not mlx-lm's own, by its ``model_type``.
+
+    Raises:
+        ValueError: The package has a family of this type.
+    """
+    if family.model_type in known_families():
+        raise ValueError(f"model_type {family.model_type!r} is supported already")
+    REGISTERED[family.model_type] = family
 
 
 def known_families() -> list[str]:
-    """The model types that are supported."""
+    """The model types that are supported, without those that were registered."""
     return sorted({*ROWS, *FILES}, key=str.lower)
 
 
@@ -106,8 +122,9 @@ def family_of(model_type: str) -> Family:
     Raises:
         UnsupportedModelError: It is not supported; the message says why and lists those that are.
     """
-    if model_type in ROWS:
-        return ROWS[model_type]
+    rows = ROWS | REGISTERED
+    if model_type in rows:
+        return rows[model_type]
     if model_type in FILES:
         module = importlib.import_module(f"{__name__}.{FILES[model_type]}")
         families: dict[str, Family] = module.FAMILIES

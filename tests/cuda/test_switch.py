@@ -14,19 +14,14 @@ from tests.support import ROOT
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from kvlingo_mlx.cuda import scene as scenes  # noqa: E402
+from benchmarks.paper.timing import gpu  # noqa: E402
+from benchmarks.paper.timing.widths import PAIRS, shape_of  # noqa: E402
 from kvlingo_mlx.cuda import switch  # noqa: E402
-from kvlingo_mlx.cuda.agreement import check_agreement  # noqa: E402
-from kvlingo_mlx.cuda.shapes import (  # noqa: E402
-    FORMS,
-    PAIRS,
-)
-from kvlingo_mlx.cuda.translation import (  # noqa: E402
-    CacheMemory,
-    PrefixTranslation,
-)
+from kvlingo_mlx.cuda.families import check_agreement  # noqa: E402
+from kvlingo_mlx.cuda.switch import FORMS, Scene, translators  # noqa: E402
+from kvlingo_mlx.cuda.translation import CacheMemory, PrefixTranslation  # noqa: E402
 from kvlingo_mlx.errors import KVLingoError  # noqa: E402
-from tests.support.gpu_scenes import made  # noqa: E402
+from tests.support.gpu_scenes import made, read  # noqa: E402
 
 BENCHMARKS = ROOT / "benchmarks"
 TRIAL = {"device": "cpu", "dtype": "float32", "gemm": 16, "trials": 2}
@@ -44,7 +39,7 @@ TARGETS = ("tiny-l", "tiny-moe", "tiny-gemma-s", "tiny-gemma-l")
 def test_widths_are_the_released_ones(name: str, billions: float) -> None:
     """All parameters of the text model, by transformers' own class; one number off would show."""
     with torch.device("meta"):
-        config = scenes.config_of(scenes.shape_of(name))
+        config = switch.config_of(shape_of(name))
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=5e-4)
 
@@ -54,22 +49,21 @@ def test_transformers_runs_a_shape_as_its_config_says(name: str) -> None:
     """Windows and rotations, by the check that a released model goes through."""
     target = made(name)
     check_agreement(target.family, target.model, target.config, name)
-    spec = scenes.source_spec(name, None)
-    assert spec.layers == target.spec().layers
+    assert read(name).layers == target.spec().layers
 
 
 # ---- what is checked --------------------------------------------------------------------------
 
 
 def test_what_is_not_written_is_found() -> None:
-    target, source = made("tiny-gemma-l"), scenes.source_spec("tiny-gemma-s", None)
-    fast, exact = scenes.translators(source, target, 1, 21)["mixing"]
-    scene, form = scenes.Scene.of(source, target, 21), FORMS["mixing"]
+    target, source = made("tiny-gemma-l"), read("tiny-gemma-s")
+    fast, exact = translators(source, target, 1, 21)["mixing"]
+    scene, form = Scene.of(source, target, 21), FORMS["mixing"]
     assert scene.error(form, (fast, exact), "torch") < 1e-5
     other = dataclasses.replace(fast, maps=fast.maps[::-1])
     with pytest.raises(ValueError, match="do not fit this translator"):
         scene.error(form, (other, exact), "torch")
-    planted = scenes.translators(source, target, 1, 21)["mixing"][0]
+    planted = translators(source, target, 1, 21)["mixing"][0]
     assert scene.error(form, (planted, exact), "torch") > 0.5
 
     def lazy(states: Any, memory: CacheMemory, **options: Any) -> None:
@@ -84,12 +78,10 @@ def test_what_is_not_written_is_found() -> None:
 
 
 def test_what_is_measured() -> None:
-    settings = switch.SwitchSettings(**TRIAL, tokens=(9, 21), prefill_chunk=10)
+    settings = gpu.PairSettings(**TRIAL, tokens=(9, 21), prefill_chunk=10)
     pairs = ["tiny-s:tiny-l", "tiny-l:tiny-s", "tiny-gemma-s:tiny-gemma-l", "tiny-s:tiny-moe"]
     told: list[tuple[str, int]] = []
-    results = switch.time_pairs(
-        pairs, settings, lambda pair, one: told.append((pair, one["tokens"]))
-    )
+    results = gpu.time_pairs(pairs, settings, lambda pair, one: told.append((pair, one["tokens"])))
     assert told == [(pair, n) for pair in pairs for n in (9, 21)]
     assert json.loads(json.dumps(results)) == results and list(results["plans"]) == pairs
     widths = {"tiny-s:tiny-l": 3 * 32 * 32, "tiny-l:tiny-s": 2 * 32 * 32}
@@ -100,7 +92,7 @@ def test_what_is_measured() -> None:
             rows = length["rows"]
             named = {f"translation: {form}, torch" for form in forms}
             named |= {"step", "switch", "re-prefill"}
-            assert set(rows) == named | ({"bare products"} if pair == "tiny-l:tiny-s" else set())
+            assert set(rows) == named
             assert all(len(row["samples_s"]) == 2 for row in rows.values())
             assert all(row.get("error", 0) < 1e-5 for row in rows.values())
             if pair in widths:
@@ -142,7 +134,6 @@ def test_the_script_is_a_thin_caller(
         (["--pairs", "gemma-3-4b:gemma-3-12b", "--layers", "3"], "layers is 3; of gemma-3-4b:"),
         (["--trials", "0"], "trials holds 0"),
         (["--tokens", "0"], "tokens holds 0"),
-        (["--methods", "products"], "invalid choice: 'products'"),
         (["--vllm", "--pairs", "tiny-s:tiny-l", "--tokens", "9"], "vLLM cannot be imported here"),
     ):
         with pytest.raises(SystemExit):
@@ -154,7 +145,7 @@ def test_without_a_gpu_it_is_refused_before_anything_is_made() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(KVLingoError, match="no CUDA GPU here; run this on a machine that has one"):
-        switch.time_pairs(PAIRS["tab:cost"], switch.SwitchSettings())
+        gpu.time_pairs(PAIRS["tab:cost"], gpu.PairSettings())
 
 
 def test_a_run_that_fails_keeps_what_it_had(

@@ -19,9 +19,8 @@ from kvlingo_mlx.backend import mx  # noqa: E402
 
 from kvlingo_mlx import caches  # noqa: E402
 from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
-from kvlingo_mlx.cuda import scene as scenes  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
-from kvlingo_mlx.cuda.shapes import FORMS, MapForm, ends_of, forms_of  # noqa: E402
+from kvlingo_mlx.cuda.switch import FORMS, MapForm, Scene, forms_between, translators  # noqa: E402
 from kvlingo_mlx.cuda.translation import (  # noqa: E402
     METHODS,
     CacheMemory,
@@ -36,7 +35,7 @@ from kvlingo_mlx.loading.models import load  # noqa: E402
 from kvlingo_mlx.models.states import KVStates  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.translators import build  # noqa: E402
-from tests.support.gpu_scenes import made  # noqa: E402
+from tests.support.gpu_scenes import ends_of, made, read  # noqa: E402
 
 # Triton's interpreter runs kernels on a CPU where TRITON_INTERPRET=1 is set, slowly.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -110,17 +109,15 @@ def translator(
 def test_translations_equal_a_loop(pair: str, nu: int) -> None:
     """All forms. Of 5 tokens no window forgets any; of 21 each does."""
     names = ends_of(pair)
-    target, source = made(names[1]), scenes.source_spec(names[0], None)
-    for form in forms_of(*names).values():
+    target, source = made(names[1]), read(names[0])
+    for form in forms_between(source.layers, target.geometry.layers).values():
         config, tensors = translator(source, target, form, nu)
         for tokens in (5, 21):
             fast = PrefixTranslation.build(config, tensors, target, tokens, torch.float64)
             memory = CacheMemory.allocate(target, tokens, torch.float64)
             for array in (array for sides in memory.arrays for array in sides):
                 array.fill_(math.nan)
-            given = [
-                array.double() for array in scenes.Scene.of(source, target, tokens).given(form)
-            ]
+            given = [array.double() for array in Scene.of(source, target, tokens).given(form)]
             fast(given, memory)
             rows = [a if a.ndim == 3 else a.transpose(1, 2).flatten(2) for a in given]
             wanted = loops(config, tensors, [a.numpy() for a in rows], target)
@@ -180,7 +177,7 @@ def test_a_model_goes_on_from_its_own_translated_states(name: str) -> None:
     eye = torch.eye(config.target.layers[0].key_width)
     tensors = dict.fromkeys(expected_shapes(config, ()), eye)
     fast = PrefixTranslation.build(config, tensors, target, tokens)
-    scene = scenes.Scene.of(target.spec(), target, tokens)
+    scene = Scene.of(target.spec(), target, tokens)
     ids = scene.ids[0].tolist()
     states = target.states(ids[:-1])
     with torch.no_grad():
@@ -194,9 +191,9 @@ def test_a_model_goes_on_from_its_own_translated_states(name: str) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    target, source = made("tiny-l"), scenes.source_spec("tiny-s", None)
-    fast, _ = scenes.translators(source, target, 1, 9)["mixing"]
-    scene = scenes.Scene.of(source, target, 9)
+    target, source = made("tiny-l"), read("tiny-s")
+    fast, _ = translators(source, target, 1, 9)["mixing"]
+    scene = Scene.of(source, target, 9)
     keys, values = scene.states
     for wrong in ((keys[:1], values), (keys[..., :16], values), (keys, values.double())):
         with pytest.raises(ValueError, match="do not fit"):
@@ -227,13 +224,13 @@ def test_the_kernel_equals_plain_pytorch(
         sizes, device = (37,), "cpu"
     for pair in ("tiny-s:tiny-l", "tiny-gemma-s:tiny-gemma-l"):
         names = ends_of(pair)
-        if form not in forms_of(*names):
-            continue
         target = made(names[1], getattr(torch, dtype), device)
-        source = scenes.source_spec(names[0], None)
-        both = scenes.translators(source, target, nu, max(sizes))[form]
+        source = read(names[0])
+        if form not in forms_between(source.layers, target.geometry.layers):
+            continue
+        both = translators(source, target, nu, max(sizes))[form]
         for tokens in sizes:
-            scene = scenes.Scene.of(source, target, tokens)
+            scene = Scene.of(source, target, tokens)
             most = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
             assert scene.error(FORMS[form], both, "fused") < most
 

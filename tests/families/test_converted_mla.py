@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,10 +19,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from safetensors.numpy import load_file
 
+import benchmarks.paper.converted_mla.on_mlx  # noqa: F401  (registers the family)
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.embedded.dialogues import for_fitting, held_out
 from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.families import family_of, register
 from kvlingo_mlx.tokenization.samples import Sample, tokenise
 from tests.support import ROOT, repository_tools, tiny
 from tests.support.identity import identity_of
@@ -278,6 +281,19 @@ def test_a_config_that_does_not_fit_is_refused(
     folder = rewritten(convert(rank=64, rotary=64), tmp_path / "other", **more)
     with pytest.raises(kv.MissingModelError, match=said):
         kv.load(folder)
+
+
+def test_the_package_alone_names_what_to_import(convert: Convert) -> None:
+    folder = convert(rank=64, rotary=64)
+    for side, code in (
+        ("on_mlx", f"import kvlingo_mlx as kv; kv.load({str(folder)!r})"),
+        ("on_torch", f"from kvlingo_mlx.cuda import model; model.load({str(folder)!r})"),
+    ):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        said = done.stderr.splitlines()[-1]
+        assert f"import benchmarks.paper.converted_mla.{side} first" in said, said
+        with pytest.raises(ValueError, match="'qwen3' is supported already"):
+            register(replace(family_of("qwen3")))
 
 
 def test_what_cannot_be_converted(tool: ModuleType, convert: Convert, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
     """The tiny models are what PyTorch takes them for, so mlx-lm's reading is no accident."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    pytest.importorskip("kvlingo_mlx.cuda.converted_mla")  # registered
+    pytest.importorskip("benchmarks.paper.converted_mla.on_torch")  # registered
     model_type, options = tiny.FAMILIES[name]
     folder = tiny.write_tiny_model(tmp_path / name, model_type, **options)
     auto = transformers.AutoModelForCausalLM

@@ -61,7 +61,7 @@ AHEAD = {("llama", "window, listed"), ("ministral3", "window, listed")}
 # What transformers runs for none of ours, or under names of weights that mlx-lm does not read.
 # The rotations of most are held below by what mlx-lm builds.
 NOT_COMPARED = {
-    "afmoe", "apertus", "converted_mla", "deepseek", "ernie4_5_moe", "gemma3", "gemma4",
+    "afmoe", "apertus", "deepseek", "ernie4_5_moe", "gemma3", "gemma4",
     "gemma4_unified", "glm4_moe_lite", "gpt_oss", "hunyuan_v1_dense", "joyai_llm_flash", "kimi_k2",
     "Klear", "llava", "mimo", "minicpm", "minicpm3", "minimax", "mistral3", "pixtral",
     "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "solar_open", "telechat3", "xverse",

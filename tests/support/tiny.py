@@ -7,6 +7,7 @@ so that reading them is tested too.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import math
 import re
@@ -89,6 +90,7 @@ def write_tiny_model(
     }
     if model_type == "converted_mla":
         config = _listed(config) | config
+        importlib.import_module("benchmarks.paper.converted_mla.on_mlx")  # registers the family
     tokenizer = byte_tokenizer()
     config["eos_token_id"] = tokenizer.token_to_id("<|im_end|>")
     config["pad_token_id"] = tokenizer.token_to_id("<|endoftext|>")

@@ -30,7 +30,7 @@ import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx.cli import run  # noqa: E402
 from kvlingo_mlx.cuda import gradients  # noqa: E402
 from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
-from kvlingo_mlx.cuda.losses import loss_of  # noqa: E402
+from kvlingo_mlx.cuda.gradients import loss_of  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.cuda.translator import TorchTranslator  # noqa: E402
 from kvlingo_mlx.errors import (  # noqa: E402
@@ -235,7 +235,7 @@ def test_objectives_equal_plain_sums(
     monkeypatch: pytest.MonkeyPatch, name: str, weight: float
 ) -> None:
     """In float64, in blocks of three tokens, against the formulas written out."""
-    monkeypatch.setattr("kvlingo_mlx.cuda.losses.BLOCK", 3)
+    monkeypatch.setattr("kvlingo_mlx.cuda.gradients.BLOCK", 3)
     generator = torch.Generator().manual_seed(0)
     student, teacher, head = (
         torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -557,7 +557,7 @@ import torch
 sys.path.insert(0, {root!r})
 torch.set_num_threads(1)
 from tests.support.trainings import Random, Recipe, TrainingPlan, Trainer, torch_model
-from kvlingo_mlx.cuda.distributed import join, leave
+from kvlingo_mlx.cuda.runtime import join, leave
 group = join("cpu")
 models = [torch_model.load(f, dtype=torch.float32) for f in {folders!r}]
 recipe = Recipe(steps=4, batch=3, learning_rates=(1e-2,), validate_every=2)

@@ -21,11 +21,12 @@ pytest.importorskip("transformers")
 from safetensors.numpy import load_file  # noqa: E402
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration  # noqa: E402
 
+import benchmarks.paper.converted_mla.on_torch  # noqa: E402, F401  (registers the family)
 import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
-from kvlingo_mlx.cuda.attention import attention_mass  # noqa: E402
 from kvlingo_mlx.cuda.gradients import conversation_loss, read  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
+from kvlingo_mlx.cuda.pair import attention_mass  # noqa: E402
 from kvlingo_mlx.cuda.translator import TorchTranslator  # noqa: E402
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError  # noqa: E402
 from kvlingo_mlx.format.geometry import CacheGeometry  # noqa: E402

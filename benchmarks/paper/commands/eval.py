@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -36,6 +37,8 @@ def command(options: PaperEvalOptions) -> None:
     """Compare caches on the paper's benchmarks: the package's eval, and what it leaves out."""
     if launched():
         raise ValueError("eval runs in one process; start it without mlx.launch")
+    side = "on_mlx" if options.device == "mlx" else "on_torch"
+    importlib.import_module(f"benchmarks.paper.converted_mla.{side}")  # registers the family
     if options.turns is not None:
         from benchmarks.paper.commands.eval_turns import hold
 

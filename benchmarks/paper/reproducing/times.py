@@ -14,6 +14,7 @@ from benchmarks.paper.reproducing.results import Line, Result
 from benchmarks.paper.reproducing.tables import Table, tables
 from benchmarks.paper.reproducing.work import Work
 from benchmarks.paper.timing.laid_out import laid_out
+from benchmarks.paper.timing.widths import PAIRS
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.reporting import measure
 
@@ -121,17 +122,14 @@ def _bench(label: str, work: Work) -> list[Record]:
 
 def _switch(label: str, work: Work) -> list[Record]:
     """A record of ``cuda_switch``."""
-    from kvlingo_mlx.cuda import switch
-    from kvlingo_mlx.cuda.shapes import PAIRS
+    from benchmarks.paper.timing import gpu
 
-    pairs, settings = PAIRS[label], switch.SwitchSettings()
+    pairs, settings = PAIRS[label], gpu.PairSettings()
     if work.tiny:
         pairs = ("tiny-s:tiny-l",)
-        settings = switch.SwitchSettings(
-            device="cpu", dtype="float32", tokens=(40,), gemm=64, trials=2
-        )
-    results = switch.time_pairs(pairs, settings, lambda pair, _: work.heard.progress(pair))
-    return [_record("cuda_switch", switch.config_of_record(pairs, settings), results)]
+        settings = gpu.PairSettings(device="cpu", dtype="float32", tokens=(40,), gemm=64, trials=2)
+    results = gpu.time_pairs(pairs, settings, lambda pair, _: work.heard.progress(pair))
+    return [_record("cuda_switch", gpu.config_of_record(pairs, settings), results)]
 
 
 def _served(label: str, work: Work) -> list[Record]:

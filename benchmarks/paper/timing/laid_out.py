@@ -15,7 +15,7 @@ from benchmarks.paper.timing.paper import BUDGET, LENGTHS, STATED
 from benchmarks.paper.timing.phases import SPEEDS
 from benchmarks.paper.timing.reference import differences, each
 from benchmarks.paper.timing.vllm_serving import SERVED_ROWS
-from kvlingo_mlx.cuda.shapes import PAIRS, TOKENS
+from benchmarks.paper.timing.widths import PAIRS, TOKENS
 from kvlingo_mlx.reporting.measure import median
 
 Record = Mapping[str, Any]

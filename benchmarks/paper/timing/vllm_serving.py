@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.cuda.shapes import SHAPES, TOKENS
+from benchmarks.paper.timing.widths import SHAPES, TOKENS, shape_of
 from kvlingo_mlx.errors import MissingExtraError
 
 # The table's rows, and the shapes that are served.
@@ -95,7 +95,7 @@ def time_models(
     """Time models one after the other; returns the results of a record of kind ``cuda_vllm``.
 
     Args:
-        names: Of :data:`~kvlingo_mlx.cuda.shapes.SHAPES`; default :data:`SERVED`.
+        names: Of :data:`~.widths.SHAPES`; default :data:`SERVED`.
         serving: How they are timed.
         listen: Called with each model and length's findings as they come.
 
@@ -137,7 +137,7 @@ def config_of_record(names: Sequence[str], serving: Serving) -> dict[str, Any]:
 
 def write_config(name: str, folder: Path) -> None:
     """A folder that vLLM takes for a model's: its config.json alone."""
-    from kvlingo_mlx.cuda.scene import config_of, shape_of
+    from kvlingo_mlx.cuda.switch import config_of
 
     shape = shape_of(name)
     config = config_of(shape)

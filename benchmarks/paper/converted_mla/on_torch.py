@@ -1,7 +1,6 @@
-"""transformers' side of models that ``tools/convert_mla.py`` made (docs/decisions/023).
+"""transformers' side of converted models: what ``on_mlx`` computes through MLX.
 
-It computes what ``families/converted_mla.py`` computes through MLX. Importing this file registers
-the model with ``AutoConfig`` and ``AutoModelForCausalLM``, and its family with this room's table.
+Importing this registers them with ``AutoConfig`` and ``AutoModelForCausalLM``, and for training.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
 )
 
+from benchmarks.paper.converted_mla import MODEL_TYPE
 from kvlingo_mlx.cuda.families import FAMILIES, KeysValues, Latent, Positions, places
 from kvlingo_mlx.format.geometry import RopeSpec
 
-MODEL_TYPE = "converted_mla"
-
 
 class ConvertedMLAConfig(Qwen3Config):
-    """Qwen3's settings and those of the latents, as ``families/converted_mla.py`` explains them."""
+    """Qwen3's settings and those of the latents, as ``on_mlx`` explains them."""
 
     model_type = MODEL_TYPE
 

@@ -5,7 +5,7 @@ Gemma-4 is in none of them: no table of the paper times it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from typing import Any
 
 from kvlingo_mlx.timing.shapes import GEOMETRIES, released
@@ -65,31 +65,13 @@ def ends_of(pair: str) -> tuple[str, str]:
     return names[0], names[1]
 
 
+def shape_of(name: str, layers: int | None = None) -> dict[str, Any]:
+    """A shape's config, of at most ``layers`` layers."""
+    depth = min(layers or math.inf, SHAPES[name]["num_hidden_layers"])
+    return {**SHAPES[name], "num_hidden_layers": int(depth)}
+
+
 def nu_of(source: str, target: str) -> int:
     """The source layers that a target layer reads in the paper's recipe of a pair; 1 for others."""
     best = best_of(released(source), released(target))
     return NU if best is None else best.nu
-
-
-@dataclass(frozen=True)
-class MapForm:
-    """A translator's form: where its keys are captured, and whether its maps mix heads."""
-
-    capture: str
-    head_mixing: bool
-
-
-FORMS = {
-    "mixing": MapForm("pre_norm", True),
-    "head-wise": MapForm("pre_norm", False),
-    "mixing, after RoPE": MapForm("post_rope", True),
-}
-
-
-def forms_of(source: str, target: str) -> dict[str, MapForm]:
-    """The forms in which a pair is translated; head-wise maps pair heads evenly, or are left out.
-
-    The paper has none where the two have different numbers of KV heads.
-    """
-    heads = {SHAPES[name]["num_key_value_heads"] for name in (source, target)}
-    return {name: form for name, form in FORMS.items() if form.head_mixing or len(heads) == 1}

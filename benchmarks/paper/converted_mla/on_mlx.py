@@ -1,9 +1,8 @@
-"""Models that ``tools/convert_mla.py`` made: grouped-query attention turned into latent attention.
+"""mlx-lm's side of converted models. Importing this registers them with mlx-lm and the package.
 
 A token is cached as one latent and one rotary key, as in other families of latents. Two things are
 unlike DeepSeek's: queries and keys keep their norm per head, and the rotary key consists of chosen
 pairs of the original heads' numbers, each with its own frequency (docs/decisions/023).
-Importing this file tells mlx-lm of the model; nothing of mlx-lm is changed.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ import mlx_lm.models
 from mlx_lm.models import qwen3
 from mlx_lm.models.base import scaled_dot_product_attention
 
+from benchmarks.paper.converted_mla import MODEL_TYPE
+from kvlingo_mlx import families
 from kvlingo_mlx.families.base import Finish
 from kvlingo_mlx.families.latent import AbsorbedFamily
 from kvlingo_mlx.format.geometry import RopeSpec
-
-MODEL_TYPE = "converted_mla"
 
 
 @dataclass
@@ -277,6 +276,6 @@ class ConvertedMLA(AbsorbedFamily):
         return attention.expanded(values, keys)[0]
 
 
-FAMILIES = {MODEL_TYPE: ConvertedMLA(MODEL_TYPE)}
+families.register(ConvertedMLA(MODEL_TYPE))
 # mlx-lm imports a model's file by this name.
 sys.modules[f"{mlx_lm.models.__name__}.{MODEL_TYPE}"] = sys.modules[__name__]

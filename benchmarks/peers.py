@@ -2,7 +2,6 @@
 
     python benchmarks/peers.py ways --lengths 256 512 1024 2048 --json FILE
     python benchmarks/peers.py fit --json FILE
-    python benchmarks/peers.py figure --json FILE --plot benchmarks/figures/peers.png
 
 ``ways``: on every pair of the zoo, dialogues of about so many tokens with facts to recall, and
 RULER's needles in prompts of that length. Each way fills the target's cache once the source has
@@ -16,8 +15,6 @@ taken in turns, as ratios to native. A summary is no way here: the zoo's models 
 ``fit``: seconds and memory of a closed form at equal source layers and on equal tokens, both
 programs in turns, the reading of the conversations apart from what is solved. Ours also with the
 receipt that ``fit`` measures on conversations of its own; the other program measures none.
-
-``figure``: recall of the question asked against time, of the records in FILE, with the frontier.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.pairing import check_tokenizers
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.reporting import measure, pictures
+from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.timing.switching import interleaved, switch_times
 from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer, to_samples
@@ -297,60 +294,9 @@ def run_fit(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], dict[str
         yield {"k": k}, {"samples_s": found, "peak_bytes": peaks}
 
 
-# ---- the figure -----------------------------------------------------------------------------
-
-MARKS = {"self": "C0", "closed": "C1", "Velox": "C2", "droid": "C3", "reuse": "C4", "last": "C5",
-         "spec": "C6", "native": "black", "hidden": "C7", "shuffled": "C7",
-         "text": "C8"}  # fmt: skip
-
-
-LEGEND = {"self": "self-distilled", "closed": "closed form", "Velox": "VeloxQuant", "text": "text",
-          "droid": "DroidSpeak", "reuse": "verbatim", "last": "a part of the prompt",
-          "spec": "speculative prefill", "native": "native", "hidden": "controls"}  # fmt: skip
-
-
-def draw(args: argparse.Namespace) -> None:
-    """One panel a pair and length: recall of the question asked, by time to the first token."""
-    from matplotlib.lines import Line2D
-    from rendering.peers import by_length, frontier
-
-    found = [json.loads(line) for line in Path(args.json).read_text().splitlines()]
-    panels = [
-        (pair, length, record["results"][length])
-        for pair, lengths in by_length(found).items()
-        for length, record in lengths.items()
-        if length in map(str, args.lengths)
-    ]
-    across = 2
-    down = -(-len(panels) // across)
-    figure = pictures.figure(10, 3.2 * down)
-    for number, (pair, length, rows) in enumerate(panels, 1):
-        axes = figure.add_subplot(down, across, number)
-        for name, row in rows.items():
-            color = next(c for start, c in MARKS.items() if name.startswith(start))
-            axes.errorbar(
-                row["of_native"], row["asked"], row["asked_se"], fmt="o", ms=4, color=color
-            )
-        best = frontier(rows, "asked")
-        axes.plot([rows[n]["of_native"] for n in best], [rows[n]["asked"] for n in best],
-                  color="black", lw=0.8, drawstyle="steps-post")  # fmt: skip
-        for name in best:
-            axes.annotate(name, (rows[name]["of_native"], rows[name]["asked"]), fontsize=6,
-                          xytext=(3, -8), textcoords="offset points")  # fmt: skip
-        axes.set_title(f"{pair.replace(':', ' to ')}, {length} tokens", fontsize=8)
-        axes.set_ylim(-0.05, 1.08)
-        axes.set_xlabel("time to the first token, of native", fontsize=7)
-        axes.set_ylabel("recall of the question", fontsize=7)
-    names = {color: start for start, color in reversed(MARKS.items())}
-    marks = [Line2D([], [], marker="o", ls="", color=color, label=LEGEND[start])
-             for color, start in names.items()]  # fmt: skip
-    figure.legend(handles=marks, loc="outside lower center", ncols=5, fontsize=7)
-    pictures.save(figure, args.plot)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["ways", "fit", "figure"])
+    parser.add_argument("what", choices=["ways", "fit"])
     parser.add_argument("--pairs", nargs="+", default=list(PAIRS))
     parser.add_argument("--zoo", type=Path, default=Path("tests/zoo"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048])
@@ -367,11 +313,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--json", help="append a record for each pair to this file")
-    parser.add_argument("--plot", default="peers.png", help="where `figure` draws")
     args = parser.parse_args()
-    if args.what == "figure":
-        draw(args)
-        return
     mx.random.seed(0)
     names = {
         "ways": "dialogues needles fit_dialogues fit_facts trials".split(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from benchmarks.paper.commands.bench_options import BUDGET, HEALING
+from benchmarks.paper.commands.bench import BUDGET, HEALING
 from benchmarks.paper.evaluation.suites import Benchmark, chosen
 from benchmarks.paper.tasks import JUDGED
 from kvlingo_mlx.cli import needs
@@ -71,11 +71,6 @@ def _judged(tasks: str, suite: str | None, turns: str | None) -> bool:
     return any(name in JUDGED for name in asked)
 
 
-MEMORY_BUDGET = (
-    "source target translator geometry nu quantize native_layers prompt batch "
-    "prefill_step_size plot"
-)
-
 VERBS: dict[str, tuple[Need, ...]] = {
     "analyze": (
         Need("hidden epochs", "mlp", is_set, True),
@@ -113,23 +108,17 @@ VERBS: dict[str, tuple[Need, ...]] = {
              "which measures the times that the plot shows"),
     ),
     "bench": (
-        Need(MEMORY_BUDGET, "table_name", but(BUDGET), "moe-switch",
-             "whose models, maps and cache are the paper's, random"),
-        Need("quantize batch", "table_name", but(HEALING), "moe-switch",
+        Need("source target translator geometry nu quantize prefill_step_size", "table_name",
+             but(BUDGET), "moe-switch", "whose models, maps and cache are the paper's, random"),
+        Need("quantize", "table_name", but(HEALING), "moe-switch",
              "which heals one prompt behind the maps as they are"),
-        Need("batch_sizes", "table_name", among(BUDGET), BUDGET,
-             told=f"but with --table {BUDGET}; give --batch, or leave it out"),
+        Need("batch_sizes", "table_name", among(BUDGET), BUDGET),
         Need("source target translator", "geometry", off, why="whose models and maps are random"),
-        Need("prompt", "geometry", off, why="whose models read random tokens"),
         Need("layers precision", "geometry table_name",
              lambda geometry, table: is_set(geometry) or table == BUDGET,
              "qwen3-4b:qwen3-30b-a3b", "and models from a folder are as they are"),
-        Need("native_layers", "table_name", but("quant"), "moe-switch", "which times no switch"),
-        Need("native_layers decode_tokens", "batch", among(1), 1,
-             "of several prompts at once"),
         Need("decode_tokens", "table_name", among("moe-switch", "all", HEALING, BUDGET),
-             "moe-switch",
-             "which times no decoding"),
+             "moe-switch", "which times no decoding"),
     ),
     "reproduce": (
         Need("labels tiny models translators data text task_data judge steps items seeds device",

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.paper.timing.paper import BUDGET, LENGTHS, STATED
+from benchmarks.paper.timing.paper import BUDGET, LENGTHS, differences
 from benchmarks.paper.timing.phases import SPEEDS
-from benchmarks.paper.timing.reference import differences, each
 from benchmarks.paper.timing.vllm_serving import SERVED_ROWS
 from benchmarks.paper.timing.widths import PAIRS, TOKENS
 from kvlingo_mlx.reporting.measure import median
@@ -68,8 +67,7 @@ def _of_kind(records: Sequence[Record], kind: str) -> list[Record]:
 
 def _otherwise(label: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """How runs differ from what the paper states of a table; each difference once."""
-    found = (str(one) for run in runs for one in differences(STATED[label], run))
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(one for run in runs for one in differences(label, run)))
 
 
 def _machine(record: Record) -> str:
@@ -85,10 +83,7 @@ def _k(tokens: int) -> str:
 
 
 def moe_speed(records: Sequence[Record], lengths: Sequence[int] = LENGTHS) -> Laid:
-    """app:tab:moespeed, from the moe-switch table of records of ``bench``.
-
-    Models with fewer layers give their times at full depth, extrapolated; they have no speeds.
-    """
+    """app:tab:moespeed, from the moe-switch table of records of ``bench`` of whole models."""
     times, runs = _bench_times(records)
 
     def cell(length: int, make: Callable[[Mapping[str, float]], float]) -> Any:
@@ -137,18 +132,22 @@ def _bench_times(records: Sequence[Record]) -> tuple[dict[int, dict[str, float]]
     runs = []
     for record in _of_kind(records, "bench"):
         found = record["results"].get("moe-switch")
-        if not found or not found["timings"]:
-            continue
         config = record["config"]
-        for i, timing in enumerate(found["timings"]):
-            took = {phase: each(timing, phase) for phase in timing["samples"]}
-            if config.get("layers") is not None:
-                took = dict(found["extrapolated"][i])
+        if not found or not found["timings"] or config.get("layers") is not None:
+            continue
+        for timing in found["timings"]:
+            took = {phase: _each(timing, phase) for phase in timing["samples"]}
             times.setdefault(timing["prompt_tokens"], {}).update(took)
         first = found["timings"][0]
         speeds = {"decoded": first.get("decoded")} if SPEEDS[0] in first["samples"] else {}
         runs.append({"machine": _machine(record), **config, **speeds})
     return times, runs
+
+
+def _each(timing: Mapping[str, Any], phase: str) -> float:
+    """A phase's median seconds; of decoding, those for one token."""
+    took = median(timing["samples"][phase])
+    return took / timing["decoded"] if phase in SPEEDS else took
 
 
 def budget(records: Sequence[Record]) -> Laid:

@@ -29,7 +29,6 @@ from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.timing.switching import again, first_token
 from kvlingo_mlx.translators.base import Translator
 
-QUEUED = 2  # steps that mlx-lm runs up to its first token on a CPU: queued work runs at once there
 FEW = 8  # the least tokens over which a decoding speed is measured
 
 
@@ -42,13 +41,11 @@ class Paths:
         translators: By form ("float32", "8 bits"); the first one serves every whole path.
         tokens: The prompt.
         step_size: Tokens per prefill chunk.
+        decoded: The tokens over which decoding speeds are measured.
 
     Attributes:
-        decoded: The tokens over which decoding speeds are measured; it may be set at any time.
         meanwhile: What was decoded while the target read, by phase, run by run.
     """
-
-    batch, decoded = 1, FEW
 
     def __init__(
         self,
@@ -57,12 +54,12 @@ class Paths:
         translators: Mapping[str, Translator],
         tokens: Sequence[int],
         step_size: int = 2048,
+        decoded: int = FEW,
     ) -> None:
         self.source, self.target, self.translators = source, target, translators
-        self.tokens, self.step_size = list(tokens), step_size
-        self._own = make_prompt_cache(source.model)
-        self._first = next(iter(translators.values()))
-        self._kept = self._first.config.state_maps
+        self.tokens, self.step_size, self.decoded = list(tokens), step_size, decoded
+        self.first = next(iter(translators.values()))
+        self._own, self._kept = make_prompt_cache(source.model), self.first.config.state_maps
         self._recorded = self._read()
         self._cache = self.translate()
         self._eager: list[Any] | None = None
@@ -87,6 +84,14 @@ class Paths:
         if name.startswith(HEAL_LAYERS):
             return partial(self.heal_layers, int(name.removeprefix(HEAL_LAYERS)))
         return getattr(self, name)
+
+    def decode(self, name: str, count: int) -> None:
+        """Run a phase that decodes, over ``count`` tokens."""
+        whole, self.decoded = self.decoded, count
+        try:
+            self.phase(name)()
+        finally:
+            self.decoded = whole
 
     def source_prefill(self) -> None:
         """The source reads the prompt and records its keys and values."""
@@ -117,10 +122,10 @@ class Paths:
 
     def translate(self, form: str | None = None) -> list[Any]:
         """A fresh cache of the target from the recorded states, evaluated."""
-        translator = self._first if form is None else self.translators[form]
+        translator = self.first if form is None else self.translators[form]
         length = len(self.tokens) - 1
         with mx.stream(generation_stream):
-            cache = caches.allocate(self.target, length, self.batch)
+            cache = caches.allocate(self.target, length)
             for states in self._recorded:
                 translate_span(cache, states, self.source, self.target, translator, length)
             mx.eval(caches.arrays(cache))
@@ -141,8 +146,8 @@ class Paths:
         with mx.stream(generation_stream):
             cache = make_prompt_cache(self.target.model)
             for states in self._recorded:
-                moved = capture.move(states, self.source, self._first.config.capture)
-                caches.append(cache, self._first(moved), self.target)
+                moved = capture.move(states, self.source, self.first.config.capture)
+                caches.append(cache, self.first(moved), self.target)
                 mx.eval(caches.arrays(cache))
         return cache
 
@@ -154,7 +159,7 @@ class Paths:
 
     def _plan(self, native: Native) -> Plan:
         ends = self.source, self.target
-        return Plan(*ends, self.tokens, self._first, native, step_size=self.step_size)
+        return Plan(*ends, self.tokens, self.first, native, step_size=self.step_size)
 
     def heal_idle(self) -> None:
         """A switch; then the target reads the prompt behind it, and decodes nothing meanwhile."""
@@ -174,7 +179,7 @@ class Paths:
 
     def accelerator(self) -> None:
         """Source prefill, translation and the target's step."""
-        plan = self._plan(native_part(self._first.config, tokens=len(self.tokens) - 1))
+        plan = self._plan(native_part(self.first.config, tokens=len(self.tokens) - 1))
         first_token(self.target, self.tokens[-1:], bring(plan).cache)
 
     def decode_source(self) -> None:
@@ -197,8 +202,3 @@ def head(model: LanguageModel) -> Callable[[mx.array], mx.array]:
     """A text model's output head, tied or not."""
     text = text_of(model)
     return text.lm_head if "lm_head" in text else decoder_of(model).embed_tokens.as_linear
-
-
-def run_head(model: LanguageModel, batch: int = 1) -> None:
-    """Run the output head, the part of a step that does not grow with the model's depth."""
-    mx.eval(head(model)(mx.ones((batch, 1, model.facts["hidden_size"]), model.cache_dtype)))

@@ -68,8 +68,8 @@ ALWAYS = {
                "lengths trials out allow_mismatch json_file",
     "paper eval": "translators config source target native_layers turns baselines limit out "
                   "allow_mismatch json_file",
-    "paper analyze": "source target data translator capture documents tokens random_init cka mlp "
-               "heads seed plot json_file",
+    "paper analyze": "source target data capture documents tokens random_init cka mlp "
+               "heads seed json_file",
     "bench": "models config geometry nu quantize prompt_tokens num_trials time_limit "
              "prefill_step_size plot json_file",
     "paper bench": "models config table_name prompt_tokens num_trials time_limit json_file",

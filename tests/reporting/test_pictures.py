@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.paper.analysis import figures as of_analysis
-from benchmarks.paper.analysis.statistics import HeadAlignment
 from kvlingo_mlx.evaluation import figures as of_evaluation
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.timing import bench
@@ -66,27 +64,6 @@ def test_benchs_times() -> None:
     assert lines["NATIVE"] == [[n, pytest.approx(n / 30)] for n in lengths]
 
 
-def test_heads_are_drawn_as_layers_are() -> None:
-    """Source heads along x, target heads along y, on a scale that noise cannot fill."""
-    rng = np.random.default_rng(0)
-    grid = 0.5 + rng.normal(0, 0.004, (4, 2))  # chance is a half: this is noise
-    grid[1, 0] = 0.9
-    found = HeadAlignment(grid=grid, diagonal=0.5, null=(0.5, 0.01), p=0.4)
-    layers = SimpleNamespace(cka=np.eye(3, 2), summary=SimpleNamespace(contrast=1.0, offset=0.0))
-    sides = ("keys", "values")
-    report: Any = SimpleNamespace(
-        heads={"closed form": dict.fromkeys(sides, found)}, cka=dict.fromkeys(sides, layers)
-    )
-    for axes in of_analysis.heads(report).axes[:2]:
-        (image,) = axes.images
-        assert np.array_equal(image.get_array(), grid.T)  # row 0: the shares of target head 0
-        assert image.get_clim() == (0, 1) and image.get_array().shape == (2, 4)
-        assert (axes.get_xlabel(), axes.get_ylabel()) == ("source head", "target head")
-    for axes in of_analysis.cka(report).axes[:2]:
-        assert (axes.get_xlabel(), axes.get_ylabel()) == ("source layer", "target layer")
-        assert axes.images[0].get_clim() == (0, 1)
-
-
 def edge(picture: Path) -> np.ndarray:
     """The outermost pixels of a picture."""
     image = matplotlib_image.imread(picture)
@@ -95,15 +72,12 @@ def edge(picture: Path) -> np.ndarray:
 
 def test_no_text_is_cut(tmp_path: Path) -> None:
     """Nothing is drawn at a picture's edge, however long a label is; without our saving it is."""
-    found = HeadAlignment(grid=np.full((4, 2), 0.5), diagonal=0.5, null=(0.5, 0.01), p=0.4)
-    report: Any = SimpleNamespace(heads={"closed form": dict.fromkeys(("keys", "values"), found)})
     long = pictures.figure(2.0, 2.0)
     long.add_subplot().set(ylabel="a label that is longer than its axes are high " * 2)
-    for name, figure in (("heads", of_analysis.heads(report)), ("long", long)):
-        figure.savefig(tmp_path / f"{name}-cut.png")
-        pictures.save(figure, tmp_path / f"{name}.png")
-        assert (edge(tmp_path / f"{name}-cut.png") != 1).any()
-        assert (edge(tmp_path / f"{name}.png") == 1).all()
+    long.savefig(tmp_path / "cut.png")
+    pictures.save(long, tmp_path / "whole.png")
+    assert (edge(tmp_path / "cut.png") != 1).any()
+    assert (edge(tmp_path / "whole.png") == 1).all()
 
 
 def mean(value: float) -> Any:

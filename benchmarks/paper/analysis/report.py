@@ -12,17 +12,7 @@ import numpy as np
 
 from benchmarks.paper.analysis import corpus as texts
 from benchmarks.paper.analysis.corpus import Corpus
-from benchmarks.paper.analysis.heads import closed_form_alignment, translator_alignment
-from benchmarks.paper.analysis.linearity import (
-    TOKENS_PER_WIDTH,
-    Bucket,
-    LayerFit,
-    Summary,
-    by_position,
-    fit_layer,
-    summarise,
-    translator_r2,
-)
+from benchmarks.paper.analysis.linearity import LayerFit, Summary, fit_layer, summarise
 from benchmarks.paper.analysis.network import Recipe
 from benchmarks.paper.analysis.random_init import randomly_initialised
 from benchmarks.paper.analysis.states import States, check_memory, collect
@@ -32,6 +22,7 @@ from benchmarks.paper.analysis.statistics import (
     cka_grid,
     correspondence,
     effective_rank,
+    head_alignment,
     spectrum,
     top_share,
 )
@@ -39,11 +30,13 @@ from kvlingo_mlx.format.assignment import by_depth, relative_depth
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.translator_config import CAPTURES, capture_point
-from kvlingo_mlx.loading.pairing import check_pair, check_tokenizers
+from kvlingo_mlx.loading.pairing import check_tokenizers
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.phases import counted
 from kvlingo_mlx.reporting.measure import plain
-from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.stage1.closed_form import Moments, solve
+
+TOKENS_PER_WIDTH = 4  # the map of a layer has, per output, as many unknowns as its input is wide
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ class Settings:
 
     Attributes:
         capture: The capture point of keys: pre_norm, post_norm or post_rope, or latent (MLA). None
-            is the translator's point, else pre_norm, or latent for models that cache latents.
+            is pre_norm, or latent for models that cache latents.
         documents: The number of records to read, from the first on.
         tokens: The number of tokens in all; each document is cut at ``tokens`` / ``documents``.
         seed: The seed of the split by document, the MLPs, the permutations and random weights.
@@ -81,21 +74,11 @@ class Settings:
             raise ValueError(
                 f"capture is {self.capture!r}; it must be one of {', '.join(CAPTURES)}"
             )
-        if self.documents < 2:
-            raise ValueError(
-                f"documents is {self.documents}; it must be at least 2, since some are fitted on "
-                "and others scored"
-            )
-        if self.tokens < self.documents:
-            raise ValueError(
-                f"tokens is {self.tokens}; it must be at least one a document ({self.documents})"
-            )
-        if self.hidden is not None and self.hidden < 1:
-            raise ValueError(f"hidden is {self.hidden}; it must be at least 1")
-        if self.epochs < 1:
-            raise ValueError(f"epochs is {self.epochs}; it must be at least 1")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed is {self.seed}; it must be 0 to 2**32 - 1")
+        least = {"documents": 2, "tokens": self.documents, "hidden": 1, "epochs": 1, "seed": 0}
+        for name, number in least.items():
+            value = getattr(self, name)
+            if value is not None and value < number:
+                raise ValueError(f"{name} is {value}; it must be at least {number}")
 
 
 @dataclass(frozen=True)
@@ -119,19 +102,17 @@ class Report:
     """What two models' caches have in common over one corpus.
 
     Attributes:
-        capture: The capture point of keys, if the settings named one.
+        capture: The capture point of keys.
         documents: The number of documents read.
         fitted: The number of tokens in the documents fitted on.
         scored: The number of tokens in the held-out documents.
         source_layers: For each target layer, the source layer that predicts it: the one at its
             relative depth.
         linearity: By side, for each target layer.
-        summary: By side, the means over layers and the trend.
-        translator: R2 of the given translator's maps by side, for each target layer.
+        summary: By side, the means over layers.
         rank: By model ("source", "target") and side, for each layer.
         cka: By side; empty if not asked for.
-        heads: By map ("closed form", "translator") and side; empty if not asked for.
-        positions: R2 by position.
+        heads: Of the closed form's joint map, by side; empty if not asked for.
         notes: Measurements that were left out or are unreliable, and why; one sentence each.
     """
 
@@ -142,11 +123,9 @@ class Report:
     source_layers: list[int]
     linearity: dict[str, list[LayerFit]]
     summary: dict[str, Summary]
-    translator: dict[str, list[float]]
     rank: dict[str, dict[str, list[Rank]]]
     cka: dict[str, Grid]
-    heads: dict[str, dict[str, HeadAlignment]]
-    positions: list[Bucket]
+    heads: dict[str, HeadAlignment]
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -159,8 +138,6 @@ def analyze(
     target: LanguageModel,
     records: Iterable[Mapping[str, Any]],
     settings: Settings,
-    *,
-    translator: Translator | None = None,
 ) -> Report:
     """Measure what two models' caches have in common (paper: "Motivating measurements").
 
@@ -169,17 +146,13 @@ def analyze(
         target: The model whose cache is wanted.
         records: {"messages": [...]} or {"text": ...}.
         settings: What to measure.
-        translator: A translator whose own maps are scored and aligned beside the closed form's.
 
     Raises:
         ValueError: A bad argument, or no usable text.
-        IncompatibleTranslatorError: The tokenizers differ, or the translator is for another pair.
+        IncompatibleTranslatorError: The tokenizers differ.
     """
     check_tokenizers(source, target, "an analysis compares them token by token")
-    if translator is not None:
-        check_translator(translator, source, target, settings)
-    asked = settings.capture or (translator.config.capture if translator else None)
-    settings = replace(settings, capture=capture_point(source, target, asked))
+    settings = replace(settings, capture=capture_point(source, target, settings.capture))
     corpus = texts.split(
         texts.read(
             records,
@@ -198,7 +171,7 @@ def analyze(
     heads = [{g.kv_heads for g in model.geometry.layers} for model in (source, target)]
     layers = source.geometry.layers, target.geometry.layers
     reads = [own[0] for own in by_depth(*layers).keys]
-    report = compare(read, wanted, corpus, settings, heads, translator, reads)
+    report = compare(read, wanted, corpus, settings, heads, reads)
     return replace(report, notes=[*report.notes, *_of_other_kinds(*layers, reads)])
 
 
@@ -217,32 +190,12 @@ def _of_other_kinds(
     ]
 
 
-def check_translator(
-    translator: Translator, source: LanguageModel, target: LanguageModel, settings: Settings
-) -> None:
-    """Refuse a translator that cannot be scored under ``settings``.
-
-    Raises:
-        ValueError: The settings ask for another capture point, or for random weights.
-        IncompatibleTranslatorError: The translator is for another pair.
-    """
-    check_pair(translator.config, source, target)
-    if settings.random_init:
-        raise ValueError("a translator says nothing about random weights; drop one of the two")
-    if settings.capture not in (None, translator.config.capture):
-        raise ValueError(
-            f"capture is {settings.capture}, but the translator reads and writes "
-            f"{translator.config.capture} keys; drop one of the two"
-        )
-
-
 def compare(
     source: States,
     target: States,
     corpus: Corpus,
     settings: Settings,
     heads: Sequence[set[int]],
-    translator: Translator | None = None,
     reads: Sequence[int] | None = None,
 ) -> Report:
     """All statistics of two models' states over ``corpus``; ``heads`` are their KV heads.
@@ -266,9 +219,9 @@ def compare(
     for side in SIDES if settings.cka else ():
         grid = cka_grid(source.side(side), target.side(side))
         grids[side] = Grid(grid, correspondence(grid))
-    own = {} if translator is None else translator_r2(translator, source, target, corpus.scored)
-    aligned, notes = _align(source, target, source_layers, heads, settings, translator)
-    positions = by_position(source, target, corpus, source_layers, recipe, settings.seed)
+    aligned, notes = dict[str, HeadAlignment](), list[str]()
+    if settings.heads:
+        aligned, notes = _align(source, target, source_layers, heads, settings.seed)
     scored = int(corpus.scored.sum())
     fitted = corpus.num_tokens - scored
     widest = max(x.shape[1] for side in SIDES for x in source.side(side))
@@ -280,17 +233,10 @@ def compare(
         source_layers,
         linearity,
         {side: summarise(linearity[side]) for side in SIDES},
-        own,
         rank,
         grids,
         aligned,
-        positions,
-        [
-            *_scarce(fitted, widest),
-            *_unfinished(linearity, settings.epochs),
-            *notes,
-            *_skipped(positions),
-        ],
+        [*_scarce(fitted, widest), *_unfinished(linearity, settings.epochs), *notes],
     )
 
 
@@ -304,31 +250,43 @@ def _align(
     target: States,
     source_layers: Sequence[int],
     heads: Sequence[set[int]],
-    settings: Settings,
-    translator: Translator | None,
-) -> tuple[dict[str, dict[str, HeadAlignment]], list[str]]:
-    """Head alignments, and notes on those left out."""
-    if not settings.heads:
-        return {}, []
+    seed: int,
+) -> tuple[dict[str, HeadAlignment], list[str]]:
+    """Which heads the closed form's joint map aligns, by side; or a note on why not."""
     if any(len(counts) > 1 for counts in heads):
         return {}, ["no head alignment: the layers of a model differ in their KV heads"]
-    counts = (min(heads[0]), min(heads[1]))
-    notes = []
+    counts, notes = (min(heads[0]), min(heads[1])), []
     if counts[0] != counts[1]:
         notes.append(
             f"{counts[0]} source heads have no counterparts of their own among {counts[1]} target "
             "heads: the grid shows where they go, its diagonal and p say little"
         )
-    joint = closed_form_alignment(source, target, source_layers, counts, settings.seed)
-    if translator is None:
-        return {"closed form": joint}, notes
-    config = translator.config
-    if not config.head_mixing or config.joint or config.kind == "mlp":
-        why = "has no linear map of each side" if config.head_mixing else "is head-wise"
-        notes.append(f"no head alignment of the translator: it {why}")
-        return {"closed form": joint}, notes
-    own = translator_alignment(translator, counts, settings.seed)
-    return {"closed form": joint, "translator": own}, notes
+    return closed_form_alignment(source, target, source_layers, counts, seed), notes
+
+
+def closed_form_alignment(
+    source: States,
+    target: States,
+    source_layers: Sequence[int],
+    heads: tuple[int, int],
+    seed: int,
+) -> dict[str, HeadAlignment]:
+    """The alignment of the closed-form joint map [K; V] fitted on all tokens, by side.
+
+    ``source_layers`` are those that the target layers read, ``heads`` both models' KV heads, and
+    ``seed`` is that of the null's permutations.
+    """
+    maps: dict[str, list[np.ndarray]] = {side: [] for side in SIDES}
+    for layer, source_layer in enumerate(counted("aligning heads", source_layers)):
+        x = [source.side(side)[source_layer] for side in SIDES]
+        y = [target.side(side)[layer] for side in SIDES]
+        moments = Moments(x[0].shape[1] + x[1].shape[1], y[0].shape[1] + y[1].shape[1])
+        moments.add(np.concatenate(x, axis=1), np.concatenate(y, axis=1))
+        weight = solve(moments).weight
+        keys_in, keys_out = x[0].shape[1], y[0].shape[1]
+        maps["keys"].append(weight[:keys_out, :keys_in])
+        maps["values"].append(weight[keys_out:, keys_in:])
+    return {side: head_alignment(maps[side], *heads, seed=seed) for side in SIDES}
 
 
 def _scarce(fitted: int, widest: int) -> list[str]:
@@ -348,13 +306,4 @@ def _unfinished(linearity: Mapping[str, Sequence[LayerFit]], epochs: int) -> lis
     return [
         f"{count} of {len(fits)} MLPs were best after their last epoch ({epochs}), so more can be "
         "explained than they do; raise --epochs"
-    ]
-
-
-def _skipped(positions: Sequence[Bucket]) -> list[str]:
-    return [
-        f"no R2 for positions {b.start} to {b.stop - 1}: {b.available} tokens to fit on and "
-        f"{b.scored} to score are too few; raise --tokens or lower --documents"
-        for b in positions
-        if b.linearity is None
     ]

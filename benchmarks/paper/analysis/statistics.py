@@ -21,22 +21,15 @@ RIDGE = 1e-3  # relative to the mean diagonal of the inputs' Gram matrix (paragr
 # ---- layer correspondence ---------------------------------------------------------------
 
 
-def cka(x: np.ndarray, y: np.ndarray) -> float:
-    """Linear centred kernel alignment of two point clouds over the same tokens.
-
-    It is ||X^T Y||_F^2 / (||X^T X||_F ||Y^T Y||_F), with X and Y centred. It is 1 for clouds that
-    differ by an orthogonal map and a scale, and NaN if a cloud is a single point.
-    """
-    return float(cka_grid([x], [y])[0, 0])
-
-
 def cka_grid(
     source: Sequence[np.ndarray],
     target: Sequence[np.ndarray],
 ) -> np.ndarray:
-    """CKA of every target layer (rows) with every source layer (columns).
+    """Linear centred kernel alignment of each target layer (rows) with each source layer (columns).
 
-    Only one layer of each side is in float64 at a time.
+    Of point clouds X and Y over the same tokens it is ||X^T Y||_F^2 / (||X^T X||_F ||Y^T Y||_F),
+    both centred. It is 1 for clouds that differ by an orthogonal map and a scale, and NaN if a
+    cloud is a single point. Only one layer of each side is in float64 at a time.
     """
     own = np.array([_gram_norm(_centred(x)) for x in source])
     rows = []
@@ -132,58 +125,7 @@ def r2(predicted: np.ndarray, y: np.ndarray, mean: np.ndarray) -> float:
     return float(1.0 - ((y - predicted) ** 2).sum() / ((y - mean) ** 2).sum())
 
 
-# ---- trends and differences -------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Spearman:
-    """A rank correlation, and the two-sided p of one at least as large without any relation."""
-
-    rho: float
-    p: float
-
-
-def spearman(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> Spearman:
-    """Spearman's rank correlation of two series of equal length.
-
-    Equal numbers share the mean of their ranks. p is that of Student's t with two degrees of
-    freedom less than there are numbers. Both are NaN for fewer than three numbers, for a series of
-    equal numbers, and where a number is NaN.
-
-    Raises:
-        ValueError: The series differ in length.
-    """
-    if len(x) != len(y):
-        raise ValueError(f"the series have {len(x)} and {len(y)} numbers; they must be as many")
-    ranks = [_ranks(np.asarray(values, np.float64)) for values in (x, y)]
-    size = math.sqrt((ranks[0] ** 2).sum() * (ranks[1] ** 2).sum())
-    if len(x) < 3 or not size > 0:
-        return Spearman(math.nan, math.nan)
-    rho = float(np.clip((ranks[0] * ranks[1]).sum() / size, -1, 1))
-    return Spearman(rho, _correlation_p(rho, len(x) - 2))
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Centred ranks; those of equal values are their mean."""
-    if np.isnan(values).any():
-        return np.full(len(values), np.nan)
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (counts.cumsum() - (counts - 1) / 2)[inverse] - (len(values) + 1) / 2
-
-
-def _correlation_p(rho: float, freedom: int) -> float:
-    """The two-sided p of a correlation: the finite sum for Student's t at whole degrees.
-
-    With t = rho sqrt(freedom / (1 - rho^2)), the sum's angle atan(t / sqrt(freedom)) has the sine
-    rho.
-    """
-    sine, cosine, odd = abs(rho), math.sqrt(1 - rho**2), freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for power in range(odd, freedom - 1, 2):
-        total += term
-        term *= (power + 1) / (power + 2) * cosine**2
-    within = 2 / math.pi * (math.asin(sine) + sine * total) if odd else sine * total
-    return max(0.0, 1 - within)
+# ---- differences ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -228,8 +228,8 @@ def test_bench_of_a_geometry(
     assert bool(bfloat) == on_gpu()
     words += ["--nu", "1", "--layers", "2", "--quantize", "none", "--table", "quant"]
     assert [r["config"]["nu"] for r in bench(tmp_path, *words)[1]] == [1]
-    assert bench(tmp_path, *words[:-2], "--layers", "1", "--nu", "2")[0] == 2
-    assert "nu is 2; qwen3-4b has 1 layers here" in capsys.readouterr().err
+    assert bench(tmp_path, *words, "--nu", "3")[0] == 2
+    assert "nu is 3; qwen3-4b has 2 layers here" in capsys.readouterr().err
     assert bench(tmp_path, *words, "--time-limit", "1e-9")[0] == 2
     assert "1e-09, and the shortest measurement takes longer" in capsys.readouterr().err
 

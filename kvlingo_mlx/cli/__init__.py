@@ -41,18 +41,15 @@ MOVED = {
     "analyze": f"{PAPER} analyze",
     **{
         f"eval --{option}": f"{PAPER} eval --{option}"
-        for option in "suite turns switch-at judge judge-prompts profile-data".split()
+        for option in "suite turns switch-at judge judge-prompts".split()
     },
     **{
         f"bench --{option}": f"{PAPER} bench --{option}"
-        for option in "reference batch-sizes table native-layers batch decode-tokens prompt".split()
+        for option in "batch-sizes table decode-tokens".split()
     },
     "tune --droidspeak": f"{PAPER} eval --baselines",
     "tune -c droidspeak": f"{PAPER} eval --baselines",
-    **{
-        f"bench -c {key}": f"{PAPER} bench --{key.replace('_', '-')}"
-        for key in "batch decode_tokens prompt".split()
-    },
+    "bench -c decode_tokens": f"{PAPER} bench --decode-tokens",
 }
 
 

@@ -115,20 +115,16 @@ def test_pictures_say_of_which_models_they_are(
     monkeypatch.setattr(pictures, "save_all", seen)
     pair = ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
     out = ["--out", str(tmp_path / "scores.jsonl"), "--limit", "2"]
-    small = ["--documents", "8", "--tokens", "512", "--no-mlp"]
     commands = [
         ["bench", *pair, "-p", "16", "-n", "1", "--plot", str(tmp_path / "bench.png")],
         ["eval", *pair, *out, "--compare", "--plot", str(tmp_path / "eval.svg")],
         ["tune", *pair, *out, "-c", "trials=1", "--native-layers", "0", "--plot",
          str(tmp_path / "tune.png")],
-        ["paper analyze", *pair, *small, "--plot", str(tmp_path), "--random-init"],
     ]  # fmt: skip
     for command in commands:
         assert run(command) == 0
     title = "tiny-qwen3-s to tiny-qwen3-l"
-    assert drawn.pop("bench.png") == drawn.pop("eval.svg") == drawn.pop("tune.png") == title
-    assert {"cka.png", "heads.png", "r2.png", "rank.png"} <= set(drawn)
-    assert set(drawn.values()) == {f"{title}, random weights"}
+    assert drawn == dict.fromkeys(("bench.png", "eval.svg", "tune.png"), title)
     assert pictures.pair("/models/a", "Qwen/Qwen3-4B") == "a to Qwen/Qwen3-4B"
 
 

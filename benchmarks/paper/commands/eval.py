@@ -118,14 +118,12 @@ class Benchmarks(packages.Addition):
         return self.line
 
     def _spelt(self, spec: str, models: Models) -> str:
-        """A baseline, with DroidSpeak's layers chosen on ``--profile-data`` or on dialogues."""
+        """A baseline, with DroidSpeak's layers chosen on generated dialogues."""
         if spec != "droidspeak":
             return spec
         from benchmarks.paper.evaluation import droidspeak
 
-        file = self.options.profile_data
-        samples = None if file is None else droidspeak.given(file, models[1], self.options.count)
-        found = self.profile = droidspeak.measured(*models, samples)
+        found = self.profile = droidspeak.measured(*models)
         say(f"droidspeak: {found.recomputed} layers chosen on {found.samples} samples")
         return f"{spec}:{found.recomputed}"
 
@@ -162,7 +160,7 @@ class Benchmarks(packages.Addition):
 
     def record(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The settings that the package's verb lacks, and what DroidSpeak was chosen by."""
-        settings = self.options.some("profile_data judge suite switch_at")
+        settings = self.options.some("judge suite switch_at")
         profile = None if self.profile is None else vars(self.profile)
         return settings, {"profile": profile, "compute": self.computed}
 

@@ -18,12 +18,7 @@ class PaperEvalOptions(eval_options.EvalOptions):
     turns: str | None = option(
         None,
         "Instead of --tasks: coqa, quac or multichallenge, answered by both models in turn; coqa:J "
-        "for J turns; --plot draws scores by turn.",
-    )
-    profile_data: str | None = option(
-        None,
-        "JSONL on which the baseline droidspeak (without :J) chooses its layers; default: "
-        "generated dialogues.",
+        "for J turns.",
     )
     baselines: str = option(
         "hidden,shuffled",

@@ -10,7 +10,7 @@ from benchmarks.paper.commands.eval_options import turns as parsing_turns
 from kvlingo_mlx.cli import eval_options as parsing
 from kvlingo_mlx.cli.eval_options import words
 from kvlingo_mlx.cli.eval_printing import print_outcome, resumable
-from kvlingo_mlx.cli.output import draw, keep, native_number, progress_bar, say, warn
+from kvlingo_mlx.cli.output import keep, native_number, progress_bar, say, warn
 from kvlingo_mlx.cli.sampling import check_ranges
 
 if TYPE_CHECKING:
@@ -28,10 +28,8 @@ def hold(options: PaperEvalOptions) -> None:
     from kvlingo_mlx.evaluation.harness.responses import Responses
     from kvlingo_mlx.loading.models import load_pair
     from kvlingo_mlx.loading.pairing import check_tokenizers
-    from kvlingo_mlx.reporting import measure, pictures
+    from kvlingo_mlx.reporting import measure
 
-    if options.plot:
-        pictures.check(options.plot)
     files = parsing.named_files(options.task_data)
     talks = {}
     for name, depth in asked:
@@ -61,10 +59,6 @@ def hold(options: PaperEvalOptions) -> None:
     }
     results = compare.found(outcomes, {}) | {"translators": digests}
     keep(options.json_file, "eval turns", config, results)
-    if options.plot:
-        from benchmarks.paper.evaluation.figures import scores_by_turn
-
-        draw(scores_by_turn(outcomes), options.plot, *(m.name for m in models))
 
 
 def _parsed(options: PaperEvalOptions) -> list[tuple[str, int | None]]:

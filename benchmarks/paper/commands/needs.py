@@ -84,8 +84,6 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("data", "tasks", asks("continuation"), "continuation"),
         Need("window", "tasks", asks("continuation"), "continuation"),
         Need("window", "data", is_set, "FILE", "whose texts it cuts"),
-        Need("profile_data", "baselines", asks("droidspeak"), "droidspeak",
-             "where no layers are chosen"),
         Need("needles style", "tasks", asks("needles"), "needles"),
         Need("lengths", "tasks suite", _asks("needles", "longmemeval_rungs"), "needles"),
         Need("haystack", "tasks suite", _asks("needles"), "needles"),
@@ -104,8 +102,7 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("judge", "tasks suite turns", _judged, JUDGED[0], "whose answers need no judge"),
         Need("judge_prompts", "judge", is_set, "MODEL"),
         Need("seed", "data tasks", drawn, why="since the file's records are read in order"),
-        Need("plot", "compare turns", lambda compare, turns: compare or is_set(turns), True,
-             "which measures the times that the plot shows"),
+        Need("plot", "compare", is_set, True, "which measures the times that the plot shows"),
     ),
     "bench": (
         Need("source target translator geometry nu quantize prefill_step_size", "table_name",

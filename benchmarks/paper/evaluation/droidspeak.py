@@ -6,7 +6,6 @@ in width (appendix "Comparison with DroidSpeak").
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from benchmarks.paper.evaluation.reuse import Reuse
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.tokenization.samples import Sample, read_jsonl, to_samples
+from kvlingo_mlx.tokenization.samples import Sample, to_samples
 
 SHARE = 0.05  # the share of verbatim reuse's KL that may remain
 PROFILED = 8
@@ -76,23 +75,6 @@ def bundled(target: LanguageModel) -> list[Sample]:
     """Generated dialogues for the profiler."""
     talks = ({"messages": t.conversation()} for t in dialogues.for_fitting(PROFILED, seed=1))
     return list(to_samples(talks, target.tokenizer, target.context_length))
-
-
-def given(file: str, target: LanguageModel, limit: int) -> list[Sample]:
-    """The first samples of a JSONL file of conversations or texts, for the profiler.
-
-    Raises:
-        ValueError: The file cannot be read, or none of its records has both a prefix that fits and
-            a continuation.
-    """
-    samples = to_samples(read_jsonl(file), target.tokenizer, target.context_length)
-    found = list(itertools.islice((s for s in samples if s.continuation), limit))
-    if not found:
-        raise ValueError(
-            f"no record of {file} has both a prefix that fits {target.name}'s context of "
-            f"{target.context_length} tokens and a continuation to profile on"
-        )
-    return found
 
 
 def profile(source: LanguageModel, target: LanguageModel, samples: Sequence[Sample]) -> list[float]:

@@ -6,7 +6,7 @@ not be a conversation is refused with its place in the data, and never left out 
 
 from __future__ import annotations
 
-import json
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks.paper.evaluation.turn_scores import Benchmark
 from benchmarks.paper.evaluation.turns import Talk, Turn
 from benchmarks.paper.tasks import QUAC_INSTRUCTION, QUAC_TURNS
+from benchmarks.paper.tasks.records import hub, read_file
 from benchmarks.paper.tasks.scoring import best_f1
 from kvlingo_mlx.errors import KVLingoError, needs_extra
 from kvlingo_mlx.models.prompts import Message
@@ -208,7 +209,7 @@ def read_talks(
     depth = depth or known.depth
     talks: list[Talk] = []
     longest = short = 0
-    for number, record in enumerate(read_records(file) if file else _hub(name, *known.hub), 1):
+    for number, record in enumerate(read_file(Path(file)) if file else _hub(name, *known.hub), 1):
         for talk in _talks(name, record, number, file):
             longest = max(longest, len(talk.turns))
             short += len(talk.turns) < (depth or 1)
@@ -236,37 +237,6 @@ def _talks(name: str, record: Any, number: int, file: str | None) -> list[Talk]:
         ) from None
 
 
-def read_records(file: str) -> list[Any]:
-    """The records of a JSON file: a list, an object with a list as ``data``, or one a line.
-
-    Raises:
-        KVLingoError: The file cannot be read, or holds no record.
-    """
-    try:
-        text = Path(file).read_text(encoding="utf-8-sig")
-        found = _parsed(text)
-    except (OSError, ValueError, RecursionError) as error:
-        raise KVLingoError(
-            f"{file} cannot be read ({error}); give a JSON list of records, or one record a line"
-        ) from None
-    if not found:
-        raise KVLingoError(f"{file} holds no records")
-    return found
-
-
-def _parsed(text: str) -> list[Any]:
-    try:
-        whole = json.loads(text)
-    except ValueError:
-        # Not splitlines, which would also split at U+2028 inside a JSON string.
-        return [json.loads(line) for line in text.split("\n") if line.strip()]
-    if isinstance(whole, dict):
-        whole = whole.get("data", [whole])
-    if not isinstance(whole, list):
-        raise ValueError("it is neither a list nor an object with a list as data")
-    return whole
-
-
 def _hub(name: str, path: str, revision: str | None, split: str) -> Iterable[Record]:
     """A data set of the Hub.
 
@@ -275,9 +245,9 @@ def _hub(name: str, path: str, revision: str | None, split: str) -> Iterable[Rec
         KVLingoError: The data set cannot be fetched.
     """
     with needs_extra("eval", f"the records of {name} come from the Hub, which needs `datasets`"):
-        from datasets import load_dataset
+        importlib.import_module("datasets")
     try:
-        return load_dataset(path, split=split, revision=revision)
+        return hub(path, split, revision)
     except Exception as error:  # `datasets` raises many kinds
         said = " ".join(str(error).split()).split(". ")[0][:200]
         raise KVLingoError(

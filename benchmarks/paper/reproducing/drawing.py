@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.evaluation.figures import by_group
 from benchmarks.paper.reproducing.entries import Entry
 from benchmarks.paper.reproducing.results import Result, Value
 from kvlingo_mlx.evaluation.error_bars import Mean
@@ -26,7 +25,7 @@ def draw(entry: Entry, result: Result, path: Path) -> None:
     if entry.extra.get("statistic") == "cka":
         drawn = _maps(result)
     elif entry.maker in LINES:
-        drawn = by_group(panels(result), "")
+        drawn = _lines(panels(result))
     else:
         drawn = _bars(panels(result))
     pictures.save(drawn, path, f"{entry.label}: {entry.title}")
@@ -47,6 +46,23 @@ def _mean(value: Value) -> Mean | None:
     if isinstance(value, Mean):
         return value if value.count else None
     return Mean(value, math.nan, 1) if isinstance(value, int | float) else None
+
+
+def _lines(panels: Panels) -> Any:
+    """A panel beside the other for each title: lines by column, over groups such as turns."""
+    figure = pictures.figure(width=pictures.WIDTH * len(panels))
+    every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, lines) in zip(every, panels.items(), strict=True):
+        groups = list(dict.fromkeys(group for means in lines.values() for group in means))
+        for name, means in lines.items():
+            found = [(groups.index(group), mean) for group, mean in means.items() if mean.count]
+            places, values = zip(*((at, mean.value) for at, mean in found), strict=True)
+            errors = [0.0 if math.isnan(mean.error) else mean.error for _, mean in found]
+            axes.errorbar(places, values, yerr=errors, marker="o", capsize=2, label=name)
+        axes.set(title=title)
+        axes.set_xticks(range(len(groups)), groups, rotation=45)
+    figure.legend(*every[0].get_legend_handles_labels(), loc="outside right upper")
+    return figure
 
 
 def _bars(shown: Mapping[str, Mapping[str, Mapping[str, Mean]]]) -> Any:

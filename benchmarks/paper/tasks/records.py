@@ -205,28 +205,34 @@ def _tokenizer(name: str) -> Any:
 # ---- fetching -----------------------------------------------------------------------------
 
 
-def read_file(path: Path) -> list[Record]:
+def read_file(path: Path) -> list[Any]:
     """The records of a JSON file: a list, one record per line, or a list under "data".
 
     Raises:
-        KVLingoError: The file cannot be read.
+        KVLingoError: The file cannot be read, or holds no record.
     """
     try:
-        return _parse(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+        found = _parse(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         raise KVLingoError(
             f"{path} cannot be read ({error}); give a JSON list of records, or one record a line"
         ) from None
+    if not found:
+        raise KVLingoError(f"{path} holds no records")
+    return found
 
 
-def _parse(text: str) -> list[Record]:
-    if text.lstrip().startswith("["):
-        return json.loads(text)
+def _parse(text: str) -> list[Any]:
     try:
         whole = json.loads(text)
-    except ValueError:  # not one JSON value, so one a line
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
-    return whole["data"] if isinstance(whole, dict) and "data" in whole else [whole]
+    except ValueError:
+        # One a line. Not splitlines, which would also split at U+2028 inside a JSON string.
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
+    if isinstance(whole, dict):
+        whole = whole.get("data", [whole])
+    if not isinstance(whole, list):
+        raise ValueError("it is neither a list nor an object with a list as data")
+    return whole
 
 
 def hub(path: str, split: str, revision: str | None = None, name: str | None = None) -> Any:

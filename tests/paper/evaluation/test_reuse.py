@@ -13,14 +13,13 @@ import pytest
 
 import kvlingo_mlx as kv
 from benchmarks.paper.evaluation import droidspeak, reuse
-from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions, lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import tiny
-from tests.support.command_line import fails, run
+from tests.support.command_line import run
 
 ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
 PAIR = ["paper eval", "--source", ENDS[0], "--target", ENDS[1], "--tasks", "continuation"]
@@ -80,30 +79,20 @@ def test_a_sweep_reads_a_prefix_once(
         assert kls[j] == pytest.approx(total / 3, abs=1e-5)
 
 
-def test_the_profiler_takes_given_data(
+def test_the_verb_counts_what_reuse_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its choice is that on these data; records without a continuation do not count."""
     monkeypatch.chdir(tmp_path)
-    talks = [{"messages": t.conversation()} for t in dialogues.held_out(3, seed=11)]
-    lines = [{"messages": [{"role": "user", "content": "x"}]}, *talks]
-    Path("p.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    options = [*PAIR, "--limit", "2", "--baselines", "droidspeak,droidspeak:0", "--json", "r.json",
-               "--profile-data", "p.jsonl"]  # fmt: skip
+    options = [*PAIR, "--limit", "2", "--baselines", "droidspeak,droidspeak:0", "--json", "r.json"]
     assert run(options) == 0
     said = capsys.readouterr().out
-    assert "layers chosen on 2 samples" in said and "compute" in said
+    assert f"layers chosen on {droidspeak.PROFILED} samples" in said and "compute" in said
     results = json.loads(Path("r.json").read_text())["results"]
-    target = kv.load(ENDS[1])
-    samples = droidspeak.given("p.jsonl", target, 2)
-    kls = droidspeak.profile(kv.load(ENDS[0]), target, samples)
+    kls = results["profile"]["kls"]
     chosen = min(j for j, kl in enumerate(kls) if kl <= 0.05 * kls[0])
-    assert results["profile"] == {"kls": pytest.approx(kls), "samples": 2}
     shares = results["compute"]["continuation"]
     assert shares[f"DroidSpeak, {chosen} of 4 recomputed"] == pytest.approx(chosen / 4)
     assert shares["DroidSpeak, 0 of 4 recomputed"] == 0.0 and shares["native"] == 1.0
-    Path("p.jsonl").write_text(json.dumps(lines[0]))
-    fails(options, "no record of p.jsonl has both a prefix that fits", capsys)
 
 
 def test_the_profiler_recomputes_no_more_than_it_must(

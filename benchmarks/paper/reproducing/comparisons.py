@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.paper.analysis.statistics import sign_test
-from benchmarks.paper.analysis.tables import differences
 from benchmarks.paper.evaluation import seeds
 from benchmarks.paper.reproducing import scores
 from benchmarks.paper.reproducing.cells import Cell, cell_of, said_by
@@ -122,10 +121,9 @@ def _signs(entry: Entry, work: Work) -> Result:
             lines.append(Line(names, (None,) * 3, paper))
             continue
         test = sign_test([b.value - a.value for a, b in pairs])
-        (laid,) = differences(names[0], test)
         # The items are the same, so this error is larger than that of paired differences.
         error = over_sets([Mean(0, (a.error**2 + b.error**2) ** 0.5, 1) for a, b in pairs]).error
-        values = (*laid[1:3], Mean(test.mean, error, len(pairs)))
+        values = (len(pairs), test.below, Mean(test.mean, error, len(pairs)))
         lines.append(Line(names, values, paper))
         notes[f"{names[0]}: sign test p = {test.p:.2g}"] = None
     return Result(table.columns[:1], table.columns[1:], tuple(lines), tuple(notes))

@@ -9,10 +9,8 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 import pytest
 
-from benchmarks.paper.analysis.corpus import Corpus
-from benchmarks.paper.analysis.linearity import by_position, fit_layer
+from benchmarks.paper.analysis.linearity import fit_layer
 from benchmarks.paper.analysis.network import Recipe, TwoLayers, fit_network
-from benchmarks.paper.analysis.states import States
 
 RECIPE = Recipe(hidden=16, epochs=12, rate=4e-3, batch=128)
 
@@ -124,40 +122,3 @@ def reference(x: np.ndarray, y: np.ndarray, recipe: Recipe):
         return ((z * normal(z)) @ best["w2"] + best["b2"]) * size + mean
 
     return kept, predict, falls
-
-
-def test_positions_have_networks_and_changes_of_their_own() -> None:
-    """Layers 0 and 1 are straight everywhere; 2 is bent, and 3 to 5 are noisy, after 256."""
-    rng = np.random.default_rng(4)
-    corpus = Corpus((tuple(range(512)),) * 12, frozenset({1, 7}))
-    late = (corpus.positions >= 256)[:, None]
-    x = rng.normal(size=(corpus.num_tokens, 4))
-    plain = [bent(x, 0, 0.3, rng) for _ in range(6)]
-    other = [bent(x, 0, 0.1, rng), bent(x, 0, 0.1, rng), bent(x, 1, 0.3, rng)]
-    other += [bent(x, 0, 1, rng) for _ in range(3)]
-    keys = [np.where(late, b, a) for a, b in zip(plain, other, strict=True)]
-    pair = States([x] * 6, [x] * 6), States(keys, plain)
-    before, after = by_position(*pair, corpus, range(6), RECIPE, seed=0)
-    assert before.fitted == after.fitted == 10 * 256
-    assert before.change is None and after.change is not None
-    for bucket in (before, after):
-        for layer, fit in enumerate(bucket.linearity["keys"]):
-            curved = bucket is after and layer == 2
-            assert fit.mlp - fit.linear == pytest.approx(1 / 2.09 if curved else 0, abs=0.05)
-    change = after.change["keys"]
-    assert (change.test.above, change.test.below, change.test.ties) == (2, 4, 0)
-    assert change.test.p == 2 * (1 + 6 + 15) / 64
-    early, middle, deep = change.thirds  # R2 is 1 / (1 + noise^2 + share^2)
-    assert early == pytest.approx(1 / 1.01 - 1 / 1.09, abs=0.02)
-    assert middle == pytest.approx((1 / 2.09 + 1 / 2) / 2 - 1 / 1.09, abs=0.03)
-    assert deep == pytest.approx(1 / 2 - 1 / 1.09, abs=0.03)
-    scores = [fit.linear for fit in after.linearity["keys"]]
-    apart = sum((layer - sorted(scores).index(r2)) ** 2 for layer, r2 in enumerate(scores))
-    assert after.summary["keys"].depth.rho == pytest.approx(1 - 6 * apart / (6 * 35))
-    assert abs(after.change["values"].test.mean) < 0.01  # control: the same relation throughout
-    assert after.cka["keys"][5] < before.cka["keys"][5] - 0.2
-    first = Corpus((tuple(range(200)),) * 12, frozenset({1, 7}))
-    few = States([x[:2400]], [x[:2400]]), States([plain[0][:2400]], [plain[1][:2400]])
-    (alone,) = by_position(*few, first, [0], RECIPE, seed=0)
-    assert alone.linearity["keys"][0].mlp is None  # the report's own MLP says it
-    assert alone.linearity["keys"][0].linear == pytest.approx(1 / 1.09, abs=0.02)

@@ -168,6 +168,20 @@ def test_little_time_leaves_long_prompts_out(
     assert [timing.prompt_tokens for timing in done] == [16, 40] and left == []
 
 
+def test_caches_that_do_not_fit_are_refused(
+    models: dict[str, LanguageModel], translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked for is refused; a table's own lengths are left out."""
+    pair, table = (
+        BenchPair(models["dense"], models["moe"], {"x": translator}),
+        tables.TABLES["quant"],
+    )
+    monkeypatch.setattr("kvlingo_mlx.caches.memory.free", lambda: pair.caches_bytes(64))
+    assert tables.lengths_of(pair, table, [64]) == [64] == tables.lengths_of(pair, table, None)
+    with pytest.raises(kv.NotEnoughMemoryError, match="--prompt-tokens of less"):
+        tables.lengths_of(pair, table, [64, 65])
+
+
 def test_what_is_derived_from_times() -> None:
     timing = tables.Timing(8, {
         "native": [1.0, 9.0, 2.0], "switch": [0.5] * 3, "eager_switch": [0.25] * 3,

@@ -20,10 +20,10 @@ GROUPS = {
     "Sampling and seed": "temperature top_p top_k min_p seed stop",
     "Translation": "translator quantize strategy native_layers allow_mismatch max_kl min_recall",
     "Speed and memory": "kv_bits draft_model prefill_step_size memory_limit memory_gb "
-    "max_concurrent device dtype batch_size batch time_limit",
+    "max_concurrent device dtype batch_size time_limit",
     "Network": "host port api_key allow_anyone cors max_jobs write_timeout",
     "Output and settings": "json_file plot log_level conversations keep_conversations "
-    "force config reference",
+    "force config",
 }
 # The fields of each verb that are keys: what a first month does not need.
 KEYS = {

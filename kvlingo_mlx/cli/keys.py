@@ -22,8 +22,7 @@ GROUPS = {
     "Speed and memory": "kv_bits draft_model prefill_step_size memory_limit memory_gb "
     "max_concurrent device dtype batch_size time_limit",
     "Network": "host port api_key allow_anyone cors max_jobs write_timeout",
-    "Output and settings": "json_file plot log_level conversations keep_conversations "
-    "force config",
+    "Output and settings": "json_file plot log_level conversations keep_conversations force config",
 }
 # The fields of each verb that are keys: what a first month does not need.
 KEYS = {

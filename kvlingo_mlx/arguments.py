@@ -119,6 +119,8 @@ KINDS: dict[str, Kind] = {
     **{name: kind for group in GROUPS for name, kind in kinds_of(group).items()},
     **dict.fromkeys("max_tokens nu memory".split(), NUMBER),
     "fit.tokens": whole("a number of tokens, 1 or more", 1),
+    "fit.ridge": number("0 or more, or leave it out, and one is chosen for each map",
+                        lambda value: 0 <= value < float("inf")),
     "characters": whole("a number of characters, 0 or more", 0),
     **dict.fromkeys(
         "verbose enable_thinking lazy head_mixing state_maps eager verbatim overwrite force "
@@ -128,7 +130,7 @@ KINDS: dict[str, Kind] = {
         "reasoning first_token where on_full shard".split(), TEXT),
     **dict.fromkeys(
         "prefill_model decode_model source target path_or_hf_repo".split(), MODEL),
-    **dict.fromkeys("sampler progress solving say suits until".split(), FUNCTION),
+    **dict.fromkeys("sampler progress say suits until".split(), FUNCTION),
     "load_translator.path_or_hf_repo": Kind(is_path, "a translator's folder or Hub id"),
     **dict.fromkeys(
         ("find_translator.source", "find_translator.target"),

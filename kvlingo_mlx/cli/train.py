@@ -11,11 +11,16 @@ from kvlingo_mlx.cli.command import Configured, TwoModels, option, verb
 from kvlingo_mlx.cli.needs import UNSOLVED
 from kvlingo_mlx.cli.output import keep, progress_bar, say, table, warn
 from kvlingo_mlx.format.kinds import NAMES
+from kvlingo_mlx.format.translator_config import CAPTURES
+from kvlingo_mlx.options import COUNT, number, one_of, whole
 
 if TYPE_CHECKING:
     from kvlingo_mlx.training import command_line
 
 HISTOGRAM = ("from", "below", "reasoning", "without")
+STEPS = whole("a whole number, 0 or more", 0)
+ABOVE_0 = number("a number above 0", lambda value: 0 < value < float("inf"))
+FROM_0 = number("a number, 0 or more", lambda value: 0 <= value < float("inf"))
 TITLES = {"stage1": "Stage 1: prefix lengths", "stage2": "Stage 2: prefix lengths"}
 
 
@@ -35,10 +40,18 @@ class TrainOptions(Configured, TwoModels):
     head_mixing: bool = option(True, "Off: block-diagonal maps, head by head.")
     joint: bool = option(False, "One map over keys and values together.")
     capture: str | None = option(
-        None, "pre_norm (the default), post_norm or post_rope; latents have one point."
+        None,
+        "pre_norm (the default), post_norm or post_rope; latents have one point.",
+        kind=one_of(*CAPTURES),
     )
-    nu: int | None = option(None, "Source layers per target layer; default: the pair's, mostly 1.")
-    assignment: str = option("relative_depth", "How they are chosen: relative_depth, r2 or greedy.")
+    nu: int | None = option(
+        None, "Source layers per target layer; default: the pair's, mostly 1.", kind=COUNT
+    )
+    assignment: str = option(
+        "relative_depth",
+        "How they are chosen: relative_depth, r2 or greedy.",
+        kind=one_of("relative_depth", "r2", "greedy"),
+    )
     state_maps: bool = option(
         False, "Map recurrent states, not what goes into them: much cheaper.", "--state-maps"
     )
@@ -46,25 +59,29 @@ class TrainOptions(Configured, TwoModels):
         None, "Norm of the closed form: frobenius (mostly the default), attention, sink_8."
     )
     ridge: float | None = option(
-        None, "Its ridge, as a share of the inputs' mean square; default: chosen for each map."
+        None,
+        "Its ridge, as a share of the inputs' mean square; default: chosen for each map.",
+        kind=FROM_0,
     )
-    fit_samples: int = option(400, "Conversations for the closed form.")
-    hidden: int = option(2048, "Hidden width of an MLP.")
+    fit_samples: int = option(400, "Conversations for the closed form.", kind=COUNT)
+    hidden: int = option(2048, "Hidden width of an MLP.", kind=COUNT)
     gated: bool | None = option(None, "With --kind mlp: output gates (the default) or none.")
     stage1_steps: int | None = option(
-        None, "With --kind mlp: steps that learn to reconstruct; default: 5000."
+        None, "With --kind mlp: steps that learn to reconstruct; default: 5000.", kind=STEPS
     )
     stage1_lr: str | None = option(
         None, "With --kind mlp: their learning rate, default: 3e-3. Several: the best wins."
     )
-    native_layers: int = option(0, "How many first cache layers the target reads itself.")
-    objective: str = option("kl", "kl, ce or mixed.")
-    ce_weight: float = option(1.0, "Weight of the cross-entropy in mixed.")
-    steps: int = option(5000, "Stage 2 steps; 0 keeps the closed form.")
-    minutes: float | None = option(
-        None, "Most minutes of stage 2; its rates fall in the time that there is."
+    native_layers: int = option(
+        0, "How many first cache layers the target reads itself.", kind=STEPS
     )
-    batch_size: int = option(8, "Conversations per step, of an MLP's stage 1 too.")
+    objective: str = option("kl", "kl, ce or mixed.")
+    ce_weight: float = option(1.0, "Weight of the cross-entropy in mixed.", kind=FROM_0)
+    steps: int = option(5000, "Stage 2 steps; 0 keeps the closed form.", kind=STEPS)
+    minutes: float | None = option(
+        None, "Most minutes of stage 2; its rates fall in the time that there is.", kind=ABOVE_0
+    )
+    batch_size: int = option(8, "Conversations per step, of an MLP's stage 1 too.", kind=COUNT)
     lr: str | None = option(
         None, "Learning rate; several as a,b,c: the best one wins. Default: the pair's, else 1e-4."
     )
@@ -74,19 +91,35 @@ class TrainOptions(Configured, TwoModels):
         "outermost; of an MLP's stage 1, too.",
         "--sweep",
     )
-    at_once: int | None = option(None, "With sweep: rates trained together; default: what fits.")
-    held_out: int = option(64, "Conversations that choose the learning rate.")
-    val_every: int = option(250, "Steps between two scores of these.")
+    at_once: int | None = option(
+        None, "With sweep: rates trained together; default: what fits.", kind=COUNT
+    )
+    held_out: int = option(64, "Conversations that choose the learning rate.", kind=COUNT)
+    val_every: int = option(250, "Steps between two scores of these.", kind=COUNT)
     plain_text: bool = option(False, "Windows of 256 + 256 tokens, for base models.")
-    packed_share: float = option(0.5, "Share of samples concatenated to full length.")
-    max_prefix: int | None = option(None, "Longest prefix in tokens, default: 16384.")
+    packed_share: float = option(
+        0.5,
+        "Share of samples concatenated to full length.",
+        kind=number("a share from 0 to 1", lambda value: 0 <= value <= 1),
+    )
+    max_prefix: int | None = option(
+        None,
+        "Longest prefix in tokens, default: 16384.",
+        kind=whole("1 to 16384 tokens", 1, 16_384),
+    )
     max_continuation: int | None = option(
-        None, "Tokens to which answers are cut, default: 2048. Fewer of either need less memory."
+        None,
+        "Tokens to which answers are cut, default: 2048. Fewer of either need less memory.",
+        kind=whole("1 to 2048 tokens", 1, 2048),
     )
     later_turns: bool = option(
         False, "Let an answer go on through the later turns of its conversation, as pair does."
     )
-    seed: int = option(0, "Seed of the data and of an MLP's start.")
+    seed: int = option(
+        0,
+        "Seed of the data and of an MLP's start.",
+        kind=whole("a whole number from 0 to 2^63 - 1", 0, 2**63 - 1),
+    )
     seeds: str | None = option(
         None,
         "Several, as 42,43,44: a translator each, OUT-seed42 and so on, all at the first's rate.",

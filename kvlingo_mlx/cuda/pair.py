@@ -76,10 +76,7 @@ class Pair:
         return gradients.reconstruction_loss(translator, *states, scale=scale)
 
     def rows(self, states: States, side: str, layer: int) -> torch.Tensor:
-        return states.side(side)[layer].to(self.target.device)
-
-    def wide(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.double()
+        return states.side(side)[layer].to(self.target.device).double()
 
     def joined(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
         return arrays[0] if len(arrays) == 1 else torch.cat(list(arrays), dim=1)

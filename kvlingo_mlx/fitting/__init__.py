@@ -19,33 +19,24 @@ from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
 from kvlingo_mlx.evaluation.verification import receipt
 from kvlingo_mlx.fitting.data import Record, chosen, outlook, records_of
 from kvlingo_mlx.fitting.rows import Rows
-from kvlingo_mlx.format.assignment import Assignment, by_depth, check_windows
+from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.format.config_reading import check_mapped, parse_assignment
 from kvlingo_mlx.format.fingerprints import facts_of_models
-from kvlingo_mlx.format.maps import (
-    check_head_ratio,
-    check_states,
-    maps_of,
-    state_maps_of,
-)
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import TranslatorConfig, capture_point
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.machines import facts_of_work, here
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.stage1.closed_form import checked_ridge, shortage
+from kvlingo_mlx.stage1.closed_form import METHODS, shortage
+from kvlingo_mlx.stage1.config import config_of_pair
 from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm
-from kvlingo_mlx.stage1.selection import METHODS
-from kvlingo_mlx.tokenization.aligned_prefix import check_capture
 from kvlingo_mlx.tokenization.samples import HeldOut
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.version import __version__
-
-Progress = Callable[[int, int], None]
 
 
 @checked
@@ -63,8 +54,7 @@ def fit(
     ridge: float | None = None,
     memory: int = MEMORY,
     tokens: int | None = None,
-    progress: Progress | None = None,
-    solving: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Translator:
     """Fit a translator in closed form (section "Training the translator", equation (3.2)).
@@ -98,8 +88,6 @@ def fit(
             to their end. None is 64 for each unknown of the largest map. Of 128 records or more a
             few are not fitted on; the receipt measures these, too.
         progress: Called with (samples done, number of samples), over all passes.
-        solving: Called with (maps solved, number of maps); with little memory some maps are solved
-            before the samples are read again.
         say: Called once, before anything is fitted, with a line that says what is read, and about
             how long it takes on this machine.
 
@@ -117,10 +105,13 @@ def fit(
         KVLingoWarning: The data have few tokens for the unknowns; it says how many suffice.
     """
     source, target = load_pair(source, target)
-    norm = norm_named(norm)
-    method = _method(assignment)
-    capture = capture_point(source, target, capture)
-    config = _config(source, target, assignment, nu, head_mixing, capture, state_maps)
+    norm, method = norm_named(norm), assignment if isinstance(assignment, str) else None
+    if method not in (None, "relative_depth", *METHODS):
+        known = f"relative_depth, {' or '.join(METHODS)}, or an Assignment"
+        raise ValueError(f"assignment is {method!r}; it must be {known}")
+    layers = assignment if isinstance(assignment, Assignment) else None
+    form = {"head_mixing": head_mixing, "state_maps": state_maps}
+    config = _config(source, target, layers, nu=nu, capture=capture, **form)
     group = here()
     read = chosen(records_of(samples), (source, target), config, norm, tokens)
     every, total = list(enumerate(read.samples)), len(read.samples)
@@ -134,11 +125,11 @@ def fit(
         method,
         nu,
         memory,
-        checked_ridge(ridge),
+        ridge,
         group,
         total,
     )
-    _listen(work, total, progress, solving)
+    work.progress = progress or work.progress
     if group.leads and read.samples:
         say(outlook(work, read))
     work.run()
@@ -160,54 +151,16 @@ def fit(
     return replace(fitted, config=replace(work.config, provenance=provenance))
 
 
-def _listen(
-    work: ClosedForm, total: int, progress: Progress | None, solving: Progress | None
-) -> None:
-    """Call the user's functions with numbers and their totals."""
-    if progress is not None:
-        work.progress = lambda used, done, passes: progress(used + done * total, passes * total)
-    if solving is not None:
-        maps = len(maps_of(work.config)) + len(state_maps_of(work.config))
-        work.solved = lambda number: solving(number, maps)
-
-
-def _method(assignment: Assignment | str | None) -> str | None:
-    """How source layers are chosen; None by depth, or as they are given."""
-    method = assignment if isinstance(assignment, str) else None
-    if method not in (None, "relative_depth", *METHODS):
-        known = f"relative_depth, {' or '.join(METHODS)}, or an Assignment"
-        raise ValueError(f"assignment is {method!r}; it must be {known}")
-    return method
-
-
 def _config(
-    source: LanguageModel,
-    target: LanguageModel,
-    assignment: Assignment | str | None,
-    nu: int,
-    head_mixing: bool,
-    capture: str,
-    state_maps: bool,
+    source: LanguageModel, target: LanguageModel, layers: Assignment | None, **form: Any
 ) -> TranslatorConfig:
-    """The checked config of the translator to be fitted; layers by depth unless given."""
-    two = source.tokenizer_fingerprint != target.tokenizer_fingerprint
-    if two:
-        check_capture(capture)
+    """The checked config of the translator to be fitted."""
+    if source.tokenizer_fingerprint != target.tokenizer_fingerprint:
         check_positions(target)
-    alignment = "minimal_groups" if two else None
-    specs, ends = (source.spec(), target.spec()), (source.geometry.layers, target.geometry.layers)
-    if not head_mixing:
-        check_head_ratio(*specs)
-    check_windows(*ends)
-    if state_maps:
-        check_states(*specs)
-    if not isinstance(assignment, Assignment):
-        layers = by_depth(*ends, nu)
-    else:
-        layers = parse_assignment(Path("assignment"), assignment.to_json(), *specs)
-    config = TranslatorConfig(
-        *specs, layers, "linear", head_mixing, False, capture, alignment, state_maps
-    )
+    if layers is not None:
+        ends = source.spec(), target.spec()
+        layers = parse_assignment(Path("assignment"), layers.to_json(), *ends)
+    config = config_of_pair(source, target, assignment=layers, **form)
     check_mapped(Path("assignment"), config)
     return config
 

@@ -45,25 +45,15 @@ def records_of(samples: Iterable[Record] | str | os.PathLike[str]) -> Records:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The samples to fit on, in the order of the data.
-
-    Attributes:
-        samples: The samples.
-        tokens: Their rows, on which maps are fitted.
-        records: The records that were looked at.
-        of: All records.
-        name: What messages call the data.
-        own: A few others, which the receipt measures; None of data of few records.
-        models: Source and target.
-    """
+    """The samples to fit on, in the order of the data."""
 
     samples: Sequence[Sample]
-    tokens: int
-    records: int
-    of: int
-    name: str
-    own: HeldOut | None
-    models: Sequence[LanguageModel]
+    tokens: int  # their rows, on which maps are fitted
+    records: int  # that were looked at
+    of: int  # all records
+    name: str  # what messages call the data
+    own: HeldOut | None  # a few others, which the receipt measures; None of few records
+    models: Sequence[LanguageModel]  # source and target
 
 
 def chosen(

@@ -10,12 +10,12 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 
-from kvlingo_mlx.fitting.aligned import aligned_states
 from kvlingo_mlx.fitting.attention import attention_mass
-from kvlingo_mlx.models.capture import move, prefill
+from kvlingo_mlx.models.capture import move, prefill, whole
 from kvlingo_mlx.models.delta_rule import in_chunks, stepping_in_chunks
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import Sample
 
 
@@ -35,18 +35,13 @@ class Rows:
         if sample.aligned is not None:
             yield aligned_states(self.source, self.target, sample.aligned, capture)
             return
-        with contextlib.closing(prefill(self.source, sample.prefix)) as read:
-            if self.source is self.target:
-                for states in read:
-                    moved = move(states, self.source, capture)
-                    yield moved, moved
-                return
-            with contextlib.closing(prefill(self.target, sample.prefix)) as wanted:
-                for states, goal in zip(read, wanted, strict=True):
-                    yield (
-                        move(states, self.source, capture),
-                        move(goal, self.target, capture),
-                    )
+        with contextlib.ExitStack() as stack:
+            models = [self.source, self.target][: 1 + (self.source is not self.target)]
+            opened = (contextlib.closing(prefill(model, sample.prefix)) for model in models)
+            read = [stack.enter_context(each) for each in opened]
+            for states in zip(*read, strict=True):
+                own = [move(each, m, capture) for each, m in zip(states, models, strict=True)]
+                yield own[0], own[-1]
 
     def _check(self, sample: Sample) -> None:
         """Refuse tokens that a model does not know."""
@@ -56,10 +51,7 @@ class Rows:
 
     def rows(self, states: KVStates, side: str, layer: int) -> np.ndarray:
         array = states.side(side)[layer]
-        return np.array(array.astype(mx.float32)).reshape(-1, array.shape[-1])
-
-    def wide(self, rows: np.ndarray) -> np.ndarray:
-        return rows.astype(np.float64)
+        return np.array(array.astype(mx.float32), np.float64).reshape(-1, array.shape[-1])
 
     def joined(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=1)
@@ -88,3 +80,32 @@ def _states_after(model: LanguageModel, tokens: Sequence[int]) -> dict[int, np.n
     for states in prefill(model, tokens, kept=True):
         kept = states.kept or {}
     return {layer: np.array(state.astype(mx.float32))[0] for layer, state in kept.items()}
+
+
+def aligned_states(
+    source: LanguageModel, target: LanguageModel, aligned: AlignedPrefix, capture: str
+) -> tuple[KVStates, KVStates]:
+    """The source's states of translated tokens, and the means of their target groups.
+
+    A group may extend over two chunks, so all states of a text are in memory at once. See the
+    paper's appendix "Cross-tokenizer cache translation", "Initialising the translators".
+
+    Returns:
+        Two spans of S tokens at the point ``capture``, with one row per translated source token.
+    """
+    rows = mx.array(aligned.rows)
+    read = whole(source, aligned.source_ids[: aligned.num_read], capture).gathered(rows, 0)
+    own = whole(target, aligned.target_ids[:-1], capture)
+    keys, values = (
+        tuple(_means(array, aligned) for array in side) for side in (own.keys, own.values)
+    )
+    return read, KVStates(keys, values, capture, 0)
+
+
+def _means(array: mx.array, aligned: AlignedPrefix) -> mx.array:
+    """The mean of (B, T, d) over each entry's group, (B, S, d), in float32."""
+    entries, tokens = (mx.array(side) for side in aligned.pairs)
+    counts = mx.array(aligned.groups[:, 1] - aligned.groups[:, 0])[:, None]
+    batch, _, width = array.shape
+    sums = mx.zeros((batch, len(aligned.rows), width))
+    return sums.at[:, entries].add(array[:, tokens].astype(mx.float32)) / counts

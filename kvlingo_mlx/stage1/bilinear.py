@@ -7,7 +7,7 @@ from R = 1 on. States are wanted of many texts and lengths, since one state alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -72,22 +72,3 @@ def _regression(square: np.ndarray, cross: np.ndarray) -> np.ndarray:
     if not mean:
         return np.zeros_like(cross)
     return np.linalg.solve(square + RIDGE * mean * np.eye(len(square)), cross)
-
-
-def batches(
-    maps: Sequence[StateMap], size: Callable[[StateMap], int], memory: int
-) -> list[list[StateMap]]:
-    """Maps in order, as many at a time as have their states in ``memory`` bytes; at least one.
-
-    ``size`` is the bytes of the states that a map reads and writes, once.
-    """
-    found: list[list[StateMap]] = []
-    held = 0
-    for m in maps:
-        needed = STATES * size(m)
-        if not found or held + needed > memory:
-            found.append([])
-            held = 0
-        found[-1].append(m)
-        held += needed
-    return found

@@ -1,21 +1,25 @@
 """Stage 1: from second moments to maps, in float64. NumPy only.
 
-Paper: section "Training the translator", equation (3.2).
-
-The MLX and the CUDA path fill the same ``Moments``, so their results cannot drift apart.
+Paper: section "Training the translator", equation (3.2); appendix "Qwen3-0.6B/8B and
+Qwen3-1.7B/4B, pretrained", for the choice of source layers by R2 or greedily.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.format.maps import head_map_of, maps_of
+from kvlingo_mlx.format.assignment import attention_groups
+from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.format.maps import Map, head_map_of, maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.stage1.bilinear import STATES
+
+Eigen = tuple[np.ndarray, np.ndarray]
 
 RELATIVE_TOLERANCE = 1e-8
 SMALL = 256  # unknowns of the decomposition by which the time of larger ones is guessed
@@ -31,9 +35,13 @@ RIDGES = (0.0, *(10.0 ** (power / 2) for power in range(-12, 5)))
 # unknown to 32 (paper/LOG.md, "a ridge").
 ALIKE = 2
 EXACT = 1e-12  # the share of the squares that counts as no error
+METHODS = ("r2", "greedy")  # by which source layers are chosen from data
+# The paper gives no value for the ridge of the greedy choice; this share of the candidates' mean
+# square breaks ties.
+RIDGE = 1e-6
 
 
-@dataclass
+@dataclass(frozen=True)
 class Moments:
     """Sums over tokens of w x x^T, w x y^T and, for each output, w y^2, for one map.
 
@@ -41,80 +49,46 @@ class Moments:
     own state, and w is the token's weight under the fitting norm (1 for Frobenius).
     """
 
-    input_width: int
-    output_width: int
-    tokens: int = 0
-    xx: np.ndarray = field(init=False)
-    xy: np.ndarray = field(init=False)
-    yy: np.ndarray = field(init=False)
+    xx: np.ndarray  # (input, input), as all in float64
+    xy: np.ndarray  # (input, output)
+    yy: np.ndarray  # (output,)
+    tokens: int
 
-    def __post_init__(self) -> None:
-        self.xx = np.zeros((self.input_width, self.input_width))
-        self.xy = np.zeros((self.input_width, self.output_width))
-        self.yy = np.zeros(self.output_width)
-
-    def add(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> None:
-        """Add tokens: ``x`` (T, input), ``y`` (T, output), ``weights`` (T,) or None.
-
-        Products are taken in float64: float32 sums leave noise of 1e-7 of the largest eigenvalue,
-        which is above the tolerance at which eigenvalues count as zero.
-        """
-        x64 = np.asarray(x, np.float64)
-        y64 = np.asarray(y, np.float64)
-        weighted = x64 if weights is None else x64 * np.asarray(weights, np.float64)[:, None]
-        self.tokens += len(x64)
-        self.xx += weighted.T @ x64
-        self.xy += weighted.T @ y64
-        squares = np.square(y64)
-        self.yy += squares.sum(axis=0) if weights is None else np.asarray(weights) @ squares
+    @classmethod
+    def of(cls, x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> Moments:
+        """The moments of ``x`` (T, input), ``y`` (T, output) and ``weights`` (T,), or None."""
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        w = np.ones(len(x)) if weights is None else np.asarray(weights, np.float64)
+        return cls((x.T * w) @ x, (x.T * w) @ y, w @ np.square(y), len(x))
 
     @property
     def finite(self) -> bool:
         """Whether all sums of products are numbers."""
         return bool(np.isfinite(self.xx).all() and np.isfinite(self.xy).all())
 
-    def block(self, rows: np.ndarray, columns: np.ndarray) -> Moments:
+    def block(self, rows: np.ndarray, columns: Any = slice(None)) -> Moments:
         """The moments of a map that reads only ``rows`` of x and writes only ``columns`` of y."""
-        part = Moments(len(rows), len(columns), self.tokens)
-        part.xx = self.xx[np.ix_(rows, rows)]
-        part.xy = self.xy[np.ix_(rows, columns)]
-        part.yy = self.yy[columns]
-        return part
+        xx, xy = self.xx[np.ix_(rows, rows)], self.xy[rows][:, columns]
+        return Moments(xx, xy, self.yy[columns], self.tokens)
+
+
+# ---- one map -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A fitted map.
+    """A fitted map."""
 
-    Attributes:
-        weight: (output, input).
-        rank: The number of input directions that the data span.
-        ridge: The ridge, as a share of the inputs' mean square.
-    """
-
-    weight: np.ndarray
-    rank: int
-    ridge: float = 0.0
-
-
-def checked_ridge(ridge: float | None) -> float | None:
-    """A ridge that :func:`solve` takes.
-
-    Raises:
-        ValueError: It is negative, or not finite.
-    """
-    if ridge is not None and not 0 <= ridge < np.inf:
-        raise ValueError(
-            f"ridge is {ridge!r}; give 0 or more, or leave it out, and one is chosen for each map"
-        )
-    return ridge
+    weight: np.ndarray  # (output, input)
+    rank: int  # the input directions that the data span
+    ridge: float  # as a share of the inputs' mean square
 
 
 def solve(
     moments: Moments,
     tolerance: float = RELATIVE_TOLERANCE,
     ridge: float | None = 0.0,
-    eigh: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] = np.linalg.eigh,
+    eigen: Eigen | None = None,
 ) -> Solution:
     """The minimiser of E w |M x - y|^2 + ridge |M|^2; of least norm where that leaves a choice.
 
@@ -126,7 +100,7 @@ def solve(
         tolerance: The eigenvalue that counts as zero, as a share of the largest.
         ridge: As a share of the inputs' mean square; None chooses one by generalised
             cross-validation (Golub, Heath and Wahba, 1979).
-        eigh: Decomposes the moments of the inputs, as :func:`numpy.linalg.eigh` does.
+        eigen: Eigenvalues and vectors of the inputs' moments, if they are known.
 
     Raises:
         ValueError: No token was added, or a moment is not finite.
@@ -135,7 +109,7 @@ def solve(
         raise ValueError("no tokens to fit on: the data hold no usable prefix")
     if not moments.finite:
         raise ValueError("the moments hold NaN or Inf: a model's keys or values overflowed")
-    eigenvalues, vectors = eigh(moments.xx)
+    eigenvalues, vectors = eigen or np.linalg.eigh(moments.xx)
     kept = eigenvalues > tolerance * max(eigenvalues[-1], 0.0)
     basis, found = vectors[:, kept], eigenvalues[kept]
     cross = moments.xy.T @ basis
@@ -171,53 +145,21 @@ def _chosen(
     return best[1]
 
 
-class Decomposed:
-    """Eigenvalues and vectors of the latest matrix; equal ones are not decomposed again.
-
-    Maps that read the same source layers under one norm have the same moments of their inputs: all
-    of them where every source layer is read, and those at both ends of a band.
-    """
-
-    def __init__(self) -> None:
-        self._latest: tuple[np.ndarray, tuple[np.ndarray, np.ndarray]] | None = None
-
-    def __call__(self, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        if self._latest is None or not np.array_equal(self._latest[0], matrix):
-            values, vectors = np.linalg.eigh(matrix)
-            self._latest = matrix, (values, vectors)
-        return self._latest[1]
+def blocks_of(config: TranslatorConfig, m: Map) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The inputs and outputs of each block of a head-wise map, one for each target head."""
+    blocks = []
+    for head, source_head in enumerate(head_map_of(config)):
+        rows, start = [], 0
+        for side, s in m.reads:
+            geometry = config.source.layers[s]
+            dim = geometry.head_dim(side)
+            rows.append(start + source_head * dim + np.arange(dim))
+            start += geometry.width(side)
+        blocks.append((np.concatenate(rows), head * m.outputs + np.arange(m.outputs)))
+    return blocks
 
 
-def solve_maps(
-    config: TranslatorConfig,
-    moments: Iterable[tuple[str, Moments]],
-    solved: Callable[[], None] = lambda: None,
-    ridge: float | None = 0.0,
-) -> tuple[dict[str, np.ndarray], list[Solution]]:
-    """Solve every map; return the tensors by their names in the format, and the solutions.
-
-    ``solved`` is called after each map, to report progress: wide maps take long.
-
-    Raises:
-        ValueError: No token was added, or a sum is not finite; the message names the map.
-    """
-    weights: dict[str, np.ndarray] = {}
-    found: list[Solution] = []
-    eigh = Decomposed()
-    for name, sums in moments:
-        blocks = _blocks(config, name)
-        if not sums.finite:
-            raise ValueError(
-                f"the sums for the map {name} hold NaN or Inf: the keys or values that it reads of "
-                f"{config.source.name}, or those of {config.target.name}, overflowed"
-            )
-        parts = [sums if block is None else sums.block(*block) for block in blocks]
-        solutions = [solve(part, ridge=ridge, eigh=eigh) for part in parts]
-        matrices = [solution.weight for solution in solutions]
-        weights[f"{name}.weight"] = matrices[0] if config.head_mixing else np.stack(matrices)
-        found += solutions
-        solved()
-    return weights, found
+# ---- how much text -----------------------------------------------------------------------------
 
 
 def unknowns(config: TranslatorConfig) -> int:
@@ -234,7 +176,7 @@ def solving_seconds(config: TranslatorConfig) -> float:
     started = time.perf_counter()
     np.linalg.eigh(small + small[::-1])
     pace = (time.perf_counter() - started) / SMALL**3
-    return sum(len(_blocks(config, m.name)) * pace * m.inputs**3 for m in maps_of(config))
+    return sum((m.heads or 1) * pace * m.inputs**3 for m in maps_of(config))
 
 
 def check_tokens(config: TranslatorConfig, tokens: int) -> None:
@@ -257,31 +199,56 @@ def shortage(config: TranslatorConfig, texts: int, tokens: int, rank: int) -> st
         rank: The smallest number of input directions that the data of any map spanned.
     """
     wanted = unknowns(config)
-    if tokens >= ENOUGH * wanted:
-        if not config.state_maps or texts >= STATES:
-            return None
+    if tokens < ENOUGH * wanted:
+        seen = f" (rank {rank:,})" if rank < min(m.inputs for m in maps_of(config)) else ""
+        return (
+            f"only {tokens:,} tokens for {wanted:,} inputs{seen}: give at least {ENOUGH * wanted:,}"
+        )
+    if config.state_maps and texts < STATES:
         return (
             f"{texts} texts are few for maps of states, which are made of one state of each text; "
             f"{STATES} would do"
         )
-    least = min(m.inputs for m in maps_of(config))
-    seen = f" (rank {rank:,})" if rank < least else ""
-    return f"only {tokens:,} tokens for {wanted:,} inputs{seen}: give at least {ENOUGH * wanted:,}"
+    return None
 
 
-def _blocks(config: TranslatorConfig, name: str) -> list[tuple[np.ndarray, np.ndarray] | None]:
-    """The inputs and outputs of each block of a map: one block (None), or one per target head."""
-    if config.head_mixing:
-        return [None]
-    (m,) = (m for m in maps_of(config) if m.name == name)
-    blocks: list[tuple[np.ndarray, np.ndarray] | None] = []
-    for head, source_head in enumerate(head_map_of(config)):
-        rows, start = [], 0
-        for side, s in m.reads:
-            geometry = config.source.layers[s]
-            dim = geometry.head_dim(side)
-            rows.append(start + source_head * dim + np.arange(dim))
-            start += geometry.width(side)
-        dim = m.outputs
-        blocks.append((np.concatenate(rows), head * dim + np.arange(dim)))
-    return blocks
+# ---- source layers chosen from data ------------------------------------------------------------
+
+
+def candidates(
+    source: Sequence[LayerGeometry], target: Sequence[LayerGeometry]
+) -> dict[int, list[int]]:
+    """For each target layer, all source layers of its kind, or all that it can read without them.
+
+    Raises:
+        IncompatibleTranslatorError: The source has no layer that a target layer can read.
+    """
+    return {t: theirs for theirs, ours in attention_groups(source, target) for t in ours}
+
+
+def r2(moments: Moments) -> float:
+    """The share of a map's outputs that its inputs explain."""
+    eigenvalues, vectors = np.linalg.eigh(moments.xx)
+    kept = eigenvalues > RELATIVE_TOLERANCE * max(eigenvalues[-1], 0.0)
+    whitened = vectors[:, kept] / np.sqrt(eigenvalues[kept])
+    explained, total = np.square(whitened.T @ moments.xy).sum(), moments.yy.sum()
+    return float(explained / total) if total else 1.0
+
+
+def greedy(moments: Moments, columns: Mapping[int, np.ndarray], nu: int) -> list[int]:
+    """``nu`` source layers, one after the other: each leaves the least residual beside the former.
+
+    ``columns`` are the input columns of each candidate. Of equal ones the first is taken.
+    """
+    ridge = RIDGE * float(np.trace(moments.xx)) / len(moments.xx)
+    taken: list[int] = []
+
+    def residual(layer: int) -> float:
+        """|Y - X B|^2 for (X^T X + ridge) B = X^T Y, without |Y|^2."""
+        own = moments.block(np.concatenate([columns[j] for j in sorted([*taken, layer])]))
+        solved = np.linalg.solve(own.xx + ridge * np.eye(len(own.xx)), own.xy)
+        return -float(np.sum(solved * own.xy)) - ridge * float(np.sum(solved * solved))
+
+    while len(taken) < min(nu, len(columns)):
+        taken.append(min((i for i in sorted(columns) if i not in taken), key=residual))
+    return taken

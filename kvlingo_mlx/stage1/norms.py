@@ -15,24 +15,21 @@ from collections.abc import Callable
 import numpy as np
 
 SINK_TOKENS = 4
-
-Weigher = Callable[[np.ndarray], np.ndarray]
-ATTENTION_NORMS: dict[str, Weigher] = {
+ATTENTION_NORMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "attention_mass": lambda mass: mass,
     "attention_fisher": lambda mass: mass * (1.0 - mass),
 }
 SINK_NORMS = {f"sink_{factor}": float(factor) for factor in (2, 4, 8, 16, 32)}
 NORMS = ("frobenius", *SINK_NORMS, *ATTENTION_NORMS)
-ALIASES = {"attention": "attention_mass"}
 
 
 def norm_named(name: str) -> str:
-    """A norm's full name.
+    """A norm's full name; ``attention`` is short for attention_mass.
 
     Raises:
         ValueError: There is no such norm.
     """
-    norm = ALIASES.get(name, name)
+    norm = "attention_mass" if name == "attention" else name
     if norm not in NORMS:
         raise ValueError(f"norm is {name!r}; it must be one of {', '.join(NORMS)}")
     return norm
@@ -48,8 +45,8 @@ def token_weights(
     """
     if norm == "frobenius":
         return None
-    if norm in SINK_NORMS:
-        weights = np.ones((1, num_tokens))
-        weights[:, :SINK_TOKENS] = SINK_NORMS[norm]
-        return weights
-    return ATTENTION_NORMS[norm](attention_mass())
+    if norm in ATTENTION_NORMS:
+        return ATTENTION_NORMS[norm](attention_mass())
+    weights = np.ones((1, num_tokens))
+    weights[:, :SINK_TOKENS] = SINK_NORMS[norm]
+    return weights

@@ -1,4 +1,4 @@
-"""Stage 1 of a pair: passes over the data, the sums of each, and the maps solved from them.
+"""Stage 1 of a pair: sums over the data for a group of maps, and the maps solved from them.
 
 Where the sums of all maps do not fit in memory together, the data are read again for each group of
 maps. A runtime runs the models (:class:`Rows`); all else is the same code for MLX and PyTorch.
@@ -7,12 +7,12 @@ maps. A runtime runs the models (:class:`Rows`); all else is the same code for M
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import count
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,15 +22,24 @@ from kvlingo_mlx.format.maps import StateMap, maps_of, maps_states, reads_of, st
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.phases import phase
-from kvlingo_mlx.stage1 import bilinear
-from kvlingo_mlx.stage1.closed_form import check_tokens, solve_maps
+from kvlingo_mlx.stage1.bilinear import STATES, solve_states
+from kvlingo_mlx.stage1.closed_form import (
+    METHODS,
+    Moments,
+    Solution,
+    blocks_of,
+    candidates,
+    check_tokens,
+    greedy,
+    r2,
+    solve,
+)
 from kvlingo_mlx.stage1.norms import ATTENTION_NORMS, token_weights
-from kvlingo_mlx.stage1.selection import METHODS, candidates, greedy, r2
-from kvlingo_mlx.stage1.sums import Regression, State, Sums, batches
 from kvlingo_mlx.tokenization.samples import Sample
 
 MEMORY = 8 * 2**30  # bytes of sums at once, which leaves room for the models in 16 GB
-Maps = Mapping[str, Regression]
+State = tuple[str, int]  # (side, layer)
+Item = TypeVar("Item")
 
 
 class Rows(Protocol):
@@ -45,10 +54,7 @@ class Rows(Protocol):
         """The source's and the target's states of a prefix, from its first row to its last."""
 
     def rows(self, states: Any, side: str, layer: int) -> Any:
-        """One side of a layer's states, (T, d)."""
-
-    def wide(self, rows: Any) -> Any:
-        """Rows in float64, where the sums are."""
+        """One side of a layer's states in float64, (T, d), where the sums are."""
 
     def joined(self, arrays: Sequence[Any]) -> Any:
         """Such rows of several layers, by columns."""
@@ -63,6 +69,105 @@ class Rows(Protocol):
 
     def attention_mass(self, sample: Sample) -> np.ndarray:
         """The attention that the continuation pays to each prefix position (eq. "attn-norm")."""
+
+
+# ---- sums --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Regression:
+    """What a map reads of the source and writes of the target."""
+
+    reads: tuple[State, ...]  # in the order of its input columns
+    writes: tuple[State, ...]  # in the order of its output rows
+    row: int = 0  # the row of the tokens' weights that counts for it
+
+    @property
+    def inputs(self) -> tuple[int, tuple[State, ...]]:
+        """What maps that share a sum of x x^T have in common."""
+        return self.row, self.reads
+
+
+class Sums:
+    """Sums over tokens of w x x^T, w x y^T and w y^2 of several maps, in a runtime's float64.
+
+    Maps that read the same states share the first one. Float32 sums would leave noise of 1e-7 of
+    the largest eigenvalue, which is above the tolerance at which eigenvalues count as zero.
+    """
+
+    def __init__(self, maps: Mapping[str, Regression], shapes: Mapping[Any, Any]) -> None:
+        self.maps, self.shapes, self.tokens = maps, shapes, 0
+        self._sums: dict[Any, Any] = {}
+
+    def add(
+        self,
+        x: Callable[[str, int], Any],
+        y: Callable[[str, int], Any],
+        joined: Callable[[list[Any]], Any],
+        weights: Any = None,
+    ) -> None:
+        """Add tokens: ``x`` and ``y`` give the (T, d) of a side and a layer in float64.
+
+        ``joined`` concatenates such arrays by columns. ``weights`` are (rows, T), or None.
+        """
+        for inputs in dict.fromkeys(m.inputs for m in self.maps.values()):
+            row, reads = inputs
+            read = joined([x(*state) for state in reads])
+            weighted = read if weights is None else read * weights[row][:, None]
+            # The product of an array with itself takes half of the work.
+            self._plus(inputs, weighted.T @ read)
+            for name, m in self.maps.items():
+                if m.inputs == inputs:
+                    wanted = joined([y(*state) for state in m.writes])
+                    squares = wanted * wanted
+                    squares = squares if weights is None else squares * weights[row][:, None]
+                    self._plus((name, "xy"), weighted.T @ wanted)
+                    self._plus((name, "yy"), squares.sum(0))
+        self.tokens += len(read)
+
+    def _plus(self, key: Any, part: Any) -> None:
+        if key in self._sums:
+            self._sums[key] += part
+        else:
+            self._sums[key] = part
+
+    def total(self, group: Group) -> None:
+        """Add up what all processes of a group have summed; each may have added no token."""
+        own = (_numpy(self._sums.get(key, np.zeros(n))) for key, n in self.shapes.items())
+        self._sums = dict(zip(self.shapes, group.totals(own), strict=True))
+
+    def moments(self, name: str) -> Moments:
+        """The moments of a map."""
+        keys = self.maps[name].inputs, (name, "xy"), (name, "yy")
+        xx, xy, yy = (_numpy(self._sums[key]) for key in keys)
+        return Moments(xx, xy, yy, self.tokens)
+
+
+def _numpy(array: Any) -> np.ndarray:
+    """Sums of either runtime as a NumPy array."""
+    return array.cpu().numpy() if hasattr(array, "cpu") else array
+
+
+def grouped(
+    items: Iterable[Item], size: Callable[[Item, Sequence[Item]], int], memory: int
+) -> list[list[Item]]:
+    """Items in order, as many in a group as fit into ``memory`` bytes; at least one.
+
+    ``size`` is what an item takes beside those of its group before it.
+    """
+    groups: list[list[Item]] = []
+    held = 0
+    for item in items:
+        more = size(item, groups[-1]) if groups else memory + 1
+        if held + more > memory:
+            groups.append([])
+            held, more = 0, size(item, ())
+        groups[-1].append(item)
+        held += more
+    return groups
+
+
+# ---- the fit -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -80,17 +185,14 @@ class ClosedForm:
     ridge: float | None = None  # as a share of a map's mean square; None chooses one for each
     group: Group = field(default_factory=Group)  # processes that share the samples and the solving
     count: int | None = None  # the number of samples of a pass, if known
-    # Called after each usable sample with their number in this pass, the passes of its kind that
-    # are done, and the number of these; those of other processes count.
-    progress: Callable[[int, int, int], None] = lambda used, done, passes: None
-    solved: Callable[[int], None] = lambda number: None  # called with the number of maps so far
+    # Called after each usable sample with their number over all passes, and what that will be.
+    progress: Callable[[int, int], None] = lambda done, total: None
     weights: dict[str, np.ndarray] = field(default_factory=dict)  # float64, by their names
     ranks: list[int] = field(default_factory=list)  # input directions that the data span
     ridges: list[float] = field(default_factory=list)
     used: int = 0  # the usable samples of the latest pass
     tokens: int = 0  # their rows
     longest: int = 0  # the longest prefix among them, in tokens
-    _scores: dict[State, dict[int, float]] = field(default_factory=dict)
 
     def run(self) -> None:
         """Make all passes; ``weights``, ``ranks`` and ``config`` are then complete.
@@ -101,10 +203,16 @@ class ClosedForm:
         Raises:
             ValueError: No sample is usable, or there are fewer tokens than a map has unknowns.
         """
-        choosing = self._to_choose()
+        choosing, scores = self._to_choose(), dict[State, dict[int, float]]()
+        norm = self.norm if self._shared else "frobenius"
         for done, maps in enumerate(choosing):
-            norm = self.norm if self._shared else "frobenius"
-            self._choose(self._summed(maps, norm, done, len(choosing), " to choose layers"))
+            sums = self._summed(maps, norm, done, len(choosing), " to choose layers")
+            score_all: Callable[[], list[Any]] = partial(list, self._scored(sums))
+            # Rounding may break a tie otherwise on another machine.
+            for side, t, layer, score in self.group.firsts(score_all):
+                scores.setdefault((side, t), {})[layer] = score
+        if scores:
+            self._assign(scores)
         solving = self._to_solve()
         for done, maps in enumerate(solving):
             self._solve(self._summed(maps, self.norm, done, len(solving)))
@@ -138,62 +246,69 @@ class ClosedForm:
             "lowest_rank": self.lowest,
         }
 
-    # ---- what each pass sums --------------------------------------------------------------
-
-    def _to_choose(self) -> list[dict[str, Regression]]:
-        """By R2 a regression for each source layer alone; greedily one from all of them."""
-        found = {}
-        if self.method in METHODS:
-            every = candidates(self.config.source.layers, self.config.target.layers)
-            for t, layers in every.items():
-                if maps_states(self.config, t):
-                    continue
-                parts = [[layer] for layer in layers] if self.method == "r2" else [layers]
-                for side in SIDES:
-                    for part in parts:
-                        reads = reads_of(self.config, side, t, part)
-                        found[f"{side}.{t}.{part[0]}"] = Regression(reads, ((side, t),))
-            self._check_nu(max(map(len, every.values())))
-        return self._batches(found)
-
-    def _to_solve(self) -> list[dict[str, Regression]]:
-        return self._batches(
-            {
-                m.name: Regression(
-                    m.reads,
-                    tuple((side, m.layer) for side in m.writes),
-                    0 if self._shared else m.layer,
-                )
-                for m in maps_of(self.config)
-            }
-        )
-
-    def _check_nu(self, largest: int) -> None:
-        if not 1 <= self.nu <= largest:
-            raise ValueError(
-                f"nu is {self.nu}; it must be 1 to {largest}, the source layers that a target "
-                "layer can read"
-            )
-
-    def _batches(self, maps: Maps) -> list[dict[str, Regression]]:
-        return batches(maps, self._source_width, self._target_width, self.memory)
-
-    def _source_width(self, state: State) -> int:
-        return self.config.source.layers[state[1]].width(state[0])
-
-    def _target_width(self, state: State) -> int:
-        return self.config.target.layers[state[1]].width(state[0])
-
     @property
     def _shared(self) -> bool:
         """Whether a token weighs the same in every layer."""
         return self.norm not in ATTENTION_NORMS
 
-    # ---- one pass -------------------------------------------------------------------------
+    # ---- sums of groups of maps -----------------------------------------------------------
 
-    def _summed(self, maps: Maps, norm: str, done: int, passes: int, why: str = "") -> Sums:
+    def _to_choose(self) -> list[dict[str, Regression]]:
+        """By R2 a regression for each source layer alone; greedily one from all of them."""
+        if self.method not in METHODS:
+            return []
+        found = {}
+        every = candidates(self.config.source.layers, self.config.target.layers)
+        most = max(map(len, every.values()))
+        if not 1 <= self.nu <= most:
+            raise ValueError(
+                f"nu is {self.nu}; it must be 1 to {most}, the source layers that a target layer "
+                "can read"
+            )
+        for t, layers in every.items():
+            parts = [[layer] for layer in layers] if self.method == "r2" else [layers]
+            for side, part in itertools.product(SIDES, parts):
+                if not maps_states(self.config, t):
+                    reads = reads_of(self.config, side, t, part)
+                    found[f"{side}.{t}.{part[0]}"] = Regression(reads, ((side, t),))
+        return self._groups(found)
+
+    def _to_solve(self) -> list[dict[str, Regression]]:
+        def regression(m: Any) -> Regression:
+            writes = tuple((side, m.layer) for side in m.writes)
+            return Regression(m.reads, writes, 0 if self._shared else m.layer)
+
+        return self._groups({m.name: regression(m) for m in maps_of(self.config)})
+
+    def _groups(self, maps: Mapping[str, Regression]) -> list[dict[str, Regression]]:
+        """Maps whose sums fit into memory together; those that read alike are neighbours."""
+
+        def size(name: str, before: Sequence[str]) -> int:
+            alike = any(maps[each].inputs == maps[name].inputs for each in before)
+            width, out = self._widths(maps[name])
+            return 8 * width * (out + (0 if alike else width))
+
+        found = grouped(sorted(maps, key=lambda name: maps[name].inputs), size, self.memory)
+        return [{name: maps[name] for name in names} for names in found]
+
+    def _widths(self, m: Regression) -> tuple[int, int]:
+        """How many inputs and outputs a map has."""
+        ends = self.config.source.layers, self.config.target.layers
+        read, written = (
+            sum(layers[layer].width(side) for side, layer in states)
+            for layers, states in zip(ends, (m.reads, m.writes), strict=True)
+        )
+        return read, written
+
+    def _summed(
+        self, maps: Mapping[str, Regression], norm: str, done: int, passes: int, why: str = ""
+    ) -> Sums:
         """The sums of some maps over all samples."""
-        sums = Sums(maps, self._source_width, self._target_width)
+        shapes: dict[Any, tuple[int, ...]] = {}
+        for name, m in maps.items():
+            width, out = self._widths(m)
+            shapes |= {m.inputs: (width, width), (name, "xy"): (width, out), (name, "yy"): (out,)}
+        sums = Sums(maps, shapes)
         self.used = self.longest = seen = 0
         again = "" if passes == 1 else f", pass {done + 1} of {passes}"
         with phase(f"reading the samples{why}{again}", self.count) as step:
@@ -206,7 +321,8 @@ class ClosedForm:
                     self.longest = max(self.longest, len(sample.prefix))
                 if sample is None or usable:
                     seen += 1
-                    self.progress(seen, done, passes)
+                    total = self.count or 0
+                    self.progress(seen + done * total, passes * total)
                 step(number)
         self._total(sums)
         if self.used == 0:
@@ -225,16 +341,11 @@ class ClosedForm:
             weights = sample.aligned.spread(weights) if sample.aligned is not None else weights
             weights = self.models.array(weights)
         start = 0
-        for read, wanted in self.models.spans(sample, self.config.capture):
-            x, y = (self._wide(states) for states in (read, wanted))
-            stop = start + len(x((SIDES[0], 0)))
+        for states in self.models.spans(sample, self.config.capture):
+            x, y = (partial(self.models.rows, each) for each in states)
+            stop = start + len(x(SIDES[0], 0))
             sums.add(x, y, self.models.joined, None if weights is None else weights[:, start:stop])
             start = stop
-
-    def _wide(self, states: Any) -> Callable[[State], Any]:
-        """The rows of a state in float64; kept as the models have them, which is half as large."""
-        rows = cache(partial(self.models.rows, states))
-        return lambda state: self.models.wide(rows(*state))
 
     def _total(self, sums: Sums) -> None:
         """Add up what all processes have read in this pass."""
@@ -245,19 +356,7 @@ class ClosedForm:
             self.longest = max(self.group.gathered(self.longest))
         self.tokens = sums.tokens
 
-    # ---- what a pass leads to -------------------------------------------------------------
-
-    def _choose(self, sums: Sums) -> None:
-        """Choose the source layers of this pass's maps."""
-        # Rounding may break a tie otherwise on another machine.
-        for side, t, layer, score in self.group.firsts(lambda: list(self._scored(sums))):
-            self._scores.setdefault((side, t), {})[layer] = score
-        chosen = {side: list(self.config.assignment.side(side)) for side in SIDES}
-        for (side, t), scores in self._scores.items():
-            best = sorted(scores, key=lambda layer: (-scores[layer], layer))[: self.nu]
-            chosen[side][t] = tuple(sorted(best))
-        assignment = Assignment(*(tuple(chosen[side]) for side in SIDES))
-        self.config = dataclasses.replace(self.config, assignment=assignment)
+    # ---- what the sums lead to ------------------------------------------------------------
 
     def _scored(self, sums: Sums) -> Iterator[tuple[str, int, int, float]]:
         """Each state of the target with a source layer and its score; the highest are chosen."""
@@ -266,47 +365,70 @@ class ClosedForm:
             if self.method == "r2":
                 yield side, t, m.reads[0][1], r2(moments)
                 continue
-            taken = greedy(moments, self._columns(m.reads), self.nu)
-            yield from ((side, t, layer, -float(n)) for n, layer in enumerate(taken))
+            widths = [self.config.source.layers[layer].width(side) for side, layer in m.reads]
+            owner = np.repeat([layer for _, layer in m.reads], widths)  # of each input column
+            columns = {layer: np.flatnonzero(owner == layer) for layer in set(owner.tolist())}
+            for n, layer in enumerate(greedy(moments, columns, self.nu)):
+                yield side, t, layer, -float(n)
 
-    def _columns(self, reads: Sequence[State]) -> dict[int, np.ndarray]:
-        """The input columns of each source layer."""
-        ends = np.cumsum([0, *map(self._source_width, reads)])
-        found: dict[int, list[np.ndarray]] = {}
-        for (_, layer), start, stop in zip(reads, ends[:-1], ends[1:], strict=True):
-            found.setdefault(layer, []).append(np.arange(start, stop))
-        return {layer: np.concatenate(parts) for layer, parts in found.items()}
+    def _assign(self, scores: Mapping[State, Mapping[int, float]]) -> None:
+        """Take the source layers of the highest scores."""
+        chosen = {side: list(self.config.assignment.side(side)) for side in SIDES}
+        for (side, t), own in scores.items():
+            best = sorted(own, key=lambda layer: (-own[layer], layer))[: self.nu]
+            chosen[side][t] = tuple(sorted(best))
+        assignment = Assignment(*(tuple(chosen[side]) for side in SIDES))
+        self.config = dataclasses.replace(self.config, assignment=assignment)
 
     def _solve(self, sums: Sums) -> None:
-        """Solve this pass's maps; every process some of them, beside one another."""
-        names = list(sums.maps)
-        own = self.group.stretch(names)
-        before, numbers = len(self.weights), count(1)
-
-        def solved() -> None:
-            self.solved(before + min(next(numbers) * self.group.size, len(names)))
-            step()
-
+        """Solve these maps; every process some of them."""
+        weights, found = dict[str, np.ndarray](), list[Solution]()
+        inputs: Any = None
+        own = self.group.stretch(list(sums.maps))
         with phase("solving the maps", len(own)) as step:
-            moments = ((name, sums.moments(name)) for name in own)
-            weights, found = solve_maps(self.config, moments, solved, self.ridge)
-        made = weights, [each.rank for each in found], [each.ridge for each in found]
-        for theirs, ranks, ridges in self.group.gathered(made):
+            for name in own:
+                parts = self._parts(sums, name)
+                if self.config.head_mixing and inputs != sums.maps[name].inputs:
+                    inputs, eigen = sums.maps[name].inputs, np.linalg.eigh(parts[0].xx)
+                known = eigen if self.config.head_mixing else None
+                solved = [solve(part, ridge=self.ridge, eigen=known) for part in parts]
+                matrices = [each.weight for each in solved]
+                weights[f"{name}.weight"] = np.stack(matrices) if known is None else matrices[0]
+                found += solved
+                step()
+        result = weights, [each.rank for each in found], [each.ridge for each in found]
+        for theirs, ranks, ridges in self.group.gathered(result):
             self.weights |= theirs
             self.ranks += ranks
             self.ridges += ridges
 
+    def _parts(self, sums: Sums, name: str) -> list[Moments]:
+        """The moments of a map, or of each block of a head-wise one.
+
+        Raises:
+            ValueError: A sum is not finite; the message names the map.
+        """
+        config, moments = self.config, sums.moments(name)
+        if not moments.finite:
+            raise ValueError(
+                f"the sums for the map {name} hold NaN or Inf: the keys or values that it reads of "
+                f"{config.source.name}, or those of {config.target.name}, overflowed"
+            )
+        if config.head_mixing:
+            return [moments]
+        (m,) = (m for m in maps_of(config) if m.name == name)
+        return [moments.block(*block) for block in blocks_of(config, m)]
+
     # ---- recurrent states that are mapped --------------------------------------------------
 
     def _solve_states(self) -> None:
-        """Solve the maps of recurrent states, in passes over the first few samples each."""
+        """Solve the maps of recurrent states, which read the first few samples of each group."""
         maps = state_maps_of(self.config)
-        for some in bilinear.batches(maps, self._state_bytes, self.memory):
+        for some in grouped(maps, lambda m, before: self._state_bytes(m), self.memory):
             given, wanted = self._states(some)
             own: dict[str, np.ndarray] = {}
             for m in self.group.stretch(some):
-                own |= bilinear.solve_states(m, given, wanted[m.layer])
-                self.solved(len(self.weights) + len(own) // len(m.shapes))
+                own |= solve_states(m, given, wanted[m.layer])
             for theirs in self.group.gathered(own):
                 self.weights |= theirs
 
@@ -318,7 +440,7 @@ class ClosedForm:
         writes = [m.layer for m in maps]
         found: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
         for number, sample in enumerate(self.samples()):
-            if len(found) * self.group.size >= bilinear.STATES:
+            if len(found) * self.group.size >= STATES:
                 break
             if sample is None or not sample.num_translated:
                 continue
@@ -334,8 +456,7 @@ class ClosedForm:
         return by_layer(0, reads), by_layer(1, writes)
 
     def _state_bytes(self, m: StateMap) -> int:
-        """The bytes of the states that a map reads and writes, in float32."""
-        layers = [self.config.source.layers[s] for s in m.reads]
-        shapes = (g.recurrence.parts[1] for g in (*layers, self.config.target.layers[m.layer])
-                  if g.recurrence is not None)  # fmt: skip
-        return sum(4 * math.prod(shape) for shape in shapes)
+        """The bytes in float32 of all states that a map is fitted on."""
+        layers = [*(self.config.source.layers[s] for s in m.reads)]
+        recurrences = [g.recurrence for g in (*layers, self.config.target.layers[m.layer])]
+        return STATES * sum(4 * math.prod(r.parts[1]) for r in recurrences if r is not None)

@@ -26,27 +26,21 @@ Spec = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
 CHUNK = 1 << 24  # bytes read at once while lines are counted
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+FORMS = "owner/name, owner/name:split or owner/name:config:split"
 
 
 @dataclass(frozen=True, eq=False)
 class JsonLines:
-    """The lines of one or more JSONL files; only their offsets are kept in memory.
+    """The lines of one or more JSONL files; only their offsets are kept in memory."""
 
-    ``starts``, ``sizes`` (bytes), ``lines`` (numbered from 1) and ``files`` (indices into
-    ``paths``) have one entry per record. ``digest``, the sha256 of all records, detects changed
-    data under the same ``name``, which is the user's.
-    """
-
-    name: str
+    name: str  # the user's
     paths: tuple[Path, ...]
-    starts: np.ndarray
-    sizes: np.ndarray
-    lines: np.ndarray
-    files: np.ndarray
-    digest: str
+    lines: np.ndarray  # (N, 3) each record's file (an index of ``paths``), line from 1, and start
+    sizes: np.ndarray  # (N,) bytes
+    digest: str  # the sha256 of all records, which detects changed data
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.lines)
 
     def read(self, number: int) -> tuple[Any, str]:
         """Record ``number`` as parsed (None for a blank line), with its file and line.
@@ -54,11 +48,12 @@ class JsonLines:
         Raises:
             ValueError: The line is not JSON; the message names file and line.
         """
-        path = self.paths[self.files[number]]
-        where = f"{path}, line {self.lines[number]}"
+        file_number, line_number, start = self.lines[number].tolist()
+        path = self.paths[file_number]
+        where = f"{path}, line {line_number}"
         # Opened each time: forked workers would share the position of a shared handle.
         with path.open("rb") as file:
-            file.seek(int(self.starts[number]))
+            file.seek(start)
             line = file.read(int(self.sizes[number]))
         if not line.strip():
             return None, where
@@ -70,23 +65,20 @@ class JsonLines:
 
 @dataclass(frozen=True, eq=False)
 class HubDataset:
-    """The splits of a Hugging Face dataset in a row; ``ends`` are their cumulative row counts.
-
-    ``name``, ``sizes`` and ``digest`` are as in :class:`JsonLines`.
-    """
+    """The splits of a Hugging Face dataset in a row; the rest is as in :class:`JsonLines`."""
 
     name: str
-    labels: tuple[str, ...]
-    splits: tuple[Any, ...]
-    ends: np.ndarray
+    splits: dict[str, Any]  # by the label that messages show
     sizes: np.ndarray
     digest: str
 
     def read(self, number: int) -> tuple[Any, str]:
         """Record ``number`` as a dict, with its split and row."""
-        split = int(np.searchsorted(self.ends, number, side="right"))
-        row = number - (int(self.ends[split - 1]) if split else 0)
-        return self.splits[split][row], f"{self.labels[split]}, record {row + 1}"
+        for label, rows in self.splits.items():
+            if number < len(rows):
+                return rows[number], f"{label}, record {number + 1}"
+            number -= len(rows)
+        raise IndexError(number)
 
 
 Source = JsonLines | HubDataset
@@ -115,9 +107,18 @@ def open_source(spec: Spec) -> tuple[Source, float]:
     if name.endswith((".json", ".jsonl")) or not HUB_ID.fullmatch(name.split(":")[0]):
         raise ValueError(
             f"{name} does not exist; give a JSONL file, a folder of them, or a Hugging Face "
-            "dataset as owner/name, owner/name:split or owner/name:config:split"
+            f"dataset as {FORMS}"
         )
     return _hub_dataset(name), weight
+
+
+def open_lines(path: Path) -> JsonLines:
+    """A JSONL file.
+
+    Raises:
+        ValueError: It cannot be read, or is empty.
+    """
+    return _json_lines(str(path), [path])
 
 
 def _weighted(spec: Spec) -> tuple[str, float]:
@@ -135,36 +136,22 @@ def _weighted(spec: Spec) -> tuple[str, float]:
     return name, weight
 
 
-def open_lines(path: Path) -> JsonLines:
-    """A JSONL file.
-
-    Raises:
-        ValueError: It cannot be read, or is empty.
-    """
-    return _json_lines(str(path), [path])
-
-
 def _json_lines(name: str, paths: Sequence[Path]) -> JsonLines:
     digest = hashlib.sha256()
-    parts = [_index(path, digest) for path in paths]
-    starts, sizes, lines = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    files = np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts])
-    if not len(starts):
+    indices = [_index(path, number, digest) for number, path in enumerate(paths)]
+    lines, sizes = (np.concatenate(columns) for columns in zip(*indices, strict=True))
+    if not len(lines):
         raise ValueError(
             f'{name} holds no records; each line should be {{"messages": [...]}} or {{"text": ...}}'
         )
-    return JsonLines(name, tuple(paths), starts, sizes, lines, files, digest.hexdigest())
+    return JsonLines(name, tuple(paths), lines, sizes, digest.hexdigest())
 
 
-def _index(path: Path, digest: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The start, the bytes and the number of each line that can hold a record.
-
-    ``digest``, a hash object of hashlib, is updated with the file's content.
-    """
+def _index(path: Path, number: int, digest: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The places (N, 3) and the bytes of the lines that can hold a record; updates ``digest``."""
     breaks, length = [np.array([-1], np.int64)], 0
-    shown = phase(f"finding the records of {path.name}")
     try:
-        with path.open("rb") as file, shown:
+        with path.open("rb") as file, phase(f"finding the records of {path.name}"):
             while chunk := file.read(CHUNK):
                 breaks.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + length)
                 length += len(chunk)
@@ -173,8 +160,8 @@ def _index(path: Path, digest: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     edges = np.concatenate([*breaks, np.array([length])])
     starts, sizes = edges[:-1] + 1, np.diff(edges) - 1
-    kept = sizes > 1  # the shortest record is {}; an empty line may hold a carriage return
-    return starts[kept], sizes[kept], np.flatnonzero(kept) + 1
+    kept = np.flatnonzero(sizes > 1)  # the shortest record is {}; an empty line may hold a CR
+    return np.stack([np.full_like(kept, number), kept + 1, starts[kept]], axis=1), sizes[kept]
 
 
 def _hub_dataset(name: str) -> HubDataset:
@@ -183,25 +170,20 @@ def _hub_dataset(name: str) -> HubDataset:
         datasets = importlib.import_module("datasets")
     dataset_id, *rest = name.split(":")
     if len(rest) > 2:
-        raise ValueError(
-            f"{name}: expected owner/name, owner/name:split or owner/name:config:split"
-        )
+        raise ValueError(f"{name}: expected {FORMS}")
     config, split = rest[0] if len(rest) == 2 else None, rest[-1] if rest else None
     try:
         loaded = datasets.load_dataset(dataset_id, config, split=split)
     except (OSError, ValueError) as error:
         raise ValueError(f"the Hugging Face dataset {name} cannot be loaded: {error}") from None
-    parts = {f"{name}:{key}": part for key, part in loaded.items()} if split is None else {}
-    parts = parts or {name: loaded}
+    splits = {f"{name}:{key}": part for key, part in loaded.items()} if split is None else {}
+    splits = splits or {name: loaded}
     # One pass over all rows: their sizes show which of them can hold a long prefix.
     sizes, digest = [], hashlib.sha256()
-    for row in (row for part in parts.values() for row in part):
+    for row in (row for part in splits.values() for row in part):
         text = json.dumps(row, default=str).encode()
         sizes.append(len(text))
         digest.update(text)
     if not sizes:
         raise ValueError(f"the Hugging Face dataset {name} holds no records")
-    ends = np.cumsum([len(part) for part in parts.values()])
-    return HubDataset(
-        name, tuple(parts), tuple(parts.values()), ends, np.array(sizes), digest.hexdigest()
-    )
+    return HubDataset(name, splits, np.array(sizes), digest.hexdigest())

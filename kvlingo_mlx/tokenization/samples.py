@@ -7,7 +7,6 @@ wrapped by mlx-lm.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from jinja2 import TemplateError
 from kvlingo_mlx.format.geometry import vocabulary_fingerprint
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.alignment import NO_END
+from kvlingo_mlx.tokenization.records import open_lines
 from kvlingo_mlx.tokenization.renderings import chat, joined_parts, text_ids, text_of
 
 MAX_PREFIX, MAX_CONTINUATION = 16_384, 2048
@@ -91,69 +91,42 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         ValueError: The file is missing or empty, or a line is not such a record; the message
             names the file and the line.
     """
-    path = Path(path)
-    records = []
-    try:
-        # Not splitlines, which would also split at U+2028 inside a JSON string.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error})") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            records.append(_parse(line, f"{path}, line {number}"))
-    if not records:
-        raise ValueError(
-            f'{path} holds no records; each line should be {{"messages": [...]}} or {{"text": ...}}'
-        )
-    return records
-
-
-def _parse(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON ({error})") from None
-    return checked_record(record, where)
+    lines = open_lines(Path(path))
+    read = map(lines.read, range(len(lines)))
+    return [checked_record(record, where) for record, where in read if record is not None]
 
 
 def checked_record(record: Any, where: str) -> dict[str, Any]:
-    """Join each message's content to one text and check the record as :func:`check_record` does."""
-    if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
-        messages = [with_text(message, where) for message in record["messages"]]
-        record = {**record, "messages": messages}
-    check_record(record, where)
-    return record
+    """A conversation, each content joined to one text, or a text.
 
-
-def with_text(message: Any, where: str) -> Any:
-    """A message whose content is joined to one text if it is a list of text parts."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-        return message
-    try:
-        return {**message, "content": joined_parts(message["content"])}
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
-def check_record(record: Any, where: str) -> None:
-    """Refuse (ValueError) a record that is neither a conversation nor a text."""
-    fields = record if isinstance(record, dict) else {}
+    Raises:
+        ValueError: It is neither; the message starts with ``where``.
+    """
+    fields = record if isinstance(record, Mapping) else {}
     messages = fields.get("messages")
     if messages is None and isinstance(fields.get("text"), str):
         _check_unicode(fields["text"], where)
-        return
+        return dict(fields)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'{where}: expected {{"messages": [...]}} or {{"text": ...}}')
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise ValueError(f"{where}: a message needs a role and a text content")
-        if message.get("role") not in ROLES:
-            raise ValueError(
-                f"{where}: role {message.get('role')!r}, expected one of {', '.join(ROLES)}"
-            )
-        _check_unicode(message["content"], where)
+    return {**fields, "messages": [_checked_message(message, where) for message in messages]}
+
+
+def _checked_message(message: Any, where: str) -> dict[str, Any]:
+    fields = dict(message) if isinstance(message, Mapping) else {}
+    if isinstance(fields.get("content"), list):
+        try:
+            fields["content"] = joined_parts(fields["content"])
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    if not isinstance(fields.get("content"), str):
+        raise ValueError(f"{where}: a message needs a role and a text content")
+    if fields.get("role") not in ROLES:
+        raise ValueError(
+            f"{where}: role {fields.get('role')!r}, expected one of {', '.join(ROLES)}"
+        )
+    _check_unicode(fields["content"], where)
+    return fields
 
 
 def _check_unicode(text: str, where: str) -> None:

@@ -29,31 +29,31 @@ KEEP_EVERY = 240.0  # the most seconds of work that a kill may lose
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of one distillation in a file, and the settings that must not change."""
+    """A state in a file, and the settings that must not change."""
 
     path: Path
     settings: Mapping[str, Any]
 
-    def write(self, step: int, tensors: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
-        """Replace the state.
+    def write(self, what: str, tensors: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
+        """Replace the state, as :func:`write_state` does."""
+        write_state(self.path, what, tensors, {**facts, "settings": dict(self.settings)})
+
+    def facts(self) -> dict[str, Any] | None:
+        """The facts of the state; None if there is none.
 
         Raises:
-            KVLingoError: The disk is full; the previous state is still there.
-        """
-        facts = {**facts, "settings": dict(self.settings)}
-        write_state(self.path, f"step {step}", tensors, facts)
-
-    def read(self) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
-        """Tensors and facts, if there are any.
-
-        Raises:
-            ValueError: They are of other settings; the message names those that differ.
+            ValueError: It is damaged, or of other settings; the message names those that differ.
         """
         if not self.path.exists():
             return None
         facts = read_facts(self.path)
         check_settings(self.path.parent, facts["settings"], self.settings)
-        return load_file(self.path), facts
+        return facts
+
+    def read(self) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
+        """Tensors and facts, if there are any; raises as :meth:`facts` does."""
+        facts = self.facts()
+        return None if facts is None else (load_file(self.path), facts)
 
 
 def write_state(
@@ -65,14 +65,8 @@ def write_state(
         KVLingoError: The file could not be written; the old one is still there. The message names
             its content, ``what``.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
-    with disk_errors(what, path.parent):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(dict(tensors), temporary, {"facts": json.dumps(facts)})
-            _replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    with _replaced(path, what) as temporary:
+        save_file(dict(tensors), temporary, {"facts": json.dumps(facts)})
 
 
 def read_facts(path: Path) -> dict[str, Any]:
@@ -101,17 +95,25 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def write_json(path: Path, what: str, values: Iterable[Mapping[str, Any]]) -> None:
-    """Replace a file of JSON lines atomically.
+    """Replace a file of JSON lines atomically; raises as :func:`write_state` does."""
+    lines = [json.dumps(plain(dict(line))) for line in values]
+    with _replaced(path, what) as temporary:
+        temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
-    Raises:
-        KVLingoError: The file could not be written; the old one is still there.
-    """
+
+@contextlib.contextmanager
+def _replaced(path: Path, what: str) -> Iterator[Path]:
+    """A file to write, which is flushed to the disk and then moved to ``path``."""
     temporary = path.with_name(f"{path.name}.tmp")
     with disk_errors(what, path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(plain(dict(line))) for line in values]
-        temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        _replace(temporary, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            with open(temporary, "rb") as file:
+                sync_file(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -126,13 +128,6 @@ def disk_errors(what: str, folder: Path) -> Iterator[None]:
             f"{reason}: {what} could not be kept in {folder}; what was kept before is intact, "
             f"{'free some space' if full else 'mend that'} and run the same command"
         ) from None
-
-
-def _replace(temporary: Path, path: Path) -> None:
-    """Flush a finished file to the disk, then move it into place."""
-    with open(temporary, "rb") as file:
-        sync_file(file.fileno())
-    os.replace(temporary, path)
 
 
 def check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

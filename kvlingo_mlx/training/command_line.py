@@ -21,12 +21,11 @@ from kvlingo_mlx.training.data import Bin, Stream, Survey, prefix_histogram
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.paper_pairs import filled, rate_of
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
-from kvlingo_mlx.training.recipe import Recipe, require
+from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.record_filter import RecordFilter
 from kvlingo_mlx.training.sweep import window
 from kvlingo_mlx.training.trainer import Progress, Trainer
 
-SHORTEST = 64  # tokens: the least that --max-prefix takes
 SHOWN = 480  # the number of samples that a run's histogram is made of
 
 
@@ -83,9 +82,6 @@ class Options:
         known = self.runtime.DTYPES
         if self.dtype is not None and self.dtype not in known:
             raise ValueError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(known)}")
-        if self.at_once is not None:
-            require("learning rates trained at a time (-c at_once)", self.at_once, 1)
-        self._mixture()
         self.runtime.check_device(self.place)
 
     @property
@@ -96,16 +92,8 @@ class Options:
 
     @property
     def runtime(self) -> Any:
-        """The module that opens models for the device.
-
-        Raises:
-            MissingExtraError: The device needs PyTorch, which is not installed.
-        """
+        """The module that opens models for the device; raises as :func:`runtime_of` does."""
         return runtime_of(self.place)
-
-    def load(self, name: str) -> Any:
-        """Load one of the two models onto this process's device."""
-        return self.runtime.load(name, self.dtype, self.place)
 
     def stream(
         self, tokenizer: Any, context_length: int, planned: int, source_tokenizer: Any = None
@@ -115,7 +103,12 @@ class Options:
         ``planned`` is the number of samples that the run draws. ``source_tokenizer`` is the
         source's tokenizer where it differs from ``tokenizer``.
         """
-        mixture = self._mixture().scaled(context_length)
+        longest, answer = self.max_prefix, self.max_continuation
+        mixture: Mixture | PlainText = PlainText(longest or 256, answer or 256)
+        if not self.plain_text:
+            whole = Mixture(packed_share=self.packed_share, later_turns=self.later_turns)
+            mixture = whole.limited(longest or MAX_PREFIX, answer or MAX_CONTINUATION)
+        mixture = mixture.scaled(context_length)
         return Stream(
             self.data, tokenizer, mixture, self.seed, source_tokenizer, planned, self.accepts
         )
@@ -132,22 +125,10 @@ class Options:
         own = {name: getattr(self, name) for name in names}
         if self.later_turns:
             own["later_turns"] = True
-        # The order of samples depends on their planned number.
         if self.accepts:
             own |= {"english": self.english, "apart_from": self.accepts.contents}
+        # The order of samples depends on their planned number.
         return {"data": list(self.data), **own, **contents, "samples": stream.survey.samples}
-
-    def _mixture(self) -> Mixture | PlainText:
-        longest, answer = self.max_prefix, self.max_continuation
-        if self.plain_text:
-            windows = PlainText()
-            return PlainText(longest or windows.prefix, answer or windows.continuation)
-        prefix, continuation = longest or MAX_PREFIX, answer or MAX_CONTINUATION
-        require("tokens of the longest prefix (--max-prefix)", prefix, SHORTEST, MAX_PREFIX)
-        most = MAX_CONTINUATION
-        require("tokens of the longest answer (--max-continuation)", continuation, 1, most)
-        whole = Mixture(packed_share=self.packed_share, later_turns=self.later_turns)
-        return whole.limited(prefix, continuation)
 
 
 @dataclass(frozen=True)
@@ -221,7 +202,8 @@ def _at_rates_of(found: Mapping[str, Any], job: Job) -> Job:
 
 def seeds_told(done: Sequence[Done]) -> str:
     """The mean of the seeds' held-out KL, and its standard deviation; empty without a stage 2."""
-    values = [kl for each in done if (kl := each.provenance.get("held_out_kl")) is not None]
+    found = (each.provenance.get("held_out_kl") for each in done)
+    values = [kl for kl in found if kl is not None]
     if len(values) < 2:
         return ""
     mean, deviation = statistics.mean(values), statistics.stdev(values)
@@ -257,7 +239,10 @@ def _train(job: Job, listeners: Listeners) -> tuple[Done, bool]:
     """What was made, and whether this process leads."""
     options, plan = job.options, _plan(job)  # bad options are refused before any model is loaded
     stage2 = plan.recipe
-    source, target = options.load(options.source), options.load(options.target)
+    source, target = (
+        options.runtime.load(name, options.dtype, options.place)
+        for name in (options.source, options.target)
+    )
     stream = options.stream(
         target.tokenizer,
         min(source.context_length, target.context_length),

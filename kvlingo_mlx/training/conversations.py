@@ -6,7 +6,7 @@ goes. ``samples.tokenise`` renders the turns by the family's own chat template.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,11 @@ import numpy as np
 from kvlingo_mlx.tokenization.samples import (
     Sample,
     asked_next,
-    check_record,
+    checked_record,
     encode_plain,
     reasons,
     said,
     tokenise,
-    with_text,
 )
 
 Message = dict[str, str]
@@ -53,19 +52,15 @@ def normalise(record: Any, where: str) -> dict[str, Any]:
             ``where``.
     """
     fields = record if isinstance(record, dict) else {}
-    turns = next(
-        (v for k in ("messages", "conversations") if (v := fields.get(k)) is not None), None
-    )
+    turns = fields.get("messages")
+    turns = fields.get("conversations") if turns is None else turns
     if turns is None and isinstance(fields.get("text"), str):
-        check_record({"text": fields["text"]}, where)
-        return {"text": fields["text"]}
+        return checked_record({"text": fields["text"]}, where)
     if turns == []:
         return {"messages": []}
-    messages = turns
-    if isinstance(turns, list):
-        messages = [_message(with_text(turn, where)) for turn in turns]
-    check_record({"messages": messages}, where)
-    alternating = _alternate(_readable(messages or []))
+    messages = [_message(turn) for turn in turns] if isinstance(turns, list) else turns
+    checked = checked_record({"messages": messages}, where)["messages"]
+    alternating = _alternate(_readable(map(_trace_apart, checked)))
     return {"messages": alternating if replies(alternating) else []}
 
 
@@ -75,33 +70,34 @@ def replies(messages: Sequence[Message]) -> list[int]:
 
 
 def _message(turn: Any) -> Any:
-    """A turn in our schema; anything else is returned as it is, for ``check_record`` to refuse."""
+    """A turn in our schema; anything else is returned as it is, to be refused."""
     if not isinstance(turn, dict):
         return turn
     role = turn.get("role") or turn.get("from")
     role = ALIASES.get(role, role) if isinstance(role, str) else role
     content = turn.get("value") if turn.get("content") is None else turn["content"]
-    message = {"role": role, "content": "" if content is None else content}
     if any(turn.get(key) for key in ("tool_calls", "function_call", "function_calls")):
-        message["role"] = "tool"
-    if role == "assistant" and isinstance(content, str):
-        message |= _trace_apart(content, turn.get("reasoning_content"))
-    return message
+        role = "tool"
+    trace = turn.get("reasoning_content")
+    return {"role": role, "content": "" if content is None else content, "reasoning_content": trace}
 
 
-def _trace_apart(content: str, trace: Any) -> Message:
-    """An assistant's content without its think block, and the block's text if there is any."""
+def _trace_apart(message: Message) -> Message:
+    """A message whose content has no think block; an assistant's has the block's text apart."""
+    role, content, trace = (message[key] for key in ("role", "content", "reasoning_content"))
+    if role != "assistant":
+        return {"role": role, "content": content}
     if CLOSE in content:
         head, content = content.split(CLOSE, 1)
         trace = trace or head.strip().removeprefix("<think>")
     elif content.lstrip().startswith("<think>"):
         content = ""  # cut off inside its trace, so there is no answer
     trace = trace.strip() if isinstance(trace, str) else ""
-    content = content.lstrip("\n")
-    return {"content": content, "reasoning_content": trace} if trace else {"content": content}
+    found = {"role": role, "content": content.lstrip("\n")}
+    return {**found, "reasoning_content": trace} if trace else found
 
 
-def _readable(messages: Sequence[Message]) -> Iterator[Message]:
+def _readable(messages: Iterable[Message]) -> Iterator[Message]:
     """Messages up to the first unusable one, without empty system messages (as in Nemotron)."""
     for message in messages:
         blank = not message["content"].strip()

@@ -71,14 +71,10 @@ class Survey:
     @property
     def falls_short(self) -> bool:
         """Whether the data make the run differ from its recipe."""
-        return (
-            self.packed_share != self.packed_asked
-            or 2 * self.longest < self.wanted
-            or self.uses > 2
-        )
+        unpacked = self.packed_share != self.packed_asked
+        return unpacked or 2 * self.longest < self.wanted or self.uses > 2
 
     def __str__(self) -> str:
-        lengths = f"prefixes of at most {self.longest:,} tokens (the recipe: {self.wanted:,})"
         packed = f"packed: {self.packed_share:.0%} of samples"
         if self.packed_share != self.packed_asked:
             few = f"conversations of {self.tokens:,} tokens are too few"
@@ -86,7 +82,8 @@ class Survey:
         repeated = "none repeated" if self.uses == 1 else f"each at most {self.uses:,} times"
         return (
             f"data: {self.records:,} records to train on; {self.samples:,} samples from "
-            f"{self.distinct:,} of them, {repeated}; {lengths}; {packed}"
+            f"{self.distinct:,} of them, {repeated}; prefixes of at most {self.longest:,} tokens "
+            f"(the recipe: {self.wanted:,}); {packed}"
         )
 
 
@@ -101,31 +98,6 @@ class Order:
     tokens: float = 0.0  # of all of these
 
 
-def order_of(
-    table: Table, shares: np.ndarray, mixture: Mixture | PlainText, planned: int, seed: int
-) -> Order:
-    """The order of records for a mixture."""
-    low, high = reach(mixture)
-    within = (table.before >= low) & (table.before <= high)
-    if isinstance(mixture, PlainText):
-        return Order(
-            table, Schedule(table, cells(table, "text", 1.0, shares, within), planned, seed)
-        )
-    part, (shortest, most) = mixture.packed_share, mixture.packed
-    last, small = np.zeros((2, len(table.before)), bool)
-    last[table.last] = True
-    small[table.last[table.tokens <= most]] = True
-    natural = cells(table, "natural", 1 - part, shares, within)
-    lifted = cells(table, "packed", part, shares, last & (table.before <= most))
-    fillers = cells(table, "filler", 1.0, shares, small) if lifted else []
-    ends = Schedule(table, natural + lifted, planned, seed)
-    if not fillers:
-        return Order(table, ends)
-    tokens = table.tokens[table.tokens <= most]
-    per_sample = part * (shortest + most) / 2 / float(tokens.mean())
-    return Order(table, ends, Schedule(table, fillers, planned, seed), per_sample, tokens.sum())
-
-
 class Stream:
     """Numbered samples: natural and packed conversations, or windows of plain text.
 
@@ -134,6 +106,9 @@ class Stream:
             windows of texts instead.
         seed: Chooses the samples and the held-out records.
         survey: Statistics of the data that a run will see.
+        skipped: The number of records without a usable assistant turn (or text).
+        reserved: The number of usable records reserved for :meth:`held_out`.
+        contents: Size and hash of each source by its name, to detect changed data.
     """
 
     def __init__(
@@ -158,7 +133,6 @@ class Stream:
             MissingExtraError: A source is a Hugging Face dataset, and ``datasets`` is not
                 installed.
         """
-        mixture = Mixture() if mixture is None else mixture
         self.seed, self._planned = seed, planned
         self._tokenizer, self._source_tokenizer = tokenizer, source_tokenizer
         texts = isinstance(mixture, PlainText)
@@ -171,73 +145,15 @@ class Stream:
         self._fold = not texts and not all(map(keeps_system, both))
         template = None if texts else boilerplate(*both)
         self._index = RecordIndex(sources, both, template, seed, accepts or RecordFilter())
-        self._mix(mixture)
+        self.skipped, self.contents = self._index.skipped, self._index.contents
+        self.reserved = len(self._index.reserved)
+        self._mix(mixture or Mixture())
 
     def at(self, mixture: Mixture) -> Stream:
         """The same data at other lengths, without reading all of them again."""
         other = copy.copy(self)
         other._mix(mixture)
         return other
-
-    def _mix(self, asked: Mixture | PlainText) -> None:
-        self.mixture, self._order = asked, self._order_of(asked)
-        if isinstance(asked, Mixture) and asked.packed_share and not self._can_pack(asked):
-            self.mixture = replace(asked, packed_share=0.0)
-            self._order = self._order_of(self.mixture)
-        ends = self._order.ends
-        if not any(cell.kind != "packed" for cell in ends.cells) and not (
-            isinstance(self.mixture, Mixture) and self.mixture.packed_share == 1
-        ):
-            raise ValueError(self._unmet("natural"))
-        self.survey = self._surveyed(asked)
-
-    def _order_of(self, mixture: Mixture | PlainText) -> Order:
-        index = self._index
-        return order_of(index.training, index.shares, mixture, self._planned, self.seed)
-
-    def _can_pack(self, mixture: Mixture) -> bool:
-        """Whether the data hold enough different packs; at ``packed_share`` 1, one is enough.
-
-        Enough tokens do not suffice: the conversations must add up to the lengths wanted, which a
-        few packs show.
-
-        Raises:
-            ValueError: The data hold no pack, and only packs are asked for.
-        """
-        least = 1 if mixture.packed_share == 1 else DIFFERENT_PACKS
-        found = self._order.tokens >= least * sum(mixture.packed) / 2 and any(
-            self._found(self._order, number, mixture)
-            for number in self._order.ends.numbers("packed")[:DIFFERENT_PACKS].tolist()
-        )
-        if mixture.packed_share == 1 and not found:
-            raise ValueError(self._unmet("packed"))
-        return found
-
-    def _surveyed(self, asked: Mixture | PlainText) -> Survey:
-        index, ends, mixture = self._index, self._order.ends, self.mixture
-        share = mixture.packed_share if isinstance(mixture, Mixture) else 0.0
-        own = [cell for cell in ends.cells if (cell.kind == "packed") == (share == 1)]
-        uses = np.unique(ends.first, return_counts=True)[1]
-        records = sum(len(cell.rows) for cell in own)
-        longest = max(index.training.before[cell.replies].max() for cell in own)
-        return Survey(
-            records,
-            sum(len(source.sizes) for source in index.sources) - records - self.reserved,
-            self.reserved,
-            self._planned,
-            len(uses),
-            int(uses.max(initial=0)),
-            int(longest),
-            int(mixture.natural[1] if isinstance(mixture, Mixture) else reach(mixture)[0]),
-            round(self._order.tokens),
-            share,
-            asked.packed_share if isinstance(asked, Mixture) else 0.0,
-        )
-
-    @property
-    def skipped(self) -> int:
-        """The number of records without a usable assistant turn (or text)."""
-        return self._index.skipped
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -248,17 +164,100 @@ class Stream:
         packed = self.mixture.packed[1] if self.mixture.packed_share else 0
         return max(natural, packed), self.mixture.max_continuation
 
-    @property
-    def reserved(self) -> int:
-        """The number of usable records reserved for :meth:`held_out`."""
-        return len(self._index.reserved)
+    # ---- the order of a run ---------------------------------------------------------------
 
-    @property
-    def contents(self) -> dict[str, str]:
-        """Size and hash of each source by its name, to detect changed data."""
-        return self._index.contents
+    def _mix(self, asked: Mixture | PlainText) -> None:
+        """List the order of a mixture, without packs where the data hold too few.
 
-    # ---- samples ---------------------------------------------------------------------
+        Raises:
+            ValueError: The data hold nothing of a kind that is asked for.
+        """
+        self.mixture, self._order = asked, self._order_of(asked)
+        share = asked.packed_share if isinstance(asked, Mixture) else 0.0
+        if isinstance(asked, Mixture) and share and not self._can_pack(asked):
+            if share == 1:
+                raise ValueError(self._unmet("packed"))
+            share, self.mixture = 0.0, replace(asked, packed_share=0.0)
+            self._order = self._order_of(self.mixture)
+        if share < 1 and all(cell.kind == "packed" for cell in self._order.ends.cells):
+            raise ValueError(self._unmet("natural"))
+        self.survey = self._surveyed(asked, share)
+
+    def _order_of(
+        self, mixture: Mixture | PlainText, table: Table | None = None, planned: int = 0
+    ) -> Order:
+        """The order of records for a mixture: of those to train on, or of ``table``."""
+        shares, planned = self._index.shares, planned or self._planned
+        table = self._index.training if table is None else table
+        low, high = reach(mixture)
+        within = (table.before >= low) & (table.before <= high)
+        if isinstance(mixture, PlainText):
+            texts = cells(table, "text", 1.0, shares, within)
+            return Order(table, Schedule(table, texts, planned, self.seed))
+        part, (shortest, most) = mixture.packed_share, mixture.packed
+        last, small = np.zeros((2, len(table.before)), bool)
+        last[table.last] = True
+        small[table.last[table.tokens <= most]] = True
+        natural = cells(table, "natural", 1 - part, shares, within)
+        lifted = cells(table, "packed", part, shares, last & (table.before <= most))
+        fillers = cells(table, "filler", 1.0, shares, small) if lifted else []
+        ends = Schedule(table, natural + lifted, planned, self.seed)
+        if not fillers:
+            return Order(table, ends)
+        tokens = table.tokens[table.tokens <= most]
+        per_sample = part * (shortest + most) / 2 / float(tokens.mean())
+        filling = Schedule(table, fillers, planned, self.seed)
+        return Order(table, ends, filling, per_sample, tokens.sum())
+
+    def _can_pack(self, mixture: Mixture) -> bool:
+        """Whether the data hold enough different packs; at ``packed_share`` 1, one is enough.
+
+        Enough tokens do not suffice: the conversations must add up to the lengths wanted, which a
+        few packs show.
+        """
+        least = 1 if mixture.packed_share == 1 else DIFFERENT_PACKS
+        first = self._order.ends.numbers("packed")[:DIFFERENT_PACKS].tolist()
+        return self._order.tokens >= least * sum(mixture.packed) / 2 and any(
+            self._found(number, mixture) for number in first
+        )
+
+    def _surveyed(self, asked: Mixture | PlainText, share: float) -> Survey:
+        index, ends = self._index, self._order.ends
+        own = [cell for cell in ends.cells if (cell.kind == "packed") == (share == 1)]
+        uses = np.unique(ends.first, return_counts=True)[1]
+        records = sum(len(cell.rows) for cell in own)
+        every = sum(len(source.sizes) for source in index.sources)
+        return Survey(
+            records,
+            every - records - self.reserved,
+            self.reserved,
+            self._planned,
+            len(uses),
+            int(uses.max(initial=0)),
+            int(max(index.training.before[cell.replies].max() for cell in own)),
+            int(asked.natural[1] if isinstance(asked, Mixture) else reach(asked)[0]),
+            round(self._order.tokens),
+            share,
+            asked.packed_share if isinstance(asked, Mixture) else 0.0,
+        )
+
+    def _unmet(self, kind: Kind) -> str:
+        """The error message for a kind of sample that the data do not hold."""
+        names, mixture = self._index.names, self.mixture
+        if isinstance(mixture, PlainText):
+            wanted = mixture.prefix + mixture.continuation
+            return f"no text of {wanted} tokens in {names}; give longer texts"
+        low, high = mixture.natural if kind == "natural" else mixture.packed
+        if kind == "natural":
+            what = f"conversation with a prefix of {low} to {high} tokens in {names}"
+            return f"no {what}; add conversations, or allow longer ones (train --max-prefix)"
+        return (
+            f"no concatenation with a prefix of {low} to {high} tokens in {names}, whose "
+            f"conversations have {round(self._order.tokens):,} tokens; add conversations, or "
+            "pack none (-c packed_share=0)"
+        )
+
+    # ---- samples --------------------------------------------------------------------------
 
     def sample(self, index: int) -> Sample:
         """Training sample ``index`` (see :meth:`draw`)."""
@@ -274,11 +273,10 @@ class Stream:
             ValueError: No record fits within a bounded number of tries; the message names the
                 lengths wanted.
         """
-        found = self._found(self._order, index, self.mixture)
-        kind = self._order.ends.at(index)[0]
+        found, kind = self._found(index, self.mixture), self._order.ends.at(index)[0]
         if found is None and kind == "packed" and isinstance(self.mixture, Mixture):
             low, high = self.mixture.packed
-            found = self._found(self._order, index, replace(self.mixture, packed=(low // 2, high)))
+            found = self._found(index, replace(self.mixture, packed=(low // 2, high)))
         if found is None:
             raise ValueError(f"sample {index}: {self._unmet(kind)}")
         return found
@@ -293,18 +291,15 @@ class Stream:
         Raises:
             ValueError: There are too few records to reserve any, or none fits.
         """
-        table, planned = self._index.reserved, 4 * max(count, self.reserved)
-        order = order_of(table, self._index.shares, self.mixture, planned, self.seed)
+        planned = 4 * max(count, self.reserved)
+        order = self._order_of(self.mixture, self._index.reserved, planned)
         share = self.mixture.packed_share if isinstance(self.mixture, Mixture) else 0.0
         own: Kind = "text" if isinstance(self.mixture, PlainText) else "natural"
         found: dict[Sample, None] = {}
         taken: set[Place] = set()
         # Natural samples come first, since a pack uses up many records; then in place of packs.
-        plan: tuple[tuple[Kind, int], ...] = (
-            (own, count - round(share * count)),
-            ("packed", count),
-            (own, count),
-        )
+        natural: tuple[Kind, int] = (own, count - round(share * count))
+        plan: tuple[tuple[Kind, int], ...] = (natural, ("packed", count), (own, count))
         for kind, enough in plan:
             for index in order.ends.numbers(kind).tolist():
                 if len(found) == enough:
@@ -318,14 +313,15 @@ class Stream:
             raise ValueError(f"no sample in the {held} records held out of {names}; add records")
         return list(found)
 
-    def _found(self, order: Order, index: int, mixture: Mixture | PlainText) -> Draw | None:
+    def _found(self, index: int, mixture: Mixture | PlainText) -> Draw | None:
         """Sample ``index``; where its record does not fit, one that ends with another."""
-        kind = order.ends.at(index)[0]
-        others = order.ends.others(index, TRIES[kind])
+        ends = self._order.ends
+        kind = ends.at(index)[0]
+        others = ends.others(index, TRIES[kind])
         tries = [(index, index), *((number, number) for number in others)]
         if kind == "packed":  # first the same record among other ones
             tries[1:1] = [(index, number) for number in others[:OTHER_FILLERS]]
-        draws = (self._drawn(order, number, start, mixture) for number, start in tries)
+        draws = (self._drawn(self._order, number, start, mixture) for number, start in tries)
         return next((draw for draw in draws if draw is not None), None)
 
     def _drawn(
@@ -350,23 +346,7 @@ class Stream:
             return self._packed(mixture, order, row, start, taken)
         return self._natural(mixture, place, reply)
 
-    def _unmet(self, kind: Kind) -> str:
-        """The error message for a kind of sample that the data do not hold."""
-        names, mixture = self._index.names, self.mixture
-        if isinstance(mixture, PlainText):
-            wanted = mixture.prefix + mixture.continuation
-            return f"no text of {wanted} tokens in {names}; give longer texts"
-        low, high = mixture.natural if kind == "natural" else mixture.packed
-        if kind == "natural":
-            what = f"conversation with a prefix of {low} to {high} tokens in {names}"
-            return f"no {what}; add conversations, or allow longer ones (train --max-prefix)"
-        return (
-            f"no concatenation with a prefix of {low} to {high} tokens in {names}, whose "
-            f"conversations have {round(self._order.tokens):,} tokens; add conversations, or "
-            "pack none (-c packed_share=0)"
-        )
-
-    # ---- one sample ------------------------------------------------------------------
+    # ---- one sample -----------------------------------------------------------------------
 
     def _messages(self, place: Place) -> list[Message]:
         record = self._index.read(place)
@@ -414,9 +394,8 @@ class Stream:
             packed = pack([*talks[:place], lifted, *talks[place:]], place, moved)
             sample = self._cut(*packed, mixture)
             if low <= sample.num_read <= high and sample.continuation:
-                traced = bool(table.traced[table.last[row]])
                 records = tuple(table.place(each) for each in (row, *chosen))
-                return Draw(sample, "packed", traced, records)
+                return Draw(sample, "packed", bool(table.traced[table.last[row]]), records)
             scale = (own + float(table.tokens[chosen].sum())) / max(sample.num_read, 1)
         return None
 
@@ -424,8 +403,7 @@ class Stream:
         self, order: Order, own: int, start: int, room: float, taken: Set[Place]
     ) -> list[int]:
         """Rows of more conversations than a pack needs; none opens like the pack's own."""
-        table = order.table
-        found: dict[int, None] = {}
+        table, found = order.table, dict[int, None]()
         first = round(start * order.per_sample)  # about where the packs before end
         assert order.fillers is not None, "there are packs"
         for step in range(2 * len(table)):
@@ -485,5 +463,5 @@ def prefix_histogram(stream: Stream, count: int = 240, bins: int = 12, every: in
     reasoning = np.array([draw.reasoning for draw in draws])
     edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, bins + 1).round().astype(int))
     on, off = (np.histogram(lengths[kept], edges)[0] for kept in (reasoning, ~reasoning))
-    rows = zip(edges[:-1], edges[1:], on, off, strict=True)
-    return [(int(low), int(high), int(with_), int(without)) for low, high, with_, without in rows]
+    columns = (edges[:-1], edges[1:], on, off)
+    return [(a, b, c, d) for a, b, c, d in zip(*(x.tolist() for x in columns), strict=True)]

@@ -62,15 +62,6 @@ class Run:
     kl_sum: float = 0.0  # over the steps since the last validation
     kl_steps: int = 0
 
-    @property
-    def train_kl(self) -> float:
-        """The mean KL of the steps since the last validation."""
-        return self.kl_sum / self.kl_steps if self.kl_steps else math.nan
-
-    def update(self, place: float, recipe: Recipe) -> None:
-        """Take one clipped AdamW step with the current gradients, at a :meth:`Recipe.place`."""
-        self.translator.update(self.rate * recipe.rate_factor(place), recipe.clip)
-
 
 @dataclass(frozen=True)
 class Best:
@@ -80,11 +71,6 @@ class Best:
     step: int
     held_out: float
     tensors: Mapping[str, np.ndarray]
-
-    @classmethod
-    def of(cls, run: Run, step: int) -> Best:
-        """A copy of a run's current translator."""
-        return cls(run.rate, step, run.held_out, run.translator.arrays())
 
 
 def start_runs(
@@ -166,30 +152,85 @@ class Distillation:
         assert self.best is not None, "validated before the first step"
         return self.best
 
-    def _judge(self, entry: Mapping[str, Any]) -> None:
-        """Validate, and record the result beside ``entry``."""
-        started = time.perf_counter()
-        self.validate()
-        took = time.perf_counter() - started
-        self.validating, self.latest = self.validating + took, (self.latest[0], took)
-        self.judged = self.step, self._agreed([self.spent])[0]
-        self.group.agree(self._digests)
-        if self.recipe.halving:
-            self._halve()
-        told = {"held_out": self._held_out_kls(), "spent": round(self.spent, 3)}
-        self.look({**entry, **told})
+    # ---- a step ---------------------------------------------------------------------------
 
-    def _digests(self) -> dict[str, str]:
-        """The translators in training, which every process has made by the same steps."""
-        found = hashlib.sha256()
-        for run in self.live:
-            for array in run.translator.arrays().values():
-                found.update(array.tobytes())
-        return {f"translator at step {self.step}": found.hexdigest()}
+    def _heed(self) -> None:
+        """Stop between two steps if any of the processes has received a signal."""
+        # All stop at the same step, or some would wait forever.
+        if self.group.total(np.array([float(bool(self.stop))])).item():
+            if self.kept[0] != self.step:
+                self.keep()
+            raise self.stop.error()
 
-    def _held_out_kls(self) -> list[float | None]:
-        """Each run's held-out KL at this step; None for those that were dropped before."""
-        return [run.held_out if run.dropped_at in (None, self.step) else None for run in self.runs]
+    def advance(self) -> None:
+        """One optimizer step of every run."""
+        first = self.step * self.recipe.batch
+        batch = [self.stream.sample(first + i) for i in range(self.recipe.batch)]
+        costs = [len(s.prefix) + len(s.continuation) for s in batch]
+        sums = np.zeros((len(self.live), 2))
+        for index in self.group.share(costs):
+            sums += self._losses(batch[index], self.live, 1.0 / self.recipe.batch)
+        place = self._agreed([self.recipe.place(self.step, self.spent)])[0]
+        for run, means in zip(self.live, sums / self.recipe.batch, strict=True):
+            self._step(run, means, place)
+        self.step += 1
+        self.tokens += sum(costs)
+        self._require_live()
+
+    def _losses(self, sample: Sample, runs: Sequence[Run], scale: float = 0.0) -> np.ndarray:
+        """The loss and the KL of each run (R, 2); ``scale`` times the gradient is added up."""
+        recipe, pair = self.recipe, self.pair
+        if recipe.objective == "reconstruction":
+            states = pair.states(sample, self._config.capture)
+            errors = [pair.reconstruction(run.translator, states, scale) for run in runs]
+            return np.array([errors, errors]).T
+        reading = pair.read(sample, self._config)
+        goal = (
+            objective_named(recipe.objective, recipe.ce_weight) if scale else objective_named("kl")
+        )
+        found = [pair.loss(run.translator, reading, goal, scale) for run in runs]
+        return np.array([[loss.value, loss.kl] for loss in found])
+
+    @property
+    def _config(self) -> TranslatorConfig:
+        return self.runs[0].translator.config
+
+    def _step(self, run: Run, means: np.ndarray, place: float) -> None:
+        """One clipped AdamW step of a run, at a :meth:`Recipe.place`."""
+        run.loss, run.kl = self.group.total(means).tolist()
+        finite = run.translator.gather(self.group)
+        if not (finite and math.isfinite(run.loss)):
+            run.diverged_at = self.step + 1
+            run.translator.forget()
+            return
+        run.kl_sum, run.kl_steps = run.kl_sum + run.kl, run.kl_steps + 1
+        run.translator.update(run.rate * self.recipe.rate_factor(place), self.recipe.clip)
+
+    @property
+    def live(self) -> list[Run]:
+        """The runs that have neither diverged nor been dropped."""
+        return [run for run in self.runs if run.diverged_at is None and run.dropped_at is None]
+
+    def _require_live(self) -> None:
+        """Raise DivergedError if every run has diverged."""
+        if self.live:
+            return
+        if self.step == 0:
+            raise KVLingoError(
+                "the held-out loss is not finite before the first step: a model's states overflow; "
+                "try --dtype float32"
+            )
+        if self.best is not None:
+            self.keep()
+        where = ", ".join(f"{run.rate:g} at step {run.diverged_at}" for run in self.runs)
+        what = f"training diverged (the loss is not finite): learning rate {where}"
+        if self.recipe.objective == "reconstruction":
+            raise DivergedError(f"{what}, in the MLP's stage 1; try --dtype float32 or --seed")
+        raise DivergedError(
+            f"{what}; stage 1 is kept: give a lower --lr, and stage 2 starts again from there"
+        )
+
+    # ---- time -----------------------------------------------------------------------------
 
     @property
     def spent(self) -> float:
@@ -215,13 +256,27 @@ class Distillation:
         agreed: list[float] = self.group.total(np.array(numbers, float) * self.group.leads).tolist()
         return agreed
 
-    def look(self, entry: Mapping[str, Any]) -> None:
-        """Record a validation: the best translator, a checkpoint, and warnings of complaints."""
+    # ---- a validation ---------------------------------------------------------------------
+
+    def _judge(self, entry: Mapping[str, Any]) -> None:
+        """Validate; record the result beside ``entry``, the best translator and a checkpoint."""
+        started = time.perf_counter()
+        self.validate()
+        took = time.perf_counter() - started
+        self.validating, self.latest = self.validating + took, (self.latest[0], took)
+        self.judged = self.step, self._agreed([self.spent])[0]
+        self.group.agree(self._digests)
+        if self.recipe.halving:
+            self._halve()
         leading = self.leading()
         ended = self.step == self.recipe.steps or not self.recipe.sweep  # a sweep goes by its ends
         if self.best is None or (ended and leading.held_out < self.best.held_out):
-            self.best = Best.of(leading, self.step)
-        self.curve.append(entry)
+            arrays = leading.translator.arrays()
+            self.best = Best(leading.rate, self.step, leading.held_out, arrays)
+        values = [
+            run.held_out if run.dropped_at in (None, self.step) else None for run in self.runs
+        ]
+        self.curve.append({**entry, "held_out": values, "spent": round(self.spent, 3)})
         for run in self.runs:
             run.kl_sum, run.kl_steps = 0.0, 0
         # An MLP's stage 1 measures the reconstruction error, and no KL to judge.
@@ -232,52 +287,13 @@ class Distillation:
             self.warned.append(name)
         self.keep()
 
-    def _heed(self) -> None:
-        """Stop between two steps if any of the processes has received a signal."""
-        # All stop at the same step, or some would wait forever.
-        if self.group.total(np.array([float(bool(self.stop))])).item():
-            if self.kept[0] != self.step:
-                self.keep()
-            raise self.stop.error()
-
-    def advance(self) -> None:
-        """One optimizer step of every run."""
-        first = self.step * self.recipe.batch
-        batch = [self.stream.sample(first + i) for i in range(self.recipe.batch)]
-        costs = [len(s.prefix) + len(s.continuation) for s in batch]
-        sums = {id(run): np.zeros(2) for run in self.live}
-        for index in self.group.share(costs):
-            self._learn(batch[index], sums)
-        place = self._agreed([self.recipe.place(self.step, self.spent)])[0]
+    def _digests(self) -> dict[str, str]:
+        """The translators in training, which every process has made by the same steps."""
+        found = hashlib.sha256()
         for run in self.live:
-            self._step(run, sums[id(run)] / self.recipe.batch, place)
-        self.step += 1
-        self.tokens += sum(costs)
-        self._require_live()
-
-    def _require_live(self) -> None:
-        """Raise DivergedError if every run has diverged."""
-        if self.live:
-            return
-        if self.step == 0:
-            raise KVLingoError(
-                "the held-out loss is not finite before the first step: a model's states overflow; "
-                "try --dtype float32"
-            )
-        if self.best is not None:
-            self.keep()
-        where = ", ".join(f"{run.rate:g} at step {run.diverged_at}" for run in self.runs)
-        what = f"training diverged (the loss is not finite): learning rate {where}"
-        if self.recipe.objective == "reconstruction":
-            raise DivergedError(f"{what}, in the MLP's stage 1; try --dtype float32 or --seed")
-        raise DivergedError(
-            f"{what}; stage 1 is kept: give a lower --lr, and stage 2 starts again from there"
-        )
-
-    @property
-    def live(self) -> list[Run]:
-        """The runs that have neither diverged nor been dropped."""
-        return [run for run in self.runs if run.diverged_at is None and run.dropped_at is None]
+            for array in run.translator.arrays().values():
+                found.update(array.tobytes())
+        return {f"translator at step {self.step}": found.hexdigest()}
 
     def _halve(self) -> None:
         """Drop the worse half of the runs, once for each tenth of the training."""
@@ -292,72 +308,34 @@ class Distillation:
         for run in sorted(self.live, key=place)[left:]:
             run.dropped_at = self.step
 
-    def _learn(self, sample: Sample, sums: dict[int, np.ndarray]) -> None:
-        scale = 1.0 / self.recipe.batch
-        if self.recipe.objective == "reconstruction":
-            states = self.pair.states(sample, self._config.capture)
-            for run in self.live:
-                sums[id(run)] += self.pair.reconstruction(run.translator, states, scale)
-            return
-        objective = objective_named(self.recipe.objective, self.recipe.ce_weight)
-        reading = self.pair.read(sample, self._config)
-        for run in self.live:
-            found = self.pair.loss(run.translator, reading, objective, scale)
-            sums[id(run)] += found.value, found.kl
-
-    @property
-    def _config(self) -> TranslatorConfig:
-        return self.runs[0].translator.config
-
-    def _step(self, run: Run, means: np.ndarray, place: float) -> None:
-        run.loss, run.kl = self.group.total(means).tolist()
-        finite = run.translator.gather(self.group)
-        if not (finite and math.isfinite(run.loss)):
-            run.diverged_at = self.step + 1
-            run.translator.forget()
-            return
-        run.kl_sum, run.kl_steps = run.kl_sum + run.kl, run.kl_steps + 1
-        run.update(place, self.recipe)
-
     def validate(self) -> None:
         """Measure every run's KL (or reconstruction error) on the held-out conversations.
 
         Raises:
             KVLingoError: The result is not finite for any run.
         """
-        mine = self.group.share([len(s.prefix) + len(s.continuation) for s in self.held_out])
         runs = [run for run in self.runs if run.dropped_at is None]
-        if self.step == 0:
-            runs = runs[:1]  # all begin alike
-        sums = np.zeros(len(runs))
-        for index in mine:
-            sums += self._held_out_losses(self.held_out[index], runs)
-        sums = self.group.total(sums)
-        for run, value in zip(runs, (sums / len(self.held_out)).tolist(), strict=True):
+        measured = runs if self.step else runs[:1]  # all begin alike
+        sums = np.zeros(len(measured))
+        for index in self.group.share([len(s.prefix) + len(s.continuation) for s in self.held_out]):
+            sums += self._losses(self.held_out[index], measured)[:, 1]
+        found = (self.group.total(sums) / len(self.held_out)).tolist()
+        for run, value in zip(runs, found if self.step else found * len(runs), strict=True):
             run.held_out = value if math.isfinite(value) else math.inf
             if run.held_out == math.inf and run.diverged_at is None:
                 run.diverged_at = self.step
-        if self.step == 0:
-            for run in self.runs:
-                run.held_out, run.diverged_at = runs[0].held_out, runs[0].diverged_at
         self._require_live()
-
-    def _held_out_losses(self, sample: Sample, runs: Sequence[Run]) -> list[float]:
-        translators = [run.translator for run in runs]
-        if self.recipe.objective == "reconstruction":
-            states = self.pair.states(sample, self._config.capture)
-            return [self.pair.reconstruction(each, states) for each in translators]
-        reading, kl = self.pair.read(sample, self._config), objective_named("kl")
-        return [self.pair.loss(each, reading, kl).kl for each in translators]
 
     def leading(self) -> Run:
         """The run of lowest held-out KL among those that have not diverged."""
         return min(self.live or self.runs, key=lambda run: run.held_out)
 
+    # ---- what is kept and said ------------------------------------------------------------
+
     def keep(self) -> None:
         """Write the state of this step, in the leading process."""
         if self.checkpoint is not None and self.group.leads:
-            self.checkpoint.write(self.step, *self.state())
+            self.checkpoint.write(f"step {self.step}", *self.state())
         self.kept = self.step, time.monotonic()
 
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -386,12 +364,14 @@ class Distillation:
         self.curve, self.best = list(facts["curve"]), Best(**facts["best"], tensors=under("best/"))
 
     def entry(self) -> dict[str, object]:
+        """A line of the log, but for what is validated."""
+        kls = [run.kl_sum / run.kl_steps if run.kl_steps else math.nan for run in self.runs]
         return {
             "step": self.step,
             "learning_rates": [run.rate for run in self.runs],
             "loss": [run.loss for run in self.runs],
             "kl": [run.kl for run in self.runs],
-            "train_kl": [run.train_kl for run in self.runs],
+            "train_kl": kls,
             "tokens": self.tokens,
             "seconds": round(self.seconds, 3),
         }

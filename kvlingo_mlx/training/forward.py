@@ -16,20 +16,12 @@ Read = Callable[[str, int], Any]  # a side and a source layer, to their states (
 
 @dataclass(frozen=True)
 class Operations:
-    """What the two runtimes spell differently.
+    """What the two runtimes spell differently."""
 
-    Attributes:
-        joined: Concatenates arrays along their last axis.
-        chosen: An array's rows by their numbers.
-        cast: An array in another's dtype.
-        gelu: The exact GELU.
-        sigmoid: The logistic function.
-    """
-
-    joined: Callable[[Sequence[Any]], Any]
-    chosen: Callable[[Any, Sequence[int]], Any]
-    cast: Callable[[Any, Any], Any]
-    gelu: Callable[[Any], Any]
+    joined: Callable[[Sequence[Any]], Any]  # arrays along their last axis
+    chosen: Callable[[Any, Sequence[int]], Any]  # an array's rows by their numbers
+    cast: Callable[[Any, Any], Any]  # an array in another's dtype
+    gelu: Callable[[Any], Any]  # the exact one
     sigmoid: Callable[[Any], Any]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,15 @@ class Table:
     before: np.ndarray  # (R,) tokens before a reply, or of a whole text
     traced: np.ndarray  # (R,) whether a reply has a reasoning trace
 
+    @classmethod
+    def of(cls, rows: Sequence[tuple[Any, ...]]) -> Table:
+        """The table of rows as :meth:`RecordIndex._rows` makes them."""
+        source, record, tokens, opening, before, traced = zip(*rows, strict=True)
+        starts = np.cumsum([0, *map(len, before)])
+        replies = np.concatenate(before).astype(float), np.concatenate(traced).astype(bool)
+        columns = (np.array(each) for each in (source, record, tokens, opening))
+        return cls(*columns, starts, *replies)  # type: ignore[call-arg]
+
     def __len__(self) -> int:
         return len(self.record)
 
@@ -52,10 +61,9 @@ class Table:
     def chosen(self, kept: np.ndarray) -> Table:
         """The rows of a mask (M,)."""
         counts = np.diff(self.starts)
-        own = {f.name: getattr(self, f.name)[kept] for f in fields(self)[:4]}
-        starts = np.concatenate([[0], np.cumsum(counts[kept])]).astype(int)
-        of = np.repeat(kept, counts)
-        return Table(**own, starts=starts, before=self.before[of], traced=self.traced[of])
+        starts, of = np.cumsum([0, *counts[kept].tolist()]), np.repeat(kept, counts)
+        own = (a[kept] for a in (self.source, self.record, self.tokens, self.opening))
+        return Table(*own, starts, self.before[of], self.traced[of])  # type: ignore[call-arg]
 
 
 class RecordIndex:
@@ -87,24 +95,16 @@ class RecordIndex:
         """
         if not specs:
             raise ValueError("no training data; name a JSONL file, a folder or a dataset")
-        opened = [open_source(spec) for spec in specs]
-        self.sources = tuple(source for source, _ in opened)
-        self.shares = np.array([weight for _, weight in opened])
-        self.shares /= self.shares.sum()
+        self.sources, weights = zip(*map(open_source, specs), strict=True)
+        self.shares = np.array(weights) / sum(weights)
+        self.names = ", ".join(source.name for source in self.sources)  # for messages
         self.skipped, self._filter = 0, accepts
         self._tokenizers, self._template = tokenizers, template
         self.per_token, rows = [], []
         for number in range(len(self.sources)):
             self.per_token.append(self._ratios(number, seed))
-            rows.append(self._rows(number))
-            if not rows[-1]:
-                raise self._useless(number)
-        self._separate(_table([row for own in rows for row in own]), seed)
-
-    @property
-    def names(self) -> str:
-        """The names of the sources, for messages."""
-        return ", ".join(source.name for source in self.sources)
+            rows += self._rows(number)
+        self._separate(Table.of(rows), seed)
 
     @property
     def contents(self) -> dict[str, str]:
@@ -126,24 +126,27 @@ class RecordIndex:
         return found if usable and self._filter.accepts(record, found) else None
 
     def _rows(self, number: int) -> list[tuple[Any, ...]]:
-        """A row of the table for each usable record of a source."""
+        """A row of the table for each usable record of a source.
+
+        Raises:
+            ValueError: There is none.
+        """
         source, (_, per_token) = self.sources[number], self.per_token[number]
-        exact = source.sizes.sum() <= COUNTED
+        exact, rows = source.sizes.sum() <= COUNTED, []
         tokens = self._count if exact else lambda text: len(text.encode()) / per_token
-        rows = []
         for record in counted(f"reading the records of {source.name}", range(len(source.sizes))):
-            found = self.read((number, record))
-            if found is None:
-                self.skipped += 1
-            else:
+            if found := self.read((number, record)):
                 rows.append((number, record, *self._measured(found, tokens)))
+        self.skipped += len(source.sizes) - len(rows)
+        if not rows:
+            raise self._useless(source)
         return rows
 
     def _measured(self, record: dict[str, Any], tokens: Callable[[str], float]) -> tuple[Any, ...]:
         """A record's tokens, opening, and for each reply the tokens before it and its trace."""
         if self._template is None:
             size = tokens(record["text"])
-            return size, 0, [size], [False]
+            return float(size), 0, [size], [False]
         (base, header), messages = self._template, record["messages"]
         turns = replies(messages)
         ends = np.cumsum([0.0, *(tokens(message["content"]) + header for message in messages)])
@@ -161,13 +164,11 @@ class RecordIndex:
         characters, size, tokens, met = 1, 1, 1.0, 0
         count = len(self.sources[number].sizes)
         for record in np.random.default_rng((seed, number)).permutation(count).tolist():
-            found = self.read((number, record))
-            if found is None:
+            if (found := self.read((number, record))) is None:
                 continue
             parts = (m.get("reasoning_content", "") + m["content"]
                      for m in found.get("messages", ()))  # fmt: skip
-            text = found.get("text") or "\n".join(parts)
-            text = text[:MEASURED_CHARACTERS]
+            text = (found.get("text") or "\n".join(parts))[:MEASURED_CHARACTERS]
             characters, size = characters + len(text), size + len(text.encode())
             tokens, met = tokens + self._count(text), met + 1
             if met == MEASURED:
@@ -194,32 +195,14 @@ class RecordIndex:
             kept |= np.isin(table.opening, known)
         self.training = table.chosen(~kept)
 
-    def _useless(self, number: int) -> ValueError:
-        source = self.sources[number]
-        count, left_out = len(source.sizes), self._filter.left_out.total()
-        if left_out:
-            return ValueError(
-                f"no record of {source.name} is left: {self._filter}, of {count}; give other "
-                "data, or leave out english or apart_from"
-            )
+    def _useless(self, source: Source) -> ValueError:
+        name, count = source.name, len(source.sizes)
+        if self._filter.left_out.total():
+            text = f"no record of {name} is left: {self._filter}, of {count}; give other data, or "
+            return ValueError(f"{text}leave out english or apart_from")
         if self._template is None:
-            return ValueError(
-                f'no text in {source.name}: none of {count} records is {{"text": ...}}'
-            )
+            return ValueError(f'no text in {name}: none of {count} records is {{"text": ...}}')
         return ValueError(
-            f"no assistant turn in {source.name}: none of {count} records has a question and its "
+            f"no assistant turn in {name}: none of {count} records has a question and its "
             'answer; give {"messages": [...]} records, or texts to kvlingo-mlx train --plain-text'
         )
-
-
-def _table(rows: Sequence[tuple[Any, ...]]) -> Table:
-    source, record, tokens, opening, before, traced = zip(*rows, strict=True)
-    return Table(
-        np.array(source, int),
-        np.array(record, int),
-        np.array(tokens, float),
-        np.array(opening, int),
-        np.concatenate([[0], np.cumsum([len(own) for own in before])]).astype(int),
-        np.concatenate(before).astype(float),
-        np.concatenate(traced).astype(bool),
-    )

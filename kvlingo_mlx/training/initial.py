@@ -15,19 +15,17 @@ PROBED = 8  # hidden units of an MLP that is only probed
 
 def drawn(config: TranslatorConfig) -> dict[str, np.ndarray]:
     """Small random tensors of a translator that is only probed."""
-    generator, spec = np.random.default_rng(0), config.spec
-    widths = [
-        (f"{m.name}.{name}", shape, m.inputs)
+    generator, arrays = np.random.default_rng(0), dict[str, np.ndarray]()
+    shapes = [
+        (m.name, shapes_of(config, m, config.spec.tensors, PROBED), m.inputs)
         for m in maps_of(config)
-        for name, shape in shapes_of(config, m, spec.tensors, PROBED).items()
     ]
-    for each in state_maps_of(config):
-        own = each.shapes.items()
-        widths += [(f"{each.name}.{name}", shape, max(shape[-2:])) for name, shape in own]
-    return {
-        name: generator.standard_normal(shape).astype(np.float32) / inputs**0.5
-        for name, shape, inputs in widths
-    }
+    shapes += [(m.name, dict(m.shapes), 0) for m in state_maps_of(config)]
+    for prefix, own, inputs in shapes:
+        for name, shape in own.items():
+            scale = (inputs or max(shape[-2:])) ** 0.5
+            arrays[f"{prefix}.{name}"] = generator.standard_normal(shape).astype(np.float32) / scale
+    return arrays
 
 
 def initial(
@@ -48,8 +46,8 @@ def initial(
             if isinstance(start, str):
                 many = {"inputs": m.inputs, "hidden": hidden}[start]
                 bound = 0.0 if name in spec.silent else 1 / math.sqrt(many)
-                drawn = generator.uniform(-bound, bound, shape)
-                arrays[f"{m.name}.{name}"] = drawn.astype(np.float32)
+                values = generator.uniform(-bound, bound, shape)
+                arrays[f"{m.name}.{name}"] = values.astype(np.float32)
             else:
                 arrays[f"{m.name}.{name}"] = np.full(shape, start, np.float32)
     return arrays

@@ -31,25 +31,26 @@ class Interruption:
 def postponed() -> Iterator[Interruption]:
     """Record the first signal instead of raising it; a second one acts at once.
 
-    Signals that the process ignores, for example under nohup, stay ignored.
+    Signals that the process ignores, for example under nohup, stay ignored. Only the main thread
+    may handle signals.
     """
-    asked = Interruption()
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    before = {n: h for n, h in handlers.items() if h not in (signal.SIG_IGN, None)}
+    received = Interruption()
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS if main}
 
     def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, handler in handlers.items():
+            if handler not in (signal.SIG_IGN, None):
+                signal.signal(number, handler)
 
     def note(number: int, frame: object) -> None:
-        asked.signal = number
+        received.signal = number
         restore()
 
-    if threading.current_thread() is not threading.main_thread():
-        before.clear()  # only the main thread may handle signals
-    for number in before:
-        signal.signal(number, note)
+    for number, handler in handlers.items():
+        if handler not in (signal.SIG_IGN, None):
+            signal.signal(number, note)
     try:
-        yield asked
+        yield received
     finally:
         restore()

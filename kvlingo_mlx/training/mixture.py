@@ -37,8 +37,6 @@ class Mixture:
                 )
         if not 0 <= self.packed_share <= 1:
             raise ValueError(f"packed_share {self.packed_share}: expected a share from 0 to 1")
-        if self.max_continuation < 1:
-            raise ValueError(f"max_continuation {self.max_continuation}: expected at least 1")
 
     def scaled(self, context_length: int) -> Mixture:
         """The same mixture with proportionally shorter lengths, for models with a short context."""
@@ -70,12 +68,6 @@ class PlainText:
 
     prefix: int = 256
     continuation: int = 256
-
-    def __post_init__(self) -> None:
-        if min(self.prefix, self.continuation) < 1:
-            raise ValueError(
-                f"windows of {self.prefix} + {self.continuation} tokens: expected at least 1 + 1"
-            )
 
     def scaled(self, context_length: int) -> PlainText:
         """The same windows, or proportionally smaller ones that fit ``context_length``."""

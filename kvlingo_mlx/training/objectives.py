@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 BLOCK = 256  # tokens whose logits are in memory at once
+OBJECTIVES = {"kl": (1.0, 0.0), "ce": (0.0, 1.0), "mixed": (1.0, 1.0)}
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,6 @@ class Objective:
 
     kl: float
     ce: float
-
-
-OBJECTIVES = {"kl": (1.0, 0.0), "ce": (0.0, 1.0), "mixed": (1.0, 1.0)}
 
 
 def objective_named(name: str, ce_weight: float = 1.0) -> Objective:

@@ -8,33 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 DEFAULT_RATE = 1e-4
 NU, NORM = 1, "frobenius"
+Rates = Mapping[int, float]  # by the number of source layers
+NONE: Rates = {}
 
 
-@dataclass(frozen=True)
-class Best:
-    """One direction of one pair.
+class Best(NamedTuple):
+    """One direction of one pair."""
 
-    Attributes:
-        rate: The learning rate of linear, head-mixing maps of one source layer.
-        selected: The same where that layer is chosen by R2 or greedily; None where it is the same.
-        mixing: Rates of more source layers, by their number.
-        head_wise: Rates of head-wise maps, by the number of source layers.
-        linear_mlp: The rate of linear maps with an MLP beside them.
-        nu: The source layers that a target layer reads, where the recipe names them.
-        norm: The norm of the closed form, where the recipe names it.
-    """
-
-    rate: float
-    selected: float | None = None
-    mixing: Mapping[int, float] = field(default_factory=dict)
-    head_wise: Mapping[int, float] = field(default_factory=dict)
-    linear_mlp: float | None = None
+    rate: float  # of linear, head-mixing maps of one source layer
+    selected: float = 0.0  # the same where that layer is chosen by R2 or greedily, if it differs
+    mixing: Rates = NONE  # of more source layers
+    head_wise: Rates = NONE  # of head-wise maps
+    linear_mlp: float = 0.0  # of linear maps with an MLP beside them, if it differs
     nu: int = NU
     norm: str = NORM
 
@@ -78,8 +68,8 @@ def filled(plan: Mapping[str, Any], source: str, target: str) -> dict[str, Any]:
 
     The paper's MLPs without a linear map read one source layer in every pair.
     """
-    found = None if plan.get("kind") == "mlp" else best_of(source, target)
-    known = found or Best(DEFAULT_RATE)
+    known = best_of(source, target) if plan.get("kind") != "mlp" else None
+    known = known or Best(DEFAULT_RATE)
     own = {"nu": known.nu, "norm": known.norm}
     return {**plan, **{name: value for name, value in own.items() if plan.get(name) is None}}
 
@@ -96,15 +86,9 @@ def rate_of(source: str, target: str, plan: Mapping[str, Any]) -> float:
         return DEFAULT_RATE
     if kind == "linear_mlp":
         return known.linear_mlp or known.rate
-    if not plan.get("head_mixing", True):
-        return _nearest(known.head_wise, nu) or known.rate
-    if nu == 1 or not known.mixing:
-        by_depth = plan.get("assignment", "relative_depth") == "relative_depth"
-        return known.rate if by_depth else known.selected or known.rate
-    return _nearest(known.mixing, nu)
-
-
-def _nearest(rates: Mapping[int, float], nu: int) -> float:
-    """The rate of the nearest number of source layers; 0 if there is none."""
-    near = min(rates, key=lambda known: (abs(math.log(known / nu)), -known), default=None)
-    return 0.0 if near is None else rates[near]
+    head_wise = not plan.get("head_mixing", True)
+    rates = known.head_wise if head_wise else known.mixing if nu > 1 else {}
+    if rates:
+        return rates[min(rates, key=lambda number: (abs(math.log(number / nu)), -number))]
+    by_depth = head_wise or plan.get("assignment", "relative_depth") == "relative_depth"
+    return known.rate if by_depth else known.selected or known.rate

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvlingo_mlx.format.assignment import by_depth, check_windows
 from kvlingo_mlx.format.fingerprints import facts_of_models
-from kvlingo_mlx.format.kinds import KindSpec, kind_named
-from kvlingo_mlx.format.maps import check_head_ratio, check_states
-from kvlingo_mlx.format.translator_config import (
-    CAPTURES,
-    TranslatorConfig,
-    capture_point,
-)
-from kvlingo_mlx.stage1.closed_form import checked_ridge
+from kvlingo_mlx.format.kinds import kind_named
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.stage1.closed_form import METHODS
+from kvlingo_mlx.stage1.config import config_of_pair
 from kvlingo_mlx.stage1.norms import norm_named
-from kvlingo_mlx.stage1.selection import METHODS
-from kvlingo_mlx.tokenization.aligned_prefix import check_capture, check_layers
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.distill import Best
 from kvlingo_mlx.training.objectives import objective_named
-from kvlingo_mlx.training.recipe import Recipe, require
+from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Model, Pair
 from kvlingo_mlx.training.watch import complaints
 from kvlingo_mlx.version import __version__
 
 MLP_STAGE1_RATE = 3e-3
 MLP_STAGE1_SWEEP = (1e-3, 3e-3, 1e-2, 3e-2)
+STAGE1 = Recipe(objective="reconstruction", learning_rates=(MLP_STAGE1_RATE,))
+STAGE2 = Recipe()
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,7 @@ class TrainingPlan:
     joint: bool = False  # one map over keys and values together
     capture: str | None = None  # the capture point of keys; the first one that both models have
     nu: int = 1  # source layers that each target layer reads
-    assignment: str = "relative_depth"  # how these are chosen, or by r2
+    assignment: str = "relative_depth"  # how these are chosen, or by r2, or greedy
     state_maps: bool = False  # recurrent states are mapped, not what goes into them
     norm: str = "frobenius"  # of the closed form
     ridge: float | None = None  # as a share of its inputs' mean square; None: chosen for each map
@@ -52,34 +47,16 @@ class TrainingPlan:
     # Native layers, from the first on, in stage 2 and whenever the translator is used; the maps
     # above them learn to work with them.
     native_layers: int = 0
-    recipe: Recipe = field(default_factory=Recipe)  # of stage 2; with 0 steps stage 1 is kept
+    recipe: Recipe = STAGE2  # of stage 2; with 0 steps stage 1 is kept
     # The recipe of stage 1 for an MLP without a linear map.
-    stage1_recipe: Recipe = field(
-        default_factory=lambda: Recipe(
-            objective="reconstruction", learning_rates=(MLP_STAGE1_RATE,)
-        )
-    )
+    stage1_recipe: Recipe = STAGE1
     seed: int = 0  # of an MLP's initial tensors
 
     def __post_init__(self) -> None:
-        choices = (
-            ("capture", self.capture or CAPTURES[0], CAPTURES),
-            ("assignment", self.assignment, ("relative_depth", *METHODS)),
-        )
-        for name, value, allowed in choices:
-            if value not in allowed:
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+        """Refuse (ValueError) what cannot go together, or would train nothing."""
         spec = kind_named(self.kind, self.joint, self.head_mixing)
         norm_named(self.norm)
-        checked_ridge(self.ridge)
         objective_named(self.recipe.objective, self.recipe.ce_weight)
-        self._check_work(spec)
-        require("source layers per target layer (--nu)", self.nu, 1)
-        require("conversations for the closed form (fit_samples)", self.fit_samples, 1)
-        require("held-out conversations (held_out)", self.held_out, 1)
-        require("an MLP's hidden width (hidden)", self.hidden, 1)
-        require("layers of the target's own (native_layers)", self.native_layers, 0)
-        require("the seed (--seed)", self.seed, 0, 2**63 - 1)
         if self.state_maps and not spec.solved:
             raise ValueError(
                 "maps of states (state_maps) begin with a closed form, and a translator of kind "
@@ -90,17 +67,12 @@ class TrainingPlan:
                 f"{self.assignment} chooses for keys and values apart, a joint map reads both; use "
                 "relative_depth"
             )
-
-    def _check_work(self, spec: KindSpec) -> None:
-        """Refuse (ValueError) a plan that leaves an MLP untrained."""
-        if self.recipe.steps or not spec.learnt:
-            return
-        if spec.solved:
+        if spec.learnt and not self.recipe.steps and spec.solved:
             raise ValueError(
                 "stage 2's steps (--steps) are 0, and stage 1 does not train the MLP of a "
                 f"{self.kind}, which starts as nothing; give steps, or --kind linear"
             )
-        if not self.stage1_recipe.steps:
+        if spec.learnt and not self.recipe.steps and not self.stage1_recipe.steps:
             raise ValueError(
                 "neither stage has steps (stage1_steps, --steps), and an MLP starts at random: "
                 "give one of them some"
@@ -132,7 +104,7 @@ def provenance_of(
     held_out: Sequence[Sample],
     curve: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What a translator tells of its training; ``fitted`` are the facts of stage 1.
+    """A translator's provenance; ``fitted`` are the facts of stage 1.
 
     ``best`` is the translator chosen in stage 2 on the ``held_out`` conversations, and ``curve``
     the log of that stage.
@@ -169,46 +141,6 @@ def provenance_of(
 
 
 def make_config(source: Model, target: Model, plan: TrainingPlan) -> TranslatorConfig:
-    """The config of the translator to train.
-
-    Raises:
-        IncompatibleTranslatorError: The target has longer windows than the source, the source has
-            no layer of a target layer's kind, or rotated keys are captured between two tokenizers.
-        UnsupportedModelError: The tokenizers differ, and the target has windows.
-        ValueError: Head-wise maps between head counts that do not divide, or no layer left to
-            translate.
-    """
-    ends = source.spec(), target.spec()
-    capture = capture_point(source, target, plan.capture)
-    one = ends[0].fingerprint["tokenizer"] == ends[1].fingerprint["tokenizer"]
-    if not one:
-        check_capture(capture)
-        check_layers(target.geometry.layers, target.name)
-        if plan.native_layers:
-            raise ValueError(
-                f"native_layers is {plan.native_layers}, but between two tokenizers every layer "
-                "is translated; leave it out"
-            )
-    if not plan.head_mixing:
-        check_head_ratio(*ends)
-    check_windows(source.geometry.layers, target.geometry.layers)
-    if plan.state_maps:
-        check_states(*ends)
-    most = len(target.geometry.layers) - 1
-    if plan.native_layers > most:
-        raise ValueError(
-            f"native_layers is {plan.native_layers}; give 0 to {most}, so that a layer of "
-            f"{target.name} is left to translate"
-        )
-    assignment = by_depth(source.geometry.layers, target.geometry.layers, plan.nu)
-    return TranslatorConfig(
-        *ends,
-        assignment,
-        kind=plan.kind,
-        head_mixing=plan.head_mixing,
-        joint=plan.joint,
-        capture=capture,
-        alignment=None if one else "minimal_groups",
-        state_maps=plan.state_maps,
-        provenance={"native_layers": plan.native_layers} if plan.native_layers else {},
-    )
+    """The config of the translator to train; raises as :func:`.config_of_pair` does."""
+    names = "kind head_mixing joint capture nu state_maps native_layers"
+    return config_of_pair(source, target, **{n: getattr(plan, n) for n in names.split()})

@@ -1,4 +1,4 @@
-"""The recipe of stage 2."""
+"""The recipe of a stage that is trained by gradient."""
 
 from __future__ import annotations
 
@@ -41,19 +41,6 @@ class Recipe:
     # Further rates are tried until the best is none of the outermost ones (``training.sweep``); the
     # rate of the lowest final KL wins, and the translator that it ended with.
     sweep: bool = False
-
-    def __post_init__(self) -> None:
-        require("stage 2's steps (--steps)", self.steps, 0)
-        require("conversations a step (--batch-size)", self.batch, 1)
-        require("steps between two validations (val_every)", self.validate_every, 1)
-        require("the weight of the cross-entropy (ce_weight)", self.ce_weight, 0)
-        require("the share of steps over which the rate rises (warmup)", self.warmup, 0, 1)
-        require("the largest gradient norm (clip)", self.clip, 0, strict=True)
-        if self.seconds is not None:
-            require("the seconds of stage 2 (--minutes)", self.seconds, 0, strict=True)
-        require("the number of learning rates (--lr)", len(self.learning_rates), 1)
-        for rate in self.learning_rates:
-            require("a learning rate (--lr)", rate, 0, strict=True)
 
     def place(self, step: int, spent: float) -> float:
         """How far a run is, in steps, after ``step`` steps and ``spent`` seconds."""

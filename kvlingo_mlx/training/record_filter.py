@@ -71,12 +71,11 @@ def is_english(record: Mapping[str, Any], texts: Sequence[str]) -> bool:
 
 def _stated(record: Mapping[str, Any]) -> bool | None:
     """Whether a record calls itself English; None if it does not say."""
-    for place in (record, *(record.get(name) for name in PLACES)):
-        fields = place if isinstance(place, Mapping) else {}
-        for value in map(fields.get, FIELDS):
-            if isinstance(value, str) and value.strip():
-                return re.split(r"[-_ (,]", value.strip().lower())[0] in ENGLISH
-    return None
+    places = [record, *(record.get(name) for name in PLACES)]
+    values = [p.get(name) for p in places if isinstance(p, Mapping) for name in FIELDS]
+    named = (value.strip().lower() for value in values if isinstance(value, str) and value.strip())
+    first = next(named, None)
+    return None if first is None else re.split(r"[-_ (,]", first)[0] in ENGLISH
 
 
 def reads_english(text: str) -> bool:
@@ -147,14 +146,11 @@ class RecordFilter:
         return not refusal
 
     def _refusal(self, record: Any, found: Mapping[str, Any]) -> str:
-        messages = found.get("messages", [])
-        texts = [found["text"]] if "text" in found else [m["content"] for m in messages]
-        if self.english and not is_english(record, texts):
+        messages = found.get("messages", [{"role": "user", "content": found.get("text")}])
+        if self.english and not is_english(record, [m["content"] for m in messages]):
             return "not English"
-        asked = (
-            texts if "text" in found else [m["content"] for m in messages if m["role"] == "user"]
-        )
-        if self.apart_from and not self._known.isdisjoint(map(fingerprint, asked)):
+        questions = (fingerprint(m["content"]) for m in messages if m["role"] == "user")
+        if self.apart_from and not self._known.isdisjoint(questions):
             return "evaluated on"
         return ""
 

@@ -9,54 +9,20 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from kvlingo_mlx.format.fingerprints import Sketch
-from kvlingo_mlx.format.geometry import CacheGeometry
-from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.stage1.passes import Rows
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.objectives import Loss, Objective
 
-
-class Model(Protocol):
-    """A frozen model and its tokenizer, in either runtime."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def revision(self) -> str | None: ...
-
-    @property
-    def path(self) -> Path | None: ...
-
-    @property
-    def family(self) -> Any: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    @property
-    def geometry(self) -> CacheGeometry: ...
-
-    @property
-    def context_length(self) -> int: ...
-
-    @property
-    def precision(self) -> str: ...
-
-    @property
-    def projections(self) -> Sketch | None: ...
-
-    @property
-    def weights_fingerprint(self) -> str: ...
-
-    def spec(self) -> ModelSpec: ...
+# A frozen model and its tokenizer: a LanguageModel, or the TorchModel of ``cuda``. Both have name,
+# revision, path, family, tokenizer, geometry, context_length, precision, projections,
+# weights_fingerprint and spec().
+Model = Any
 
 
 class Trainable(Protocol):
@@ -154,6 +120,5 @@ def pair_of(source: Model, target: Model) -> Pair:
             "kvlingo_mlx.load, or both for PyTorch"
         )
     room = "cuda" if kinds == {"TorchModel"} else "training.on_mlx"
-    module = importlib.import_module(f"kvlingo_mlx.{room}.pair")
-    made: Pair = module.Pair(source, target)
+    made: Pair = importlib.import_module(f"kvlingo_mlx.{room}.pair").Pair(source, target)
     return made

@@ -69,14 +69,6 @@ def chosen(finals: Mapping[float, float]) -> float:
     return min(rates, key=lambda rate: (finals[rate], abs(rates.index(rate) - middle)))
 
 
-def further(finals: Mapping[float, float]) -> tuple[float, ...]:
-    """The rate to be tried next; none where the best one lies between others, or at the limits."""
-    rates, best = sorted(finals), chosen(finals)
-    beyond = neighbour(best, -1 if best == rates[0] else 1)
-    at_edge = best in (rates[0], rates[-1])
-    return (beyond,) if at_edge and LOWEST <= beyond <= HIGHEST else ()
-
-
 @dataclass
 class Sweep:
     """A sweep in progress."""
@@ -86,7 +78,8 @@ class Sweep:
     train: Callable[[int, tuple[float, ...]], Trained]  # or resumes, group number (from 0)
     begun: Callable[[int], tuple[float, ...]]  # the rates of a group that was begun earlier
     say: Callable[[str], None]
-    groups: list[Trained] = field(default_factory=list)  # the results so far
+    finals: dict[float, float] = field(default_factory=dict)  # of all rates so far
+    curves: list[tuple[Sequence[float], Curve]] = field(default_factory=list)  # of each group
     best: Best | None = None  # the best translator of all groups
 
     def run(self) -> Trained:
@@ -95,62 +88,51 @@ class Sweep:
         Raises:
             KVLingoError: The training diverged at every rate.
         """
-        while rates := self.begun(len(self.groups)) or self._next():
+        while rates := self.begun(len(self.curves)) or self._next():
             self.say(f"sweep: training at {', '.join(f'{rate:g}' for rate in rates)}")
-            self._take(self.train(len(self.groups), rates))
-        finals = self._finals()
-        if self.best is None or all(map(math.isinf, finals.values())):
-            tried = ", ".join(f"{rate:g}" for rate in sorted(finals))
+            found = self.train(len(self.curves), rates)
+            if self.best is None or found.best.held_out < self.best.held_out:
+                self.best = found.best  # the only translator that is held
+            self.finals |= found.finals
+            self.curves.append((list(found.finals), found.curve))
+        if self.best is None or all(map(math.isinf, self.finals.values())):
+            tried = ", ".join(f"{rate:g}" for rate in sorted(self.finals))
             raise KVLingoError(
                 f"training diverged (the loss is not finite) at every learning rate: {tried}; try "
                 "--dtype float32"
             )
         # Where no training is better than its start, that is kept, which has no rate of its own.
-        best = self.best if self.best.step else replace(self.best, rate=chosen(finals))
-        return Trained(best, joined([(g.finals, g.curve) for g in self.groups]), finals)
-
-    def _finals(self) -> dict[float, float]:
-        return {rate: value for group in self.groups for rate, value in group.finals.items()}
+        best = self.best if self.best.step else replace(self.best, rate=chosen(self.finals))
+        return Trained(best, joined(self.curves), self.finals)
 
     def _next(self) -> tuple[float, ...]:
         """The rates to be trained next: the rest of the window, then one beyond an edge."""
-        finals = self._finals()
-        left = tuple(rate for rate in self.first if rate not in finals)
-        return left[: self.at_once] if left else further(finals)
-
-    def _take(self, found: Trained) -> None:
-        """Add a group; of the translators only the best is held."""
-        if self.best is None or found.best.held_out < self.best.held_out:
-            self.best = found.best
-        self.groups.append(replace(found, best=replace(found.best, tensors={})))
+        if left := tuple(rate for rate in self.first if rate not in self.finals):
+            return left[: self.at_once]
+        best, lowest = chosen(self.finals), min(self.finals)
+        beyond = neighbour(best, -1 if best == lowest else 1)
+        at_edge = best in (lowest, max(self.finals))
+        return (beyond,) if at_edge and LOWEST <= beyond <= HIGHEST else ()
 
 
-def joined(groups: Sequence[tuple[Mapping[float, float], Curve]]) -> Curve:
+def joined(groups: Sequence[tuple[Sequence[float], Curve]]) -> Curve:
     """The curves of several groups of rates as one, with a column for each rate, the lowest first.
 
     ``groups`` has for each group its rates, in the order of its columns, and its curve.
     """
-    columns = {rate: (g, i) for g, (rates, _) in enumerate(groups) for i, rate in enumerate(rates)}
-    lines: dict[int, dict[int, Mapping[str, Any]]] = {}
-    for number, (_, curve) in enumerate(groups):
-        for line in curve:
-            lines.setdefault(line["step"], {})[number] = line
+    columns = sorted((rate, g, i) for g, (rates, _) in enumerate(groups)
+                     for i, rate in enumerate(rates))  # fmt: skip
+    by_step = [{line["step"]: line for line in curve} for _, curve in groups]
 
     def entry(step: int) -> dict[str, Any]:
-        found = lines[step]
-        first = next(iter(found.values()))
-        made: dict[str, Any] = {"step": step}
-        if "learning_rates" in first:
-            made["learning_rates"] = sorted(columns)
-        for name in COLUMNS:
-            if name in first:
-                ways = ((found.get(g, {}).get(name), i) for _, (g, i) in sorted(columns.items()))
-                made[name] = [None if values is None else values[i] for values, i in ways]
-        if "tokens" in first:
-            made["tokens"] = first["tokens"]  # the same samples in every group
-        for name in ("seconds", "spent"):
-            if name in first:
-                made[name] = round(sum(line[name] for line in found.values()), 3)
-        return made
+        lines = [each.get(step, {}) for each in by_step]
+        found = dict(next(filter(None, lines)))  # what has no column is the same in every group
+        if "learning_rates" in found:
+            found["learning_rates"] = [rate for rate, _, _ in columns]
+        for name in set(COLUMNS) & set(found):
+            found[name] = [lines[g][name][i] if name in lines[g] else None for _, g, i in columns]
+        for name in {"seconds", "spent"} & set(found):
+            found[name] = round(sum(line.get(name, 0.0) for line in lines), 3)
+        return found
 
-    return [entry(step) for step in sorted(lines)]
+    return [entry(step) for step in sorted({step for each in by_step for step in each})]

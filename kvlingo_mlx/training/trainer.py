@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from safetensors.numpy import load_file
 
 from kvlingo_mlx.errors import MalformedTranslatorError, NotEnoughMemoryError
 from kvlingo_mlx.format import translator_folder
@@ -22,35 +21,18 @@ from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
-from kvlingo_mlx.stage1.closed_form import shortage
+from kvlingo_mlx.stage1.closed_form import METHODS, shortage
 from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.passes import ClosedForm
-from kvlingo_mlx.stage1.selection import METHODS
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
-from kvlingo_mlx.training.checkpoints import (
-    KEEP_EVERY,
-    Checkpoint,
-    check_settings,
-    disk_errors,
-    log_of,
-    read_facts,
-    write_json,
-    write_state,
-)
-from kvlingo_mlx.training.distill import (
-    Best,
-    Distillation,
-    DivergedError,
-    Report,
-    Samples,
-    start_runs,
-)
+from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoint, disk_errors, log_of, write_json
+from kvlingo_mlx.training.distill import Distillation, DivergedError, Report, Samples, start_runs
 from kvlingo_mlx.training.initial import initial
 from kvlingo_mlx.training.interruption import postponed
 from kvlingo_mlx.training.plan import TrainingPlan, make_config, provenance_of
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Model, Pair, pair_of
-from kvlingo_mlx.training.sweep import Curve, Sweep, Trained, chosen
+from kvlingo_mlx.training.sweep import Sweep, Trained, chosen
 from kvlingo_mlx.training.watch import complaints
 from kvlingo_mlx.version import __version__
 
@@ -130,45 +112,53 @@ class Trainer:
         config = make_config(self.source, self.target, self.plan)
         narrow = narrow_groups(config.source.layers, config.target.layers, self.plan.nu)
         for note in filter(None, (narrow, *self.notes)):
-            if self.group.leads:
-                self.warn(note)
+            self._tell(self.warn, note)
         try:
             return self._run(config)
         except (KeyboardInterrupt, SystemExit):
-            if self.group.leads and self.partial.exists():
-                self.warn(f"stopped; {self.partial} keeps the work for the same command")
+            if self.partial.exists():
+                self._tell(
+                    self.warn, f"stopped; {self.partial} keeps the work for the same command"
+                )
             raise
 
     def _run(self, config: TranslatorConfig) -> Path:
-        recipe = self.plan.recipe
-        self.group.agree(lambda: self._agreed(config))
-        self.group.firsts(lambda: self._initial.exists() and bool(self._kept_start(config)))
-        # Checked even if this plan has no stage 2: unfinished work on one must not be lost
-        # silently.
-        self._checkpoint("stage2", 0, config, recipe)
+        recipe, curve = self.plan.recipe, list[Mapping[str, Any]]()
+        settings = self._settings(config)
+        versions = {"kvlingo-mlx": __version__, **self.pair.versions}
+        facts = settings | dataclasses.asdict(recipe) | versions
+        self.group.agree(lambda: {name: canonical_json({name: facts[name]}) for name in facts})
+        kept = Checkpoint(self.partial / "initial.safetensors", settings)
+        # Checked even if this plan has no stage 2: unfinished work on one must not be lost.
+        for each in (kept, self._checkpoint("stage2", 0, config, recipe)):
+            self.group.firsts(each.facts)
         trains = bool(recipe.steps) or not config.spec.solved
         held_out = self._held_out() if trains else []
         at_once = self._at_once(config)
         if recipe.steps and (sample := _short(held_out)):
             self.pair.check_gradients(sample, config)
-        config, arrays, provenance = self._first(config, held_out, at_once)
-        best: Best | None = None
-        curve: Curve = ()
+        config, arrays, provenance = self._first(kept, config, held_out, at_once)
+        best = None
         if recipe.steps:
             found = self._distill("stage2", (config, arrays, {}), recipe, held_out, at_once)
-            best, curve, arrays = found.best, found.curve, dict(found.best.tensors)
+            best, curve, arrays = found.best, list(found.curve), dict(found.best.tensors)
             if recipe.sweep:
                 provenance = {**provenance, "sweep": found.tried}
         if self.group.leads:
             names = ("data", "english", "apart_from")
             own = {name: self.settings[name] for name in names if name in self.settings}
-            facts = provenance_of(self.plan, self.pair, own | provenance, best, held_out, curve)
-            self._write(config, arrays, facts, held_out)
+            told = provenance_of(self.plan, self.pair, own | provenance, best, held_out, curve)
+            self._write(config, arrays, told, held_out)
             if best is not None:
                 write_json(self.log, "the log", curve)
             shutil.rmtree(self.partial)
         self.group.wait()
         return self.out
+
+    def _tell(self, listener: Callable[[str], None], text: str) -> None:
+        """Tell the user something, in the leading process."""
+        if self.group.leads:
+            listener(text)
 
     def _at_once(self, config: TranslatorConfig) -> int:
         """How many translators are trained together: all of a run, of a sweep those that fit.
@@ -177,9 +167,9 @@ class Trainer:
             NotEnoughMemoryError: There is too little for one step.
         """
         recipe, needed = self.plan.recipe, ""
-        asked = len(recipe.learning_rates)
-        most = min(asked, self.at_once or asked) if recipe.sweep else asked
-        while recipe.steps and self.lengths is not None and not needed:
+        rates = len(recipe.learning_rates)
+        most = min(rates, self.at_once or rates) if recipe.sweep else rates
+        while recipe.steps and self.lengths is not None:
             try:
                 needed = self.pair.check_memory(config, self.lengths, most, self.plan.hidden)
                 break
@@ -187,12 +177,13 @@ class Trainer:
                 if not recipe.sweep or most == 1:
                     raise
                 most -= 1
-        if self.group.leads and needed:
-            self.say(needed)
-        if self.group.leads and most < asked:
-            self.say(
-                f"sweep: of {asked} learning rates at most {most} are trained at a time; each "
-                "group reads the same samples again"
+        if needed:
+            self._tell(self.say, needed)
+        if most < rates:
+            self._tell(
+                self.say,
+                f"sweep: of {rates} learning rates at most {most} are trained at a time; each "
+                "group reads the same samples again",
             )
         return most
 
@@ -213,10 +204,11 @@ class Trainer:
 
     def _held_out(self) -> list[Sample]:
         held_out = list(self.data.held_out(self.plan.held_out))
-        if len(held_out) < self.plan.held_out and self.group.leads:
-            self.warn(
+        if len(held_out) < self.plan.held_out:
+            self._tell(
+                self.warn,
                 f"only {len(held_out)} of {self.plan.held_out} held-out conversations could be "
-                "made; what training keeps is chosen on these; give more data for more"
+                "made; what training keeps is chosen on these; give more data for more",
             )
         return held_out
 
@@ -237,12 +229,6 @@ class Trainer:
             facts: dict[str, Any] = {**own, "weights": weights}
             found |= {f"{role}'s {fact}": value for fact, value in facts.items()}
         return found
-
-    def _agreed(self, config: TranslatorConfig) -> dict[str, str]:
-        """What every process must have been given alike."""
-        own = self._settings(config) | dataclasses.asdict(self.plan.recipe)
-        versions = {"kvlingo-mlx": __version__, **self.pair.versions}
-        return {name: canonical_json({name: fact}) for name, fact in (own | versions).items()}
 
     def _identity(self, config: TranslatorConfig) -> str:
         """The sha256 of all that the result depends on; its provenance keeps it as ``run``.
@@ -266,67 +252,36 @@ class Trainer:
     def _checkpoint(
         self, stage: str, number: int, config: TranslatorConfig, recipe: Recipe
     ) -> Checkpoint:
-        """The checkpoint of a stage's group of rates; a diverged one of other settings is removed.
-
-        Raises:
-            ValueError: There is a sound one of other settings.
-        """
+        """The checkpoint of a stage's group of rates."""
         name = stage if number == 0 else f"{stage}-{number + 1}"
         settings = {**self._settings(config), **dataclasses.asdict(recipe)}
-        found = Checkpoint(self.partial / f"{name}.safetensors", settings)
-
-        def check() -> bool:
-            if not found.path.exists():
-                return False
-            facts = read_facts(found.path)
-            try:
-                check_settings(self.partial, facts["settings"], settings)
-            except ValueError:
-                if any(run["diverged_at"] is None for run in facts["runs"]):
-                    raise
-                return True
-            return False
-
-        stale = self.group.firsts(check)
-        self.group.wait()  # until every process has read the folder
-        if stale and self.group.leads:
-            found.path.unlink()
-        self.group.wait()
-        return found
+        return Checkpoint(self.partial / f"{name}.safetensors", settings)
 
     # ---- the stages -------------------------------------------------------------------
 
-    @property
-    def _initial(self) -> Path:
-        return self.partial / "initial.safetensors"
-
-    def _first(self, config: TranslatorConfig, held_out: Sequence[Sample], at_once: int) -> Start:
+    def _first(
+        self,
+        kept: Checkpoint,
+        config: TranslatorConfig,
+        held_out: Sequence[Sample],
+        at_once: int,
+    ) -> Start:
         """The starting point of stage 2: computed once, and kept for resumed runs."""
-        ready = self.group.firsts(self._initial.exists)
+        ready = self.group.firsts(kept.path.exists)
         self.group.wait()  # a late process must not see the file that the leading one writes next
         if not ready:
-            config, arrays, provenance = self._stage1(config, held_out, at_once)
+            made, arrays, provenance = self._stage1(config, held_out, at_once)
             if self.group.leads:
                 tensors = {n: np.asarray(a, np.float32) for n, a in arrays.items()}
-                facts = {
-                    "settings": self._settings(config),
-                    "provenance": provenance,
-                    "assignment": config.assignment.to_json(),
-                }
-                write_state(self._initial, "stage 1", tensors, facts)
+                assignment = made.assignment.to_json()
+                kept.write("stage 1", tensors, {"provenance": provenance, "assignment": assignment})
                 (self.partial / "stage1.safetensors").unlink(missing_ok=True)
             self.group.wait()
-        arrays, facts = self.group.firsts(
-            lambda: (load_file(self._initial), self._kept_start(config))
-        )
+        state = self.group.firsts(kept.read)
+        assert state is not None, "it was written, or was there"
+        arrays, facts = state
         config = dataclasses.replace(config, assignment=Assignment.from_json(facts["assignment"]))
         return config, arrays, facts["provenance"]
-
-    def _kept_start(self, config: TranslatorConfig) -> dict[str, Any]:
-        """The facts of stage 1's result; raises ValueError if its settings differ."""
-        facts = read_facts(self._initial)
-        check_settings(self.partial, facts["settings"], self._settings(config))
-        return facts
 
     def _stage1(self, config: TranslatorConfig, held_out: Sequence[Sample], at_once: int) -> Start:
         plan, spec = self.plan, config.spec
@@ -366,8 +321,8 @@ class Trainer:
         )
         fit.run()
         few = shortage(fit.config, fit.used, fit.tokens, fit.lowest)
-        if few and config.spec.solved and self.group.leads:
-            self.warn(few)
+        if few and config.spec.solved:
+            self._tell(self.warn, few)
         return fit.result
 
     def _distill(
@@ -377,13 +332,14 @@ class Trainer:
         config, arrays, _ = start
 
         def train(number: int, rates: Sequence[float]) -> Trained:
+            kept = self._checkpoint(stage, number, config, recipe)
             training = Distillation(
                 self.pair,
                 start_runs(self.pair, config, arrays, rates),
                 self.data,
                 held_out,
                 recipe,
-                self._checkpoint(stage, number, config, recipe),
+                kept,
                 self.group,
                 self.keep_every,
                 stop,
@@ -393,33 +349,29 @@ class Trainer:
                 best = training.run(lambda report: self.progress(stage, report))
             except DivergedError:
                 if not recipe.sweep or training.best is None:
+                    if self.group.leads:  # so that a lower rate may begin here
+                        kept.path.unlink(missing_ok=True)
                     raise
                 best = training.best
             return Trained.of(best, training.runs, training.curve)
 
         def begun(number: int) -> tuple[float, ...]:
-            kept = self._checkpoint(stage, number, config, recipe).path
-            facts = self.group.firsts(lambda: read_facts(kept) if kept.exists() else {"runs": ()})
-            return tuple(run["rate"] for run in facts["runs"])
+            facts = self.group.firsts(self._checkpoint(stage, number, config, recipe).facts)
+            return tuple(run["rate"] for run in (facts or {}).get("runs", ()))
 
         with postponed() as stop:
             if not recipe.sweep:
                 return train(0, recipe.learning_rates)
-            say = self.say if self.group.leads else (lambda text: None)
+            say = lambda text: self._tell(self.say, text)  # noqa: E731
             found = Sweep(recipe.learning_rates, at_once, train, begun, say).run()
-        if self.group.leads:
-            self._judge(found, recipe)
-        return found
-
-    def _judge(self, found: Trained, recipe: Recipe) -> None:
-        """Warn of what speaks against a sweep's result."""
         lowest, highest = min(found.finals), max(found.finals)
         if chosen(found.finals) in (lowest, highest):
             rates = f"{lowest:g} to {highest:g}"
-            self.warn(f"the best learning rate is at the edge of those tried, {rates}")
+            self._tell(self.warn, f"the best learning rate is at the edge of those tried, {rates}")
         if recipe.objective != "reconstruction":  # which has no KL to judge
             for text in complaints(found.curve).values():
-                self.warn(text)
+                self._tell(self.warn, text)
+        return found
 
     # ---- the result -------------------------------------------------------------------
 

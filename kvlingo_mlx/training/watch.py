@@ -22,25 +22,27 @@ def complaints(curve: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     held_out = [lowest(line["held_out"]) for line in curve]
     if len(curve) < 2:
         return {}
-    found, last = {}, curve[-1]
+    found, step = {}, curve[-1]["step"]
     best = held_out.index(min(held_out))
-    recent = curve[1:][-IN_A_ROW:]
-    if len(recent) == IN_A_ROW and all(map(_by_heart, recent)):
-        train, held = _leading(last)
+    recent = [_leading(line) for line in curve[1:][-IN_A_ROW:]]
+    if len(recent) == IN_A_ROW and all(
+        train < BY_HEART * held < math.inf for train, held in recent
+    ):
+        train, held = recent[-1]
         found["by heart"] = (
-            f"step {last['step']}: the KL on the training conversations, {train:.4f}, is far below "
+            f"step {step}: the KL on the training conversations, {train:.4f}, is far below "
             f"that on held-out ones, {held:.4f}; the translator learns its data by heart: give "
             "more data, or fewer steps (--steps)"
         )
     if len(curve) - 1 - best >= PATIENCE:
         found["stalled"] = (
-            f"step {last['step']}: the held-out KL has not fallen since step "
+            f"step {step}: the held-out KL has not fallen since step "
             f"{curve[best]['step']} ({held_out[best]:.4f}, now {held_out[-1]:.4f}), which is what "
             "will be kept; a lower --lr or more data may help"
         )
     if held_out[-1] > held_out[0]:
         found["worse"] = (
-            f"step {last['step']}: the held-out KL is {held_out[-1]:.4f}, worse than the "
+            f"step {step}: the held-out KL is {held_out[-1]:.4f}, worse than the "
             f"{held_out[0]:.4f} that training began with; the best step is what will be kept; "
             "give a lower --lr, or more data"
         )
@@ -54,24 +56,18 @@ def outlook(curve: Sequence[Mapping[str, Any]]) -> str | None:
     length rarely brings more than that half did.
     """
     values, middle = [lowest(line["held_out"]) for line in curve], curve[-1]["step"] / 2
-    early = [kl for kl, line in zip(values, curve, strict=True) if line["step"] <= middle]
-    late = values[len(early) :]
-    if len(early) < 2 or not late or min(values) == values[0]:
+    count = sum(line["step"] <= middle for line in curve)
+    if count < 2 or count == len(values) or min(values) == values[0]:
         return None
-    first, second = min(early), min(values)
+    first, second = min(values[:count]), min(values)
     gain = 1 - second / first
-    told = (
+    more = "more time will bring little"
+    if gain >= WORTH_IT:
+        more = "twice the time may bring up to as much again"
+    return (
         f"the second half of the steps lowered the held-out KL by {100 * gain:.0f} % "
-        f"({first:.4f} to {second:.4f})"
+        f"({first:.4f} to {second:.4f}): {more}"
     )
-    if gain < WORTH_IT:
-        return f"{told}: more time will bring little"
-    return f"{told}: twice the time may bring up to as much again"
-
-
-def _by_heart(line: Mapping[str, Any]) -> bool:
-    train, held = _leading(line)
-    return train < BY_HEART * held < math.inf
 
 
 def _leading(line: Mapping[str, Any]) -> tuple[float, float]:

@@ -16,7 +16,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.models.capture import move, prefill
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
-from kvlingo_mlx.stage1.sums import Sums
+from kvlingo_mlx.stage1.passes import Sums
 from kvlingo_mlx.tokenization import renderings
 from kvlingo_mlx.tokenization.samples import Sample, to_samples, tokenise
 from tests.support.two_tokenizers import write_mistral, write_qwen
@@ -78,7 +78,7 @@ def test_fit_learns_the_first_position(
     add = Sums.add
 
     def spy(self: Sums, x: Any, *rest: Any) -> None:
-        rows.append(x(("keys", 0)))
+        rows.append(x("keys", 0))
         add(self, x, *rest)
 
     monkeypatch.setattr(Sums, "add", spy)

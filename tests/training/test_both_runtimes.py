@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
+from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
 
@@ -139,12 +141,13 @@ def test_one_runtime_goes_on_where_the_other_stopped(
     whole = distillation(one, 20)
     whole.run()
     half = distillation(one, 20, Checkpoint(tmp_path / "kept", {}))
-    for _ in range(10):
-        if not half.step:
-            half.validate()
-            half.look({"step": 0, "held_out": [run.held_out for run in half.runs]})
-        half.advance()
-    half.keep()
+
+    def stop(report: Any) -> None:
+        half.stop.signal = signal.SIGINT if report.step == 10 else None
+
+    with pytest.raises(KeyboardInterrupt):
+        half.run(stop)
+    assert half.step == 10
     rest = distillation(other, 20, Checkpoint(tmp_path / "kept", {}))
     rest.run()
     assert rest.step == whole.step == 20

@@ -155,32 +155,22 @@ def test_jsonl_is_read_by_offset(
     assert read == [(expected[n][0], f"{path}, line {expected[n][1]}") for n in order]
 
 
-def test_a_folder_is_all_its_files(tmp_path: Path) -> None:
+def test_files_folders_and_weights(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
+    (tmp_path / "bare").mkdir()
     write(tmp_path / "b" / "late.jsonl", [{"text": "3"}])
-    write(tmp_path / "a.jsonl", [{"text": "1"}, {"text": "2"}])
+    path = write(tmp_path / "a@home.jsonl", [{"text": "1"}, {"text": "2"}])
     write(tmp_path / "other.txt", [{"text": "no"}])
     source, weight = open_source((tmp_path, 2.5))
-    assert weight == 2.5
+    assert weight == 2.5 and open_source(path)[1] == 1.0 and open_source(f"{path}@0.25")[1] == 0.25
     assert [source.read(i)[0]["text"] for i in range(len(source.sizes))] == ["1", "2", "3"]
     assert source.read(2)[1] == f"{tmp_path / 'b' / 'late.jsonl'}, line 1"
-
-
-def test_weights_and_at_signs(tmp_path: Path) -> None:
-    path = write(tmp_path / "a@home.jsonl", [{"text": "x"}])
-    assert open_source(path)[1] == 1.0
-    assert open_source(f"{path}@0.25")[1] == 0.25
     for weight in ("0", "-1", "nan", "inf"):
         with pytest.raises(ValueError, match="a@home.jsonl: weight .*, expected a positive number"):
             open_source(f"{path}@{weight}")
-
-
-def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("\n\n")
+    (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match=r"empty.jsonl holds no records; each line should be"):
-        open_source(empty)
-    (tmp_path / "bare").mkdir()
+        open_source(tmp_path / "empty.jsonl")
     with pytest.raises(ValueError, match="bare holds no .jsonl file"):
         open_source(tmp_path / "bare")
     for name in ("absent.jsonl", "owner/absent.jsonl", "no such thing", "a/b/c"):
@@ -243,68 +233,49 @@ def test_hugging_face_refusals(hub: list[tuple[Any, ...]], monkeypatch: pytest.M
 # ---- what a record says --------------------------------------------------------------
 
 
-def roles(record: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(m["role"], m["content"]) for m in normalise(record, "here")["messages"]]
-
-
-def test_nemotron_records() -> None:
-    record = {
-        "uuid": "0", "license": "odc-by", "used_in": ["super_v3"], "reasoning": "on", "tools": None,
-        "messages": [
-            {"role": "system", "content": "", "reasoning_content": None},
-            {"role": "user", "content": "hi", "reasoning_content": None},
-            {"role": "assistant", "content": "ho", "reasoning_content": " why\n", "tool_calls": []},
-        ],
-    }  # fmt: skip
-    assert normalise(record, "here") == {
-        "messages": [
-            {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "ho", "reasoning_content": "why"},
-        ]
-    }
-
-
-def test_sharegpt_and_texts() -> None:
-    turns = [("system", "s"), ("human", "q"), ("gpt", "a")]
-    record = {"conversations": [{"from": who, "value": text} for who, text in turns]}
-    assert roles(record) == [("system", "s"), ("user", "q"), ("assistant", "a")]
-    assert normalise({"text": "plain", "messages": None}, "here") == {"text": "plain"}
-
-
-@pytest.mark.parametrize(
-    ("said", "content", "trace"),
-    [
-        ("<think>\nwhy\n</think>\n\nyes", "yes", "why"),
-        ("why</think>yes", "yes", "why"),
-        ("<think>\n\n</think>\n\nyes", "yes", None),
-        ("I <think> so", "I <think> so", None),
-    ],
-)
-def test_think_blocks_stand_apart(said: str, content: str, trace: str | None) -> None:
-    record = {
-        "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
-    }
-    reply = normalise(record, "here")["messages"][-1]
-    assert (reply["content"], reply.get("reasoning_content")) == (content, trace)
-
-
 ASK, SAY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+
+
+def answer(content: str, trace: str | None = None) -> list[dict[str, Any]]:
+    more = {} if trace is None else {"reasoning_content": trace}
+    return [ASK, {"role": "assistant", "content": content, **more}]
 
 
 @pytest.mark.parametrize(
     ("messages", "kept"),
     [
         ([ASK, SAY, ASK, CALL, {"role": "tool", "content": "42"}, SAY], "q a q"),
-        ([ASK, SAY, ASK, {"role": "assistant", "content": "  "}, ASK, SAY], "q a q"),
-        ([ASK, SAY, ASK, {"role": "assistant", "content": "<think>\ncut"}], "q a q"),
+        ([ASK, SAY, *answer("  "), ASK, SAY], "q a q"),
+        ([ASK, SAY, *answer("<think>\ncut")], "q a q"),
         ([SAY, ASK, SAY], "q a"),
         ([ASK, ASK, SAY, SAY], "q\n\nq a\n\na"),
         ([ASK, CALL], ""),
+        ([{"role": "system", "content": ""}, *answer("ho", " why\n")], "q ho (why)"),  # Nemotron's
+        (answer("<think>\nwhy\n</think>\n\nyes"), "q yes (why)"),
+        (answer("why</think>yes"), "q yes (why)"),
+        (answer("<think>\n\n</think>\n\nyes"), "q yes"),
+        (answer("I <think> so"), "q I <think> so"),
     ],
 )
 def test_conversations_are_read_up_to_a_hole(messages: list[Any], kept: str) -> None:
-    assert " ".join(text for _, text in roles({"messages": messages})) == kept
+    """Their turns; a reasoning trace stands apart, here in brackets."""
+    record = {"uuid": "0", "reasoning": "on", "tools": None, "messages": messages}
+    found = normalise(record, "here")["messages"]
+    said = [
+        m["content"] + (f" ({m['reasoning_content']})" if "reasoning_content" in m else "")
+        for m in found
+    ]
+    assert " ".join(said) == kept
+    assert all(m["role"] == ("user", "assistant")[n % 2] for n, m in enumerate(found))
+
+
+def test_sharegpt_and_texts() -> None:
+    turns = [("system", "s"), ("human", "q"), ("gpt", "a")]
+    record = {"conversations": [{"from": who, "value": text} for who, text in turns]}
+    roles = [(m["role"], m["content"]) for m in normalise(record, "here")["messages"]]
+    assert roles == [("system", "s"), ("user", "q"), ("assistant", "a")]
+    assert normalise({"text": "plain", "messages": None}, "here") == {"text": "plain"}
 
 
 @pytest.mark.parametrize(
@@ -340,14 +311,10 @@ def test_records_without_an_answer_are_skipped_and_counted(tmp_path: Path, qwen3
         Stream([write(tmp_path / "none.jsonl", useless)], qwen3)
     with pytest.raises(ValueError, match="no training data; name a JSONL file"):
         Stream([], qwen3)
-
-
-def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     tokenizer = family("qwen3")
     tokenizer.chat_template = None
-    path = write(tmp_path / "one.jsonl", [{"messages": [ASK, SAY]}])
     with pytest.raises(ValueError, match="has no chat template"):
-        Stream([path], tokenizer)
+        Stream([tmp_path / "some.jsonl"], tokenizer)
 
 
 # ---- how a sample is built -----------------------------------------------------------
@@ -367,11 +334,6 @@ RENDERED = {
         "<|im_start|>assistant\n<think>\n\n</think>\n\n",
         "three!<|im_end|>",
     ),
-    ("gemma", ON): (
-        "<bos><start_of_turn>user\nBe brief.\n\none?<end_of_turn>\n<start_of_turn>model\none!"
-        "<end_of_turn>\n<start_of_turn>user\ntwo?<end_of_turn>\n<start_of_turn>model\n",
-        "<think>\nsecond trace\n</think>\n\ntwo!<end_of_turn>",
-    ),
     ("gemma", OFF): (
         "<bos><start_of_turn>user\nBe brief.\n\none?<end_of_turn>\n<start_of_turn>model\none!"
         "<end_of_turn>\n<start_of_turn>user\ntwo?<end_of_turn>\n<start_of_turn>model\ntwo!"
@@ -381,11 +343,6 @@ RENDERED = {
     ("mistral", ON): (
         "<s>[INST] Be brief.\n\none?[/INST] one!</s>[INST] two?[/INST]",
         " <think>\nsecond trace\n</think>\n\ntwo!</s>",
-    ),
-    ("mistral", OFF): (
-        "<s>[INST] Be brief.\n\none?[/INST] one!</s>[INST] two?[/INST] two!</s>"
-        "[INST] three?[/INST]",
-        " three!</s>",
     ),
 }  # fmt: skip
 
@@ -515,7 +472,7 @@ def plenty(tmp_path_factory: pytest.TempPathFactory, qwen3: Any) -> list[Any]:
     return [stream.draw(index) for index in range(256)]
 
 
-def test_natural_lengths_are_near_uniform(
+def test_lengths_are_near_uniform_and_half_reason(
     plenty: list[Any], told: list[dict[str, Any]], qwen3: Any
 ) -> None:
     low, high = SMALL.natural
@@ -527,14 +484,11 @@ def test_natural_lengths_are_near_uniform(
     # The 0.999 quantile of chi-square with 7 degrees of freedom is 24.3.
     assert chi_square(as_they_come, low, high) > 100, "the data must not be uniform to begin with"
     assert chi_square(drawn, low, high) < 24.3
-
-
-def test_reasoning_alternates(plenty: list[Any]) -> None:
     for kind in ("natural", "packed"):
         on = [draw.reasoning for draw in plenty if draw.kind == kind]
         assert 0.45 < sum(on) / len(on) < 0.55
     natural = [draw for draw in plenty if draw.kind == "natural"]
-    long = [d.reasoning for d in natural if len(d.sample.prefix) > SMALL.natural[1] / 2]
+    long = [d.reasoning for d in natural if len(d.sample.prefix) > high / 2]
     assert 0.35 < sum(long) / len(long) < 0.65
 
 
@@ -678,20 +632,13 @@ def test_mixtures() -> None:
     assert PlainText().scaled(2048) == PlainText(256, 256)
     assert PlainText().scaled(100) == PlainText(50, 50)
 
-
-@pytest.mark.parametrize(
-    ("facts", "complaint"),
-    [
+    for facts, complaint in (
         ({"natural": (0, 10)}, "natural prefixes of 0 to 10 tokens: expected 0 < low <= high"),
         ({"packed": (12, 20_000)}, "max_prefix, which is 16384"),
         ({"packed_share": 1.5}, r"packed_share 1.5: expected a share from 0 to 1"),
-    ],
-)
-def test_impossible_mixtures(facts: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        Mixture(**facts)
-    with pytest.raises(ValueError, match=r"windows of 0 \+ 8 tokens"):
-        PlainText(0, 8)
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            Mixture(**facts)
 
 
 def test_plain_text_windows(tmp_path: Path, qwen3: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +99,6 @@ def test_what_is_spent_counts_after_a_kill(
     training(models, tmp_path / "t", **LIMITED, keep_every=0.0).run()
     assert 48 <= len(rates) <= 58 and len(rates) > made
     assert rates[-1] < 0.01e-3
-
-
-@pytest.mark.parametrize("minutes", [0.0, -1.0, math.nan, math.inf])
-def test_no_time_is_refused(minutes: float) -> None:
-    with pytest.raises(ValueError, match=r"--minutes\): .* expected more than 0"):
-        Recipe(seconds=60.0 * minutes)
 
 
 def curve(*kls: float) -> list[dict[str, Any]]:

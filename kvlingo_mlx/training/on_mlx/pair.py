@@ -13,8 +13,7 @@ import numpy as np
 
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.evaluation import verification
-from kvlingo_mlx.fitting.aligned import aligned_states
-from kvlingo_mlx.fitting.rows import Rows
+from kvlingo_mlx.fitting.rows import Rows, aligned_states
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import STATES
 from kvlingo_mlx.format.tensor_file import Weights

@@ -1,0 +1,70 @@
+"""The config of a translator that is to be fitted or trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlingo_mlx.format.assignment import Assignment, by_depth, check_windows
+from kvlingo_mlx.format.maps import check_head_ratio, check_states
+from kvlingo_mlx.format.translator_config import TranslatorConfig, capture_point
+from kvlingo_mlx.tokenization.aligned_prefix import check_capture, check_layers
+
+
+def config_of_pair(
+    source: Any,
+    target: Any,
+    *,
+    assignment: Assignment | None = None,
+    nu: int = 1,
+    capture: str | None = None,
+    native_layers: int = 0,
+    **form: Any,
+) -> TranslatorConfig:
+    """The config of a translator between two models of either runtime.
+
+    Args:
+        source: The model whose cache is translated.
+        target: The model that decodes from it.
+        assignment: The source layers of each target layer; None: ``nu`` of them by depth.
+        nu: The number of source layers that each target layer reads.
+        capture: The capture point of keys; None: the first that both models have.
+        native_layers: The first layers that the target reads itself.
+        form: ``kind``, ``head_mixing``, ``joint`` and ``state_maps`` of a TranslatorConfig.
+
+    Raises:
+        IncompatibleTranslatorError: The target has longer windows than the source, the source has
+            no layer of a target layer's kind, or rotated keys are captured between two tokenizers.
+        UnsupportedModelError: The tokenizers differ, and the target has windows.
+        ValueError: Head-wise maps between head counts that do not divide, or no layer left to
+            translate.
+    """
+    ends, layers = (source.spec(), target.spec()), (source.geometry.layers, target.geometry.layers)
+    capture = capture_point(source, target, capture)
+    one = ends[0].fingerprint["tokenizer"] == ends[1].fingerprint["tokenizer"]
+    if not one:
+        check_capture(capture)
+        check_layers(layers[1], target.name)
+    if not one and native_layers:
+        raise ValueError(
+            f"native_layers is {native_layers}, but between two tokenizers every layer is "
+            "translated; leave it out"
+        )
+    if not form.get("head_mixing", True):
+        check_head_ratio(*ends)
+    check_windows(*layers)
+    if form.get("state_maps"):
+        check_states(*ends)
+    most = len(layers[1]) - 1
+    if native_layers > most:
+        raise ValueError(
+            f"native_layers is {native_layers}; give 0 to {most}, so that a layer of "
+            f"{target.name} is left to translate"
+        )
+    return TranslatorConfig(
+        *ends,
+        assignment or by_depth(*layers, nu),
+        capture=capture,
+        alignment=None if one else "minimal_groups",
+        provenance={"native_layers": native_layers} if native_layers else {},
+        **form,
+    )

@@ -11,7 +11,6 @@ from kvlingo_mlx.cli.command import Configured, TwoModels, option, verb
 from kvlingo_mlx.cli.needs import UNSOLVED
 from kvlingo_mlx.cli.output import keep, progress_bar, say, table, warn
 from kvlingo_mlx.format.kinds import NAMES
-from kvlingo_mlx.format.translator_config import CAPTURES
 from kvlingo_mlx.options import COUNT, number, one_of, whole
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class TrainOptions(Configured, TwoModels):
     capture: str | None = option(
         None,
         "pre_norm (the default), post_norm or post_rope; latents have one point.",
-        kind=one_of(*CAPTURES),
+        kind=one_of("pre_norm", "post_norm", "post_rope", "latent"),
     )
     nu: int | None = option(
         None, "Source layers per target layer; default: the pair's, mostly 1.", kind=COUNT

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -106,12 +106,8 @@ def fit(
     """
     source, target = load_pair(source, target)
     norm, method = norm_named(norm), assignment if isinstance(assignment, str) else None
-    if method not in (None, "relative_depth", *METHODS):
-        known = f"relative_depth, {' or '.join(METHODS)}, or an Assignment"
-        raise ValueError(f"assignment is {method!r}; it must be {known}")
-    layers = assignment if isinstance(assignment, Assignment) else None
-    form = {"head_mixing": head_mixing, "state_maps": state_maps}
-    config = _config(source, target, layers, nu=nu, capture=capture, **form)
+    form = {"nu": nu, "capture": capture, "head_mixing": head_mixing, "state_maps": state_maps}
+    config = _config(source, target, assignment, form)
     group = here()
     read = chosen(records_of(samples), (source, target), config, norm, tokens)
     every, total = list(enumerate(read.samples)), len(read.samples)
@@ -133,7 +129,8 @@ def fit(
     if group.leads and read.samples:
         say(outlook(work, read))
     work.run()
-    if group.leads and (short := shortage(config, work.used, work.tokens, work.lowest)):
+    short = shortage(config, work.used, work.tokens, work.lowest)
+    if group.leads and short:
         warnings.warn(short, KVLingoWarning, stacklevel=2)
     fitted = build(work.config, Weights.from_float32(work.weights, "float32"))
     provenance = {
@@ -152,14 +149,21 @@ def fit(
 
 
 def _config(
-    source: LanguageModel, target: LanguageModel, layers: Assignment | None, **form: Any
+    source: LanguageModel,
+    target: LanguageModel,
+    assignment: Assignment | str | None,
+    form: Mapping[str, Any],
 ) -> TranslatorConfig:
     """The checked config of the translator to be fitted."""
+    layers = None
+    if isinstance(assignment, Assignment):
+        ends = source.spec(), target.spec()
+        layers = parse_assignment(Path("assignment"), assignment.to_json(), *ends)
+    elif assignment not in (None, "relative_depth", *METHODS):
+        known = f"relative_depth, {' or '.join(METHODS)}, or an Assignment"
+        raise ValueError(f"assignment is {assignment!r}; it must be {known}")
     if source.tokenizer_fingerprint != target.tokenizer_fingerprint:
         check_positions(target)
-    if layers is not None:
-        ends = source.spec(), target.spec()
-        layers = parse_assignment(Path("assignment"), layers.to_json(), *ends)
     config = config_of_pair(source, target, assignment=layers, **form)
     check_mapped(Path("assignment"), config)
     return config

@@ -17,7 +17,6 @@ def config_of_pair(
     assignment: Assignment | None = None,
     nu: int = 1,
     capture: str | None = None,
-    native_layers: int = 0,
     **form: Any,
 ) -> TranslatorConfig:
     """The config of a translator between two models of either runtime.
@@ -28,15 +27,13 @@ def config_of_pair(
         assignment: The source layers of each target layer; None: ``nu`` of them by depth.
         nu: The number of source layers that each target layer reads.
         capture: The capture point of keys; None: the first that both models have.
-        native_layers: The first layers that the target reads itself.
         form: ``kind``, ``head_mixing``, ``joint`` and ``state_maps`` of a TranslatorConfig.
 
     Raises:
         IncompatibleTranslatorError: The target has longer windows than the source, the source has
             no layer of a target layer's kind, or rotated keys are captured between two tokenizers.
         UnsupportedModelError: The tokenizers differ, and the target has windows.
-        ValueError: Head-wise maps between head counts that do not divide, or no layer left to
-            translate.
+        ValueError: Head-wise maps between head counts that do not divide, or a bad ``nu``.
     """
     ends, layers = (source.spec(), target.spec()), (source.geometry.layers, target.geometry.layers)
     capture = capture_point(source, target, capture)
@@ -44,27 +41,15 @@ def config_of_pair(
     if not one:
         check_capture(capture)
         check_layers(layers[1], target.name)
-    if not one and native_layers:
-        raise ValueError(
-            f"native_layers is {native_layers}, but between two tokenizers every layer is "
-            "translated; leave it out"
-        )
     if not form.get("head_mixing", True):
         check_head_ratio(*ends)
     check_windows(*layers)
     if form.get("state_maps"):
         check_states(*ends)
-    most = len(layers[1]) - 1
-    if native_layers > most:
-        raise ValueError(
-            f"native_layers is {native_layers}; give 0 to {most}, so that a layer of "
-            f"{target.name} is left to translate"
-        )
     return TranslatorConfig(
         *ends,
         assignment or by_depth(*layers, nu),
         capture=capture,
         alignment=None if one else "minimal_groups",
-        provenance={"native_layers": native_layers} if native_layers else {},
         **form,
     )

@@ -15,7 +15,7 @@ import numpy as np
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.tokenization.alignment import TokenAlignment
-from kvlingo_mlx.tokenization.renderings import Rendering, stretches
+from kvlingo_mlx.tokenization.renderings import Rendering, alignments
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +46,9 @@ class AlignedPrefix:
         last = len(target.ids) - 1
         if last < 0:
             raise ValueError("the prompt is empty; give some text")
-        found = stretches(source, target, stop=last)
-        aligned = [stretch.alignment for stretch in found if stretch.alignment is not None]
-        native = [(s.start, min(s.stop, last)) for s in found if s.alignment is None]
+        aligned, own = alignments(source, target, last), np.ones(last, bool)
+        for each in aligned:
+            own[slice(*each.target)] = False
         rows = _joined([np.arange(*a.source) for a in aligned])
         order = np.argsort(rows)  # a template may move a content; the source is read in order
         return cls(
@@ -57,7 +57,7 @@ class AlignedPrefix:
             rows[order],
             _joined([a.assigned for a in aligned])[order],
             _joined([_spans(a) for a in aligned]).reshape(-1, 2)[order],
-            _joined([np.arange(*span) for span in native]),
+            np.flatnonzero(own),
         )
 
     @property

@@ -41,16 +41,6 @@ class Rendering:
     contents: tuple[Span | None, ...]
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """Consecutive target tokens that are all translated, or all prefilled by the target itself."""
-
-    start: int  # position of the first token
-    stop: int  # one past the position of the last token
-    # The source tokens that stand for them; None where the target prefills
-    alignment: TokenAlignment | None = None
-
-
 def joined_parts(content: Any) -> Any:
     """A message's content as one text: a list of text parts, as in OpenAI's API, is joined.
 
@@ -120,51 +110,30 @@ def chat(tokenizer: Any, render: Render, messages: Messages) -> Rendering:
     return Rendering(text, *_tokens(tokenizer, text, add_special_tokens=False), contents)
 
 
-def stretches(source: Rendering, target: Rendering, stop: int | None = None) -> list[Stretch]:
-    """Split the target's tokens into stretches: translated, or prefilled by the target itself.
+def alignments(source: Rendering, target: Rendering, stop: int) -> list[TokenAlignment]:
+    """Which source tokens stand for which of the target's first ``stop`` tokens, in order.
 
-    The stretches cover every target token once, in order. If both renderings are equal token by
-    token, all of it is translated, boilerplate included. Source tokens outside every alignment are
-    not used. If the first or last token of a content reaches into the boilerplate, the target
-    prefills it, and all up to the nearest offset at which both models end a token.
-
-    Args:
-        source: What the source has read.
-        target: The same messages or text as the target would read them.
-        stop: The first target position that must not be translated, or None. A model that is to
-            predict the next token must run its last token itself.
+    The target prefills those that no alignment has. If both renderings are equal token by token,
+    all is aligned, boilerplate included; else the contents are. If the first or last token of a
+    content reaches into the boilerplate, the target prefills it, and all up to the nearest offset
+    at which both models end a token.
 
     Raises:
         ValueError: The renderings are of different messages.
     """
     _check_contents(source, target)
-    count = len(target.ids) if stop is None else min(stop, len(target.ids))
     if _same(source, target):
-        alignments = [_identity(count)]
-    else:
-        ours, theirs = Cuts.of(source.ends), Cuts.of(target.ends[:count])
-        both = zip(source.contents, target.contents, strict=True)
-        alignments = [align(ours.within(a), theirs.within(b)) for a, b in both if a and b]
-    found, done = [], 0
-    for alignment in sorted(alignments, key=lambda each: each.target):
-        start, end = alignment.target
-        if start == end:
-            continue
-        found += [Stretch(done, start)] if done < start else []
-        found.append(Stretch(start, end, alignment))
-        done = end
-    return found + ([Stretch(done, len(target.ids))] if done < len(target.ids) else [])
+        each = np.arange(stop)  # token by token, even those that have no end of their own
+        return [TokenAlignment(np.stack([each, each + 1, each, each + 1], axis=1))]
+    ours, theirs = Cuts.of(source.ends), Cuts.of(target.ends[:stop])
+    both = zip(source.contents, target.contents, strict=True)
+    found = (align(ours.within(a), theirs.within(b)) for a, b in both if a and b)
+    return sorted((each for each in found if len(each.groups)), key=lambda each: each.target)
 
 
 def _same(source: Rendering, target: Rendering) -> bool:
     pairs = (source.ids, target.ids), (source.ends, target.ends)
     return source.text == target.text and all(np.array_equal(*pair) for pair in pairs)
-
-
-def _identity(count: int) -> TokenAlignment:
-    """Align token by token, even tokens that have no end of their own."""
-    each = np.arange(count)
-    return TokenAlignment(np.stack([each, each + 1, each, each + 1], axis=1))
 
 
 def _check_contents(source: Rendering, target: Rendering) -> None:

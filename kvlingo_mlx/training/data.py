@@ -28,10 +28,10 @@ from kvlingo_mlx.training.conversations import (
     to_sample,
     until,
 )
-from kvlingo_mlx.training.index import Place, RecordIndex, Table
+from kvlingo_mlx.training.index import Place, RecordIndex
 from kvlingo_mlx.training.mixture import Kind, Mixture, PlainText, reach
 from kvlingo_mlx.training.record_filter import RecordFilter
-from kvlingo_mlx.training.schedule import Schedule, cells
+from kvlingo_mlx.training.schedule import Schedule, parts_of
 
 Bin = tuple[int, int, int, int]
 
@@ -91,11 +91,15 @@ class Survey:
 class Order:
     """Some records in the order of a run."""
 
-    table: Table
-    ends: Schedule  # of the records that end samples
-    fillers: Schedule | None = None  # of those that fill packs
-    per_sample: float = 0.0  # how many of these a sample takes, on average
-    tokens: float = 0.0  # of all of these
+    replies: np.ndarray  # the rows of an index
+    ends: Schedule  # of the replies that end samples
+    fillers: Schedule  # of the records that fill packs; empty where there are no packs
+    per_sample: float  # how many of these a sample takes, on average
+    tokens: float  # of all of these
+
+    def place(self, row: int) -> Place:
+        """The record of a row."""
+        return int(self.replies["source"][row]), int(self.replies["record"][row])
 
 
 class Stream:
@@ -146,7 +150,7 @@ class Stream:
         template = None if texts else boilerplate(*both)
         self._index = RecordIndex(sources, both, template, seed, accepts or RecordFilter())
         self.skipped, self.contents = self._index.skipped, self._index.contents
-        self.reserved = len(self._index.reserved)
+        self.reserved = int(self._index.reserved["last"].sum())
         self._mix(mixture or Mixture())
 
     def at(self, mixture: Mixture) -> Stream:
@@ -179,35 +183,35 @@ class Stream:
                 raise ValueError(self._unmet("packed"))
             share, self.mixture = 0.0, replace(asked, packed_share=0.0)
             self._order = self._order_of(self.mixture)
-        if share < 1 and all(cell.kind == "packed" for cell in self._order.ends.cells):
+        if share < 1 and all(part.kind == "packed" for part in self._order.ends.parts):
             raise ValueError(self._unmet("natural"))
         self.survey = self._surveyed(asked, share)
 
     def _order_of(
-        self, mixture: Mixture | PlainText, table: Table | None = None, planned: int = 0
+        self, mixture: Mixture | PlainText, replies: np.ndarray | None = None, planned: int = 0
     ) -> Order:
-        """The order of records for a mixture: of those to train on, or of ``table``."""
+        """The order of records for a mixture: of those to train on, or of ``replies``."""
         shares, planned = self._index.shares, planned or self._planned
-        table = self._index.training if table is None else table
+        replies = self._index.training if replies is None else replies
         low, high = reach(mixture)
-        within = (table.before >= low) & (table.before <= high)
-        if isinstance(mixture, PlainText):
-            texts = cells(table, "text", 1.0, shares, within)
-            return Order(table, Schedule(table, texts, planned, self.seed))
-        part, (shortest, most) = mixture.packed_share, mixture.packed
-        last, small = np.zeros((2, len(table.before)), bool)
-        last[table.last] = True
-        small[table.last[table.tokens <= most]] = True
-        natural = cells(table, "natural", 1 - part, shares, within)
-        lifted = cells(table, "packed", part, shares, last & (table.before <= most))
-        fillers = cells(table, "filler", 1.0, shares, small) if lifted else []
-        ends = Schedule(table, natural + lifted, planned, self.seed)
-        if not fillers:
-            return Order(table, ends)
-        tokens = table.tokens[table.tokens <= most]
-        per_sample = part * (shortest + most) / 2 / float(tokens.mean())
-        filling = Schedule(table, fillers, planned, self.seed)
-        return Order(table, ends, filling, per_sample, tokens.sum())
+        within = (replies["before"] >= low) & (replies["before"] <= high)
+        share, packed = 0.0, (0, 0)
+        if isinstance(mixture, Mixture):
+            share, packed = mixture.packed_share, mixture.packed
+        small = replies["last"] & (replies["tokens"] <= packed[1])
+        lifted = replies["last"] & (replies["before"] <= packed[1])
+        own: Kind = "natural" if isinstance(mixture, Mixture) else "text"
+        parts = parts_of(replies, own, 1 - share, shares, within)
+        packs = parts_of(replies, "packed", share, shares, lifted)
+        fillers = parts_of(replies, "filler", 1.0, shares, small) if packs else []
+        tokens = replies["tokens"][small]
+        return Order(
+            replies,
+            Schedule(replies, parts + packs, planned, self.seed),
+            Schedule(replies, fillers, planned, self.seed),
+            share * sum(packed) / 2 / float(tokens.mean()) if fillers else 0.0,
+            float(tokens.sum()) if fillers else 0.0,
+        )
 
     def _can_pack(self, mixture: Mixture) -> bool:
         """Whether the data hold enough different packs; at ``packed_share`` 1, one is enough.
@@ -223,9 +227,10 @@ class Stream:
 
     def _surveyed(self, asked: Mixture | PlainText, share: float) -> Survey:
         index, ends = self._index, self._order.ends
-        own = [cell for cell in ends.cells if (cell.kind == "packed") == (share == 1)]
-        uses = np.unique(ends.first, return_counts=True)[1]
-        records = sum(len(cell.rows) for cell in own)
+        own = [part for part in ends.parts if (part.kind == "packed") == (share == 1)]
+        drawn = index.training[["source", "record"]][ends.first]
+        uses = np.unique(drawn, return_counts=True)[1]
+        records = sum(part.records for part in own)
         every = sum(len(source.sizes) for source in index.sources)
         return Survey(
             records,
@@ -234,7 +239,7 @@ class Stream:
             self._planned,
             len(uses),
             int(uses.max(initial=0)),
-            int(max(index.training.before[cell.replies].max() for cell in own)),
+            int(max(index.training["before"][part.rows].max() for part in own)),
             int(asked.natural[1] if isinstance(asked, Mixture) else reach(asked)[0]),
             round(self._order.tokens),
             share,
@@ -336,15 +341,15 @@ class Stream:
 
         A pack is filled by the records that pack ``start`` would be.
         """
-        kind, row, reply = order.ends.at(number)
-        place = order.table.place(row)
+        kind, row = order.ends.at(number)
+        place = order.place(row)
         if place in taken:
             return None
         if isinstance(mixture, PlainText):
             return self._window(mixture, place, np.random.default_rng((self.seed, number)))
         if kind == "packed":
             return self._packed(mixture, order, row, start, taken)
-        return self._natural(mixture, place, reply)
+        return self._natural(mixture, place, int(order.replies["reply"][row]))
 
     # ---- one sample -----------------------------------------------------------------------
 
@@ -374,19 +379,19 @@ class Stream:
         self, mixture: Mixture, order: Order, row: int, start: int, taken: Set[Place]
     ) -> Draw | None:
         """Several conversations in a row, with the last question of one of them at the end."""
-        table, (low, high) = order.table, mixture.packed
+        tokens, (low, high) = order.replies["tokens"], mixture.packed
         rng = np.random.default_rng((self.seed, row, start))
-        lifted, target = self._messages(table.place(row)), rng.uniform(low, high)
+        lifted, target = self._messages(order.place(row)), rng.uniform(low, high)
         others = self._fillers(order, row, start, 1.5 * high, taken)
-        own = float(table.before[table.last[row]])
+        own = float(order.replies["before"][row])
         at, scale = rng.random(), 1.0
         tried: list[int] | None = None
         for _ in range(PACK_TRIES):
-            chosen = _filled(others, table.tokens, own, target * scale, high * scale)
+            chosen = _filled(others, tokens, own, target * scale, high * scale)
             if chosen == tried:
                 break
             tried, place = chosen, round(at * len(chosen))
-            talks = [self._messages(table.place(other)) for other in chosen]
+            talks = [self._messages(order.place(other)) for other in chosen]
             # The later half of a conversation, rounded up, is moved to the end: the questions there
             # are about what is left of it.
             half = (len(replies(lifted)) + 1) // 2
@@ -394,25 +399,24 @@ class Stream:
             packed = pack([*talks[:place], lifted, *talks[place:]], place, moved)
             sample = self._cut(*packed, mixture)
             if low <= sample.num_read <= high and sample.continuation:
-                records = tuple(table.place(each) for each in (row, *chosen))
-                return Draw(sample, "packed", bool(table.traced[table.last[row]]), records)
-            scale = (own + float(table.tokens[chosen].sum())) / max(sample.num_read, 1)
+                records = tuple(order.place(each) for each in (row, *chosen))
+                return Draw(sample, "packed", bool(order.replies["traced"][row]), records)
+            scale = (own + float(tokens[chosen].sum())) / max(sample.num_read, 1)
         return None
 
     def _fillers(
         self, order: Order, own: int, start: int, room: float, taken: Set[Place]
     ) -> list[int]:
         """Rows of more conversations than a pack needs; none opens like the pack's own."""
-        table, found = order.table, dict[int, None]()
+        replies, found = order.replies, dict[int, None]()
         first = round(start * order.per_sample)  # about where the packs before end
-        assert order.fillers is not None, "there are packs"
-        for step in range(2 * len(table)):
+        for step in range(2 * len(replies) if order.fillers.parts else 0):
             row = order.fillers.at(first + step)[1]
-            if row in found or table.place(row) in taken:
+            if row in found or order.place(row) in taken:
                 continue
-            if table.opening[row] != table.opening[own]:
+            if replies["opening"][row] != replies["opening"][own]:
                 found[row] = None
-                room -= table.tokens[row]
+                room -= replies["tokens"][row]
             if room < 0:
                 break
         return list(found)

@@ -141,6 +141,22 @@ def provenance_of(
 
 
 def make_config(source: Model, target: Model, plan: TrainingPlan) -> TranslatorConfig:
-    """The config of the translator to train; raises as :func:`.config_of_pair` does."""
-    names = "kind head_mixing joint capture nu state_maps native_layers"
-    return config_of_pair(source, target, **{n: getattr(plan, n) for n in names.split()})
+    """The config of the translator to train.
+
+    Raises:
+        ValueError, KVLingoError: As :func:`.config_of_pair` does; or no layer is left to translate.
+    """
+    names, own = "kind head_mixing joint capture nu state_maps", plan.native_layers
+    config = config_of_pair(source, target, **{n: getattr(plan, n) for n in names.split()})
+    if own and config.alignment is not None:
+        raise ValueError(
+            f"native_layers is {own}, but between two tokenizers every layer is translated; leave "
+            "it out"
+        )
+    most = len(config.target.layers) - 1
+    if own > most:
+        raise ValueError(
+            f"native_layers is {own}; give 0 to {most}, so that a layer of {target.name} is left "
+            "to translate"
+        )
+    return replace(config, provenance={"native_layers": own}) if own else config

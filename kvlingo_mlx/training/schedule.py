@@ -8,11 +8,10 @@ gets every record equally often.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvlingo_mlx.training.index import Table
 from kvlingo_mlx.training.mixture import Kind
 
 STRATA = 16  # equal parts of the range of lengths, which are filled evenly
@@ -20,63 +19,60 @@ GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly in every
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
-    """Records of one source that serve for one kind of sample."""
+class Part:
+    """Replies of one source that serve for one kind of sample."""
 
     kind: Kind
     share: float  # of the samples
-    rows: np.ndarray  # (N,) of the table
-    replies: np.ndarray  # usable replies of all these records, one record after the other
-    starts: np.ndarray  # (N + 1,) where those of each begin
+    rows: np.ndarray  # (N,) of the index
+    records: int  # how many different ones
 
 
-def cells(
-    table: Table, kind: Kind, share: float, shares: np.ndarray, usable: np.ndarray
-) -> list[Cell]:
-    """A cell for each source that has usable replies.
+def parts_of(
+    replies: np.ndarray, kind: Kind, share: float, shares: np.ndarray, usable: np.ndarray
+) -> list[Part]:
+    """A part for each source that has usable replies.
 
     Args:
-        table: The records.
+        replies: The rows of an index.
         kind: What samples they serve for.
         share: The share of the run's samples that are of this kind.
         shares: The share of each source in these.
-        usable: A mask (R,) of the table's replies.
+        usable: A mask of the replies.
     """
-    before = np.concatenate([[0], np.cumsum(usable)])
-    counts = before[table.starts[1:]] - before[table.starts[:-1]]
-    owner = np.repeat(table.source, np.diff(table.starts))
+    sources = np.unique(replies["source"][usable])
+    total = shares[sources].sum()
     found = []
-    for source in np.unique(table.source[counts > 0]):
-        rows = np.flatnonzero((counts > 0) & (table.source == source))
-        starts = np.concatenate([[0], np.cumsum(counts[rows])]).astype(int)
-        replies = np.flatnonzero(usable & (owner == source))
-        found.append(Cell(kind, shares[source], rows, replies, starts))
-    total = sum(cell.share for cell in found)
-    return [replace(cell, share=share * cell.share / total) for cell in found if share]
+    for source in sources if share else ():
+        rows = np.flatnonzero(usable & (replies["source"] == source))
+        records = len(np.unique(replies["record"][rows]))
+        found.append(Part(kind, share * float(shares[source] / total), rows, records))
+    return found
 
 
 class Schedule:
-    """An endless list of samples, each a cell, a row of the table and one of its replies.
+    """An endless list of samples, each of a part, and a row of the index.
 
     Args:
-        table: The records.
-        mixed: The cells of which it is mixed, by their shares; none make an empty list.
+        replies: The rows of an index.
+        parts: Of which it is mixed, by their shares; none make an empty list.
         planned: The samples that a run draws, over which lengths are spread.
         seed: The seed of the order.
     """
 
-    def __init__(self, table: Table, mixed: Sequence[Cell], planned: int, seed: int) -> None:
-        self.table, self.cells, self.planned, self._seed = table, mixed, planned, seed
+    def __init__(self, replies: np.ndarray, parts: Sequence[Part], planned: int, seed: int) -> None:
+        self.parts, self.planned = parts, planned
+        self._replies, self._seed = replies, seed
         self._list = self._listed(max(planned, 64))
-        self._kinds = np.array([cell.kind for cell in mixed])
-        self.base = len(self._list)  # the samples that all other choices are made among
+        self._kinds = np.array([part.kind for part in parts])
+        self._base = len(self._list)  # the samples that all other choices are made among
 
-    def at(self, index: int) -> tuple[Kind, int, int]:
-        """The kind of sample ``index``, its row of the table and its reply there."""
+    def at(self, index: int) -> tuple[Kind, int]:
+        """The kind of sample ``index``, and its row of the index."""
         while index >= len(self._list):
             self._list = self._listed(2 * len(self._list))  # which begins like the shorter one
-        cell, row, reply = self._list[index].tolist()
-        return self.cells[cell].kind, row, reply
+        part, row = self._list[index].tolist()
+        return self.parts[part].kind, row
 
     def others(self, index: int, count: int) -> list[int]:
         """Samples of the same kind, to be tried where sample ``index`` does not fit."""
@@ -86,7 +82,7 @@ class Schedule:
 
     def numbers(self, kind: Kind) -> np.ndarray:
         """The numbers of the samples of a kind, among those listed at first."""
-        return np.flatnonzero(self._kinds[self._list[: self.base, 0]] == kind)
+        return np.flatnonzero(self._kinds[self._list[: self._base, 0]] == kind)
 
     @property
     def first(self) -> np.ndarray:
@@ -94,37 +90,33 @@ class Schedule:
         return self._list[: self.planned, 1]
 
     def _listed(self, count: int) -> np.ndarray:
-        """The first ``count`` samples: cell, row and reply (count, 3)."""
-        if not self.cells:
-            return np.empty((0, 3), int)
-        edges = np.cumsum([cell.share for cell in self.cells])
+        """The first ``count`` samples: part and row (count, 2)."""
+        found = np.empty((count if self.parts else 0, 2), int)
+        edges = np.cumsum([part.share for part in self.parts])
         start = np.random.default_rng(self._seed).random()
-        places = (start + GOLDEN * np.arange(count)) % 1.0 * edges[-1]
-        number = np.searchsorted(edges[:-1], places, side="right")
-        found = np.empty((count, 3), int)
-        for n, cell in enumerate(self.cells):
-            there = np.flatnonzero(number == n)
-            epochs = range(-(-len(there) // len(cell.rows)))
-            if epochs:
-                own = np.concatenate([self._epoch(n, epoch) for epoch in epochs])[: len(there)]
-                found[there] = np.column_stack([np.full(len(there), n), own])
+        places = (start + GOLDEN * np.arange(len(found))) % 1.0 * sum(edges[-1:])
+        found[:, 0] = np.searchsorted(edges[:-1], places, side="right")
+        for number, part in enumerate(self.parts):
+            there = np.flatnonzero(found[:, 0] == number)
+            epochs = range(-(-len(there) // part.records))
+            own = [self._epoch(number, epoch) for epoch in epochs]
+            found[there, 1] = np.concatenate([*own, part.rows[:0]])[: len(there)]
         return found
 
     def _epoch(self, number: int, epoch: int) -> np.ndarray:
-        """All rows of a cell in the order of an epoch, each with one of its replies (N, 2)."""
-        cell, table = self.cells[number], self.table
-        rng, many = np.random.default_rng((self._seed, number, epoch)), len(cell.rows)
-        counts = np.diff(cell.starts)
-        replies = cell.replies[cell.starts[:-1] + (rng.random(many) * counts).astype(int)]
-        order = rng.permutation(many)
-        drawn = round(self.planned * cell.share)
-        if drawn < many and epoch == 0 and cell.kind != "filler":
-            lengths = table.before[replies]
-            parts = STRATA * (lengths - lengths.min()) / max(np.ptp(lengths), 1)
-            stratum = 2 * np.minimum(parts.astype(int), STRATA - 1) * (cell.kind == "natural")
-            order = _evenly(order, (stratum + table.traced[replies])[order])
+        """All records of a part in the order of an epoch, each by one of its replies."""
+        part, replies = self.parts[number], self._replies
+        rng = np.random.default_rng((self._seed, number, epoch))
+        order = rng.permutation(part.rows)
+        order = order[np.sort(np.unique(replies["record"][order], return_index=True)[1])]
+        drawn = round(self.planned * part.share)
+        if drawn < len(order) and epoch == 0 and part.kind != "filler":
+            lengths = replies["before"][order]
+            stratum = (STRATA * (lengths - lengths.min()) / max(np.ptp(lengths), 1)).astype(int)
+            stratum = 2 * np.minimum(stratum, STRATA - 1) * (part.kind == "natural")
+            order = _evenly(order, stratum + replies["traced"][order])
             order = np.concatenate([rng.permutation(order[:drawn]), order[drawn:]])
-        return np.column_stack([cell.rows, replies - table.starts[cell.rows]])[order]
+        return order
 
 
 def _evenly(order: np.ndarray, groups: np.ndarray) -> np.ndarray:

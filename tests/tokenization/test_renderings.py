@@ -16,14 +16,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from kvlingo_mlx.tokenization.alignment import NO_END
+from kvlingo_mlx.tokenization.alignment import NO_END, TokenAlignment
 from kvlingo_mlx.tokenization.renderings import (
     Rendering,
-    Stretch,
+    alignments,
     chat,
     content_spans,
     plain,
-    stretches,
     written,
 )
 from tests.support import ROOT
@@ -75,22 +74,21 @@ def tokenizer(kind: str) -> Tokenizer:
     return sentencepiece() if kind == "sentencepiece" else byte_level()
 
 
+Stretch = tuple[int, int, TokenAlignment | None]  # target tokens, and what stands for them
+
+
 def plan(source: Rendering, target: Rendering, stop: int | None = None) -> list[Stretch]:
-    """The stretches, with what must hold for all."""
-    found = stretches(source, target, stop)
-    positions = [p for stretch in found for p in range(stretch.start, stretch.stop)]
-    assert positions == list(range(len(target.ids)))  # every token once, in order
-    assert all(s.start < s.stop for s in found)
-    for before, after in itertools.pairwise(found):
-        assert before.alignment or after.alignment  # a prefill is one piece
-    for stretch in found:
-        if stretch.alignment is not None:
-            assert stretch.alignment.target == (stretch.start, stretch.stop)
-            assert stop is None or stretch.stop <= stop
-            assert said(source, *stretch.alignment.source) == said(
-                target, *stretch.alignment.target
-            )
-    return found
+    """The aligned stretches and those between, with what must hold for all."""
+    count = len(target.ids)
+    stop, found, done = count if stop is None else stop, list[Stretch](), 0
+    for alignment in alignments(source, target, stop):
+        start, end = alignment.target
+        assert done <= start < end <= stop  # every token once, in order
+        assert said(source, *alignment.source) == said(target, start, end)
+        found += [(done, start, None)] if done < start else []
+        found.append((start, end, alignment))
+        done = end
+    return [*found, *([(done, count, None)] if done < count else [])]
 
 
 def said(rendering: Rendering, start: int, stop: int) -> str:
@@ -102,8 +100,7 @@ def said(rendering: Rendering, start: int, stop: int) -> str:
 
 def translated(source: Rendering, target: Rendering) -> list[str]:
     """The texts that are translated, in the target's order."""
-    found = (s.alignment for s in plan(source, target) if s.alignment)
-    return [said(source, *alignment.source) for alignment in found]
+    return [said(source, *a.source) for _, _, a in plan(source, target) if a]
 
 
 # ---- where contents stand -----------------------------------------------------------------
@@ -184,7 +181,8 @@ def test_every_target_token_has_one_origin(
             itertools.repeat(b.text), b.contents, strict=False) if span}  # fmt: skip
         assert all(any(t in body for body in bodies) for t in translated(a, b))
     same = plan(source, chat(tokenizer("byte-level"), render(ours), talk))
-    assert len(same) == 1 and same[0].alignment and same[0].alignment.is_identity
+    ((_, _, alignment),) = same
+    assert alignment is not None and alignment.is_identity
 
 
 def test_the_last_token_is_left_to_the_target() -> None:
@@ -192,14 +190,12 @@ def test_the_last_token_is_left_to_the_target() -> None:
     source, target = (plain(tokenizer(kind), text) for kind in ("byte-level", "sentencepiece"))
     count = len(target.ids)
     bos, body = plan(source, target)
-    assert (bos.start, bos.stop, bos.alignment) == (0, 1, None)  # <s> is the target's own
-    assert body.alignment is not None and body.alignment.source == (0, len(source.ids))
+    assert bos == (0, 1, None)  # <s> is the target's own
+    assert body[2] is not None and body[2].source == (0, len(source.ids))
     *_, body, last = plan(source, target, count - 1)
-    assert body.alignment is not None and last.alignment is None and last.stop == count
-    same = plan(source, source, len(source.ids) - 1)
-    assert [(s.start, s.stop, s.alignment is None) for s in same] == [
-        (0, len(source.ids) - 1, False), (len(source.ids) - 1, len(source.ids), True),
-    ]  # fmt: skip
+    assert body[2] is not None and last[1:] == (count, None)
+    same, end = plan(source, source, len(source.ids) - 1), len(source.ids)
+    assert [(a, b, c is None) for a, b, c in same] == [(0, end - 1, False), (end - 1, end, True)]
 
 
 def test_renderings_of_different_messages_are_refused() -> None:
@@ -207,7 +203,7 @@ def test_renderings_of_different_messages_are_refused() -> None:
         chat(tokenizer("byte-level"), render("qwen"), talk) for talk in (TALK, TALK[1:])
     )
     with pytest.raises(ValueError, match=r"different messages \(4 contents and 3\)"):
-        stretches(source, target)
+        alignments(source, target, 3)
 
 
 # ---- tokenizers as they come ----------------------------------------------------------------

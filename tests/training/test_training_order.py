@@ -16,9 +16,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvlingo_mlx.training.data import Stream
-from kvlingo_mlx.training.index import Table
+from kvlingo_mlx.training.index import REPLY
 from kvlingo_mlx.training.mixture import Mixture
-from kvlingo_mlx.training.schedule import Schedule, cells
+from kvlingo_mlx.training.schedule import Schedule, parts_of
 from tests.support import two_tokenizers
 
 CONTEXT = 32_768  # of an ordinary model: the mixture is not scaled down
@@ -126,11 +126,13 @@ def test_sources_keep_their_weights_and_their_records(tmp_path: Path, tokenizer:
 def test_a_hundred_thousand_records(planned: int) -> None:
     """A short run has all lengths evenly, half of them traced; a long one meets each as often."""
     rng, many = np.random.default_rng(1), 100_000
-    lengths, ones = rng.pareto(0.8, many) * 50 + 10, np.zeros(many, int)
-    table = Table(ones, np.arange(many), lengths, ones, np.arange(many + 1), lengths,
-                  rng.random(many) < 0.2)  # fmt: skip
+    table = np.zeros(many, REPLY)
+    table["record"], table["last"] = np.arange(many), True
+    table["before"] = lengths = rng.pareto(0.8, many) * 50 + 10
+    table["traced"] = rng.random(many) < 0.2
     usable = lengths <= 10_000
-    schedule = Schedule(table, cells(table, "natural", 1.0, np.ones(1), usable), planned, 5)
+    parts = parts_of(table, "natural", 1.0, np.ones(1), usable)
+    schedule = Schedule(table, parts, planned, 5)
     check([schedule.at(step)[1] for step in range(130_000)], int(usable.sum()))
     assert usable[schedule.first].all() and not (~usable).all()
     if planned < many:
@@ -138,7 +140,7 @@ def test_a_hundred_thousand_records(planned: int) -> None:
         as_they_come = np.histogram(lengths[usable], np.linspace(10, 10_000, 9))[0]
         assert inside[0] < 0.5 * planned < 0.9 * as_they_come[0], "the long ones all come"
         assert (inside[4:] == as_they_come[4:]).all()
-        assert table.traced[schedule.first].mean() > 0.3
+        assert table["traced"][schedule.first].mean() > 0.3
 
 
 def test_kinds_keep_their_shares_in_every_stretch(tmp_path: Path, tokenizer: Any) -> None:

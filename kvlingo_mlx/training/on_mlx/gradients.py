@@ -168,10 +168,8 @@ def _entry(
     target: LanguageModel, translator: MLXTranslator, reading: Reading, layer: int, start: int
 ) -> Entry:
     """A translated layer's cache entries from position ``start`` on."""
-    if maps_states(translator.config, layer):
-        return _mapped(target, translator, reading, layer)
     kept: Entry | None = None
-    for span in _spans(target, reading, layer, start):
+    for span in _spans(target, translator, reading, layer, start):
         kept = _part(target, translator, reading, layer, span, kept=kept)
         if span.stop is not None:
             mx.eval(kept)  # else all steps of a recurrence would be in memory at once
@@ -179,27 +177,17 @@ def _entry(
     return kept
 
 
-def _mapped(
-    target: LanguageModel,
-    translator: MLXTranslator,
-    reading: Reading,
-    layer: int,
-    tensors: dict[str, mx.array] | None = None,
-) -> Entry:
-    """What a recurrent layer holds whose state is mapped; ``tensors`` as in :func:`_part`."""
-    assert reading.states is not None and reading.states.kept is not None
-    state = translator.mapped_state(layer, reading.states.kept, tensors)
-    return caches.with_tail(target, layer, state)
-
-
-def _spans(target: LanguageModel, reading: Reading, layer: int, start: int) -> list[slice]:
+def _spans(
+    target: LanguageModel, translator: MLXTranslator, reading: Reading, layer: int, start: int
+) -> list[slice]:
     """The positions from ``start`` on; a recurrent layer's in segments of ``SEGMENT`` tokens.
 
     They are counted back from the end. So the first one is the shortest, since a segment of one
     token behind others would be mlx-lm's to decode, which has no gradient on Metal.
     """
     end = len(reading.sample.prefix) - 1
-    if target.geometry.layers[layer].recurrence is None or end - start <= SEGMENT:
+    recurrent = target.geometry.layers[layer].recurrence is not None
+    if not recurrent or end - start <= SEGMENT or maps_states(translator.config, layer):
         return [slice(start, None)]
     cuts = [start, *sorted(range(end, start, -SEGMENT))]
     return [slice(first, last) for first, last in itertools.pairwise(cuts)]
@@ -221,6 +209,10 @@ def _part(
     """
     states, aligned = reading.states, reading.sample.aligned
     assert states is not None
+    if maps_states(translator.config, layer):
+        assert states.kept is not None
+        state = translator.mapped_state(layer, states.kept, tensors)
+        return caches.with_tail(target, layer, state)
     dtype = target.cache_dtype
     read = lambda side, s: states.side(side)[s][0, span].astype(dtype)  # noqa: E731
     keys, values = translator.layer(layer, read, tensors)
@@ -286,15 +278,7 @@ def _pulled(
     """The gradients of a layer's tensors from those of its cache entries."""
     tensors = translator.of_layer(layer)
     names, count = list(tensors), len(tensors)
-    if maps_states(translator.config, layer):
-
-        def state(*arrays: mx.array) -> list[mx.array]:
-            own = dict(zip(names, arrays, strict=True))
-            return list(_mapped(target, translator, reading, layer, own))
-
-        _, slopes = mx.vjp(state, [*tensors.values()], [scale * g for g in gradient])
-        return dict(zip(names, slopes, strict=True))
-    spans, befores = _spans(target, reading, layer, start), list[Entry | None]([None])
+    spans, befores = _spans(target, translator, reading, layer, start), list[Entry | None]([None])
     for span in spans[:-1]:
         befores.append(_part(target, translator, reading, layer, span, kept=befores[-1]))
         mx.eval(befores[-1])

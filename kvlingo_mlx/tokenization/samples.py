@@ -184,38 +184,25 @@ def tokenise(record: Mapping[str, Any], tokenizer: Any, *, source_tokenizer: Any
     tokenised as a text prompt, with ``<s>`` first if the tokenizer has one, and is cut in the
     middle. ``source_tokenizer`` is given if the source has another tokenizer.
     """
-    if source_tokenizer is not None:
-        return _of_two(record, source_tokenizer, tokenizer)
     if record.get("messages") is None:
+        if source_tokenizer is not None:
+            return _text_of_two(record["text"], source_tokenizer, tokenizer)
         tokens = tuple(text_ids(tokenizer, record["text"]))
         middle = len(tokens) // 2
         return Sample(tokens[:middle], tokens[middle:])
-    messages = list(record["messages"])
-    reply = _reply(messages)
-    if reply is None:
-        return Sample(encode_plain(tokenizer, _render(tokenizer, messages, True)), ())
-    prefix, continuation = cut(messages[: reply + 1], tokenizer)
-    return Sample(encode_plain(tokenizer, prefix), encode_plain(tokenizer, continuation))
-
-
-def _reply(messages: Sequence[Mapping[str, Any]]) -> int | None:
-    """The index of the last assistant turn after the first question; None if there is none."""
-    asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
-    replies = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i > asked]
-    return replies[-1] if replies else None
-
-
-def _of_two(record: Mapping[str, Any], source: Any, target: Any) -> Sample:
-    """One record as two tokenizers and two chat templates read it."""
-    if record.get("messages") is None:
-        return _text_of_two(record["text"], source, target)
-    messages = list(record["messages"])
-    reply = _reply(messages)
-    if reply is None:
-        return between(messages, source, target)
-    _, continuation = cut(messages[: reply + 1], target)
-    found = between(messages[:reply], source, target, enable_thinking=reasons(messages[reply]))
-    return replace(found, continuation=encode_plain(target, continuation))
+    messages, switch = list(record["messages"]), dict[str, Any]()
+    first = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
+    replies = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i > first]
+    if replies:
+        prefix, continuation = cut(messages[: replies[-1] + 1], tokenizer)
+        switch["enable_thinking"] = reasons(messages[replies[-1]])
+    else:
+        prefix, continuation = _render(tokenizer, messages, True), ""
+    answer = encode_plain(tokenizer, continuation)
+    if source_tokenizer is None:
+        return Sample(encode_plain(tokenizer, prefix), answer)
+    before = messages[: replies[-1]] if replies else messages
+    return replace(between(before, source_tokenizer, tokenizer, **switch), continuation=answer)
 
 
 def between(

@@ -280,9 +280,7 @@ def closed_form_alignment(
     for layer, source_layer in enumerate(counted("aligning heads", source_layers)):
         x = [source.side(side)[source_layer] for side in SIDES]
         y = [target.side(side)[layer] for side in SIDES]
-        moments = Moments(x[0].shape[1] + x[1].shape[1], y[0].shape[1] + y[1].shape[1])
-        moments.add(np.concatenate(x, axis=1), np.concatenate(y, axis=1))
-        weight = solve(moments).weight
+        weight = solve(Moments.of(np.concatenate(x, axis=1), np.concatenate(y, axis=1))).weight
         keys_in, keys_out = x[0].shape[1], y[0].shape[1]
         maps["keys"].append(weight[:keys_out, :keys_in])
         maps["values"].append(weight[keys_out:, keys_in:])

@@ -61,9 +61,9 @@ PAGE_HEADERS = {
 
 def apis() -> tuple[Api, ...]:
     """All APIs of this package."""
-    from kvlingo_mlx.serving.wire import anthropic, chat, completions, responses
+    from kvlingo_mlx.serving.wire import anthropic, chat, responses
 
-    return chat.API, completions.API, anthropic.API, responses.API, anthropic.COUNT
+    return chat.API, chat.COMPLETIONS, anthropic.API, responses.API, anthropic.COUNT
 
 
 def build(settings: Settings, engine: EngineThread, spoken: Sequence[Api]) -> ASGIApp:

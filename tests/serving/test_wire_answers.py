@@ -20,7 +20,7 @@ from kvlingo_mlx.serving.messages import (
     FirstToken,
     Progress,
 )
-from kvlingo_mlx.serving.wire import anthropic, chat, completions, openai_error, responses
+from kvlingo_mlx.serving.wire import anthropic, chat, openai_error, responses
 from tests.support.wire_app import CALL, PLANTED, USAGE, events, frames_of, stream, whole
 
 HI = [{"role": "user", "content": "hi"}]
@@ -31,7 +31,7 @@ MESSAGES = {**CHAT, "max_tokens": 5}
 RESPONSES = {"model": "m", "input": "hi", "stream": True}
 ALL: list[tuple[Any, dict[str, Any]]] = [
     (chat.API, COUNTED),
-    (completions.API, TEXT),
+    (chat.COMPLETIONS, TEXT),
     (anthropic.API, MESSAGES),
     (responses.API, RESPONSES),
 ]
@@ -57,7 +57,7 @@ def test_signs_of_life() -> None:
         before = answer.keep_alive()
         assert before.endswith("\n\n")
         found = frames_of(before)
-        if api in (chat.API, completions.API):
+        if api in (chat.API, chat.COMPLETIONS):
             assert before == ": keepalive 64/120\n\n" and not found
         if api is anthropic.API:
             assert found == [("ping", {"type": "ping"})]
@@ -181,9 +181,9 @@ def strip(item: dict[str, Any]) -> dict[str, Any]:
 @SETTINGS
 @given(pieces=st.lists(PIECES, max_size=6))
 def test_completions_streamed_are_completions_whole(pieces: list[Delta]) -> None:
-    frames = stream(completions.API, TEXT, events(*pieces))
+    frames = stream(chat.COMPLETIONS, TEXT, events(*pieces))
     text = "".join(frame["choices"][0]["text"] for frame in frames[:-1])
-    assert text == whole(completions.API, TEXT, events(*pieces))["choices"][0]["text"]
+    assert text == whole(chat.COMPLETIONS, TEXT, events(*pieces))["choices"][0]["text"]
     assert text == "".join(piece.reasoning + piece.content for piece in pieces)
 
 
@@ -243,5 +243,5 @@ def test_kinds_of_failures(kind: str, status: int, theirs: str) -> None:
     found, body = openai_error(failed)
     assert found == status and body["error"].keys() == {"message", "type", "param", "code"}
     assert body["error"]["param"] == "field"
-    for api in (chat.API, completions.API, responses.API):
+    for api in (chat.API, chat.COMPLETIONS, responses.API):
         assert api.error(failed) == (found, body)

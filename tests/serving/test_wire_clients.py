@@ -223,7 +223,7 @@ def test_tokens_are_counted(claude: Any, server: Running) -> None:
     counted = claude.messages.count_tokens(model="plain", messages=HI, system="s", tools=tools)
     assert counted.input_tokens == 321
     assert Planted.asks[-1].messages == ({"role": "system", "content": "s"}, HI[0])
-    with pytest.raises(anthropic.BadRequestError, match="messages is missing"):
+    with pytest.raises(anthropic.BadRequestError, match="messages: Field required"):
         claude.messages.with_raw_response.count_tokens(model="plain", messages=anthropic.NOT_GIVEN)
 
 

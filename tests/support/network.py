@@ -121,6 +121,7 @@ class Network:
             found = None
             if self.cut_after is not None and self._next <= self.passed:
                 found = max(0, self._next - before)
+                self.passed = before + found  # the rest is lost here
                 self.cuts += 1
                 gap = next(self.cut_after, None)
                 self.cut_after = None if gap is None else self.cut_after

@@ -1,16 +1,16 @@
 """The APIs that clients speak: a request is read, events become its answer.
 
-Each API has a file with one object ``API``. Nothing here waits or sends.
+Each API has a file with an object ``API``; what they share stands in ``requests`` and ``answers``,
+and what clients send beside it in ``oddities``. Nothing here waits or sends.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from kvlingo_mlx.serving.messages import Event, Failure, GenerationRequest, TokenLogprob, Usage
+from kvlingo_mlx.serving.messages import Event, Failure, GenerationRequest
 
 
 class BadRequest(Exception):
@@ -22,7 +22,7 @@ class BadRequest(Exception):
 
 
 class Answer(Protocol):
-    """What a client gets for one request; it is told every event in order."""
+    """What a client gets for one request; it is given every event in order."""
 
     def take(self, event: Event) -> list[str]:
         """The frames of a stream that this event makes; none for most while a prompt is read.
@@ -46,11 +46,8 @@ class Incoming:
     answer: Answer
 
 
-# ---- failures -----------------------------------------------------------------------------------
-
-
 class FailureKind(NamedTuple):
-    """A kind of failure in HTTP and in the words of both APIs."""
+    """A kind of failure in HTTP and in the words of both vendors' APIs."""
 
     status: int
     openai: str
@@ -89,57 +86,9 @@ def anthropic_error(failed: Failure) -> tuple[int, dict[str, Any]]:
     return kind.status, {"type": "error", "error": error}
 
 
-# ---- parts of answers ---------------------------------------------------------------------------
-
-
-def frame(data: dict[str, Any] | str, event: str | None = None) -> str:
-    """One server-sent event, with its blank line."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-    return f"event: {event}\ndata: {text}\n\n" if event else f"data: {text}\n\n"
-
-
-def extension(usage: Usage) -> dict[str, Any]:
-    """What ``usage.kvlingo`` tells: where the prompt's tokens came from, and the times."""
-    counted = {"prompt_tokens", "completion_tokens", "reasoning_tokens"}
-    return {name: value for name, value in vars(usage).items() if name not in counted}
-
-
-def openai_usage(usage: Usage) -> dict[str, Any]:
-    """``usage`` as chat completions and completions have it."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        "kvlingo": extension(usage),
-    }
-
-
-def finite(logprob: float) -> float:
-    """A log probability that JSON can hold; OpenAI writes -9999 for what never happens."""
-    return logprob if math.isfinite(logprob) else -9999.0
-
-
-def openai_logprobs(tokens: list[TokenLogprob]) -> list[dict[str, Any]]:
-    """Tokens' log probabilities as OpenAI has them, with the ids that mlx-lm's server adds."""
-
-    def entry(text: str, token: int, logprob: float) -> dict[str, Any]:
-        spelt = list(text.encode("utf-8", "replace"))
-        return {"token": text, "id": token, "logprob": finite(logprob), "bytes": spelt}
-
-    return [
-        {**entry(t.text, t.token, t.logprob), "top_logprobs": [entry(*top) for top in t.top]}
-        for t in tokens
-    ]
-
-
-def arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments as an object that JSON can hold."""
-    try:
-        found = json.loads(call["function"]["arguments"], parse_constant=str)
-    except (ValueError, RecursionError):
-        return {}
-    # A text may spell half of a character that UTF-8 cannot.
-    whole = json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")
-    return found if isinstance(found := json.loads(whole), dict) else {}
+def shown(value: Any) -> str:
+    """A value in a message: itself if it is short, else what kind of value it is."""
+    if isinstance(value, str | bool | int | float) and len(text := json.dumps(value)) <= 40:
+        return text
+    kinds = {str: "a long text", list: "a list", dict: "an object", type(None): "null"}
+    return kinds.get(type(value), "a long number")

@@ -1,8 +1,9 @@
-"""What all answers have in common: the events of a request, gathered."""
+"""What answers of all APIs have in common: events gathered, frames, counts, log probabilities."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 import uuid
 from collections.abc import Mapping
@@ -20,9 +21,6 @@ from kvlingo_mlx.serving.messages import (
     TokenLogprob,
     Usage,
 )
-from kvlingo_mlx.version import __version__
-
-FINGERPRINT = f"kvlingo-mlx-{__version__}"
 
 
 def new_id(prefix: str) -> str:
@@ -30,12 +28,40 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def _sendable(call: Mapping[str, Any]) -> dict[str, Any]:
+def frame(data: dict[str, Any] | str, event: str | None = None) -> str:
+    """One server-sent event, with its blank line."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return f"event: {event}\ndata: {text}\n\n" if event else f"data: {text}\n\n"
+
+
+def extension(usage: Usage) -> dict[str, Any]:
+    """What ``usage.kvlingo`` tells: where the prompt's tokens came from, and the times."""
+    counted = {"prompt_tokens", "completion_tokens", "reasoning_tokens"}
+    return {name: value for name, value in vars(usage).items() if name not in counted}
+
+
+def finite(logprob: float) -> float:
+    """A log probability that JSON can hold; OpenAI writes -9999 for what never happens."""
+    return logprob if math.isfinite(logprob) else -9999.0
+
+
+def logprobs_of(tokens: list[TokenLogprob]) -> list[dict[str, Any]]:
+    """Tokens' log probabilities as OpenAI has them, with the ids that mlx-lm's server adds."""
+
+    def entry(text: str, token: int, logprob: float) -> dict[str, Any]:
+        spelt = list(text.encode("utf-8", "replace"))
+        return {"token": text, "id": token, "logprob": finite(logprob), "bytes": spelt}
+
+    return [
+        {**entry(t.text, t.token, t.logprob), "top_logprobs": [entry(*top) for top in t.top]}
+        for t in tokens
+    ]
+
+
+def sendable_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a call in what UTF-8 can hold; a model may write half of a surrogate pair."""
-    whole: dict[str, Any] = json.loads(
-        json.dumps(call, ensure_ascii=False).encode(errors="replace")
-    )
-    return whole
+    copy: dict[str, Any] = json.loads(json.dumps(call, ensure_ascii=False).encode(errors="replace"))
+    return copy
 
 
 class Gathered:
@@ -45,16 +71,15 @@ class Gathered:
         self.id = new_id(prefix)
         self.created = int(time.time())
         self.model = ask.model
-        self.begun = False
+        self.wants_logprobs = ask.logprobs is not None
+        self.begun = self.over = False
         self.waiting = Progress()
-        self.content = ""
-        self.reasoning = ""
+        self.content = self.reasoning = ""
         self.calls: list[dict[str, Any]] = []
         self.logprobs: list[TokenLogprob] = []
-        self.wants_logprobs = ask.logprobs is not None
         self.usage = Usage()
-        self.ended: Finished | None = None
-        self.over = False
+        self.reason = "stop"  # why it ended
+        self.stop_text: str | None = None
 
     def take(self, event: Event) -> list[str]:
         """The frames of this event; none after the last one."""
@@ -65,25 +90,23 @@ class Gathered:
             return self.fail(event)
         if isinstance(event, Progress):
             self.waiting = event
-            return []
         if not isinstance(event, FirstToken | Delta | Finished):
             return []
-        frames = [] if self.begun else self._begin(event)
+        frames = []
+        if not self.begun:
+            self.begun = True
+            if isinstance(event, FirstToken):
+                self.model, self.usage = event.model, event.usage
+            frames = self.begin()
         if isinstance(event, Delta):
-            calls = tuple(_sendable(call) for call in event.tool_calls)
-            event = replace(event, tool_calls=calls)
-            self._gather(event)
+            calls = tuple(map(sendable_call, event.tool_calls))
+            self._gather(event := replace(event, tool_calls=calls))
             frames += self.piece(event)
         if isinstance(event, Finished):
-            self.ended, self.usage, self.over = event, event.usage, True
-            frames += self.end(event)
+            self.over, self.usage = True, event.usage
+            self.reason, self.stop_text = event.reason, event.stop_text
+            frames += self.end()
         return frames
-
-    def _begin(self, event: Event) -> list[str]:
-        self.begun = True
-        if isinstance(event, FirstToken):
-            self.model, self.usage = event.model, event.usage
-        return self.begin()
 
     def _gather(self, piece: Delta) -> None:
         self.content += piece.content
@@ -91,20 +114,15 @@ class Gathered:
         self.calls += [dict(call) for call in piece.tool_calls]
         self.logprobs += piece.logprobs
 
-    @property
-    def reason(self) -> str:
-        """Why the answer ended."""
-        return self.ended.reason if self.ended else "stop"
-
     def begin(self) -> list[str]:
         """The frames before the first piece."""
-        raise NotImplementedError
+        return []
 
     def piece(self, piece: Delta) -> list[str]:
         """The frames of a piece, which has been gathered."""
         raise NotImplementedError
 
-    def end(self, ended: Finished) -> list[str]:
+    def end(self) -> list[str]:
         """The last frames."""
         raise NotImplementedError
 

@@ -1,174 +1,48 @@
-"""Anthropic's messages, and the counting of their tokens: what requests say."""
+"""Anthropic's messages, and the counting of their tokens."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from kvlingo_mlx.serving.messages import Event, GenerationRequest, Message, TokenCount, Tool
-from kvlingo_mlx.serving.wire import Answer, BadRequest, anthropic_error
-from kvlingo_mlx.serving.wire.anthropic_answer import AnthropicAnswer
-from kvlingo_mlx.serving.wire.content import (
-    Described,
-    Schema,
-    Text,
-    assistant,
-    call,
-    chosen,
-    in_parts,
-    joined,
+from kvlingo_mlx.serving.messages import (
+    Delta,
+    Event,
+    Failure,
+    GenerationRequest,
+    Message,
+    TokenCount,
+    Usage,
 )
-from kvlingo_mlx.serving.wire.reading import (
-    CACHED,
-    Api,
-    Body,
-    Name,
-    Rules,
-    ignored,
-    only,
-)
-from kvlingo_mlx.serving.wire.sampling import Effort, Positive, Sampled, Stop, template
+from kvlingo_mlx.serving.wire import Answer, BadRequest, anthropic_error, oddities
+from kvlingo_mlx.serving.wire.answers import Gathered, extension, frame
+from kvlingo_mlx.serving.wire.forms import conversation, text_of
+from kvlingo_mlx.serving.wire.reading import Api, Body
+from kvlingo_mlx.serving.wire.requests import Conversing, Effort, Positive, Stop
 
-_DIRECT = only("only the model calls tools", {"type": "direct"})
+# Thinking is not signed, and comes back unchecked; some clients drop what has no signature.
+SIGNATURE = "kvlingo-mlx"
 
-# ---- content ------------------------------------------------------------------------------------
+# ---- settings -----------------------------------------------------------------------------------
 
 
 class _Thinking(Body):
-    rules: ClassVar[Rules] = {**CACHED, **ignored("signature")}
-    type: Literal["thinking"]
-    thinking: str
-
-
-class _Redacted(Body):
-    rules: ClassVar[Rules] = ignored("data")  # only the model that wrote it can read it
-    type: Literal["redacted_thinking"]
-
-
-class _ToolUse(Body):
-    rules: ClassVar[Rules] = {
-        **CACHED,
-        "caller": _DIRECT,
-        "toolset_name": only("name the tool alone"),
-    }
-    type: Literal["tool_use"]
-    id: Name
-    name: Name
-    input: dict[str, Any]
-
-
-_Texts = Annotated[list[Text], BeforeValidator(in_parts)]
-
-
-class _ToolResult(Body):
-    rules: ClassVar[Rules] = CACHED
-    type: Literal["tool_result"]
-    tool_use_id: Name
-    content: _Texts = Field(default_factory=list)
-    is_error: bool | None = None
-
-    def told(self) -> Message:
-        text = joined(self.content, "\n")
-        content = f"Error: {text}" if self.is_error else text
-        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
-
-
-_UserPart = Annotated[Text | _ToolResult, Field(discriminator="type")]
-_OwnPart = Annotated[Text | _Thinking | _Redacted | _ToolUse, Field(discriminator="type")]
-
-
-class _User(Body):
-    role: Literal["user"]
-    content: Annotated[list[_UserPart], BeforeValidator(in_parts)]
-
-    def told(self) -> list[Message]:
-        """Tool results, each a message, and the texts between them, in order."""
-        messages: list[Message] = []
-        texts: list[Text] = []
-        for part in self.content:
-            if isinstance(part, Text):
-                texts.append(part)
-                continue
-            messages += _said("user", texts) if texts else []
-            messages.append(part.told())
-            texts = []
-        return messages + (_said("user", texts) if texts or not messages else [])
-
-
-class _System(Body):
-    role: Literal["system"]
-    content: _Texts
-
-    def told(self) -> list[Message]:
-        return _said("system", self.content)
-
-
-class _Assistant(Body):
-    role: Literal["assistant"]
-    content: Annotated[list[_OwnPart], BeforeValidator(in_parts)]
-
-    def told(self) -> list[Message]:
-        # What a model wrote in one go comes back in blocks, without a sign between them.
-        thoughts = "".join(p.thinking for p in self.content if isinstance(p, _Thinking))
-        calls = [
-            call(p.id, p.name, json.dumps(p.input, ensure_ascii=False))
-            for p in self.content
-            if isinstance(p, _ToolUse)
-        ]
-        return [
-            assistant(joined([p for p in self.content if isinstance(p, Text)]), thoughts, calls)
-        ]
-
-
-def _said(role: str, texts: list[Text]) -> list[Message]:
-    """A message of several blocks, each of which begins a line; no empty one of the system."""
-    text = joined(texts, "\n")
-    return [{"role": role, "content": text}] if text or (role == "user") else []
-
-
-# ---- tools, thinking, formats -------------------------------------------------------------------
-
-
-class _Tool(Described):
-    type: Literal["custom"] | None = None
-    input_schema: dict[str, Any]
-
-    def told(self) -> Tool:
-        return self.announced(self.input_schema)
-
-
-class _Choice(Body):
-    type: Literal["auto", "any", "none"]
-    disable_parallel_tool_use: bool | None = None
-
-
-class _NamedChoice(Body):
-    type: Literal["tool"]
-    name: Name
-    disable_parallel_tool_use: bool | None = None
-
-
-class _ThinkingSetting(Body):
-    rules: ClassVar[Rules] = ignored("budget_tokens")  # how long it thinks, a model decides
+    rules = oddities.THINKING_SETTING
     type: Literal["enabled", "disabled", "adaptive"]
     display: Literal["summarized", "omitted"] | None = None
 
 
-class _Format(Schema):
-    type: Literal["json_schema"]
-
-
 class _Output(Body):
-    rules: ClassVar[Rules] = {"task_budget": only("give max_tokens")}
+    rules = oddities.OUTPUT_SETTING
     effort: Effort | None = None
-    format: _Format | None = None
+    format: Any = None
 
 
 class _Edit(Body):
-    rules: ClassVar[Rules] = ignored("keep")  # as the chat template says
+    rules = oddities.EDIT
     type: Literal["clear_thinking_20251015"]
 
 
@@ -180,120 +54,207 @@ class _Edits(Body):
 
 # ---- requests -----------------------------------------------------------------------------------
 
-ANTHROPIC: Rules = {
-    **CACHED,
-    **ignored("metadata user_profile_id workspace_id diagnostics betas"),
-    "service_tier": only("all requests are served alike", "auto", "standard_only"),
-    "speed": only("all requests are served alike", "standard"),
-    "inference_geo": only("the server answers where it runs"),
-    "container": only("the server runs no code; declare a function"),
-    "mcp_servers": only("the server calls no other one; declare its functions as tools", []),
-    "fallbacks": only("ask another model yourself", []),
-    "fallback_credit_token": only("the server charges nothing"),
-    "billing_policy": only("the server charges nothing"),
-    "compaction": only("leave out of the messages what shall be forgotten"),
-    "thread": only("the server keeps no requests; send the whole conversation each time"),
-}
 
+class CountRequest(Conversing):
+    """A request for the number of a prompt's tokens."""
 
-class _Prompt(Sampled):
-    rules: ClassVar[Rules] = ANTHROPIC
-    model: Name
-    messages: Annotated[
-        list[Annotated[_User | _Assistant | _System, Field(discriminator="role")]],
-        Field(min_length=1),
-    ]
-    system: _Texts = Field(default_factory=list)
-    tools: list[_Tool] | None = None
-    tool_choice: Annotated[_Choice | _NamedChoice | None, Field(discriminator="type")] = None
-    thinking: _ThinkingSetting | None = None
+    rules = oddities.MESSAGES
+    messages: Annotated[list[Any], Field(min_length=1)]
+    system: Any = None
+    thinking: _Thinking | None = None
     output_config: _Output | None = None
-    output_format: _Format | None = None
+    output_format: Any = None
     context_management: _Edits | None = None
 
-    def told(self) -> tuple[Message, ...]:
-        """The conversation in the form of OpenAI's chat."""
-        messages = [part for message in self.messages for part in message.told()]
-        return (*_said("system", self.system), *messages)
+    def conversation(self) -> tuple[Message, ...]:
+        system = text_of(self.system, "system", "\n")
+        before = [{"role": "system", "content": system}] if system else []
+        return (*before, *conversation(self.messages, "messages", "\n"))
 
     def goes_on(self) -> bool:
         """Whether the last message is the beginning of the answer."""
-        last = self.messages[-1]
-        if not isinstance(last, _Assistant):
-            return False
-        if any(isinstance(part, _ToolUse) for part in last.content):
+        last = self.conversation()[-1]
+        if "tool_calls" in last:
             raise BadRequest(
                 "the last message calls a tool, expected a tool_result after it; add it",
                 f"messages.{len(self.messages) - 1}.content",
             )
-        return True
-
-    def choice(self, tools: tuple[Tool, ...]) -> str:
-        """``GenerationRequest.tool_choice``."""
-        choice = self.tool_choice
-        if isinstance(choice, _NamedChoice):
-            return chosen(None, tools, choice.name)
-        return chosen({"any": "required"}.get(choice.type, choice.type) if choice else None, tools)
-
-    def arguments(self) -> dict[str, Any]:
-        """The chat template's arguments."""
-        given = dict(self.chat_template_kwargs or {})
-        if self.thinking and self.thinking.type != "adaptive":
-            given = {"enable_thinking": self.thinking.type == "enabled"} | given
-        return template(self.output_config.effort if self.output_config else None, given)
+        return last["role"] == "assistant"
 
     def ask(self) -> GenerationRequest:
-        tools = tuple(tool.told() for tool in self.tools or [])
-        asked = (self.output_config and self.output_config.format) or self.output_format
-        alone = self.tool_choice and self.tool_choice.disable_parallel_tool_use
-        return GenerationRequest(
-            model=self.model,
-            messages=self.told(),
-            tools=tools,
-            tool_choice=self.choice(tools),
-            parallel_tool_calls=not alone,
-            schema=asked.schema_ if asked else None,
+        output, thinking = self.output_config or _Output(), self.thinking
+        switched = thinking is not None and thinking.type != "adaptive"
+        choice = self.tool_choice if isinstance(self.tool_choice, dict) else {}
+        return self.converse(
+            ("output_format", output.format or self.output_format),
+            output.effort,
+            {"enable_thinking": thinking.type == "enabled"} if switched and thinking else {},
+            parallel_tool_calls=choice.get("disable_parallel_tool_use") is not True,
             count=True,
-            template=self.arguments(),
             prefill=self.goes_on(),
-            **self.for_engine(),
         )
 
     def answer(self, ask: GenerationRequest) -> Answer:
-        return _Count()
+        return Count()
 
 
-class _Request(_Prompt):
+class MessagesRequest(CountRequest):
+    """A request for a message."""
+
     max_tokens: Positive
     stop_sequences: Stop | None = None
-    stream: bool | None = None
 
     def ask(self) -> GenerationRequest:
         stop = tuple(self.stop_sequences or ())
         return replace(super().ask(), count=False, max_tokens=self.max_tokens, stop=stop)
 
     def answer(self, ask: GenerationRequest) -> Answer:
-        hidden = bool(self.thinking and self.thinking.display == "omitted")
-        return AnthropicAnswer(ask, hidden)
+        return MessagesAnswer(ask, bool(self.thinking and self.thinking.display == "omitted"))
 
 
-class _Count:
+# ---- answers ------------------------------------------------------------------------------------
+
+
+class Count:
     """The number of a prompt's tokens."""
 
     def __init__(self) -> None:
         self.tokens = 0
 
     def take(self, event: Event) -> list[str]:
+        """Note the number."""
         if isinstance(event, TokenCount):
             self.tokens = event.tokens
         return []
 
     def keep_alive(self) -> str:
+        """Nothing: the number comes at once."""
         return ""
 
     def body(self) -> dict[str, Any]:
+        """The whole answer."""
         return {"input_tokens": self.tokens}
 
 
-API = Api(("/v1/messages",), _Request, anthropic_error)
-COUNT = Api(("/v1/messages/count_tokens",), _Prompt, anthropic_error)
+class MessagesAnswer(Gathered):
+    """An answer in blocks: thinking, text, tool calls, in the order in which they come.
+
+    Args:
+        ask: What was asked.
+        hidden: Whether thinking is left out of its blocks.
+    """
+
+    def __init__(self, ask: GenerationRequest, hidden: bool = False) -> None:
+        super().__init__(ask, "msg_")
+        self.hidden = hidden
+        self.blocks: list[dict[str, Any]] = []
+        self.open = False
+
+    def begin(self) -> list[str]:
+        message = self._message() | {"content": [], "stop_reason": None, "stop_sequence": None}
+        return [_event("message_start", message=message)]
+
+    def piece(self, piece: Delta) -> list[str]:
+        frames: list[str] = []
+        if piece.reasoning:
+            frames += self._grow("thinking", "" if self.hidden else piece.reasoning)
+        if piece.content:
+            frames += self._grow("text", piece.content)
+        for each in piece.tool_calls:
+            frames += self._call(each["id"], **each["function"])
+        return frames
+
+    def end(self) -> list[str]:
+        delta = self._stopped()
+        return [
+            *self._close(),
+            _event("message_delta", delta=delta, usage=_usage(self.usage)),
+            _event("message_stop"),
+        ]
+
+    def fail(self, failed: Failure) -> list[str]:
+        return [frame(anthropic_error(failed)[1], "error")]
+
+    def keep_alive(self) -> str:
+        """A ping: Anthropic's clients do not count comments."""
+        return _event("ping")
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer."""
+        return self._message() | {"content": self.blocks} | self._stopped()
+
+    def _message(self) -> dict[str, Any]:
+        kind = {"type": "message", "role": "assistant"}
+        return {"id": self.id, **kind, "model": self.model, "usage": _usage(self.usage)}
+
+    def _stopped(self) -> dict[str, Any]:
+        if self.stop_text is not None and self.reason == "stop":
+            return {"stop_reason": "stop_sequence", "stop_sequence": self.stop_text}
+        reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
+        return {"stop_reason": reasons.get(self.reason, "end_turn"), "stop_sequence": None}
+
+    def _grow(self, kind: str, text: str) -> list[str]:
+        """More thinking or text, in the open block if that is of its kind."""
+        frames: list[str] = []
+        if not self.open or self.blocks[-1]["type"] != kind:
+            signed = {"signature": ""} if kind == "thinking" else {}
+            frames += self._start({"type": kind, kind: "", **signed})
+        self.blocks[-1][kind] += text
+        return [*frames, *([self._delta(f"{kind}_delta", kind, text)] if text else [])]
+
+    def _call(self, identity: str, name: str, arguments: str) -> list[str]:
+        frames = self._start({"type": "tool_use", "id": identity, "name": name, "input": {}})
+        self.blocks[-1]["input"] = _object(arguments)
+        return [*frames, self._delta("input_json_delta", "partial_json", arguments)]
+
+    def _start(self, block: dict[str, Any]) -> list[str]:
+        frames = self._close()
+        self.blocks.append(block)
+        self.open = True
+        start = _event("content_block_start", index=len(self.blocks) - 1, content_block=block)
+        return [*frames, start]
+
+    def _delta(self, kind: str, name: str, text: str) -> str:
+        delta = {"type": kind, name: text}
+        return _event("content_block_delta", index=len(self.blocks) - 1, delta=delta)
+
+    def _close(self) -> list[str]:
+        if not self.open:
+            return []
+        self.open = False
+        frames: list[str] = []
+        if self.blocks[-1]["type"] == "thinking":
+            self.blocks[-1]["signature"] = SIGNATURE
+            frames.append(self._delta("signature_delta", "signature", SIGNATURE))
+        return [*frames, _event("content_block_stop", index=len(self.blocks) - 1)]
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object that JSON can hold; empty where the model wrote none."""
+    try:
+        found = json.loads(arguments, parse_constant=str)
+    except (ValueError, RecursionError):
+        return {}
+    # A text may spell half of a character that UTF-8 cannot.
+    whole = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
+    return whole if isinstance(whole, dict) else {}
+
+
+def _event(kind: str, **data: Any) -> str:
+    return frame({"type": kind, **data}, kind)
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Counts as this API has them: what was cached is no part of ``input_tokens``."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+        "kvlingo": extension(usage),
+    }
+
+
+API = Api(("/v1/messages",), MessagesRequest, anthropic_error)
+COUNT = Api(("/v1/messages/count_tokens",), CountRequest, anthropic_error)

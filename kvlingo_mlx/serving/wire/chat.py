@@ -1,166 +1,36 @@
-"""OpenAI's chat completions, with the fields of mlx-lm's server."""
+"""OpenAI's chat completions and plain completions, with the fields of mlx-lm's server."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
-from kvlingo_mlx.serving.messages import Delta, Failure, Finished, GenerationRequest, Message
-from kvlingo_mlx.serving.wire import (
-    Answer,
-    BadRequest,
-    frame,
-    openai_error,
-    openai_logprobs,
-    openai_usage,
+from kvlingo_mlx.serving.messages import (
+    MOST,
+    Delta,
+    Failure,
+    GenerationRequest,
+    Message,
+    TokenLogprob,
 )
-from kvlingo_mlx.serving.wire.answers import FINGERPRINT, Gathered
-from kvlingo_mlx.serving.wire.content import (
-    PARSED,
-    Arguments,
-    Function,
-    Refusal,
-    Schema,
-    Text,
-    Word,
-    as_choice,
-    assistant,
-    call,
-    chosen,
-    in_parts,
-    joined,
-)
-from kvlingo_mlx.serving.wire.reading import (
-    CACHED,
-    Api,
-    Body,
-    Name,
-    Rules,
-    ignored,
-    only,
-)
-from kvlingo_mlx.serving.wire.sampling import Effort, Positive, Sampled, Stop, Tops, template
+from kvlingo_mlx.serving.wire import Answer, BadRequest, oddities, openai_error
+from kvlingo_mlx.serving.wire.answers import Gathered, extension, finite, frame, logprobs_of
+from kvlingo_mlx.serving.wire.forms import conversation
+from kvlingo_mlx.serving.wire.reading import Api, Body, Name
+from kvlingo_mlx.serving.wire.requests import Conversing, Effort, Positive, Sampled, Stop, Tops
+from kvlingo_mlx.version import __version__
 
-_OLD_TOOLS = "use tools and tool_choice"
-_ONE = "a request gets one answer; send it again for another"
-OPENAI: Rules = {
-    **ignored("user safety_identifier prompt_cache_key prompt_cache_retention"),
-    **ignored("prompt_cache_options"),
-    "service_tier": only("all requests are served alike", "auto", "default"),
-    "store": only("the server keeps no requests; leave it out", False),
-    "moderation": only("the server has no such model"),
-    "n": only(_ONE, 1),
-}
-MLX_LM: Rules = {
-    **ignored("num_draft_tokens"),
-    "draft_model": only("the server drafts with no other model", "default_model"),
-    "adapters": only("fuse the adapter into a model, and serve that one"),
-    "role_mapping": only("messages are written by the model's own chat template"),
-}
-
+FINGERPRINT = f"kvlingo-mlx-{__version__}"
 
 # ---- requests -----------------------------------------------------------------------------------
-
-
-class _Called(Body):
-    rules: ClassVar[Rules] = PARSED
-    name: Name
-    arguments: Arguments
-
-
-class _ToolCall(Body):
-    rules: ClassVar[Rules] = {**PARSED, **ignored("index")}
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: _Called
-
-
-_Texts = Annotated[list[Text], BeforeValidator(in_parts)]
-_Part = Annotated[Text | Refusal, Field(discriminator="type")]
-
-
-class _Instruction(Body):
-    rules: ClassVar[Rules] = CACHED
-    role: Literal["system", "developer", "user"]
-    content: _Texts
-    name: str | None = None
-
-    def told(self) -> Message:
-        role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": joined(self.content)}
-        return message | ({"name": self.name} if self.name else {})
-
-
-class _Assistant(Body):
-    rules: ClassVar[Rules] = {
-        **CACHED,
-        **PARSED,
-        **ignored("annotations"),
-        "audio": only("the models here read text alone"),
-        "function_call": only(_OLD_TOOLS),
-    }
-    role: Literal["assistant"]
-    content: Annotated[list[_Part], BeforeValidator(in_parts)] = Field(default_factory=list)
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: str | None = None
-    tool_calls: list[_ToolCall] | None = None
-    name: str | None = None
-
-    def told(self) -> Message:
-        text = joined(self.content) or self.refusal or ""
-        calls = [call(c.id, c.function.name, c.function.arguments) for c in self.tool_calls or []]
-        message = assistant(text, self.reasoning_content or self.reasoning or "", calls)
-        return {**message, **({"name": self.name} if self.name else {})}
-
-
-class _Tool(Body):
-    rules: ClassVar[Rules] = CACHED
-    role: Literal["tool"]
-    content: _Texts
-    tool_call_id: str = ""
-    name: str | None = None
-
-    def told(self) -> Message:
-        message = {"role": "tool", "content": joined(self.content)}
-        message |= {"tool_call_id": self.tool_call_id}
-        return message | ({"name": self.name} if self.name else {})
-
-
-class _Declared(Body):
-    rules: ClassVar[Rules] = CACHED
-    type: Literal["function"]
-    function: Function
-
-
-class _Named(Body):
-    name: Name
-
-
-class _NamedTool(Body):
-    type: Literal["function"]
-    function: _Named
-
-
-_Choice = Annotated[
-    Word | _NamedTool | None, Field(discriminator="type"), BeforeValidator(as_choice)
-]
-
-
-class _Format(Body):
-    type: Literal["text", "json_object"]
-
-
-class _SchemaFormat(Body):
-    type: Literal["json_schema"]
-    json_schema: Schema
 
 
 class StreamOptions(Body):
     """What a stream holds beside the answer."""
 
-    rules: ClassVar[Rules] = ignored("include_obfuscation")
+    rules = oddities.STREAM
     include_usage: bool | None = None
 
 
@@ -168,10 +38,10 @@ class OpenAIRequest(Sampled):
     """What chat completions and completions have in common."""
 
     model: Name = "default_model"
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Positive | None = None
     stop: Stop | None = None
+    top_logprobs: Tops | None = None
 
     @property
     def counted(self) -> bool:
@@ -179,81 +49,54 @@ class OpenAIRequest(Sampled):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class _Chat(OpenAIRequest):
-    rules: ClassVar[Rules] = {
-        **OPENAI,
-        **MLX_LM,
-        **ignored("metadata"),
-        "functions": only(_OLD_TOOLS),
-        "function_call": only(_OLD_TOOLS),
-        "audio": only("the models here write text alone"),
-        "modalities": only("the models here write text alone", ["text"]),
-        "prediction": only("the server drafts from no text; leave it out"),
-        "web_search_options": only("the server runs no tools itself; declare a function"),
-        "verbosity": only("say in a message how long the answer should be", "medium"),
-    }
-    messages: Annotated[
-        list[Annotated[_Instruction | _Assistant | _Tool, Field(discriminator="role")]],
-        Field(min_length=1),
-    ]
+class ChatRequest(OpenAIRequest, Conversing):
+    """A request for a chat completion."""
+
+    rules = oddities.CHAT
+    messages: Annotated[list[Any], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
-    tools: list[_Declared] | None = None
-    tool_choice: _Choice = None
-    parallel_tool_calls: bool | None = None
-    response_format: Annotated[_Format | _SchemaFormat | None, Field(discriminator="type")] = None
+    response_format: Any = None
     logprobs: bool | None = None
-    top_logprobs: Tops | None = None
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
+    def conversation(self) -> tuple[Message, ...]:
+        return conversation(self.messages, "messages")
+
     def prefill(self) -> bool:
         """Whether the last message is to be gone on with."""
-        if not self.continue_final_message:
-            if self.add_generation_prompt is False:
-                raise BadRequest(
-                    "add_generation_prompt is false, expected true; give continue_final_message "
-                    "to go on with the last message",
-                    "add_generation_prompt",
+        message, given = None, self.add_generation_prompt
+        if self.continue_final_message:
+            param = "continue_final_message"
+            if given or self.conversation()[-1]["role"] != "assistant":
+                message = (
+                    "continue_final_message needs a last message of role assistant, and no "
+                    "add_generation_prompt; change one of them"
                 )
-            return False
-        if self.add_generation_prompt or self.messages[-1].role != "assistant":
-            raise BadRequest(
-                "continue_final_message needs a last message of role assistant, and no "
-                "add_generation_prompt; change one of them",
-                "continue_final_message",
+        elif given is False:
+            param = "add_generation_prompt"
+            message = (
+                "add_generation_prompt is false, expected true; give continue_final_message "
+                "to go on with the last message"
             )
-        return True
-
-    def schema_asked(self) -> dict[str, Any] | None:
-        """The schema of the answer; {} for any object."""
-        asked = self.response_format
-        if isinstance(asked, _SchemaFormat):
-            return asked.json_schema.schema_
-        return {} if asked and asked.type == "json_object" else None
+        if message is not None:
+            raise BadRequest(message, param)
+        return bool(self.continue_final_message)
 
     def ask(self) -> GenerationRequest:
-        tools = tuple(tool.function.told() for tool in self.tools or [])
-        choice = self.tool_choice
-        named = choice.function.name if isinstance(choice, _NamedTool) else None
-        word = choice.type if isinstance(choice, Word) else None
-        return GenerationRequest(
-            model=self.model,
-            messages=tuple(message.told() for message in self.messages),
-            tools=tools,
-            tool_choice=chosen(word, tools, named),
-            parallel_tool_calls=self.parallel_tool_calls is not False,
-            schema=self.schema_asked(),
+        return self.converse(
+            ("response_format", self.response_format),
+            self.reasoning_effort,
+            {},
             max_tokens=self.max_completion_tokens or self.max_tokens,
             stop=tuple(self.stop or ()),
             logprobs=tops(self.logprobs, self.top_logprobs),
-            template=template(self.reasoning_effort, self.chat_template_kwargs),
             prefill=self.prefill(),
-            **self.for_engine(),
         )
 
     def answer(self, ask: GenerationRequest) -> Answer:
-        return _Answer(ask, "chatcmpl-", self.counted)
+        return ChatAnswer(ask, "chatcmpl-", self.counted)
 
 
 def tops(wanted: bool | None, top: int | None) -> int | None:
@@ -263,88 +106,180 @@ def tops(wanted: bool | None, top: int | None) -> int | None:
     return 0 if wanted else None
 
 
+def _prompt(found: Any) -> Any:
+    """The text or token ids of the one prompt."""
+    if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str | list):
+        found = found[0]
+    if isinstance(found, str) and found:
+        return found
+    if isinstance(found, list) and found and all(_is_token(item) for item in found):
+        return tuple(found)
+    if isinstance(found, list) and len(found) > 1 and isinstance(found[0], str | list):
+        raise PydanticCustomError("prompt", "Give one prompt; send each in a request of its own")
+    raise PydanticCustomError("prompt", "Input should be a text or token ids, and not empty")
+
+
+def _is_token(item: Any) -> bool:
+    return type(item) is int and 0 <= item <= MOST
+
+
+def _wanted(found: Any) -> Any:
+    """OpenAI's number of likeliest tokens, or mlx-lm's bool."""
+    return (0 if found else None) if isinstance(found, bool) else found
+
+
+class CompletionRequest(OpenAIRequest):
+    """A request to go on with a plain text."""
+
+    rules = oddities.COMPLETIONS
+    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
+    echo: bool | None = None
+    logprobs: Annotated[Annotated[int, Field(ge=0, le=20)] | None, BeforeValidator(_wanted)] = None
+
+    def ask(self) -> GenerationRequest:
+        return self.request(
+            prompt=self.prompt,
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop or ()),
+            logprobs=tops(False, self.top_logprobs) or self.logprobs,
+            echo=bool(self.echo),
+        )
+
+    def answer(self, ask: GenerationRequest) -> Answer:
+        return CompletionAnswer(ask, "cmpl-", self.counted)
+
+
 # ---- answers ------------------------------------------------------------------------------------
 
 
-class OpenAIAnswer(Gathered):
-    """What answers of chat completions and completions have in common."""
+class ChatAnswer(Gathered):
+    """A chat completion."""
 
-    object = chunk_object = ""
+    object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, ask: GenerationRequest, prefix: str, counted: bool) -> None:
         super().__init__(ask, prefix)
         self.counted = counted
 
-    def whole(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A body around the choices."""
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": FINGERPRINT,
-            "choices": choices,
-        }
+    def begin(self) -> list[str]:
+        return [self._chunk({"delta": {"role": "assistant", "content": ""}})]
 
-    def chunk(self, choice: dict[str, Any], reason: str | None = None) -> str:
-        """A frame with this one choice."""
-        choice = {"index": 0, "logprobs": None, "finish_reason": reason, **choice}
-        body = self.whole(self.chunk_object, [choice])
-        return frame(body | {"usage": None} if self.counted else body)
+    def piece(self, piece: Delta) -> list[str]:
+        delta = _reasoned(piece.reasoning) | ({"content": piece.content} if piece.content else {})
+        if piece.tool_calls:
+            first = len(self.calls) - len(piece.tool_calls)
+            calls = enumerate(piece.tool_calls, first)
+            delta["tool_calls"] = [{"index": index, **each} for index, each in calls]
+        choice: dict[str, Any] = {"delta": delta}
+        if self.wants_logprobs and piece.logprobs:
+            choice["logprobs"] = {"content": logprobs_of([*piece.logprobs]), "refusal": None}
+        return [self._chunk(choice)] if delta or len(choice) > 1 else []
 
-    def last(self, choice: dict[str, Any], reason: str) -> list[str]:
-        """The frames that end a stream."""
-        frames = [self.chunk(choice, reason)]
+    def end(self) -> list[str]:
+        frames = [self._chunk(self.last() | {"finish_reason": self.finish_reason})]
         if self.counted:
-            whole = self.whole(self.chunk_object, [])
-            frames.append(frame(whole | {"usage": openai_usage(self.usage)}))
+            whole = self._whole(self.chunk_object, [])
+            frames.append(frame(whole | {"usage": _usage(self)}))
         return [*frames, frame("[DONE]")]
 
     def fail(self, failed: Failure) -> list[str]:
         return [frame(openai_error(failed)[1]), frame("[DONE]")]
 
-
-class _Answer(OpenAIAnswer):
-    object, chunk_object = "chat.completion", "chat.completion.chunk"
-
-    def begin(self) -> list[str]:
-        return [self.chunk({"delta": {"role": "assistant", "content": ""}})]
-
-    def piece(self, piece: Delta) -> list[str]:
-        delta: dict[str, Any] = {}
-        if piece.reasoning:
-            delta |= _reasoned(piece.reasoning)
-        if piece.content:
-            delta["content"] = piece.content
-        if count := len(piece.tool_calls):
-            first = len(self.calls) - count
-            calls = self.calls[first:]
-            delta["tool_calls"] = [{"index": first + i, **c} for i, c in enumerate(calls)]
-        choice: dict[str, Any] = {"delta": delta}
-        if self.wants_logprobs and piece.logprobs:
-            choice["logprobs"] = {"content": openai_logprobs([*piece.logprobs]), "refusal": None}
-        return [self.chunk(choice)] if delta or "logprobs" in choice else []
-
-    def end(self, ended: Finished) -> list[str]:
-        return self.last({"delta": {}}, ended.reason)
-
     def body(self) -> dict[str, Any]:
         """The whole answer."""
+        choice = {"index": 0, "finish_reason": self.finish_reason, "logprobs": None} | self.choice()
+        return self._whole(self.object, [choice]) | {"usage": _usage(self)}
+
+    def last(self) -> dict[str, Any]:
+        """The choice of a stream's last chunk."""
+        return {"delta": {}}
+
+    def choice(self) -> dict[str, Any]:
+        """The choice of a whole answer."""
         content = self.content if self.content or not self.calls else None
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self.reasoning:
-            message |= _reasoned(self.reasoning)
-        if self.calls:
-            message["tool_calls"] = self.calls
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self.reason}
+        message = {"role": "assistant", "content": content, "refusal": None}
+        message |= _reasoned(self.reasoning) | ({"tool_calls": self.calls} if self.calls else {})
+        choice: dict[str, Any] = {"message": message}
         if self.wants_logprobs:
-            choice["logprobs"] = {"content": openai_logprobs(self.logprobs), "refusal": None}
-        return self.whole(self.object, [choice]) | {"usage": openai_usage(self.usage)}
+            choice["logprobs"] = {"content": logprobs_of(self.logprobs), "refusal": None}
+        return choice
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the answer ended."""
+        return self.reason
+
+    def _whole(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A body around the choices."""
+        body = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**body, "system_fingerprint": FINGERPRINT, "choices": choices}
+
+    def _chunk(self, choice: dict[str, Any]) -> str:
+        """A frame with this one choice."""
+        choice = {"index": 0, "logprobs": None, "finish_reason": None, **choice}
+        body = self._whole(self.chunk_object, [choice])
+        return frame(body | {"usage": None} if self.counted else body)
 
 
-def _reasoned(text: str) -> dict[str, str]:
+class CompletionAnswer(ChatAnswer):
+    """A plain completion: reasoning is text like any other, and nothing calls a tool."""
+
+    object = chunk_object = "text_completion"
+    text = ""
+
+    def begin(self) -> list[str]:
+        return []
+
+    def piece(self, piece: Delta) -> list[str]:
+        text = piece.reasoning + piece.content
+        choice: dict[str, Any] = {"text": text}
+        if self.wants_logprobs and piece.logprobs:
+            choice["logprobs"] = _in_lists([*piece.logprobs], len(self.text))
+        self.text += text
+        return [self._chunk(choice)] if text or len(choice) > 1 else []
+
+    def last(self) -> dict[str, Any]:
+        return {"text": ""}
+
+    def choice(self) -> dict[str, Any]:
+        logprobs = {"logprobs": _in_lists(self.logprobs, 0)} if self.wants_logprobs else {}
+        return {"text": self.text, **logprobs}
+
+    @property
+    def finish_reason(self) -> str:
+        return "length" if self.reason == "length" else "stop"
+
+
+def _reasoned(text: str) -> dict[str, Any]:
     """Reasoning under the names that most clients read, and that mlx-lm's server writes."""
-    return {"reasoning_content": text, "reasoning": text}
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
-API = Api(("/v1/chat/completions", "/chat/completions"), _Chat, openai_error)
+def _usage(answer: Gathered) -> dict[str, Any]:
+    usage = answer.usage
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "kvlingo": extension(usage),
+    }
+
+
+def _in_lists(tokens: list[TokenLogprob], offset: int) -> dict[str, Any]:
+    """Log probabilities in lists, as completions have them; ``offset``: where the text begins."""
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.text)
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [finite(token.logprob) for token in tokens],
+        "top_logprobs": [{text: finite(p) for text, _, p in token.top} for token in tokens],
+        "text_offset": offsets,
+    }
+
+
+API = Api(("/v1/chat/completions", "/chat/completions"), ChatRequest, openai_error)
+COMPLETIONS = Api(("/v1/completions", "/completions"), CompletionRequest, openai_error)

@@ -1,282 +1,264 @@
-"""OpenAI's responses: what requests say."""
+"""OpenAI's responses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal
+import time
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field
 
-from kvlingo_mlx.serving.messages import GenerationRequest, Message
-from kvlingo_mlx.serving.wire import Answer, openai_error
-from kvlingo_mlx.serving.wire.chat import OPENAI, tops
-from kvlingo_mlx.serving.wire.content import (
-    PARSED,
-    Arguments,
-    Function,
-    Refusal,
-    Schema,
-    Text,
-    Word,
-    as_choice,
-    assistant,
-    call,
-    chosen,
-    in_parts,
-    joined,
-)
-from kvlingo_mlx.serving.wire.reading import Api, Body, Name, Rules, ignored, only
-from kvlingo_mlx.serving.wire.responses_answer import ResponsesAnswer
-from kvlingo_mlx.serving.wire.sampling import Effort, Positive, Sampled, Tops, template
+from kvlingo_mlx.serving.messages import Delta, Failure, GenerationRequest, Message, Usage
+from kvlingo_mlx.serving.wire import Answer, oddities, openai_error
+from kvlingo_mlx.serving.wire.answers import Gathered, extension, frame, logprobs_of, new_id
+from kvlingo_mlx.serving.wire.chat import tops
+from kvlingo_mlx.serving.wire.forms import conversation
+from kvlingo_mlx.serving.wire.reading import Api, Body
+from kvlingo_mlx.serving.wire.requests import Conversing, Effort, Positive, Tops
 
-_KEPT = "the server keeps no responses; send the whole conversation as input"
+# A response's error has codes of its own.
+CODES = {
+    "invalid": "invalid_prompt",
+    "too_long": "context_length_exceeded",
+    "busy": "rate_limit_exceeded",
+}
+NAMES = {"reasoning": "reasoning_text", "message": "output_text"}
+LOGPROBS = "message.output_text.logprobs"
 
-# ---- items --------------------------------------------------------------------------------------
-
-_ITEM = ignored("id status")
-_Part = Annotated[Text | Refusal, Field(discriminator="type")]
-_Parts = Annotated[list[_Part], BeforeValidator(in_parts)]
+# ---- requests -----------------------------------------------------------------------------------
 
 
-class _Message(Body):
-    rules: ClassVar[Rules] = {**_ITEM, **ignored("phase")}
-    type: Literal["message"] = "message"
-    role: Literal["user", "system", "developer", "assistant"]
-    content: _Parts
-
-
-class _Call(Body):
-    rules: ClassVar[Rules] = {
-        **_ITEM,
-        **PARSED,
-        "caller": only("only the model calls tools", {"type": "direct"}),
-        "namespace": only("name the tool alone"),
-    }
-    type: Literal["function_call"]
-    call_id: Name
-    name: Name
-    arguments: Arguments
-
-
-class _Output(Body):
-    rules: ClassVar[Rules] = {
-        **_ITEM,
-        **ignored("name"),
-        "caller": only("only the model calls tools", {"type": "direct"}),
-    }
-    type: Literal["function_call_output"]
-    call_id: Name
-    output: _Parts
-
-
-class _Thought(Body):
-    type: Literal["summary_text", "reasoning_text", "text"]
-    text: str
+class _TextSetting(Body):
+    rules = oddities.TEXT_SETTING
+    format: Any = None
 
 
 class _Reasoning(Body):
-    rules: ClassVar[Rules] = {**_ITEM, **ignored("encrypted_content")}
-    type: Literal["reasoning"]
-    summary: list[_Thought] = Field(default_factory=list)
-    content: list[_Thought] | None = None
+    rules = oddities.REASONING_SETTING
+    effort: Effort | None = None
 
 
-def _kind(item: Any) -> str | None:
-    """What an item is; messages may leave their type out."""
-    if isinstance(item, dict):
-        kind = item.get("type", "message" if "role" in item else None)
-        return kind if isinstance(kind, str) else None
-    return getattr(item, "type", None)
-
-
-_Item = Annotated[
-    Annotated[_Message, Tag("message")]
-    | Annotated[_Call, Tag("function_call")]
-    | Annotated[_Output, Tag("function_call_output")]
-    | Annotated[_Reasoning, Tag("reasoning")],
-    Discriminator(_kind),
-]
+class _Stream(Body):
+    rules = oddities.STREAM
 
 
 def _in_items(found: Any) -> Any:
     return [{"role": "user", "content": found}] if isinstance(found, str) else found
 
 
-def told(items: Iterable[_Item]) -> list[Message]:
-    """Items as messages: reasoning, text and calls of one answer are one message."""
-    messages: list[Message] = []
-    answer: list[_Item] = []
-    for item in items:
-        if isinstance(item, _Output):
-            content = joined(item.output)
-            answer = _finish(answer, messages)
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
-        elif isinstance(item, _Message) and item.role != "assistant":
-            role = "system" if item.role == "developer" else item.role
-            answer = _finish(answer, messages)
-            messages.append({"role": role, "content": joined(item.content)})
-        else:
-            if _begins(item, answer):
-                answer = _finish(answer, messages)
-            answer.append(item)
-    _finish(answer, messages)
-    return messages
+class ResponsesRequest(Conversing):
+    """A request for a response."""
 
-
-def _begins(item: _Item, answer: list[_Item]) -> bool:
-    """Whether an item of a model begins another answer than these."""
-    if isinstance(item, _Reasoning):
-        return any(not isinstance(part, _Reasoning) for part in answer)
-    return isinstance(item, _Message) and any(isinstance(part, _Message) for part in answer)
-
-
-def _finish(answer: list[_Item], messages: list[Message]) -> list[_Item]:
-    """Add the answer's message, and begin an empty one."""
-    if answer:
-        thoughts = (p.content or p.summary for p in answer if isinstance(p, _Reasoning))
-        texts = (joined(p.content) for p in answer if isinstance(p, _Message))
-        calls = [call(p.call_id, p.name, p.arguments) for p in answer if isinstance(p, _Call)]
-        reasoning = "".join(thought.text for part in thoughts for thought in part)
-        messages.append(assistant("".join(texts), reasoning, calls))
-    return []
-
-
-# ---- requests -----------------------------------------------------------------------------------
-
-
-class _Tool(Function):
-    type: Literal["function"]
-
-
-class _NamedTool(Body):
-    type: Literal["function"]
-    name: Name
-
-
-_Choice = Annotated[
-    Word | _NamedTool | None, Field(discriminator="type"), BeforeValidator(as_choice)
-]
-
-
-class _Plain(Body):
-    type: Literal["text", "json_object"]
-
-
-class _Schema(Schema):
-    type: Literal["json_schema"]
-
-
-class _TextSetting(Body):
-    rules: ClassVar[Rules] = {
-        "verbosity": only("say in a message how long the answer should be", "medium"),
-    }
-    format: Annotated[_Plain | _Schema | None, Field(discriminator="type")] = None
-
-
-class _ReasoningSetting(Body):
-    rules: ClassVar[Rules] = {
-        **ignored("summary generate_summary"),
-        "context": only("the chat template says which reasoning is shown", "auto"),
-        "mode": only("models have one mode here", "standard"),
-    }
-    effort: Effort | None = None
-
-
-class _StreamOptions(Body):
-    rules: ClassVar[Rules] = ignored("include_obfuscation")
-
-
-class _Request(Sampled):
-    rules: ClassVar[Rules] = {
-        **OPENAI,
-        **ignored("client_metadata max_tool_calls"),
-        "previous_response_id": only(_KEPT),
-        "conversation": only(_KEPT),
-        "prompt": only("the server keeps no prompts; send instructions and input"),
-        "background": only("an answer is sent as it is made", False),
-        "background_options": only("an answer is sent as it is made"),
-        "context_management": only("leave out of the input what shall be forgotten", []),
-        "truncation": only("a conversation that is too long is refused", "disabled"),
-        "access_programs": only("the server has no such programs"),
-        "image": only("the models here write text alone"),
-    }
-    model: Name
-    input: Annotated[Annotated[list[_Item], Field(min_length=1)], BeforeValidator(_in_items)]
+    rules = oddities.RESPONSES
+    input: Annotated[Annotated[list[Any], Field(min_length=1)], BeforeValidator(_in_items)]
     instructions: str | None = None
     max_output_tokens: Positive | None = None
     metadata: dict[str, str] | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    tools: list[_Tool] | None = None
-    tool_choice: _Choice = None
-    parallel_tool_calls: bool | None = None
+    stream_options: _Stream | None = None
     text: _TextSetting | None = None
-    reasoning: _ReasoningSetting | None = None
+    reasoning: _Reasoning | None = None
     top_logprobs: Tops | None = None
     include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = (
         None
     )
 
-    def told(self) -> tuple[Message, ...]:
-        """The conversation in the form of OpenAI's chat."""
-        first: list[Message] = []
-        if self.instructions:
-            first = [{"role": "system", "content": self.instructions}]
-        return (*first, *told(self.input))
-
-    def schema_asked(self) -> dict[str, Any] | None:
-        """The schema of the answer; {} for any object."""
-        asked = self.text.format if self.text else None
-        if isinstance(asked, _Schema):
-            return asked.schema_
-        return {} if asked and asked.type == "json_object" else None
+    def conversation(self) -> tuple[Message, ...]:
+        first = {"role": "system", "content": self.instructions}
+        before = [first] if self.instructions else []
+        return (*before, *conversation(self.input, "input", apart=True))
 
     def ask(self) -> GenerationRequest:
-        tools = tuple(tool.told() for tool in self.tools or [])
-        choice = self.tool_choice
-        named = choice.name if isinstance(choice, _NamedTool) else None
-        word = choice.type if isinstance(choice, Word) else None
-        effort = self.reasoning.effort if self.reasoning else None
-        wanted = "message.output_text.logprobs" in (self.include or [])
-        return GenerationRequest(
-            model=self.model,
-            messages=self.told(),
-            tools=tools,
-            tool_choice=chosen(word, tools, named),
-            parallel_tool_calls=self.parallel_tool_calls is not False,
-            schema=self.schema_asked(),
+        return self.converse(
+            ("text.format", self.text.format if self.text else None),
+            self.reasoning.effort if self.reasoning else None,
+            {},
             max_tokens=self.max_output_tokens,
-            logprobs=tops(wanted, self.top_logprobs),
-            template=template(effort, self.chat_template_kwargs),
-            **self.for_engine(),
+            logprobs=tops(LOGPROBS in (self.include or []), self.top_logprobs),
         )
 
     def answer(self, ask: GenerationRequest) -> Answer:
         return ResponsesAnswer(ask, self.echoed())
 
-    def _choice_echoed(self) -> Any:
-        choice = self.tool_choice
-        if isinstance(choice, _NamedTool):
-            return choice.model_dump()
-        return choice.type if choice else "auto"
-
     def echoed(self) -> dict[str, Any]:
         """What a response repeats of its request."""
-        asked = self.model_dump(
-            mode="json",
-            by_alias=True,
-            include={"instructions", "max_output_tokens", "tools", "text"},
-        )
-        asked["text"] = {"format": (asked["text"] or {}).get("format") or {"type": "text"}}
-        return asked | {
+        choice, form = self.tool_choice or "auto", self.text.format if self.text else None
+        word = choice["type"] if isinstance(choice, dict) and len(choice) == 1 else choice
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": {"effort": self.reasoning.effort if self.reasoning else None},
             "temperature": self.temperature,
-            "tool_choice": self._choice_echoed(),
-            "tools": asked["tools"] or [],
+            "text": {"format": form or {"type": "text"}},
+            "tool_choice": word,
+            "tools": self.tools or [],
             "top_p": self.top_p,
         }
 
 
-API = Api(("/v1/responses", "/responses"), _Request, openai_error)
+# ---- answers ------------------------------------------------------------------------------------
+
+
+class ResponsesAnswer(Gathered):
+    """An answer in items: reasoning, a message, calls, in the order in which they come.
+
+    Args:
+        ask: What was asked.
+        echoed: What the response repeats of its request.
+    """
+
+    def __init__(self, ask: GenerationRequest, echoed: dict[str, Any]) -> None:
+        super().__init__(ask, "resp_")
+        self.echoed = echoed
+        self.items: list[dict[str, Any]] = []
+        self.open = self.created_sent = False
+        self.number = -1
+
+    def begin(self) -> list[str]:
+        if self.created_sent:
+            return []
+        self.created_sent = True
+        response = self._response("in_progress")
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, response=response) for kind in kinds]
+
+    def piece(self, piece: Delta) -> list[str]:
+        frames: list[str] = []
+        if piece.reasoning:
+            frames += self._grow("reasoning", piece.reasoning, {})
+        logprobs = logprobs_of([*piece.logprobs]) if self.wants_logprobs else []
+        if piece.content or (logprobs and not piece.reasoning):
+            frames += self._grow("message", piece.content, {"logprobs": logprobs})
+        for each in piece.tool_calls:
+            frames += self._call(each["id"], **each["function"])
+        return frames
+
+    def end(self) -> list[str]:
+        frames = self._close("incomplete" if self.reason == "length" else "completed")
+        whole = self.body()
+        return [*frames, self._event(f"response.{whole['status']}", response=whole)]
+
+    def fail(self, failed: Failure) -> list[str]:
+        frames = [*self.begin(), *self._close("incomplete")]
+        error = {"code": CODES.get(failed.kind, "server_error"), "message": failed.message}
+        response = self._response("failed") | {"error": error}
+        return [*frames, self._event("response.failed", response=response)]
+
+    def keep_alive(self) -> str:
+        """The response so far: clients of this API do not count comments."""
+        if frames := self.begin():
+            return "".join(frames)
+        return self._event("response.in_progress", response=self._response("in_progress"))
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer."""
+        cut = self.reason == "length"
+        done: dict[str, Any] = {"usage": _usage(self.usage), "completed_at": int(time.time())}
+        if cut:
+            done["incomplete_details"] = {"reason": "max_output_tokens"}
+        return self._response("incomplete" if cut else "completed") | done
+
+    # ---- what they are made of ---------------------------------------------------------------
+
+    def _event(self, kind: str, **data: Any) -> str:
+        self.number += 1
+        return frame({"type": kind, "sequence_number": self.number, **data}, kind)
+
+    def _response(self, status: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": None,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self.model,
+            "output": self.items,
+            "background": False,
+            "previous_response_id": None,
+            "service_tier": "default",
+            "store": False,
+            "truncation": "disabled",
+            "usage": None,
+            **self.echoed,
+        }
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _grow(self, kind: str, text: str, more: dict[str, list[Any]]) -> list[str]:
+        """More reasoning or text, in the open item if that is of its kind."""
+        frames: list[str] = []
+        if not self.open or self.items[-1]["type"] != kind:
+            frames += self._start(kind)
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        for name, values in more.items():
+            part[name] += values
+        name = f"response.{NAMES[kind]}.delta"
+        return [*frames, self._event(name, **self._place(), content_index=0, delta=text, **more)]
+
+    def _start(self, kind: str) -> list[str]:
+        """Close what is open; begin an item of reasoning, or a message, with its one part."""
+        part: dict[str, Any] = {"type": NAMES[kind], "text": ""}
+        item: dict[str, Any] = {"type": kind, "status": "in_progress", "content": []}
+        if kind == "reasoning":
+            item |= {"id": new_id("rs_"), "summary": [], "encrypted_content": None}
+        else:
+            item |= {"id": new_id("msg_"), "role": "assistant"}
+            part |= {"annotations": [], "logprobs": []}
+        frames = self._add(item)
+        place = {**self._place(), "content_index": 0}
+        frames.append(self._event("response.content_part.added", **place, part=part))
+        item["content"].append(part)
+        return frames
+
+    def _add(self, item: dict[str, Any]) -> list[str]:
+        frames = self._close("completed")
+        self.items.append(item)
+        self.open = True
+        index = len(self.items) - 1
+        return [*frames, self._event("response.output_item.added", output_index=index, item=item)]
+
+    def _call(self, identity: str, name: str, arguments: str) -> list[str]:
+        item = {"type": "function_call", "id": new_id("fc_"), "call_id": identity, "name": name}
+        frames = self._add(item | {"arguments": "", "status": "in_progress"})
+        kind, place = "response.function_call_arguments", self._place()
+        frames.append(self._event(f"{kind}.delta", **place, delta=arguments))
+        self.items[-1]["arguments"] = arguments
+        frames.append(self._event(f"{kind}.done", **place, name=name, arguments=arguments))
+        return frames + self._close("completed")
+
+    def _close(self, status: str) -> list[str]:
+        """The ends of the open item, if there is one."""
+        if not self.open:
+            return []
+        self.open = False
+        item = self.items[-1]
+        item["status"] = status
+        frames: list[str] = []
+        if item["type"] != "function_call":
+            part = item["content"][0]
+            place = {**self._place(), "content_index": 0}
+            more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            name = f"response.{NAMES[item['type']]}.done"
+            frames.append(self._event(name, **place, text=part["text"], **more))
+            frames.append(self._event("response.content_part.done", **place, part=part))
+        index = len(self.items) - 1
+        return [*frames, self._event("response.output_item.done", output_index=index, item=item)]
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Counts as this API has them."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "kvlingo": extension(usage),
+    }
+
+
+API = Api(("/v1/responses", "/responses"), ResponsesRequest, openai_error)

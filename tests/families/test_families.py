@@ -1,92 +1,221 @@
-"""Every family: what is captured, written and decoded is the model's own, to the bit."""
+"""Which families there are, how their rotations and configs are read, and what is refused."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
+from kvlingo_mlx.backend import mx, nn
+
+import mlx_lm.models
+import mlx_lm.utils
 import numpy as np
 import pytest
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models import rope_utils
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.errors import IncompatibleTranslatorError
-from kvlingo_mlx.models import capture
-from kvlingo_mlx.models.language_model import LanguageModel
-from tests.support import tiny
-from tests.support.identity import identity_of
-from tests.support.native_caches import LENGTHS, TOKENS, WINDOW, held, logits, native
-from tests.support.opened import quantised
+from kvlingo_mlx.errors import (
+    MissingModelError,
+    UnsupportedModelError,
+)
+from kvlingo_mlx.families import REASONS, base, family_of, known_families
+from kvlingo_mlx.families.base import Finish
+from kvlingo_mlx.format.geometry import RopeSpec, configured_rope
+from kvlingo_mlx.models.keys import Rotation
+from tests.support import TESTS, hybrid_models, plain_models, tiny
+from tests.support.native_caches import TOKENS
+from tests.support.opened import Opener
+
+NAMES = sorted(plain_models.CONFIGS)
 
 
-@pytest.fixture(scope="session")
-def family_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
-    """One tiny model of each family, and its 4-bit copy, by name."""
-    root = tmp_path_factory.mktemp("families")
-    found = {}
-    for name, (model_type, options) in tiny.FAMILIES.items():
-        found[name] = kv.load(tiny.write_tiny_model(root / name, model_type, **options))
-        found[f"{name} 4-bit"] = quantised(found[name], root / f"{name}-4bit")
-    return found
+@pytest.fixture
+def opened(plain: Opener) -> Opener:
+    """A tiny model of a family by its model_type."""
+    return plain
 
 
-@pytest.fixture(params=[f"{n}{bits}" for n in tiny.FAMILIES for bits in ("", " 4-bit")])
-def model(request: pytest.FixtureRequest, family_models: dict[str, LanguageModel]) -> LanguageModel:
-    return family_models[request.param]
+# ---- which families there are ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [7])
-@pytest.mark.parametrize("length", LENGTHS)
-def test_identity_writes_the_models_own_cache(model: LanguageModel, step: int, length: int) -> None:
-    """Decoding from equal caches can differ by their lengths (chunks of 7), or by their chunks."""
-    tokens = TOKENS[:length]
-    own = native(model, tokens[:-1], step)
-    entries = [held(theirs) for theirs in own]
-    decodes = step == 7 or length == max(LENGTHS)
-    expected = logits(model, own, tokens[-1]) if decodes else None
-    for point in model.family.points:
-        translator = identity_of(model, capture=point)
-        cache = kv.hand_over(model, model, tokens, translator=translator, prefill_step_size=step)
-        for mine, theirs in zip(cache, entries, strict=True):
-            for a, b in zip(held(mine), theirs, strict=True):
-                np.testing.assert_array_equal(a, b)
-        if decodes and point == model.family.points[0]:  # equal caches decode alike
-            assert np.array_equal(logits(model, cache, tokens[-1]), expected)
+def test_the_page_lists_every_family() -> None:
+    page = (TESTS.parent / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
+    assert page.split("```text\n")[1].split("```")[0].split() == known_families()
 
 
-def test_a_window_is_all_that_is_translated(family_models: dict[str, LanguageModel]) -> None:
-    model = family_models["gemma3"]
-    translator = identity_of(model)
-    whole = kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=20)
-    (states,) = capture.prefill(model, TOKENS[:-1])
-    kept = model.geometry.first_kept(len(TOKENS) - 1)
-    found = translator(states, kept)
-    for group in (*found.keys, *found.values):
-        (layer,) = group.layers
-        window = model.geometry.layers[layer].window
-        assert group.states.shape[3] == (len(TOKENS) - 1 if window is None else WINDOW)
-        assert group.start == kept[layer]
-    assert [c.keys.shape[2] for c in whole if isinstance(c, RotatingKVCache)] == [WINDOW] * 4
+def test_every_family_is_run() -> None:
+    other = {model_type for model_type, _ in tiny.FAMILIES.values()}
+    wrapped = {"gemma3", "gemma4", "gemma4_unified", "kimi_k2", "joyai_llm_flash"}
+    assert {*NAMES, *hybrid_models.CONFIGS, *other, *wrapped} == {*known_families()}
 
 
-def test_a_window_larger_than_the_sources_is_refused(
-    family_models: dict[str, LanguageModel], tmp_path: Path
-) -> None:
-    model_type, options = tiny.FAMILIES["gemma3"]
-    folder = tiny.write_tiny_model(
-        tmp_path / "wide", model_type, **options | {"sliding_window": 24}
-    )
+def test_every_family_is_known_by_its_norms(opened: Opener, tmp_path: Path) -> None:
+    """RMSNorm or not: else two checkpoints of one shape would pass for each other."""
+    for name in ("phi", "nemotron", "cohere", "llama"):
+        other = plain_models.write_plain_model(tmp_path / name, name, seed=2)
+        assert kv.load(other).norms_fingerprint != opened(name).norms_fingerprint, name
+
+
+# ---- rotations ---------------------------------------------------------------------------
+
+
+ROPES = {
+    "default": None,
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": plain_models.LLAMA3,
+    "yarn": plain_models.YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+    "longrope": plain_models.LONG | {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("traditional", [False, True])
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotation_is_the_modules_own(kind: str, traditional: bool) -> None:
+    """Keys of a span and a layer group, whichever way they are computed."""
+    module = rope_utils.initialize_rope(16, 5000.0, traditional, ROPES[kind], 512)
+    config = {"rope_theta": 5000.0, "rope_scaling": ROPES[kind]}
+    spec = configured_rope(config, 16, traditional=traditional)
+    keys = mx.random.normal((2, 1, 3, 9, 16))
+    found = Rotation(5)(keys, Finish(None, 0.0, module, spec))
+    for layer, array in zip(found, keys, strict=True):
+        assert np.array_equal(np.array(layer), np.array(module(array, offset=5)))
+    assert np.abs(np.array(found - Rotation(6)(keys, Finish(None, 0.0, module, spec)))).max() > 0.1
+
+
+def test_rotation_of_a_part_of_each_head() -> None:
+    module = nn.RoPE(8, base=5000.0)
+    keys = mx.random.normal((1, 1, 3, 9, 16))
+    finish = Finish(None, 0.0, module, RopeSpec("default", 5000.0, 8))
+    found = np.array(Rotation(5)(keys, finish))
+    assert np.array_equal(found[0], np.array(module(keys[0], offset=5)))
+    assert np.array_equal(found[..., 8:], np.array(keys)[..., 8:])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("glm4", RopeSpec("default", 5000.0, 8, True)),
+        ("mistral", RopeSpec("default", 5000.0, 16, True)),
+        ("cohere", RopeSpec("default", 5000.0, 16, True)),
+        ("deepseek", RopeSpec("linear", 5000.0, 16, scaling=(("factor", 2.0),))),
+        ("qwen2_moe", RopeSpec("default", 5000.0, 16)),
+    ],
+)
+def test_rotations_are_described_as_they_run(name: str, expected: RopeSpec, opened: Opener) -> None:
+    assert set(opened(name).geometry.rope) == {expected}
+
+
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "starcoder2",
+        "deepseek",
+    ],
+)
+def test_dynamic_rope_is_refused(name: str, field: str, opened: Opener, tmp_path: Path) -> None:
+    """By name, where mlx-lm makes it, refuses it, or passes over it without a word."""
+    folder = Path(shutil.copytree(opened(name).path, tmp_path / "m"))
+    config = json.loads((folder / "config.json").read_text())
+    assert kv.load(folder).geometry == opened(name).geometry
+    config[field] = {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e3}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="^dynamic NTK RoPE .* with another RoPE sca"):
+        kv.load(folder)
+
+
+# ---- configs of transformers 5 -----------------------------------------------------------
+
+
+def in_transformers_5(folder: Path, copy: Path) -> dict:
+    """A copy of a model folder whose config is as transformers 5 writes it; its config."""
+    transformers = pytest.importorskip("transformers")
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    transformers.AutoConfig.from_pretrained(folder).save_pretrained(copy)
+    return json.loads((copy / "config.json").read_text())
+
+
+MODERN = (
+    "apertus", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma2", "glm4", "gpt_oss", "granite",
+    "helium", "llama", "ministral3", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "phi",
+    "phi3", "phimoe", "qwen2", "qwen2_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODERN)
+def test_modern_configs_rotate_alike(name: str, opened: Opener, tmp_path: Path) -> None:
+    model = opened(name)
+    config = in_transformers_5(model.path, tmp_path / "modern")
+    assert "rope_theta" not in config and "rope_parameters" in config
+    modern = kv.load(tmp_path / "modern")
+    assert [(r.type, r.base, r.dims) for r in filter(None, modern.geometry.rope)] == [
+        (r.type, r.base, r.dims) for r in filter(None, model.geometry.rope)
+    ]
+    tokens = mx.array([TOKENS[:40]])
+    assert np.array_equal(np.array(modern.model(tokens)), np.array(model.model(tokens)))
+
+
+# ---- refusals ----------------------------------------------------------------------------
+
+
+def test_every_family_of_mlx_lm_is_supported_or_refused_for_a_reason() -> None:
+    reasons = [name for names in REASONS.values() for name in names]
+    assert len(set(reasons)) == len(reasons) and not set(reasons) & set(known_families())
+    for path in Path(mlx_lm.models.__file__).parent.glob("*.py"):
+        if "class Model(nn.Module" in path.read_text():
+            assert path.stem in known_families() or path.stem in reasons, path.stem
+    for name, run_by in mlx_lm.utils.MODEL_REMAPPING.items():
+        assert name in known_families() or name in reasons, name
+        assert (name in known_families()) == (run_by in known_families()), name
     with pytest.raises(
-        IncompatibleTranslatorError, match="window of 24 tokens.* keeps the last 16"
+        UnsupportedModelError, match="'mamba2' is not supported: it has no layer of"
     ):
-        kv.fit(family_models["gemma3"], kv.load(folder), [{"text": "a b c"}])
+        family_of("mamba2")
+    with pytest.raises(UnsupportedModelError, match="'t5' is not supported; supported families: "):
+        family_of("t5")
 
 
-def test_layers_read_their_own_kind(family_models: dict[str, LanguageModel]) -> None:
-    model = family_models["gemma3"]
-    translator = kv.fit(model, model, [{"text": "the you and use is of an other " * 24}], nu=2)
-    kinds = [layer.attention for layer in model.geometry.layers]
-    assert kinds == ["sliding", "sliding", "full", "sliding", "sliding"]
-    # Two of the four local layers each; the single global layer has no other to read.
-    assert translator.config.assignment.keys == ((0, 1), (1, 3), (2,), (3, 4), (3, 4))
-    with pytest.raises(IncompatibleTranslatorError, match="sliding attention, the source only of"):
-        kv.fit(family_models["qwen3"], model, [{"text": "a b c"}])
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("cohere", {"use_qk_norm": True}, "norms its keys by LayerNorm2D"),
+        ("stablelm", {"qk_layernorm": True}, "norms its keys by LayerNormPerHead"),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default"}}},
+            "rope_parameters for each kind of layer",
+        ),
+    ],
+)
+def test_variants_that_are_refused(name: str, more: dict, message: str, tmp_path: Path) -> None:
+    folder = plain_models.write_plain_model(tmp_path, name, **more)
+    with pytest.raises(UnsupportedModelError, match=message):
+        _ = kv.load(folder).geometry
+
+
+def test_a_malformed_rotation_is_one_line(tmp_path: Path) -> None:
+    folder = plain_models.write_plain_model(tmp_path, "seed_oss", rope_parameters=[1.0])
+    with pytest.raises(MissingModelError, match="cannot be loaded"):
+        kv.load(folder)
+
+
+def test_a_setting_under_no_known_name_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = plain_models.write_plain_model(tmp_path / "m", "cohere")
+    monkeypatch.setattr(base, "NORM_EPS", ("eps_of_others", "epsilon"))
+    with pytest.raises(UnsupportedModelError, match="cohere has none of eps_of_others, epsilon"):
+        _ = kv.load(folder).geometry
+    monkeypatch.setattr(base, "KV_HEADS", ("heads_of_others",))
+    with pytest.raises(UnsupportedModelError, match="cohere keeps its number of KV heads under"):
+        _ = kv.load(folder).geometry
+    config = json.loads((folder / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="cohere has none of max_position_embeddings"):
+        _ = kv.load(folder).context_length

@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import kvlingo_mlx as kv
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import atomic, tensor_file, translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.store.importing import import_translator
 from tests.support.translator_folders import (
     BROKEN_FILES,
     CARD,
@@ -92,22 +94,35 @@ def refuse(folder: Path, *words: str, names: Path | str = CONFIG) -> None:
 
 @each_dtype
 @each_layout
-def test_reads_what_the_format_describes(tmp_path: Path, layout: Layout, dtype: str) -> None:
-    config, weights = translator_folder.read(store(tmp_path / "t", layout, dtype))
-    assert config == to_config(config_json(layout))
-    assert weights.dtype == dtype
-    assert_same(weights.arrays, arrays_of(layout, dtype))
-
-
-@each_dtype
-@each_layout
-def test_round_trip_is_bitwise(tmp_path: Path, layout: Layout, dtype: str) -> None:
-    config, arrays = to_config(config_json(layout)), arrays_of(layout, dtype)
-    folder = translator_folder.write(tmp_path / "t", config, Weights(dtype, arrays))
-    again, weights = translator_folder.read(folder)
-    assert again == config
-    assert weights.dtype == dtype
+def test_what_the_page_describes_is_read_and_written(
+    tmp_path: Path, layout: Layout, dtype: str
+) -> None:
+    """Files of the page alone are read; those written are plain JSON and safetensors."""
+    data, arrays = config_json(layout), arrays_of(layout, dtype)
+    config, weights = translator_folder.read(store(tmp_path / "theirs", layout, dtype))
+    assert config == to_config(data) and weights.dtype == dtype
     assert_same(weights.arrays, arrays)
+    folder = translator_folder.write(tmp_path / "ours", config, Weights(dtype, arrays))
+    assert listing(folder) == sorted([CONFIG, TENSORS, SELFTEST, CARD])
+    found = json.loads((folder / CONFIG).read_bytes().decode("utf-8"))
+    assert found == data and type(found["format_version"]) is int
+    tensors = dict(safetensors.deserialize((folder / TENSORS).read_bytes()))
+    assert {n: tuple(e["shape"]) for n, e in tensors.items()} == shapes_of(layout)
+    for name, array in arrays.items():
+        assert tensors[name]["dtype"] == CODES[dtype]
+        assert bytes(tensors[name]["data"]) == array.tobytes()
+    probes = dict(safetensors.deserialize((folder / SELFTEST).read_bytes()))
+    expected = probes_of(layout, arrays, dtype)
+    assert set(probes) == set(expected)
+    for name, entry in probes.items():
+        assert (entry["dtype"], tuple(entry["shape"])) == ("F32", expected[name].shape)
+        values = np.frombuffer(entry["data"], np.float32).reshape(entry["shape"])
+        np.testing.assert_allclose(values, expected[name], rtol=1e-6, atol=1e-6)
+    again, weights = translator_folder.read(folder)
+    assert again == config and weights.dtype == dtype
+    assert_same(weights.arrays, arrays)
+    card = (folder / CARD).read_text(encoding="utf-8")
+    assert "house/reader" in card and "house/writer" in card
 
 
 def assert_same(found: Mapping[str, np.ndarray], expected: Arrays) -> None:
@@ -118,52 +133,10 @@ def assert_same(found: Mapping[str, np.ndarray], expected: Arrays) -> None:
         assert found[name].tobytes() == array.tobytes()
 
 
-@each_layout
-def test_written_config_has_the_documented_keys(tmp_path: Path, layout: Layout) -> None:
-    expected = config_json(layout)
-    write(tmp_path / "t", layout)
-    found = json.loads((tmp_path / "t" / CONFIG).read_bytes().decode("utf-8"))
-    assert found == expected
-    assert type(found["format_version"]) is int
-
-
-@each_dtype
-@each_layout
-def test_written_tensors_are_plain_safetensors(tmp_path: Path, layout: Layout, dtype: str) -> None:
-    write(tmp_path / "t", layout, dtype)
-    found = dict(safetensors.deserialize((tmp_path / "t" / TENSORS).read_bytes()))
-    assert {n: tuple(e["shape"]) for n, e in found.items()} == shapes_of(layout)
-    assert {e["dtype"] for e in found.values()} == {CODES[dtype]}
-    for name, array in arrays_of(layout, dtype).items():
-        assert bytes(found[name]["data"]) == array.tobytes()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@each_layout
-def test_written_selftest_holds_the_probes(tmp_path: Path, layout: Layout, dtype: str) -> None:
-    write(tmp_path / "t", layout, dtype)
-    found = dict(safetensors.deserialize((tmp_path / "t" / SELFTEST).read_bytes()))
-    expected = probes_of(layout, arrays_of(layout, dtype), dtype)
-    assert set(found) == set(expected)
-    for name, entry in found.items():
-        assert entry["dtype"] == "F32"
-        assert tuple(entry["shape"]) == expected[name].shape
-        values = np.frombuffer(entry["data"], np.float32).reshape(entry["shape"])
-        np.testing.assert_allclose(values, expected[name], rtol=1e-6, atol=1e-6)
-
-
 def test_probe_is_the_documented_one() -> None:
     # 11, 48, 85, 122, 159 and 196 leave 11, 14, 0, 3, 6 and 9 when divided by 17.
     assert translator_folder.probe(6).tolist() == [0.375, 0.75, -1.0, -0.625, -0.25, 0.125]
     assert translator_folder.probe(100).tolist() == probe_input(100).tolist()
-
-
-def test_a_folder_holds_four_files(tmp_path: Path) -> None:
-    written = write(tmp_path / "t")
-    assert {path.name for path in written.iterdir()} == {CONFIG, TENSORS, SELFTEST, CARD}
-    card = (written / CARD).read_text(encoding="utf-8")
-    assert "house/reader" in card
-    assert "house/writer" in card
 
 
 @pytest.mark.parametrize("start", [b"\x80", b"PK"], ids=["0x80", "PK"])
@@ -238,31 +211,21 @@ def test_bfloat16_rounds_to_nearest_even(bits: int, expected: int) -> None:
     assert rounded.tolist() == [expected]
 
 
+# Adding half a unit to the last two carries out of the exponent: they would become 0.
 @pytest.mark.parametrize(
-    ("value", "dtype"),
+    ("bits", "dtype"),
     [
-        (1e5, "float16"),
-        (3.4e38, "bfloat16"),
-        (float("nan"), "float32"),
+        (0x47C35000, "float16"),  # 1e5
+        (0x7F7FC99E, "bfloat16"),  # 3.4e38
+        (0x7FC00000, "float32"),
+        (0x7FFFFFFF, "bfloat16"),
+        (0x7F800001, "bfloat16"),
     ],
 )
-def test_what_does_not_fit_is_refused(value: float, dtype: str) -> None:
+def test_what_does_not_fit_is_refused(bits: int, dtype: str) -> None:
+    array = np.array([0, bits], np.uint32).view(np.float32)
     with pytest.raises(ValueError, match=r"^keys\.0\.weight "):
-        Weights.from_float32({"keys.0.weight": np.array([0, value], np.float32)}, dtype)
-
-
-@pytest.mark.parametrize(
-    "bits",
-    [
-        0x7FFFFFFF,
-        0x7F800001,
-    ],
-)
-def test_no_nan_is_rounded_to_a_number(bits: int) -> None:
-    """Adding half a unit to these bits carries out of the exponent: they would become 0."""
-    array = np.array([bits], np.uint32).view(np.float32)
-    with pytest.raises(ValueError, match="NaN"):
-        Weights.from_float32({"w": array}, "bfloat16")
+        Weights.from_float32({"keys.0.weight": array}, dtype)
 
 
 # ---- tensors that are refused -----------------------------------------------------------
@@ -352,21 +315,17 @@ def test_numbers_that_are_none(tmp_path: Path, dtype: str, value: float) -> None
     refuse(folder, "values.1.weight", "NaN or Inf", names=TENSORS)
 
 
-@pytest.mark.parametrize("code", ["F64", "I64", "I32", "U16", "U8", "BOOL", "F8_E4M3"])
-def test_other_dtypes(folder: Path, code: str) -> None:
-    sizes = {name: math.prod(shape) for name, shape in shapes_of(MIXING).items()}
-    entries = {n: (code, shapes_of(MIXING)[n], bytes(SIZES[code] * sizes[n])) for n in sizes}
-    (folder / TENSORS).write_bytes(pack(entries))
-    refuse(folder, code, "BF16", "F16", "F32", names=TENSORS)
-
-
-@pytest.mark.parametrize("other", ["F16", "BF16", "F64"])
-def test_mixed_dtypes(folder: Path, other: str) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("code", ["F64", "I64", "I32", "U16", "U8", "BOOL", "F8_E4M3", "F16"])
+def test_other_and_mixed_dtypes(folder: Path, code: str, alone: bool) -> None:
     entries = {n: ("F32", a.shape, a.tobytes()) for n, a in arrays_of(MIXING).items()}
-    shape = shapes_of(MIXING)["keys.1.weight"]
-    entries["keys.1.weight"] = (other, shape, bytes(SIZES[other] * math.prod(shape)))
+    if not alone and code == "F16":
+        return  # sound, but for the probes
+    for name in ["keys.1.weight"] if alone else [*entries]:
+        shape = shapes_of(MIXING)[name]
+        entries[name] = (code, shape, bytes(SIZES[code] * math.prod(shape)))
     (folder / TENSORS).write_bytes(pack(entries))
-    refuse(folder, "dtypes", "F32", other, names=TENSORS)
+    refuse(folder, code, "F32", names=TENSORS)
 
 
 # ---- safetensors files that are refused -------------------------------------------------
@@ -596,18 +555,12 @@ def test_broken_config_text(folder: Path, text: bytes, word: str) -> None:
 # ---- files that are absent, or something else -------------------------------------------
 
 
-@pytest.mark.parametrize("name", [CONFIG, TENSORS])
-def test_a_missing_file(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-    refuse(folder, "missing", names=name)
-
-
-def test_no_folder(tmp_path: Path) -> None:
+def test_what_is_absent_or_something_else(folder: Path, tmp_path: Path) -> None:
     refuse(tmp_path / "nowhere", "does not exist", names="")
-
-
-def test_a_file_for_a_folder(folder: Path) -> None:
     refuse(folder / TENSORS, "is a file", names="")
+    for name in (TENSORS, CONFIG):
+        (folder / name).unlink()
+        refuse(folder, "missing", names=name)
 
 
 # ---- pickles ----------------------------------------------------------------------------
@@ -642,32 +595,18 @@ def test_a_pickle_under_our_name(folder: Path, tmp_path: Path, name: str, kind: 
     assert not trace.exists()
 
 
-SUFFIXES = (
-    ".pt",
-    ".bin",
-    ".pkl",
-    ".Bin",
-)
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_pickles_path(tmp_path: Path, suffix: str, exists: bool) -> None:
+@pytest.mark.parametrize("suffix", [".pt", ".bin", ".pkl", ".Bin"])
+def test_a_pickles_path(folder: Path, tmp_path: Path, suffix: str) -> None:
+    """There or not, and beside a config or alone in a folder."""
     path = tmp_path / f"translator{suffix}"
-    if exists:
-        path.write_bytes(pickle.dumps(Canary(tmp_path / "trace")))
     refuse(path, "pickle", "safetensors", names="")
-    assert not (tmp_path / "trace").exists()
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("with_config", [True, False])
-def test_a_folder_of_pickles_alone(folder: Path, suffix: str, with_config: bool) -> None:
-    for path in folder.iterdir():
-        if not (with_config and path.name == CONFIG):
-            path.unlink()
+    path.write_bytes(pickle.dumps(Canary(tmp_path / "trace")))
+    refuse(path, "pickle", "safetensors", names="")
     (folder / f"maps{suffix}").write_bytes(pickle.dumps({}))
-    refuse(folder, "pickle", "safetensors", names=f"maps{suffix}")
+    for name in (TENSORS, CONFIG):
+        (folder / name).unlink()
+        refuse(folder, "pickle", "safetensors", names=f"maps{suffix}")
+    assert not (tmp_path / "trace").exists()
 
 
 # ---- the self-test ----------------------------------------------------------------------
@@ -865,6 +804,40 @@ def test_what_would_not_be_read_is_not_written(
     assert listing(tmp_path) == []
 
 
+# What the format allows and no training makes: import and load refuse it.
+UNSOUND: dict[str, tuple[str, str, Callable[[np.ndarray], np.ndarray], str]] = {
+    "huge": ("mixing", "values.1.weight", lambda a: a * 1e6, "expected at most 10000"),
+    "one huge": ("mixing", "keys.0.weight", lambda a: np.where(a == a.max(), -2e4, a), "2e+04"),
+    "zero map": ("mixing", "keys.1.weight", np.zeros_like, "keys.1.weight is all zero"),
+    "zero MLP": ("mlp-gated", "keys.1.w2", np.zeros_like, "keys.1.w2 is all zero"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "tensor", "change", "text"), UNSOUND.values(), ids=UNSOUND)
+def test_what_no_training_makes(
+    tmp_path: Path, store: Path, name: str, tensor: str, change: Callable, text: str
+) -> None:
+    arrays = arrays_of(LAYOUTS[name])
+    arrays[tensor] = np.ascontiguousarray(change(arrays[tensor]), np.float32)
+    config = to_config(config_json(LAYOUTS[name]))
+    folder = translator_folder.write(tmp_path / "t", config, Weights("float32", arrays))
+    for use in (import_translator, kv.load_translator):
+        with pytest.raises(kv.MalformedTranslatorError) as caught:
+            use(str(folder))
+        assert text in str(caught.value) and str(folder / TENSORS) in str(caught.value)
+    assert not store.exists()
+
+
+def test_what_a_training_does_make(tmp_path: Path) -> None:
+    """A gate at its largest, an MLP beside a linear map that adds nothing yet."""
+    layout = LAYOUTS["linear-mlp-head-wise"]
+    arrays = arrays_of(layout)
+    arrays |= {n: np.zeros_like(a) for n, a in arrays.items() if n.endswith((".w2", ".b2"))}
+    config = to_config(config_json(layout))
+    translator_folder.write(tmp_path / "t", config, Weights("float32", arrays))
+    kv.load_translator(tmp_path / "t")
+
+
 # ---- failures in the middle of writing --------------------------------------------------
 
 
@@ -911,7 +884,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, name: str, at: int, error: type, aft
 @errors
 @timing
 @pytest.mark.parametrize(("name", "call"), [*STEPS, ("os.rename", 2), ("atomic.exchange", 1)])
-def test_a_failure_keeps_the_older_translator(
+def test_a_failure_keeps_what_was_there(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -919,37 +892,26 @@ def test_a_failure_keeps_the_older_translator(
     error: type[BaseException],
     after: bool,
 ) -> None:
+    """The older translator, or nothing where nothing was."""
     old = contents(write(tmp_path / "t", seed=1))
     new = contents(write(tmp_path / "scratch" / "t", seed=2))
     fault = inject(monkeypatch, name, call, error, after)
     with pytest.raises(error, match="injected"):
         write(tmp_path / "t", seed=2)
-    monkeypatch.undo()
     assert fault.calls >= call
+    monkeypatch.undo()
     placed = (("os.rename", 2, True), ("atomic.exchange", 1, True))
-    done = (name, call, after) in placed
-    assert contents(tmp_path / "t") == (new if done else old)
+    assert contents(tmp_path / "t") == (new if (name, call, after) in placed else old)
     assert listing(tmp_path) == ["scratch", "t"]
     translator_folder.read(tmp_path / "t")
-
-
-@errors
-@timing
-@pytest.mark.parametrize(("name", "call"), STEPS)
-def test_a_failure_leaves_nothing_where_nothing_was(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    call: int,
-    error: type[BaseException],
-    after: bool,
-) -> None:
+    if (name, call) not in STEPS:
+        return
+    (tmp_path / "fresh").mkdir()
     inject(monkeypatch, name, call, error, after)
     with pytest.raises(error, match="injected"):
-        write(tmp_path / "t")
+        write(tmp_path / "fresh" / "t")
     monkeypatch.undo()
-    done = (name, after) == ("os.rename", True)
-    assert listing(tmp_path) == (["t"] if done else [])
+    assert listing(tmp_path / "fresh") == (["t"] if (name, after) == ("os.rename", True) else [])
 
 
 def test_the_only_copy_survives_when_it_cannot_be_moved_back(

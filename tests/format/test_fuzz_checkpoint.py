@@ -44,12 +44,6 @@ def room() -> Iterator[Path]:
         yield Path(root)
 
 
-# ---- mutations --------------------------------------------------------------------------
-
-
-# ---- tests ------------------------------------------------------------------------------
-
-
 def test_the_bases_are_sound(room: Path) -> None:
     assert all(try_folder(room, files) for files in SOUND)
     assert all(set(files) == {CONFIG, TENSORS, SELFTEST} for files in SOUND)

@@ -196,7 +196,7 @@ def test_what_mlx_lm_misreads_is_refused(
         (
             "qwen3_5",
             {"layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2},
-            "layers with attention of this qwen3_5_text do not alternate regularly",
+            "kinds of layers of this qwen3_5_text do not alternate regularly",
         ),
         (
             "qwen3_next",

@@ -1,8 +1,9 @@
-"""Translator format version 2: layers that keep a recurrent state, read, written and refused."""
+"""Recurrent layers (format version 2) and maps of their states (3), by the format page alone."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import config_reading, translator_folder
 from kvlingo_mlx.format.geometry import CacheGeometry, LayerGeometry, Recurrence
 from kvlingo_mlx.format.maps import maps_of
-from tests.support.translator_folders import CONFIG, TENSORS
+from kvlingo_mlx.format.tensor_file import Weights
+from tests.support import state_map_folders as mapped
+from tests.support.state_map_folders import FULL, TARGET
+from tests.support.translator_folders import CONFIG, SELFTEST, TENSORS
 
 Json = dict[str, Any]
 Place = tuple[str | int, ...]
@@ -28,53 +32,33 @@ RULES: dict[str, tuple[dict[str, int], int, int]] = {
     "mamba2": (dict(key_heads=1, value_heads=3, key_dim=4, value_dim=2, kernel=2), 14, 3),
     "short_conv": (dict(key_heads=0, value_heads=1, key_dim=0, value_dim=6, kernel=3), 6, 6),
 }
-FULL: Json = {
-    "kv_heads": 2, "key_dim": 4, "value_dim": 4, "attention": "full", "window": None,
-}  # fmt: skip
 
 
-def recurrent(rule: str, **more: int) -> Json:
+def recurrent(rule: str) -> Json:
     """A recurrent layer of the page."""
     recurrence, keys, values = RULES[rule]
-    return {
-        "kv_heads": 1, "key_dim": keys, "value_dim": values, "attention": rule, "window": None,
-        "recurrence": recurrence | more,
-    }  # fmt: skip
+    widths = {"kv_heads": 1, "key_dim": keys, "value_dim": values}
+    return {**widths, "attention": rule, "window": None, "recurrence": recurrence}
 
 
 def config_json(rule: str = "gated_delta") -> Json:
     """A config of a recurrent layer and one of attention on both sides, which differ in width."""
-    ends = {}
+    data = mapped.config_json()
+    del data["state_maps"]
     for end, layers in (("source", (recurrent(rule), FULL)), ("target", (FULL, recurrent(rule)))):
-        unknown = {"geometry": None, "norms": None, "tokenizer": None}
-        ends[end] = {
-            "name": end, "revision": None, "model_type": "hybrid", "fingerprint": unknown,
-            "layers": [{"layer": i, **layer} for i, layer in enumerate(layers)],
-        }  # fmt: skip
-    return copy.deepcopy({
-        "format_version": 2, "kind": "linear", "head_mixing": True, "joint": False,
-        "capture": "pre_norm", **ends, "assignment": {side: [[1], [0]] for side in SIDES},
-        "alignment": None, "provenance": {},
-    })  # fmt: skip
+        data[end]["layers"] = [{"layer": i, **layer} for i, layer in enumerate(layers)]
+    data |= {"format_version": 2, "assignment": {side: [[1], [0]] for side in SIDES}}
+    return copy.deepcopy(data)
 
 
 def put(folder: Path, data: Json, rule: str = "gated_delta") -> Path:
     """A folder of a config with random maps; those of the sound config's widths."""
-    folder.mkdir(exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(data))
     rng = np.random.default_rng(1)
-    target = config_json(rule)["target"]["layers"]
-    widths = {
-        (side, t): layer["kv_heads"] * layer["key_dim" if side == "keys" else "value_dim"]
-        for t, layer in enumerate(target)
-        for side in SIDES
-    }
-    tensors = {
-        f"{side}.{t}.weight": rng.standard_normal((width, width)).astype(np.float32)
-        for (side, t), width in widths.items()
-    }
-    save_file(tensors, folder / TENSORS)
-    return folder
+    tensors = {}
+    for (t, layer), side in itertools.product(enumerate((FULL, recurrent(rule))), SIDES):
+        width = layer["kv_heads"] * layer["key_dim" if side == "keys" else "value_dim"]
+        tensors[f"{side}.{t}.weight"] = rng.standard_normal((width, width)).astype(np.float32)
+    return mapped.put(folder, data, tensors)
 
 
 def changed(place: Place, value: Any, rule: str = "gated_delta") -> Json:
@@ -87,27 +71,35 @@ def changed(place: Place, value: Any, rule: str = "gated_delta") -> Json:
     return data
 
 
-def refuse(folder: Path, data: Json, *words: str) -> None:
-    """The config is refused in one line that names its file and holds the words."""
+def refuse(folder: Path, *words: str) -> None:
+    """A folder is refused in one line that names it and holds the words."""
     with pytest.raises(MalformedTranslatorError) as caught:
-        translator_folder.read(put(folder, data))
+        translator_folder.read(folder)
     message = str(caught.value)
-    assert message.isprintable() and len(message) < 1000 and str(folder / CONFIG) in message
-    for word in words:
-        assert word in message
+    assert message.isprintable() and len(message) < 1000 and str(folder) in message
+    assert all(word in message for word in words), message
+
+
+# ---- recurrent layers -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_what_the_page_describes_is_read_and_written(rule: str, tmp_path: Path) -> None:
-    data = config_json(rule)
-    config, weights = translator_folder.read(put(tmp_path / "t", data, rule))
-    assert json.loads(json.dumps(config.to_json())) == data
-    assert config.format_version == 2
-    layer = config.target.layers[1]
+    folders = {2: put(tmp_path / "2", config_json(rule), rule)}
+    if rule != "short_conv":
+        folders[3] = mapped.put(tmp_path / "3", mapped.config_json(rule))
+    for version, folder in folders.items():
+        data = json.loads((folder / CONFIG).read_text())
+        config, weights = translator_folder.read(folder)
+        assert json.loads(json.dumps(config.to_json())) == data
+        assert config.format_version == version
+        again = translator_folder.write(tmp_path / f"again-{version}", config, weights)
+        assert json.loads((again / CONFIG).read_text()) == data
+        assert translator_folder.read(again)[0] == config
+        for name, array in load_file(folder / TENSORS).items():
+            assert np.array_equal(load_file(again / TENSORS)[name], array)
+    layer = translator_folder.read_config(folders[2]).target.layers[1]
     assert layer.recurrence is not None and asdict(layer.recurrence) == RULES[rule][0]
-    again = translator_folder.write(tmp_path / "again", config, weights)
-    assert json.loads((again / CONFIG).read_text()) == data
-    assert translator_folder.read(again)[0] == config
 
 
 def test_a_folder_without_recurrent_layers_is_of_version_1(tmp_path: Path) -> None:
@@ -116,10 +108,8 @@ def test_a_folder_without_recurrent_layers_is_of_version_1(tmp_path: Path) -> No
         data[end]["layers"] = [{"layer": 0, **FULL}]
     data["assignment"] = {side: [[0]] for side in SIDES}
     weights = {f"{side}.0.weight": np.eye(8, dtype=np.float32) for side in SIDES}
-    put(tmp_path / "t", config_json())
     for version in (1, 2):  # a writer may say 2 where 1 would do
-        (tmp_path / "t" / CONFIG).write_text(json.dumps(data | {"format_version": version}))
-        save_file(weights, tmp_path / "t" / TENSORS)
+        mapped.put(tmp_path / "t", data | {"format_version": version}, weights)
         config, read = translator_folder.read(tmp_path / "t")
         assert json.loads(json.dumps(config.to_json())) == data | {"format_version": 1}
         written = translator_folder.write(tmp_path / f"again-{version}", config, read)
@@ -136,10 +126,8 @@ def test_layers_of_two_kinds(rule: str, tmp_path: Path) -> None:
         "keys.0": (8, keys + values + 8), "keys.1": (keys, 16 + keys),
         "values.0": (8, keys + values), "values.1": (values, values),
     }  # fmt: skip
-    put(folder, data, rule)
     tensors = {f"{n}.weight": np.ones(shape, np.float32) for n, shape in shapes.items()}
-    save_file(tensors, folder / TENSORS)
-    config, weights = translator_folder.read(folder)
+    config, weights = translator_folder.read(mapped.put(folder, data, tensors))
     assert [m.reads for m in maps_of(config)] == [
         (("keys", 0), ("values", 0), ("keys", 1)), (("keys", 1), ("values", 1), ("keys", 0)),
         (("keys", 0), ("values", 0)), (("values", 0),),
@@ -149,18 +137,17 @@ def test_layers_of_two_kinds(rule: str, tmp_path: Path) -> None:
     for name, shape in shapes.items():  # one side alone, as between layers of one kind
         narrow = np.ones((shape[0], shape[1] - 1), np.float32)
         save_file(tensors | {f"{name}.weight": narrow}, folder / TENSORS)
-        with pytest.raises(MalformedTranslatorError, match=f"{name}.weight has shape"):
-            translator_folder.read(folder)
+        refuse(folder, f"{name}.weight has shape")
 
 
 def test_windows_and_latents_are_not_read_by_recurrent_layers(tmp_path: Path) -> None:
     data = config_json()
-    data["source"]["layers"][1] |= {"attention": "sliding", "window": 4}
     data["target"]["layers"] = data["target"]["layers"][1:]
     data["assignment"] = {side: [[1]] for side in SIDES}
-    refuse(tmp_path / "t", data, "keys[0] crosses attention groups", "layer 1 is not gated_delta")
-    data["source"]["layers"][1] |= {"attention": "latent", "window": None}
-    refuse(tmp_path / "t", data, "keys[0] crosses attention groups", "layer 1 is not gated_delta")
+    for kind, window in (("sliding", 4), ("latent", None)):
+        data["source"]["layers"][1] |= {"attention": kind, "window": window}
+        told = "keys[0] crosses attention groups: source layer 1 is not gated_delta"
+        refuse(put(tmp_path / kind, data), told)
 
 
 INTEGERS = (True, False, 1.0, "1", None, [1], {}, -1, 2**70, 10**4000)
@@ -177,19 +164,17 @@ WRONG: list[tuple[Place, Sequence[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [pytest.param(p, v, id=f"{p[-1]}={v!r:.24}") for p, values in WRONG for v in values],
-)
-def test_a_wrong_value(place: Place, value: Any, tmp_path: Path) -> None:
-    refuse(tmp_path / "t", changed(place, value))
+@pytest.mark.parametrize("place", range(len(WRONG)))
+def test_a_wrong_value(place: int, tmp_path: Path) -> None:
+    for value in WRONG[place][1]:
+        refuse(put(tmp_path / "t", changed(WRONG[place][0], value)), CONFIG)
 
 
-@pytest.mark.parametrize("key", Recurrence.__dataclass_fields__)
-def test_a_key_that_lacks(key: str, tmp_path: Path) -> None:
-    data = config_json()
-    del data["target"]["layers"][1]["recurrence"][key]
-    refuse(tmp_path / "t", data, "recurrence", key)
+def test_a_key_that_lacks(tmp_path: Path) -> None:
+    for key in Recurrence.__dataclass_fields__:
+        data = config_json()
+        del data["target"]["layers"][1]["recurrence"][key]
+        refuse(put(tmp_path / "t", data), "recurrence", key)
 
 
 @pytest.mark.parametrize("end", ["source", "target"])
@@ -197,22 +182,10 @@ def test_a_recurrent_layer_says_what_it_keeps(end: str, tmp_path: Path) -> None:
     data = config_json()
     layer = next(g for g in data[end]["layers"] if "recurrence" in g)
     told = layer.pop("recurrence")
-    refuse(tmp_path / "t", data, "attention 'gated_delta' with recurrence None")
+    refuse(put(tmp_path / "t", data), "attention 'gated_delta' with recurrence None")
     data = config_json()
     next(g for g in data[end]["layers"] if "recurrence" not in g)["recurrence"] = told
-    refuse(tmp_path / "t", data, "attention 'full' with recurrence Recurrence(")
-
-
-def test_version_1_has_no_recurrent_layers(tmp_path: Path) -> None:
-    refuse(tmp_path / "t", config_json() | {"format_version": 1}, "recurrent layers", "version 1")
-
-
-def test_readers_of_version_1_refuse_version_2_by_its_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a release does that knows version 1 alone."""
-    monkeypatch.setattr(config_reading, "FORMAT_VERSION", 1)
-    refuse(tmp_path / "t", config_json(), "format version 2", "upgrade")
+    refuse(put(tmp_path / "t", data), "attention 'full' with recurrence Recurrence(")
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -221,10 +194,16 @@ def test_widths_that_are_not_the_recurrences(rule: str, key: str, tmp_path: Path
     sound = recurrent(rule)
     data = changed((*AT[:-1], key), sound[key] + 1, rule)
     wanted = f"reads one of {sound['key_dim']} and {sound['value_dim']}"
-    refuse(tmp_path / "t", data, "its recurrence", wanted)
+    refuse(put(tmp_path / "t", data), "its recurrence", wanted)
 
 
-# ---- fingerprints -----------------------------------------------------------------------
+def test_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older one lacks what a newer one has, and its readers refuse a newer one by its number."""
+    folder = put(tmp_path / "t", config_json() | {"format_version": 1})
+    refuse(folder, "recurrent layers", "version 1")
+    for version, data in ((2, config_json()), (3, mapped.config_json())):
+        monkeypatch.setattr(config_reading, "FORMAT_VERSION", version - 1)
+        refuse(put(tmp_path / "t", data), f"format version {version}", "upgrade")
 
 
 def test_facts_of_attention_are_those_of_version_1() -> None:
@@ -232,13 +211,123 @@ def test_facts_of_attention_are_those_of_version_1() -> None:
     plain = LayerGeometry(0, 2, 4, 4)
     geometry = CacheGeometry("qwen3", (plain,), (None,), 1e-6, 320)
     assert geometry.facts["layers"] == [{"layer": 0, **FULL}]
-    recurrence = Recurrence(**RULES["mamba2"][0])
-    hybrid = LayerGeometry(0, 1, 14, 3, "mamba2", recurrence=recurrence)
-    other = LayerGeometry(
-        0, 1, 14, 3, "mamba2", recurrence=Recurrence(**RULES["mamba2"][0] | {"kernel": 3})
-    )
-    assert hybrid.facts["recurrence"] == RULES["mamba2"][0]
-    found = {
-        CacheGeometry("x", (layer,), (None,), 1e-6, 320).fingerprint for layer in (hybrid, other)
-    }
-    assert len(found) == 2  # a recurrence counts, wherever widths do not show it
+    found = set()
+    for kernel in (2, 3):  # a recurrence counts, wherever widths do not show it
+        recurrence = Recurrence(**RULES["mamba2"][0] | {"kernel": kernel})
+        layer = LayerGeometry(0, 1, 14, 3, "mamba2", recurrence=recurrence)
+        assert layer.facts["recurrence"] == asdict(recurrence)
+        found.add(CacheGeometry("x", (layer,), (None,), 1e-6, 320).fingerprint)
+    assert len(found) == 2
+
+
+# ---- maps of states ---------------------------------------------------------------------
+
+
+def probed(arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """The self-test of the page, as sums over single numbers."""
+    x = lambda n: [((37 * i + 11) % 17 - 8) / 8 for i in range(n)]  # noqa: E731
+    values, keys, query = x(2 * 5), x(2 * 3), x(7)
+    left, right = arrays["states.1.left"].astype(float), arrays["states.1.right"].astype(float)
+    out = np.zeros((6, 4))
+    for head, row, j, a, b, c in np.ndindex(6, 4, 2, 5, 3, 7):
+        one, other = 5 * j + a, 3 * j + b
+        state = left[head, row, one] * values[one] * keys[other] * right[head, other, c]
+        out[head, row] += state * query[c]
+    return out
+
+
+def test_the_self_test_is_that_of_the_page(tmp_path: Path) -> None:
+    """And it finds what is out of order."""
+    config, weights = translator_folder.read(mapped.put(tmp_path / "t", mapped.config_json()))
+    folder = translator_folder.write(tmp_path / "w", config, weights)
+    found, arrays = load_file(folder / SELFTEST), mapped.tensors()
+    assert set(found) == {
+        "keys.0.weight.probe_out", "values.0.weight.probe_out", "states.1.probe_out"
+    }  # fmt: skip
+    assert found["states.1.probe_out"] == pytest.approx(probed(arrays), rel=1e-5)
+    left, right = arrays["states.1.left"], arrays["states.1.right"]
+    for wrong in (
+        {"states.1.left": left[::-1]},
+        {"states.1.left": np.roll(left, 5, axis=2)},  # layers swapped
+        {"states.1.right": np.roll(right, 3, axis=1)},
+        {"states.1.right": right[:, :, ::-1]},
+        {"states.1.left": left[:, ::-1]},
+    ):
+        made = {name: np.ascontiguousarray(array) for name, array in (arrays | wrong).items()}
+        save_file(made, folder / TENSORS)
+        refuse(folder, "self-test failed for states.1")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "told"),
+    [
+        ("states.1.left", (6, 4, 5), "(6, 4, 10)"),
+        ("states.1.right", (6, 7, 6), "(6, 6, 7)"),
+        ("states.1.right", (2, 6, 7), "(6, 6, 7)"),
+    ],
+)
+def test_a_wrong_shape(name: str, shape: tuple[int, ...], told: str, tmp_path: Path) -> None:
+    arrays = mapped.tensors() | {name: np.ones(shape, np.float32)}
+    folder = mapped.put(tmp_path / "t", mapped.config_json(), arrays)
+    refuse(folder, name, f"expected {told}", "first the target layer's heads")
+
+
+def test_the_key_is_true_or_missing_and_its_kind_solved(tmp_path: Path) -> None:
+    for value in (False, None, 1, "true", []):
+        data = mapped.config_json() | {"state_maps": value}
+        refuse(mapped.put(tmp_path / "t", data), "state_maps", "expected true")
+    data = mapped.config_json() | {"kind": "mlp"}
+    refuse(mapped.put(tmp_path / "t", data), "kind is 'mlp', which has no maps of states")
+
+
+def _of_two_rules(data: Json) -> None:
+    data["target"]["layers"][1] |= mapped.recurrent("mamba2", TARGET)
+
+
+def _plain(data: Json) -> None:
+    data["target"]["layers"] = data["target"]["layers"][:1]
+    data["assignment"] = {side: [[1]] for side in SIDES}
+
+
+def _convolutions(data: Json) -> None:
+    for end, index in (("source", 0), ("source", 2), ("target", 1)):
+        data[end]["layers"][index] |= recurrent("short_conv")
+
+
+def _unlike_layers(data: Json) -> None:
+    data["source"]["layers"][2] |= mapped.recurrent("gated_delta", TARGET)
+
+
+def _other_kinds(data: Json) -> None:
+    data["assignment"]["keys"][1] = data["assignment"]["values"][1] = [0, 1]
+
+
+def _two_lists(data: Json) -> None:
+    data["assignment"]["values"][1] = [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_of_two_rules, ("of one rule", "source has those of gated_delta", "of mamba2")),
+        (_plain, ("of one rule", "target has none")),
+        (_convolutions, ("short convolutions", "no state")),
+        (_unlike_layers, ("several shapes",)),
+        (_other_kinds, ("target layer 1 reads source layer 1", "gated_delta")),
+        (_two_lists, ("[0, 2]", "[2, 0]", "one list")),
+    ],
+)
+def test_models_and_assignments_that_do_not_go_together(
+    change: Any, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    data = mapped.config_json()
+    change(data)
+    refuse(mapped.put(tmp_path / "t", data), *words)
+
+
+def test_an_import_refuses_factors_of_zero(tmp_path: Path) -> None:
+    config, weights = translator_folder.read(mapped.put(tmp_path / "t", mapped.config_json()))
+    for name in ("states.1.left", "states.1.right"):
+        zero = Weights("float32", {**weights.arrays, name: 0 * weights.arrays[name]})
+        with pytest.raises(MalformedTranslatorError, match=f"{name} is all zero"):
+            translator_folder.check_sizes(tmp_path / "t", config, zero)

@@ -25,8 +25,11 @@ from tests.support import plain_models, tiny
 from tests.support.identity import identity_of
 from tests.support.native_caches import TOKENS, held, native
 
-# A norm, a window, YaRN's gain, a part of each head with a gain, layers that do not rotate.
-NAMES = ("qwen3", "gemma3", "llama", "ministral3", "phi3", "cohere2", "olmo2", "hunyuan_v1_dense")
+# A norm, a window, YaRN's gain, a part of each head with a gain, layers that do not rotate, sinks.
+NAMES = (
+    "qwen3", "gemma3", "llama", "ministral3", "mistral", "phi3", "cohere2", "gpt_oss", "olmo2",
+    "olmo3", "hunyuan_v1_dense",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +18,11 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 import pytest
 
-import kvlingo_mlx as kv
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.kinds import KINDS
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import base, build, products
-from tests.support import tiny
 from tests.support.kinds import (
     FORMS,
     SIDES,
@@ -293,47 +289,6 @@ def test_maps_like_no_others_are_shuffled_to_their_opposite(dtype: Any) -> None:
         else:
             assert not np.array_equal(array, arrays[name])
             assert any(np.array_equal(array, arrays[f"{side}.{t}.{last}"]) for t in (0, 2, 4))
-
-
-# ---- from end to end ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("step", [2048, 5])
-@pytest.mark.parametrize("nu", [1, 2])
-def test_a_folder_of_mlp_maps_hands_over(
-    folders: dict[str, Path],
-    models: dict[str, LanguageModel],
-    tmp_path: Path,
-    nu: int,
-    step: int,
-) -> None:
-    """Captured after RoPE: the source's own cache, mapped, is the target's."""
-    like = tiny.write_random_translator(
-        tmp_path / "like", folders["dense"], folders["moe"], nu=nu, capture="post_rope"
-    )
-    folder = tiny.write_mlp_translator(tmp_path / "mlp", like)
-    source, target, tokens = models["dense"], models["moe"], tiny.random_tokens(18)
-    native = conditions.native(source)(tokens)
-    states = {
-        side: [np.array(array[:, :, :17]).swapaxes(1, 2).reshape(1, 17, -1) for array in arrays]
-        for side, arrays in (
-            ("keys", [c.keys for c in native]), ("values", [c.values for c in native])
-        )
-    }  # fmt: skip
-    data = json.loads((folder / "translator_config.json").read_text())
-    expected = reference(data, dict(translator_folder.read(folder)[1].arrays), states)
-    cache = kv.hand_over(source, target, tokens, translator=folder, prefill_step_size=step)
-    found = {"keys": [np.array(c.keys[:, :, :17]) for c in cache],
-             "values": [np.array(c.values[:, :, :17]) for c in cache]}  # fmt: skip
-    assert max(errors(found, expected)) < 1e-5
-    shuffled = conditions.shuffled(kv.load_translator(folder))
-    wrong = kv.hand_over(source, target, tokens, translator=shuffled)
-    assert np.linalg.norm(np.array(wrong[0].values[:, :, :17]) - found["values"][0]) > WRONG
-    text = kv.generate(source, target, "hello there", translator=folder, max_tokens=6)
-    assert text == kv.generate(
-        source, target, "hello there", translator=kv.load_translator(folder), max_tokens=6
-    )
-    assert text != kv.generate(source, target, "hello there", translator=shuffled, max_tokens=6)
 
 
 def test_a_form_is_told_in_words() -> None:

@@ -284,17 +284,22 @@ def test_a_hand_over(
     }  # fmt: skip
     data = json.loads((folder / "translator_config.json").read_text())
     arrays = dict(translator_folder.read(folder)[1].arrays)
-    far = {}
-    for bits in (8, 4):
+    far, texts, prompt = {}, set(), "hello there"
+    for bits in (None, 8, 4):
         translator = kv.load_translator(folder, quantize=bits)
         cache = kv.hand_over(source, target, tokens, translator=translator, prefill_step_size=step)
         found = {"keys": [np.array(c.keys[:, :, :17]) for c in cache],
                  "values": [np.array(c.values[:, :, :17]) for c in cache]}  # fmt: skip
-        assert max(errors(found, reference(data, by_hand(arrays, bits), states))) < 1e-5
+        own = by_hand(arrays, bits) if bits else arrays
+        assert max(errors(found, reference(data, own, states))) < 1e-5
         far[bits] = errors(found, reference(data, arrays, states))
-        text = kv.generate(source, target, "hello there", translator=translator, max_tokens=6)
-        assert isinstance(text, str) and text
+        texts.add(kv.generate(source, target, prompt, translator=translator, max_tokens=6))
     assert all(1e-4 < a < 0.02 < b < 0.3 for a, b in zip(far[8], far[4], strict=True))
+    assert kv.generate(source, target, prompt, translator=folder, max_tokens=6) in texts
+    shuffled = conditions.shuffled(kv.load_translator(folder))  # the negative control
+    wrong = kv.hand_over(source, target, tokens, translator=shuffled)
+    assert np.linalg.norm(np.array(wrong[0].values[:, :, :17]) - found["values"][0]) > 1
+    assert kv.generate(source, target, prompt, translator=shuffled, max_tokens=6) not in texts
 
 
 # ---- the command line --------------------------------------------------------------------------

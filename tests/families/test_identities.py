@@ -1,0 +1,160 @@
+"""Every family: what is captured, written and decoded is the model's own, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from mlx_lm.models.cache import RotatingKVCache
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import caches
+from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.translators import build
+from kvlingo_mlx.translators.base import Translator
+from tests.support import hybrid_models, plain_models, tiny
+from tests.support.identity import identity_of
+from tests.support.native_caches import LENGTHS, STEPS, TOKENS, WINDOW, held, logits, native
+from tests.support.opened import Opener, quantised
+
+# A scaled rotation, one of pairs, a temperature, sinks, a fused projection, layers without one.
+THOROUGH = ("cohere2", "gpt_oss", "llama", "ministral3", "mistral", "olmo3", "phi3")
+# Of these the chunks are of 7 tokens, and texts end before, at and beyond a window's wrap.
+FEW_BITS = [f"{name} 4-bit" for name in (*tiny.FAMILIES, "gpt_oss", "phi3")]
+AT_EVERY_LENGTH = (*tiny.FAMILIES, *THOROUGH, *FEW_BITS)
+NAMES = dict.fromkeys((*AT_EVERY_LENGTH, *hybrid_models.CONFIGS, *sorted(plain_models.CONFIGS)))
+
+
+@pytest.fixture(scope="session")
+def opened(plain: Opener, tmp_path_factory: pytest.TempPathFactory) -> Opener:
+    """A tiny model by its family's name, or its 4-bit copy, written when it is first asked for."""
+    root, found = tmp_path_factory.mktemp("families"), dict[str, LanguageModel]()
+
+    def write(name: str) -> LanguageModel:
+        if name.endswith(" 4-bit"):
+            return quantised(opened(name.removesuffix(" 4-bit")), root / name)
+        if name in hybrid_models.CONFIGS:
+            return kv.load(hybrid_models.write_hybrid_model(root / name, name))
+        if name in tiny.FAMILIES:
+            model_type, options = tiny.FAMILIES[name]
+            return kv.load(tiny.write_tiny_model(root / name, model_type, **options))
+        return plain(name)
+
+    def opened(name: str) -> LanguageModel:
+        if name not in found:
+            found[name] = write(name)
+        return found[name]
+
+    return opened
+
+
+def numbers(cache: Any, tokens: int) -> list[np.ndarray]:
+    """What a layer's cache holds of a text; of a hybrid's, tails and states as well."""
+    if not caches.is_recurrent(cache):
+        return [array[..., :tokens, :] for array in held(cache)]
+    return [np.array(array.astype(mx.float32)) for array in caches.held(cache).values()]
+
+
+def same(one: list[Any], other: list[Any]) -> list[bool]:
+    """Whether two caches hold the same numbers, layer by layer."""
+    return [
+        all(np.array_equal(a, b) for a, b in zip(held(x), held(y), strict=True))
+        for x, y in zip(one, other, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_identity_writes_the_models_own_cache(name: str, opened: Opener) -> None:
+    """From every point of capture; equal caches decode alike, and others do not."""
+    model = opened(name)
+    many = name in AT_EVERY_LENGTH
+    step = 7 if many or name in hybrid_models.CONFIGS else 17  # beside the window's edge, of 16
+    for length in LENGTHS if many else [len(TOKENS) - 5]:
+        tokens, steps = TOKENS[:length], STEPS if many else 6
+        own = native(model, tokens[:-1], step)
+        entries = [numbers(cache, length - 1) for cache in own]
+        expected = logits(model, own, tokens[-1], steps)
+        assert np.isfinite(expected).all()
+        for point in model.family.points:
+            translator = identity_of(model, capture=point)
+            options = {"translator": translator, "prefill_step_size": step}
+            cache = kv.hand_over(model, model, tokens, **options)
+            for mine, theirs, wanted in zip(cache, own, entries, strict=True):
+                assert type(mine) is type(theirs)
+                for a, b in zip(numbers(mine, length - 1), wanted, strict=True):
+                    np.testing.assert_array_equal(a, b)
+            if point == model.family.points[0]:
+                assert np.array_equal(logits(model, cache, tokens[-1], steps), expected)
+    if name in plain_models.CONFIGS:  # the negative control: keys rotated once more
+        cache = kv.hand_over(model, model, tokens, **options)
+        for layer, finish in zip(cache, model.finishes, strict=True):
+            layer.keys = finish.rope(layer.keys, offset=1) * 1.0
+        assert np.abs(logits(model, cache, tokens[-1], steps) - expected).max() > 1e-3
+
+
+def worsened(model: LanguageModel) -> Translator:
+    """Maps of a model to itself that no layer could be mistaken for native with."""
+    exact = identity_of(model, capture=model.family.points[0])
+    arrays = {name: 1.5 * array for name, array in exact.to_weights().arrays.items()}
+    return build(exact.config, Weights("float32", arrays))
+
+
+@pytest.mark.parametrize("name", THOROUGH)
+def test_native_layers(name: str, opened: Opener) -> None:
+    """From none to all: the target's own below, translated above, to the bit."""
+    model = opened(name)
+    source = kv.load(model.path)  # whose projections are tapped while the other reads
+    translator, own = worsened(model), native(model, TOKENS[:-1], 25)
+    made = [
+        kv.hand_over(
+            source, model, TOKENS, translator=translator, prefill_step_size=25, native_layers=j
+        )
+        for j in range(len(own) + 1)
+    ]
+    for j, cache in enumerate(made):
+        assert same(cache, own) == [True] * j + [False] * (len(own) - j)
+        assert same(cache, made[0]) == [False] * j + [True] * (len(own) - j)
+
+
+def test_a_window_is_all_that_is_translated(opened: Opener) -> None:
+    model = opened("gemma3")
+    translator = identity_of(model)
+    whole = kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=20)
+    (states,) = capture.prefill(model, TOKENS[:-1])
+    kept = model.geometry.first_kept(len(TOKENS) - 1)
+    found = translator(states, kept)
+    for group in (*found.keys, *found.values):
+        (layer,) = group.layers
+        window = model.geometry.layers[layer].window
+        assert group.states.shape[3] == (len(TOKENS) - 1 if window is None else WINDOW)
+        assert group.start == kept[layer]
+    assert [c.keys.shape[2] for c in whole if isinstance(c, RotatingKVCache)] == [WINDOW] * 4
+
+
+def test_a_window_larger_than_the_sources_is_refused(opened: Opener, tmp_path: Path) -> None:
+    model_type, options = tiny.FAMILIES["gemma3"]
+    folder = tiny.write_tiny_model(
+        tmp_path / "wide", model_type, **options | {"sliding_window": 24}
+    )
+    with pytest.raises(
+        IncompatibleTranslatorError, match="window of 24 tokens.* keeps the last 16"
+    ):
+        kv.fit(opened("gemma3"), kv.load(folder), [{"text": "a b c"}])
+
+
+def test_layers_read_their_own_kind(opened: Opener) -> None:
+    model = opened("gemma3")
+    translator = kv.fit(model, model, [{"text": "the you and use is of an other " * 24}], nu=2)
+    kinds = [layer.attention for layer in model.geometry.layers]
+    assert kinds == ["sliding", "sliding", "full", "sliding", "sliding"]
+    # Two of the four local layers each; the single global layer has no other to read.
+    assert translator.config.assignment.keys == ((0, 1), (1, 3), (2,), (3, 4), (3, 4))
+    with pytest.raises(IncompatibleTranslatorError, match="sliding attention, the source only of"):
+        kv.fit(opened("qwen3"), model, [{"text": "a b c"}])

@@ -42,9 +42,9 @@ FILES: dict[str, str] = {
         "latent": """
             deepseek_v2 deepseek_v3 glm4_moe_lite joyai_llm_flash kimi_k2 minicpm3
         """,
-        "gated_delta": "qwen3_5 qwen3_5_moe qwen3_next",
-        "mamba2": "granitemoehybrid nemotron_h",
-        "short_conv": "lfm2 lfm2_moe",
+        "recurrent": """
+            granitemoehybrid lfm2 lfm2_moe nemotron_h qwen3_5 qwen3_5_moe qwen3_next
+        """,
     }.items()
     for name in names.split()
 }

@@ -59,8 +59,13 @@ def relative_depth(num_source: int, num_target: int, nu: int = 1) -> Assignment:
     """
     if not 1 <= nu <= num_source:
         raise ValueError(f"nu is {nu}; it must be 1 to {num_source}, the source's layers")
-    bands = tuple(_band(index, num_source, num_target, nu) for index in range(num_target))
-    return Assignment(bands, bands)
+    steps, bands = max(num_target - 1, 1), []
+    for index in range(num_target):
+        # Only integers, so nothing is rounded: start = floor(c - (nu - 1) / 2 + 1 / 2).
+        start = (2 * index * (num_source - 1) - (nu - 2) * steps) // (2 * steps)
+        start = min(max(start, 0), num_source - nu)
+        bands.append(tuple(range(start, start + nu)))
+    return Assignment(tuple(bands), tuple(bands))
 
 
 def by_depth(
@@ -83,15 +88,15 @@ def by_depth(
         raise ValueError(
             f"nu is {nu}; it must be 1 to {largest}, the source layers that a target layer can read"
         )
+    steps, depth = max(len(target) - 1, 1), len(source) - 1
     for theirs, ours in groups:
         count = min(nu, len(theirs))
-        if _rules(source) != _rules(target):
-            for layer in ours:
-                found[layer] = _nearest(theirs, layer, len(source), len(target), count)
-            continue
         bands = relative_depth(len(theirs), len(ours), count).keys
-        for layer, band in zip(ours, bands, strict=True):
-            found[layer] = tuple(theirs[index] for index in band)
+        for t, band in zip(ours, bands, strict=True):
+            found[t] = tuple(theirs[index] for index in band)
+            if _rules(source) != _rules(target):  # the nearest of all, the deeper one on a tie
+                nearest = sorted(theirs, key=lambda s, t=t: (abs(s * steps - t * depth), -s))
+                found[t] = tuple(sorted(nearest[:count]))
     return Assignment(tuple(found), tuple(found))
 
 
@@ -176,20 +181,3 @@ def _rules(layers: Sequence[LayerGeometry]) -> set[str]:
 
 def _kinds(layers: Sequence[LayerGeometry]) -> str:
     return " and ".join(dict.fromkeys(layer.attention for layer in layers))
-
-
-def _nearest(
-    candidates: Sequence[int], index: int, num_source: int, num_target: int, nu: int
-) -> tuple[int, ...]:
-    """The ``nu`` candidates nearest to a target layer's relative depth, the deeper one on a tie."""
-    steps = max(num_target - 1, 1)
-    nearest = sorted(candidates, key=lambda s: (abs(s * steps - index * (num_source - 1)), -s))
-    return tuple(sorted(nearest[:nu]))
-
-
-def _band(index: int, num_source: int, num_target: int, nu: int) -> tuple[int, ...]:
-    # Only integers, so nothing is rounded: start = floor(c - (nu - 1) / 2 + 1 / 2).
-    steps = max(num_target - 1, 1)
-    start = (2 * index * (num_source - 1) - (nu - 2) * steps) // (2 * steps)
-    start = min(max(start, 0), num_source - nu)
-    return tuple(range(start, start + nu))

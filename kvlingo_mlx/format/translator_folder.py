@@ -248,15 +248,14 @@ def write(
     """
     folder = atomic.followed(Path(folder))
     check_destination(folder)
-    text = json.dumps(config.to_json(), indent=2) + "\n"
+    text = (json.dumps(config.to_json(), indent=2) + "\n").encode()
     # Refuse to write what reading would refuse.
-    parse_config(folder / CONFIG_FILE, parse_json(folder / CONFIG_FILE, text.encode()))
-    path = folder / WEIGHTS_FILE
-    _check_shapes(path, config, weights.shapes)
-    check_numbers(path, weights)
+    parse_config(folder / CONFIG_FILE, parse_json(folder / CONFIG_FILE, text))
+    _check_shapes(folder / WEIGHTS_FILE, config, weights.shapes)
+    check_numbers(folder / WEIGHTS_FILE, weights)
     probes = Weights("float32", selftest(config, weights))
     check_numbers(folder / SELFTEST_FILE, probes)
-    card = model_card(config, weights)
+    card = model_card(config, weights).encode()
 
     def is_new() -> bool:
         if is_same(folder, config, weights):
@@ -268,10 +267,10 @@ def write(
     needed = weights.nbytes + probes.nbytes + len(text) + len(card)
     with atomic.new_folder(folder, needed, is_new) as place:
         if place is not None:
-            atomic.write_file(place / CONFIG_FILE, [text.encode()])
+            atomic.write_file(place / CONFIG_FILE, [text])
             write_tensors(place / WEIGHTS_FILE, weights)
             write_tensors(place / SELFTEST_FILE, probes)
-            atomic.write_file(place / CARD_FILE, [card.encode()])
+            atomic.write_file(place / CARD_FILE, [card])
     return folder
 
 

@@ -136,12 +136,8 @@ def _rms_norm(keys: mx.array, finishes: Sequence[Finish]) -> mx.array:
 
 def normalise_values(values: mx.array, finishes: Sequence[Finish], origin: str) -> mx.array:
     """Move the values of G layers, (G, B, H, T, D), from a capture point to the cache."""
-    epsilons = {finish.value_eps for finish in finishes}
-    assert len(epsilons) == 1  # layers of one family
-    (eps,) = epsilons
-    if eps is None or origin != "pre_norm":
-        return values
-    return mx.fast.rms_norm(values, None, eps)
+    (eps,) = {finish.value_eps for finish in finishes}  # layers of one family
+    return values if eps is None or origin != "pre_norm" else mx.fast.rms_norm(values, None, eps)
 
 
 def _alike(a: Finish, b: Finish) -> bool:

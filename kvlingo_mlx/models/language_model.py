@@ -56,9 +56,8 @@ class LanguageModel:
     def __repr__(self) -> str:
         """One line; the weights, the tokenizer and the config are left out."""
         layers = self.geometry.layers
-        shapes = dict.fromkeys(
-            f"{g.kv_heads} x {g.key_dim}" for g in layers if g.recurrence is None
-        )
+        attention = (layer for layer in layers if layer.recurrence is None)
+        shapes = dict.fromkeys(f"{g.kv_heads} x {g.key_dim}" for g in attention)
         return (
             f"<LanguageModel {self.name}: {self.geometry.model_type}, {len(layers)} cache layers, "
             f"KV heads {' or '.join(shapes)}, {self.precision}, context {self.context_length:,}>"
@@ -172,20 +171,16 @@ class LanguageModel:
     @property
     def context_length(self) -> int:
         """The most tokens for which the model was made and which mlx-lm runs as in training."""
-        longest, window = self._trained_length, self.ignored_window
-        return longest if window is None else min(longest, window)
-
-    @property
-    def _trained_length(self) -> int:
-        return setting(self.facts, "max_position_embeddings")
+        trained: int = setting(self.facts, "max_position_embeddings")
+        return min(trained, self.ignored_window or trained)
 
     @cached_property
     def ignored_window(self) -> int | None:
         """The window in tokens that mlx-lm ignores, if shorter than the context; else None."""
         text = self.config.get("text_config", self.config)  # the file's own, not mlx-lm's facts
         window = misread.ignored_window(self.family.text_type(self.facts), text)
-        shorter = window is not None and window < self._trained_length
-        return window if shorter else None
+        trained = setting(self.facts, "max_position_embeddings")
+        return window if window is not None and window < trained else None
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -254,11 +249,7 @@ class LanguageModel:
             bad = next(t for t in tokens if not 0 <= t < rows)
             raise ValueError(f"token id {bad} is outside the {rows} ids of {self.name}")
         if len(tokens) > self.context_length:
-            window = (
-                ""
-                if self.ignored_window is None
-                else (", its sliding window, which mlx-lm leaves out")
-            )
+            window = ", its sliding window, which mlx-lm leaves out" if self.ignored_window else ""
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens, the context of {self.name} "
                 f"is {self.context_length}{window}; shorten the prompt"

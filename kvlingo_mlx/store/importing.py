@@ -119,14 +119,14 @@ def _recognised(folder: Path) -> str:
     ours = any((folder / name).exists() for name in translator_folder.OUR_FILES[:3])
     found = [OURS] if ours or not folder.is_dir() else []
     for row in FORMATS.values():
-        there = [(folder / name).is_file() for name in row.files]
-        found += [row.name] if there[1] or (there[0] and not ours) else []
+        manifest, tensors = ((folder / name).is_file() for name in row.files)
+        found += [row.name] if tensors or (manifest and not ours) else []
     if len(found) == 1:
         return found[0]
     known = "; ".join(f"{row.name}: {' and '.join(row.files)}" for row in FORMATS.values())
-    told = f"files of {' and of '.join(found)}; say which with --from" if found else "none of them"
+    which = f"files of {' and of '.join(found)}; say which with --from" if found else "none of them"
     expected = f"expected {translator_folder.CONFIG_FILE}, or files of others ({known})"
-    raise malformed(folder, f"{expected}; found {told}")
+    raise malformed(folder, f"{expected}; found {which}")
 
 
 # ---- a translator of others -------------------------------------------------------------------
@@ -154,18 +154,17 @@ def _converted(
         try:
             found = at_hand(model) if isinstance(model, str) else model
         except (MissingModelError, UnsupportedModelError) as problem:
-            end = getattr(maps.manifest, role).spec()
-            specs.append(replace(end, name=str(model)))
+            specs.append(replace(getattr(maps.manifest, role).spec(), name=str(model)))
             unchecked[str(model)] = f"{problem}; its layers are taken as {maps.path} says"
-            continue
-        _check_model(maps, role, found)
-        specs.append(ModelSpec.of(found))
-        loaded.append(found)
-    if not unchecked:
-        capture_point(loaded[0], loaded[1], maps.manifest.capture)
+        else:
+            _check_model(maps, role, found)
+            specs.append(ModelSpec.of(found))
+            loaded.append(found)
+    if unchecked:
+        return *converted(maps, specs[0], specs[1]), unchecked
+    capture_point(loaded[0], loaded[1], maps.manifest.capture)
     config, weights = converted(maps, specs[0], specs[1])
-    if not unchecked:
-        check_pair(config, loaded[0], loaded[1])
+    check_pair(config, loaded[0], loaded[1])
     return config, weights, unchecked
 
 

@@ -61,19 +61,15 @@ def _described(
     if not suits(config):
         return None
     receipt, date = receipt_of(config), config.provenance.get("date")
+    names = config.source.name, config.target.name
     return Stored(
-        folder,
-        embedded,
-        size,
-        config.source.name,
-        config.target.name,
-        f"{config.form}, {config.capture}, nu {config.nu_told}",
-        UNGRADED if receipt is None else receipt.grade,
-        None if receipt is None else receipt.recovered,
-        None if receipt is None or receipt.recall is None else receipt.recall.kept,
-        config.native_layers,
-        tuned_of(config),
-        date if isinstance(date, str) else None,
+        *(folder, embedded, size, *names, f"{config.form}, {config.capture}, nu {config.nu_told}"),
+        grade=receipt.grade if receipt else UNGRADED,
+        recovered=receipt.recovered if receipt else None,
+        recall=receipt.recall.kept if receipt and receipt.recall else None,
+        native_layers=config.native_layers,
+        tuned=tuned_of(config),
+        date=date if isinstance(date, str) else None,
     )
 
 

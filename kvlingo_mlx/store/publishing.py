@@ -31,10 +31,8 @@ class Upload:
 
     def sizes(self) -> dict[str, int]:
         """The bytes of each file."""
-        return {
-            name: content.stat().st_size if isinstance(content, Path) else len(content)
-            for name, content in self.files.items()
-        }
+        sizes = (len(c) if isinstance(c, bytes) else c.stat().st_size for c in self.files.values())
+        return dict(zip(self.files, sizes, strict=True))
 
 
 def prepare(folder: str | os.PathLike[str], repo: str) -> Upload:

@@ -82,26 +82,6 @@ def test_a_multimodal_models_text_part_is_the_text_model(name: str, tmp_path: Pa
     assert np.array_equal(logits(whole, cache, TOKENS[-1]), logits(plain, own, TOKENS[-1]))
 
 
-@pytest.mark.parametrize("name", ["kimi_k2", "joyai_llm_flash"])
-@pytest.mark.parametrize("step", [7])
-def test_what_mlx_lm_runs_as_deepseek_v3(
-    name: str, step: int, models: dict[str, LanguageModel], tmp_path: Path
-) -> None:
-    """Such a model keeps its own name, and its latents are captured, written and decoded from."""
-    folder = Path(shutil.copytree(models["deepseek_v3"].path, tmp_path / name))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": name}))
-    model = kv.load(folder)
-    assert type(model.model) is type(models["deepseek_v3"].model)
-    assert model.geometry == dataclasses.replace(models["deepseek_v3"].geometry, model_type=name)
-    translator = identity_of(model, capture="latent")
-    cache = kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=step)
-    own = native(model, TOKENS[:-1], step)
-    for mine, theirs in zip(cache, own, strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(held(mine), held(theirs), strict=True))
-    assert np.array_equal(logits(model, cache, TOKENS[-1]), logits(model, own, TOKENS[-1]))
-
-
 def test_gemma_4_pairs_are_fitted_within_kinds(models: dict[str, LanguageModel]) -> None:
     """Depth, KV heads of global layers and the ratio of local to global ones all differ."""
     source, target = models["gemma4"], models["gemma4_moe"]

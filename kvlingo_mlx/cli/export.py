@@ -36,7 +36,7 @@ def command(options: ExportOptions) -> None:
     config = export(options.translator, options.to, options.out, models=models, force=options.force)
     ends = f"{config.source.name} to {config.target.name}"
     say(printable(f"exported {ends} to {options.out} ({options.to}):"))
-    sizes = {name: (Path(options.out) / name).stat().st_size for name in FORMATS[options.to].files}
+    sizes = {name: (Path(options.out) / name).stat().st_size for name in FORMATS[options.to].FILES}
     facts({name: f"{size:,} bytes" for name, size in sizes.items()})
     asked = {"name": options.translator, "to": options.to}
     keep(options.json_file, "export", asked, {"folder": options.out, "bytes": sizes})

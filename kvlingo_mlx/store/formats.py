@@ -1,7 +1,7 @@
 """Linear maps in the formats of others: a manifest, and tensors for each target layer.
 
-A format is a row of ``FORMATS``: its files and the dataclass of its manifest, by which strangers'
-JSON is read and ours is written. A map of a layer is (KV heads, inputs, dim) there, where ours is
+A format is a row of ``FORMATS``: the dataclass of its manifest, by which strangers' JSON is read
+and ours is written. A map of a layer is (KV heads, inputs, dim) there, where ours is
 (KV heads x dim, inputs); inputs are in the same order.
 """
 
@@ -110,6 +110,11 @@ class Manifest:
     """The contents of ``manifest.json``."""
 
     EXTRA: ClassVar[bool] = True
+    PROGRAM: ClassVar[str] = "VeloxQuant-MLX"  # which writes it
+    FILES: ClassVar[tuple[str, str]] = "manifest.json", "mapper.safetensors"
+    # The names of matrices and biases, by layer and the side's first letter
+    TENSORS: ClassVar[tuple[str, str]] = "{layer}.w_{side}", "{layer}.b_{side}"
+    CAPTURES: ClassVar[tuple[str, str]] = "post_norm", "post_rope"  # the points that it knows
     format_version: int
     source: MapperEnd
     target: MapperEnd
@@ -172,24 +177,7 @@ class Manifest:
         return cls(1, *ends, options, tuple(layers))
 
 
-@dataclass(frozen=True)
-class Format:
-    """A format of others."""
-
-    name: str  # for `import --from` and `export --to`
-    program: str  # which writes it
-    files: tuple[str, str]  # the manifest and the tensors
-    kind: type[Manifest]  # of the manifest
-    captures: tuple[str, ...]  # the points at which it can take keys
-    tensors: tuple[str, str]  # the names of matrices and biases, by layer and side
-
-
-FORMATS = {
-    "veloxquant": Format(
-        "veloxquant", "VeloxQuant-MLX", ("manifest.json", "mapper.safetensors"), Manifest,
-        ("post_norm", "post_rope"), ("{layer}.w_{side}", "{layer}.b_{side}"),
-    )
-}  # fmt: skip
+FORMATS = {"veloxquant": Manifest}  # for `import --from` and `export --to`
 
 
 # ---- reading ----------------------------------------------------------------------------------
@@ -199,7 +187,6 @@ FORMATS = {
 class ForeignMaps:
     """What a folder of others says; its tensors are unread."""
 
-    row: Format
     path: Path  # of the manifest
     manifest: Manifest
     dtypes: dict[str, DType]  # of each tensor
@@ -211,24 +198,24 @@ class ForeignMaps:
         return array if own == dtype else Weights(own, {"": array}).as_float32("")
 
 
-def read_folder(row: Format, folder: Path) -> ForeignMaps:
+def read_folder(name: str, folder: Path) -> ForeignMaps:
     """Read a manifest, and open the tensors beside it.
 
     Raises:
         MalformedTranslatorError: A file is missing or unsound, or the manifest is not the format's.
     """
-    for name in row.files:
-        if not (folder / name).is_file():
-            files = " and ".join(row.files)
-            raise malformed(folder / name, f"is missing; {row.name} is a folder with {files}")
-    path, tensors = (folder / name for name in row.files)
+    kind = FORMATS[name]
+    path, tensors = (folder / file for file in kind.FILES)
+    for file in (path, tensors):
+        if not file.is_file():
+            raise malformed(file, f"is missing; {name} is a folder with {' and '.join(kind.FILES)}")
     try:
-        manifest: Manifest = read(row.kind, read_json(path))
+        manifest: Manifest = read(kind, read_json(path))
     except ValueError as error:
         raise malformed(path, str(error)) from None
     for problem in manifest.problems():
         raise malformed(path, problem)
-    return ForeignMaps(row, path, manifest, *open_tensors(tensors))
+    return ForeignMaps(path, manifest, *open_tensors(tensors))
 
 
 def converted(
@@ -240,7 +227,7 @@ def converted(
         MalformedTranslatorError: The tensors are not those that the manifest asks for, or hold
             numbers that no sound map has.
     """
-    reads, facts = maps.manifest.reads, {"converted_from": maps.row.program, "stage": 1}
+    reads, facts = maps.manifest.reads, {"converted_from": maps.manifest.PROGRAM, "stage": 1}
     config = TranslatorConfig(
         source,
         target,
@@ -250,7 +237,7 @@ def converted(
     )
     dtypes = {*maps.dtypes.values()}
     dtype: DType = dtypes.pop() if len(dtypes) == 1 else "float32"  # holds all numbers exactly
-    names, shapes = _laid_out(maps.row, config)
+    names, shapes = _laid_out(maps.manifest, config)
     _check_tensors(maps, shapes)
 
     def make(own: str) -> np.ndarray:
@@ -264,14 +251,14 @@ def converted(
     return config, Weights(dtype, LazyTensors(flat, make))
 
 
-def _laid_out(row: Format, config: TranslatorConfig) -> tuple[dict[str, str], Shapes]:
+def _laid_out(manifest: Manifest, config: TranslatorConfig) -> tuple[dict[str, str], Shapes]:
     """Their names by ours, and the shapes of theirs."""
     names, shapes = {}, {}
     for side in SIDES:
         for t, target in enumerate(config.target.layers):
             inputs = sum(config.source.layers[s].width(side) for s in config.assignment.keys[t])
             sizes = target.kv_heads, inputs, target.head_dim(side)
-            for last, pattern in zip(("weight", "bias"), row.tensors, strict=True):
+            for last, pattern in zip(("weight", "bias"), manifest.TENSORS, strict=True):
                 theirs = pattern.format(layer=t, side=side[0])
                 names[f"{side}.{t}.{last}"] = theirs
                 shapes[theirs] = sizes if last == "weight" else (sizes[0], sizes[2])
@@ -285,7 +272,7 @@ def _check_tensors(maps: ForeignMaps, expected: Shapes) -> None:
         if names:
             listed = ", ".join(sorted(names)[:5])
             told = f"the maps of {maps.path.name} are {len(expected)} tensors"
-            raise malformed(maps.path.with_name(maps.row.files[1]), f"{what} {listed}; {told}")
+            raise malformed(maps.path.with_name(maps.manifest.FILES[1]), f"{what} {listed}; {told}")
     for name, shape in expected.items():
         if found[name] != shape:
             told = "KV heads, inputs, dim" if len(shape) > 2 else "KV heads, dim"
@@ -331,11 +318,11 @@ def export(
     """
     if to not in FORMATS:
         raise ValueError(f"--to is {to!r}; it must be one of {', '.join(FORMATS)}")
-    row, folder = FORMATS[to], atomic.followed(Path(out))
+    kind, folder = FORMATS[to], atomic.followed(Path(out))
     config, weights = translator_folder.read(folder_of(translator), lazy=True)
-    for reason in _unwritable(row, config):
+    for reason in _unwritable(kind, config):
         raise IncompatibleTranslatorError(f"{config.title} cannot be exported to {to}: {reason}")
-    _check_free(row, folder, force)
+    _check_free(kind, folder, force)
     if models is not None:
         source, target = (load(name, lazy=True) for name in models)
     else:
@@ -344,21 +331,21 @@ def export(
     with atomic.new_folder(folder, 2 * weights.nbytes) as place:
         assert place is not None
         ends = MapperEnd.of(source), MapperEnd.of(target)
-        _write(row, place, config, weights, row.kind.of(config, weights.dtype, ends))
+        _write(kind.of(config, weights.dtype, ends), place, config, weights)
     return config
 
 
-def _unwritable(row: Format, config: TranslatorConfig) -> Iterator[str]:
+def _unwritable(kind: type[Manifest], config: TranslatorConfig) -> Iterator[str]:
     """Yield the reasons for which a format cannot say what a translator computes."""
     layers = [layer for spec in config.ends for layer in spec.layers]
     if config.kind != "linear" or config.joint or not config.head_mixing:
         yield f"it is {config.form}, and the format has linear head-mixing maps of each side"
     if any(layer.recurrence for layer in layers):
         yield "it has recurrent layers, which the format does not know"
-    if config.capture not in row.captures:
+    if config.capture not in kind.CAPTURES:
         yield (
-            f"it reads {config.capture} keys, and the format takes {' and '.join(row.captures)}; "
-            f"make one that reads those with `kvlingo-mlx fit -c capture={row.captures[0]}`"
+            f"it reads {config.capture} keys, and the format takes {' and '.join(kind.CAPTURES)}; "
+            f"make one that reads those with `kvlingo-mlx fit -c capture={kind.CAPTURES[0]}`"
         )
     if config.alignment is not None:
         yield "it is between two tokenizers"
@@ -370,12 +357,12 @@ def _unwritable(row: Format, config: TranslatorConfig) -> Iterator[str]:
         yield "its models differ in KV heads or their width, and the format's are alike"
 
 
-def _check_free(row: Format, folder: Path, force: bool) -> None:
+def _check_free(kind: type[Manifest], folder: Path, force: bool) -> None:
     if not folder.exists():
         return
     names = {p.name for p in folder.iterdir()} if folder.is_dir() else None
-    if names is None or not names <= {*row.files}:
-        what = "is a file" if names is None else f"holds {min(names - {*row.files})}"
+    if names is None or not names <= {*kind.FILES}:
+        what = "is a file" if names is None else f"holds {min(names - {*kind.FILES})}"
         raise ValueError(f"{folder} {what}, which is no part of such an export; give a new --out")
     if names and not force:
         raise ValueError(
@@ -383,13 +370,11 @@ def _check_free(row: Format, folder: Path, force: bool) -> None:
         )
 
 
-def _write(
-    row: Format, folder: Path, config: TranslatorConfig, weights: Weights, manifest: Manifest
-) -> None:
+def _write(manifest: Manifest, folder: Path, config: TranslatorConfig, weights: Weights) -> None:
     """Write a manifest, and tensors beside it; biases are zero where the translator has none."""
     text = json.dumps(_without_none(asdict(manifest)), indent=2) + "\n"
-    (folder / row.files[0]).write_text(text, encoding="utf-8")
-    names, shapes = _laid_out(row, config)
+    (folder / manifest.FILES[0]).write_text(text, encoding="utf-8")
+    names, shapes = _laid_out(manifest, config)
     ours = {theirs: own for own, theirs in names.items()}
 
     def make(name: str) -> np.ndarray:
@@ -399,7 +384,7 @@ def _write(
         parts = array.reshape(heads, dim, *array.shape[1:])
         return np.ascontiguousarray(parts.swapaxes(1, 2)) if parts.ndim == 3 else parts
 
-    write_tensors(folder / row.files[1], Weights(weights.dtype, LazyTensors(shapes, make)))
+    write_tensors(folder / manifest.FILES[1], Weights(weights.dtype, LazyTensors(shapes, make)))
 
 
 def _without_none(data: Any) -> Any:

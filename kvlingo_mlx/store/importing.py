@@ -84,7 +84,8 @@ def import_translator(
     """
     if format is not None and format not in NAMES:
         raise ValueError(f"--from (format=) is {format!r}; it must be one of {', '.join(NAMES)}")
-    patterns = [*translator_folder.OUR_FILES, *(n for row in FORMATS.values() for n in row.files)]
+    theirs = (name for kind in FORMATS.values() for name in kind.FILES)
+    patterns = [*translator_folder.OUR_FILES, *theirs]
     name = by_name(path_or_hf_repo)
     path, commit = resolve(name, revision, patterns, MissingTranslatorError)
     format = format or _recognised(path)
@@ -93,7 +94,7 @@ def import_translator(
         unchecked = _checked(config, models, allow_mismatch)
         dtype = dtype or "bfloat16"
     else:
-        maps = read_folder(FORMATS[format], path)
+        maps = read_folder(format, path)
         config, weights, unchecked = _converted(maps, models, allow_mismatch)
     translator_folder.check_sizes(path, config, weights)
     if commit is not None:
@@ -118,12 +119,12 @@ def _recognised(folder: Path) -> str:
     """The format of which a folder has files."""
     ours = any((folder / name).exists() for name in translator_folder.OUR_FILES[:3])
     found = [OURS] if ours or not folder.is_dir() else []
-    for row in FORMATS.values():
-        manifest, tensors = ((folder / name).is_file() for name in row.files)
-        found += [row.name] if tensors or (manifest and not ours) else []
+    for name, kind in FORMATS.items():
+        manifest, tensors = ((folder / file).is_file() for file in kind.FILES)
+        found += [name] if tensors or (manifest and not ours) else []
     if len(found) == 1:
         return found[0]
-    known = "; ".join(f"{row.name}: {' and '.join(row.files)}" for row in FORMATS.values())
+    known = "; ".join(f"{name}: {' and '.join(kind.FILES)}" for name, kind in FORMATS.items())
     which = f"files of {' and of '.join(found)}; say which with --from" if found else "none of them"
     expected = f"expected {translator_folder.CONFIG_FILE}, or files of others ({known})"
     raise malformed(folder, f"{expected}; found {which}")

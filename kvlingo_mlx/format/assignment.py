@@ -95,8 +95,8 @@ def by_depth(
         for t, band in zip(ours, bands, strict=True):
             found[t] = tuple(theirs[index] for index in band)
             if _rules(source) != _rules(target):  # the nearest of all, the deeper one on a tie
-                nearest = sorted(theirs, key=lambda s, t=t: (abs(s * steps - t * depth), -s))
-                found[t] = tuple(sorted(nearest[:count]))
+                ranked = sorted((abs(s * steps - t * depth), -s) for s in theirs)
+                found[t] = tuple(sorted(-s for _, s in ranked[:count]))
     return Assignment(tuple(found), tuple(found))
 
 

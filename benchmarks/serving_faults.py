@@ -1,12 +1,10 @@
-"""Does `kvlingo-mlx serve` stay right under fuzzed bodies, clients of all kinds, and kills?
+"""Does `kvlingo-mlx serve` stay right under clients of all kinds, and kills?
 
-    python benchmarks/serving_faults.py [--bodies 10000] [--minutes 30] [--clients 32] [--kills 200]
-        [--seed 0] [--json FILE]
+    python benchmarks/serving_faults.py [--minutes 30] [--clients 32] [--kills 200] [--seed 0]
+        [--json FILE]
 
 The real verb runs with the three embedded models; 0 of a thing leaves it out.
 
-- Bodies: right requests to all endpoints, changed by chance, and bytes that are no JSON. Each is
-  answered with 200, or with 4xx in the API's own form and one line; no traceback in the log.
 - Soak: clients switch models, edit, branch, leave before and in mid-answer, read slowly, send
   rubbish and too much, load and unload, within a memory in which lines go to 8 bits and to disk and
   models come and go. Greedy answers are compared with plain mlx-lm reading the same prompt: exactly
@@ -19,6 +17,9 @@ The real verb runs with the three embedded models; 0 of a thing leaves it out.
   Clients hear why, or lose the connection; then all go on, what was saved is not read anew, answers
   are right as above, and nothing but whole conversations lies in the folder. Ctrl-C ends it early.
 
+Requests that are changed by chance are read by tests/serving/test_wire_fuzz.py. A record "fuzz" is
+of a third part, which sent such requests to all endpoints until 2026-11-28.
+
 What is wrong is printed and counted; the exit status is 1 then.
 """
 
@@ -30,7 +31,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from faults import fuzz, kills, soak
+from faults import kills, soak
 
 from kvlingo_mlx.reporting import measure
 
@@ -39,7 +40,6 @@ GROWTH = 0.05  # of either process's memory, from the second quarter to the last
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bodies", type=int, default=10_000)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--kills", type=int, default=200)
@@ -48,7 +48,6 @@ def main() -> None:
     args = parser.parse_args()
     seed = args.seed
     parts = {
-        "fuzz": (args.bodies, lambda room: fuzz.run(room, args.bodies, seed)),
         "soak": (args.minutes, lambda room: soak.run(room, args.minutes, args.clients, seed)),
         "kills": (args.kills, lambda room: kills.run(room, args.kills, seed)),
     }

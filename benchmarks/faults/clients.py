@@ -13,8 +13,6 @@ from typing import Any
 
 import httpx
 
-from faults.bodies import drawn
-from faults.fuzz import told_well
 from faults.judging import ROUNDED, ROUTED, ROUTED_SHARE, TIE, Answer, Message, Replay, gap
 from faults.server import MODELS
 
@@ -24,6 +22,15 @@ MOST = 12  # tokens of most answers
 LONGEST = 400  # tokens of a prompt, then a conversation ends
 # What a server that is asked too much may say beside answers: a refusal that says so.
 TOLD = (400, 404, 408, 413, 429, 503)
+PATHS = (CHAT, "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
+# What is no JSON, or no request; tests/serving/test_wire_fuzz.py has more of the latter.
+RUBBISH = (
+    b"", b"null", b"[]", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 5_000, b"0" * 150_000,
+    b"\xef\xbb\xbf{}", b'{"model":"small"', b'{"model":"small"}x', b'{"model":NaN}',
+    b'{"model":"none","messages":[{"role":"user","content":"Hi"}],"prompt":"Hi","input":"Hi"}',
+    b'{"model":"small","messages":[{}],"prompt":{},"input":[[]]}', b'{"model":"\\ud800"}',
+)  # fmt: skip
+TYPES = ("application/json", "application/json", "", "text/plain", "a;b;c", "x" * 500)
 
 
 @dataclass
@@ -89,7 +96,6 @@ class Client:
         self.history: list[Message] = []
         self.begun, self.model, self.pause = 0, "large", 1.0
         self.last: Answer | None = None
-        self.rubbish = drawn(seed + number, 10**9)
 
     def name(self) -> str:
         """How its questions begin in this conversation."""
@@ -244,7 +250,7 @@ class Client:
 
     async def junk(self) -> None:
         """A body of which something is wrong, mostly."""
-        path, body, kind = next(self.rubbish)
+        path, body, kind = map(self.chance.choice, (PATHS, RUBBISH, TYPES))
         headers = {"content-type": kind} if kind else {}
         self.refused(path, await self.http.post(path, content=body, headers=headers))
 
@@ -321,3 +327,25 @@ class Pinned(Client):
             self.last = answer
             self.history = [*answer.messages, {"role": "assistant", "content": answer.text}]
             await asyncio.sleep(self.chance.random())
+
+
+def told_well(path: str, answer: httpx.Response) -> str | None:
+    """What is wrong with a refusal: it has its API's form, and one line that can be printed."""
+    body = json_of(answer.text)
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+        return f"status {answer.status_code} without an error, {answer.text!r:.300}"
+    keys = {"type", "message"} if "messages" in path else {"type", "message", "param", "code"}
+    if set(error) != keys or ("messages" in path and body.get("type") != "error"):
+        return f"another API's error: {body}"
+    message = error["message"]
+    if not (10 < len(message) < 900 and message.isprintable() and message == message.strip()):
+        return f"not one clear line: {message!r:.300}"
+    return None
+
+
+def json_of(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

@@ -333,18 +333,14 @@ def test_tokens_and_times_are_told_where_they_belong(
     assert (partly.translated_tokens, partly.read_tokens) == (count - 13, 13)
 
 
-@pytest.mark.parametrize("eager", [True, False])
-def test_a_switch_tells_what_it_took(model: LanguageModel, eager: bool) -> None:
-    talk = talk_of(model, eager=eager)
-    talk.reply("a", "the use of an other", max_tokens=4)
-    held = len(talk.transcript.tokens)
-    first = next(iter(talk.stream_reply("b", "is it on?", max_tokens=4)))
-    line = (first.cached_tokens, first.translated_tokens, first.ahead_tokens)
-    assert line == (0, held, held if eager else 0)
-    assert first.read_tokens == first.prompt_tokens - held
-    assert (first.translate_s > 0) is not eager and first.native_s > 0 == first.prefill_s
-    talk = talk_of(model, eager=False)
-    first = next(iter(talk.stream_reply("b", "is it on?", prefill="a", max_tokens=4)))
+def test_a_switch_tells_what_it_took(model: LanguageModel) -> None:
+    """Where who read the prompt, translated it and answered are told apart by their times."""
+    for eager in (True, False):
+        talk = talk_of(model, eager=eager)
+        talk.reply("a", "the use of an other", max_tokens=4)
+        first = next(iter(talk.stream_reply("b", "is it on?", max_tokens=4)))
+        assert (first.translate_s > 0) is not eager and first.native_s > 0 == first.prefill_s
+    first = next(iter(talk_of(model).stream_reply("b", "is it on?", prefill="a", max_tokens=4)))
     assert first.prefill_s > 0 and first.translate_s > 0 and first.native_s == 0
     assert (first.translated_tokens, first.read_tokens) == (first.prompt_tokens - 1, 1)
 

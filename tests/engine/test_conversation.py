@@ -1,12 +1,14 @@
-"""Conversations that switch models, against mlx-lm reading each prompt from its first token."""
+"""Conversations: whatever is said and done, an answer is mlx-lm's to the history, read anew."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,95 +16,283 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
 
 import kvlingo_mlx as kv
+from kvlingo_mlx import caches
 from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished
 from tests.support import hybrid_models, tiny
 from tests.support.identity import identity_of
 from tests.support.parity import in_order
-from tests.support.talks import NEW, ask, talk_of
+from tests.support.talks import NEW, ask, check_caches, talk_of, thought
+from tests.support.tools import TOOLS, TOOLS_TEMPLATE
+from tests.support.two_tokenizers import identities
 
-EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "3"))  # more of them by hand
+EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "4"))  # more of them by hand
 MESSAGES = ("the use of an other", "is it on?", "and you", "hi there")
+PLAIN = ("qwen3", "gemma3", "gemma4", "deepseek_v3")
+HYBRIDS = ("granitemoehybrid", "nemotron_h", "lfm2")  # of a state and a tail, or a tail alone
+ACROSS = "two tokenizers"
+Mask = Callable[[mx.array, mx.array], mx.array]
 
 
 @pytest.fixture(scope="module")
 def family_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
     root = tmp_path_factory.mktemp("talk")
-    rows = {name: tiny.FAMILIES[name] for name in ("qwen3", "gemma3", "gemma4", "deepseek_v3")}
+    rows = {name: tiny.FAMILIES[name] for name in PLAIN}
     found = {n: kv.load(tiny.write_tiny_model(root / n, t, **o)) for n, (t, o) in rows.items()}
-    for name in ("nemotron_h", "lfm2"):  # hybrids of a state and a tail, and of a tail alone
+    for name in HYBRIDS:
         found[name] = kv.load(hybrid_models.write_hybrid_model(root / name, name))
     return found
 
 
+@pytest.fixture
+def model(family_models: dict[str, LanguageModel]) -> LanguageModel:
+    return family_models["qwen3"]
+
+
+def altered(folder: Path, name: str, **facts: Any) -> LanguageModel:
+    """A tiny Qwen3 with other entries in its tokenizer's config, and the stop that it has there."""
+    kind, sizes = tiny.FAMILIES["qwen3"]
+    folder = tiny.write_tiny_model(folder / name, kind, **sizes)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | facts))
+    if "eos_token" in facts:
+        stop = tiny.byte_tokenizer().token_to_id(facts["eos_token"])
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": stop}))
+    return kv.load(folder)
+
+
+# ---- any history --------------------------------------------------------------------------------
+
+
+def plain_text(model: LanguageModel, most: int = 9) -> Mask:
+    """Only tokens of letters, ``most`` at most, and the stop: what any decoder gives back."""
+    mask = np.full(model.geometry.embedding_rows, -np.inf, np.float32)
+    for token in range(len(model.tokenizer.get_vocab())):
+        text = model.tokenizer.decode([token])
+        if 0 < len(text) <= most and all(c in "abcdefghijklmnopqrstuvwxyz" for c in text):
+            mask[token] = 0
+    mask[list(model.tokenizer.eos_token_ids)] = 0
+    return lambda tokens, logits: logits + mx.array(mask)
+
+
+def decoded(model: LanguageModel, prompt: list[int], only: Mask) -> Iterator[int]:
+    """What mlx-lm answers to a prompt that it reads whole."""
+    for token, _ in generate_step(
+        mx.array(prompt), model.model, max_tokens=NEW, logits_processors=[only]
+    ):
+        yield int(token)
+        if int(token) in model.tokenizer.eos_token_ids:
+            return
+
+
+@dataclasses.dataclass
+class Shadow:
+    """A conversation as a list: messages, and the tokens in which answers were written."""
+
+    model: LanguageModel
+    only: Mask
+    header: str = ""
+    room: int | None = None
+    spelled: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    before: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.model.tokenizer.encode(text, add_special_tokens=False))
+
+    def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        """All tokens: answers as they were written, what stands between them as one text."""
+        ids, text = [], ""
+        for message in messages:
+            opened = f"<|im_start|>{message['role']}\n"
+            if message["role"] == "assistant" and message["content"] in self.spelled:
+                ids += self._encode(text + opened) + self.spelled[message["content"]]
+                text = "<|im_end|>\n"
+            else:
+                text += f"{opened}{message['content']}<|im_end|>\n"
+        return ids + self._encode(text + "<|im_start|>assistant\n" + self.header)
+
+    def fitting(self, messages: list[dict[str, Any]]) -> list[Any]:
+        """Messages without the oldest turns that leave an answer no room."""
+        while self.room is not None and len(self.prompt(messages)) + NEW > self.room + 1:
+            users = [i for i, m in enumerate(messages) if m["role"] == "user"]
+            if len(users) < 2:
+                break
+            kept = [m for m in messages[: users[0]] if m["role"] == "system"]
+            messages = kept + messages[users[1] :]
+        return messages
+
+    def cut(self, characters: int) -> None:
+        """The last answer's first characters: its whole tokens, and the rest cut anew."""
+        content = self.messages[-1]["content"]
+        left = content[:characters]
+        self.messages = [*self.messages[:-1], {"role": "assistant", "content": left}]
+        ids, whole = self.spelled.get(content, []), 0
+        for count in range(1, len(ids) + 1):
+            if left.startswith(self.model.tokenizer.decode(ids[:count])):
+                whole = count
+        if left and left != content:
+            done = len(self.model.tokenizer.decode(ids[:whole]))
+            self.spelled[left] = ids[:whole] + self._encode(left[done:])
+
+
+def reply(
+    talk: Conversation, shadow: Shadow, name: str, new: list[Any], steps: int = 99, **options: Any
+) -> None:
+    """One reply to all of ``new``, left after some steps, which must be mlx-lm's own."""
+    asked = shadow.fitting(new)
+    prompt, line = shadow.prompt(asked), talk.lines[name]
+    held = list(line.tokens)
+    answer = talk.stream_reply(name, max_tokens=NEW, logits_processors=[shadow.only], **options)
+    responses = list(itertools.islice(answer, steps))
+    answer.close()
+    ids = [response.token for response in responses]
+    expected = list(decoded(shadow.model, prompt, shadow.only))
+    assert ids == expected[: len(ids)] and (steps < NEW or len(ids) == len(expected))
+    kept, first = common_prefix(held, prompt[:-1]), responses[0]
+    assert first.prompt_tokens == len(prompt)
+    assert first.cached_tokens + first.translated_tokens + first.read_tokens == len(prompt)
+    there = first.cached_tokens + first.ahead_tokens
+    assert there <= kept  # a ring or a state may have to go back further
+    if there < kept and "prefill" not in options:
+        across = len({line.model.tokenizer for line in talk.lines.values()}) > 1
+        assert across or any(map(caches.forgets, line._caches))
+    ids = ids[:-1] if ids[-1] in shadow.model.tokenizer.eos_token_ids else ids
+    text = shadow.model.tokenizer.decode(ids)
+    assert "".join(r.text for r in responses) == text
+    shadow.before.append(shadow.messages)
+    shadow.messages = [*asked, {"role": "assistant", "content": text}]
+    if text:
+        shadow.spelled[text] = ids
+    assert talk.messages == shadow.messages
+    for each in talk.lines.values():
+        check_caches(each)
+
+
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["a", "b", "c", "undo", "branch", "offload", "resume", "stop"]),
-        st.integers(0, len(MESSAGES) - 1),
-        st.sampled_from([None, "a", "b"]),
+        st.sampled_from(
+            "ask ask prefill stop history set truncate undo branch resume offload".split()
+        ),
+        st.sampled_from("abb"),
+        st.sampled_from("append edit shorten answer system".split()),
+        st.integers(0, 999),
     ),
-    min_size=2,
-    max_size=7,
+    min_size=3,
+    max_size=9,
 )
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma4", "deepseek_v3", "nemotron_h", "lfm2"])
-def test_switching_between_copies_is_one_model(
-    family_models: dict[str, LanguageModel], name: str, tmp_path: Path
-) -> None:
-    model = family_models[name]
+def edited(messages: list[Any], edit: str, number: int) -> list[Any]:
+    """A history that ends with a user's message, with one change somewhere."""
+    history = [dict(message) for message in messages]
+    at = number % (len(history) or 1)
+    if edit == "shorten":
+        history = history[:at]
+    elif edit == "system":
+        history = [{"role": "system", "content": MESSAGES[number % 4]}] + [
+            m for m in history if m["role"] != "system"
+        ]
+    elif history and (edit == "edit" or (edit == "answer" and at % 2)):
+        history[at]["content"] += " so"
+    return [*history, {"role": "user", "content": MESSAGES[number % 4]}]
 
-    @settings(max_examples=EXAMPLES + 1, deadline=None, suppress_health_check=list(HealthCheck))
+
+FAMILIES = [
+    *((name, "error") for name in (*PLAIN, *HYBRIDS, ACROSS)),
+    *((name, "drop_oldest") for name in ("qwen3", "gemma3", HYBRIDS[0], ACROSS)),
+]
+
+
+@pytest.mark.parametrize(("family", "on_full"), FAMILIES)
+def test_any_history_is_answered_as_if_read_anew(
+    family_models: dict[str, LanguageModel], twins: list[LanguageModel], family: str, on_full: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Switches between copies of one model are no change; nor is what a line kept of a history."""
+    across = family == ACROSS
+    one = twins[0] if across else family_models[family]
+    only = plain_text(one, 1 if across else 9)
+    models = dict(zip("ab", twins if across else [one, one], strict=True))
+    translators = identities(*twins) if across else [
+        identity_of(one, capture=one.family.points[0])
+    ]  # fmt: skip
+    room = None
+    if on_full == "drop_oldest":
+        room = 250 if across else 110  # letters are tokens there
+        monkeypatch.setattr(LanguageModel, "context_length", room)
+
+    @settings(
+        max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.generate],  # to shrink one takes minutes
+    )  # fmt: skip
     @given(
         steps=STEPS,
         thinking=st.sampled_from([None, False]),
-        verbatim=st.booleans(),
-        layers=st.sampled_from([None, 1, 2]),
         eager=st.booleans(),
+        layers=st.sampled_from([None, 1]),
     )
-    def run(
-        steps: list, thinking: bool | None, verbatim: bool, layers: int | None, eager: bool
-    ) -> None:
-        talk = talk_of(
-            model,
-            "abc",
-            eager=eager,
-            enable_thinking=thinking,
-            verbatim=verbatim,
-            native_layers=layers,
-        )
-        for action, message, prefill in steps:
-            if action == "undo":
-                if talk.messages:
-                    talk.undo()
+    def run(steps: list[Any], thinking: bool | None, eager: bool, layers: int | None) -> None:
+        if across:  # an answer is taken over in the context it was written in
+            thinking = layers = None
+        rules: dict[str, Any] = {"prefill_step_size": 7, "on_full": on_full, "eager": eager}
+        rules["native_layers"] = layers
+        talk = Conversation(models, translators, enable_thinking=thinking, **rules)
+        shadow = Shadow(one, only, "" if thinking is None else "<think>\n\n</think>\n\n", room)
+        for action, name, edit, number in steps:
+            asked = {"role": "user", "content": MESSAGES[number % 4]}
+            history = edited(shadow.messages, edit, number)
+            if room is None and len(history) > 16:
+                return
+            new, more = [*shadow.messages, asked], {"message": asked["content"]}
+            if action in ("ask", "stop"):
+                steps_of = 1 + number % 2 if action == "stop" else 99
+                reply(talk, shadow, name, new, steps_of, **more)
+            elif action == "prefill" and not across:
+                reply(talk, shadow, name, new, prefill="ab"[number % 2], **more)
+            elif action == "history":
+                reply(talk, shadow, name, history, messages=history)
+            elif action == "set":
+                talk.messages = history
+                assert talk.messages == history
+                shadow.before.append(shadow.messages)
+                shadow.messages = history
+                reply(talk, shadow, name, history)
+            elif action == "truncate" and shadow.messages:
+                characters = number % (len(shadow.messages[-1]["content"]) + 1)
+                talk.truncate_answer(characters)
+                shadow.cut(characters)
+                assert talk.messages == shadow.messages
+            elif action == "undo" and shadow.before:
+                talk.undo()
+                shadow.messages = shadow.before.pop()
+                assert talk.messages == shadow.messages
             elif action == "branch":
-                talk, left = talk.branch(), talk
-                ask(left, "a", "something else")
+                left, talk = talk, talk.branch()
+                left.reply("a", "something else", max_tokens=2)
             elif action == "offload":
-                talk.offload("abc"[message % 3], "disk")
+                talk.offload(name, "disk")
             elif action == "resume":
-                folder = talk.save(tmp_path / "talk")
                 talk = Conversation.resume(
-                    folder, dict.fromkeys("abc", model), talk.exchange.directions.loaded.values(),
-                    eager=eager, prefill_step_size=7, native_layers=layers,
-                )  # fmt: skip
-            elif action == "stop":
-                answer = talk.stream_reply("abc"[message % 3], MESSAGES[message], max_tokens=NEW)
-                next(answer)
-                answer.close()
-            else:
-                ask(talk, action, MESSAGES[message], prefill=prefill)
+                    talk.save(tmp_path / "talk"), models, translators, **rules
+                )
 
     run()
 
 
-def test_only_what_a_line_lacks_is_translated(family_models: dict[str, LanguageModel]) -> None:
-    talk = talk_of(family_models["qwen3"], eager=False, verbatim=True)
+# ---- what a switch costs ------------------------------------------------------------------------
+
+
+def test_only_what_a_line_lacks_is_translated(model: LanguageModel) -> None:
+    talk = talk_of(model, eager=False, verbatim=True)
     ask(talk, "a", "the use of an other")
     first = len(talk.transcript.tokens)
     assert talk.lines["a"].native.nbytes > 0 == len(talk.lines["b"])
@@ -119,8 +309,28 @@ def test_only_what_a_line_lacks_is_translated(family_models: dict[str, LanguageM
     assert spans == [(0, first, "a", 0), (first, second, "b", 1), (second, third, "a", 0)]
 
 
-@pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_reprefill_reads_the_whole_prefix(model: LanguageModel) -> None:
+    talk = talk_of(model, switching="reprefill", verbatim=True, eager=False)
+    for name in "abab":
+        before = len(talk.transcript.tokens)
+        ask(talk, name, "is it on?")
+        assert talk.last_switch is not None and talk.last_switch.translated == 0
+        assert not before or talk.last_switch.kept == 0
+        assert [span.passes for span in talk.lines[name].spans] == [0]
+
+
+def test_a_line_that_a_template_rewrites_is_read_again_from_there(model: LanguageModel) -> None:
+    """The empty think block of an earlier answer goes; what stood before it is kept."""
+    talk = talk_of(model, enable_thinking=False)
+    ask(talk, "a", "hi there")
+    header = model.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    turns = [{"role": "user", "content": "hi there"}]
+    bare = model.tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=False)
+    ask(talk, "a", "and you")
+    assert talk.last_switch is not None and talk.last_switch.kept == len(bare) + len(header)
+
+
+@pytest.mark.parametrize(("name", "eager"), [("qwen3", True), ("gemma3", False)])
 def test_native_layers_read_what_is_brought(
     family_models: dict[str, LanguageModel], name: str, eager: bool, tmp_path: Path
 ) -> None:
@@ -135,43 +345,24 @@ def test_native_layers_read_what_is_brought(
             eager=eager, verbatim=True,
         )  # fmt: skip
         talk.reply("a", "the use of an other", max_tokens=NEW)
-        tokens = talk.transcript.tokens
-        finished(talk.exchange.bring("b", tokens))
         own.lines["b"].clear()
-        finished(own.exchange.bring("b", tokens))
+        for each in (talk, own):
+            finished(each.exchange.bring("b", talk.transcript.tokens))
         held, expected = (
             [a for c in t.lines["b"].cache for a in (in_order(c, c.keys), in_order(c, c.values))]
             for t in (talk, own)
         )
-        same = [np.allclose(a, b, atol=1e-5) for a, b in zip(held, expected, strict=True)]
-        assert same[: 2 * layers] == [True] * 2 * layers
-        assert not any(same[2 * layers :])
+        alike = [np.allclose(a, b, atol=1e-5) for a, b in zip(held, expected, strict=True)]
+        assert alike == [True] * 2 * layers + [False] * (len(alike) - 2 * layers)
 
 
-def test_a_line_that_a_template_rewrites_is_read_again_from_there(
-    family_models: dict[str, LanguageModel],
-) -> None:
-    """The empty think block of an earlier answer goes; what stood before it is kept."""
-    model = family_models["qwen3"]
-    talk = talk_of(model, enable_thinking=False)
-    ask(talk, "a", "hi there")
-    header = model.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
-    turns = [{"role": "user", "content": "hi there"}]
-    bare = model.tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=False)
-    ask(talk, "a", "and you")
-    assert talk.last_switch is not None and talk.last_switch.kept == len(bare) + len(header)
+# ---- templates, stops, translators --------------------------------------------------------------
 
 
 def test_a_stop_of_another_model_is_written_once(tmp_path: Path) -> None:
     """A base model stops elsewhere than its chat model, and goes on from what that one wrote."""
-    models, (kind, sizes) = {}, tiny.FAMILIES["qwen3"]
-    for name, stop in (("chat", "<|im_end|>"), ("base", "<|endoftext|>")):
-        folder = tiny.write_tiny_model(tmp_path / name, kind, **sizes)
-        for file, key in (("tokenizer_config.json", "eos_token"), ("config.json", "eos_token_id")):
-            facts = json.loads((folder / file).read_text())
-            facts[key] = stop if key == "eos_token" else tiny.byte_tokenizer().token_to_id(stop)
-            (folder / file).write_text(json.dumps(facts))
-        models[name] = kv.load(folder)
+    stops = {"chat": "<|im_end|>", "base": "<|endoftext|>"}
+    models = {name: altered(tmp_path, name, eos_token=stop) for name, stop in stops.items()}
     talk = Conversation(models, [identity_of(models["chat"])], verbatim=True)
     ids = iter(models["chat"].tokenizer.encode("so it is<|im_end|>") + [0] * 9)
     talk.reply("chat", "hi there", sampler=lambda _: mx.array([next(ids)]))
@@ -182,16 +373,11 @@ def test_a_stop_of_another_model_is_written_once(tmp_path: Path) -> None:
 
 def test_templates_that_differ_are_told_once(tmp_path: Path) -> None:
     """Nothing that stands behind the first token that differs can be handed over."""
-    models = {}
-    kind, sizes = tiny.FAMILIES["qwen3"]
-    for name, opening in (("one", ""), ("other", "hi there")):
-        folder = tiny.write_tiny_model(tmp_path / name, kind, **sizes)
-        config = json.loads((folder / "tokenizer_config.json").read_text())
-        config["chat_template"] = opening + config["chat_template"]
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        models[name] = kv.load(folder)
-    translator = identity_of(models["one"])
+    one = altered(tmp_path, "one")
+    template = f"hi there{tiny.CHAT_TEMPLATE}"
+    models = {"one": one, "other": altered(tmp_path, "other", chat_template=template)}
     options: dict[str, Any] = {"on_missing": "reprefill", "allow_mismatch": True}
+    translator = identity_of(one)
     talk = Conversation(models, [translator], **options)
     with pytest.warns(UserWarning, match=r"templates of .*one and .*other differ from token 0 "):
         talk.reply("one", "is it on?", max_tokens=NEW)
@@ -201,26 +387,14 @@ def test_templates_that_differ_are_told_once(tmp_path: Path) -> None:
         assert talk.last_switch is not None and talk.last_switch.translated == 0
         for quiet in (
             Conversation(models, [translator], verbatim=True, **options),
-            Conversation(dict.fromkeys("ab", models["one"]), [translator], **options),
+            Conversation(dict.fromkeys("ab", one), [translator], **options),
         ):
             quiet.reply(next(iter(quiet.lines)), "is it on?", max_tokens=NEW)
 
 
-def test_reprefill_reads_the_whole_prefix(family_models: dict[str, LanguageModel]) -> None:
-    talk = talk_of(family_models["qwen3"], switching="reprefill", verbatim=True, eager=False)
-    for name in "abab":
-        before = len(talk.transcript.tokens)
-        ask(talk, name, "is it on?")
-        assert talk.last_switch is not None and talk.last_switch.translated == 0
-        assert not before or talk.last_switch.kept == 0
-        assert [span.passes for span in talk.lines[name].spans] == [0]
-
-
 def test_a_switch_without_a_translator_changes_nothing(
-    family_models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    model: LanguageModel, store: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("KVLINGO_HOME", str(tmp_path))
-    model = family_models["qwen3"]
     copy = kv.load(shutil.copytree(model.path, tmp_path / "copy"))
     with pytest.warns(kv.KVLingoWarning, match="no translator from a to b, none from b to a"):
         talk = Conversation({"a": model, "b": copy})
@@ -235,45 +409,71 @@ def test_a_switch_without_a_translator_changes_nothing(
     assert talk.last_switch is not None and talk.last_switch.translated == 0
 
 
-def test_an_answer_cut_short_is_kept(family_models: dict[str, LanguageModel]) -> None:
-    talk = talk_of(family_models["qwen3"])
-    answer = talk.stream_reply("a", "hi there", max_tokens=NEW)
-    texts = [next(answer).text for _ in range(2)]
-    answer.close()
-    # Bytes of a character that is not yet complete are told, though they were not streamed.
-    said = family_models["qwen3"].tokenizer.decode(talk.transcript.tokens[-2:])
-    assert talk.messages[-1]["content"] == said and said.startswith("".join(texts))
-    ask(talk, "b", "and you")
+# ---- two writers of one answer ------------------------------------------------------------------
 
 
-def test_the_source_writes_the_first_token_or_the_trace(
-    family_models: dict[str, LanguageModel],
-) -> None:
-    talk = talk_of(family_models["qwen3"])
+def test_the_source_writes_the_first_token_or_the_trace(model: LanguageModel) -> None:
+    talk = talk_of(model)
     ask(talk, "b", "hi there", prefill="a", first_token="source")
     assert [s.writer for s in talk.lines["b"].spans] == ["a", "b"]
     ask(talk, "b", "and you", reasoning="a")
     with pytest.raises(ValueError, match="first_token has no effect without prefill"):
         talk.reply("b", "x", first_token="source")
-
-
-def test_the_second_writers_text_keeps_its_first_space(
-    family_models: dict[str, LanguageModel],
-) -> None:
-    """mlx-lm takes it off, as if nothing stood before."""
-    model = family_models["qwen3"]
+    # mlx-lm takes the second writer's first space off, as if nothing stood before.
     ids = iter(model.tokenizer.encode("the use of") * 9)
     scripted = {"sampler": lambda logprobs: mx.array([next(ids)]), "max_tokens": 3}
     talk = talk_of(model)
     said = talk.reply("b", "hi there", prefill="a", first_token="source", **scripted)
-    assert len(model.tokenizer.encode("the use of")) >= 3 and " " in said
-    assert said == talk.messages[-1]["content"]
+    assert " " in said and said == talk.messages[-1]["content"]
+
+
+# ---- what clients send back ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verbatim", [True, False])
+def test_a_history_without_its_reasoning_is_ours(model: LanguageModel, verbatim: bool) -> None:
+    """It costs the new turn alone, and the answer's tokens are those that were written."""
+    talk = talk_of(model, verbatim=verbatim)
+    ids = thought(talk, "a", "hi there", "<think>the use of it</think>\n\nin the house")
+    other, held = talk.branch(), talk.transcript.tokens
+    sent = [
+        {"role": "user", "content": "hi there"},
+        {"role": "assistant", "content": "in the house", "refusal": None, "tool_calls": None},
+        {"role": "user", "content": "and you", "name": None},
+    ]
+    first = next(iter(talk.stream_reply("a", messages=sent, max_tokens=NEW)))
+    assert first.cached_tokens == len(held) == first.prompt_tokens - first.read_tokens
+    assert talk.transcript.tokens[: len(held)] == held and held[-len(ids) :] == ids
+    assert talk.messages[1]["reasoning_content"] == "the use of it"
+    sent[1]["content"] = "in the boat"  # another answer is no answer of ours
+    first = next(iter(other.stream_reply("a", messages=sent, max_tokens=NEW)))
+    assert first.cached_tokens <= len(held) - len(ids)
+    assert other.messages[1]["content"] == "in the boat"
+
+
+def test_parsed_calls_are_the_answer_that_made_them(tmp_path: Path) -> None:
+    talk = talk_of(altered(tmp_path, "tools", chat_template=TOOLS_TEMPLATE), tools=TOOLS)
+    call = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
+    thought(talk, "a", "hi", call)
+    held = len(talk.transcript.tokens)
+    for arguments, kept in (('{"at":1}', True), ('{"at": 2}', False)):
+        function = {"name": "look", "arguments": arguments}
+        sent = [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": None,
+             "tool_calls": [{"id": "x", "type": "function", "function": function}]},
+            {"role": "tool", "content": "a lamp"},
+        ]  # fmt: skip
+        first = next(iter(talk.branch().stream_reply("b", messages=sent, max_tokens=NEW)))
+        assert (first.cached_tokens + first.translated_tokens >= held) is kept
+
+
+# ---- a full context, and what is refused --------------------------------------------------------
 
 
 def test_an_answer_ends_with_its_models_context(
-    family_models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = family_models["qwen3"]
     talk = talk_of(model)
     prompt = len(talk.transcript.prompt(model, [{"role": "user", "content": "hi there"}]))
     monkeypatch.setattr(type(model), "context_length", prompt + 3)
@@ -283,8 +483,65 @@ def test_an_answer_ends_with_its_models_context(
         talk.reply("b", "and you")
 
 
+def test_a_full_context_drops_whole_turns_or_says_so(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LanguageModel, "context_length", 100)
+    short: dict[str, Any] = {"max_tokens": NEW, "logits_processors": [plain_text(model)]}
+    full = talk_of(model, on_full="error", system="be kind")
+    with pytest.raises(ValueError, match="the context of .* is 100; shorten the prompt"):
+        for _ in range(9):
+            full.reply("a", "is it on?", **short)
+    talk, before = talk_of(model, on_full="drop_oldest", system="be kind"), list[Any]()
+    for turn in range(9):
+        earlier, before = before, talk.messages
+        talk.reply("ab"[turn % 2], "is it on?", **short)
+        roles = [message["role"] for message in talk.messages]
+        assert roles == ["system", *["user", "assistant"] * (len(roles) // 2)]
+    assert len(before) == len(earlier) == len(talk.messages) < 12
+    # The system message is not read again.
+    system = model.tokenizer.encode("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\n")
+    assert talk.last_switch is not None and talk.last_switch.kept >= len(system)
+    talk.undo()
+    assert talk.messages == before  # what was dropped is back
+    with pytest.raises(ValueError, match="the context of"):  # one turn alone is not dropped
+        talk.reply("a", "is it on? " * 40, max_tokens=NEW)
+    assert talk.messages == before
+    with pytest.raises(ValueError, match="on_full is 'drop'; give error or drop_oldest"):
+        talk_of(model, on_full="drop")
+
+
+def test_what_cannot_be_truncated_or_set_is_said(model: LanguageModel) -> None:
+    talk = talk_of(model)
+    with pytest.raises(ValueError, match="the last message is no answer, so there is nothing"):
+        talk.truncate_answer(1)
+    thought(talk, "a", "hi there", "in the house")
+    wrong_cuts: list[tuple[Any, str]] = [
+        (13, "but the answer has 12; give 0 to 12"),
+        (-1, "characters is -1; give a number of characters, 0 or more"),
+        ("3", "characters is '3'; give a number of characters"),
+    ]
+    for cut, message in wrong_cuts:
+        with pytest.raises(ValueError, match=message):
+            talk.truncate_answer(cut)
+    for wrong in ("hi", ["hi"], [{"content": "hi"}]):
+        with pytest.raises(ValueError, match="give "):
+            talk.messages = wrong  # type: ignore[assignment]
+    answer = talk.stream_reply("a", "x", max_tokens=3)
+    next(answer)
+    for change in (lambda: talk.truncate_answer(1), lambda: setattr(talk, "messages", [])):
+        with pytest.raises(ValueError, match="an answer is still being written"):
+            change()
+    answer.close()
+    talk.undo()
+    assert [m["content"] for m in talk.messages] == ["hi there", "in the house"]
+    talk.messages = []
+    talk.undo()  # takes back the change
+    assert len(talk.messages) == 2
+
+
 def test_bad_arguments(family_models: dict[str, LanguageModel]) -> None:
-    model = family_models["qwen3"]
+    model, other = family_models["qwen3"], family_models["deepseek_v3"]
     with pytest.raises(ValueError, match="switching is 'fast'; it must be one of alternated"):
         talk_of(model, switching="fast")
     with pytest.raises(ValueError, match="there is no model 'z'; there are a, b"):
@@ -296,6 +553,5 @@ def test_bad_arguments(family_models: dict[str, LanguageModel]) -> None:
         talk_of(model, tools=[{"names": {1, 2}}])
     with pytest.raises(ValueError, match="there is nothing to undo"):
         talk_of(model).undo()
-    other = family_models["deepseek_v3"]
     with pytest.raises(kv.IncompatibleTranslatorError, match="fits no two of this conversation's"):
         Conversation({"a": model, "b": model}, [identity_of(other, capture="latent")])

@@ -127,22 +127,28 @@ def prefill_bytes(model: LanguageModel, tokens: list[int], step: int) -> int:
     return max(measure.grown_bytes(prefill) for _ in range(5))
 
 
-def test_peak_memory_is_two_caches_and_a_chunk(models: dict[str, LanguageModel]) -> None:
-    """Beside what mlx-lm's own prefill of the source needs: the target's cache, one chunk."""
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_peak_memory_is_two_caches_and_a_chunk(
+    models: dict[str, LanguageModel], layers: int
+) -> None:
+    """Beside what mlx-lm's own prefill of the source needs: the target's cache, one chunk.
+
+    With native layers the target's own run over one chunk, instead of its cache alone.
+    """
     source, target = models["dense"], models["wide"]
     tokens, step = [i % 280 for i in range(480)], 40
     translator = kv.fit(source, target, [{"text": "a b c d e f g h " * 12}])
 
     def hand_over(step: int) -> int:
+        options = {"translator": translator, "native_layers": layers}
         return measure.grown_bytes(
-            lambda: kv.hand_over(
-                source, target, tokens, translator=translator, prefill_step_size=step
-            )
+            lambda: kv.hand_over(source, target, tokens, prefill_step_size=step, **options)
         )
 
     own = target.geometry.bytes_per_token(4)
     chunk = step * (source.geometry.bytes_per_token(4) + 2 * own)
-    bound = prefill_bytes(source, tokens, step) + 512 * own + chunk
+    caches = 512 * own if not layers else prefill_bytes(target, tokens, step)
+    bound = prefill_bytes(source, tokens, step) + caches + chunk
     assert hand_over(step) <= bound
     assert hand_over(480) > bound  # the bound has power: a large chunk breaks it
 

@@ -24,9 +24,11 @@ from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.spans import Span
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
 from tests.support.healings import in_a_row, noted
+from tests.support.identity import identity_of
 from tests.support.talks import talk_of
 
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "3"))  # more of them by hand
@@ -263,47 +265,75 @@ def test_while_a_user_types(
     assert talk.reply("a", MESSAGES[0], max_tokens=NEW)
 
 
-@pytest.mark.parametrize("share", [0.2, 0.9])
+WAYS: list[dict[str, Any]] = [
+    {"heal": "interleaved", "heal_share": 0.2}, {"heal": "interleaved", "heal_share": 0.9},
+    {"heal": "layers"}, {"heal": "layers", "native_layers": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
 def test_between_the_steps_of_an_answer(
     models: dict[str, LanguageModel],
     translators: list[Translator],
     monkeypatch: pytest.MonkeyPatch,
-    share: float,
+    way: dict[str, Any],
 ) -> None:
-    """The prefix is read once, from the front, while the answer grows behind it."""
-    talk = talk_between(models, translators, eager=False, heal="interleaved", heal_share=share)
+    """The prefix is read once, from the front, while the answer grows behind it.
+
+    By layers a quarter of them, or the number that is asked for, is read at once.
+    """
+    talk = talk_between(models, translators, eager=False, **way)
     talk.reply("a", " ".join(MESSAGES) * 2, max_tokens=NEW)
     read = noted(monkeypatch)
-    answer = talk.reply("b", MESSAGES[1], max_tokens=300)
-    line = talk.lines["b"]
-    assert answer and read and talk.last_switch is not None
-    done = in_a_row(read)
-    assert done <= talk.last_switch.translated
+    *_, last = talk.stream_reply("b", MESSAGES[1], max_tokens=300)
+    line, done = talk.lines["b"], in_a_row(read)
+    layers = way.get("native_layers", 1) if way["heal"] == "layers" else 0
+    assert last.native_layers == layers and 0 < done <= last.translated_tokens
     assert kinds(line)[: done + 1].rstrip("TM") == "E" * done
     assert "M" in kinds(line)  # its first tokens were written after translated ones
     assert furthest(line, list(range(done))) < 1e-4
     assert talk.heal(answers=True) == 0 and furthest(line, list(range(len(line)))) < 1e-4
 
 
-@pytest.mark.parametrize(("given", "layers"), [(None, 1), (2, 2)])
-def test_first_layers_at_once_and_all_of_them_behind(
-    models: dict[str, LanguageModel],
-    translators: list[Translator],
-    monkeypatch: pytest.MonkeyPatch,
-    given: int | None,
-    layers: int,
-) -> None:
-    """A quarter of the layers, or the number that is asked for; all is read from the front."""
-    options: dict[str, Any] = {"heal": "layers", "native_layers": given, "eager": False}
-    talk = talk_between(models, translators, **options)
-    talk.reply("a", " ".join(MESSAGES) * 2, max_tokens=NEW)
+PROMPT = list(range(5, 205))
+
+
+@pytest.mark.parametrize(
+    ("pair", "native", "heal"),
+    [
+        (("dense", "wide"), {}, "interleaved"),
+        (("wide", "dense"), {"native_layers": 0}, "layers"),
+        (("dense", "moe"), {"native_head": 20, "native_layers": 1}, "interleaved"),
+        (("dense", "wide"), {"native_tail": 30, "native_layers": 2}, "layers"),
+    ],
+)
+def test_a_prompt_is_read_once_behind_its_answer(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str],
+    native: dict[str, int], heal: str,
+) -> None:  # fmt: skip
+    """A short one as far as it goes; nothing before the first token."""
+    source, target = (models[name] for name in pair)
+    translator = kv.fit(source, target, [Sample(tuple(PROMPT), ())])
+    settings: dict[str, Any] = {"translator": translator, "max_tokens": 250, **native}
     read = noted(monkeypatch)
-    *_, last = talk.stream_reply("b", MESSAGES[1], max_tokens=300)
-    assert last.native_layers == layers and last.translated_tokens and read
-    done = in_a_row(read)
-    assert furthest(talk.lines["b"], list(range(done))) < 1e-4
-    assert talk.heal(answers=True) == 0
-    assert furthest(talk.lines["b"], list(range(len(talk.lines["b"])))) < 1e-4
+    plain = next(kv.stream_generate(source, target, PROMPT, **settings))
+    assert read == []
+    again = list(kv.stream_generate(source, target, PROMPT, heal=heal, **settings))
+    assert again[0].token == plain.token
+    head = native.get("native_head", 0)
+    assert in_a_row(read, head) == len(PROMPT) - 1 - head
+    # What the prompt's places hold now is what the target alone makes of them.
+    own = make_prompt_cache(target.model)
+    target.model(mx.array(PROMPT)[None], cache=own)
+    for cache, wanted in zip(read[-1].cache, own, strict=True):
+        for side in ("keys", "values"):
+            a, b = (np.array(getattr(c, side)[0, :, : len(PROMPT) - 1]) for c in (cache, wanted))
+            assert np.abs(a - b).max() < 1e-4 * np.abs(b).max()
+        assert cache.offset >= len(PROMPT)
+    read.clear()
+    few = {**settings, "max_tokens": 3, "heal": "interleaved", "heal_share": 0.9}
+    kv.generate(source, target, PROMPT, **few)
+    assert 0 < in_a_row(read, head) < 150
 
 
 def test_decoding_keeps_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,6 +388,23 @@ def test_what_cannot_be_healed_is_refused(
     talk = talk_between(models, translators, heal="interleaved")
     with pytest.raises(ValueError, match="would be written from a copy of the cache"):
         talk.reply("a", "hi", max_tokens=2, kv_bits=8, kv_group_size=32)
+    source, target = models["dense"], models["moe"]
+    for options, message in (
+        ({"heal": "idle"}, "heal is 'idle'; give interleaved or layers"),
+        ({"heal": "interleaved", "heal_share": 0.0}, "heal_share is 0.0; give the share"),
+        ({"heal_share": 0.3}, "heal_share has no effect without heal"),
+        ({"heal": "interleaved", "strategy": "native"}, "heal has no effect with strategy"),
+        (
+            {"heal": "interleaved", "kv_bits": 8, "kv_group_size": 32},
+            "and kv_bits does; leave one of them out",
+        ),
+        ({"heal": "interleaved", "draft_model": source}, "and draft_model does; leave one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kv.generate(source, target, PROMPT, max_tokens=3, **options)
+    with pytest.raises(kv.UnsupportedModelError, match="cannot be healed while it answers"):
+        kv.generate(model, kv.load(model.path), PROMPT, max_tokens=3, translator=identity_of(model),
+                    heal="interleaved")  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["gemma3", "gemma4"])

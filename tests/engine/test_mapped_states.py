@@ -188,19 +188,28 @@ def test_a_callers_own_cache_goes_on(pairs: Any, translators: Any, rule: str, ta
         assert states(own)[t] == pytest.approx(state, abs=1e-5)
 
 
+def rotated(source: LanguageModel, target: LanguageModel) -> Translator:
+    """Maps of keys as they are cached."""
+    plain = hybrid_models.random_translator(source, target, state_maps=True)
+    config = replace(plain.config, capture="post_rope")
+    return build(config, Weights("float32", plain.floats()))
+
+
+def through_a_file(cache: Any, folder: Path) -> Any:
+    """As mlx-lm saves and loads it."""
+    save_prompt_cache(str(folder / "c.safetensors"), cache)
+    return load_prompt_cache(str(folder / "c.safetensors"))
+
+
 @pytest.mark.parametrize("more", [0, 20])
 @pytest.mark.parametrize("rule", PAIRS)
 def test_a_filled_cache_is_read_back(pairs: Any, rule: str, more: int, tmp_path: Path) -> None:
-    """As mlx-lm saves it: keys as they are cached, and the states; nothing is read twice."""
+    """Keys as they are cached, and the states; nothing is read twice."""
     source, target = pairs[rule]
-    plain = hybrid_models.random_translator(source, target, state_maps=True)
-    config = replace(plain.config, capture="post_rope")
-    rotated = build(config, Weights("float32", plain.floats()))
-    own = native(source, TOKENS[: PREFIX - more], 64)
-    save_prompt_cache(str(tmp_path / "c.safetensors"), own)
-    again = load_prompt_cache(str(tmp_path / "c.safetensors"))
-    found = kv.hand_over(source, target, TOKENS, translator=rotated, prompt_cache=again)
-    wanted = kv.hand_over(source, target, TOKENS, translator=rotated)
+    given = {"translator": rotated(source, target)}
+    again = through_a_file(native(source, TOKENS[: PREFIX - more], 64), tmp_path)
+    found = kv.hand_over(source, target, TOKENS, prompt_cache=again, **given)
+    wanted = kv.hand_over(source, target, TOKENS, **given)
     for mine, theirs in zip(found, wanted, strict=True):
         end = None if caches.is_recurrent(mine) else PREFIX
         for name, array in caches.held(mine).items():
@@ -210,45 +219,33 @@ def test_a_filled_cache_is_read_back(pairs: Any, rule: str, more: int, tmp_path:
 
 
 def test_a_filled_cache_beyond_the_state_that_is_mapped(pairs: Any) -> None:
+    """And one that is not the source's; where nothing is translated, no state is wanted."""
     source, target = pairs["gated_delta"]
-    plain = hybrid_models.random_translator(source, target, state_maps=True)
-    rotated = build(replace(plain.config, capture="post_rope"), Weights("float32", plain.floats()))
+    given: dict[str, Any] = {"translator": rotated(source, target)}
     own = native(source, TOKENS[:-1], 64)
     with pytest.raises(ValueError, match=f"holds {PREFIX} tokens, .* mapped after {PREFIX - 4}"):
-        kv.hand_over(source, target, TOKENS, translator=rotated, prompt_cache=own, native_tail=4)
-
-
-def test_a_cache_that_is_not_the_sources_is_refused(pairs: Any) -> None:
-    source, target = pairs["gated_delta"]
-    plain = hybrid_models.random_translator(source, target, state_maps=True)
-    rotated = build(replace(plain.config, capture="post_rope"), Weights("float32", plain.floats()))
-
-    def refused(own: Any) -> None:
+        kv.hand_over(source, target, TOKENS, prompt_cache=own, native_tail=4, **given)
+    spoiled = [native(target, TOKENS[:20], 64)]
+    for wrong in (None, mx.zeros((1, 4, 8, 15)), mx.zeros((2, 4, 8, 16))):
+        spoiled.append(native(source, TOKENS[:20], 64))
+        spoiled[-1][0].cache[1] = wrong
+    for own in spoiled:
         with pytest.raises(
             ValueError, match=r"layer 0 of the caches holds .*, expected a tail and"
         ):
-            kv.hand_over(source, target, TOKENS, translator=rotated, prompt_cache=own)
-
-    for wrong in (None, mx.zeros((1, 4, 8, 15)), mx.zeros((2, 4, 8, 16))):
-        own = native(source, TOKENS[:20], 64)
-        own[0].cache[1] = wrong
-        refused(own)
-    refused(native(target, TOKENS[:20], 64))
-    own = native(source, TOKENS[:20], 64)  # where nothing is translated, no state is wanted
-    layers = len(target.attentions)
-    kv.hand_over(source, target, TOKENS, translator=rotated, prompt_cache=own, native_layers=layers)
+            kv.hand_over(source, target, TOKENS, prompt_cache=own, **given)
+    own, layers = native(source, TOKENS[:20], 64), len(target.attentions)
+    kv.hand_over(source, target, TOKENS, prompt_cache=own, native_layers=layers, **given)
 
 
 @pytest.mark.parametrize("rule", PAIRS)
 def test_saved_and_resumed(pairs: Any, translators: Any, rule: str, tmp_path: Path) -> None:
     source, target = pairs[rule]
     found = kv.hand_over(source, target, TOKENS, translator=translators[rule])
-    save_prompt_cache(str(tmp_path / "c.safetensors"), found)
-    again = load_prompt_cache(str(tmp_path / "c.safetensors"))
     told = [
         [int(token) for token, _ in itertools.islice(
             generate_step(mx.array(TOKENS[-1:]), target.model, prompt_cache=cache), 40)]
-        for cache in (found, again)
+        for cache in (through_a_file(found, tmp_path), found)
     ]  # fmt: skip
     assert told[0] == told[1] and len(told[0]) == 40
 
@@ -278,19 +275,16 @@ def test_what_maps_of_states_cost(pairs: Any, translators: Any) -> None:
     assert sum(name.startswith("states.") for name in above.floats()) == 2 * 3
 
 
-def test_models_of_two_rules(pairs: Any) -> None:
-    with pytest.raises(IncompatibleTranslatorError, match="of one rule"):
-        kv.fit(pairs["gated_delta"][0], pairs["mamba2"][1], [{"text": "a b"}], state_maps=True)
-
-
 def test_plain_models_have_no_states(pairs: Any, tmp_path: Path) -> None:
-    plain = kv.load(
-        tiny.write_tiny_model(
-            tmp_path / "plain", "qwen3", seed=1, layers=3, kv_heads=2, head_dim=32
-        )
-    )
-    for ends in ((plain, pairs["mamba2"][0]), (pairs["mamba2"][0], plain), (plain, plain)):
-        with pytest.raises(IncompatibleTranslatorError, match="has none"):
+    """Nor are those of one rule made of another's."""
+    facts: Any = dict(seed=1, layers=3, kv_heads=2, head_dim=32)
+    plain = kv.load(tiny.write_tiny_model(tmp_path / "plain", "qwen3", **facts))
+    delta, mamba = pairs["gated_delta"][0], pairs["mamba2"][0]
+    for ends, message in (
+        ((plain, mamba), "has none"), ((mamba, plain), "has none"), ((plain, plain), "has none"),
+        ((delta, mamba), "of one rule"),
+    ):  # fmt: skip
+        with pytest.raises(IncompatibleTranslatorError, match=message):
             kv.fit(*ends, [{"text": "a b"}], state_maps=True)
 
 
@@ -344,6 +338,3 @@ def test_a_source_elsewhere(
                 end = None if name in caches.PARTS else PREFIX
                 a, b = (x if end is None else x[..., :end, :] for x in (array, right[name]))
                 assert mx.array_equal(a, b).item(), (way, name)
-
-
-# ---- conversations ------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import thread_stress
 
 from tests.support.processes import WITHOUT_TORCH
+from tests.support.talks import talk_of
 
 NEW = 6
 
@@ -44,14 +45,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]
     root = tmp_path_factory.mktemp("threads")
     rows = {name: tiny.FAMILIES[name] for name in ("qwen3", "gemma3", "qwen3_moe")}
     return {n: kv.load(tiny.write_tiny_model(root / n, t, **o)) for n, (t, o) in rows.items()}
-
-
-def talk_of(model: LanguageModel, **options: Any) -> Conversation:
-    point = model.family.points[0]
-    return Conversation(
-        dict.fromkeys("ab", model), [identity_of(model, capture=point)], prefill_step_size=7,
-        **options,
-    )  # fmt: skip
 
 
 def together(*actions: Callable[[], Any]) -> list[Any]:

@@ -11,7 +11,7 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,173 +100,93 @@ def write_tiny_model(
     return folder
 
 
-def _common(architecture: str, hidden: int, *, tied: bool = True) -> dict[str, Any]:
-    return {
-        "architectures": [architecture],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "intermediate_size": 2 * hidden,
-        "max_position_embeddings": CONTEXT,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": None,
-        "use_cache": True,
-        "bos_token_id": None,
+def _common(architecture: str, hidden: int, *, tied: bool = True, **more: Any) -> dict[str, Any]:
+    """A config; an entry of ... is left out of it."""
+    config = {
+        "architectures": [f"{architecture}ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "hidden_act": "silu", "intermediate_size": 2 * hidden,
+        "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-6, "rope_scaling": None,
+        "use_cache": True, "bos_token_id": None,
         "tie_word_embeddings": tied,  # as the small released models, and not the large ones
-    }
+        **more,
+    }  # fmt: skip
+    return {name: value for name, value in config.items() if value is not ...}
 
 
-def _qwen3(hidden: int) -> dict[str, Any]:
-    windows = {"sliding_window": None, "use_sliding_window": False}
-    return _common("Qwen3ForCausalLM", hidden) | windows
-
-
-def _qwen3_moe(hidden: int) -> dict[str, Any]:
-    return (
-        _qwen3(hidden)
-        | _common("Qwen3MoeForCausalLM", hidden, tied=False)
-        | {
-            "num_experts": EXPERTS,
-            "num_experts_per_tok": ACTIVE_EXPERTS,
-            "norm_topk_prob": True,
-            "moe_intermediate_size": hidden // 2,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "output_router_logits": False,
-            "router_aux_loss_coef": 0.001,
-        }
-    )
-
-
-def _gemma3(hidden: int) -> dict[str, Any]:
-    """Two local layers of 16 tokens before each global one; scales of its own everywhere."""
-    return _common("Gemma3ForCausalLM", hidden) | {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 24,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 5000.0,
-        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
-        "sliding_window": 16,
-        "sliding_window_pattern": 3,
-    }
-
-
-def _llama(hidden: int) -> dict[str, Any]:
-    return _common("LlamaForCausalLM", hidden, tied=False)
-
-
-def _mistral(hidden: int) -> dict[str, Any]:
-    return _common("MistralForCausalLM", hidden, tied=False) | {"sliding_window": None}
-
-
-def _ministral3(hidden: int) -> dict[str, Any]:
-    """YaRN, and queries that grow with their position, in steps of 16 tokens."""
-    common = _common("Ministral3ForCausalLM", hidden, tied=False)
-    del common["rope_scaling"]
-    return common | {
-        "sliding_window": None,
-        "rope_parameters": {
+UNWINDOWED = {"sliding_window": None, "use_sliding_window": False}
+# Multi-head latent attention; all widths differ, and are fit for 4 bits where they must.
+LATENTS = {
+    "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}  # fmt: skip
+# A dense layer, then experts.
+DEEPSEEK = {
+    **LATENTS, "moe_intermediate_size": 32, "n_shared_experts": 1, "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": ACTIVE_EXPERTS, "routed_scaling_factor": 1.5, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "norm_topk_prob": True, "n_group": 2, "topk_group": 1,
+    "moe_layer_freq": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+GELU = "gelu_pytorch_tanh"
+FACTORS = [1.0 + 0.25 * i for i in range(8)]
+# By model_type, of a hidden width.
+COMMON: dict[str, Callable[[int], dict[str, Any]]] = {
+    # Latents of grouped queries; other pairs of the original's in every layer's rotary key.
+    "converted_mla": lambda h: _common(
+        "ConvertedMLA", h, **UNWINDOWED, qk_rope_head_dim=16, qk_norm=True
+    ),
+    "deepseek_v3": lambda h: _common("DeepseekV3", h, tied=False, **DEEPSEEK),
+    "glm4_moe_lite": lambda h: _common(
+        "Glm4MoeLite", h, tied=False, **DEEPSEEK | {"q_lora_rank": None, "n_group": 1},
+        num_nextn_predict_layers=0,
+    ),
+    "deepseek_v2": lambda h: _common("DeepseekV2", h, tied=False, **DEEPSEEK | {
+        "scoring_func": "softmax", "topk_method": "greedy", "n_group": 1,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+                         "mscale": 1.2, "mscale_all_dim": 0.7},
+    }),
+    "minicpm3": lambda h: _common("MiniCPM3", h, tied=False, **LATENTS | {
+        "v_head_dim": h // 4,  # mlx-lm has no other
+        "dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 2.0,
+        "rope_scaling": {"type": "longrope", "long_factor": FACTORS, "short_factor": FACTORS,
+                         "original_max_position_embeddings": 64},
+    }),
+    "qwen3": lambda h: _common("Qwen3", h, **UNWINDOWED),
+    "qwen3_moe": lambda h: _common(
+        "Qwen3Moe", h, tied=False, **UNWINDOWED, num_experts=EXPERTS,
+        num_experts_per_tok=ACTIVE_EXPERTS, norm_topk_prob=True, moe_intermediate_size=h // 2,
+        decoder_sparse_step=1, mlp_only_layers=[], output_router_logits=False,
+        router_aux_loss_coef=0.001,
+    ),
+    # Two local layers of 16 tokens before each global one; scales of its own everywhere.
+    "gemma3_text": lambda h: _common(
+        "Gemma3", h, hidden_activation=GELU, query_pre_attn_scalar=24, rope_theta=1e6,
+        rope_local_base_freq=5000.0, rope_scaling={"rope_type": "linear", "factor": 4.0},
+        sliding_window=16, sliding_window_pattern=3,
+    ),
+    # Local layers before each global one, which is wider and rotates half of its width. As
+    # released without rope_scaling, which transformers would take for rope_parameters.
+    "gemma4_text": lambda h: _common(
+        "Gemma4", h, rope_scaling=..., hidden_activation=GELU, global_head_dim=64,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6,
+                               "partial_rotary_factor": 0.5},
+        },
+        sliding_window=16, num_kv_shared_layers=0, use_double_wide_mlp=True,
+        hidden_size_per_layer_input=0, vocab_size_per_layer_input=VOCAB,
+        final_logit_softcapping=30.0,
+    ),
+    "llama": lambda h: _common("Llama", h, tied=False),
+    "mistral": lambda h: _common("Mistral", h, tied=False, sliding_window=None),
+    # YaRN, and queries that grow with their position, in steps of 16 tokens.
+    "ministral3": lambda h: _common(
+        "Ministral3", h, tied=False, rope_scaling=..., sliding_window=None, rope_parameters={
             "rope_type": "yarn", "type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
             "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0,
             "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
         },
-    }  # fmt: skip
-
-
-def _gemma4(hidden: int) -> dict[str, Any]:
-    """Local layers before each global one, which is wider and rotates half of its width."""
-    kinds = {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
-        "full_attention": {
-            "rope_type": "proportional",
-            "rope_theta": 1e6,
-            "partial_rotary_factor": 0.5,
-        },
-    }
-    common = _common("Gemma4ForCausalLM", hidden)
-    del common["rope_scaling"]  # as released; transformers takes it for rope_parameters
-    return common | {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "global_head_dim": 64,
-        "rope_parameters": kinds,
-        "sliding_window": 16,
-        "num_kv_shared_layers": 0,
-        "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": VOCAB,
-        "final_logit_softcapping": 30.0,
-    }
-
-
-def _latent(architecture: str, hidden: int) -> dict[str, Any]:
-    """Multi-head latent attention; all widths differ, and are fit for 4 bits where they must."""
-    return _common(architecture, hidden, tied=False) | {
-        "q_lora_rank": 32,
-        "kv_lora_rank": 64,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-    }
-
-
-def _deepseek_v3(hidden: int) -> dict[str, Any]:
-    """A dense layer, then experts."""
-    return _latent("DeepseekV3ForCausalLM", hidden) | {
-        "moe_intermediate_size": 32,
-        "n_shared_experts": 1,
-        "n_routed_experts": EXPERTS,
-        "num_experts_per_tok": ACTIVE_EXPERTS,
-        "routed_scaling_factor": 1.5,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "n_group": 2,
-        "topk_group": 1,
-        "moe_layer_freq": 1,
-        "first_k_dense_replace": 1,
-    }
-
-
-def _glm4_moe_lite(hidden: int) -> dict[str, Any]:
-    return _deepseek_v3(hidden) | {
-        "architectures": ["Glm4MoeLiteForCausalLM"],
-        "q_lora_rank": None,
-        "n_group": 1,
-        "num_nextn_predict_layers": 0,
-    }
-
-
-def _deepseek_v2(hidden: int) -> dict[str, Any]:
-    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
-            "mscale": 1.2, "mscale_all_dim": 0.7}  # fmt: skip
-    return _deepseek_v3(hidden) | {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "scoring_func": "softmax",
-        "topk_method": "greedy",
-        "n_group": 1,
-        "rope_scaling": yarn,
-    }
-
-
-def _minicpm3(hidden: int) -> dict[str, Any]:
-    factors = [1.0 + 0.25 * i for i in range(8)]
-    return _latent("MiniCPM3ForCausalLM", hidden) | {
-        "v_head_dim": hidden // 4,  # mlx-lm has no other
-        "dim_model_base": 32,
-        "scale_depth": 1.4,
-        "scale_emb": 2.0,
-        "rope_scaling": {"type": "longrope", "long_factor": factors, "short_factor": factors,
-                         "original_max_position_embeddings": 64},
-    }  # fmt: skip
-
-
-def _converted_mla(hidden: int) -> dict[str, Any]:
-    """Latents of grouped queries; other pairs of the original's in every layer's rotary key."""
-    windows = {"sliding_window": None, "use_sliding_window": False}
-    return _common("ConvertedMLAForCausalLM", hidden) | windows | {
-        "qk_rope_head_dim": 16,
-        "qk_norm": True,
-    }  # fmt: skip
+    ),
+}  # fmt: skip
 
 
 def _listed(config: dict[str, Any]) -> dict[str, Any]:
@@ -280,20 +200,6 @@ def _listed(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-COMMON = {
-    "converted_mla": _converted_mla,
-    "deepseek_v3": _deepseek_v3,
-    "glm4_moe_lite": _glm4_moe_lite,
-    "deepseek_v2": _deepseek_v2,
-    "minicpm3": _minicpm3,
-    "qwen3": _qwen3,
-    "qwen3_moe": _qwen3_moe,
-    "gemma3_text": _gemma3,
-    "gemma4_text": _gemma4,
-    "llama": _llama,
-    "mistral": _mistral,
-    "ministral3": _ministral3,
-}
 SCALES = r"norm(_\d)?\.weight$|scalar$|scale$"  # of the order of 1
 GEMMAS = ("gemma3_text",)  # norms by (1 + weight), four of them a layer
 NO_HEAD_NORMS = ("llama", "mistral", "ministral3")
@@ -315,100 +221,90 @@ def random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
 
 
 def _weight_shapes(config: dict[str, Any]) -> Iterable[tuple[str, Shape]]:
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    hidden, vocab, model_type = config["hidden_size"], config["vocab_size"], config["model_type"]
     yield "model.embed_tokens.weight", (vocab, hidden)
-    own = OWN_SHAPES.get(config["model_type"])
-    if own is not None:
-        yield from own(config)
-    for layer in range(config["num_hidden_layers"] if own is None else 0):
-        for name, shape in (*_attention_shapes(config), *_mlp_shapes(config)):
-            yield f"model.layers.{layer}.{name}.weight", shape
+    if config.get("hidden_size_per_layer_input"):
+        extra = config["num_hidden_layers"] * config["hidden_size_per_layer_input"]
+        yield "model.embed_tokens_per_layer.weight", (VOCAB, extra)
+        yield "model.per_layer_model_projection.weight", (extra, hidden)
+        each = config["hidden_size_per_layer_input"]
+        yield "model.per_layer_projection_norm.weight", (each,)
+    for layer in range(config["num_hidden_layers"]):
+        for name, shape in LAYERS.get(model_type, _plain_layer)(config, layer).items():
+            suffix = "" if re.search(BARE, name) else ".weight"
+            yield f"model.layers.{layer}.{name}{suffix}", shape
     yield "model.norm.weight", (hidden,)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (vocab, hidden)
 
 
-def _attention_shapes(config: dict[str, Any]) -> list[tuple[str, Shape]]:
+Shapes = dict[str, Shape]
+# Tensors that are no module's weight.
+BARE = r"scalar$|scale$|_bias$|^experts\."
+
+
+def _norms(hidden: int, *names: str) -> Shapes:
+    return {f"{name}_layernorm": (hidden,) for name in names}
+
+
+def _mlp(hidden: int, width: int, block: str = "mlp") -> Shapes:
+    """A gated MLP, or an expert."""
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    return {f"{block}.{name}_proj": shape for name, shape in shapes.items()}
+
+
+def _plain_layer(config: dict[str, Any], layer: int) -> Shapes:
     hidden, dim = config["hidden_size"], config["head_dim"]
     gemma = config["model_type"] in GEMMAS
     head_norms = config["model_type"] not in NO_HEAD_NORMS
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    return [
-        ("self_attn.q_proj", (queries, hidden)),
-        ("self_attn.k_proj", (keys, hidden)),
-        ("self_attn.v_proj", (keys, hidden)),
-        ("self_attn.o_proj", (hidden, queries)),
-        *((f"self_attn.{side}_norm", (dim,)) for side in ("q", "k") if head_norms),
-        ("input_layernorm", (hidden,)),
-        ("post_attention_layernorm", (hidden,)),
-        *((f"{side}_feedforward_layernorm", (hidden,)) for side in ("pre", "post") if gemma),
-    ]
-
-
-def _mlp_shapes(config: dict[str, Any]) -> list[tuple[str, Shape]]:
-    hidden = config["hidden_size"]
+    shapes: Shapes = {
+        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
+        **({"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)} if head_norms else {}),
+        **_norms(hidden, "input", "post_attention"),
+        **(_norms(hidden, "pre_feedforward", "post_feedforward") if gemma else {}),
+    }  # fmt: skip
     if "num_experts" not in config:
-        prefixes, width, router = ["mlp"], config["intermediate_size"], []
-    else:
-        prefixes = [f"mlp.experts.{e}" for e in range(config["num_experts"])]
-        width = config["moe_intermediate_size"]
-        router = [("mlp.gate", (config["num_experts"], hidden))]
-    projections = {
-        "gate_proj": (width, hidden),
-        "up_proj": (width, hidden),
-        "down_proj": (hidden, width),
-    }
-    return router + [(f"{p}.{n}", shape) for p in prefixes for n, shape in projections.items()]
+        return shapes | _mlp(hidden, config["intermediate_size"])
+    shapes["mlp.gate"] = (config["num_experts"], hidden)
+    for expert in range(config["num_experts"]):
+        shapes |= _mlp(hidden, config["moe_intermediate_size"], f"mlp.experts.{expert}")
+    return shapes
 
 
-def _gemma4_shapes(config: dict[str, Any]) -> Iterable[tuple[str, Shape]]:
+def _gemma4_layer(config: dict[str, Any], layer: int) -> Shapes:
     """Shared layers have no keys and values; global ones may have no value projection."""
     hidden, extra = config["hidden_size"], config["hidden_size_per_layer_input"]
-    depth, experts = config["num_hidden_layers"], config.get("num_experts")
-    owners = depth - config["num_kv_shared_layers"]
+    owns = layer < config["num_hidden_layers"] - config["num_kv_shared_layers"]
+    kind, experts = config["layer_types"][layer], config.get("num_experts")
+    heads, dim = _gemma4_heads(config, kind)
+    queries, width = config["num_attention_heads"] * dim, config["intermediate_size"]
+    shapes: Shapes = {
+        "self_attn.q_proj": (queries, hidden), "self_attn.o_proj": (hidden, queries),
+        "self_attn.q_norm": (dim,),
+    }  # fmt: skip
+    if owns:
+        shapes |= {"self_attn.k_proj": (heads * dim, hidden), "self_attn.k_norm": (dim,)}
+        if kind == LOCAL or not config.get("attention_k_eq_v", False):
+            shapes["self_attn.v_proj"] = (heads * dim, hidden)
+    shapes |= _norms(hidden, "input", "post_attention", "pre_feedforward", "post_feedforward")
+    shapes |= _mlp(hidden, width if owns else 2 * width)
     if extra:
-        yield "model.embed_tokens_per_layer.weight", (VOCAB, depth * extra)
-        yield "model.per_layer_model_projection.weight", (depth * extra, hidden)
-        yield "model.per_layer_projection_norm.weight", (extra,)
-    for layer, kind in enumerate(config["layer_types"]):
-        whole, width = kind == GLOBAL, config["intermediate_size"]
-        same = whole and config.get("attention_k_eq_v", False)
-        heads, dim = _gemma4_heads(config, kind)
-        queries = config["num_attention_heads"] * dim
-        modules: dict[str, Shape] = {
-            "self_attn.q_proj": (queries, hidden),
-            "self_attn.o_proj": (hidden, queries),
-            "self_attn.q_norm": (dim,),
-        }
-        if layer < owners:
-            modules |= {"self_attn.k_proj": (heads * dim, hidden), "self_attn.k_norm": (dim,)}
-            modules |= {} if same else {"self_attn.v_proj": (heads * dim, hidden)}
-        else:
-            width *= 2
-        norms = ["input", "post_attention", "pre_feedforward", "post_feedforward"]
-        modules |= {f"{name}_layernorm": (hidden,) for name in norms}
-        modules |= {f"mlp.{name}_proj": (width, hidden) for name in ("gate", "up")}
-        modules["mlp.down_proj"] = (hidden, width)
-        if extra:
-            modules |= {
-                "per_layer_input_gate": (extra, hidden),
-                "per_layer_projection": (hidden, extra),
-                "post_per_layer_input_norm": (hidden,),
-            }
-        shapes: dict[str, Shape] = {f"{name}.weight": shape for name, shape in modules.items()}
-        shapes["layer_scalar"] = (1,)
-        if experts:
-            names = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2",
-                     "pre_feedforward_layernorm_2")  # fmt: skip
-            width = config["moe_intermediate_size"]
-            shapes |= {f"{name}.weight": (hidden,) for name in names} | {
-                "router.proj.weight": (experts, hidden),
-                "router.scale": (hidden,),
-                "router.per_expert_scale": (experts,),
-                "experts.gate_up_proj": (experts, 2 * width, hidden),
-                "experts.down_proj": (experts, hidden, width),
-            }
-        yield from ((f"model.layers.{layer}.{name}", shape) for name, shape in shapes.items())
+        shapes |= {"per_layer_input_gate": (extra, hidden), "per_layer_projection": (hidden, extra)}
+        shapes["post_per_layer_input_norm"] = (hidden,)
+    shapes["layer_scalar"] = (1,)
+    if experts:
+        names = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2",
+                 "pre_feedforward_layernorm_2")  # fmt: skip
+        width = config["moe_intermediate_size"]
+        shapes |= {name: (hidden,) for name in names} | {
+            "router.proj": (experts, hidden), "router.scale": (hidden,),
+            "router.per_expert_scale": (experts,),
+            "experts.gate_up_proj": (experts, 2 * width, hidden),
+            "experts.down_proj": (experts, hidden, width),
+        }  # fmt: skip
+    return shapes
 
 
 def _gemma4_heads(config: dict[str, Any], kind: str) -> tuple[int, int]:
@@ -420,76 +316,55 @@ def _gemma4_heads(config: dict[str, Any], kind: str) -> tuple[int, int]:
     return heads, config["global_head_dim"]
 
 
-def _latent_shapes(config: dict[str, Any]) -> Iterable[tuple[str, Shape]]:
+def _latent_layer(config: dict[str, Any], layer: int) -> Shapes:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     latent, queries = config["kv_lora_rank"], config["q_lora_rank"]
-    plain, rotary, value = (
-        config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    )
-    experts = config.get("n_routed_experts")
-    for layer in range(config["num_hidden_layers"]):
-        modules: dict[str, Shape] = {
-            "self_attn.kv_a_proj_with_mqa": (latent + rotary, hidden),
-            "self_attn.kv_a_layernorm": (latent,),
-            "self_attn.kv_b_proj": (heads * (plain + value), latent),
-            "self_attn.o_proj": (hidden, heads * value),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }
-        full = heads * (plain + rotary)
-        if queries:
-            modules |= {
-                "self_attn.q_a_proj": (queries, hidden),
-                "self_attn.q_a_layernorm": (queries,),
-                "self_attn.q_b_proj": (full, queries),
-            }
-        else:
-            modules["self_attn.q_proj"] = (full, hidden)
-        blocks = {"mlp": config["intermediate_size"]}
-        if experts and layer >= config["first_k_dense_replace"]:
-            names = [f"mlp.experts.{e}" for e in range(experts)] + ["mlp.shared_experts"]
-            blocks = dict.fromkeys(names, config["moe_intermediate_size"])
-            modules["mlp.gate"] = (experts, hidden)
-            if config["topk_method"] == "noaux_tc":
-                yield f"model.layers.{layer}.mlp.gate.e_score_correction_bias", (experts,)
-        for block, width in blocks.items():
-            modules |= {f"{block}.{name}_proj": (width, hidden) for name in ("gate", "up")}
-            modules[f"{block}.down_proj"] = (hidden, width)
-        yield from ((f"model.layers.{layer}.{n}.weight", shape) for n, shape in modules.items())
+    plain, rotary, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
+    experts, full = config.get("n_routed_experts"), heads * (plain + rotary)
+    routed = bool(experts) and layer >= config["first_k_dense_replace"]
+    shapes: Shapes = {}
+    if routed and config["topk_method"] == "noaux_tc":
+        shapes["mlp.gate.e_score_correction_bias"] = (experts,)
+    shapes |= {
+        "self_attn.kv_a_proj_with_mqa": (latent + rotary, hidden),
+        "self_attn.kv_a_layernorm": (latent,),
+        "self_attn.kv_b_proj": (heads * (plain + value), latent),
+        "self_attn.o_proj": (hidden, heads * value),
+        **_norms(hidden, "input", "post_attention"),
+    }
+    if queries:
+        shapes |= {"self_attn.q_a_proj": (queries, hidden), "self_attn.q_a_layernorm": (queries,)}
+        shapes["self_attn.q_b_proj"] = (full, queries)
+    else:
+        shapes["self_attn.q_proj"] = (full, hidden)
+    if not routed:
+        return shapes | _mlp(hidden, config["intermediate_size"])
+    shapes["mlp.gate"] = (experts, hidden)
+    for block in (*(f"mlp.experts.{e}" for e in range(experts)), "mlp.shared_experts"):
+        shapes |= _mlp(hidden, config["moe_intermediate_size"], block)
+    return shapes
 
 
-def _converted_shapes(config: dict[str, Any]) -> Iterable[tuple[str, Shape]]:
-    hidden, heads, dim = (
-        config[name] for name in ("hidden_size", "num_attention_heads", "head_dim")
-    )
+def _converted_layer(config: dict[str, Any], layer: int) -> Shapes:
+    hidden, heads, dim = (config[n] for n in ("hidden_size", "num_attention_heads", "head_dim"))
     groups, rotary = config["num_key_value_heads"], config["qk_rope_head_dim"]
-    width = config["intermediate_size"]
-    for layer in range(config["num_hidden_layers"]):
-        rank = config["kv_lora_ranks"][layer]
-        modules: dict[str, Shape] = {
-            "self_attn.q_proj": (heads * (dim + rotary), hidden),
-            "self_attn.q_norm": (1, dim),
-            "self_attn.kv_a_proj_with_mqa": (rank + rotary, hidden),
-            "self_attn.k_b_proj": (groups * dim, rank),
-            "self_attn.k_norm": (groups, dim),
-            "self_attn.v_b_proj": (groups * dim, rank),
-            "self_attn.o_proj": (hidden, heads * dim),
-            "mlp.gate_proj": (width, hidden),
-            "mlp.up_proj": (width, hidden),
-            "mlp.down_proj": (hidden, width),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }
-        yield from ((f"model.layers.{layer}.{n}.weight", shape) for n, shape in modules.items())
+    rank = config["kv_lora_ranks"][layer]
+    return {
+        "self_attn.q_proj": (heads * (dim + rotary), hidden), "self_attn.q_norm": (1, dim),
+        "self_attn.kv_a_proj_with_mqa": (rank + rotary, hidden),
+        "self_attn.k_b_proj": (groups * dim, rank), "self_attn.k_norm": (groups, dim),
+        "self_attn.v_b_proj": (groups * dim, rank), "self_attn.o_proj": (hidden, heads * dim),
+        **_mlp(hidden, config["intermediate_size"]), **_norms(hidden, "input", "post_attention"),
+    }  # fmt: skip
 
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 LATENT = ("deepseek_v3", "glm4_moe_lite", "deepseek_v2", "minicpm3", "converted_mla")
 # Layers unlike the common one.
-OWN_SHAPES = {
-    "gemma4_text": _gemma4_shapes,
-    **dict.fromkeys(LATENT, _latent_shapes),
-    "converted_mla": _converted_shapes,
+LAYERS: dict[str, Callable[[dict[str, Any], int], Shapes]] = {
+    "gemma4_text": _gemma4_layer,
+    **dict.fromkeys(LATENT, _latent_layer),
+    "converted_mla": _converted_layer,
 }
 
 
@@ -830,12 +705,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": (
         "gemma4_text",
         dict(
-            seed=4,
-            layers=6,
-            kv_heads=2,
-            head_dim=32,
+            seed=4, layers=6, kv_heads=2, head_dim=32, num_kv_shared_layers=3,
             layer_types=[LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL, GLOBAL],
-            num_kv_shared_layers=3,
             hidden_size_per_layer_input=32,
         ),
     ),
@@ -843,27 +714,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_moe": (
         "gemma4_text",
         dict(
-            seed=5,
-            layers=4,
-            kv_heads=2,
-            head_dim=32,
-            layer_types=[LOCAL, GLOBAL, LOCAL, GLOBAL],
-            attention_k_eq_v=True,
-            num_global_key_value_heads=1,
-            enable_moe_block=True,
-            num_experts=EXPERTS,
-            top_k_experts=ACTIVE_EXPERTS,
-            moe_intermediate_size=32,
+            seed=5, layers=4, kv_heads=2, head_dim=32, layer_types=[LOCAL, GLOBAL, LOCAL, GLOBAL],
+            attention_k_eq_v=True, num_global_key_value_heads=1, enable_moe_block=True,
+            num_experts=EXPERTS, top_k_experts=ACTIVE_EXPERTS, moe_intermediate_size=32,
         ),
     ),
     **{
-        name: (
-            name,
-            dict(seed=6, layers=3, kv_heads=2 if name == "converted_mla" else 4, head_dim=16),
-        )
+        name: (name, dict(seed=6, layers=3, kv_heads=2 if "mla" in name else 4, head_dim=16))
         for name in LATENT
     },
-}
+}  # fmt: skip
 GOLDEN_CASES = (
     Case("dense4x16", "moe2x32", nu=2),
     Case("moe2x32", "dense4x16", nu=2, head_mixing=False),

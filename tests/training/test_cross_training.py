@@ -112,13 +112,16 @@ def regressed(root: Path, pair: tuple[str, str], side: str, layers: list[int], t
     index = 0 if side == "keys" else 1
     for record in RECORDS[:2]:
         prompt = record["messages"][:-1]
-        sides = [cross_reference.Side(root / name, prompt) for name in pair]
+        read = [cross_reference.SlowLine(root / name).prompt(prompt) for name in pair]
         states = [
-            reference.capture_projections(model, s.ids)[index]
-            for model, s in zip((source, target), sides, strict=True)
+            reference.capture_projections(model, ids)[index]
+            for model, (_, ids, _) in zip((source, target), read, strict=True)
         ]
-        for message in range(len(prompt)):
-            ours, theirs = (s.cuts(message) for s in sides)
+        for content in (message["content"] for message in prompt):
+            ours, theirs = (
+                cross_reference.cuts(ends, text.index(content), len(content))
+                for text, _, ends in read
+            )
             shared = sorted(set(ours) & set(theirs))
             for low, high in itertools.pairwise(shared):
                 mean = states[1][t][theirs[low] : theirs[high]].mean(dim=0).flatten()

@@ -35,7 +35,6 @@ from tests.support.parity import WRONG, assert_same, decode, errors, in_order, w
 from tests.support.tiny import Case
 
 TOKENS = tiny.random_tokens(41)
-STEPS = (2048, 16)
 # A map's numbers are sums of at most 128 products. In another order each addition rounds otherwise,
 # by at most half an eps of what has been summed.
 ROUNDING = 128 * float(np.finfo(np.float32).eps)
@@ -80,35 +79,33 @@ def equal(one: Any, other: Any) -> bool:
     return one.offset == other.offset and all(np.array_equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_layers_are_the_targets_own_or_translated(root: Path, case: Case, step: int) -> None:
+def test_layers_are_the_targets_own_or_translated(root: Path, case: Case) -> None:
     """From none, which is plain translation, to all, which is a prefill; to the bit."""
     source, target, translator = opened(root, case)
-    own, plain = native(target, TOKENS[:-1], step), None
-    for layers in range(len(own) + 1):
-        cache = kv.hand_over(
-            source, target, TOKENS, translator=translator, prefill_step_size=step,
-            native_layers=layers,
-        )  # fmt: skip
-        plain = cache if plain is None else plain
-        below = [equal(c, o) for c, o in zip(cache, own, strict=True)]
-        above = [equal(c, p) for c, p in zip(cache, plain, strict=True)]
-        assert below == [True] * layers + [False] * (len(own) - layers)
-        assert above == [False] * layers + [True] * (len(own) - layers)
+    for step in (2048, 16):
+        own, plain = native(target, TOKENS[:-1], step), None
+        for layers in range(len(own) + 1):
+            cache = kv.hand_over(
+                source, target, TOKENS, translator=translator, prefill_step_size=step,
+                native_layers=layers,
+            )  # fmt: skip
+            plain = cache if plain is None else plain
+            below = [equal(c, o) for c, o in zip(cache, own, strict=True)]
+            above = [equal(c, p) for c, p in zip(cache, plain, strict=True)]
+            assert below == [True] * layers + [False] * (len(own) - layers)
+            assert above == [False] * layers + [True] * (len(own) - layers)
 
 
-@pytest.mark.parametrize("batched", [True, False])
-def test_against_pytorch(root: Path, case: Case, batched: bool) -> None:
+def test_against_pytorch(root: Path, case: Case) -> None:
     """Caches and the logits of the last token, at every number of native layers."""
     pytest.importorskip("torch")
     reference = importlib.import_module("tests.support.reference")
     source, target, folder = opened(root, case)
-    folders = tiny.write_case(root, case)
-    translator = build(*translator_folder.read(folder), batched=batched)
+    folders, files = tiny.write_case(root, case), translator_folder.read(folder)
     for layers in range(1, len(target.attentions)):
         cache = kv.hand_over(
-            source, target, TOKENS, translator=translator, native_layers=layers,
-            prefill_step_size=16,
+            source, target, TOKENS, translator=build(*files, batched=layers % 2 == 0),
+            native_layers=layers, prefill_step_size=16,
         )  # fmt: skip
         expected = reference.hand_over(*folders, TOKENS, native_layers=layers)
         assert_same(decode(target, cache, TOKENS[-1]), within_windows(folders[1], expected))
@@ -192,8 +189,7 @@ def test_no_later_layer_runs(root: Path, case: Case, monkeypatch: pytest.MonkeyP
     assert calls.count(("mlp", 0)) == 3
 
 
-@pytest.mark.parametrize("layers", [0, 1])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("step", "layers"), [(2048, 1), (16, 0)])
 def test_first_tokens_are_the_targets_own(root: Path, case: Case, step: int, layers: int) -> None:
     """In every layer, where its window still holds them; the others are plainly translated."""
     source, target, translator = opened(root, case)
@@ -218,7 +214,7 @@ def test_first_tokens_are_the_targets_own(root: Path, case: Case, step: int, lay
 
 @pytest.mark.parametrize("layers", [0, 1])
 def test_last_tokens_are_run_by_the_target(root: Path, case: Case, layers: int) -> None:
-    """As if they followed the hand-over of what is before them."""
+    """As if they followed the hand-over of what is before them; if all are, it is a prefill."""
     source, target, translator = opened(root, case)
     tail = 6
     hand_over = functools.partial(
@@ -228,14 +224,10 @@ def test_last_tokens_are_run_by_the_target(root: Path, case: Case, layers: int) 
     target.model(mx.array([TOKENS[-tail - 1 : -1]]), cache=expected)
     cache = hand_over(TOKENS, native_tail=tail)
     assert all(equal(a, b) for a, b in zip(cache, expected, strict=True))
-
-
-@pytest.mark.parametrize("parts", [{"native_head": 99}, {"native_head": 20, "native_tail": 20}])
-def test_a_prefix_read_whole_is_a_prefill(root: Path, case: Case, parts: dict[str, int]) -> None:
-    source, target, translator = opened(root, case)
-    cache = kv.hand_over(source, target, TOKENS, translator=translator, **parts)
     own = native(target, TOKENS[:-1], 2048)
-    assert all(equal(a, b) for a, b in zip(cache, own, strict=True))
+    for parts in ({"native_head": 99}, {"native_head": 20, "native_tail": 20}):
+        cache = kv.hand_over(source, target, TOKENS, translator=translator, **parts)
+        assert all(equal(a, b) for a, b in zip(cache, own, strict=True))
 
 
 def test_a_draft_model_has_read_all(root: Path) -> None:
@@ -459,23 +451,6 @@ def test_short_prefixes_keep_the_cheap_switch(
     assert line.identity["native_by_length"] == [[[256, 0]]] and line.identity != plain.identity
 
 
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        ("64,x", "lengths is '64,x'; give numbers: 512,2048"),
-        ("0,64", "lengths holds 0; give at least 1"),
-        ("64,99999", "lengths holds 99999; give less than 2048, the shorter of both contexts"),
-        ("4,64", "no conversation of the data has a prefix of 1 to 4 tokens; give other lengths"),
-    ],
-)
-def test_lengths_without_conversations_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], lengths: str, message: str
-) -> None:
-    ends = [str(zoo(name)) for name in ("tiny-qwen3-s", "tiny-qwen3-l")]
-    assert run(["tune", *ends, "--data", talk_file(tmp_path), "-c", f"lengths={lengths}"]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_controls_do_not_follow_the_tuned_number(root: Path) -> None:
     """Shuffled maps stay what they are when a number is kept, and a journal tells them apart."""
     source, target, folder = opened(root, Case("llama2x16", "llama2x16"))
@@ -510,16 +485,27 @@ def test_controls_do_not_follow_the_tuned_number(root: Path) -> None:
         (["--native-layers", "0,9"], "--native-layers is '0,9'; give numbers from 0 to "),
         (["--max-kl", "-1"], "--max-kl is -1.0; give 0 or more"),
         (["--min-recall", "95"], "--min-recall is 95.0; give 0 to 1, a share"),
+        (["--max-kl", "1"], "is no folder of yours, so nothing can be kept in it"),
         (["--data", "DATA"], "record 1: its last reply does not hold 'off'"),
+        (["-c", "lengths=64,x"], "lengths is '64,x'; give numbers: 512,2048"),
+        (["-c", "lengths=0,64"], "lengths holds 0; give at least 1"),
+        (
+            ["-c", "lengths=64,99999"],
+            "lengths holds 99999; give less than 2048, the shorter of both contexts",
+        ),
+        (
+            ["--data", "TALK", "-c", "lengths=4,64"],
+            "no conversation of the data has a prefix of 1 to 4 tokens; give other lengths",
+        ),
     ],
 )
 def test_tuning_that_cannot_be(
-    root: Path, tmp_path: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, target, folder = tiny.write_case(root, Case("llama2x16", "llama2x16"))
-    data = talk_file(tmp_path, answers=["off"])
-    more = [data if word == "DATA" else word for word in more]
-    command = ["tune", str(source), str(target), "--translator", str(folder), *more]
+    facts: dict[str, Any] = {"answers": ["off"]} if "DATA" in more else {}
+    data = talk_file(tmp_path, **facts)
+    more = [data if word in ("DATA", "TALK") else word for word in more]
+    command = ["tune", "tiny-qwen3-s", "tiny-qwen3-l", "--limit", "1", *more]
     assert run([*command, "--out", str(tmp_path / "out.jsonl")]) == 2
     assert message in capsys.readouterr().err
 
@@ -542,14 +528,6 @@ def test_what_cannot_be_kept_is_refused_before_measuring(
     assert "holds training.log, which is no file of a translator" in error
     assert error.count("\n") == 1 and (own / "training.log").read_text() == "mine"
     assert not (tmp_path / "out.jsonl").exists()
-
-
-def test_what_the_package_holds_is_not_written_to(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["tune", "tiny-qwen3-s", "tiny-qwen3-l", "--max-kl", "1", "--limit", "1"]
-    assert run([*command, "--out", str(tmp_path / "out.jsonl")]) == 2
-    assert "is no folder of yours, so nothing can be kept in it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["eval", "chat"])

@@ -178,34 +178,24 @@ def dumps(draw: Callable[..., Any], tree: Any) -> bytes:
 
 
 def change_bytes(draw: Callable[..., Any], blob: bytes) -> bytes:
-    """Flip, cut, insert, remove, zero or repeat a few bytes."""
-    at = draw(st.integers(0, len(blob)))
-    span = draw(st.sampled_from([1, 2, 4, 8, 64]))
-    match draw(st.sampled_from(["flip", "cut", "insert", "remove", "zero", "repeat", "length"])):
-        case "flip" if at < len(blob):
-            flipped = blob[at] ^ (1 << draw(st.integers(0, 7)))
-            return blob[:at] + bytes([flipped]) + blob[at + 1 :]
-        case "cut":
-            return blob[:at]
-        case "insert":
-            return blob[:at] + draw(st.binary(min_size=1, max_size=8)) + blob[at:]
-        case "remove":
-            return blob[:at] + blob[at + span :]
-        case "zero":
-            return blob[:at] + bytes(len(blob[at : at + span])) + blob[at + span :]
-        case "repeat":
-            return blob[: at + span] + blob[at:]
-        case "length":
-            length = draw(st.one_of(INTEGERS, st.integers(0, 4096))) % 2**64
-            return length.to_bytes(8, "little") + blob[8:]
-    return blob
+    """Change, remove, zero, repeat or add a few bytes, cut the rest off, or give another length."""
+    at, span = draw(st.integers(0, len(blob))), draw(st.sampled_from([1, 2, 4, 8, 64]))
+    piece = blob[at : at + span]
+    flipped = bytes(byte ^ (1 << draw(st.integers(0, 7))) for byte in piece[:1]) + piece[1:]
+    ways = [flipped, b"", bytes(len(piece)), 2 * piece, draw(st.binary(max_size=8)) + piece]
+    changed = blob[:at] + draw(st.sampled_from(ways)) + blob[at + span :]
+    length = draw(st.one_of(INTEGERS, st.integers(0, 4096))) % 2**64
+    measured = length.to_bytes(8, "little") + blob[8:]
+    return draw(st.sampled_from([changed] * 5 + [blob[:at], measured]))
 
 
-def split(blob: bytes) -> tuple[Any, bytes] | None:
-    """Header and data of a safetensors file; None if an earlier mutation broke it."""
-    start = 8 + int.from_bytes(blob[:8], "little")
+def parsed(name: str, blob: bytes) -> tuple[Any, bytes] | None:
+    """A config, or a safetensors file's header, and what follows; None if it is broken already."""
+    begin, end = 0, len(blob)
+    if name != CONFIG:
+        begin, end = 8, 8 + int.from_bytes(blob[:8], "little")
     try:
-        return json.loads(blob[8:start]), blob[start:]
+        return json.loads(blob[begin:end]), blob[end:]
     except ValueError:
         return None
 
@@ -229,18 +219,10 @@ def damaged(draw: Callable[..., Any]) -> Files:
 
 def change_json(draw: Callable[..., Any], name: str, blob: bytes) -> bytes:
     """Change the config, or a safetensors file's header, as JSON."""
-    parts = split(blob) if name != CONFIG else config_parts(blob)
+    parts = parsed(name, blob)
     if parts is None or not isinstance(parts[0], (dict, list)):
         return blob
     tree, body = parts
     change_tree(draw, tree)
     text = dumps(draw, tree)
     return text if name == CONFIG else frame(text, body)
-
-
-def config_parts(blob: bytes) -> tuple[Any, bytes] | None:
-    """A config as JSON; None if an earlier mutation broke it."""
-    try:
-        return json.loads(blob), b""
-    except ValueError:
-        return None

@@ -23,6 +23,7 @@ from kvlingo_mlx.families import family_of
 from kvlingo_mlx.format import misread
 from kvlingo_mlx.loading.hub import model_type
 from kvlingo_mlx.loading.notes import tell
+from kvlingo_mlx.machines import shard_module
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.phases import counted
 from kvlingo_mlx.threads import for_any_thread, working
@@ -122,6 +123,8 @@ def let_go(model: LanguageModel) -> None:
     assert model.path is not None
     with damage_told(model.path):
         module, _ = _unread_module(model.path, model.family.overrides(model.config))
+    if model.group.several:
+        shard_module(module)
     model.model.update(module.parameters())
 
 

@@ -14,3 +14,4 @@ from kvlingo_mlx.machines.sharded import facts_of as facts_of
 from kvlingo_mlx.machines.sharded import facts_of_work as facts_of_work
 from kvlingo_mlx.machines.sharded import group_of as group_of
 from kvlingo_mlx.machines.sharded import shard as shard
+from kvlingo_mlx.machines.sharded import shard_module as shard_module

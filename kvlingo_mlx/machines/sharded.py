@@ -107,9 +107,14 @@ def shard(model: LanguageModel, whole: LanguageModel) -> ShardedModel:
             "machine"
         )
     _check_heads(whole, group.size)
-    model.model.shard(mx.distributed.init())
+    shard_module(model.model)
     own = {each.name: getattr(model, each.name) for each in fields(LanguageModel)}
     return ShardedModel(**own, whole=whole, group=group)
+
+
+def shard_module(module: Any) -> None:
+    """Leave this rank's part of a module's weights, which are unread."""
+    module.shard(mx.distributed.init())
 
 
 def _check_heads(whole: LanguageModel, size: int) -> None:

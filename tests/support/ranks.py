@@ -24,6 +24,7 @@ import numpy as np
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.caches.memory import weights_bytes
+from kvlingo_mlx.loading.opening import let_go
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import TESTS
 from tests.support.ports import free_ports
@@ -158,6 +159,7 @@ def talks(models: dict[str, LanguageModel], folder: Path, **rules: Any) -> dict[
     if not rules.get("native_layers"):
         talk.heal("large", answers=True)
     talk.save(folder)
+    let_go(models["large"])  # its weights are read again, each rank its own
     talk = kv.Conversation.resume(folder, models, **rules)
     said.append(talk.reply(*QUESTIONS[3], max_tokens=12))
     found = {f"{name}.tokens": np.array(line.tokens) for name, line in talk.lines.items()}

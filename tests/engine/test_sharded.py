@@ -18,6 +18,7 @@ from kvlingo_mlx import cli
 from kvlingo_mlx.caches.memory import weights_bytes
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.loading import models
 from kvlingo_mlx.machines import ranks, sharded
 from kvlingo_mlx.machines.ranks import Ranks
 from kvlingo_mlx.machines.sharded import ShardedModel
@@ -226,6 +227,31 @@ def test_what_a_part_cannot_do_is_refused() -> None:
         kv.generate(mistral, part_of(small), prompt, translator=there)
     with pytest.raises(kv.UnsupportedModelError, match="prompt_cache cannot be used with a model"):
         kv.hand_over(part_of(small), large, prompt, prompt_cache=make_prompt_cache(small.model))
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_a_source_is_whole_where_it_fits(monkeypatch: pytest.MonkeyPatch, can: bool) -> None:
+    """Else each rank has some of its heads, if mlx-lm can shard it; which one can say, too."""
+
+    def load(name: str, *, lazy: bool, shard: str | None = None) -> kv.LanguageModel:
+        if shard and name == ENDS[0] and not can:
+            raise kv.UnsupportedModelError("mlx-lm cannot shard it")
+        return part_of(kv.load(name, lazy=lazy)) if shard else kv.load(name, lazy=lazy)
+
+    monkeypatch.setattr(models, "load", load)
+    monkeypatch.setattr(models, "here", lambda: Ranks(0, 2))
+    monkeypatch.setattr(Ranks, "gathered", lambda self, value: [True, value])
+    for placement, free, both in (
+        (None, None, False), (None, 10**9, False), (None, 10**6, can),
+        ("replicated", 10**6, False), ("sharded", 10**9, True),
+    ):  # fmt: skip
+        monkeypatch.setattr(models.memory, "free", lambda free=free: free)
+        if both and not can:
+            with pytest.raises(kv.UnsupportedModelError, match="cannot shard it"):
+                models.open_pair(*ENDS, "Hello", placement)
+            continue
+        source, target = models.open_pair(*ENDS, "Hello", placement)
+        assert source.group.several == both and target.group.several, (placement, free)
 
 
 @pytest.mark.parametrize("verb", ["pair", "bench", "eval"])

@@ -49,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not in
 
 import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
+from dialogue_stream import DialogueStream
 from quality import model_folder, summary
 
 import benchmarks.paper.converted_mla.on_mlx  # noqa: F401  (registers the family)
@@ -58,8 +59,7 @@ from kvlingo_mlx.caches.memory import cache_bytes
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
-from kvlingo_mlx.evaluation.continuation import DialogueStream, RecallSample, Score
-from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
+from kvlingo_mlx.evaluation.continuation import RecallSample, Score, per_token, predicted
 from kvlingo_mlx.format.fingerprints import files_fingerprint
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
@@ -204,7 +204,7 @@ def alone(original: LanguageModel, model: LanguageModel, samples: Sequence[Recal
     for sample in samples:
         first, other = (list(predicted(m, conditions.native(m), sample)) for m in (original, model))
         found = per_token(first, other, sample.continuation)
-        hits += quality.hits_of(found, sample)
+        hits += found.hits(sample)
         kls.append(float(found.kl.mean()))
         value_kls.append(float(found.kl[[i for row in sample.recalled for i in row]].mean()))
     return Score(tuple(hits), tuple(kls), tuple(value_kls))

@@ -200,15 +200,10 @@ def judged(
         }
         for name, score in scores.items()
     }  # fmt: skip
-    task = probes.find_needles(
-        target,
-        ["multi-key"],
-        [length],
-        args.needles,
-        style="facts",
-        max_tokens=24,
-        source=source,
+    options = probes.TaskOptions(
+        limit=args.needles, needles=["multi-key"], style="facts", max_tokens=24
     )
+    task = probes.find_needles(target, [length], options, source)
     for name, make in {"native": None, **makers}.items():
         hits = [task.scorer(target, item)(make)["recall"] for item in task.items]
         rows[name] |= {"needles": float(np.mean(hits)), "needles_se": standard_error(hits)}

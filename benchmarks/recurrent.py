@@ -38,6 +38,7 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 import numpy as np
+from dialogue_stream import DialogueStream
 from quality import model_folder, summary
 
 from kvlingo_mlx import caches
@@ -45,7 +46,6 @@ from kvlingo_mlx.caches.entries import PositionedKVCache
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
-from kvlingo_mlx.evaluation.continuation import DialogueStream
 from kvlingo_mlx.fitting import fit
 from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.format.tensor_file import Weights

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from dialogue_stream import DialogueStream
 
 from kvlingo_mlx.cuda import model as torch_model
 from kvlingo_mlx.cuda.gradients import TorchReading
@@ -80,7 +81,7 @@ def run_seed(
     seed: int,
     args: argparse.Namespace,
 ) -> dict:
-    stream = quality.DialogueStream(pair[1], seed=seed)
+    stream = DialogueStream(pair[1], seed=seed)
     judged = [quality.recall_sample(pair[1], d) for d in dialogues.held_out(args.dialogues, seed=7)]
     depths = [len(model.attentions) for model in twins]
     config = TranslatorConfig(*(m.spec() for m in twins), relative_depth(*depths, args.nu))

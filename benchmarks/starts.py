@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import quality as tables
+from dialogue_stream import DialogueStream
 
-from kvlingo_mlx.evaluation.continuation import DialogueStream
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.making import starts
 from kvlingo_mlx.making.run import HELD_OUT

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvlingo_mlx.cuda import model as torch_model
 from kvlingo_mlx.embedded import TRANSLATORS, zoo, zoo_names
-from kvlingo_mlx.evaluation.continuation import DialogueStream
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.store.importing import import_translator
@@ -33,6 +33,10 @@ from kvlingo_mlx.training.distill import Report
 from kvlingo_mlx.training.plan import MLP_STAGE1_RATE, TrainingPlan
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.trainer import Trainer
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from dialogue_stream import DialogueStream
 
 
 def train(

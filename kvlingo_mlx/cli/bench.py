@@ -171,7 +171,7 @@ def _pair(
             return bench.of_geometry(ends, *form, tokens=tokens, progress=progress)
         places = options.source, options.target, options.translator
         pair = bench.of_models(*places, options.nu, bits)
-    if not pair.stored:
+    if pair.notes:
         warn("no translator of this pair is stored; random maps of the same shapes are timed")
     return pair
 

@@ -208,9 +208,9 @@ def _decoding(options: EvalOptions) -> dict[str, Any]:
 def _tasks(
     options: EvalOptions, names: list[str], models: Models, haystack: str | None
 ) -> list[Task]:
-    from kvlingo_mlx.evaluation import own_tasks
+    from kvlingo_mlx.evaluation import probes
 
-    asked = own_tasks.TaskOptions(
+    asked = probes.TaskOptions(
         needles=words(options.needles),
         lengths=parsing.lengths(options.lengths),
         haystack=haystack,
@@ -219,7 +219,7 @@ def _tasks(
         window=parsing.window(options.window),
         **options.some("seed data style thinking"),
     )
-    return [own_tasks.make(name, *models, asked) for name in names]
+    return [probes.make(name, *models, asked) for name in names]
 
 
 def _line_up(

@@ -101,7 +101,7 @@ class _Tokenizer:
 
 
 class TorchDecoder:
-    """See :class:`kvlingo_mlx.evaluation.harness.decoding.Decoder`.
+    """See :class:`kvlingo_mlx.evaluation.harness.answers.Decoder`.
 
     ``batch_size`` is the most answers that are written at once (ValueError below 1); a model whose
     layers have windows writes one at a time.
@@ -111,7 +111,7 @@ class TorchDecoder:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
         windows = any(layer.window is not None for layer in target.geometry.layers)
-        self._target, self._make = target, make_cache
+        self._target, self.make_cache = target, make_cache
         self._size = 1 if windows else batch_size
         self.name, self.context_length = target.name, target.context_length
         self.tokenizer = _Tokenizer(target.tokenizer)
@@ -132,16 +132,16 @@ class TorchDecoder:
 
     @torch.no_grad()
     def score(
-        self, reading: Any, continuations: Sequence[Sequence[int]]
+        self, tokens: Sequence[int], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, bool]]:
-        cache = self._read(reading)
-        first = self._logs(reading.tokens[-1:], cache)
+        cache = self.make_cache(tokens)
+        first = self._logs(tokens[-1:], cache)
         self._check_numbers(first)
         best, scored = int(first[0].argmax()), []
-        for tokens in continuations:
-            score, greedy = float(first[0, tokens[0]]), tokens[0] == best
-            if len(tokens) > 1:
-                rest, rest_greedy = self._follow(tokens, copy.deepcopy(cache))
+        for following in continuations:
+            score, greedy = float(first[0, following[0]]), following[0] == best
+            if len(following) > 1:
+                rest, rest_greedy = self._follow(following, copy.deepcopy(cache))
                 score, greedy = score + rest, greedy and rest_greedy
             scored.append((score, greedy))
         return scored
@@ -186,8 +186,8 @@ class TorchDecoder:
         """
         while waiting and len(batch.rows) < self._size:
             row = _Row(waiting.popleft())
-            cache = self._read(row.wanted.reading)
-            first = self._logs(row.wanted.reading.tokens[-1:], cache)[0]
+            cache = self.make_cache(row.wanted.tokens)
+            first = self._logs(row.wanted.tokens[-1:], cache)[0]
             self._check_numbers(first)
             if self._ended(row, first):
                 return [row.wanted]
@@ -208,10 +208,8 @@ class TorchDecoder:
         row.position += 1
         return row.token in self._ends or row.wanted.take(row.token) or row.count == row.wanted.most
 
-    def _read(self, reading: Any) -> DynamicCache:
-        """The cache of all tokens but the last."""
-        cache = self._make(reading.tokens[: reading.begin + 1])
-        return _read_on(self._target, cache, reading.tokens[reading.begin : -1])
+    def read_on(self, cache: DynamicCache, tokens: Sequence[int]) -> None:
+        _read_on(self._target, cache, tokens)
 
     def _check_numbers(self, logits: torch.Tensor) -> None:
         if bool(logits.isnan().any()):

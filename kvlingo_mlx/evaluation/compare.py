@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,11 +10,11 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.evaluation import lineup, probes
-from kvlingo_mlx.evaluation.error_bars import Mean, over_clusters, over_tokens
+from kvlingo_mlx.evaluation.error_bars import NOTHING, Mean, over_clusters, over_tokens
 from kvlingo_mlx.evaluation.journal import Journal, Scores, Seeds, averaged
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
 from kvlingo_mlx.evaluation.needles import prose
-from kvlingo_mlx.evaluation.probes import Task
+from kvlingo_mlx.evaluation.probes import Item, Task
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing.switching import switch_times
 from kvlingo_mlx.version import __version__
@@ -36,85 +35,87 @@ class Scored:
 
 
 Results = dict[str, dict[str, list[Scored]]]  # by task, then by condition
+Table = dict[str, dict[str, Mean]]  # by group, then by metric
+
+
+# ---- scoring ------------------------------------------------------------------------------------
 
 
 def evaluate(
     target: LanguageModel,
-    questions: Sequence[Task],
+    tasks: Sequence[Task],
     conditions: Sequence[Condition],
     journal: Journal,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Results:
     """Score every condition on every item; scores in the journal are not computed again.
 
-    Args:
-        target: The model that decodes.
-        questions: The tasks.
-        conditions: Conditions with different names; the target's own cache is named ``NATIVE``.
-        journal: Keeps each score as soon as it is known.
-        progress: Called before each item.
+    The condition of the target's own cache is named ``NATIVE``. ``progress`` is called before each
+    item.
     """
-    results = Results()
-    for task in questions:
-        keys = {c.name: journal.run(_settings(target, task, c)) for c in conditions}
-        found = list[dict[str, Seeds]]()
-        for item in task.items:
-            progress(task.name)
-            found.append(_score(target, task, item, conditions, keys, journal))
-        results[task.name] = {
-            c.name: [
-                _scored(item, each[c.name]) for item, each in zip(task.items, found, strict=True)
-            ]
-            for c in conditions
-        }
-    return results
+    return {task.name: _scores(target, task, conditions, journal, progress) for task in tasks}
 
 
-def _named(item: probes.Item) -> str:
-    """An item's name in a journal, which tells its content."""
-    return f"{item.name} {probes.fingerprint(item)[:16]}"
-
-
-def _scored(item: probes.Item, seeds: Seeds) -> Scored:
-    several = seeds if len(seeds) > 1 else ()
-    return Scored(item.name, item.group, item.cluster, averaged(seeds), several)
+def _scores(
+    target: LanguageModel,
+    task: Task,
+    conditions: Sequence[Condition],
+    journal: Journal,
+    progress: Callable[[str], None],
+) -> dict[str, list[Scored]]:
+    own = {"kvlingo-mlx": __version__, "task": task.name, **task.settings}
+    own["target"] = identity_of(target)
+    runs = {c.name: journal.run({**own, **c.identity}) for c in conditions}
+    found: dict[str, list[Scored]] = {c.name: [] for c in conditions}
+    for item in task.items:
+        progress(task.name)
+        name = f"{item.name} {probes.fingerprint(item)[:16]}"
+        keys = {condition: f"{run} {name}" for condition, run in runs.items()}
+        _score(target, task, item, conditions, keys, journal)
+        for condition, key in keys.items():
+            found[condition].append(_scored(item, journal[key]))
+    return found
 
 
 def _score(
     target: LanguageModel,
     task: Task,
-    item: probes.Item,
+    item: Item,
     conditions: Sequence[Condition],
     keys: Mapping[str, str],
     journal: Journal,
-) -> dict[str, Seeds]:
-    """One item's scores by condition and seed; the target reads it only if a score is missing."""
-    name = _named(item)
-    kept: dict[str, Seeds] = {}
+) -> None:
+    """Score one item; the target reads it only if a score is missing."""
     score: probes.Scorer | None = None
     for condition in conditions:
-        found = journal.find(keys[condition.name], name)
-        if len(found) != len(condition.makers):
+        key = keys[condition.name]
+        if key not in journal or len(journal[key]) != len(condition.makers):
             score = score or task.scorer(target, item)
             own = condition.name == NATIVE
-            found = tuple(score(None if own else make) for make in condition.makers)
-            journal.keep(keys[condition.name], name, found)
+            journal.add(key, [score(None if own else make) for make in condition.makers])
             mx.clear_cache()
-        kept[condition.name] = found
-    return kept
 
 
-def _settings(target: LanguageModel, task: Task, condition: Condition) -> dict:
-    return {
-        "kvlingo-mlx": __version__,
-        "task": task.name,
-        **task.settings,
-        "target": identity_of(target),
-        **condition.identity,
-    }
+def _scored(item: Item, seeds: Sequence[Scores]) -> Scored:
+    several = tuple(seeds) if len(seeds) > 1 else ()
+    return Scored(item.name, item.group, item.cluster, averaged(seeds), several)
 
 
-Table = dict[str, dict[str, Mean]]  # by group, then by metric
+def alone(
+    source: LanguageModel, task: Task, native: Sequence[Scored], journal: Journal
+) -> list[Scored]:
+    """The log loss of a source with the same tokenizer, beside that of the target's own cache."""
+    condition = lineup.native(source)
+    found = evaluate(source, [task], [condition], journal)[task.name][condition.name]
+    both = [(own, own.scores, theirs.scores) for own, theirs in zip(found, native, strict=True)]
+    return [
+        replace(scored, scores={k: own[k] for k in ("nll", "tokens")}
+                | {"gap": own["nll"] - theirs["nll"]})
+        for scored, own, theirs in both
+    ]  # fmt: skip
+
+
+# ---- averages -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -134,42 +135,15 @@ class Outcome:
 
 def outcome(task: Task, scored: Mapping[str, list[Scored]]) -> Outcome:
     """Average a task's items under every condition."""
-    tables = {name: summarise(task, found) for name, found in scored.items()}
+    tables = {name: tabulated(task.metrics, found) for name, found in scored.items()}
     length = statistics.median_low([len(item.prefix) for item in task.items])
-    seeds = {name: each for name, found in scored.items() if (each := _by_seed(task, found))}
+    seeds = {}
+    for name, found in scored.items():
+        each = [[replace(s, scores=seed, seeds=()) for seed in s.seeds] for s in found]
+        if each and each[0]:
+            seeds[name] = [tabulated(task.metrics, one) for one in zip(*each, strict=True)]
     facts = task.name, task.metrics, len(task.items), length
     return Outcome(*facts, tables, dict(scored), task.notes, seeds)
-
-
-def _by_seed(task: Task, scored: Sequence[Scored]) -> list[Table]:
-    """The table of each seed alone; none where there is one seed."""
-    count = min((len(each.seeds) for each in scored), default=0)
-    alone = ([replace(s, scores=s.seeds[n], seeds=()) for s in scored] for n in range(count))
-    return [summarise(task, each) for each in alone]
-
-
-def alone(
-    source: LanguageModel, task: Task, native: Sequence[Scored], journal: Journal
-) -> list[Scored]:
-    """The log loss of a source with the same tokenizer, beside that of the target's own cache."""
-    condition = lineup.native(source)
-    found = evaluate(source, [task], [condition], journal)[task.name][condition.name]
-    return [
-        replace(
-            own,
-            scores={
-                "nll": own.scores["nll"],
-                "gap": own.scores["nll"] - theirs.scores["nll"],
-                "tokens": own.scores["tokens"],
-            },
-        )
-        for own, theirs in zip(found, native, strict=True)
-    ]
-
-
-def summarise(task: Task, scored: Sequence[Scored]) -> Table:
-    """A task's :func:`tabulated` scores."""
-    return tabulated(task.metrics, scored)
 
 
 def tabulated(metrics: Sequence[str], scored: Sequence[Scored]) -> Table:
@@ -194,58 +168,49 @@ def _over(metric: str, found: Sequence[Scored]) -> Mean:
         return Mean(probes.perplexity([s.scores for s in found]), float("nan"), len(found))
     found = [entry for entry in found if metric in entry.scores]
     if not found:
-        return Mean(math.nan, math.nan, 0)
+        return NOTHING
+    scores, clusters = [s.scores[metric] for s in found], [s.cluster for s in found]
     if metric == "gap":
-        tokens = [entry.scores["tokens"] for entry in found]
-        return over_tokens(
-            [entry.scores[metric] for entry in found], tokens, [entry.cluster for entry in found]
-        )
-    return over_clusters([s.scores[metric] for s in found], [s.cluster for s in found])
+        return over_tokens(scores, [s.scores["tokens"] for s in found], clusters)
+    return over_clusters(scores, clusters)
 
 
-def plain(tables: Mapping[str, Table]) -> dict:
-    """A task's tables, by condition, as JSON values."""
-    return {
-        condition: {
-            group: {metric: mean.as_json() for metric, mean in means.items()}
-            for group, means in table.items()
-        }
-        for condition, table in tables.items()
-    }
+def plain(table: Table) -> dict:
+    """A table as JSON values."""
+    return {g: {m: mean.as_json() for m, mean in means.items()} for g, means in table.items()}
 
 
 def found(outcomes: Sequence[Outcome], times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """All results as JSON values."""
-    seeds = {
-        o.task: {name: [plain({name: t})[name] for t in each] for name, each in o.seeds.items()}
-        for o in outcomes
-        if o.seeds
-    }
+    seeds = {o.task: {c: list(map(plain, each)) for c, each in o.seeds.items()}
+             for o in outcomes if o.seeds}  # fmt: skip
     return {
-        "means": {o.task: plain(o.tables) for o in outcomes},
+        "means": {o.task: {c: plain(table) for c, table in o.tables.items()} for o in outcomes},
         **({"seeds": seeds} if seeds else {}),
         "first_token_s": times,
         "items": {
-            o.task: {name: [_facts(item) for item in items] for name, items in o.items.items()}
+            o.task: {
+                c: [{k: v for k, v in vars(item).items() if v != ()} for item in items]
+                for c, items in o.items.items()
+            }
             for o in outcomes
         },
     }
 
 
-def _facts(item: Scored) -> dict[str, Any]:
-    return {name: value for name, value in vars(item).items() if value != ()}
+# ---- times --------------------------------------------------------------------------------------
 
 
-def typical(questions: Sequence[Task]) -> probes.Item:
+def typical(tasks: Sequence[Task]) -> Item:
     """An item of median length, of tasks that have one at least."""
-    items = sorted((item for task in questions for item in task.items), key=lambda i: len(i.prefix))
+    items = sorted((item for task in tasks for item in task.items), key=lambda i: len(i.prefix))
     return items[len(items) // 2]
 
 
 def first_tokens(
     target: LanguageModel,
     conditions: Sequence[Condition],
-    questions: Sequence[Task],
+    tasks: Sequence[Task],
     outcomes: Sequence[Outcome],
     trials: int = 5,
 ) -> tuple[int, dict[str, list[float]]]:
@@ -254,8 +219,8 @@ def first_tokens(
     The items of lm-eval are not available here, so generated prose of their length stands for them.
     The first element of the result is the length in tokens.
     """
-    if any(task.items for task in questions):
-        middle = typical(questions)
+    if any(task.items for task in tasks):
+        middle = typical(tasks)
         prefix, read = middle.prefix, middle.read
     else:
         prefix = prose(target, statistics.median_low([o.prefix_tokens for o in outcomes]))

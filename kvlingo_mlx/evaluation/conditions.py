@@ -1,9 +1,9 @@
-"""Ways to fill a target's cache with a prefix: native, translated, baselines and controls.
+"""Ways to fill a target's cache with a prefix: native, translated, alternatives and controls.
 
-Each way is a function from the prefix to a cache of all its tokens but the last, which the target
-runs itself. A prefix is its token ids; between two tokenizers it is an ``AlignedPrefix``. The
-controls show whether a measurement means anything: if hiding the prefix, or shuffling the
-translator's layers, costs little, then the data do not need the prefix.
+Each is a function from the prefix to a cache of all its tokens but the last, which the target runs
+itself. A prefix is its token ids; between two tokenizers it is an ``AlignedPrefix``. The controls
+show whether a measurement means anything: if hiding the prefix, or shuffling the translator's
+layers, costs little, then the data do not need the prefix.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
@@ -39,11 +40,6 @@ def target_ids(prefix: Prefix) -> Sequence[int]:
     return prefix.target_ids if isinstance(prefix, AlignedPrefix) else prefix
 
 
-def source_ids(prefix: Prefix) -> Sequence[int]:
-    """The prefix in the source's tokens."""
-    return prefix.source_ids if isinstance(prefix, AlignedPrefix) else prefix
-
-
 def plan_of(
     source: LanguageModel,
     target: LanguageModel,
@@ -57,31 +53,27 @@ def plan_of(
     return Plan(source, target, ids, translator, part or Native(), aligned)
 
 
+def empty(target: LanguageModel) -> list:
+    """The target's caches of nothing."""
+    return make_prompt_cache(target.model)
+
+
+def prefill_layers(
+    model: LanguageModel, tokens: Sequence[int], step_size: int, layers: int
+) -> list:
+    """A model's cache of ``tokens``, with its first ``layers`` layers filled."""
+    cache = empty(model)
+    hybrid.read_layers(model, tokens, cache, step_size, layers)
+    return cache
+
+
+# ---- the ways -----------------------------------------------------------------------------------
+
+
 def native(target: LanguageModel, step_size: int = 2048) -> CacheMaker:
     """Make caches that the target prefills itself, which is also a full re-prefill."""
     layers = len(target.attentions)
     return lambda prefix: prefill_layers(target, target_ids(prefix)[:-1], step_size, layers)
-
-
-def text(source: LanguageModel, target: LanguageModel) -> CacheMaker:
-    """Make caches in which the target reads the text of the source's tokens (a text hand-over)."""
-
-    def make(prefix: Prefix) -> list:
-        spelled = source.tokenizer.decode(list(source_ids(prefix)[:-1]))
-        own = target.tokenizer.encode(spelled, add_special_tokens=False)
-        return prefill_layers(target, own, 2048, len(target.attentions))
-
-    return make
-
-
-def hidden(target: LanguageModel) -> CacheMaker:
-    """Control: make empty caches, so that the prefix is hidden."""
-    return lambda prefix: empty(target)
-
-
-def empty(target: LanguageModel) -> list:
-    """The target's caches of nothing."""
-    return make_prompt_cache(target.model)
 
 
 def translated(
@@ -112,22 +104,16 @@ def translated(
     return make
 
 
-def read(
-    make: CacheMaker, target: LanguageModel, tokens: Sequence[int], begin: int | None = None
-) -> list:
-    """A cache of all tokens but the last, of which the target reads those from ``begin`` on.
+def text(source: LanguageModel, target: LanguageModel) -> CacheMaker:
+    """Make caches in which the target reads the text of the source's tokens (a text hand-over)."""
 
-    ``make`` makes the cache of the tokens before ``begin``, by default of all but the last.
-    """
-    begin = len(tokens) - 1 if begin is None else begin
-    cache = make(list(tokens[: begin + 1]))
-    hybrid.read_layers(target, tokens[begin:-1], cache)
-    return cache
+    def make(prefix: Prefix) -> list:
+        ids = prefix.source_ids if isinstance(prefix, AlignedPrefix) else prefix
+        spelled = source.tokenizer.decode(list(ids[:-1]))
+        own = target.tokenizer.encode(spelled, add_special_tokens=False)
+        return prefill_layers(target, own, 2048, len(target.attentions))
 
-
-def canonical(make: CacheMaker) -> CacheMaker:
-    """Control: rotate translated keys by their entries' order in the text, not as assigned."""
-    return lambda prefix: make(prefix.canonical() if isinstance(prefix, AlignedPrefix) else prefix)
+    return make
 
 
 def folded(
@@ -147,14 +133,23 @@ def folded(
             says why.
     """
     check_foldable(source, target, translator, allow_mismatch=allow_mismatch)
+    how: dict[str, Any] = {"native_layers": 0, "allow_mismatch": allow_mismatch}
     return lambda prefix: folded_hand_over(
-        source,
-        target,
-        target_ids(prefix),
-        translator=translator,
-        native_layers=0,
-        allow_mismatch=allow_mismatch,
+        source, target, target_ids(prefix), translator=translator, **how
     )
+
+
+# ---- controls -----------------------------------------------------------------------------------
+
+
+def hidden(target: LanguageModel) -> CacheMaker:
+    """Control: make empty caches, so that the prefix is hidden."""
+    return lambda prefix: empty(target)
+
+
+def canonical(make: CacheMaker) -> CacheMaker:
+    """Control: rotate translated keys by their entries' order in the text, not as assigned."""
+    return lambda prefix: make(prefix.canonical() if isinstance(prefix, AlignedPrefix) else prefix)
 
 
 def shuffled(translator: Translator, seed: int = 0) -> Translator:
@@ -184,12 +179,3 @@ def shuffled(translator: Translator, seed: int = 0) -> Translator:
             array = Weights.from_float32(opposite, weights.dtype).arrays[name]
         arrays[f"{side}.{to}.{last}"] = array
     return build(config, Weights(weights.dtype, arrays))
-
-
-def prefill_layers(
-    model: LanguageModel, tokens: Sequence[int], step_size: int, layers: int
-) -> list:
-    """A model's cache of ``tokens``, with its first ``layers`` layers filled."""
-    cache = make_prompt_cache(model.model)
-    hybrid.read_layers(model, tokens, cache, step_size, layers)
-    return cache

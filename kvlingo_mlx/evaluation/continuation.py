@@ -1,22 +1,28 @@
-"""Quality of the continuations of a prefix from a cache: native, translated, or a control."""
+"""A known continuation of a prefix, read token by token from a cache: what the target predicts.
+
+Logits are computed one block of tokens at a time. Only the target's own predictions are kept for a
+whole continuation, (M, V) in float32, since those from every other cache are compared with them.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvlingo_mlx.backend import mx, nn
+
 import numpy as np
 
-from kvlingo_mlx.embedded.dialogues import ANSWER, Dialogue, for_distilling, held_out
+from kvlingo_mlx.embedded.dialogues import ANSWER, Dialogue
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
-from kvlingo_mlx.evaluation.teacher_forcing import PerToken, per_token, predicted
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.renderings import bare
-from kvlingo_mlx.tokenization.samples import Sample, asked_next, between, other_tokenizer, said
+from kvlingo_mlx.tokenization.samples import asked_next, between, other_tokenizer, said
+
+BLOCK = 256  # tokens; with a vocabulary of 150k one block is 150 MB
 
 
 @dataclass(frozen=True)
@@ -36,22 +42,6 @@ class RecallSample:
     def read(self) -> Prefix:
         """The prefix in the form that conditions take."""
         return self.prefix if self.aligned is None else self.aligned
-
-
-@dataclass(frozen=True)
-class Score:
-    """The results of one condition for one target."""
-
-    # Per question, whether every token of the value was the model's first choice.
-    hits: tuple[bool, ...]
-    # Per sample, the mean KL(native || condition) over the continuation, in nats.
-    kl: tuple[float, ...]
-    value_kl: tuple[float, ...]  # per sample, the same mean over the recalled values' tokens only
-
-    @property
-    def recall(self) -> float:
-        """The share of questions answered correctly."""
-        return float(np.mean(self.hits))
 
 
 def recall_sample(
@@ -79,103 +69,118 @@ def recall_sample(
         for start, stop in spans
     )
     answers = tuple(int(np.flatnonzero(read.ends > begin)[0]) for begin in begins)
-    prefix = encode(model, dialogue.messages, enable_thinking=False)
-    aligned = _aligned_prefix(model, dialogue, source)
+    prefix, aligned = encode(model, dialogue.messages, enable_thinking=False), None
+    if source is not None and other_tokenizer(source.tokenizer, model.tokenizer) is not None:
+        ends = source.tokenizer, model.tokenizer
+        aligned = between(dialogue.messages, *ends, enable_thinking=False).aligned
     return RecallSample(tuple(prefix), tuple(read.ids.tolist()), recalled, answers, aligned)
 
 
-def _aligned_prefix(
-    model: LanguageModel, dialogue: Dialogue, source: LanguageModel | None
-) -> AlignedPrefix | None:
-    """The dialogue's prefix in both models' tokens; None if ``source`` has the same tokenizer."""
-    if source is None or other_tokenizer(source.tokenizer, model.tokenizer) is None:
-        return None
-    ends = source.tokenizer, model.tokenizer
-    return between(dialogue.messages, *ends, enable_thinking=False).aligned
+# ---- predictions ------------------------------------------------------------------------------
 
 
-class DialogueStream:
-    """Dialogues as a training stream; a sample's continuation asks and answers six facts.
+@dataclass(frozen=True)
+class PerToken:
+    """The predictions at each of M continuation tokens."""
 
-    ``model``'s own template tokenises the prefix, as in :func:`recall_sample`. ``facts`` are the
-    least and the largest number of facts in a dialogue. With ``turns``, a prefix ends at any of the
-    questions and includes the earlier questions and answers, as in a longer conversation.
-    ``source`` is the model that reads the prefix first, if it may have another tokenizer.
+    kl: np.ndarray  # (M,) KL(native || this), in nats
+    nll: np.ndarray  # (M,) minus the log probability of the true token, in nats
+    best: np.ndarray  # (M,) the token id of the highest probability
+
+    def hits(self, sample: RecallSample) -> list[bool]:
+        """Per question, whether every token of the value was the first choice."""
+        right = self.best == np.array(sample.continuation)
+        return [bool(right[list(indices)].all()) for indices in sample.recalled]
+
+
+def log_probabilities(
+    target: LanguageModel, cache: list, last: int, continuation: Sequence[int]
+) -> Iterator[mx.array]:
+    """The target's log probabilities at each continuation token, as (at most BLOCK, V) blocks.
+
+    ``cache`` holds the tokens before ``last``; it cannot be used again afterwards.
     """
+    tokens = [last, *continuation[:-1]]
+    for start in range(0, len(tokens), BLOCK):
+        block = mx.array(tokens[start : start + BLOCK])
+        logits = target.model(block[None], cache=cache)[0]
+        yield nn.log_softmax(logits.astype(mx.float32))
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        seed: int = 0,
-        facts: Sequence[int] | None = None,
-        *,
-        turns: bool = False,
-        source: LanguageModel | None = None,
-    ) -> None:
-        self.model, self.seed, self.turns, self.source = model, seed, turns, source
-        if turns and source and other_tokenizer(source.tokenizer, model.tokenizer):
-            raise ValueError(
-                "turns are cut by one tokenizer, and this pair has two; leave them out"
-            )
-        self._options: dict[str, Any] = {"facts": tuple(facts)} if facts else {}
 
-    def sample(self, index: int) -> Sample:
-        """Sample number ``index``, which is the same at each call."""
-        return self._cut(for_distilling(index, seed=self.seed, **self._options), index)
+def predicted(target: LanguageModel, make: CacheMaker, sample: Any) -> Iterator[mx.array]:
+    """:func:`log_probabilities` of a sample's continuation, from the cache that ``make`` fills."""
+    cache = make(sample.aligned or sample.prefix)
+    return log_probabilities(target, cache, sample.prefix[-1], sample.continuation)
 
-    def held_out(self, count: int = 64) -> list[Sample]:
-        """The first ``count`` held-out dialogues, which no seed's stream contains."""
-        talks = held_out(count, **self._options)
-        return [self._cut(talk, index) for index, talk in enumerate(talks)]
 
-    def _cut(self, talk: Dialogue, index: int) -> Sample:
-        sample = recall_sample(self.model, talk, self.source)
-        cut = random.Random(index).choice(sample.answers) if self.turns else 0
-        prefix, rest = sample.prefix + sample.continuation[:cut], sample.continuation[cut:]
-        return Sample(prefix, rest, sample.aligned)
+def per_token(
+    reference: Iterable[mx.array], blocks: Iterable[mx.array], continuation: Sequence[int]
+) -> PerToken:
+    """Compare the predictions from a cache with the target's own (``reference``)."""
+    parts: list[tuple[np.ndarray, ...]] = []
+    start = 0
+    for own, logs in zip(reference, blocks, strict=True):
+        true = mx.array(list(continuation[start : start + len(logs)]))[:, None]
+        kl = (mx.exp(own) * (own - logs)).sum(axis=-1)
+        nll = -mx.take_along_axis(logs, true, axis=-1)[:, 0]
+        parts.append(tuple(np.array(a) for a in (kl, nll, mx.argmax(logs, axis=-1))))
+        start += len(logs)
+    return PerToken(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def comparer(target: LanguageModel, sample: Any) -> Callable[[CacheMaker | None], PerToken]:
+    """A function from a way to make a cache to what it predicts; None is the target's own way.
+
+    The target reads the sample once, now.
+    """
+    reference = list(predicted(target, native(target), sample))
+    own = per_token(reference, reference, sample.continuation)
+
+    def compare(make: CacheMaker | None) -> PerToken:
+        if make is None:
+            return own
+        return per_token(reference, predicted(target, make, sample), sample.continuation)
+
+    return compare
+
+
+# ---- recall of several samples ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Score:
+    """The results of one condition for one target."""
+
+    # Per question, whether every token of the value was the model's first choice.
+    hits: tuple[bool, ...]
+    # Per sample, the mean KL(native || condition) over the continuation, in nats.
+    kl: tuple[float, ...]
+    value_kl: tuple[float, ...]  # per sample, the same mean over the recalled values' tokens only
+
+    @property
+    def recall(self) -> float:
+        """The share of questions answered correctly."""
+        return float(np.mean(self.hits))
 
 
 def score(
     target: LanguageModel,
     samples: Sequence[RecallSample],
-    conditions: dict[str, CacheMaker],
+    conditions: Mapping[str, CacheMaker],
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Score]:
-    """Score every condition against the target's own cache, on each fact's first question.
-
-    Returns:
-        A score for "native" and for each condition.
-    """
-    makers = {"native": native(target), **conditions}
-    found = []
+    """Score "native" and every condition against the target's own cache, fact by fact."""
+    found: dict[str, list[tuple[PerToken, RecallSample]]] = {"native": []}
     for sample in samples:
-        found.append(_scores(target, sample, makers))
+        compare = comparer(target, sample)
+        for name, make in {"native": None, **conditions}.items():
+            found.setdefault(name, []).append((compare(make), sample))
         progress()
-    scores = {}
-    for name in makers:
-        rows = [each[name] for each in found]
-        hits = tuple(hit for row in rows for hit in row[0])
-        scores[name] = Score(hits, tuple(row[1] for row in rows), tuple(row[2] for row in rows))
-    return scores
-
-
-def _scores(
-    target: LanguageModel, sample: RecallSample, makers: Mapping[str, CacheMaker]
-) -> dict[str, list[Any]]:
-    """Of each condition, the native one first: hits, KL, and KL of the recalled values."""
-    reference: list = []
-    scores = {}
-    for name, make in makers.items():
-        logs = predicted(target, make, sample)
-        reference = reference or list(logs)
-        own = reference if name == "native" else logs
-        found = per_token(reference, own, sample.continuation)
-        value = found.kl[[i for row in sample.recalled for i in row]]
-        scores[name] = [hits_of(found, sample), float(found.kl.mean()), float(value.mean())]
-    return scores
-
-
-def hits_of(found: PerToken, sample: RecallSample) -> list[bool]:
-    """Per question, whether every token of the value was the first choice."""
-    right = found.best == np.array(sample.continuation)
-    return [bool(right[list(indices)].all()) for indices in sample.recalled]
+    return {
+        name: Score(
+            tuple(hit for each, sample in rows for hit in each.hits(sample)),
+            tuple(float(each.kl.mean()) for each, _ in rows),
+            tuple(float(each.kl[list(sum(s.recalled, ()))].mean()) for each, s in rows),
+        )
+        for name, rows in found.items()
+    }

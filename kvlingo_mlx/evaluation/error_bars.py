@@ -26,6 +26,9 @@ class Mean:
         return {name: None if math.isnan(x) else x for name, x in vars(self).items()}
 
 
+NOTHING = Mean(math.nan, math.nan, 0)
+
+
 def over_items(scores: Sequence[float]) -> Mean:
     """The mean of per-item scores, with its standard error.
 
@@ -83,7 +86,5 @@ def over_tokens(
     for left, cluster in zip(weights * (values - value), clusters, strict=True):
         sums[cluster] = sums.get(cluster, 0.0) + float(left)
     count = len(sums)
-    if count < 2:
-        return Mean(value, math.nan, count)
-    square = count / (count - 1) * sum(left**2 for left in sums.values())
+    square = count / (count - 1) * sum(s**2 for s in sums.values()) if count > 1 else math.nan
     return Mean(value, math.sqrt(square) / float(weights.sum()), count)

@@ -1,21 +1,17 @@
-"""Scores of single items, kept as soon as they are known and never computed twice.
-
-One JSON line describes a run's settings and gives it a key, their hash. Each later line holds one
-item's scores under a run's key: averaged over seeds, and those of each seed if there are several.
-So one file can hold many runs, an interrupted run continues where it stopped, and a changed model
-or translator makes a different run.
-"""
+"""JSONL files of scores and responses, kept as soon as they are known and never computed twice."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.evaluation.lines import Lines
+from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format.geometry import canonical_json
 
 Scores = dict[str, float]
@@ -23,45 +19,124 @@ Seeds = tuple[Scores, ...]  # an item's scores for each seed of a condition
 KEY_LENGTH = 16
 
 
-def averaged(seeds: Seeds) -> Scores:
-    """The mean of each score over seeds (appendix "Seeds and error bars")."""
-    return {name: float(np.mean([scores[name] for scores in seeds])) for name in seeds[0]}
+def key_of(*parts: Any) -> str:
+    """The sha256 of all that determines a response, as JSON."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-class Journal:
-    """A file of items' scores; the scores stay in memory if ``path`` is None.
+class Responses:
+    """JSON values by key, in memory or in a JSONL file, which gets each as soon as it is known.
+
+    A run that is killed while it writes a line loses that line only.
 
     Raises:
-        ValueError: The file is not such a journal, or cannot be read or written.
+        ValueError: The file holds something else, or cannot be read or written.
     """
 
+    CONTENT = "kept responses"
+
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.scores: dict[tuple[str, str], Seeds] = {}
-        self.known: set[str] = set()
-        self.lines = Lines(path, self._take, "an evaluation's journal")
+        self.path = None if path is None else Path(path)
+        self._known: dict[str, Any] = {}
+        if self.path is not None:
+            self._read(self.path)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def __getitem__(self, key: str) -> Any:
+        return self._known[key]
+
+    def add(self, key: str, value: Any) -> None:
+        """Keep a value; it is in the file when this returns."""
+        self._append(self._line(key, value))
+        self._known[key] = value
+
+    def fill(self, wanted: Mapping[str, Callable[[], Any]]) -> Iterator[str]:
+        """Make the values that are missing; yields each key, once its value is there."""
+        for key, make in wanted.items():
+            if key not in self:
+                self.add(key, make())
+            yield key
+
+    # ---- the file ------------------------------------------------------------------------
+
+    def _line(self, key: str, value: Any) -> Mapping[str, Any]:
+        return {"key": key, "response": value}
+
+    def _take(self, line: dict[str, Any]) -> None:
+        self._known[line["key"]] = line["response"]
+
+    def _read(self, path: Path) -> None:
+        data = _bytes_of(path)
+        whole = data.rfind(b"\n") + 1
+        for number, line in enumerate(data[:whole].splitlines(), 1):
+            try:
+                self._take(json.loads(line))
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f"{path}, line {number}: not a line of {self.CONTENT}; name another file"
+                ) from None
+        if whole < len(data):  # the next line must not join an incomplete one
+            with path.open("r+b") as file:
+                file.truncate(whole)
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        if self.path is None:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise KVLingoError(f"{self.path} cannot be written: {error.strerror}") from None
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        if path.exists():
+            return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    if path.parent.is_dir() and os.access(path.parent, os.W_OK):
+        return b""
+    raise ValueError(f"{path} cannot be written; name a file in a folder that can be")
+
+
+class Journal(Responses):
+    """Scores of single items: by a run's key and an item's name, one dict for each seed.
+
+    One line describes a run's settings and gives it a key, their hash. Each later line holds one
+    item's scores: averaged over seeds, and those of each seed if there are several. So one file can
+    hold many runs, and a changed model or translator makes a different run.
+    """
+
+    CONTENT = "an evaluation's journal"
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._runs: set[str] = set()
+        super().__init__(path)
 
     def run(self, settings: Mapping[str, Any]) -> str:
         """The key of a run with these settings."""
         key = hashlib.sha256(canonical_json(settings).encode()).hexdigest()[:KEY_LENGTH]
-        if key not in self.known:
-            self.lines.append({"run": key, "settings": settings})
-            self.known.add(key)
+        if key not in self._runs:
+            self._append({"run": key, "settings": settings})
+            self._runs.add(key)
         return key
 
-    def find(self, key: str, item: str) -> Seeds:
-        """An item's scores for each seed; empty if the run does not have them yet."""
-        return self.scores.get((key, item), ())
+    def _line(self, key: str, value: Seeds) -> Mapping[str, Any]:
+        run, _, item = key.partition(" ")
+        more = {"seeds": value} if len(value) > 1 else {}
+        return {"run": run, "item": item, "scores": averaged(value), **more}
 
-    def keep(self, key: str, item: str, seeds: Seeds) -> None:
-        """Add an item's scores; they are in the file when this returns."""
-        more = {"seeds": seeds} if len(seeds) > 1 else {}
-        self.lines.append({"run": key, "item": item, "scores": averaged(seeds), **more})
-        self.scores[key, item] = seeds
-
-    def _take(self, entry: dict[str, Any]) -> None:
-        key = entry["run"]
-        if "settings" in entry:
-            self.known.add(key)
+    def _take(self, line: dict[str, Any]) -> None:
+        if "settings" in line:
+            self._runs.add(line["run"])
         else:
-            seeds = entry.get("seeds") or [entry["scores"]]
-            self.scores[key, entry["item"]] = tuple(dict(scores) for scores in seeds)
+            seeds = line.get("seeds") or [line["scores"]]
+            self._known[f"{line['run']} {line['item']}"] = [dict(scores) for scores in seeds]
+
+
+def averaged(seeds: Any) -> Scores:
+    """The mean of each score over seeds (appendix "Seeds and error bars")."""
+    return {name: float(np.mean([scores[name] for scores in seeds])) for name in seeds[0]}

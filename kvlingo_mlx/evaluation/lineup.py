@@ -1,4 +1,4 @@
-"""The compared conditions: each way to fill a cache, with its name, identity and cost."""
+"""What is compared: each way to fill a cache, with its name, what tells it apart, and its work."""
 
 from __future__ import annotations
 
@@ -47,14 +47,10 @@ def load(
     *,
     allow_mismatch: bool = False,
 ) -> dict[str, list[Translator]]:
-    """Load translators by name, each in every form; several under one name are one method's seeds.
+    """Load translators by name (folders or Hub ids; None is the store's), each in every form.
 
-    Args:
-        named: Folders or Hub ids; None stands for the local store.
-        source: The model whose cache they translate.
-        target: The model that decodes.
-        forms: The bits of their weights; None leaves the weights as they are.
-        allow_mismatch: Whether they may be made for other checkpoints.
+    Several under one name are one method's seeds. Forms are bits of weights; None leaves them as
+    they are.
     """
     return {
         name if bits is None else f"{name}, {bits} bits": [
@@ -92,8 +88,12 @@ def line_up(
 
 def native(target: LanguageModel, ways: Any = conditions) -> Condition:
     """The condition in which the target reads the prefix itself, as in a full re-prefill."""
-    make = ways.native(target)
-    return Condition("native", (make,), at_switch=lambda tokens: lambda: make(tokens))
+    return _reading("native", ways.native(target), {})
+
+
+def _reading(name: str, make: CacheMaker, identity: dict[str, Any]) -> Condition:
+    """A condition in which the target reads the prefix, so that this is the work of a switch."""
+    return Condition(name, (make,), identity, lambda prefix: lambda: make(prefix))
 
 
 def translated(
@@ -109,19 +109,17 @@ def translated(
     """A cache translated from the source's; several translators are seeds of one method.
 
     The target reads its first ``native_layers`` itself, as in :func:`hand_over`. None and ``auto``
-    stand for the number to which each translator was tuned, perhaps by the length of a prefix.
-
-    Raises:
-        ValueError: A translator was tuned by length, and ``ways`` are PyTorch's.
+    stand for the number to which each translator was tuned, perhaps by the length of a prefix,
+    which PyTorch's ``ways`` refuse (ValueError).
     """
-    digests = [t.digest for t in translators]
-    layers = [native_part(t.config, native_layers).layers for t in translators]
-    identity: dict[str, Any] = {"source": identity_of(source), "translators": digests}
+    layers: list[Any] = [native_part(t.config, native_layers).layers for t in translators]
+    identity: dict[str, Any] = {
+        "source": identity_of(source), "translators": [t.digest for t in translators]
+    }  # fmt: skip
     if any(t.bits is not None for t in translators):
         identity["bits"] = [t.bits for t in translators]
     if any(layers):
         identity["native_layers"] = layers
-    asked: list[Any] = list(layers)
     if native_layers in (None, AUTO) and any(t.config.native_by_length for t in translators):
         if ways is not conditions:
             raise ValueError(
@@ -129,17 +127,17 @@ def translated(
                 "MLX follows; give a number (--native-layers)"
             )
         identity["native_by_length"] = [t.config.native_by_length for t in translators]
-        asked = [None] * len(layers)
-    first = translators[0]
+        layers = [None] * len(layers)
+    first, asked = translators[0], layers[0]
 
     def part(tokens: int) -> Native:
-        return native_part(first.config, asked[0], tokens=tokens)
+        return native_part(first.config, asked, tokens=tokens)
 
     return Condition(
         name,
         tuple(
             ways.translated(source, target, t, j, allow_mismatch=allow_mismatch)
-            for t, j in zip(translators, asked, strict=True)
+            for t, j in zip(translators, layers, strict=True)
         ),
         identity,
         lambda prefix: translation(
@@ -147,23 +145,6 @@ def translated(
         ),
         translator=first,
         native_layers=lambda tokens: part(tokens).layers,
-    )
-
-
-def _folded(
-    source: LanguageModel, target: LanguageModel, translator: Translator, **match: Any
-) -> Condition:
-    """Folded decoding: nothing is translated, and the target reads the source's own cache."""
-
-    def at_switch(prefix: Prefix) -> Action:
-        theirs = folding.prefill(source, [target_ids(prefix)[:-1]], 2048)
-        return lambda: folding.fold_caches(theirs, source, target, translator, **match)
-
-    return Condition(
-        "folded",
-        (conditions.folded(source, target, translator, **match),),
-        {"source": identity_of(source), "translators": [translator.digest], "folded": True},
-        at_switch,
     )
 
 
@@ -179,24 +160,14 @@ def baseline(
 ) -> Condition:
     """A control or an alternative, by name.
 
-    Args:
-        spec: ``hidden``; ``shuffled`` (the first translator's maps at wrong layers); ``canonical``
-            (between two tokenizers: the first translator's keys at their entries' own places, not
-            at assigned positions); ``text`` (the target reads the text of the source's tokens);
-            ``folded`` (folded decoding).
-        source: The model whose cache is available.
-        target: The model that decodes.
-        translators: The translators that ``shuffled`` and ``canonical`` change and ``folded``
-            folds.
-        native_layers: The native layers of ``shuffled``, as in :func:`translated`, so that the
-            control equals what it controls; ``folded`` refuses any.
-        allow_mismatch: Whether the translators may be made for another checkpoint.
-        ways: As for :func:`line_up`, for ``hidden`` and ``shuffled``.
+    ``hidden``; ``shuffled`` (the first translator's maps at wrong layers); ``canonical`` (between
+    two tokenizers: its keys at their entries' own places, not at assigned positions); ``text`` (the
+    target reads the text of the source's tokens); ``folded`` (folded decoding). A shuffled one has
+    the native layers of what it controls.
 
     Raises:
         ValueError: There is no such baseline, or ``canonical`` is asked for with one tokenizer.
-        IncompatibleTranslatorError: The translators cannot be folded.
-        UnsupportedModelError: Folded decoding does not support one of the models.
+        IncompatibleTranslatorError, UnsupportedModelError: Folding is not possible.
     """
     if spec not in BASELINES:
         raise ValueError(
@@ -207,9 +178,7 @@ def baseline(
     if spec == "hidden":
         return Condition("prefix hidden", (ways.hidden(target),), {"hidden": True})
     if spec == "text":
-        make = conditions.text(source, target)
-        theirs = {"source": identity_of(source)}
-        return Condition("text", (make,), theirs, lambda tokens: lambda: make(tokens))
+        return _reading(spec, conditions.text(source, target), {"source": identity_of(source)})
     if spec == "folded":
         folding.check_whole(translators[0].config, native_layers)
         return _folded(source, target, translators[0], **match)
@@ -222,6 +191,20 @@ def baseline(
     found = translated(spec, source, target, translators[:1], **match)
     make = conditions.canonical(found.makers[0])
     return Condition(spec, (make,), found.identity | {"canonical": True})
+
+
+def _folded(
+    source: LanguageModel, target: LanguageModel, translator: Translator, **match: Any
+) -> Condition:
+    """Folded decoding: nothing is translated, and the target reads the source's own cache."""
+
+    def at_switch(prefix: Prefix) -> Action:
+        theirs = folding.prefill(source, [target_ids(prefix)[:-1]], 2048)
+        return lambda: folding.fold_caches(theirs, source, target, translator, **match)
+
+    make = conditions.folded(source, target, translator, **match)
+    identity = {"source": identity_of(source), "translators": [translator.digest], "folded": True}
+    return Condition("folded", (make,), identity, at_switch)
 
 
 def identity_of(model: LanguageModel) -> dict[str, Any]:

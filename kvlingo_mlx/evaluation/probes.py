@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
@@ -20,10 +21,9 @@ from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.engine.plan import align
 from kvlingo_mlx.evaluation import needles
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
-from kvlingo_mlx.evaluation.continuation import RecallSample, hits_of, recall_sample
-from kvlingo_mlx.evaluation.harness.decoding import shared_start
+from kvlingo_mlx.evaluation.continuation import RecallSample, comparer, recall_sample
 from kvlingo_mlx.evaluation.journal import Scores
-from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
+from kvlingo_mlx.loading.pairing import check_tokenizers
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.tokenization.renderings import front, opened
@@ -31,11 +31,14 @@ from kvlingo_mlx.tokenization.samples import (
     Sample,
     encode_plain,
     other_tokenizer,
+    read_jsonl,
     reasons,
     to_samples,
 )
 
+LENGTHS = (4096, 8192, 16384, 32768)
 Scorer = Callable[[CacheMaker | None], Scores]
+Records = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -79,56 +82,113 @@ class Task:
     notes: tuple[str, ...] = ()  # remarks that a reader of its tables needs
 
 
+@dataclass(frozen=True)
+class TaskOptions:
+    """The options of our tasks.
+
+    Attributes:
+        limit: The most items of a task; for needles, of each variant and length.
+        seed: The seed of generated items.
+        data: A JSONL file for ``continuation``; None uses generated dialogues.
+        window: Cut the file's texts into windows of so many tokens of prefix and of continuation.
+        lengths: The lengths of haystacks in tokens; None uses those of ``LENGTHS`` that fit.
+        needles: Names in ``needles.VARIANTS``.
+        style: A name in ``needles.STYLES``.
+        haystack: The text that hides needles; generated sentences by default.
+        max_tokens: The most tokens of an answer.
+        thinking: The chat template's reasoning switch.
+    """
+
+    limit: int = 64
+    seed: int = 0
+    data: str | None = None
+    window: tuple[int, int] | None = None
+    needles: Sequence[str] = ()
+    lengths: Sequence[int] | None = None
+    style: str = "magic"
+    haystack: str | None = None
+    max_tokens: int = 128
+    thinking: bool = False
+
+
+def make(name: str, source: LanguageModel, target: LanguageModel, options: TaskOptions) -> Task:
+    """The task ``continuation``, ``recall`` or ``needles``, with prompts that fit both contexts.
+
+    Raises:
+        ValueError: The data hold no usable item, or a haystack does not fit.
+    """
+    context = min(source.context_length, target.context_length)
+    if name == "recall":
+        return recall(target, options.limit, options.seed, source)
+    if name == "needles":
+        lengths = lengths_within(options.lengths, context - options.max_tokens)
+        return find_needles(target, lengths, options, source)
+    if options.data:
+        records: Records = read_jsonl(options.data)
+    else:
+        found = dialogues.held_out(options.limit, seed=options.seed)
+        records = [{"messages": dialogue.conversation()} for dialogue in found]
+    if options.window is not None:
+        check_tokenizers(source, target, "window cuts by one tokenizer; leave it out")
+        return windows(target, records, options.limit, options.window, context)
+    other = other_tokenizer(source.tokenizer, target.tokenizer)
+    return continuation(target, records, options.limit, context, other)
+
+
+def fingerprint(item: Item) -> str:
+    """The sha256 of an item's contents, which keeps scores of different items apart."""
+    return hashlib.sha256(repr(item).encode()).hexdigest()
+
+
 # ---- a known continuation ---------------------------------------------------------------
-
-
-def _known(name: str, group: str, sample: RecallSample) -> Item:
-    """A prefix with its continuation; every record is a question of its own."""
-    return Item(name, group, name, sample)
 
 
 def _teacher_forced(target: LanguageModel, item: Item) -> Scorer:
     """Score by KL, log loss (alone, and less native), agreement with the target's own first choice,
     and recall.
     """
-    sample, continuation = item.sample, item.sample.continuation
-    reference = list(predicted(target, native(target), sample))
-    own = per_token(reference, reference, continuation)
+    sample, compare = item.sample, comparer(target, item.sample)
+    own = compare(None)
 
     def score(make: CacheMaker | None) -> Scores:
-        found = own
-        if make is not None:
-            found = per_token(reference, predicted(target, make, sample), continuation)
+        found = compare(make)
         scores = {
             "kl": float(found.kl.mean()),
             "nll": float(found.nll.mean()),
             "gap": float(found.nll.mean() - own.nll.mean()),
             "agreement": float((found.best == own.best).mean()),
-            "tokens": len(continuation),
+            "tokens": len(sample.continuation),
         }
         if sample.recalled:
-            hits = hits_of(found, sample)
-            scores["recall"] = sum(hits) / len(hits)
+            scores["recall"] = sum(found.hits(sample)) / len(sample.recalled)
         return scores
 
     return score
 
 
+def perplexity(scores: Sequence[Scores]) -> float:
+    """The perplexity over all tokens of some items: e to the mean log loss."""
+    tokens = sum(s["tokens"] for s in scores)
+    return math.exp(sum(s["nll"] * s["tokens"] for s in scores) / tokens)
+
+
+def _known(name: str, group: str, sample: Sample, spans: tuple[tuple[int, ...], ...] = ()) -> Item:
+    """A prefix with its continuation; every record is a question of its own."""
+    whole = RecallSample(sample.prefix, sample.continuation, spans, aligned=sample.aligned)
+    return Item(name, group, name, whole)
+
+
 def continuation(
     target: LanguageModel,
-    records: Sequence[Mapping[str, Any]],
+    records: Records,
     limit: int,
     context_length: int,
     source_tokenizer: Any = None,
 ) -> Task:
     """Predict the continuations of held-out conversations, with and without reasoning.
 
-    Args:
-        target: The model whose tokenizer and template cut the records.
-        records: ``{"messages": [...]}`` or ``{"text": ...}``.
-        limit: The most items.
-        context_length: The shorter context of the two models.
-        source_tokenizer: The source's tokenizer where it differs from the target's.
+    Records are ``{"messages": [...]}`` or ``{"text": ...}``. ``source_tokenizer`` is the source's
+    where it differs from the target's.
 
     Raises:
         ValueError: No record has a continuation.
@@ -139,66 +199,60 @@ def continuation(
             break
         for sample in to_samples([record], target.tokenizer, context_length, source_tokenizer):
             if sample.continuation:
-                whole = _recall((), sample)
-                items.append(_known(str(number), _kind(record), whole))
+                items.append(_known(str(number), _kind(record), sample))
     if not items:
         raise ValueError("no record of the data has both a prefix that fits and a continuation")
     return Task("continuation", ("kl", "perplexity", "agreement"), items, _teacher_forced)
 
 
+def _kind(record: Mapping[str, Any]) -> str:
+    replies = [m for m in record.get("messages") or () if m["role"] == "assistant"]
+    if not replies:
+        return "text"
+    return "reasoning" if reasons(replies[-1]) else "no reasoning"
+
+
 def windows(
-    target: LanguageModel,
-    records: Sequence[Mapping[str, Any]],
-    limit: int,
-    size: tuple[int, int],
-    context_length: int,
+    target: LanguageModel, records: Records, limit: int, size: tuple[int, int], context_length: int
 ) -> Task:
     """Predict continuations within windows of plain texts, as the paper does for base models.
 
-    A text is cut into windows that do not overlap, from its first token on; its last tokens are
-    left over. Each text gives its first window, then each its second, up to the limit, so that no
-    text counts more than it must. Windows of one text are one cluster. Where the tokenizer puts a
-    token at a text's beginning, every window's prefix begins with it.
-
-    Args:
-        target: The model whose tokenizer cuts the texts; the source must have the same.
-        records: ``{"text": ...}``.
-        limit: The most windows.
-        size: The tokens of a prefix and of its continuation.
-        context_length: The shorter context of the two models.
+    Each ``{"text": ...}`` is cut into windows that do not overlap, of ``size`` tokens of prefix and
+    of continuation, from its first token on. Each text gives its first window, then each its
+    second, so that no text counts more than it must. Windows of one text are one cluster. Where the
+    tokenizer puts a token at a text's beginning, every window's prefix begins with it.
 
     Raises:
         ValueError: A record is no text, or none is long enough; or the windows do not fit.
     """
-    read, predicted = size
-    if read + predicted > context_length:
+    whole, asked = sum(size), f"-c window={size[0]}+{size[1]}"
+    if whole > context_length:
         raise ValueError(
-            f"-c window={read}+{predicted} takes {read + predicted} tokens, and the shorter of the "
-            f"two contexts has {context_length}; give smaller numbers"
+            f"{asked} takes {whole} tokens, and the shorter of the two contexts has "
+            f"{context_length}; give smaller numbers"
         )
-    cut = [(str(number), found) for number, record in enumerate(records)
-           if (found := _windows_of(target, record, number, size))]  # fmt: skip
+    cut = [(str(n), found) for n, record in enumerate(records)
+           if (found := _windows_of(target, record, n, size))]  # fmt: skip
     if not cut:
         raise ValueError(
-            f"no text of the data has the {read + predicted} tokens of -c window={read}+{predicted}"
-            "; give longer texts, or smaller numbers"
+            f"no text of the data has the {whole} tokens of {asked}; give longer texts, or smaller "
+            "numbers"
         )
-    rounds = range(max(len(found) for _, found in cut))
     items = [
         Item(f"{name}/{index}", "text", name, found[index])
-        for index in rounds
+        for index in range(max(len(found) for _, found in cut))
         for name, found in cut
         if index < len(found)
     ]
     short = len(records) - len(cut)
-    told = f"continuation: {short} of {len(records)} texts are shorter than a window, and left out"
+    note = f"continuation: {short} of {len(records)} texts are shorter than a window, and left out"
     return Task(
         "continuation",
         ("perplexity", "gap", "kl"),
         items[:limit],
         _teacher_forced,
         {"window": list(size)},
-        (told,) if short else (),
+        (note,) if short else (),
     )
 
 
@@ -222,21 +276,8 @@ def _windows_of(
     ]
 
 
-def _recall(spans: tuple[tuple[int, ...], ...], sample: Sample) -> RecallSample:
-    """A sample with the places of the recalled values in its continuation."""
-    return RecallSample(sample.prefix, sample.continuation, spans, aligned=sample.aligned)
-
-
-def marked(
-    target: LanguageModel, records: Sequence[Mapping[str, Any]], limit: int, context_length: int
-) -> Task:
+def marked(target: LanguageModel, records: Records, limit: int, context_length: int) -> Task:
     """Predict the last replies of conversations in which ``"answers"`` marks recalled text.
-
-    Args:
-        target: The model whose tokenizer and template cut the records.
-        records: ``{"messages": [...], "answers": ["..."]}``; the last reply contains each answer.
-        limit: The most items.
-        context_length: The shorter context of the two models.
 
     Raises:
         ValueError: A record has no answers, or one that its reply does not contain.
@@ -245,8 +286,7 @@ def marked(
     for number, record in enumerate(records[:limit], 1):
         for sample in to_samples([record], target.tokenizer, context_length):
             spans = _places(target, sample.continuation, record.get("answers"), number)
-            whole = _recall(spans, sample)
-            items.append(_known(str(number), "marked", whole))
+            items.append(_known(str(number), "marked", sample, spans))
     if not items:
         raise ValueError("no record of the data has a prefix that fits")
     return Task("marked answers", ("recall", "kl"), items, _teacher_forced)
@@ -256,30 +296,22 @@ def _places(
     target: LanguageModel, tokens: Sequence[int], answers: object, number: int
 ) -> tuple[tuple[int, ...], ...]:
     """The continuation indices of the tokens of each answer's last occurrence."""
-    text = target.tokenizer.decode(list(tokens))
+    decode = target.tokenizer.decode
     if not isinstance(answers, list) or not answers:
         raise ValueError(
             f'record {number} marks no answers, but others do; give it "answers": ["..."]'
         )
-    ends = [len(target.tokenizer.decode(list(tokens[: i + 1]))) for i in range(len(tokens))]
+    text = decode(list(tokens))
+    ends = [0, *(len(decode(list(tokens[: i + 1]))) for i in range(len(tokens)))]
     found = []
     for answer in answers:
         start = text.rfind(answer) if isinstance(answer, str) and answer else -1
         if start < 0:
             raise ValueError(f"record {number}: its last reply does not hold {answer!r:.60}")
         stop = start + len(answer)
-        inside = [
-            i for i, end in enumerate(ends) if end > start and (ends[i - 1] if i else 0) < stop
-        ]
+        inside = (i for i in range(len(tokens)) if ends[i + 1] > start and ends[i] < stop)
         found.append(tuple(inside))
     return tuple(found)
-
-
-def _kind(record: Mapping[str, Any]) -> str:
-    replies = [m for m in record.get("messages") or () if m["role"] == "assistant"]
-    if not replies:
-        return "text"
-    return "reasoning" if reasons(replies[-1]) else "no reasoning"
 
 
 def recall(
@@ -294,10 +326,10 @@ def recall(
     ``source`` is the model that reads them first, if it may have another tokenizer. ``facts`` are
     the fewest and the most that a dialogue states.
     """
-    told: dict[str, Any] = {} if facts is None else {"facts": facts}
+    more: dict[str, Any] = {} if facts is None else {"facts": facts}
     items = [
-        _known(f"{seed}/{number}", "dialogues", recall_sample(target, talk, source))
-        for number, talk in enumerate(dialogues.held_out(limit, seed=seed, **told))
+        Item(f"{seed}/{n}", "dialogues", f"{seed}/{n}", recall_sample(target, dialogue, source))
+        for n, dialogue in enumerate(dialogues.held_out(limit, seed=seed, **more))
     ]
     return Task("recall", ("recall", "kl"), items, _teacher_forced)
 
@@ -305,98 +337,101 @@ def recall(
 # ---- needles ----------------------------------------------------------------------------
 
 
+def lengths_within(lengths: Sequence[int] | None, room: int) -> Sequence[int]:
+    """The lengths of haystacks that leave room for an answer.
+
+    Raises:
+        ValueError: A length that is asked for does not.
+    """
+    if lengths is None:
+        return [length for length in LENGTHS if length <= room] or [room]
+    for length in lengths:
+        if not 1 <= length <= room:
+            raise ValueError(
+                f"--lengths holds {length}; give numbers of tokens from 1 to {room}, which is what "
+                "the shorter of the two contexts leaves for a prompt"
+            )
+    return lengths
+
+
 def find_needles(
     target: LanguageModel,
-    variants: Sequence[str],
     lengths: Sequence[int],
-    limit: int,
-    *,
-    seed: int = 0,
-    style: str = "magic",
-    text: str | None = None,
-    max_tokens: int = 128,
-    thinking: bool = False,
+    options: TaskOptions,
     source: LanguageModel | None = None,
 ) -> Task:
-    """RULER's needles at several lengths; the score is the share of wanted values in the answer.
+    """RULER's needles in prompts of some lengths; the score is the share of wanted values answered.
 
-    Args:
-        target: The model whose template and tokenizer determine the lengths.
-        variants: Names in ``needles.VARIANTS``.
-        lengths: The lengths of whole prompts, in tokens.
-        limit: The number of items per variant and length.
-        seed: Another seed gives other items.
-        style: A name in ``needles.STYLES``.
-        text: The haystack; generated sentences by default.
-        max_tokens: The most tokens of an answer.
-        thinking: The chat template's reasoning switch.
-        source: The model that reads the prefix first, if it may have another tokenizer.
+    ``source`` is the model that reads the prefix first, if it may have another tokenizer.
 
     Raises:
         ValueError: An unknown variant or style, or a length that is too short.
     """
     for what, names, known in (
-        ("variant", variants, needles.VARIANTS),
-        ("style", [style], needles.STYLES),
+        ("variant", options.needles, needles.VARIANTS),
+        ("style", [options.style], needles.STYLES),
     ):
         for name in names:
             if name not in known:
                 raise ValueError(f"{name!r} is no needle {what}; known are {', '.join(known)}")
-
-    def count(messages: Sequence[dict[str, str]]) -> int:
-        return len(encode(target, list(messages), thinking))
-
-    items = []
     two = source if source and other_tokenizer(source.tokenizer, target.tokenizer) else None
-    for length in lengths:
-        for variant in variants:
-            for index in range(limit):
-                item = needles.make_item(
-                    index,
-                    needles.VARIANTS[variant],
-                    length,
-                    count,
-                    seed=seed,
-                    style=needles.STYLES[style],
-                    text=text,
-                )
-                messages = list(item.messages)
-                prefix = tuple(encode(target, messages, thinking))
-                both = align(two, target, messages, enable_thinking=thinking) if two else None
-                question = f"{variant}/{seed}/{index}"
-                name, group = f"{question}/{length}", f"{variant}, {length}"
-                sample = RecallSample(prefix, (), (), aligned=both)
-                asked = shared_start(prefix, encode(target, item.context, thinking))
-                items.append(Item(name, group, question, sample, item.references, asked))
-
-    def scorer(target: LanguageModel, item: Item) -> Scorer:
-        own = native(target)
-
-        def score(make: CacheMaker | None) -> Scores:
-            cache = (make or own)(item.read)
-            answer = _answer(target, cache, item.prefix[-1], max_tokens)
-            return {"recall": needles.recall(answer, item.references)}
-
-        return score
-
-    return Task("needles", ("recall",), items, scorer, {"max_tokens": max_tokens})
+    items = [
+        _needle(target, two, options, length, variant, index)
+        for length in lengths
+        for variant in options.needles
+        for index in range(options.limit)
+    ]
+    most = options.max_tokens
+    scorer = partial(_answer_scorer, most=most)
+    return Task("needles", ("recall",), items, scorer, {"max_tokens": most})
 
 
-def _answer(target: LanguageModel, cache: list, last: int, max_tokens: int) -> str:
-    """The target's greedy answer, without its reasoning trace."""
-    responses = stream_generate(
-        target.model, target.tokenizer, [last], max_tokens=max_tokens, prompt_cache=cache
+def _needle(
+    target: LanguageModel,
+    source: LanguageModel | None,
+    options: TaskOptions,
+    length: int,
+    variant: str,
+    index: int,
+) -> Item:
+    """One item; ``source`` is given if it has another tokenizer."""
+
+    def tokens(messages: Sequence[dict[str, str]]) -> list[int]:
+        return list(encode(target, list(messages), options.thinking))
+
+    made = needles.make_item(
+        index,
+        needles.VARIANTS[variant],
+        length,
+        lambda messages: len(tokens(messages)),
+        seed=options.seed,
+        style=needles.STYLES[options.style],
+        text=options.haystack,
     )
-    text = "".join(response.text for response in responses)
-    return text.rpartition("</think>")[2]
+    prefix, both = tuple(tokens(made.messages)), None
+    if source is not None:
+        both = align(source, target, list(made.messages), enable_thinking=options.thinking)
+    cluster = f"{variant}/{options.seed}/{index}"
+    name, group = f"{cluster}/{length}", f"{variant}, {length}"
+    question = shared_start(prefix, tokens(made.context))
+    sample = RecallSample(prefix, (), (), aligned=both)
+    return Item(name, group, cluster, sample, made.references, question)
 
 
-def fingerprint(item: Item) -> str:
-    """The sha256 of an item's contents, which keeps scores of different items apart."""
-    return hashlib.sha256(repr(item).encode()).hexdigest()
+def shared_start(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """The number of first tokens that two sequences share."""
+    both = zip(tokens, others, strict=False)
+    return next((i for i, (a, b) in enumerate(both) if a != b), min(len(tokens), len(others)))
 
 
-def perplexity(scores: Sequence[Scores]) -> float:
-    """The perplexity over all tokens of some items: e to the mean log loss."""
-    tokens = sum(s["tokens"] for s in scores)
-    return math.exp(sum(s["nll"] * s["tokens"] for s in scores) / tokens)
+def _answer_scorer(target: LanguageModel, item: Item, most: int) -> Scorer:
+    """Score by what the target's greedy answer contains, its reasoning trace left out."""
+
+    def score(make: CacheMaker | None) -> Scores:
+        cache = (make or native(target))(item.read)
+        last, options = [item.prefix[-1]], {"max_tokens": most, "prompt_cache": cache}
+        responses = stream_generate(target.model, target.tokenizer, last, **options)  # type: ignore[arg-type]
+        text = "".join(response.text for response in responses)
+        return {"recall": needles.recall(text.rpartition("</think>")[2], item.references)}
+
+    return score

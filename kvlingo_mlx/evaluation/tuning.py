@@ -23,7 +23,7 @@ from kvlingo_mlx.engine.healing import HealingCache, check_models
 from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.evaluation import compare, lineup, probes
-from kvlingo_mlx.evaluation.conditions import plan_of, target_ids
+from kvlingo_mlx.evaluation.conditions import plan_of
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.evaluation.lineup import Condition
@@ -32,13 +32,13 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading import advice
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import by_name, find_translator, resolve_translator
-from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import median, seconds
+from kvlingo_mlx.timing.switching import recorded
 from kvlingo_mlx.tokenization.samples import read_jsonl
 from kvlingo_mlx.translators.base import Translator
 
-HYBRID = "hybrid"
+HYBRID, NATIVE = "hybrid", "native"
 QUESTIONS = 6  # that a generated dialogue asks, each about another fact
 NEARLY = 0.93  # of a length, which generated prefixes have on average; they differ a little
 CONTROLS = ("hidden", "shuffled")
@@ -64,12 +64,17 @@ class Point:
         """The median of ``seconds``, or None if there are none."""
         return median(self.seconds) if self.seconds else None
 
+    def meets(self, max_kl: float | None, min_recall: float | None) -> bool:
+        """Whether it meets every bound; without recall it meets no bound on that."""
+        near = max_kl is None or self.kl.value <= max_kl
+        recalls = self.recall.value if self.recall else -1.0
+        return near and (min_recall is None or recalls >= min_recall)
+
     def as_json(self) -> dict[str, Any]:
         """All fields as JSON values, including every time."""
         recall = None if self.recall is None else self.recall.as_json()
-        means = {"kl": self.kl.as_json(), "recall": recall}
         times = {"seconds": list(self.seconds), "until_native": list(self.until_native)}
-        return {**vars(self), **means, **times}
+        return {**vars(self), "kl": self.kl.as_json(), "recall": recall, **times}
 
 
 # ---- what to tune ------------------------------------------------------------------------------
@@ -81,24 +86,20 @@ def translator_of(
     """The translator to tune, and its place; with None, the local store's translator.
 
     Raises:
-        MissingTranslatorError: There is no translator for this pair.
-        IncompatibleTranslatorError: It is between two tokenizers, or for other models.
+        MissingTranslatorError, IncompatibleTranslatorError: There is none for this pair, or it is
+            between two tokenizers.
     """
-    if given is None:
-        place = str(find_translator(source, target, allow_mismatch=allow_mismatch))
-    else:
-        place = by_name(given)
-    found = resolve_translator(place, source, target, allow_mismatch=allow_mismatch)
+    match: dict[str, Any] = {"allow_mismatch": allow_mismatch}
+    place = str(find_translator(source, target, **match)) if given is None else by_name(given)
+    found = resolve_translator(place, source, target, **match)
     check_one_tokenizer(found.config, "tune", advice.to_improve(found.config, place, False))
     return place, found
 
 
 def own_folder(place: str) -> Path:
-    """The translator's folder, checked before measuring: the result must be writable to it.
+    """The translator's folder, which must be the user's, and hold nothing else (else ValueError).
 
-    Raises:
-        ValueError: It is not a folder of the user's, or it contains a file that is not a
-            translator's.
+    It is checked before measuring: the result is written to it.
     """
     path = Path(place)
     if not path.is_dir() or path.parent == TRANSLATORS or not os.access(path, os.W_OK):
@@ -117,12 +118,10 @@ def own_folder(place: str) -> Path:
 
 
 def numbers(text: str | None, most: int) -> list[int]:
-    """The numbers of native layers to try; None stands for all below ``most``.
-
-    Each number is below ``most``, the number of all layers, which would be a re-prefill.
+    """The numbers of native layers to try, each below ``most``; None stands for all of them.
 
     Raises:
-        ValueError: A part of ``text`` is not such a number.
+        ValueError: A part of ``text`` is not such a number; all ``most`` would be a re-prefill.
     """
     if text is None:
         return list(range(most))
@@ -145,10 +144,9 @@ def task_of(
     if data is None:
         return probes.recall(target, limit, seed)
     records = read_jsonl(data)
-    context = min(source.context_length, target.context_length)
-    answers = any("answers" in record for record in records)
-    make = probes.marked if answers else probes.continuation
-    return make(target, records, limit, context)
+    marks = any("answers" in record for record in records)
+    make = probes.marked if marks else probes.continuation
+    return make(target, records, limit, min(source.context_length, target.context_length))
 
 
 def tasks_of(
@@ -159,10 +157,9 @@ def tasks_of(
     seed: int,
     lengths: Sequence[int],
 ) -> dict[int | None, Task]:
-    """For each of some prefix lengths, the conversations of at most so many tokens to score.
+    """The conversations to score by the longest prefix, at most ``limit`` for each length.
 
-    They have more tokens than the length before. There are at most ``limit`` for each; generated
-    ones nearly reach it.
+    They have more tokens than the length before; generated ones nearly reach it.
 
     Raises:
         ValueError: A length has no conversation, or is beyond a model's context.
@@ -175,7 +172,7 @@ def tasks_of(
     whole = None if data is None else task_of(source, target, data, sys.maxsize, seed)
     found: dict[int | None, Task] = {}
     for before, longest in itertools.pairwise((0, *lengths)):
-        task = _generated(target, longest, limit, seed) if whole is None else whole
+        task = whole or _generated(target, longest, limit, seed)
         kept = [i for i in task.items if before < len(i.prefix) - 1 <= longest][:limit]
         if not kept:
             raise ValueError(
@@ -209,28 +206,17 @@ def line_up(
     *,
     allow_mismatch: bool = False,
 ) -> dict[tuple[str, int | None], Condition]:
-    """The ways to compare: hybrids, a re-prefill, two controls.
+    """The ways to compare, by name and native ``layers``: hybrids, a re-prefill, two controls.
 
     Controls have no native layers, whatever the translator was tuned to.
-
-    Args:
-        source: The model that has read the prefix.
-        target: The model that takes over.
-        translator: The translator of this pair.
-        layers: Numbers of native layers, each below the target's number of layers.
-        allow_mismatch: Whether the translator may be made for another checkpoint.
     """
-    line: dict[tuple[str, int | None], Condition] = {}
-    line["native", len(target.attentions)] = lineup.native(target)
-    for j in layers:
-        line[HYBRID, j] = lineup.translated(
-            f"{HYBRID} {j}", source, target, [translator], j, allow_mismatch=allow_mismatch
-        )
-    for name in CONTROLS:
-        line[name, None] = lineup.baseline(
-            name, source, target, [translator], allow_mismatch=allow_mismatch
-        )
-    return line
+    found = source, target, [translator]
+    match: dict[str, Any] = {"allow_mismatch": allow_mismatch}
+    return {
+        (NATIVE, len(target.attentions)): lineup.native(target),
+        **{(HYBRID, j): lineup.translated(f"{HYBRID} {j}", *found, j, **match) for j in layers},
+        **{(name, None): lineup.baseline(name, *found, **match) for name in CONTROLS},
+    }
 
 
 def measure(
@@ -251,8 +237,8 @@ def measure(
     for (way, layers), condition in line.items():
         table = tables[condition.name]
         means = table.get(compare.ALL, next(iter(table.values())))
-        seconds = tuple(times.get(condition.name, ()))
-        points.append(Point(way, layers, means["kl"], means.get("recall"), seconds))
+        took = tuple(times.get(condition.name, ()))
+        points.append(Point(way, layers, means["kl"], means.get("recall"), took))
     return points
 
 
@@ -275,12 +261,10 @@ def with_healing(
     found: dict[int | None, list[float]] = {j: [] for j in numbers}
     try:
         check_models(source, target)
-        read = target_ids(prefix)[:-1]
-        recorded = list(capture.prefill(source, read, kept=translator.config.state_maps))
+        states = recorded(plan_of(source, target, translator, prefix))
         for trial in range(-1, trials):
             for layers, plan in plans.items():
-                line = take_over(plan, recorded)
-                took = seconds(partial(_read_on, HealingCache(line)))
+                took = seconds(partial(_read_on, HealingCache(take_over(plan, states))))
                 found[layers] += [took] if trial >= 0 else []  # the first one warms up
     except UnsupportedModelError:
         return list(points)
@@ -303,23 +287,20 @@ def check_bounds(task: Task, min_recall: float | None) -> None:
         )
 
 
+def _by_layers(points: Sequence[Point]) -> list[Point]:
+    """Those that a user could choose, with the fewest native layers first."""
+    chosen = (point for point in points if point.way in (HYBRID, NATIVE))
+    return sorted(chosen, key=lambda point: point.layers or 0)
+
+
 def smallest(
     points: Sequence[Point], *, max_kl: float | None = None, min_recall: float | None = None
 ) -> int:
-    """The fewest native layers whose hybrid meets every bound; a re-prefill meets any bound.
-
-    Points without recall meet no bound on recall; :func:`check_bounds` refuses such data earlier.
-    """
-    hybrids = sorted(
-        (p for p in points if p.way in (HYBRID, "native")), key=lambda point: point.layers or 0
-    )
-    for point in hybrids:
-        near = max_kl is None or point.kl.value <= max_kl
-        recalls = min_recall is None or (point.recall and point.recall.value >= min_recall)
-        if near and recalls:
-            break
-    assert point.layers is not None
-    return point.layers
+    """The fewest native layers whose hybrid meets every bound; a re-prefill meets any bound."""
+    *fewer, all_layers = _by_layers(points)
+    best = next((point for point in fewer if point.meets(max_kl, min_recall)), all_layers)
+    assert best.layers is not None
+    return best.layers
 
 
 def keep(
@@ -329,25 +310,23 @@ def keep(
     points: Sequence[Point],
     by_length: Mapping[int, int] | None = None,
 ) -> None:
-    """Write the choice, its bounds and the measured curve into a translator's provenance.
+    """Write the choice, its bounds and the measured curve into a translator's provenance,
+    atomically.
 
-    ``by_length`` has the choices for shorter prefixes, by their most tokens. The write is atomic.
-
-    Raises:
-        MalformedTranslatorError: The folder breaks the format.
+    ``by_length`` has the choices for shorter prefixes, by their most tokens.
     """
     config, weights = translator_folder.read(folder)
-    curve = [[p.layers, p.kl.value, p.time] for p in points if p.way in (HYBRID, "native")]
-    best = next(p for p in points if p.way in (HYBRID, "native") and p.layers == layers)
+    measured = [point for point in points if point.way in (HYBRID, NATIVE)]
+    best = next(point for point in measured if point.layers == layers)
+    curve = [[p.layers, p.kl.value, p.time] for p in measured]
     tuning = {**bounds, "layers_kl_seconds": curve, "measured_kl": best.kl.value}
     if best.recall is not None:
         tuning["measured_recall"] = best.recall.value
-    facts: dict[str, Any] = {"native_layers": layers, "tuning": tuning}
+    facts = {**config.provenance, "native_layers": layers, "tuning": tuning}
+    facts.pop("native_by_length", None)
     if shorter := distinct(by_length or {}, layers):
         facts["native_by_length"] = shorter
-    before = dict(config.provenance)
-    before.pop("native_by_length", None)
-    tuned = dataclasses.replace(config, provenance={**before, **facts})
+    tuned = dataclasses.replace(config, provenance=facts)
     translator_folder.write(folder, tuned, weights, overwrite=True)
 
 

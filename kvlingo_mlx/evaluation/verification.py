@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvlingo_mlx.engine.fill import take_over
 from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.evaluation import conditions
-from kvlingo_mlx.evaluation.teacher_forcing import PerToken, per_token, predicted
+from kvlingo_mlx.evaluation.continuation import comparer
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import Map, maps_of, state_maps_of
@@ -44,19 +45,7 @@ from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.state_maps import StateMapped
 
-
-@dataclass(frozen=True)
-class Agreement:
-    """The predictions from a translated cache on the bundled conversations, beside the native ones.
-
-    Attributes:
-        receipt: The measurement, in the form of a translator's provenance.
-        samples, tokens: The number of conversations, and of all continuation tokens.
-    """
-
-    receipt: Receipt
-    samples: int
-    tokens: int
+Ends = tuple[LanguageModel, LanguageModel, Translator]  # the source, the target, the translator
 
 
 # ---- the maps alone -----------------------------------------------------------------------
@@ -77,15 +66,13 @@ def map_error(config: TranslatorConfig, weights: Weights, device: mx.Device) -> 
         found = translator(_probe_states(config)).states(len(config.target.layers))
         mapped = [_probed(m) for m in translator.of_states]
         mx.eval(found.arrays, mapped)
-    expected = translator_folder.selftest(config, weights)
+    probes = translator_folder.selftest(config, weights)
     errors = []
     for m in maps_of(config):
         ours = [np.array(found.side(side)[m.layer][0, m.layer]) for side in m.writes]
-        errors.append(
-            _relative_error(np.concatenate(ours), _expected(m, config, weights, expected))
-        )
+        errors.append(_relative_error(np.concatenate(ours), _expected(m, config, weights, probes)))
     for each, state in zip(state_maps_of(config), mapped, strict=True):
-        errors.append(_relative_error(np.array(state), expected[f"{each.name}.probe_out"]))
+        errors.append(_relative_error(np.array(state), probes[f"{each.name}.probe_out"]))
     return max(errors)
 
 
@@ -101,21 +88,17 @@ def _probed(m: StateMapped) -> mx.array:
 
 def _probe_states(config: TranslatorConfig) -> KVStates:
     """States that hold the probe of each map."""
-    tokens = len(config.target.layers)
+    tokens, layers = len(config.target.layers), config.source.layers
     arrays = {
-        side: [
-            np.zeros((1, tokens, layer.width(side)), np.float32) for layer in config.source.layers
-        ]
+        side: [np.zeros((1, tokens, layer.width(side)), np.float32) for layer in layers]
         for side in SIDES
     }
     for m in maps_of(config):
         values, begin = translator_folder.probe(m.inputs), 0
         for side, s in m.reads:
-            layer = config.source.layers[s]
-            copies = 1 if m.heads is None else layer.kv_heads
-            width = layer.width(side) // copies
-            part = values[begin : begin + width]
-            arrays[side][s][0, m.layer] = np.tile(part, copies)
+            copies = 1 if m.heads is None else layers[s].kv_heads
+            width = layers[s].width(side) // copies
+            arrays[side][s][0, m.layer] = np.tile(values[begin : begin + width], copies)
             begin += width
     keys, values_ = (tuple(map(mx.array, arrays[side])) for side in SIDES)
     return KVStates(keys, values_, config.capture, 0, {})
@@ -138,6 +121,20 @@ def _relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 # ---- with both models -----------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """The predictions from a translated cache on the bundled conversations, beside the native ones.
+
+    Attributes:
+        receipt: The measurement, in the form of a translator's provenance.
+        samples, tokens: The number of conversations, and of all continuation tokens.
+    """
+
+    receipt: Receipt
+    samples: int
+    tokens: int
+
+
 def agreement(
     source: LanguageModel,
     target: LanguageModel,
@@ -151,8 +148,8 @@ def agreement(
 
     The caches are translated above the first ``native_layers``, which the target reads itself: as
     many as the receipt was measured with, whatever `tune` has chosen since. ``own`` are samples of
-    the user's data, measured besides. ``allow_mismatch`` is as in :func:`hand_over`. None if
-    no bundled conversation fits both contexts.
+    the user's data, measured besides. ``allow_mismatch`` is as in :func:`hand_over`. None if no
+    bundled conversation fits both contexts.
     """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)
@@ -160,12 +157,13 @@ def agreement(
     if not asked:
         return None
     check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
-    samples = [*(sample for sample, _ in asked), *(() if own is None else own.samples)]
-    models, found = (source, target, translator), list[list[Any]]()
+    ends = source, target, translator
+    samples: list[tuple[Sample, tuple[int, ...] | None]] = [*asked]
+    samples += [(sample, None) for sample in (() if own is None else own.samples)]
+    found = list[list[Any]]()
     with phase("measuring the receipt", len(samples)) as step:
-        for number, sample in enumerate(samples):
-            value = asked[number][1] if number < len(asked) else None
-            found.append(_measured(models, native_layers, sample, value))
+        for sample, value in samples:
+            found.append(_measured(ends, native_layers, sample, value))
             step(len(found))
     kls, every, hits, apart = zip(*found[: len(asked)], strict=True)
     kl, hidden = (float(np.mean([each[i] for each in kls])) for i in (0, 2))
@@ -184,27 +182,27 @@ def agreement(
 
 
 def _measured(
-    models: tuple[LanguageModel, LanguageModel, Translator],
-    native_layers: int,
-    sample: Sample,
-    value: tuple[int, ...] | None,
+    ends: Ends, native_layers: int, sample: Sample, value: tuple[int, ...] | None
 ) -> list[Any]:
     """The mean KL of each way to a cache, whether both choose alike, and of a bundled conversation
     (``value`` is not None) whether each way spells the value, and what a guard measures.
 
     The source reads the prefix once for all of these.
     """
-    make = conditions.translated(*models, native_layers, allow_mismatch=True)
+    source, target, translator = ends
+    make = conditions.translated(*ends, native_layers, allow_mismatch=True)
     reading = None
     if sample.aligned is None:
-        reading = _read(models[0], sample.prefix[:-1])
-        if native_layers < len(models[1].attentions) and not models[2].config.state_maps:
-            make = _from_states(models, native_layers, reading[0])
-    ways = _compared(models[1], make, sample)
+        reading = _read(source, sample.prefix[:-1])
+        if native_layers < len(target.attentions) and not translator.config.state_maps:
+            plan_of = partial(conditions.plan_of, *ends, part=Native(native_layers))
+            make = lambda prefix: take_over(plan_of(prefix), [reading[0]]).cache  # noqa: E731
+    compare = comparer(target, sample)
+    ways = [compare(way) for way in (make, None, conditions.hidden(target))]
     kls = np.array([way.kl.mean() for way in ways])
     hits = [spelled(way.best.tolist(), sample, value) for way in ways] if value else []
     watched = reading is not None and value is not None
-    apart = usual(*models, sample.prefix, native_layers, reading) if watched else []
+    apart = usual(*ends, sample.prefix, native_layers, reading) if watched else []
     return [kls, ways[0].best == ways[1].best, hits, apart]
 
 
@@ -214,18 +212,6 @@ def _read(source: LanguageModel, tokens: Sequence[int]) -> tuple[KVStates, mx.ar
         (states,) = capture.prefill(source, tokens, len(tokens))
         mx.eval(hidden)
     return states, hidden[0]
-
-
-def _from_states(
-    models: tuple[LanguageModel, LanguageModel, Translator], native_layers: int, states: KVStates
-) -> conditions.CacheMaker:
-    """Makes caches of a prefix that the source has read."""
-
-    def make(prefix: conditions.Prefix) -> list[Any]:
-        plan = conditions.plan_of(*models, prefix, Native(native_layers))
-        return take_over(plan, [states]).cache
-
-    return make
 
 
 def usual(
@@ -257,13 +243,7 @@ def usual(
     return found
 
 
-def _compared(
-    target: LanguageModel, translated: conditions.CacheMaker, sample: Sample
-) -> list[PerToken]:
-    """The predictions from a translated cache, from the target's own cache, and from no cache."""
-    makers = translated, conditions.native(target), conditions.hidden(target)
-    ways = [list(predicted(target, make, sample)) for make in makers]
-    return [per_token(ways[1], way, sample.continuation) for way in ways]
+# ---- receipts -------------------------------------------------------------------------------
 
 
 def receipt(
@@ -285,13 +265,10 @@ def receipt(
 
 
 def verdict(found: Receipt, receipt: Receipt | None) -> tuple[bool, str]:
-    """Whether the translator is sound, and one line that says why.
+    """Whether a translator measured as ``found`` is sound, and one line that says why.
 
-    The KL may differ from the receipt's by a fifth or by 0.01 nats, whichever is more.
-
-    Args:
-        found: The measurement on this machine.
-        receipt: The receipt from the translator's making.
+    The KL may differ from that of its maker's ``receipt`` by a fifth or by 0.01 nats, whichever is
+    more.
     """
     allowed = 0.0 if receipt is None else max(0.2 * receipt.kl, 0.01)
     if receipt is not None and not abs(found.kl - receipt.kl) <= allowed:
@@ -315,15 +292,15 @@ def keep_receipt(
     translator's maker measured. If it is of a version that did not measure what a guard compares,
     this is added.
     """
-    receipt = receipt_of(config)
+    there = receipt_of(config)
     if folder.parent != store():
         return False
-    if receipt is None:
-        left = {**found.receipt.to_json(), "tokens": found.tokens}
-    elif receipt.guard is None and found.receipt.guard is not None:
-        left = {**config.provenance["receipt"], "guard": asdict(found.receipt.guard)}
+    if there is None:
+        kept = {**found.receipt.to_json(), "tokens": found.tokens}
+    elif there.guard is None and found.receipt.guard is not None:
+        kept = {**config.provenance["receipt"], "guard": asdict(found.receipt.guard)}
     else:
         return False
-    told = replace(config, provenance={**config.provenance, "receipt": left})
-    translator_folder.write(folder, told, weights, overwrite=True)
+    config = replace(config, provenance={**config.provenance, "receipt": kept})
+    translator_folder.write(folder, config, weights, overwrite=True)
     return True

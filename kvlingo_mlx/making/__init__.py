@@ -16,7 +16,6 @@ from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.machines import here
 from kvlingo_mlx.making.result import Callbacks, PairResult
 from kvlingo_mlx.making.run import Making, dialogues
-from kvlingo_mlx.making.state import RunState
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.recipe import require
@@ -93,11 +92,11 @@ def pair(
         check_one_tokenizer(make_config(*ends, TrainingPlan()), *TUNING)
         task = dialogues(*ends, seed)
     names = {"source": ends[0].name, "target": ends[1].name}
-    asked = {**names, "data": list(sources), "minutes": minutes, "nu": nu, "seed": seed}
-    work = RunState(folder.with_name(f"{folder.name}.pair"), asked, started)
-    making = Making(ends, folder, work, sources, 60.0 * minutes, seed, force, callbacks, task, nu)
+    settings = {**names, "data": list(sources), "minutes": minutes, "nu": nu, "seed": seed}
+    making = Making(
+        ends, folder, settings, sources, 60.0 * minutes, force, callbacks, started, task
+    )
     if not making.finished():
-        work.open()
         making.train()
     if task is not None:
         making.tune(task, max_kl, min_recall)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvlingo_mlx.format.translator_config import TranslatorConfig
@@ -74,15 +74,6 @@ class Lengths:
     seconds_per_token: float  # in which both models read a token of a prefix
 
 
-def candidates(context: int) -> Iterator[int]:
-    """Longest prefixes to try, doubling, until models of this context can read no more."""
-    longest = SHORTEST
-    yield longest
-    while longest < MAX_PREFIX and longest + ANSWERS < context:
-        longest *= 2
-        yield longest
-
-
 def lengths(
     pace_of: Callable[[int], Pace | None],
     seconds: float,
@@ -93,40 +84,35 @@ def lengths(
 ) -> Lengths:
     """The longest prefixes that leave time for :data:`MANY_STEPS` steps, or else the shortest ones.
 
-    Args:
-        pace_of: Measures conversations of a longest prefix; None where the data hold none so short,
-            or memory none so long.
-        seconds: The time for everything.
-        context: The tokens of the shorter context.
-        rates: The number of learning rates.
-        configs: The configs of the translators that may be fitted, by their source layers.
-        besides: The seconds of all but closed forms and stage 2, at a pace.
+    ``pace_of`` measures conversations of a longest prefix; it is None where the data hold none so
+    short, or memory none so long. ``configs`` may be fitted, by their source layers. ``besides``
+    are the seconds of all but closed forms and stage 2, at a pace.
 
     Raises:
         ValueError: There is no time for a closed form, or for steps that would change it; or the
             data hold no conversation that the models can read.
     """
-    chosen = None
-    for longest in candidates(context):
-        if (pace := pace_of(longest)) is None:
-            continue
-        room = max(0.0, seconds - besides(pace))
-        steps = pace.steps(DISTILLING * room, rates)
-        if chosen is None or steps >= MANY_STEPS:
-            chosen = longest, pace, steps, room
+    chosen, longest, steps = None, SHORTEST, math.inf
+    while longest == SHORTEST or (longest <= MAX_PREFIX and longest // 2 + ANSWERS < context):
+        if (pace := pace_of(longest)) is not None:
+            room = max(0.0, seconds - besides(pace))
+            steps = pace.steps(DISTILLING * room, rates)
+            if chosen is None or steps >= MANY_STEPS:
+                chosen = longest, pace, steps, room
         if steps < MANY_STEPS:
             break
+        longest *= 2
     if chosen is None:
         raise ValueError(
             f"no conversation of the data fits into a context of {context:,} tokens and into the "
             "memory there is; add shorter ones"
         )
     longest, pace, steps, room = chosen
+    per_token = pace.reading / pace.prefix
     # A closed form is about half of the start's time; there is time for so many tokens.
-    there = STARTING / 2 * room / pace.reading * pace.prefix
-    least = SOME * unknowns(configs[min(configs)])
-    if steps < FEWEST_STEPS or there < least:
-        fitting = 2 / STARTING * least * pace.reading / pace.prefix
+    there, smallest = STARTING / 2 * room / per_token, unknowns(configs[min(configs)])
+    if steps < FEWEST_STEPS or there < SOME * smallest:
+        fitting = 2 / STARTING * SOME * smallest * per_token
         distilling = 1 / pace.steps(DISTILLING, rates)
         few, some = (
             math.ceil(MORE * (besides(pace) + max(fitting, distilling * count)) / 60)
@@ -134,11 +120,11 @@ def lengths(
         )
         raise ValueError(
             f"{seconds / 60:g} minutes are too few here: there is time for {int(steps)} steps and "
-            f"to fit on {int(there):,} tokens of {least:,}; give --minutes {few} at least, "
-            f"{some} for {STEPS} steps, which bring most, or use `fit`, which reads the data once"
+            f"to fit on {int(there):,} tokens of {SOME * smallest:,}; give --minutes {few} at "
+            f"least, {some} for {STEPS} steps, which bring most, or use `fit`, which reads the "
+            "data once"
         )
     most = max(nu for nu, config in configs.items() if SOME * unknowns(config) <= there)
     # As many as the fewest source layers want: with a ridge they do for more, whose sums cost most.
-    wanted = min(there, 2 * ENOUGH * unknowns(configs[min(configs)])) / pace.prefix
-    fits = min(400, max(1, math.ceil(wanted)))
-    return Lengths(longest, ANSWERS, fits, most, int(steps), pace.reading / pace.prefix)
+    fits = min(400, max(1, math.ceil(min(there, 2 * ENOUGH * smallest) / pace.prefix)))
+    return Lengths(longest, ANSWERS, fits, most, int(steps), per_token)

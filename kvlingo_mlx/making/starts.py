@@ -38,6 +38,10 @@ class Start:
         """For example ``nu = 2, frobenius: 0.105``."""
         return f"nu = {self.nu}, {self.norm}: {self.why_not or f'{self.kl:.4f}'}"
 
+    def below(self, other: Start, share: float = 0.0) -> bool:
+        """Whether its KL is lower, by more than a share of the other's."""
+        return self.kl is not None and (other.kl is None or self.kl < (1 - share) * other.kl)
+
 
 def configs(pair: Pair, nu: int | None = None) -> dict[int, TranslatorConfig]:
     """The config of each number of source layers that this pair allows, or of ``nu`` alone.
@@ -80,33 +84,21 @@ def choose(
     judge: Callable[[int, str], Start],
     goes_on: Callable[[], bool] = lambda: True,
 ) -> tuple[Start, list[Start]]:
-    """The start to train from, and all that were judged.
+    """The start to train from, and all that were judged; ValueError if none can be fitted.
 
     Numbers of source layers are tried from the most down, while ``goes_on`` says that there is
-    time. The most are kept unless fewer have a clearly lower KL; then the other norm with the
-    number that was kept.
-
-    Raises:
-        ValueError: None of them can be fitted.
+    time. The most are kept unless fewer have a clearly lower KL; then the other norm is tried.
     """
     found: list[Start] = []
     best = Start(max(nus), NORM, None)
     for nu in sorted(nus, reverse=True):
         if best.kl is not None and not goes_on():
             break
-        each = judge(nu, NORM)
-        found.append(each)
-        if below(each, best, HARM) or best.kl is None:
-            best = each
+        found.append(judge(nu, NORM))
+        best = found[-1] if best.kl is None or found[-1].below(best, HARM) else best
     if goes_on():
-        each = judge(best.nu, OTHER_NORM)
-        found.append(each)
-        best = each if below(each, best) else best
+        found.append(judge(best.nu, OTHER_NORM))
+        best = found[-1] if found[-1].below(best) else best
     if best.kl is None:
         raise ValueError(f"no closed form can be made: {best.why_not}")
     return best, found
-
-
-def below(one: Start, other: Start, share: float = 0.0) -> bool:
-    """Whether the KL of ``one`` is lower, by more than a share of the other's."""
-    return one.kl is not None and (other.kl is None or one.kl < (1 - share) * other.kl)

@@ -36,11 +36,9 @@ def check(name: str, layers: int | None, precision: str | None) -> None:
         raise ValueError(f"--geometry names {name!r}; there are {', '.join(GEOMETRIES)}")
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; give one of {', '.join(PRECISIONS)}")
-    config = GEOMETRIES[name]
-    depth = config["num_hidden_layers"]
+    depth, period = GEOMETRIES[name]["num_hidden_layers"], _period(GEOMETRIES[name])
     if layers is not None and not 1 <= layers <= depth:
         raise ValueError(f"layers is {layers}; {name} has {depth}")
-    period = _period(config)
     if (layers or depth) < period:
         raise ValueError(
             f"layers is {layers}; of {name} every {period}th attends to all tokens: give more"
@@ -66,51 +64,6 @@ def random_model(
     return model
 
 
-def make(
-    models: Sequence[LanguageModel],
-    more: Mapping[str, int] | None = None,
-    progress: Progress = lambda done, total: None,
-) -> None:
-    """Compute the weights of random models, after a check that they fit into memory.
-
-    Args:
-        models: The models.
-        more: Bytes that are needed beside their weights, by purpose.
-        progress: Called after each layer, with how many parts are made, and of how many.
-
-    Raises:
-        NotEnoughMemoryError: The message says how many layers would fit; nothing was made.
-        UnsupportedModelError: MLX cannot run one of them on this device.
-    """
-    needs = {f"weights of {model.name}": memory.weights_bytes(model) for model in models}
-    for model in models:
-        model.check_device()
-    memory.check(needs | dict(more or {}), instead=_less(models, sum((more or {}).values())))
-    # Layer by layer: a whole float32 copy may not fit.
-    parts = [part for model in models for part in (*model.model.layers, model.model)]
-    for done, part in enumerate(parts, start=1):
-        mx.eval(part.parameters())
-        progress(done, len(parts))
-
-
-def _less(models: Sequence[LanguageModel], more: int) -> str:
-    """What options of a bench would fit; all but embeddings and heads grows with the layers."""
-    free = memory.free() or 0
-    grows, fixed = more / min(len(model.model.layers) for model in models), 0.0
-    for model in models:
-        layers = model.model.layers
-        parts: Any = tree_flatten([layer.parameters() for layer in layers])
-        own = sum(array.nbytes for _, array in parts)
-        grows, fixed = grows + own / len(layers), fixed + memory.weights_bytes(model) - own
-    fits = int((free - fixed) / grows)
-    found = [f"-c layers={fits}"] if fits >= max(_period(m.config) for m in models) else []
-    whole: Any = tree_flatten([model.model.parameters() for model in models])
-    numbers = sum(array.size for _, array in whole)
-    if all(m.bits is None for m in models) and 0.6 * numbers + more < free:  # 4.5 bits and norms
-        found.append("-c precision=4bit")
-    return " or ".join(found or ["smaller models"])
-
-
 def unmade_model(
     name: str,
     layers: int | None,
@@ -119,35 +72,25 @@ def unmade_model(
     *,
     activations: mx.Dtype | None = None,
 ) -> LanguageModel:
-    """A model of random weights that are computed by :func:`make`, not before.
+    """A model of a geometry, with random weights that are computed by :func:`make`, not before.
 
-    Its tokenizer is the embedded models'.
-
-    Args:
-        name: One of ``GEOMETRIES``.
-        layers: The number of its layers; None for all.
-        precision: ``float32``, ``bfloat16``, or ``8bit`` or ``4bit`` in groups of 64.
-        seed: The seed of the weights.
-        activations: The dtype in which quantised weights compute; None is bfloat16.
-
-    Raises:
-        ValueError: There is no such geometry, precision or number of layers.
+    None of ``layers`` is all. Precisions are ``float32``, ``bfloat16``, and ``8bit`` or ``4bit`` in
+    groups of 64, which compute in ``activations``. Its tokenizer is the embedded models'.
     """
     check(name, layers, precision)
     config = dict(GEOMETRIES[name])
     config["num_hidden_layers"] = layers or config["num_hidden_layers"]
     mx.random.seed(seed)
     model = untrained(config)
-    dtype = FLOATS.get(precision, activations or mx.bfloat16)
     block = mx.random.normal((BLOCK,)) * 0.02
     model.update(tree_map(lambda array: _filled(array, block), model.parameters()))
     for part in [*model.layers, model]:
-        part.set_dtype(dtype)
+        part.set_dtype(FLOATS.get(precision, activations or mx.bfloat16))
         if precision.endswith("bit"):
-            nn.quantize(part, 64, int(precision[0]), class_predicate=_not_yet)
+            bare = lambda path, module: hasattr(module, "to_quantized")  # noqa: E731
+            nn.quantize(part, 64, int(precision[0]), class_predicate=bare)
             _pack_at_random(part)
-    tokenizer = load_tokenizer(zoo("tiny-qwen3-s"))
-    return LanguageModel(model, tokenizer, config, f"random {name}")
+    return LanguageModel(model, load_tokenizer(zoo("tiny-qwen3-s")), config, f"random {name}")
 
 
 def untrained(config: Mapping[str, Any]) -> nn.Module:
@@ -161,17 +104,15 @@ def untrained(config: Mapping[str, Any]) -> nn.Module:
 
 def _filled(array: mx.array, block: mx.array) -> mx.array:
     """An array of random numbers; a large one repeats them, as drawing all takes far too long."""
-    if array.size <= BLOCK:
-        return array
     rows = -(-array.size // BLOCK)
+    if rows <= 1:
+        return array
     return mx.broadcast_to(block, (rows, BLOCK)).reshape(-1)[: array.size].reshape(array.shape)
 
 
 def _pack_at_random(part: nn.Module) -> None:
     """Fill quantised layers with random words before quantised floats are evaluated for them."""
-    for module in part.modules():
-        if "scales" not in module:
-            continue
+    for module in (m for m in part.modules() if "scales" in m):
         scales = module["scales"]
         width = scales.shape[-1] * module.group_size
         step = 2.0 ** (1 - module.bits) / width**0.5
@@ -181,8 +122,48 @@ def _pack_at_random(part: nn.Module) -> None:
         module.biases = mx.full(scales.shape, -step * 2.0 ** (module.bits - 1), scales.dtype)
 
 
-def _not_yet(path: str, module: nn.Module) -> bool:
-    return hasattr(module, "to_quantized")
+def make(
+    models: Sequence[LanguageModel],
+    more: Mapping[str, int] | None = None,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Compute the weights of random models, after a check that they fit into memory.
+
+    ``more`` are bytes that are needed beside the weights, by purpose. ``progress`` is called after
+    each layer.
+
+    Raises:
+        NotEnoughMemoryError: The message says how many layers would fit; nothing was made.
+        UnsupportedModelError: MLX cannot run one of them on this device.
+    """
+    for model in models:
+        model.check_device()
+    needs = {f"weights of {model.name}": memory.weights_bytes(model) for model in models}
+    memory.check(needs | dict(more or {}), instead=_less(models, sum((more or {}).values())))
+    # Layer by layer: a whole float32 copy may not fit.
+    parts = [part for model in models for part in (*model.model.layers, model.model)]
+    for done, part in enumerate(parts, start=1):
+        mx.eval(part.parameters())
+        progress(done, len(parts))
+
+
+def _less(models: Sequence[LanguageModel], more: int) -> str:
+    """What options of a bench would fit; all but embeddings and heads grows with the layers."""
+    free, depths = memory.free() or 0, [len(model.model.layers) for model in models]
+    own = [sum(a.nbytes for a in _arrays(model.model.layers)) for model in models]
+    fixed = sum(map(memory.weights_bytes, models)) - sum(own)
+    each = more / min(depths) + sum(size / depth for size, depth in zip(own, depths, strict=True))
+    fits = int((free - fixed) / each)
+    found = [f"-c layers={fits}"] if fits >= max(_period(m.config) for m in models) else []
+    numbers = sum(array.size for model in models for array in _arrays([model.model]))
+    if all(m.bits is None for m in models) and 0.6 * numbers + more < free:  # 4.5 bits and norms
+        found.append("-c precision=4bit")
+    return " or ".join(found or ["smaller models"])
+
+
+def _arrays(modules: Sequence[nn.Module]) -> list[mx.array]:
+    flat: Any = tree_flatten([module.parameters() for module in modules])
+    return [array for _, array in flat]
 
 
 def random_translators(
@@ -206,8 +187,8 @@ def least_maps_bytes(
     """The least bytes of float32 maps that read ``nu`` source layers for each target layer."""
     numbers = 0
     for dim in ("key_dim", "value_dim"):
-        read = min(layer.kv_heads * getattr(layer, dim) for layer in source)
-        numbers += nu * read * sum(layer.kv_heads * getattr(layer, dim) for layer in target)
+        read, made = ([g.kv_heads * getattr(g, dim) for g in end] for end in (source, target))
+        numbers += nu * min(read) * sum(made)
     return 4 * numbers
 
 

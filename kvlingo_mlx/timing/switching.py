@@ -43,13 +43,8 @@ def first_token(
     count: int = 1,
 ) -> int:
     """Run ``tokens`` from a cache and decode ``count`` tokens; return the last one."""
-    steps = generate_step(
-        mx.array(list(tokens)),
-        target.model,
-        max_tokens=count,
-        prompt_cache=cache,
-        prefill_step_size=step_size,
-    )
+    options: dict[str, Any] = {"prompt_cache": cache, "prefill_step_size": step_size}
+    steps = generate_step(mx.array(list(tokens)), target.model, max_tokens=count, **options)
     *_, (token, _) = steps
     return int(token)
 
@@ -66,11 +61,11 @@ def translation(plan: Plan, states: Sequence[KVStates] | None = None) -> Callabl
 
     The target reads its native part itself. ``states`` are the source's, else they are recorded.
     """
-    held = recorded(plan) if states is None else states
+    read = recorded(plan) if states is None else states
 
     def run() -> list[Any]:
         with mx.stream(generation_stream):
-            return take_over(plan, held).cache
+            return take_over(plan, read).cache
 
     return run
 
@@ -88,8 +83,8 @@ def prompt_of(source: LanguageModel, target: LanguageModel, count: int, *, text:
     rows = min(source.geometry.embedding_rows, target.geometry.embedding_rows)
     rng = random.Random(0)
     tokens = [rng.randrange(rows) for _ in range(0 if text else count)]
-    for talk in dialogues.held_out(count) if text else ():  # each has more than one token
-        turns = "\n".join(str(turn["content"]) for turn in talk.conversation())
+    for dialogue in dialogues.held_out(count) if text else ():  # each has more than one token
+        turns = "\n".join(str(turn["content"]) for turn in dialogue.conversation())
         tokens += target.tokenizer.encode(turns + "\n", add_special_tokens=not tokens)
         if len(tokens) >= count:
             break
@@ -108,14 +103,7 @@ def switch_times(
     *,
     trials: int = 5,
 ) -> dict[str, list[float]]:
-    """Seconds to the first token by several ways to fill a cache, interleaved.
-
-    Args:
-        target: The model that decodes.
-        actions: For each name, a function that makes a cache of all but the last token.
-        last: The last token.
-        trials: How often each way is timed.
-    """
+    """Seconds to the first token after ``last``, by ways to make a cache of all before it."""
     runs = {
         name: (lambda make=make: first_token(target, [last], make()))
         for name, make in actions.items()

@@ -57,7 +57,7 @@ def test_seeds_are_averaged_item_by_item_and_groups_weighted(
     assert tables["tiny_words"]["perplexity"].value == pytest.approx(np.mean(two))
     assert np.isnan(tables["tiny_words"]["perplexity"].error)
     assert found[0].count == len(single[0]["tiny_choice"]["items"])
-    # Each seed alone, and the group of each seed's tasks.
+    # Each seed alone, and the group of their tasks.
     for outcome in found[:2]:
         alone = [run[outcome.task]["metrics"]["acc_norm"] for run in single]
         each = [table["mean"]["acc_norm"] for table in outcome.seeds["two"]]

@@ -7,7 +7,6 @@ are mlx-lm's own decoding, one answer at a time, and this package's ``hand_over`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from lm_eval.api.instance import Instance
 
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
-from kvlingo_mlx.evaluation.harness.responses import Responses
 
 NAMES = "tiny-qwen3-s", "tiny-qwen3-l"
 TALKS = list(dialogues.held_out(16, seed=3))
@@ -179,35 +177,3 @@ def test_caches_that_cannot_be_merged_are_decoded_alone(
     tokens = [target.tokenizer.encode(context) for context in contexts]
     assert found == [alone(target, t, folded(t)) for t in tokens]
     assert max(seen) == 1
-
-
-def test_each_answer_is_kept_as_soon_as_it_is_there(
-    pair: tuple[LanguageModel, LanguageModel],
-    makers: dict[str, conditions.CacheMaker],
-    tmp_path: Path,
-) -> None:
-    target, calls, file = pair[1], [], tmp_path / "kept.jsonl"
-    contexts = [prompt(target, talk) for talk in TALKS[:7]]
-
-    def run(stop: int | None = None, size: int = 2) -> list[str]:
-        calls.clear()
-
-        def make(tokens: conditions.Prefix) -> list:
-            if len(calls) == stop:
-                raise KeyboardInterrupt
-            calls.append(1)
-            return makers["translated"](tokens)
-
-        responses = Responses(file)
-        return lm(target, make, size, responses=responses).generate_until(
-            asked([*contexts, contexts[0]])
-        )
-
-    with pytest.raises(KeyboardInterrupt):
-        run(stop=5)
-    kept = len(file.read_text().splitlines())
-    assert 4 <= kept <= 5  # two at once: the sixth begins when the fourth has ended
-    whole = run()
-    assert len(calls) == 7 - kept and whole[0] == whole[-1]
-    assert run(size=3) == whole and not calls
-    assert len(file.read_text().splitlines()) == 7  # the same request twice is one

@@ -41,9 +41,6 @@ def counted(condition: lineup.Condition, calls: list[int]) -> lineup.Condition:
     return dataclasses.replace(condition, makers=tuple(map(count, condition.makers)))
 
 
-# ---- predictions ------------------------------------------------------------------------
-
-
 # ---- runs and journals ------------------------------------------------------------------
 
 
@@ -227,15 +224,15 @@ def test_an_interruption_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    keep, kept = Journal.keep, []
+    add, kept = Journal.add, []
 
     def keep_and_stop(self: Journal, *entry: Any) -> None:
-        keep(self, *entry)
+        add(self, *entry)
         kept.append(entry)
         if len(kept) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Journal, "keep", keep_and_stop)
+    monkeypatch.setattr(Journal, "add", keep_and_stop)
     options = [*PAIR, "--limit", "2", "--tasks", "recall", "--baselines", "none"]
     assert run(options) == 130
     assert "the same command goes on" in capsys.readouterr().err

@@ -11,14 +11,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
-from benchmarks.paper.evaluation import reuse
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.embedded.dialogues import ANSWER
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
-from tests.support import tiny
 
 
 @pytest.fixture
@@ -80,42 +78,3 @@ def test_shuffled_translator_is_another_one(
                   "shuffled": conditions.translated(model, model, control)}  # fmt: skip
     scores = quality.score(model, [sample], makers)
     assert scores["shuffled"].kl[0] > 10 * scores["fitted"].kl[0]
-
-
-# ---- DroidSpeak --------------------------------------------------------------------------
-
-
-def entries(cache: list) -> list[tuple[np.ndarray, np.ndarray]]:
-    return [(np.array(c.keys[..., : c.offset, :]), np.array(c.values[..., : c.offset, :]))
-            for c in cache]  # fmt: skip
-
-
-@pytest.fixture
-def twins(tmp_path_factory: pytest.TempPathFactory) -> list[LanguageModel]:
-    """Two models of one shape and different weights."""
-    root = tmp_path_factory.mktemp("twins")
-    return [
-        kv.load(tiny.write_tiny_model(root / str(seed), kind, seed=seed, layers=4, kv_heads=2,
-                                      head_dim=32))
-        for seed, kind in ((1, "qwen3"), (2, "qwen3_moe"))
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("step_size", [2048, 5])
-def test_reuse_is_between_verbatim_and_native(twins: list[LanguageModel], step_size: int) -> None:
-    source, target = twins
-    tokens = tiny.random_tokens(17)
-    own, theirs = (entries(conditions.native(m, step_size)(tokens)) for m in (target, source))
-    for recomputed in range(5):
-        found = entries(reuse.reused(source, target, recomputed, step_size)(tokens))
-        expected = own[:recomputed] + theirs[recomputed:]
-        for pair, wanted in zip(found, expected, strict=True):
-            assert all(np.array_equal(a, b) for a, b in zip(pair, wanted, strict=True))
-    assert not np.array_equal(own[0][0], theirs[0][0])
-
-
-def test_reuse_needs_one_shape(models: dict[str, LanguageModel], twins: list) -> None:
-    with pytest.raises(kv.IncompatibleTranslatorError, match="cache layers: 4, expected 3"):
-        reuse.reused(models["dense"], twins[1])
-    with pytest.raises(ValueError, match="recomputed is 5"):
-        reuse.reused(*twins, 5)

@@ -39,14 +39,11 @@ def test_depths_are_true_and_spread() -> None:
 
 
 def test_same_index_same_item() -> None:
+    """At several lengths the same question, so that rungs can be clustered by it."""
     draws = [make_item(i, VARIANTS["multi-key"], 500, words, seed=s)
              for i, s in ((1, 0), (1, 0), (2, 0), (1, 1))]  # fmt: skip
     assert draws[0] == draws[1]
     assert len({draw.messages[0]["content"] for draw in draws}) == 3
-
-
-def test_longer_items_hold_the_same_needles() -> None:
-    """One index at several lengths asks the same question: rungs can be clustered by it."""
     short, long = (make_item(5, VARIANTS["multi-query"], n, words) for n in (300, 3000))
     assert short.references == long.references and short.depths == long.depths
 
@@ -57,11 +54,6 @@ def test_the_users_own_text() -> None:
     body = item.messages[0]["content"]
     assert body.count("Second one there!") > 10
     assert not any(s in body for s in ("gardener", "traveller"))
-
-
-def test_too_short() -> None:
-    with pytest.raises(ValueError, match="the needles alone take"):
-        make_item(0, VARIANTS["single"], 20, words)
 
 
 def test_zoo_style_speaks_the_zoos_words() -> None:

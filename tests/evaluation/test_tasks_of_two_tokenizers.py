@@ -23,14 +23,12 @@ from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.renderings import text_of
 from kvlingo_mlx.tokenization.samples import between
 from tests.support import TESTS
-from tests.support.lm_eval_tasks import QUAC
+from tests.support.lm_eval_tasks import QUAC, offline
 
 pytest.importorskip("lm_eval")
 
-import datasets
-import huggingface_hub
 
-from kvlingo_mlx.evaluation.harness import running, task_loading
+from kvlingo_mlx.evaluation.harness import running
 
 OTHERS = TESTS / "zoo"
 PAIRS = (("tiny-qwen3-s", "tiny-mistral"), ("tiny-mistral", "tiny-qwen3-s"))
@@ -39,12 +37,7 @@ KINDS = ("tiny_choice", "tiny_words", "tiny_answers")
 
 @pytest.fixture(autouse=True)
 def local(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path_factory.getbasetemp()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
-    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(folder / "none" / "manager.py"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    task_loading._manager.cache_clear()
+    offline(tmp_path_factory.getbasetemp(), monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kvlingo_mlx.backend import mx
 
@@ -25,7 +24,7 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.loading.grading import Receipt, receipt_of
 from tests.support import TESTS, translator_folders
-from tests.support.translator_folders import LAYOUTS, to_config
+from tests.support.translator_folders import LAYOUTS
 
 PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
 BETWEEN = ("--source", PAIR[0], "--target", PAIR[1])
@@ -248,25 +247,16 @@ def test_verdicts(found: Receipt, receipt: Receipt | None, sound: bool, text: st
     assert verdict(found, receipt)[0] is sound and text in verdict(found, receipt)[1]
 
 
-@pytest.mark.parametrize(
-    "left", [
-        None,
-        {},
-        {"prompts": "dialogues-0", "kl": 1.0, "top1": 1.0},
-        {"prompts": NAME, "kl": "low", "top1": 1.0},
-        {"prompts": NAME, "kl": 1.0, "top1": 1.0, "native_layers": -1},
-    ],
-)  # fmt: skip
-def test_a_receipt_that_is_none(left: Any) -> None:
+def test_a_receipt_that_is_none(embedded: Path) -> None:
     """A stranger's provenance may hold anything."""
-    config = replace(to_config(checkpoint_json()), provenance={"receipt": left})
-    assert receipt_of(config) is None
-
-
-def checkpoint_json() -> dict[str, Any]:
-    from tests.support.translator_folders import config_json
-
-    return config_json()
+    config = translator_folder.read_config(embedded)
+    numbers = {"prompts": NAME, "kl": 1.0, "top1": 1.0}
+    for left in (
+        None, {}, {**numbers, "prompts": "dialogues-0"}, {**numbers, "kl": "low"},
+        {**numbers, "native_layers": -1},
+    ):  # fmt: skip
+        assert receipt_of(replace(config, provenance={"receipt": left})) is None
+    assert receipt_of(replace(config, provenance={"receipt": numbers})) is not None
 
 
 def test_the_bundled_conversations_are_alike_in_both_runtimes() -> None:

@@ -280,7 +280,7 @@ MANY = {  # functions of more parameters, by the reason
         "engine/generation.stream_generate", "engine/fill.hand_over",
         "folding/decoding.folded_stream_generate", "folding/decoding.folded_hand_over",
         "engine/conversation.__init__", "engine/conversation.stream_reply",
-        "fitting/__init__.fit", "evaluation/probes.find_needles", "making/__init__.pair",
+        "fitting/__init__.fit", "making/__init__.pair",
     ),
     "lm-eval's own arguments": (
         "evaluation/harness/running.run", "evaluation/harness/adapter.__init__",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 WORDS = "the you and use is of an other hero on in it at re ion".split()
@@ -91,3 +92,22 @@ MT_BENCH = [
     {"task": "CM", "id": 7, "history": [{"user": f"u{i}", "bot": f"b{i}"} for i in range(4)]},
     {"task": "MR", "id": 8, "history": [{"user": "1+1?", "bot": "It is 2."}]},
 ]
+
+
+def offline(folder: Path, patch: pytest.MonkeyPatch, own: str | None = None) -> None:
+    """No network, data sets in a folder of the tests' own, and of lm-eval's own tasks a folder.
+
+    Its thousands need not be indexed.
+    """
+    import datasets
+    import huggingface_hub
+    import lm_eval.tasks.manager as theirs
+
+    from kvlingo_mlx.evaluation.harness import task_loading
+
+    tasks = folder / "none" if own is None else Path(theirs.__file__).parent / own
+    patch.setattr(theirs, "__file__", str(tasks / "manager.py"))
+    patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
+    for module in (datasets.config, huggingface_hub.constants):
+        patch.setattr(module, "HF_HUB_OFFLINE", True)
+    task_loading._manager.cache_clear()

@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.evaluation import conditions  # noqa: E402
-from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities  # noqa: E402
+from kvlingo_mlx.evaluation.continuation import log_probabilities  # noqa: E402
 from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
 from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
 from kvlingo_mlx.group import Group  # noqa: E402

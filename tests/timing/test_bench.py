@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import mx, on_gpu
+from kvlingo_mlx.backend import mx, nn, on_gpu
 
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 
 import kvlingo_mlx as kv
+from benchmarks.paper.timing.costs import Costs
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing import bench, ceilings, geometries, switching
@@ -97,6 +98,25 @@ def test_every_phase_has_a_floor(pair: bench.BenchPair) -> None:
     assert twice == pytest.approx({phase: 2 * least[phase] for phase in least})
     assert least["target_step"] < least["native"]
     assert set(bench.floors(tuned(pair, 1), 41, rates)) == set(PHASES) - {"translate float32"}
+
+
+def test_floors_are_below_the_work_in_detail(models: dict[str, LanguageModel]) -> None:
+    """By the laboratory's costs, which count attention and the last layer, and by hand."""
+    for name in ("dense", "moe"):
+        model, costs = models[name], Costs(models[name])
+        share = costs.active / int(model.facts.get("num_experts") or 1)
+        read, whole = ceilings.read_work(model, 40), costs.reading(40, share)
+        step, all_of_it = ceilings.step_work(model, 40), costs.tokens(1, 40, share)
+        assert 0.4 * whole.flops < read.flops < whole.flops and read.bytes < whole.bytes
+        assert 0.8 * all_of_it.flops < step.flops < all_of_it.flops
+        assert 0.9 * all_of_it.bytes < step.bytes <= all_of_it.bytes
+    layers = models["dense"].model.layers[:-1]
+    linear = [m for layer in layers for m in layer.modules() if isinstance(m, nn.Linear)]
+    read = ceilings.read_work(models["dense"], 40)
+    assert read.flops == 2 * 40 * sum(m.weight.size for m in linear)
+    assert read.bytes == sum(m.weight.nbytes for m in linear)
+    assert ceilings.Rates(2.0, 4.0, "float32").floor(ceilings.Work(10, 4)) == 5
+    assert ceilings.Rates(2.0, 4.0, "float32").floor(ceilings.Work(1, 40)) == 10
 
 
 def test_little_time_leaves_long_prompts_out(pair: bench.BenchPair, unhurried: None) -> None:
@@ -245,7 +265,7 @@ def test_lengths_are_those_that_both_models_can_hold(
     ran: list[int] = []
     monkeypatch.setattr(bench, "phases", lambda pair, tokens, *_: ran.append(len(tokens)) or {})
     row = pair.caches_bytes(64)
-    assert pair.context_length == 512
+    assert pair.shorter.context_length == 512
     for free, lengths in ((None, [64, 256]), (row, [64])):
         monkeypatch.setattr(bench.memory, "free", lambda free=free: free)
         ran.clear()

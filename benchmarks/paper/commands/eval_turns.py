@@ -25,7 +25,7 @@ def hold(options: PaperEvalOptions) -> None:
 
     from benchmarks.paper.evaluation import turn_records
     from kvlingo_mlx.evaluation import compare
-    from kvlingo_mlx.evaluation.harness.responses import Responses
+    from kvlingo_mlx.evaluation.journal import Responses
     from kvlingo_mlx.loading.models import load_pair
     from kvlingo_mlx.loading.pairing import check_tokenizers
     from kvlingo_mlx.reporting import measure

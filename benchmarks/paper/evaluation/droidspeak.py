@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.paper.evaluation.reuse import Reuse
 from kvlingo_mlx.embedded import dialogues
-from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
+from kvlingo_mlx.evaluation.continuation import per_token, predicted
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample, to_samples
 

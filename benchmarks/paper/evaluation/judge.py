@@ -22,7 +22,7 @@ from mlx_lm.generate import generate
 
 from benchmarks.paper.evaluation.judge_prompts import BRACKETED, TEMPLATES
 from kvlingo_mlx.evaluation.error_bars import Mean, over_items
-from kvlingo_mlx.evaluation.harness.responses import Responses, key_of
+from kvlingo_mlx.evaluation.journal import Responses, key_of
 from kvlingo_mlx.loading.models import Model, load
 from kvlingo_mlx.models.prompts import encode
 

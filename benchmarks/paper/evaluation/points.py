@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 from benchmarks.paper.tasks import QUESTION_AT
-from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, read, target_ids
-from kvlingo_mlx.evaluation.harness.decoding import Decoder
+from kvlingo_mlx.engine import hybrid
+from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, target_ids
+from kvlingo_mlx.evaluation.harness.answers import Decoder
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
 from kvlingo_mlx.evaluation.probes import Task
 from kvlingo_mlx.loading.pairing import check_tokenizers
@@ -101,6 +102,10 @@ def _until_question(
 
     def made(prefix: Prefix) -> list:
         tokens = tuple(target_ids(prefix))
-        return read(make, target, tokens, begins[tokens]) if tokens in begins else make(prefix)
+        if tokens not in begins:
+            return make(prefix)
+        cache = make(list(tokens[: begins[tokens] + 1]))
+        hybrid.read_layers(target, tokens[begins[tokens] : -1], cache)
+        return cache
 
     return made

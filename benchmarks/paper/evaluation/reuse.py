@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.paper.timing.costs import translation_work
 from benchmarks.paper.timing.layers import LayerCosts
 from kvlingo_mlx import caches
 from kvlingo_mlx.errors import IncompatibleTranslatorError
@@ -12,7 +13,6 @@ from kvlingo_mlx.evaluation.lineup import Action, Condition, identity_of
 from kvlingo_mlx.format.geometry import layer_differences
 from kvlingo_mlx.loading.pairing import check_tokenizers
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.timing.ceilings import translation_work
 
 RECOMPUTED = "droidspeak"  # with a number of layers
 WHOLE = ("native", "text")  # conditions in which the target reads all of the prefix

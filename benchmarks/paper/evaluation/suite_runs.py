@@ -16,7 +16,7 @@ from benchmarks.paper.evaluation.judge import Ask, judging
 from benchmarks.paper.evaluation.suites import CLUSTERS, GROUPS, NEEDLE_FORMS, NEEDLES, Benchmark
 from benchmarks.paper.tasks import ADDED, CHATS
 from kvlingo_mlx.errors import MissingExtraError
-from kvlingo_mlx.evaluation import compare, own_tasks
+from kvlingo_mlx.evaluation import compare, probes
 from kvlingo_mlx.evaluation.compare import ALL, NATIVE, Outcome, Scored, Table
 from kvlingo_mlx.evaluation.error_bars import Mean, over_clusters, over_items, over_sets
 from kvlingo_mlx.evaluation.harness import benchmarks, running
@@ -110,7 +110,7 @@ def check(
         if row.task == NEEDLES:
             asked = _asked(row, settings)
             context = min(model.context_length for model in models)
-            own_tasks.lengths_within(asked.lengths, context - asked.max_tokens)
+            probes.lengths_within(asked.lengths, context - asked.max_tokens)
         else:
             given = {name: file for name, file in settings.data.items() if name == row.task}
             facts = _metadata(row, settings)
@@ -118,10 +118,10 @@ def check(
             running.check_data(models[1], row.task, data=given, metadata=facts, **more)
 
 
-def _asked(row: Benchmark, settings: Settings) -> own_tasks.TaskOptions:
+def _asked(row: Benchmark, settings: Settings) -> probes.TaskOptions:
     """RULER's needles: as many of each form, at every length."""
     tokens = settings.max_tokens or row.tokens(bool(settings.thinking))
-    return own_tasks.TaskOptions(
+    return probes.TaskOptions(
         limit=-(-_least(row.draw, settings.limit) // len(NEEDLE_FORMS)),
         seed=settings.seed,
         needles=NEEDLE_FORMS,
@@ -140,7 +140,7 @@ def _needles(
     journal: Journal,
     progress: Progress,
 ) -> Outcome:
-    task = own_tasks.make(NEEDLES, *models, _asked(row, settings))
+    task = probes.make(NEEDLES, *models, _asked(row, settings))
     done = 0
 
     def step(name: str) -> None:

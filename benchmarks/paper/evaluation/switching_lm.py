@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -10,9 +11,9 @@ from lm_eval.api.instance import Instance
 from benchmarks.paper.evaluation.points import CONTEXT, POINTS, PROMPT, TRACE
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, RequestedAnswer
-from kvlingo_mlx.evaluation.harness.answers import Answer
-from kvlingo_mlx.evaluation.harness.decoding import Decoder, Wanted, longest_first, shared_start
-from kvlingo_mlx.evaluation.harness.responses import key_of
+from kvlingo_mlx.evaluation.harness.answers import Answer, Decoder, Wanted, longest_first
+from kvlingo_mlx.evaluation.journal import key_of
+from kvlingo_mlx.evaluation.probes import shared_start
 
 
 class SwitchingLM(PrefixLM):
@@ -51,6 +52,11 @@ class SwitchingLM(PrefixLM):
                 "leave out trace"
             )
         self.point, self.writer, self.question_at = point, writer, question_at or {}
+        if point == CONTEXT:
+            self._facts["point"] = point
+            decoder.make_cache = partial(self._until_question, decoder.make_cache)
+        self._questions: dict[str, int] = {}  # where they begin, by context
+        self._begins: dict[tuple[int, ...], int] = {}  # the same within what is left of a context
         # Every condition is given the same traces.
         self._traced = {} if writer is None else {"source": writer.identity, **self.cutting}
 
@@ -68,18 +74,40 @@ class SwitchingLM(PrefixLM):
                     "or take a task whose answers are written"
                 )
 
-    def begin(self, context: str, request: Instance) -> int | None:
-        """Where the question begins; a token that reaches into it is the question's."""
-        if self.point != CONTEXT:
-            return None
-        mark = self.question_at[request.task_name or ""]
-        place = context.rfind(mark)
-        if place < 0:
-            raise KVLingoError(
-                f"a prompt of {request.task_name} does not hold {mark!r}, before which its "
-                "question begins; leave out context"
-            )
-        return shared_start(self.tokens(context), self.tokens(context[:place]))
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        self._find_questions(requests)
+        return super().loglikelihood(requests)
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        self._find_questions(requests)
+        return super().generate_until(requests)
+
+    def _find_questions(self, requests: Sequence[Instance]) -> None:
+        """Where questions begin; a token that reaches into one is the question's."""
+        for request in requests if self.point == CONTEXT else ():
+            context, mark = request.args[0], self.question_at[request.task_name or ""]
+            place = context.rfind(mark)
+            if place < 0:
+                raise KVLingoError(
+                    f"a prompt of {request.task_name} does not hold {mark!r}, before which its "
+                    "question begins; leave out context"
+                )
+            before = self.tokens(context[:place])
+            self._questions[context] = shared_start(self.tokens(context), before)
+
+    def last(self, context: str, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+        found = super().last(context, tokens, most)
+        if self.point == CONTEXT:
+            begin = min(self._questions[context], len(tokens) - 1)
+            self._begins[found] = max(0, begin - (len(tokens) - len(found)))
+        return found
+
+    def _until_question(self, make: Callable[..., Any], prefix: Sequence[int]) -> Any:
+        """A cache in which the target reads the question itself."""
+        begin = self._begins[tuple(prefix)]
+        cache = make(prefix[: begin + 1])
+        self.decoder.read_on(cache, prefix[begin:-1])
+        return cache
 
     def before_answers(self, asked: Sequence[RequestedAnswer]) -> dict[str, list[int]]:
         """The source's reasoning on each prompt; it is kept like a response.
@@ -93,7 +121,7 @@ class SwitchingLM(PrefixLM):
         missing: dict[str, tuple[Wanted, Trace]] = {}  # prompts may be the same
         for each in asked:
             prompt = self.prompt(each)
-            most = min(each.most, self.max_length - len(prompt.tokens))
+            most = min(each.most, self.max_length - len(prompt))
             key = keys[each.key] = key_of(self._traced, "trace", [each.context, most])
             if most > 0 and key not in self.responses:
                 trace = Trace(self.writer.tokenizer, self.ends(each.context))

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.paper.evaluation.judge import Ask, judge_answers
 from benchmarks.paper.evaluation.turns import Manner, Models, Talk, Way, answers
 from kvlingo_mlx.evaluation.compare import Outcome, Scored, tabulated
-from kvlingo_mlx.evaluation.harness.responses import Responses, key_of
+from kvlingo_mlx.evaluation.journal import Responses, key_of
 from kvlingo_mlx.evaluation.lineup import identity_of
 from kvlingo_mlx.models.prompts import encode
 

@@ -9,7 +9,7 @@ from benchmarks.paper.reproducing.judging import judge_of
 from benchmarks.paper.reproducing.results import Line, Result
 from benchmarks.paper.reproducing.trained import Wanted, trained
 from benchmarks.paper.reproducing.work import Work
-from kvlingo_mlx.evaluation.harness.responses import Responses
+from kvlingo_mlx.evaluation.journal import Responses
 from kvlingo_mlx.loading.models import load_pair
 
 TASKS = {"coqa": "coqa_last_turn"}  # the tasks whose tiny records have the turns

@@ -7,7 +7,7 @@ names follow the public data cards, and were tested on small local files only.
 
 from pathlib import Path
 
-from kvlingo_mlx.evaluation.harness.added import AddedTasks
+from kvlingo_mlx.evaluation.harness.task_loading import AddedTasks
 
 JUDGED = (  # a model judges the free answers
     "mt_bench_101",
@@ -28,9 +28,8 @@ CHATS = (  # our own code reads their records, and can draw some
     *JUDGED,
 )
 NAMES = (*CHATS, "squad_v1")
-# What a run's metadata may say to these tasks: how many records are drawn, what counts tokens, and
-# the lengths of LongMemEval's histories.
-SETTINGS = ("draw", "tokenizer", "rungs")
+# A run's metadata may say to these tasks: ``draw``, how many records are drawn; ``tokenizer``, what
+# counts tokens; ``rungs``, the lengths of LongMemEval's histories.
 
 # The words with which the question begins in a context that has its document first; the last place
 # in a context where they stand counts. What stands before them can be translated alone.
@@ -47,7 +46,7 @@ QUESTION_AT = {
     "repliqa_all": "\n\nQuestion: ",
 }
 
-ADDED = AddedTasks(Path(__file__).parent, NAMES, CHATS, SETTINGS)
+ADDED = AddedTasks(Path(__file__).parent, CHATS)
 
 QUAC_TURNS = 8  # turns used of a dialogue, as in the paper
 QUAC_INSTRUCTION = (

@@ -17,6 +17,7 @@ from kvlingo_mlx.backend import mx
 
 from mlx_lm.generate import generate_step
 
+from benchmarks.paper.timing.costs import translation_work
 from benchmarks.paper.timing.layers import LayerCosts
 from benchmarks.paper.timing.phases import HEAL_IDLE, HEAL_INTERLEAVED, HEAL_LAYERS
 from kvlingo_mlx.caches.validation import room_for
@@ -26,7 +27,6 @@ from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
-from kvlingo_mlx.timing.ceilings import translation_work
 from kvlingo_mlx.translators.base import Translator
 
 FIRST_TOKEN, UNTIL_NATIVE = "first_token", "until_native"

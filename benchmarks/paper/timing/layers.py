@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from kvlingo_mlx.backend import nn
 
-from kvlingo_mlx.timing.ceilings import Costs, is_in, recurrent_flops
+from benchmarks.paper.timing.costs import Costs, recurrent_flops
+from kvlingo_mlx.timing.ceilings import is_in
 
 
 class LayerCosts(Costs):

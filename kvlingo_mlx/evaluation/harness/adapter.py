@@ -1,13 +1,13 @@
 """lm-eval's view of a model whose prompts any condition may read.
 
 With the native condition, or an identity translator, it gives the results of
-``mlx_lm.evaluate.MLXLM``. It needs the ``[eval]`` extra;
-:mod:`kvlingo_mlx.evaluation.harness.running` checks for it. It imports no MLX: a
-:class:`~kvlingo_mlx.evaluation.harness.decoding.Decoder` computes.
+``mlx_lm.evaluate.MLXLM``. It needs the ``[eval]`` extra, and imports no MLX: a
+:class:`~kvlingo_mlx.evaluation.harness.answers.Decoder` computes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +19,14 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.evaluation.harness.answers import Answer, Ends
-from kvlingo_mlx.evaluation.harness.decoding import Decoder, Reading, Wanted, longest_first
-from kvlingo_mlx.evaluation.harness.responses import Responses, key_of
+from kvlingo_mlx.evaluation.harness.answers import (
+    Answer,
+    Decoder,
+    Ends,
+    Wanted,
+    longest_first,
+)
+from kvlingo_mlx.evaluation.journal import Responses, key_of
 
 if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.harness.contexts import Contexts
@@ -32,12 +37,11 @@ DEFAULT_MAX_TOKENS = 8192  # MLXLM's, for a task that sets no budget
 
 @dataclass
 class RequestedAnswer:
-    """An answer that ``count`` requests ask for; ``begin`` as in :meth:`PrefixLM.begin`."""
+    """An answer that ``count`` requests ask for."""
 
     key: str
     context: str
     options: dict[str, Any]
-    begin: int | None = None
     count: int = 0
 
     @property
@@ -54,17 +58,7 @@ class PrefixLM(LM):
     for. ``loglikelihood_rolling`` has no context to translate: the target scores the text alone,
     and every condition gets the same number.
 
-    Args:
-        decoder: The target, with the condition.
-        condition, enable_thinking, max_gen_toks, max_length, progress: As for
-            :func:`~kvlingo_mlx.evaluation.harness.running.run`.
-        use_chat_template: Whether contexts contain the special tokens of a chat template; None
-            means that they do if the tokenizer has one.
-        responses: Keeps the responses; in memory by default.
-        contexts: Is told what is rendered and cut, between two tokenizers.
-
-    Raises:
-        ValueError: There is no chat template to use, or a number is not positive.
+    Arguments are those of :func:`~kvlingo_mlx.evaluation.harness.running.run`, but for the decoder.
     """
 
     def __init__(
@@ -103,9 +97,9 @@ class PrefixLM(LM):
     def check_tasks(self, tasks: Mapping[str, Any]) -> None:
         """Refuse (ValueError) loaded tasks that cannot be asked so."""
 
-    def begin(self, context: str, request: Instance) -> int | None:
-        """The token at which the target begins to read; None where it runs the last one alone."""
-        return None
+    def last(self, context: str, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+        """The last ``most`` of a context's tokens."""
+        return tuple(tokens[max(0, len(tokens) - most) :])
 
     def before_answers(self, asked: Sequence[RequestedAnswer]) -> Mapping[str, list[int]]:
         """Tokens that stand between a prompt and its answer, by the answer's key."""
@@ -149,25 +143,20 @@ class PrefixLM(LM):
         Continuations of one context share its cache. A context that is cut away completely scores
         minus infinity, as in MLXLM.
         """
-        groups: dict[tuple[str, int | None], list[int]] = {}
+        groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
-            context = request.args[0]
-            groups.setdefault((context, self.begin(context, request)), []).append(index)
+            groups.setdefault(request.args[0], []).append(index)
         asked = [
-            (context, [requests[i].args[1] for i in indices], *_given(begin))
-            for (context, begin), indices in groups.items()
+            (context, [requests[i].args[1] for i in indices]) for context, indices in groups.items()
         ]
         counts = [len(indices) for indices in groups.values()]
         found = self._respond("loglikelihood", self._score, asked, counts)
-        scored: list[Any] = [None] * len(requests)
+        scored: dict[int, tuple[float, bool]] = {}
         for indices, scores in zip(groups.values(), found, strict=True):
-            for index, (score, greedy) in zip(indices, scores, strict=True):
-                scored[index] = (score, greedy)
-        return scored
+            scored.update(zip(indices, map(tuple, scores), strict=True))
+        return [scored[index] for index in range(len(requests))]
 
-    def _score(
-        self, context: str, continuations: Sequence[str], begin: int | None = None
-    ) -> list[tuple[float, bool]]:
+    def _score(self, context: str, continuations: Sequence[str]) -> list[tuple[float, bool]]:
         prefix = self.tokens(context)
         sequences = [self.tokens(context + c) for c in continuations]
         following = [sequence[len(prefix) :] for sequence in sequences]
@@ -177,8 +166,7 @@ class PrefixLM(LM):
         excess = max(0, max(len(s) for s in sequences) - self.max_length - 1)
         if excess >= len(prefix):
             return [(-float("inf"), False)] * len(continuations)
-        reading = Reading.of(prefix, len(prefix) - excess, begin)
-        found = self.decoder.score(reading, following)
+        found = self.decoder.score(self.last(context, prefix, len(prefix) - excess), following)
         return [(float(np.float32(score)), greedy) for score, greedy in found]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
@@ -210,34 +198,31 @@ class PrefixLM(LM):
 
     def _requested(self, request: Instance) -> RequestedAnswer:
         context, options = request.args[0], {**request.args[1], **self._budget}
-        begin = self.begin(context, request)
         # A context that opens reasoning: what is kept of an unfinished trace begins with its mark.
         marked = [True] if self.ends(context).opened else []
-        key = key_of(self._facts, "generate_until", [context, options, *_given(begin), *marked])
-        return RequestedAnswer(key, context, options, begin)
+        key = key_of(self._facts, "generate_until", [context, options, *marked])
+        return RequestedAnswer(key, context, options)
 
     def _answers(self, asked: Sequence[RequestedAnswer]) -> Iterator[tuple[RequestedAnswer, str]]:
         """The answers, in the order in which they end."""
         before = self.before_answers(asked)
         writing: dict[Wanted, tuple[RequestedAnswer, Answer]] = {}
         for each in asked:
-            prompt, more = self.prompt(each), before.get(each.key, [])
+            tokens, more = self.prompt(each), before.get(each.key, [])
             answer = Answer(self.tokenizer, self.ends(each.context, each.options), more)
-            tokens = (*prompt.tokens, *more)
-            begin = len(tokens) - 1 if more else prompt.begin
-            writing[Wanted(Reading(tokens, begin), each.most, answer.take)] = each, answer
+            writing[Wanted((*tokens, *more), each.most, answer.take)] = each, answer
         for wanted in self.decoder.write(longest_first(writing)):
             each, answer = writing[wanted]
             yield each, answer.found()
 
     # ---- shared --------------------------------------------------------------------------
 
-    def prompt(self, asked: RequestedAnswer) -> Reading:
+    def prompt(self, asked: RequestedAnswer) -> tuple[int, ...]:
         """The prompt of an answer, cut to what the context holds."""
         tokens = self.tokens(asked.context)
         if not tokens:
             raise KVLingoError("a task asks for the continuation of an empty context")
-        return Reading.of(tokens, self.max_length, asked.begin)
+        return self.last(asked.context, tokens, self.max_length)
 
     def tokens(self, text: str) -> list[int]:
         """A context in the target's tokens, before anything is cut."""
@@ -265,15 +250,12 @@ class PrefixLM(LM):
         asked: Sequence[tuple[Any, ...]],
         counts: Sequence[int],
     ) -> list[Any]:
-        """The responses, those that are kept and those that are computed and kept now.
-
-        ``counts`` says how many requests each stands for.
-        """
-        self._total += sum(counts)
+        """The responses, kept or computed now; ``counts`` says for how many requests each is."""
         keys = [key_of(self._facts, kind, given) for given in asked]
-        requests: dict[str, int] = {}
+        requests = Counter[str]()
         for key, count in zip(keys, counts, strict=True):
-            requests[key] = requests.get(key, 0) + count
+            requests[key] += count
+        self._total += sum(counts)
         wanted = {key: partial(compute, *given) for key, given in zip(keys, asked, strict=True)}
         for key in self.responses.fill(wanted):
             self._advance(requests[key])
@@ -283,8 +265,3 @@ class PrefixLM(LM):
         if count:
             self._done += count
             self.progress(self._done, self._total)
-
-
-def _given(begin: int | None) -> tuple[int, ...]:
-    """What a key holds of where the target begins: nothing where it runs the last token alone."""
-    return () if begin is None else (begin,)

@@ -1,26 +1,78 @@
-"""Answers as they are written, token by token: where reasoning ends, and where the answer does."""
+"""Answers of a model that decodes, whichever library runs it: what is asked, and where they end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 BEGINNING = 16  # tokens within which a reasoning trace begins, if there is one
 MARGIN = 8  # tokens that may decode to nothing, or to a part of a character
 
 
-class Ends:
-    """Finds the end of the reasoning and the end of the answer in a generated text.
+# ---- what decodes -------------------------------------------------------------------------------
 
-    Args:
-        stops: The texts before which an answer ends.
-        start: The mark that opens reasoning; empty if there is none.
-        end: The mark that closes it.
-        opened: Whether the prompt has opened reasoning already.
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """A text to write."""
+
+    tokens: tuple[int, ...]  # what precedes it; at least one
+    most: int  # the most tokens that it may have
+    # Takes each token but the end of the turn; returns whether the text ends with it.
+    take: Callable[[int], bool]
+
+
+def longest_first(wanted: Iterable[Wanted]) -> list[Wanted]:
+    """Texts in the order of their prompts' lengths.
+
+    Those that are written together are then of like length, and what does not fit into memory is
+    found out at once.
+    """
+    return sorted(wanted, key=lambda each: -len(each.tokens))
+
+
+class Decoder(Protocol):
+    """A model whose prompts are read by one condition.
+
+    ``tokenizer`` has ``think_start``, ``think_end`` and ``has_chat_template``; ``identity`` are the
+    facts that tell the model from others. ``make_cache`` reads a prompt but for its last token.
     """
 
-    def __init__(self, stops: Sequence[str], start: str, end: str, opened: bool) -> None:
-        self.stops, self.start, self.end, self.opened = list(stops), start, end, opened
+    name: str
+    tokenizer: Any
+    context_length: int
+    make_cache: Callable[..., Any]
+
+    @property
+    def identity(self) -> list[Any]: ...
+
+    def score(
+        self, tokens: Sequence[int], continuations: Sequence[Sequence[int]]
+    ) -> list[tuple[float, bool]]:
+        """Each continuation's log-likelihood in nats, and whether greedy decoding gives it."""
+
+    def score_alone(self, tokens: Sequence[int]) -> float:
+        """The log-likelihood of the tokens after the first, read by the model itself."""
+
+    def write(self, wanted: Sequence[Wanted]) -> Iterator[Wanted]:
+        """Write texts greedily; each is yielded as soon as it has ended."""
+
+    def read_on(self, cache: Any, tokens: Sequence[int]) -> None:
+        """Let the model itself read more tokens into a cache."""
+
+
+# ---- where answers end --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Finds the end of the reasoning and the end of the answer in a generated text."""
+
+    stops: Sequence[str]  # the texts before which an answer ends
+    start: str  # the mark that opens reasoning; empty if there is none
+    end: str  # the mark that closes it
+    opened: bool  # whether the prompt has opened reasoning already
 
     def reasons(self, text: str) -> bool:
         """Whether the text begins with reasoning."""
@@ -53,15 +105,9 @@ class Ends:
 
 
 class Answer:
-    """An answer that is being written.
+    """An answer that is being written, after the tokens of a ``trace`` by another model.
 
-    Args:
-        tokenizer: Decodes tokens.
-        ends: Where answers end.
-        trace: The tokens of a reasoning trace that another model has written already.
-
-    Attributes:
-        tokens: The tokens so far, with those of ``trace``, without the end of the turn.
+    ``tokens`` are those so far, the trace's among them, without the end of the turn.
     """
 
     def __init__(self, tokenizer: Any, ends: Ends, trace: Sequence[int] = ()) -> None:

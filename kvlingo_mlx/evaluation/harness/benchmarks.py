@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any
 
 from kvlingo_mlx.evaluation.compare import ALL, Outcome, Scored, Table
-from kvlingo_mlx.evaluation.error_bars import Mean, over_items, over_sets
+from kvlingo_mlx.evaluation.error_bars import NOTHING, Mean, over_items, over_sets
 from kvlingo_mlx.evaluation.harness import running
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
 from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.models.language_model import LanguageModel
 
 Progress = Callable[[str, int, int], None]
-Run = dict[str, Any]  # the result of running.run
+Run = dict[str, Any]  # the result of running.run, or one of its tasks
 Judge = Callable[[Run, Callable[[int, int], None]], Run]
 
 
@@ -29,36 +29,19 @@ def evaluate(
     progress: Progress = lambda text, done, total: None,
     **options: Any,
 ) -> list[Outcome]:
-    """Run tasks under every condition; a condition's seeds are averaged item by item.
+    """Run lm-eval's tasks under every condition; a condition's seeds are averaged item by item.
 
-    Args:
-        target: The model that decodes.
-        tasks: Names of lm-eval's tasks or groups, or of added ones.
-        conditions: Conditions with different names.
-        judge: Makes what scores a run's free answers and calls its second argument with the
-            numbers of those that are judged and of all; called once all answers are there.
-        progress: Called with a text, the number of requests done and the number known.
-        options: Options of :func:`running.run`.
-
-    Returns:
-        One outcome per task, then one per group.
-
-    Raises:
-        Exception: Any that :func:`running.run` raises.
+    Once all answers are there, ``judge`` makes what scores a run's free answers. ``options`` and
+    errors are those of :func:`running.run`. There is one outcome per task, then one per group.
     """
     runs: dict[str, list[Run]] = {}
     # What tasks may refuse goes first, before hours have gone into the others.
     for condition in sorted(conditions, key=lambda each: each.lm is None):
-        facts = identity_of(target) | condition.identity
+        facts, tell = identity_of(target) | condition.identity, partial(progress, condition.name)
+        options |= {"lm": condition.lm, "progress": tell}
         runs[condition.name] = [
             running.run(
-                target,
-                make,
-                tasks,
-                condition=canonical_json(facts | {"seed": seed}),
-                lm=condition.lm,
-                progress=partial(progress, condition.name),
-                **options,
+                target, make, tasks, condition=canonical_json(facts | {"seed": seed}), **options
             )
             for seed, make in enumerate(condition.makers)
         ]
@@ -73,46 +56,43 @@ def evaluate(
     for name in first["tasks"]:
         seeds = {c: [run["tasks"][name] for run in found] for c, found in runs.items()}
         outcomes[name] = _outcome(name, seeds)
-    groups = [_group(name, group["weights"], outcomes) for name, group in first["groups"].items()]
+    groups = [_group(name, weights, outcomes) for name, weights in first["groups"].items()]
     return [*outcomes.values(), *groups]
 
 
 def _outcome(name: str, runs: Mapping[str, Sequence[Run]]) -> Outcome:
     """The outcome of one task; ``runs`` has a result for each seed of each condition."""
-    items = {condition: _items(found) for condition, found in runs.items()}
-    tables = {condition: _table(found, items[condition]) for condition, found in runs.items()}
     notes = tuple(
         f"{name}, {condition}: {failed} of the judge's replies are no verdict and do not count"
         for condition, found in runs.items()
         if (failed := sum(run.get("malformed", 0) for run in found))
     )
+    items = {condition: _items(found) for condition, found in runs.items()}
     first = next(iter(runs.values()))[0]
-    length = statistics.median_low([item["prefix_tokens"] for item in first["items"]])
-    count, metrics = len(first["items"]), tuple(first["metrics"])
-    seeds = {c: [_table([run], _items([run])) for run in each] for c, each in runs.items()}
-    several = {condition: each for condition, each in seeds.items() if len(each) > 1}
-    return Outcome(name, metrics, count, length, tables, items, notes, several)
+    return Outcome(
+        name,
+        tuple(first["metrics"]),
+        len(first["items"]),
+        statistics.median_low([item["prefix_tokens"] for item in first["items"]]),
+        {condition: _table(found, items[condition]) for condition, found in runs.items()},
+        items,
+        notes,
+        {c: [_table([run], _items([run])) for run in each] for c, each in runs.items()
+         if len(each) > 1},
+    )  # fmt: skip
 
 
 def _items(seeds: Sequence[Run]) -> list[Scored]:
     """Items with the averages of those scores that are numbers in every seed."""
     scored = []
     for same in zip(*(seed["items"] for seed in seeds), strict=True):
-        first = same[0]
-        scores = {
-            metric: math.fsum(item["scores"][metric] for item in same) / len(same)
-            for metric in first["scores"]
-            if all(isinstance(item["scores"].get(metric), float) for item in same)
-        }
-        name = str(first["id"])
+        each = [{m: s for m, s in item["scores"].items() if isinstance(s, float)} for item in same]
+        shared = [metric for metric in each[0] if all(metric in scores for scores in each)]
+        means = {m: math.fsum(scores[m] for scores in each) / len(each) for m in shared}
+        first, name = same[0], str(same[0]["id"])
         place = name, first.get("subset", ALL), first.get("cluster", name)
-        each = tuple(_numbers(item["scores"]) for item in same) if len(same) > 1 else ()
-        scored.append(Scored(*place, scores, each))
+        scored.append(Scored(*place, means, tuple(each) if len(each) > 1 else ()))
     return scored
-
-
-def _numbers(scores: Mapping[str, Any]) -> dict[str, float]:
-    return {metric: score for metric, score in scores.items() if isinstance(score, float)}
 
 
 def _table(seeds: Sequence[Run], items: Sequence[Scored]) -> Table:
@@ -123,7 +103,7 @@ def _table(seeds: Sequence[Run], items: Sequence[Scored]) -> Table:
         scores = [item.scores[metric] for item in items if metric in item.scores]
         values = [mean["value"] for mean in found]
         if None in values:
-            means[metric] = Mean(math.nan, math.nan, 0)
+            means[metric] = NOTHING
         elif all(mean["error"] is not None or mean["count"] == 1 for mean in found) and scores:
             means[metric] = over_items(scores)
         else:
@@ -135,25 +115,21 @@ def _group(
     name: str, weights: Mapping[str, Mapping[str, float]], outcomes: Mapping[str, Outcome]
 ) -> Outcome:
     """The outcome of a group: a weighted mean over tasks, whose items are disjoint."""
+    parts = {task: outcomes[task] for shares in weights.values() for task in shares}
 
-    def pooled(table_of: Callable[[Outcome], Table]) -> Table:
-        return {
-            ALL: {
-                metric: over_sets(
-                    [table_of(outcomes[task])[ALL][metric] for task in shares],
-                    list(shares.values()),
-                )
-                for metric, shares in weights.items()
-            }
+    def pooled(tables: Mapping[str, Table]) -> Table:
+        means = {
+            metric: over_sets([tables[t][ALL][metric] for t in shares], list(shares.values()))
+            for metric, shares in weights.items()
         }
+        return {ALL: means}
 
-    first = next(iter(outcomes.values()))
-    tables = {c: pooled(lambda o, c=c: o.tables[c]) for c in first.tables}  # type: ignore[misc]
+    first = next(iter(parts.values()))
+    tables = {c: pooled({task: o.tables[c] for task, o in parts.items()}) for c in first.tables}
     seeds = {
-        c: [pooled(lambda o, c=c, n=n: o.seeds[c][n]) for n in range(len(each))]  # type: ignore[misc]
+        c: [pooled({t: o.seeds[c][n] for t, o in parts.items()}) for n in range(len(each))]
         for c, each in first.seeds.items()
     }
-    parts = [outcomes[task] for task in {task for shares in weights.values() for task in shares}]
-    length = statistics.median_low([part.prefix_tokens for part in parts])
-    count = sum(part.count for part in parts)
+    length = statistics.median_low([part.prefix_tokens for part in parts.values()])
+    count = sum(part.count for part in parts.values())
     return Outcome(name, tuple(weights), count, length, tables, {}, seeds=seeds)

@@ -8,7 +8,6 @@ context becomes an ``AlignedPrefix`` (section "Cross-tokenizer cache translation
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,16 +20,14 @@ from kvlingo_mlx.tokenization.renderings import Messages, Rendering, chat, text_
 
 
 class Contexts:
-    """What the contexts of a run are, as text and as messages.
+    """What the contexts of a run are, as text and as messages, between two tokenizers.
 
-    Args:
-        source: The source's tokenizer.
-        target: The target's, which differs.
-        switch: Switches of the templates, such as ``enable_thinking``.
+    ``thinking`` is the templates' switch; None leaves it to them.
     """
 
-    def __init__(self, source: Any, target: Any, **switch: Any) -> None:
-        self.both, self.switch = (source, target), switch
+    def __init__(self, source: Any, target: Any, thinking: bool | None = None) -> None:
+        self.both = source, target
+        self.switch = {} if thinking is None else {"enable_thinking": thinking}
         self._messages: dict[str, tuple[Messages, bool]] = {}
         self._texts: dict[bytes, str] = {}
 
@@ -75,26 +72,22 @@ class Contexts:
         if text not in self._messages:
             return text_of(tokenizer, text)
         messages, opens = self._messages[text]
+        how = {"add_generation_prompt": opens, "continue_final_message": not opens, **self.switch}
+
+        def render(those: Messages) -> str:
+            try:
+                return tokenizer.apply_chat_template(list(those), tokenize=False, **how)
+            except TemplateError as error:
+                raise ValueError(str(error)) from None
+
         try:
-            return chat(tokenizer, partial(self._render, tokenizer, opens), messages)
+            return chat(tokenizer, render, messages)
         except (TypeError, ValueError) as error:
             name = getattr(tokenizer, "name_or_path", "a model")
             raise KVLingoError(
                 f"the chat template of {name} does not take a task's messages ({error}); run the "
                 "task without it"
             ) from None
-
-    def _render(self, tokenizer: Any, opens: bool, messages: Messages) -> str:
-        try:
-            return tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=opens,
-                continue_final_message=not opens,
-                **self.switch,
-            )
-        except TemplateError as error:
-            raise ValueError(str(error)) from None
 
 
 def _key(tokens: Sequence[int]) -> bytes:

@@ -11,13 +11,14 @@ from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.caches.limits import can_merge
+from kvlingo_mlx.engine import hybrid
 from kvlingo_mlx.engine.batches import Batch, Row
 from kvlingo_mlx.engine.sampling import Choice
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.conditions import CacheMaker
-from kvlingo_mlx.evaluation.harness.decoding import Reading, Wanted
-from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities
+from kvlingo_mlx.evaluation.continuation import log_probabilities
+from kvlingo_mlx.evaluation.harness.answers import Wanted
 from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import wired
@@ -27,15 +28,10 @@ GREEDY = Choice(None, None, None, ())
 
 
 class MLXDecoder:
-    """See :class:`kvlingo_mlx.evaluation.harness.decoding.Decoder`.
+    """A :class:`~kvlingo_mlx.evaluation.harness.answers.Decoder` that writes several answers at
+    once.
 
-    Args:
-        target: The model that decodes.
-        make_cache: The way prompts are read.
-        batch_size: The most answers that are written at once. Fewer are while memory is short.
-
-    Raises:
-        ValueError: ``batch_size`` is not positive.
+    They are ``batch_size`` at most, and fewer while memory is short.
     """
 
     def __init__(
@@ -43,7 +39,7 @@ class MLXDecoder:
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-        self._target, self._make, self._size = target, make_cache, batch_size
+        self._target, self.make_cache, self._size = target, make_cache, batch_size
         self.name, self.tokenizer = target.name, target.tokenizer
         self.context_length = target.context_length
 
@@ -55,18 +51,18 @@ class MLXDecoder:
     # ---- log-likelihoods -----------------------------------------------------------------
 
     def score(
-        self, reading: Reading, continuations: Sequence[Sequence[int]]
+        self, tokens: Sequence[int], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, bool]]:
-        cache, last = self._read(reading), reading.tokens[-1]
+        cache, last = self.make_cache(list(tokens)), tokens[-1]
         (first,) = log_probabilities(self._target, cache, last, [last])
         mx.eval(first, [c.state for c in cache])
         mx.clear_cache()
         self._check_numbers(first)
         best, scored = mx.argmax(first).item(), []
-        for tokens in continuations:
-            score, greedy = _number(first[0, tokens[0]]), tokens[0] == best
-            if len(tokens) > 1:
-                rest, rest_greedy = self._follow(tokens, copy.deepcopy(cache))
+        for following in continuations:
+            score, greedy = _number(first[0, following[0]]), following[0] == best
+            if len(following) > 1:
+                rest, rest_greedy = self._follow(following, copy.deepcopy(cache))
                 score, greedy = score + rest, greedy and rest_greedy
             scored.append((score, greedy))
         return scored
@@ -111,7 +107,7 @@ class MLXDecoder:
                     batch.step()
 
     def _join(self, batch: Batch, wanted: Wanted) -> Row:
-        cache = self._read(wanted.reading)
+        cache = self.make_cache(list(wanted.tokens))
         if self._size > 1 and not can_merge(cache):
             self._size = 1
             tell(
@@ -119,7 +115,7 @@ class MLXDecoder:
                 f"mlx-lm cannot merge such caches of {self.name} ({type(cache[0]).__name__}), so "
                 "their answers are written one at a time",
             )
-        return batch.join(cache, wanted.reading.tokens, GREEDY, wanted.most)
+        return batch.join(cache, wanted.tokens, GREEDY, wanted.most)
 
     def _fits(self, wanted: Wanted, running: dict[Row, Wanted]) -> bool:
         """Whether an answer may begin beside others, which all are as wide as the longest.
@@ -131,7 +127,7 @@ class MLXDecoder:
         if len(running) >= self._size:
             return False
         every = [wanted, *running.values()]
-        longest = max(len(each.reading.tokens) + each.most for each in every)
+        longest = max(len(each.tokens) + each.most for each in every)
         free = memory.free()
         needed = memory.cache_bytes(self._target, longest) * (len(every) + 1)
         return free is None or needed <= free
@@ -147,9 +143,8 @@ class MLXDecoder:
 
     # ---- shared --------------------------------------------------------------------------
 
-    def _read(self, reading: Reading) -> list:
-        """The cache of all tokens but the last."""
-        return conditions.read(self._make, self._target, reading.tokens, reading.begin)
+    def read_on(self, cache: list, tokens: Sequence[int]) -> None:
+        hybrid.read_layers(self._target, tokens, cache)
 
     def _check_numbers(self, logs: mx.array) -> None:
         if mx.isnan(logs).any().item():

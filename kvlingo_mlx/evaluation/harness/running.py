@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,16 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvlingo_mlx.errors import needs_extra
-from kvlingo_mlx.evaluation.harness.added import NONE, AddedTasks
-from kvlingo_mlx.evaluation.harness.responses import Responses
+from kvlingo_mlx.evaluation.error_bars import Mean, over_items
+from kvlingo_mlx.evaluation.harness.task_loading import NONE, AddedTasks, load_tasks, set_examples
+from kvlingo_mlx.evaluation.journal import Responses
 
 if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.conditions import CacheMaker
     from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
-    from kvlingo_mlx.evaluation.harness.decoding import Decoder
+    from kvlingo_mlx.evaluation.harness.answers import Decoder
     from kvlingo_mlx.models.language_model import LanguageModel
-
-NOISY = ("lm_eval", "datasets", "huggingface_hub")
 
 
 def run(
@@ -39,13 +39,10 @@ def run(
     lm: Callable[..., PrefixLM] | None = None,
     decode: Callable[..., Decoder] | None = None,
     limit: int | None = None,
-    items: Mapping[str, Sequence[int]] | None = None,
     seed: int = 0,
     num_fewshot: int | None = None,
     apply_chat_template: bool | None = None,
     enable_thinking: bool | None = None,
-    fewshot_as_multiturn: bool = True,
-    system_instruction: str | None = None,
     max_gen_toks: int | None = None,
     max_length: int | None = None,
     include_path: str | Path | None = None,
@@ -56,91 +53,76 @@ def run(
     unsafe_code: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Evaluate one condition on tasks of lm-eval, of the caller's, or of the user's.
+    """Evaluate one condition on tasks, groups or tags of lm-eval, of the caller's, or of the
+    user's.
 
     Args:
-        target: The model that continues.
         make_cache: The way prefixes are read, from :mod:`kvlingo_mlx.evaluation.conditions`.
-        tasks: Names of tasks, groups or tags.
-        condition: A name for ``make_cache``. Kept responses are identified by it, so different ways
-            of reading need different names: put a translator's digest into it.
+        condition: All that ``make_cache`` depends on. Kept responses are identified by it.
         source_tokenizer: The source's tokenizer, if it is not the target's. A condition then gets
             each context as both models read it, each by its own template.
-        lm: Makes lm-eval's view of the decoder; by default a
-            :class:`~kvlingo_mlx.evaluation.harness.adapter.PrefixLM`.
-        decode: Makes a decoder of the target and ``make_cache``; by default an
-            :class:`~kvlingo_mlx.evaluation.harness.on_mlx.MLXDecoder`, which writes 8 answers at
-            once.
+        lm, decode: Make lm-eval's view of a decoder, and a decoder; by default a ``PrefixLM`` of an
+            ``MLXDecoder``.
         limit: Run only this number of items of each task.
-        items: Run only these items (numbers from 0) of the tasks named; not with ``limit``.
-        seed: The seed of few-shot examples and of a task's own random choices.
-        num_fewshot: The number of examples shown; None leaves it to the task. A task with 0 keeps
-            0.
-        apply_chat_template: None applies a template if the tokenizer has one.
-        enable_thinking: The template's reasoning switch; None leaves it to the template.
-        fewshot_as_multiturn: Show examples as turns of the chat, not as one message.
-        system_instruction: A system message for every item.
-        max_gen_toks: The most tokens of a generated answer; None leaves it to the task.
-        max_length: The most tokens of a context (and its scored continuation), by default the
-            target's context length. Longer contexts lose their front. Give less if the model that
-            reads the prefix has a shorter context.
-        include_path: A folder of further task files.
-        added: Tasks of the caller's.
+        seed: Of few-shot examples and of a task's own random choices.
+        num_fewshot: The number of examples shown; None leaves it to the task. One with 0 keeps 0.
+        apply_chat_template: None applies a template if there is one, with examples as turns.
+        max_length: The most tokens of a context and its scored continuation. Longer contexts lose
+            their front.
         data: Local files in place of the Hub's data, by a task's name; for a task that lm-eval
             reads also a folder with a file for each split, which it needs to show examples.
-        metadata: Passed to tasks that ask for it, such as RULER's ``max_seq_lengths``, and what
-            ``added.settings`` names. ``tokenizer`` is the target's unless given.
-        responses: A JSONL file that keeps every response immediately. A later call with the same
-            file skips those requests, whether the first call finished or was interrupted.
-        unsafe_code: Allow tasks that run code written by the model.
+        metadata: Passed to tasks that ask for it; ``tokenizer`` is the target's unless given.
+        responses: A JSONL file that keeps every response immediately, for a later call.
         progress: Called with the number of requests done and the number known so far.
 
     Returns:
-        Plain data for JSON: ``condition``, ``target``, ``settings``, ``tasks`` and, where lm-eval
-        aggregates, ``groups``. A task has ``metrics`` (name to value, standard error over items and
-        count; the error is None if the score is not a mean over items), ``higher_is_better``,
-        ``num_fewshot``, ``version`` and ``items``. A group has ``metrics`` and, by metric, the
-        ``weights`` of its tasks. An item has its ``id``, ``prefix_tokens``, ``scores`` by metric
-        and raw ``responses``; in added tasks it also has their ``facts`` and, where these hold
-        ``to_judge``, ``answer`` (without reasoning). Metrics of a named filter are called
-        "metric,filter", as in lm-eval.
+        ``tasks`` and ``groups``, as :func:`collect` has them.
 
     Raises:
         MissingExtraError: lm-eval, or a module that a task needs, is not installed.
         ValueError: A bad argument, or an unknown task (close matches are named).
         KVLingoError: A task's data cannot be fetched or read, or the model's output is not finite.
     """
-    _check(tasks, condition, limit, items)
-    from kvlingo_mlx.evaluation.harness import adapter
-    from kvlingo_mlx.evaluation.harness.results import collect
+    _need_lm_eval()
+    if isinstance(tasks, str) or not tasks:
+        raise ValueError("no tasks; give a list of names such as ['gsm8k', 'arc_challenge']")
+    from lm_eval.evaluator import evaluate
 
-    answers: dict[str, Any] = {"enable_thinking": enable_thinking, "max_gen_toks": max_gen_toks}
-    contexts, read = _contexts(source_tokenizer, target, enable_thinking, make_cache)
-    model = (lm or adapter.PrefixLM)(
-        (decode or _on_mlx())(target, read),
+    from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
+    from kvlingo_mlx.evaluation.harness.contexts import Contexts
+    from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
+
+    contexts = None
+    if source_tokenizer is not None:
+        contexts = Contexts(source_tokenizer, target.tokenizer, enable_thinking)
+        make_cache = contexts.aligning(make_cache)
+    model = (lm or PrefixLM)(
+        (decode or MLXDecoder)(target, make_cache),
         condition=condition,
         use_chat_template=apply_chat_template,
         max_length=max_length,
-        responses=Responses(None if responses is None else Path(responses)),
+        responses=Responses(responses),
         contexts=contexts,
         progress=progress,
-        **answers,
+        enable_thinking=enable_thinking,
+        max_gen_toks=max_gen_toks,
     )
     files = {name: str(path) for name, path in (data or {}).items()}
-    with _quiet(), _seeded(seed):
+    with _quiet():
         loaded = _loaded(target, tasks, include_path, added, files, seed, metadata)
         model.check_tasks(loaded["tasks"])
-        chosen = _check_tasks(loaded["tasks"], items or {}, unsafe_code) or None
-        _set_examples(loaded["tasks"], num_fewshot, seed, added.apart(files))
-        asked: dict[str, Any] = {"limit": limit, "system_instruction": system_instruction}
-        asked["apply_chat_template"] = model.use_chat_template
-        asked["fewshot_as_multiturn"] = fewshot_as_multiturn
-        evaluated = _evaluated(model, loaded, chosen, unsafe_code, **asked)
-    examples = {"items": chosen, "seed": seed, "num_fewshot": num_fewshot}
-    where = {"data": files, "max_length": model.max_length}
-    named: dict[str, Any] = {"condition": condition, "target": target.name}
-    named["settings"] = asked | answers | examples | where
-    return named | collect(model, loaded, evaluated)
+        for name, task in loaded["tasks"].items():
+            if getattr(task, "UNSAFE_CODE", False) and not unsafe_code:
+                raise ValueError(
+                    f"the task {name} runs code that the model wrote; allow it explicitly "
+                    "(--confirm-run-unsafe-code)"
+                )
+        set_examples(loaded["tasks"], num_fewshot, seed, added.apart(files))
+        evaluated = evaluate(  # without its bootstrap, which starts processes: our errors are ours
+            lm=model, task_dict=loaded, limit=limit, apply_chat_template=model.use_chat_template,
+            fewshot_as_multiturn=True, bootstrap_iters=0, confirm_run_unsafe_code=unsafe_code,
+        )  # fmt: skip
+    return collect(model, loaded, evaluated)
 
 
 def check_data(
@@ -152,30 +134,14 @@ def check_data(
     data: Mapping[str, str] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Load a task's data and do nothing with them, so that what is missing is told at once.
+    """Load a task's data and do nothing with them, so that what is missing is known at once.
 
     Raises:
         MissingExtraError, ValueError, KVLingoError: As in :func:`run`.
     """
     _need_lm_eval()
-    with _quiet(), _seeded(seed):
+    with _quiet():
         _loaded(target, [task], None, added, data or {}, seed, metadata)
-
-
-def _contexts(
-    source: Any, target: LanguageModel, thinking: bool | None, make_cache: CacheMaker
-) -> tuple[Any, CacheMaker]:
-    """What remembers contexts, and a condition that gets them as both models read them.
-
-    With one tokenizer (``source`` is None) nothing is remembered.
-    """
-    from kvlingo_mlx.evaluation.harness.contexts import Contexts
-
-    if source is None:
-        return None, make_cache
-    switch = {} if thinking is None else {"enable_thinking": thinking}
-    contexts = Contexts(source, target.tokenizer, **switch)
-    return contexts, contexts.aligning(make_cache)
 
 
 def _loaded(
@@ -187,27 +153,14 @@ def _loaded(
     seed: int,
     metadata: Mapping[str, Any] | None,
 ) -> Any:
-    """The tasks with their data; the target's tokenizer counts, unless told otherwise."""
-    from kvlingo_mlx.evaluation.harness.task_loading import load_tasks
+    """The tasks with their data; the target's tokenizer counts, unless another is named.
 
+    Tasks draw from Python's and NumPy's generators, which begin with the seed here.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
     facts = {"tokenizer": str(target.path or target.name), **(metadata or {})}
     return load_tasks(tasks, include_path, added, files, seed, facts)
-
-
-def _on_mlx() -> Callable[..., Decoder]:
-    from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
-
-    return MLXDecoder
-
-
-def _evaluated(
-    model: Any, loaded: Mapping[str, Any], chosen: Any, unsafe_code: bool, **options: Any
-) -> Any:
-    """lm-eval's results without its bootstrap, which starts processes; we add our own errors."""
-    from lm_eval.evaluator import evaluate
-
-    options |= {"samples": chosen, "confirm_run_unsafe_code": unsafe_code}
-    return evaluate(lm=model, task_dict=loaded, bootstrap_iters=0, **options)
 
 
 def _need_lm_eval() -> None:
@@ -216,87 +169,122 @@ def _need_lm_eval() -> None:
         import lm_eval  # noqa: F401
 
 
-def _check(
-    tasks: Sequence[str],
-    condition: str,
-    limit: int | None,
-    items: Mapping[str, Sequence[int]] | None,
-) -> None:
-    _need_lm_eval()
-    if isinstance(tasks, str) or not tasks:
-        raise ValueError("no tasks; give a list of names such as ['gsm8k', 'arc_challenge']")
-    if not condition:
-        raise ValueError("condition is empty; say how the prefix is read")
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; it must be at least 1")
-    if limit is not None and items:
-        raise ValueError("give either limit or items")
-
-
-def _check_tasks(
-    tasks: Mapping[str, Any], items: Mapping[str, Sequence[int]], unsafe_code: bool
-) -> dict[str, list[int]]:
-    """The chosen items of each task, in order."""
-    for name, task in tasks.items():
-        if getattr(task, "UNSAFE_CODE", False) and not unsafe_code:
-            raise ValueError(f"the task {name} runs code that the model wrote; allow it explicitly")
-    for name, numbers in items.items():
-        if name not in tasks:
-            raise ValueError(f"items of {name} are named, but the tasks are {', '.join(tasks)}")
-        count = len(tasks[name].eval_docs)
-        wrong = [number for number in numbers if not 0 <= number < count]
-        if wrong or not numbers:
-            raise ValueError(f"items of {name} are 0 to {count - 1}; {wrong or 'none'} are named")
-    return {name: sorted(set(numbers)) for name, numbers in items.items()}
-
-
-def _set_examples(
-    tasks: Mapping[str, Any], num_fewshot: int | None, seed: int, files: Mapping[str, str]
-) -> None:
-    """Set the number of examples as lm-eval's own command line does."""
-    from kvlingo_mlx.evaluation.harness.task_loading import check_examples
-
-    for task in tasks.values():
-        default = task.get_config("num_fewshot")
-        if num_fewshot is not None and default != 0:
-            task.set_config(key="num_fewshot", value=num_fewshot)
-        elif default is None:
-            task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=seed)
-    check_examples(tasks, files)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed Python's and NumPy's generators, from which tasks draw, and restore them afterwards."""
-    states = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence lm-eval's warnings and progress bars; ``progress`` reports instead."""
     import datasets
     import lm_eval.api.task as noisy
 
-    loggers = [logging.getLogger(name) for name in NOISY]
-    levels = [logger.level for logger in loggers]
-    bar, bars = noisy.tqdm, datasets.are_progress_bars_disabled()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    bar, hidden = noisy.tqdm, datasets.are_progress_bars_disabled()
     noisy.tqdm = partial(bar, disable=True)
     datasets.disable_progress_bars()
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
+        logging.disable(logging.NOTSET)
         noisy.tqdm = bar
-        if not bars:
+        if not hidden:
             datasets.enable_progress_bars()
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+
+
+# ---- results ------------------------------------------------------------------------------------
+
+
+def collect(model: PrefixLM, loaded: Any, evaluated: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of ``lm_eval.evaluate`` as plain data: ``tasks``, and ``groups`` that it
+    aggregates.
+
+    A task has ``metrics`` (by name value, standard error and count; no error if the score is not a
+    mean over items) and ``items``; a group has the weights of its tasks by metric. An item has its
+    ``id``, ``prefix_tokens``, ``scores`` and raw ``responses``; in added tasks also their ``facts``
+    and, where these hold ``to_judge``, ``answer`` (without reasoning). Metrics of a filter are
+    "metric,filter".
+
+    The errors are ours (appendix "Seeds and error bars"): lm-eval resamples where it need not.
+    """
+    tasks = {}
+    for name, task in loaded["tasks"].items():
+        items: dict[int, dict[str, Any]] = {}
+        for sample in evaluated["samples"][name]:
+            number = sample["doc_id"]
+            item = items[number] = items.get(number) or _item(model, task, sample)
+            for metric in sample["metrics"]:
+                item["scores"][_name(metric, sample["filter"])] = plain(sample[metric])
+        found = list(items.values())
+        tasks[name] = {"metrics": _metrics(evaluated["results"][name], found), "items": found}
+    groups = {
+        name: _weights(loaded["groups"][name], values, tasks)
+        for name, values in evaluated.get("groups", {}).items()
+    }
+    return {"tasks": tasks, "groups": groups}
+
+
+def _item(model: PrefixLM, task: Any, sample: Mapping[str, Any]) -> dict[str, Any]:
+    contexts = {arguments[0] for arguments in sample["arguments"]}
+    alone = task.OUTPUT_TYPE == "loglikelihood_rolling"
+    item = {
+        "id": sample["doc_id"],
+        "prefix_tokens": 0 if alone else max(len(model.tokens(c)) for c in contexts),
+        "scores": {},
+        "responses": [plain(response) for request in sample["resps"] for response in request],
+    }
+    if facts := getattr(task, "facts", None):  # which lm-eval's own tasks lack
+        item |= facts(sample["doc"])
+        if "to_judge" in item:
+            item["answer"] = model.without_trace(sample["resps"][0][0])
+    return item
+
+
+def _scored(values: Mapping[str, Any]) -> dict[str, Any]:
+    """lm-eval's scores by our names, without its errors."""
+    split = {key: key.partition(",") for key in values}
+    return {
+        _name(metric, kind): values[key]
+        for key, (metric, comma, kind) in split.items()
+        if comma and not metric.endswith("_stderr")
+    }
+
+
+def _metrics(values: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Each score, with its standard error if it is the mean of its items' scores."""
+    found = {}
+    for name, value in _scored(values).items():
+        scores = [item["scores"][name] for item in items if name in item["scores"]]
+        mean = Mean(float(value), math.nan, len(scores))
+        if scores and all(isinstance(score, float) for score in scores):
+            own = over_items(scores)
+            same = math.isclose(own.value, mean.value, rel_tol=1e-9, abs_tol=1e-12)
+            mean = own if same else mean
+        found[name] = mean.as_json()
+    return found
+
+
+def _weights(
+    group: Any, values: Mapping[str, Any], tasks: Mapping[str, Any]
+) -> dict[str, dict[str, float]]:
+    """By metric, the weights of the tasks that a group averages."""
+    sized = {config.metric: config.weight_by_size for config in group.aggregate_metric_list}
+    names = [task.task_name for task in group.get_all_tasks()]
+    found = {}
+    for metric in _scored(values):
+        base = metric.partition(",")[0]
+        if base in sized:
+            counts = {n: tasks[n]["metrics"][metric]["count"] for n in names
+                      if metric in tasks[n]["metrics"]}  # fmt: skip
+            found[metric] = {n: count if sized[base] else 1 for n, count in counts.items()}
+    return found
+
+
+def _name(metric: str, kind: str) -> str:
+    """A metric's name, with its filter if it has one."""
+    return metric if kind == "none" else f"{metric},{kind}"
+
+
+def plain(value: Any) -> Any:
+    """A score or response as JSON values: floats, text, lists; None for non-finite numbers."""
+    if isinstance(value, np.ndarray | list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, bool | int | float | np.number | np.bool_):
+        return float(value) if math.isfinite(value) else None
+    return str(value)

@@ -24,25 +24,14 @@ from kvlingo_mlx.models.language_model import LanguageModel
 
 lm_eval = pytest.importorskip("lm_eval")
 
-import datasets  # noqa: E402
-import huggingface_hub  # noqa: E402
-import lm_eval.evaluator as reference_harness  # noqa: E402
 
-from kvlingo_mlx.evaluation.harness import task_loading  # noqa: E402
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, RequestedAnswer  # noqa: E402
-from tests.support.lm_eval_tasks import MT_BENCH, QUAC  # noqa: E402
+from tests.support.lm_eval_tasks import MT_BENCH, QUAC, offline  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def local(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No network, data sets in a folder of the tests' own, and of lm-eval's own tasks none."""
-    folder = tmp_path_factory.getbasetemp()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
-    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(folder / "none" / "manager.py"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(reference_harness, "add_env_info", lambda storage: None)  # slow
-    task_loading._manager.cache_clear()
+    offline(tmp_path_factory.getbasetemp(), monkeypatch)
 
 
 @pytest.fixture

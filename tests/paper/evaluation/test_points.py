@@ -29,7 +29,7 @@ from benchmarks.paper.evaluation.points import check_tasks, moved
 from benchmarks.paper.evaluation.switching_lm import SwitchingLM
 from kvlingo_mlx.evaluation.harness import running
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
-from kvlingo_mlx.evaluation.harness.responses import Responses
+from kvlingo_mlx.evaluation.journal import Responses
 
 NAMES = "tiny-qwen3-s", "tiny-qwen3-l"
 TALKS = list(dialogues.held_out(16, seed=3))
@@ -231,7 +231,8 @@ def test_a_needles_question_is_read_by_the_target(
     pair: tuple[LanguageModel, LanguageModel],
 ) -> None:
     source, target = pair
-    task = probes.find_needles(target, ["single"], [150], 12, style="facts", max_tokens=16)
+    options = probes.TaskOptions(limit=12, needles=["single"], style="facts", max_tokens=16)
+    task = probes.find_needles(target, [150], options)
     for item in task.items:
         asked = target.tokenizer.decode(list(item.prefix[item.question :]))
         # The last full stop and the line's end are one token, which is the question's.

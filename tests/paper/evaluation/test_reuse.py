@@ -37,6 +37,33 @@ def twins(tmp_path: Path) -> tuple[LanguageModel, LanguageModel]:
     return two[0], two[1]
 
 
+def entries(cache: list) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [(np.array(c.keys[..., : c.offset, :]), np.array(c.values[..., : c.offset, :]))
+            for c in cache]  # fmt: skip
+
+
+@pytest.mark.parametrize("step_size", [2048, 5])
+def test_reuse_is_between_verbatim_and_native(
+    twins: tuple[LanguageModel, LanguageModel], step_size: int
+) -> None:
+    source, target = twins
+    tokens = tiny.random_tokens(17)
+    own, theirs = (entries(conditions.native(m, step_size)(tokens)) for m in (target, source))
+    for recomputed in range(5):
+        found = entries(reuse.reused(source, target, recomputed, step_size)(tokens))
+        expected = own[:recomputed] + theirs[recomputed:]
+        for pair, wanted in zip(found, expected, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(pair, wanted, strict=True))
+    assert not np.array_equal(own[0][0], theirs[0][0])
+
+
+def test_reuse_needs_one_shape(models: dict[str, LanguageModel], twins: tuple) -> None:
+    with pytest.raises(kv.IncompatibleTranslatorError, match="cache layers: 4, expected 3"):
+        reuse.reused(models["dense"], twins[1])
+    with pytest.raises(ValueError, match="recomputed is 5"):
+        reuse.reused(*twins, 5)
+
+
 def test_a_sweep_reads_a_prefix_once(
     twins: tuple[LanguageModel, LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,33 +23,20 @@ from kvlingo_mlx.loading.models import load
 
 pytest.importorskip("lm_eval")
 
-import datasets
-import huggingface_hub
 
 from benchmarks.paper.evaluation.judge import Judge, read_prompts
 from benchmarks.paper.tasks import JUDGED, NAMES
-from kvlingo_mlx.evaluation.harness import running, task_loading
+from kvlingo_mlx.evaluation.harness import running
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, RequestedAnswer
 from tests.support import paper_records
-from tests.support.lm_eval_tasks import write_task
+from tests.support.lm_eval_tasks import offline, write_task
 
 PAIR = ["eval", "--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
 
 
 @pytest.fixture(autouse=True)
 def local(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No network; of lm-eval's own tasks GSM8K alone, so that thousands need not be indexed."""
-    folder = tmp_path_factory.getbasetemp()
-    theirs = Path(str(task_loading.TaskManager.__module__.replace(".", "/")))
-    assert theirs.name == "manager"
-    import lm_eval.tasks.manager as manager
-
-    gsm8k = Path(manager.__file__).parent / "gsm8k"
-    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(gsm8k / "manager.py"))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    task_loading._manager.cache_clear()
+    offline(tmp_path_factory.getbasetemp(), monkeypatch, "gsm8k")
 
 
 # ---- what is in them ------------------------------------------------------------------------

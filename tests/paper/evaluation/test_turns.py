@@ -25,7 +25,7 @@ from benchmarks.paper.evaluation.turns import Manner, Talk, Turn, Way
 from benchmarks.paper.tasks import scoring
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.evaluation.harness.responses import Responses
+from kvlingo_mlx.evaluation.journal import Responses
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode

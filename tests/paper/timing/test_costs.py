@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
+from benchmarks.paper.timing.costs import Costs, translation_work
 from kvlingo_mlx import caches as kv_caches
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing import ceilings, geometries
@@ -38,7 +39,7 @@ def lazy_model(name: str) -> LanguageModel:
 )
 def test_flops_of_released_shapes_are_the_papers(name: str, gflop: float) -> None:
     """Appendix "Computational gains": weight matrices alone, by token."""
-    costs = ceilings.Costs(lazy_model(name))
+    costs = Costs(lazy_model(name))
     per_token = sum(2 * int(np.prod(module.weight.shape)) for module in costs.dense)
     assert per_token / 1e9 == pytest.approx(gflop, rel=0.02)
     heads, layers = costs.model.facts["num_attention_heads"], len(costs.model.geometry.layers)
@@ -51,7 +52,7 @@ def test_flops_of_released_shapes_are_the_papers(name: str, gflop: float) -> Non
 
 def test_work_by_hand(models: dict[str, LanguageModel], translator: Translator) -> None:
     model = models["moe"]
-    costs, config = ceilings.Costs(model), model.config
+    costs, config = Costs(model), model.config
     assert len(costs.experts) == 3 * len(model.model.layers)
     nothing, all_of_them = (costs.tokens(1, touched=share).bytes for share in (0.0, 1.0))
     experts = sum(m.weight.nbytes for m in costs.experts)
@@ -62,7 +63,7 @@ def test_work_by_hand(models: dict[str, LanguageModel], translator: Translator) 
     long, short = costs.tokens(9, 20), costs.tokens(8, 20)
     seen = 4 * config["num_attention_heads"] * 32 * len(model.model.layers) * 29
     assert long.flops - short.flops == each + without + seen
-    work = ceilings.translation_work(translator, models["dense"], model, 10)
+    work = translation_work(translator, models["dense"], model, 10)
     assert work.flops == 10 * translator.flops_per_token
     rates = ceilings.Rates(2.0, 4.0, "float32")
     assert rates.best(ceilings.Rates(1.0, 5.0, "float32")) == ceilings.Rates(2.0, 5.0, "float32")
@@ -74,7 +75,7 @@ def test_reading_a_prompt_ends_with_the_last_keys_and_values(
 ) -> None:
     """By hand: of the last layer all but two projections is left out, and the head."""
     for name in ("dense", "moe"):
-        costs, config = ceilings.Costs(models[name]), models[name].config
+        costs, config = Costs(models[name]), models[name].config
         whole, read = costs.tokens(5, touched=0.5), costs.reading(5, touched=0.5)
         layer = models[name].model.layers[-1]
         unused = [layer.self_attn.q_proj, layer.self_attn.o_proj]
@@ -101,7 +102,7 @@ def test_windows_take_no_work_beyond_them(tmp_path: Path) -> None:
     """By the caches themselves: a step reads what a ring holds, a translation writes no more."""
     options: dict[str, Any] = {"seed": 3, "layers": 5, "kv_heads": 2, "head_dim": 32}
     model = kv.load(tiny.write_tiny_model(tmp_path / "g", "gemma3_text", **options))
-    costs, layers = ceilings.Costs(model), model.geometry.layers
+    costs, layers = Costs(model), model.geometry.layers
     count, (window,) = 200, {g.window for g in layers if g.window}
     held = kv_caches.nbytes(kv_caches.allocate(model, 255))  # all of the room that it takes
     wide = sum(g.window is None for g in layers)
@@ -110,7 +111,7 @@ def test_windows_take_no_work_beyond_them(tmp_path: Path) -> None:
     weights = costs.tokens(1).bytes - sum(kv_caches.bytes_by_layer(model))
     assert costs.tokens(1, 255).bytes - weights == held
     translator = geometries.random_translators(model, model, 1, {"float32": ("float32", None)})
-    work = ceilings.translation_work(translator["float32"], model, model, count)
+    work = translation_work(translator["float32"], model, model, count)
     share = (wide * count + (len(layers) - wide) * window) / (len(layers) * count)
     maps = translator["float32"]
     assert work.flops == pytest.approx(share * count * maps.flops_per_token)

@@ -15,9 +15,7 @@ from mlx_lm.generate import stream_generate
 import kvlingo_mlx as kv
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
-from kvlingo_mlx.errors import KVLingoWarning
 from kvlingo_mlx.evaluation import conditions
-from kvlingo_mlx.loading import notes
 from kvlingo_mlx.models.language_model import LanguageModel
 
 pytest.importorskip("lm_eval")
@@ -159,21 +157,3 @@ def test_fewer_at_once_where_memory_is_short(
     # At a look, those in hand are one fewer than are written where the next one fits.
     assert most == {"all": 4, "two": 2, "one": 1}
     assert answers["all"] == answers["two"] == answers["one"]
-
-
-def test_caches_that_cannot_be_merged_are_decoded_alone(
-    pair: tuple[LanguageModel, LanguageModel],
-) -> None:
-    """A folded cache is the source's own beside the target's."""
-    source, target = pair
-    texts = [{"messages": talk.conversation()} for talk in TALKS]
-    folded = conditions.folded(*pair, kv.fit(source, target, texts, capture="post_rope"))
-    contexts = [prompt(target, talk) for talk in TALKS[:4]]
-    notes._told.clear()
-    seen: list[int] = []
-    decoder = counted(MLXDecoder(target, folded, 4), seen)
-    with pytest.warns(KVLingoWarning, match="cannot merge such caches .*FoldedCache.* one at a"):
-        found = PrefixLM(decoder, condition="x").generate_until(asked(contexts))
-    tokens = [target.tokenizer.encode(context) for context in contexts]
-    assert found == [alone(target, t, folded(t)) for t in tokens]
-    assert max(seen) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -53,52 +54,25 @@ def evaluate(
     The condition of the target's own cache is named ``NATIVE``. ``progress`` is called before each
     item.
     """
-    return {task.name: _scores(target, task, conditions, journal, progress) for task in tasks}
-
-
-def _scores(
-    target: LanguageModel,
-    task: Task,
-    conditions: Sequence[Condition],
-    journal: Journal,
-    progress: Callable[[str], None],
-) -> dict[str, list[Scored]]:
-    own = {"kvlingo-mlx": __version__, "task": task.name, **task.settings}
-    own["target"] = identity_of(target)
-    runs = {c.name: journal.run({**own, **c.identity}) for c in conditions}
-    found: dict[str, list[Scored]] = {c.name: [] for c in conditions}
-    for item in task.items:
-        progress(task.name)
-        name = f"{item.name} {probes.fingerprint(item)[:16]}"
-        keys = {condition: f"{run} {name}" for condition, run in runs.items()}
-        _score(target, task, item, conditions, keys, journal)
-        for condition, key in keys.items():
-            found[condition].append(_scored(item, journal[key]))
-    return found
-
-
-def _score(
-    target: LanguageModel,
-    task: Task,
-    item: Item,
-    conditions: Sequence[Condition],
-    keys: Mapping[str, str],
-    journal: Journal,
-) -> None:
-    """Score one item; the target reads it only if a score is missing."""
-    score: probes.Scorer | None = None
-    for condition in conditions:
-        key = keys[condition.name]
-        if key not in journal or len(journal[key]) != len(condition.makers):
-            score = score or task.scorer(target, item)
-            own = condition.name == NATIVE
-            journal.add(key, [score(None if own else make) for make in condition.makers])
-            mx.clear_cache()
-
-
-def _scored(item: Item, seeds: Sequence[Scores]) -> Scored:
-    several = tuple(seeds) if len(seeds) > 1 else ()
-    return Scored(item.name, item.group, item.cluster, averaged(seeds), several)
+    results, identity = Results(), identity_of(target)
+    for task in tasks:
+        own = {"kvlingo-mlx": __version__, "task": task.name, **task.settings, "target": identity}
+        runs = {c.name: journal.run({**own, **c.identity}) for c in conditions}
+        found = results[task.name] = {c.name: [] for c in conditions}
+        for item in task.items:
+            progress(task.name)
+            name = f"{item.name} {probes.fingerprint(item)[:16]}"
+            scorer = cache(partial(task.scorer, target, item))  # it reads the item when called
+            for c in conditions:
+                key, makers = f"{runs[c.name]} {name}", (None,) if c.name == NATIVE else c.makers
+                if key not in journal or len(journal[key]) != len(makers):
+                    journal.add(key, [scorer()(make) for make in makers])
+                    mx.clear_cache()
+                seeds = tuple(map(dict, journal[key]))
+                several = seeds if len(seeds) > 1 else ()
+                place = item.name, item.group, item.cluster
+                found[c.name].append(Scored(*place, averaged(seeds), several))
+    return results
 
 
 def alone(
@@ -107,12 +81,12 @@ def alone(
     """The log loss of a source with the same tokenizer, beside that of the target's own cache."""
     condition = lineup.native(source)
     found = evaluate(source, [task], [condition], journal)[task.name][condition.name]
-    both = [(own, own.scores, theirs.scores) for own, theirs in zip(found, native, strict=True)]
-    return [
-        replace(scored, scores={k: own[k] for k in ("nll", "tokens")}
-                | {"gap": own["nll"] - theirs["nll"]})
-        for scored, own, theirs in both
-    ]  # fmt: skip
+    scored = []
+    for own, theirs in zip(found, native, strict=True):
+        scores = {name: own.scores[name] for name in ("nll", "tokens")}
+        scores["gap"] = own.scores["nll"] - theirs.scores["nll"]
+        scored.append(replace(own, scores=scores))
+    return scored
 
 
 # ---- averages -----------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,35 +99,3 @@ def test_the_verb_runs_them_and_resumes(
     assert len(before.splitlines()) == 3 * (3 + 3)  # conditions, contexts of both tasks
     assert evaluated(tmp_path, *options)["means"] == found["means"]
     assert kept.read_text() == before
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--tasks", "recal"], "--tasks names 'recal'; did you mean recall?"),
-        (["--tasks", "no_such_task"], "there is no task no_such_task"),
-        (["--tasks", "mt_bench_101"], "a model judges the answers of mt_bench_101; add --judge"),
-        (
-            ["--tasks", "quac", "-c", "task_data=boolq=x"],
-            "--task-data has no effect where it names no task of --tasks",
-        ),
-        (["--tasks", "quac", "-c", "metadata=[1]"], "metadata is '[1]'; give a JSON object"),
-        (["--tasks", "needles", "--max-tokens", "0"], "--max-tokens is 0"),
-        (["--tasks", "quac", "--switch-at", "end"], "--switch-at is 'end'; give one or more of"),
-        (["--tasks", "quac", "--switch-at", "trace"], "without --thinking no reasoning is written"),
-        (["--tasks", "quac,recall", "--switch-at", "context"], "recall has no context after"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_input(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: Sequence[str],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run([*PAIR, *options]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-    assert not list(tmp_path.iterdir())

@@ -104,7 +104,7 @@ def check(
 
     Raises:
         ValueError: A haystack does not fit into a model's context.
-        Exception: Any that :func:`.harness.running.check_data` raises.
+        Exception: Any that :func:`.harness.running.run` raises for its data.
     """
     for row in rows:
         if row.task == NEEDLES:
@@ -114,8 +114,11 @@ def check(
         else:
             given = {name: file for name, file in settings.data.items() if name == row.task}
             facts = _metadata(row, settings)
-            more: dict[str, Any] = {"seed": settings.seed, "added": ADDED}
-            running.check_data(models[1], row.task, data=given, metadata=facts, **more)
+            running.need_lm_eval()
+            with running.quiet():
+                running.loaded_tasks(
+                    models[1], [row.task], None, ADDED, given, settings.seed, facts
+                )
 
 
 def _asked(row: Benchmark, settings: Settings) -> probes.TaskOptions:

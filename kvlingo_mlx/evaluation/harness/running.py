@@ -83,7 +83,7 @@ def run(
         ValueError: A bad argument, or an unknown task (close matches are named).
         KVLingoError: A task's data cannot be fetched or read, or the model's output is not finite.
     """
-    _need_lm_eval()
+    need_lm_eval()
     if isinstance(tasks, str) or not tasks:
         raise ValueError("no tasks; give a list of names such as ['gsm8k', 'arc_challenge']")
     from lm_eval.evaluator import evaluate
@@ -108,8 +108,8 @@ def run(
         max_gen_toks=max_gen_toks,
     )
     files = {name: str(path) for name, path in (data or {}).items()}
-    with _quiet():
-        loaded = _loaded(target, tasks, include_path, added, files, seed, metadata)
+    with quiet():
+        loaded = loaded_tasks(target, tasks, include_path, added, files, seed, metadata)
         model.check_tasks(loaded["tasks"])
         for name, task in loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False) and not unsafe_code:
@@ -125,26 +125,7 @@ def run(
     return collect(model, loaded, evaluated)
 
 
-def check_data(
-    target: LanguageModel,
-    task: str,
-    *,
-    seed: int = 0,
-    added: AddedTasks = NONE,
-    data: Mapping[str, str] | None = None,
-    metadata: Mapping[str, Any] | None = None,
-) -> None:
-    """Load a task's data and do nothing with them, so that what is missing is known at once.
-
-    Raises:
-        MissingExtraError, ValueError, KVLingoError: As in :func:`run`.
-    """
-    _need_lm_eval()
-    with _quiet():
-        _loaded(target, [task], None, added, data or {}, seed, metadata)
-
-
-def _loaded(
+def loaded_tasks(
     target: LanguageModel,
     tasks: Sequence[str],
     include_path: str | Path | None,
@@ -163,14 +144,14 @@ def _loaded(
     return load_tasks(tasks, include_path, added, files, seed, facts)
 
 
-def _need_lm_eval() -> None:
+def need_lm_eval() -> None:
     with needs_extra("eval", "these tasks need lm-eval"):
         import datasets  # noqa: F401
         import lm_eval  # noqa: F401
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence lm-eval's warnings and progress bars; ``progress`` reports instead."""
     import datasets
     import lm_eval.api.task as noisy

@@ -7,7 +7,6 @@ With the native condition, or an identity translator, it gives the results of
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,14 +34,13 @@ Progress = Callable[[int, int], None]
 DEFAULT_MAX_TOKENS = 8192  # MLXLM's, for a task that sets no budget
 
 
-@dataclass
+@dataclass(frozen=True)
 class RequestedAnswer:
-    """An answer that ``count`` requests ask for."""
+    """An answer that requests ask for."""
 
     key: str
     context: str
     options: dict[str, Any]
-    count: int = 0
 
     @property
     def most(self) -> int:
@@ -149,8 +147,7 @@ class PrefixLM(LM):
         asked = [
             (context, [requests[i].args[1] for i in indices]) for context, indices in groups.items()
         ]
-        counts = [len(indices) for indices in groups.values()]
-        found = self._respond("loglikelihood", self._score, asked, counts)
+        found = self._respond("loglikelihood", self._score, asked)
         scored: dict[int, tuple[float, bool]] = {}
         for indices, scores in zip(groups.values(), found, strict=True):
             scored.update(zip(indices, map(tuple, scores), strict=True))
@@ -172,7 +169,7 @@ class PrefixLM(LM):
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """The log-likelihood of each text after its first token, by the target alone."""
         asked = [(request.args[0],) for request in requests]
-        return self._respond("loglikelihood_rolling", self._score_alone, asked, [1] * len(asked))
+        return self._respond("loglikelihood_rolling", self._score_alone, asked)
 
     def _score_alone(self, text: str) -> float:
         tokens = self.tokens(text)
@@ -185,15 +182,12 @@ class PrefixLM(LM):
         them in the trace, too, and then has no answer. Each response is kept as soon as it is done.
         """
         asked = [self._requested(request) for request in requests]
-        wanted: dict[str, RequestedAnswer] = {}
-        for each in asked:
-            wanted.setdefault(each.key, each).count += 1
-        self._total += len(requests)
-        self._advance(sum(each.count for key, each in wanted.items() if key in self.responses))
+        wanted = {each.key: each for each in asked}
         missing = [each for key, each in wanted.items() if key not in self.responses]
+        self._advance(len(wanted) - len(missing), len(wanted))
         for each, text in self._answers(missing):
             self.responses.add(each.key, text)
-            self._advance(each.count)
+            self._advance(1)
         return [self.responses[each.key] for each in asked]
 
     def _requested(self, request: Instance) -> RequestedAnswer:
@@ -244,24 +238,17 @@ class PrefixLM(LM):
         return Ends(stops, start, end, bool(start) and context.rstrip().endswith(start))
 
     def _respond(
-        self,
-        kind: str,
-        compute: Callable[..., Any],
-        asked: Sequence[tuple[Any, ...]],
-        counts: Sequence[int],
+        self, kind: str, compute: Callable[..., Any], asked: Sequence[tuple[Any, ...]]
     ) -> list[Any]:
-        """The responses, kept or computed now; ``counts`` says for how many requests each is."""
+        """The responses, kept or computed now."""
         keys = [key_of(self._facts, kind, given) for given in asked]
-        requests = Counter[str]()
-        for key, count in zip(keys, counts, strict=True):
-            requests[key] += count
-        self._total += sum(counts)
         wanted = {key: partial(compute, *given) for key, given in zip(keys, asked, strict=True)}
-        for key in self.responses.fill(wanted):
-            self._advance(requests[key])
+        self._advance(0, len(wanted))
+        for _ in self.responses.fill(wanted):
+            self._advance(1)
         return [self.responses[key] for key in keys]
 
-    def _advance(self, count: int) -> None:
-        if count:
-            self._done += count
-            self.progress(self._done, self._total)
+    def _advance(self, done: int, more: int = 0) -> None:
+        """Tell of responses that are there, and of further ones to come."""
+        self._done, self._total = self._done + done, self._total + more
+        self.progress(self._done, self._total)

@@ -73,7 +73,7 @@ def run(
             reads also a folder with a file for each split, which it needs to show examples.
         metadata: Passed to tasks that ask for it; ``tokenizer`` is the target's unless given.
         responses: A JSONL file that keeps every response immediately, for a later call.
-        progress: Called with the number of requests done and the number known so far.
+        progress: Called with the number of responses there and the number known so far.
 
     Returns:
         ``tasks`` and ``groups``, as :func:`collect` has them.

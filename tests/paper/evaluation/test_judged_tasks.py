@@ -12,7 +12,6 @@ from kvlingo_mlx.backend import mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-import kvlingo_mlx as kv
 from benchmarks.paper.evaluation import judge as judging
 from benchmarks.paper.evaluation.judge import Judge, judge_answers, rating, yes_no
 from benchmarks.paper.evaluation.judge_prompts import TEMPLATES
@@ -156,11 +155,13 @@ def test_the_turn_is_drawn_by_the_seed(run_native: Callable, data: dict[str, Pat
     assert len({prefix(seed) for seed in range(8)}) > 1
 
 
-def test_own_tasks_without_a_template(run_native: Callable, data: dict[str, Path]) -> None:
+def test_own_tasks_without_a_template(
+    models: dict[str, LanguageModel], run_native: Callable, data: dict[str, Path]
+) -> None:
     found = run_native("multichallenge", data=data, apply_chat_template=False, max_gen_toks=1)
     text = "User: Be polite.\n\nAssistant: Gladly.\n\nUser: Bye.\n\nAssistant:"
     assert found["tasks"]["multichallenge"]["items"][0]["prefix_tokens"] == len(
-        kv.load(found["target"]).tokenizer.encode(text)
+        models["dense"].tokenizer.encode(text)
     )
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvlingo_mlx.format.geometry import LayerGeometry
-
 QWEN3 = {
     "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936,
     "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960,
@@ -56,32 +54,3 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     # No released model: the paper's tables app:tab:vllm and app:tab:budget.
     "gemma-3-12b-4kv": _dense(GEMMA3, 3840, 48, 16, 15360, num_key_value_heads=4),
 }  # fmt: skip
-# The names under which the paper's recipes know these (``training.paper_pairs``).
-RELEASED = {
-    "qwen3-0.6b": "Qwen3-0.6B",
-    "qwen3-1.7b": "Qwen3-1.7B",
-    "qwen3-4b": "Qwen3-4B",
-    "qwen3-8b": "Qwen3-8B",
-    "qwen3-30b-a3b": "Qwen3-30B-A3B",
-    "gemma-3-4b": "gemma-3-4b-it",
-    "gemma-3-12b": "gemma-3-12b-it",
-}
-
-
-def released(name: str) -> str:
-    """The released model of a geometry's name, "random" before it or not; else the name itself."""
-    return RELEASED.get(name.removeprefix("random "), name)
-
-
-def cache_layers(shape: Mapping[str, Any], depth: int | None = None) -> tuple[LayerGeometry, ...]:
-    """The cache layers of a config, the first ``depth`` of them; None is all."""
-    heads, dim = shape["num_key_value_heads"], shape["head_dim"]
-    period, window = shape.get("sliding_window_pattern", 1), shape.get("sliding_window")
-    found = []
-    for i in range(depth or shape["num_hidden_layers"]):
-        found.append(
-            LayerGeometry(i, heads, dim, dim)
-            if (i + 1) % period == 0
-            else LayerGeometry(i, heads, dim, dim, "sliding", window)
-        )
-    return tuple(found)

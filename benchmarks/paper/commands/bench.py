@@ -192,7 +192,7 @@ def _pair(options: PaperBenchOptions, tokens: int) -> BenchPair:
 
 def _papers_nu(source: str, target: str) -> int | None:
     """The source layers of the paper's recipe for a pair; None for others."""
-    from kvlingo_mlx.timing.shapes import released
+    from benchmarks.paper.timing.widths import released
     from kvlingo_mlx.training.paper_pairs import best_of
 
     best = best_of(released(source), released(target))

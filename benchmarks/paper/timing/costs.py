@@ -35,8 +35,6 @@ class Costs:
         holder = next(i for i, layer in enumerate(self.layers) if is_in(owner, layer))
         after = [module for layer in self.layers[holder:] for module in layer.modules()]
         self.behind = {id(module) for module in after} - kept  # which a prefill does not run
-        last = [m for m in (*self.dense, *self.experts) if is_in(m, self.layers[holder])]
-        self.last_share = self._each(m for m in last if id(m) not in self.behind) / self._each(last)
 
     def tokens(self, count: int, before: int = 0, touched: float = 0.0) -> Work:
         """The work of a pass over ``count`` tokens after ``before`` others, the head run once.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvlingo_mlx.timing.shapes import released
+from benchmarks.paper.timing.widths import released
 
 LENGTHS = (64, 128, 256, 512, 1024)  # of app:tab:moespeed
 BUDGET = ((8192, 1), (8192, 8), (32768, 1), (32768, 8))  # contexts and batches of app:tab:budget

@@ -6,10 +6,42 @@ Gemma-4 is in none of them: no table of the paper times it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from kvlingo_mlx.timing.shapes import GEOMETRIES, released
+from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.timing.shapes import GEOMETRIES
 from kvlingo_mlx.training.paper_pairs import NU, best_of
+
+# The names under which the paper's recipes know these (``training.paper_pairs``).
+RELEASED = {
+    "qwen3-0.6b": "Qwen3-0.6B",
+    "qwen3-1.7b": "Qwen3-1.7B",
+    "qwen3-4b": "Qwen3-4B",
+    "qwen3-8b": "Qwen3-8B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "gemma-3-4b": "gemma-3-4b-it",
+    "gemma-3-12b": "gemma-3-12b-it",
+}
+
+
+def released(name: str) -> str:
+    """The released model of a geometry's name, "random" before it or not; else the name itself."""
+    return RELEASED.get(name.removeprefix("random "), name)
+
+
+def cache_layers(shape: Mapping[str, Any]) -> tuple[LayerGeometry, ...]:
+    """The cache layers of a config."""
+    heads, dim = shape["num_key_value_heads"], shape["head_dim"]
+    period, window = shape.get("sliding_window_pattern", 1), shape.get("sliding_window")
+    found = []
+    for i in range(shape["num_hidden_layers"]):
+        found.append(
+            LayerGeometry(i, heads, dim, dim)
+            if (i + 1) % period == 0
+            else LayerGeometry(i, heads, dim, dim, "sliding", window)
+        )
+    return tuple(found)
 
 
 def _tiny(name: str, **more: Any) -> dict[str, Any]:

@@ -217,8 +217,10 @@ def floors(pair: BenchPair, count: int, rates: Rates) -> dict[str, float]:
     return {name: rates.floor(each) for name, each in work.items()}
 
 
-def _lengths(pair: BenchPair, lengths: Sequence[int] | None) -> list[int]:
-    """The lengths to time, shortest first; without any those of ``LENGTHS`` that fit.
+def lengths_to_time(
+    pair: BenchPair, lengths: Sequence[int] | None, usual: Sequence[int] = LENGTHS
+) -> list[int]:
+    """The lengths to time, shortest first; without any those of the ``usual`` ones that fit.
 
     Raises:
         ValueError: A length is beyond a context.
@@ -226,8 +228,8 @@ def _lengths(pair: BenchPair, lengths: Sequence[int] | None) -> list[int]:
     """
     room, free = pair.shorter.context_length, memory.free()
     if lengths is None:
-        fit = (n for n in LENGTHS if n <= room)
-        lengths = [n for n in fit if free is None or pair.caches_bytes(n) <= free]
+        fit = (n for n in usual if n <= room)
+        lengths = [n for n in fit if free is None or pair.caches_bytes(n) <= free] or usual[:1]
     longest = max(lengths)
     if longest > room:
         raise ValueError(
@@ -261,7 +263,7 @@ def run(
     Raises:
         ValueError, NotEnoughMemoryError: A model cannot read so long a prompt.
     """
-    asked, done = _lengths(pair, lengths), list[PhaseTimes]()
+    asked, done = lengths_to_time(pair, lengths), list[PhaseTimes]()
     rates = measured_rates()
     with contextlib.suppress(OutOfTime), clock.limiting():
         for index, count in enumerate(asked):

@@ -171,7 +171,7 @@ def _pair(options: PaperBenchOptions, tokens: int) -> BenchPair:
         ends = options.source, options.target, options.translator
         found = bench.of_models(*ends, options.nu, bits)
         papers = _papers_nu(options.source or "", options.target or "")
-        if not found.stored:
+        if found.notes:
             found = bench.of_models(*ends, options.nu or papers, bits)
             warn("no translator of this pair is stored; random maps of the same shapes are timed")
         return found

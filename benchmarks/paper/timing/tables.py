@@ -21,11 +21,10 @@ from benchmarks.paper.timing.phases import (
     SPEEDS,
     STEPS,
 )
-from kvlingo_mlx.caches import memory
 from kvlingo_mlx.engine import healing
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.reporting.measure import median, peak_bytes, seconds
-from kvlingo_mlx.timing.bench import BenchPair, check_lengths
+from kvlingo_mlx.timing.bench import BenchPair, lengths_to_time
 from kvlingo_mlx.timing.switching import OutOfTime, Stopwatch, interleaved, prompt_of
 
 RUNS = 3  # of every phase at least: two to warm up, and one that counts
@@ -183,12 +182,7 @@ def lengths_of(pair: BenchPair, table: Table, asked: Sequence[int] | None) -> li
             raise UnsupportedModelError(
                 f"--table healing has nothing to time: {error}; give another --table"
             ) from None
-    if asked:
-        check_lengths(pair, asked)
-        return sorted(asked)
-    free = memory.free()
-    fit = (n for n in table.lengths if n <= pair.context_length)
-    return [n for n in fit if free is None or pair.caches_bytes(n) <= free]
+    return lengths_to_time(pair, asked or None, table.lengths)
 
 
 def run_table(

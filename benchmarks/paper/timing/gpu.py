@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.paper.timing.widths import cache_layers, ends_of, nu_of, shape_of
+from benchmarks.paper.timing.widths import ends_of, nu_of, shape_of
 from kvlingo_mlx.cuda.switch import SwitchSettings, forms_between, seconds, time_pair
 from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.timing.shapes import cache_layers
 
 ROLES, PERIOD = ("source", "target"), "sliding_window_pattern"
 USES = {  # what each phase has in memory

@@ -6,10 +6,8 @@ Gemma-4 is in none of them: no table of the paper times it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
-from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.timing.shapes import GEOMETRIES
 from kvlingo_mlx.training.paper_pairs import NU, best_of
 
@@ -28,20 +26,6 @@ RELEASED = {
 def released(name: str) -> str:
     """The released model of a geometry's name, "random" before it or not; else the name itself."""
     return RELEASED.get(name.removeprefix("random "), name)
-
-
-def cache_layers(shape: Mapping[str, Any]) -> tuple[LayerGeometry, ...]:
-    """The cache layers of a config."""
-    heads, dim = shape["num_key_value_heads"], shape["head_dim"]
-    period, window = shape.get("sliding_window_pattern", 1), shape.get("sliding_window")
-    found = []
-    for i in range(shape["num_hidden_layers"]):
-        found.append(
-            LayerGeometry(i, heads, dim, dim)
-            if (i + 1) % period == 0
-            else LayerGeometry(i, heads, dim, dim, "sliding", window)
-        )
-    return tuple(found)
 
 
 def _tiny(name: str, **more: Any) -> dict[str, Any]:

@@ -296,7 +296,6 @@ def test_bench_without_a_translator_times_random_maps(
         (["-c", "nu=2"], "error: nu is 2, but it is for random maps, and the stored"),
         (["--quantize", "7"], "7"),
         (["--table", "quant"], "`bench --table` is now `python -m benchmarks.paper bench --table`"),
-        (["-c", "batch=8"], "`bench -c batch` is now `python -m benchmarks.paper bench --batch`"),
     ],
 )
 def test_bench_refuses(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

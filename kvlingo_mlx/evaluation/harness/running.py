@@ -19,7 +19,13 @@ import numpy as np
 
 from kvlingo_mlx.errors import needs_extra
 from kvlingo_mlx.evaluation.error_bars import Mean, over_items
-from kvlingo_mlx.evaluation.harness.task_loading import NONE, AddedTasks, load_tasks, set_examples
+from kvlingo_mlx.evaluation.harness.task_loading import (
+    NONE,
+    AddedTasks,
+    check_safe,
+    load_tasks,
+    set_examples,
+)
 from kvlingo_mlx.evaluation.journal import Responses
 
 if TYPE_CHECKING:
@@ -111,12 +117,7 @@ def run(
     with quiet():
         loaded = loaded_tasks(target, tasks, include_path, added, files, seed, metadata)
         model.check_tasks(loaded["tasks"])
-        for name, task in loaded["tasks"].items():
-            if getattr(task, "UNSAFE_CODE", False) and not unsafe_code:
-                raise ValueError(
-                    f"the task {name} runs code that the model wrote; allow it explicitly "
-                    "(--confirm-run-unsafe-code)"
-                )
+        check_safe(loaded["tasks"], unsafe_code)
         set_examples(loaded["tasks"], num_fewshot, seed, added.apart(files))
         evaluated = evaluate(  # without its bootstrap, which starts processes: our errors are ours
             lm=model, task_dict=loaded, limit=limit, apply_chat_template=model.use_chat_template,

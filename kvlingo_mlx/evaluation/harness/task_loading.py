@@ -133,6 +133,16 @@ def splits(place: str) -> dict[str, str]:
     return dict.fromkeys(("train", "validation", "test"), str(path))
 
 
+def check_safe(tasks: Mapping[str, Any], unsafe_code: bool) -> None:
+    """Refuse (ValueError) tasks that run code which a model wrote, unless that is allowed."""
+    for name, task in tasks.items():
+        if getattr(task, "UNSAFE_CODE", False) and not unsafe_code:
+            raise ValueError(
+                f"the task {name} runs code that the model wrote; allow it explicitly "
+                "(--confirm-run-unsafe-code)"
+            )
+
+
 def set_examples(
     tasks: Mapping[str, Any], num_fewshot: int | None, seed: int, files: Mapping[str, str]
 ) -> None:

@@ -62,25 +62,6 @@ class TokenAlignment:
         spread = steps * (last - first - 1) / np.maximum(stop - start - 1, 1)
         return first + np.rint(spread).astype(np.int64)
 
-    @cached_property
-    def entries(self) -> np.ndarray:
-        """(T,) how many source tokens each target position gets, from the first one on.
-
-        A position with 0 is not missing: the entries of its group stand for its text.
-        """
-        start, stop = self.target
-        return np.bincount(self.assigned - start, minlength=stop - start)
-
-    @property
-    def one_to_one(self) -> np.ndarray:
-        """(G,) whether a group holds a single token on each side."""
-        return (self.groups[:, 1::2] - self.groups[:, ::2] == 1).all(axis=1)
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether every source token keeps its own position."""
-        return np.array_equal(self.groups[:, :2], self.groups[:, 2:])
-
 
 def token_ends(offsets: Sequence[Span] | np.ndarray, text: str) -> np.ndarray:
     """The character at which each token ends in ``text``, from a tokenizer's offset mapping.

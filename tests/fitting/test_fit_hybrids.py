@@ -88,8 +88,7 @@ def test_equals_least_squares(
             assert np.linalg.norm((ours - x @ expected) * scale) < 2e-4 * np.linalg.norm(y * scale)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("rule", PAIRS)
+@pytest.mark.parametrize(("rule", "options"), zip([*PAIRS] * 2, OPTIONS, strict=True), ids=str)
 def test_every_option(
     pairs: dict[str, tuple[LanguageModel, ...]], rule: str, options: dict[str, Any]
 ) -> None:

@@ -133,13 +133,6 @@ def check(source: Offsets, target: Offsets, text: str) -> TokenAlignment:
     assert at == len(text)
     assert (np.diff(found.assigned) >= 0).all()
     assert (found.group_of == np.repeat(range(len(groups)), [g[1] - g[0] for g in groups])).all()
-    counts = [found.assigned.tolist().count(t) for t in range(*found.target)]
-    assert found.entries.tolist() == counts
-    assert found.is_identity == (
-        found.source == found.target
-        and found.assigned.tolist() == list(range(*found.source))
-        and all(g[:2] == g[2:] for g in groups)
-    )
     return found
 
 
@@ -215,9 +208,8 @@ def test_a_character_in_pieces_is_one_group() -> None:
     found = check(bytes_of, [(0, 1), (1, 2), (2, 3)], text)
     assert found.groups.tolist() == [[0, 1, 0, 1], [1, 5, 1, 2], [5, 6, 2, 3]]
     assert found.assigned.tolist() == [0, 1, 1, 1, 1, 2]
-    assert found.one_to_one.tolist() == [True, False, True]
     back = aligned([(0, 1), (1, 2), (2, 3)], bytes_of, text)
-    assert back.assigned.tolist() == [0, 1, 5] and back.entries.tolist() == [1, 1, 0, 0, 0, 1]
+    assert back.assigned.tolist() == [0, 1, 5]
 
 
 def test_spans_leave_out_what_crosses_their_border() -> None:

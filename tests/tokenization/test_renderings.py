@@ -182,7 +182,8 @@ def test_every_target_token_has_one_origin(
         assert all(any(t in body for body in bodies) for t in translated(a, b))
     same = plan(source, chat(tokenizer("byte-level"), render(ours), talk))
     ((_, _, alignment),) = same
-    assert alignment is not None and alignment.is_identity
+    assert alignment is not None
+    assert (alignment.groups[:, :2] == alignment.groups[:, 2:]).all()
 
 
 def test_the_last_token_is_left_to_the_target() -> None:

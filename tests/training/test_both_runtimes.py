@@ -47,10 +47,14 @@ def both(models: Models, torch_models: TorchModels, names: tuple[str, str]) -> t
     return tuple(pair_of(*(found[n] for n in names)) for found in (models, torch_models))
 
 
+NAMES = [("dense", "wide"), ("dense", "moe"), ("moe", "dense")]
+
+
 @pytest.mark.parametrize(
-    "names", [("dense", "wide"), ("dense", "moe"), ("moe", "dense")], ids="-".join
+    ("names", "kind"),
+    [*((names, "linear") for names in NAMES[1:]), *zip(NAMES * 3, KINDS, strict=True)],
+    ids=str,
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_equal(
     models: Models, torch_models: TorchModels, names: tuple[str, str], kind: str
 ) -> None:
@@ -76,8 +80,7 @@ def test_long_prefixes_are_read_in_chunks(models: Models, monkeypatch: pytest.Mo
     assert distance(chunked, whole) < 1e-5
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("name", ["wide", "moe"])
+@pytest.mark.parametrize(("name", "bits"), [("wide", 4), ("moe", 8)])
 def test_a_quantised_model_learns_as_its_dequantised_weights(
     folders: dict[str, Path], name: str, bits: int
 ) -> None:

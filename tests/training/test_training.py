@@ -178,8 +178,9 @@ def test_damaged_models_are_refused(
     assert folder in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("norm", ["frobenius", "sink_8", "attention_mass"])
-@pytest.mark.parametrize("method", ["r2", "greedy"])
+@pytest.mark.parametrize(
+    ("method", "norm"), [("r2", "sink_8"), ("r2", "attention_mass"), ("greedy", "frobenius")]
+)
 def test_chosen_layers_equal_the_devices(
     models: dict[str, LanguageModel],
     torch_models: dict[str, TorchModel],

@@ -209,7 +209,7 @@ def test_closed_form_equals_the_devices(
         assert error < 1e-5, (name, error)
 
 
-@pytest.mark.parametrize("pair", [*PAIRS, *UNLIKE_PAIRS], ids="-".join)
+@pytest.mark.parametrize("pair", [*PAIRS[::2], *UNLIKE_PAIRS[::2]], ids="-".join)
 def test_kl_equals_the_devices(
     models: dict[str, LanguageModel], torch_models: dict[str, TorchModel], pair: tuple[str, str]
 ) -> None:

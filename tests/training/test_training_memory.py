@@ -155,16 +155,7 @@ def test_train_refuses_what_cannot_fit(
     """By the verb, in one line with a prefix that fits; with that one it trains."""
     line = ["train", "--source", str(folders["dense"]), "--target", str(folders["wide"])]
     line += ["--data", chats, "--out", str(tmp_path / "t"), "--steps", "1", "--batch-size", "1"]
-    line += [
-        "-c",
-        "fit_samples=8",
-        "-c",
-        "held_out=2",
-        "--device",
-        "mlx",
-        "--max-continuation",
-        "16",
-    ]
+    line += "-c fit_samples=8 -c held_out=2 --device mlx --max-continuation 16".split()
     monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 0)  # as in a process of its own
     monkeypatch.setenv("KVLINGO_MEMORY_LIMIT", f"{needed(models, 200):.6f}")
     assert run(line) == 2

@@ -4,28 +4,123 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.engine.responses import GenerationResponse
 
 pytest.importorskip("starlette")
 pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 
-import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx.embedded import zoo  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.serving.scheduler import Scheduler  # noqa: E402
 from kvlingo_mlx.serving.settings import Settings  # noqa: E402
-from tests.support import histories  # noqa: E402
 from tests.support.engines import Clients, asked  # noqa: E402
 from tests.support.served import PLAIN, ZOO, Server  # noqa: E402
 
+Message = dict[str, Any]
+Answers = Callable[[Sequence[tuple[str, list[Message]]]], list[str]]
+WORDS = "Anna Oscar Maria Iris Rome Oslo Dallas code friend home lives works".split()
+NEW = 12  # tokens an answer
+TIE = 1e-3  # nats between two first choices below which rounding may decide
+DROPPED = 2  # a client that takes back more messages than these goes on beside the old history
+
+
+@dataclass
+class Branch:
+    """A history, and the conversation that has the same one."""
+
+    talk: kv.Conversation
+    messages: list[Message] = field(default_factory=list)
+
+
+class Client:
+    """One client: several histories, of which one grows at a time."""
+
+    def __init__(self, models: Mapping[str, Any], number: int, seed: int) -> None:
+        self._models, self._number = models, number
+        self._rng = random.Random(1000 * seed + number)
+        self._branches = [self._fresh()]
+        self._now = self._branches[0]
+        self.ties = 0
+
+    def _fresh(self) -> Branch:
+        return Branch(kv.Conversation(self._models, enable_thinking=False))
+
+    def _question(self) -> Message:
+        """No other client asks it, so that no two of them share more than a header."""
+        words = self._rng.choices(WORDS, k=self._rng.randint(3, 12))
+        return {"role": "user", "content": f"Client {self._number}: {' '.join(words)}?"}
+
+    def act(self) -> tuple[str, list[Message]]:
+        """The next request: a model's name, and all messages."""
+        what, now = self._rng.random(), self._now
+        if what < 0.1 and len(self._branches) > 1:
+            self._now = now = self._rng.choice(self._branches)
+            now.messages = [*now.messages, self._question()]
+        elif what < 0.2 and now.messages:  # the last answer again, by whichever model
+            now.messages = now.messages[:-1]
+        elif what < 0.35 and len(now.messages) > 2:  # an edited question
+            now.messages = [*now.messages[:-2], self._question()]
+        elif what < 0.5 and len(now.messages) > 4:  # a branch; the old history may go on later
+            start = 2 * self._rng.randrange(1, (len(now.messages) - DROPPED) // 2)
+            self._now = Branch(now.talk.branch(), [*now.messages[:start], self._question()])
+            self._branches.append(self._now)
+        elif what < 0.55:
+            self._now = self._fresh()
+            self._now.messages = [self._question()]
+            self._branches.append(self._now)
+        else:
+            now.messages = [*now.messages, self._question()]
+        return self._rng.choice(list(self._models)), list(self._now.messages)
+
+    def check(self, name: str, answer: str) -> None:
+        """Raise unless the conversation says the same, or two first choices were tied.
+
+        After a tie the histories differ, so the client begins anew.
+        """
+        messages = self._now.messages
+        responses = list(self._now.talk.stream_reply(name, messages=messages, max_tokens=NEW))
+        expected = "".join(response.text for response in responses)
+        if answer.strip() == expected.strip():
+            self._now.messages = [*messages, {"role": "assistant", "content": answer}]
+            return
+        assert closest(responses) < TIE, f"{name} said {answer!r}, not {expected!r}: {messages}"
+        self.ties += 1
+        self._branches = [self._fresh()]
+        self._now = self._branches[0]
+
+
+def closest(responses: Sequence[GenerationResponse]) -> float:
+    """The least distance in nats between two first choices of an answer."""
+    found: list[float] = []
+    for response in responses:
+        likeliest: Any = sorted(response.logprobs.tolist())[-2:]
+        found.append(likeliest[1] - likeliest[0])
+    return min(found)
+
+
+def compare(answers: Answers, models: Mapping[str, Any], seed: int, rounds: int) -> int:
+    """Let clients ask at once, so many rounds; return how many answers were ties."""
+    clients = [Client(models, number, seed) for number in range(4)]
+    for _ in range(rounds):
+        asks = [client.act() for client in clients]
+        for client, ask, answer in zip(clients, asks, answers(asks), strict=True):
+            client.check(ask[0], answer)
+    return sum(client.ties for client in clients)
+
+
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "1"))  # more of them by hand
 NAMES = {"large": "tiny-qwen3-l", "moe": "tiny-qwen3-moe", "small": "tiny-qwen3-s"}
-Asks = Sequence[tuple[str, list[histories.Message]]]
+Asks = Sequence[tuple[str, list[Message]]]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +138,7 @@ def test_the_engine_answers_as_a_conversation(
     def answers(asks: Asks) -> list[str]:
         return [told.text for told in clients.together([asked(*ask) for ask in asks])]
 
-    assert histories.compare(answers, models, seed, rounds=5) <= 1
+    assert compare(answers, models, seed, rounds=5) <= 1
 
 
 def test_a_forgotten_message_is_noticed(models: dict[str, LanguageModel], tmp_path: Path) -> None:
@@ -54,7 +149,7 @@ def test_a_forgotten_message_is_noticed(models: dict[str, LanguageModel], tmp_pa
         return [told.text for told in clients.together([asked(n, m[-1:]) for n, m in asks])]
 
     with pytest.raises(AssertionError, match="said .*, not "):
-        histories.compare(answers, models, 0, rounds=5)
+        compare(answers, models, 0, rounds=5)
 
 
 def test_the_server_answers_as_a_conversation(
@@ -67,18 +162,18 @@ def test_the_server_answers_as_a_conversation(
             jobs = [pool.submit(answer, zoo_server, rng.randrange(3), *ask) for ask in asks]
             return [job.result() for job in jobs]
 
-        assert histories.compare(answers, two, 100, rounds=2 * EXAMPLES) <= 1
+        assert compare(answers, two, 100, rounds=2 * EXAMPLES) <= 1
 
 
-def answer(server: Server, way: int, model: str, messages: list[histories.Message]) -> str:
+def answer(server: Server, way: int, model: str, messages: list[Message]) -> str:
     """One request: by one API or the other, streaming or not."""
     if way == 0:
         client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
         message = client.messages.create(
-            model=model, messages=messages, max_tokens=histories.NEW, extra_body=PLAIN
+            model=model, messages=messages, max_tokens=NEW, extra_body=PLAIN
         )
         return "".join(part.text for part in message.content)
-    body = {"model": model, "messages": messages, "max_tokens": histories.NEW, "extra_body": PLAIN}
+    body = {"model": model, "messages": messages, "max_tokens": NEW, "extra_body": PLAIN}
     create = server.openai.chat.completions.create
     if way == 1:
         return create(**body).choices[0].message.content or ""

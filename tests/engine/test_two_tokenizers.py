@@ -28,6 +28,7 @@ from mlx_lm.models.cache import (
 )
 
 import kvlingo_mlx as kv
+from kvlingo_mlx import caches
 from kvlingo_mlx.caches.entries import PositionedKVCache
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.engine.conversation import Conversation
@@ -505,17 +506,17 @@ def test_a_switch_that_is_interrupted_changes_nothing(
     for each in (talk, calm):
         say(each, "qwen", ASKED[0], SAID[0])
     messages, tokens = talk.messages, list(talk.transcript.tokens)
-    calls: list[int] = []
-    evaluate = mx.eval
+    real, calls = caches.put, list[int]()
 
-    def broken(*arrays: Any) -> None:
-        evaluate(*arrays)
+    def put(cache: Any, *rest: Any) -> None:
+        real(cache, *rest)
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == 3:
+            cache[0].entries += 1
             raise error
 
     with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(mx, "eval", broken)
+        patch.setattr(caches, "put", put)
         talk.reply("mistral", ASKED[1], max_tokens=3)
     assert (talk.messages, talk.transcript.tokens) == (messages, tokens)
     found, expected = (say(each, "mistral", ASKED[1], SAID[1]) for each in (talk, calm))

@@ -33,8 +33,7 @@ CASES = (
 )
 # Tokens a chunk, tokens a block that products are made in, whether they are cut as on a GPU.
 SETTINGS = ((7, BLOCK, False), (2048, BLOCK, True), (2048, 16, False), (50, 16, True))
-WINDOW = 8
-NEXT = ([5], [7, 11, 13], *([token] for token in range(20, 30)))  # more than the window
+NEXT = ([5], [7, 11, 13], *([token] for token in range(20, 30)))  # more than any window
 load = functools.cache(kv.load)
 
 
@@ -44,21 +43,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("windows")
 
 
-def write_model(root: Path, name: str, window: int = WINDOW) -> Path:
-    """One of ``tiny.MODELS`` with another window."""
-    folder = root / f"{name}-{window}"
+def windowless(root: Path, name: str) -> LanguageModel:
+    """One of ``tiny.MODELS`` whose layers see all."""
+    folder = root / f"{name}-whole"
     model_type, options = tiny.MODELS[name]
     if not folder.exists():
-        tiny.write_tiny_model(folder, model_type, **{**options, "sliding_window": window})
-    return folder
-
-
-def write_translator(root: Path, case: Case) -> Path:
-    """A random one between the models of a case."""
-    folder = root / "translators" / case.name
-    ends = (write_model(root, name) for name in (case.source, case.target))
-    options = {"nu": case.nu, "head_mixing": case.head_mixing, **dict(case.options)}
-    return tiny.write_random_translator(folder, *ends, **options)
+        tiny.write_tiny_model(folder, model_type, **{**options, "sliding_window": tiny.CONTEXT})
+    return load(folder)
 
 
 def every_token(
@@ -94,15 +85,14 @@ def logits(model: LanguageModel, cache: list[Any]) -> np.ndarray:
 
 def assert_nothing_is_lost(root: Path, case: Case, step: int, translator: Translator) -> None:
     """At eight times the window and a little more, so that it begins within a chunk."""
-    source, target, whole = (
-        load(write_model(root, *model))
-        for model in ((case.source,), (case.target,), (case.target, tiny.CONTEXT))
-    )
-    tokens = tiny.random_tokens(8 * WINDOW + 4)
+    source, target = map(load, tiny.write_case(root, case)[:2])
+    whole, layers = windowless(root, case.target), target.geometry.layers
+    window = next(layer.window for layer in layers if layer.window)
+    tokens = tiny.random_tokens(8 * window + 4)
     expected = every_token(source, target, whole, translator, tokens[:-1], step)
     found = kv.hand_over(source, target, tokens, translator=translator, prefill_step_size=step)
-    for mine, theirs, layer in zip(found, expected, target.geometry.layers, strict=True):
-        assert layer.window is None or mine.keys.shape[2] == WINDOW  # no more is kept
+    for mine, theirs, layer in zip(found, expected, layers, strict=True):
+        assert layer.window is None or mine.keys.shape[2] == window  # no more is kept
         pairs = zip(window_of(mine, layer), window_of(theirs, layer), strict=True)
         assert all(np.array_equal(a, b) for a, b in pairs)
     assert np.array_equal(logits(target, found), logits(target, expected))
@@ -115,7 +105,7 @@ def test_decoding_reads_what_every_token_would_give(
 ) -> None:
     """Rings and logits, while they turn."""
     monkeypatch.setattr(products, "BLOCK", block)
-    folder = write_translator(root, case)
+    folder = tiny.write_case(root, case)[2]
     translator = translators.build(*translator_folder.read(folder), batched=batched)
     assert_nothing_is_lost(root, case, step, translator)
 
@@ -126,15 +116,15 @@ def test_so_it_is_with_hidden_units_and_packed_weights(
 ) -> None:
     """Products of products, and of matrices of which some are packed."""
     monkeypatch.setattr(products, "BLOCK", 16)
-    folder = tiny.write_mlp_translator(tmp_path / "mlp", write_translator(root, CASES[0]))
+    folder = tiny.write_mlp_translator(tmp_path / "mlp", tiny.write_case(root, CASES[0])[2])
     translator = translators.build(*translator_folder.read(folder), quantize=bits)
     assert_nothing_is_lost(root, CASES[0], 2048, translator)
 
 
 def test_what_a_ring_holds_counts(root: Path) -> None:
     """Negative control: one token of the rings changes what is decoded next."""
-    folder = write_translator(root, CASES[0])
-    source, target = (load(write_model(root, n)) for n in (CASES[0].source, CASES[0].target))
+    *ends, folder = tiny.write_case(root, CASES[0])
+    source, target = map(load, ends)
     tokens = tiny.random_tokens(65)
     found, spoiled = (kv.hand_over(source, target, tokens, translator=folder) for _ in range(2))
     for cache, layer in zip(spoiled, target.geometry.layers, strict=True):

@@ -1,6 +1,6 @@
 """HTTP from the machine that answers: requests that are sent again when a connection is cut.
 
-A chunk goes on at the byte at which it was cut (``Range``, RFC 9110), and is compared with its
+An answer goes on at the byte at which it was cut (``Range``, RFC 9110), and is compared with its
 digest (``Repr-Digest``, RFC 9530).
 """
 
@@ -12,8 +12,8 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 try:  # huggingface-hub brings one of them along: from its version 2 on httpx2
     import httpx
@@ -25,12 +25,12 @@ from kvlingo_mlx.remote.address import Address
 from kvlingo_mlx.remote.order import Order
 from kvlingo_mlx.version import __version__
 
-T = TypeVar("T")
 PATH = "/v1/prefill"
 API_KEY = "KVLINGO_API_KEY"
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts
 READ_S = 2.0  # after which a silent connection is given up for another one
-MOST_TOLD = 2**26  # bytes of an answer that is JSON
+MOST_JSON = 2**26  # bytes of an answer that is JSON
+MOST_REFUSED = 2**16  # bytes that are read of a refusal
 DAMAGED = 3  # so many times an answer may be wrong
 END_S = 2.0  # how long a server is given to hear that a job is over
 
@@ -69,32 +69,21 @@ class Client:
 
     def __init__(self, address: Address, key: str | None = None, patience: float = 10.0) -> None:
         self.address, self.key, self.patience = address, key, patience
-        self.received = 0  # bytes of chunks that have come, also those that came in vain
+        self.received = 0  # bytes of answers that have come, also those that came in vain
         self.stopped = threading.Event()  # ends what is asked at present with an error
         self._open: httpx.Client | None = None
         self._met = False
-        self._heard = 0.0
 
     def facts(self) -> Any:
         """What the server says of its model."""
-        try:
-            return self._again(lambda: self._json("GET"))
-        except GoneError:
-            raise self.odd("has no model to offer") from None
+        return self._json("GET", "has no model to offer")
 
     def begin(self, order: Order) -> str:
         """Ask for a job; the same order leads to the same one. Returns its name."""
-
-        def attempt() -> str:
-            found = self._json("POST", order.to_json())
-            if not isinstance(found, dict) or found.get("id") != order.id:
-                raise _DamagedError("names another job than the one that was asked for")
-            return order.id
-
-        try:
-            return self._again(attempt)
-        except GoneError:
-            raise self.odd("takes no orders") from None
+        found = self._json("POST", "takes no orders", order.to_json())
+        if not isinstance(found, dict) or found.get("id") != order.id:
+            raise self.odd("names another job than the one that was asked for")
+        return order.id
 
     def chunk(self, job: str, number: int, most: int) -> bytes:
         """A chunk of at most so many bytes, whose digest was compared.
@@ -102,8 +91,7 @@ class Client:
         Raises:
             GoneError: The server does not have it, and must be asked anew.
         """
-        part = _Part(most)
-        return self._again(lambda: self._more(f"{PATH}/{job}/{number}", part))
+        return self._fetch("GET", f"{PATH}/{job}/{number}", most)
 
     def end(self, job: str) -> None:
         """Tell the server that a job is not needed any more, if it can be told."""
@@ -127,36 +115,61 @@ class Client:
 
     # ---- one request -----------------------------------------------------------------------------
 
-    def _again(self, attempt: Callable[[], T | None]) -> T:
-        """What an attempt returns in the end; None asks for another one at once.
+    def _json(self, method: str, gone: str, body: Any = None) -> Any:
+        given = {} if body is None else {"json": body}
+        try:
+            return json.loads(self._fetch(method, PATH, MOST_JSON, **given))
+        except GoneError:
+            raise self.odd(gone) from None
+        except ValueError:
+            raise self.odd("does not answer in JSON") from None
 
-        An attempt sets ``_heard`` when something of use has come.
+    def _fetch(self, method: str, path: str, most: int, **given: Any) -> bytes:
+        """An answer of at most so many bytes, on as many connections as it takes.
 
         Raises:
             RemoteModelError: Nothing came for too long, or what came was wrong too often.
         """
-        self._heard = before = time.monotonic()
+        part = _Download(most, time.monotonic())
         pause, damaged = FIRST_PAUSE, 0
         while True:
+            before = part.heard
             try:
-                found = attempt()
-                if found is not None:
-                    return found
-                continue
+                while not part.whole:
+                    self._go_on(method, path, part, **given)
+                return part.checked()
             except _DamagedError as error:
+                part.blob.clear()
                 damaged += 1
                 if damaged == DAMAGED:
                     raise self.odd(f"{error}, {DAMAGED} times") from None
             except CUT as error:
                 never = isinstance(error, httpx.ConnectError) and not self._met
-                silent = time.monotonic() - self._heard
+                silent = time.monotonic() - part.heard
                 if self.stopped.is_set() or silent > self.patience or never:
                     self.close()
                     raise RemoteModelError(self._unreached(error)) from None
             self.close()
-            pause = FIRST_PAUSE if self._heard > before else min(2 * pause, LONGEST_PAUSE)
-            before = self._heard
+            pause = FIRST_PAUSE if part.heard > before else min(2 * pause, LONGEST_PAUSE)
             self.stopped.wait(pause)
+
+    def _go_on(self, method: str, path: str, part: _Download, **given: Any) -> None:
+        """Ask for what an answer lacks; nothing comes of it if it is still being read."""
+        wait = min(READ_S, self.patience) / 2
+        headers = {"Prefer": f"wait={wait:g}"}  # RFC 7240
+        if part.blob:
+            headers |= {"Range": f"bytes={len(part.blob)}-", "If-Range": part.tag}
+        with self._send(method, path, headers=headers, **given) as answer:
+            if answer.status_code == 202:
+                part.heard = time.monotonic()
+                return
+            part.begin(answer)
+            for piece in answer.iter_raw():
+                if self.stopped.is_set():
+                    raise ConnectionAbortedError("stopped")
+                part.blob += piece
+                part.heard = time.monotonic()
+                self.received += len(piece)
 
     def _unreached(self, error: Exception) -> str:
         text = printable(str(error) or type(error).__name__)
@@ -192,90 +205,60 @@ class Client:
             if answer.status_code < 400:
                 yield answer
                 return
-            text, param = _told(_whole(answer))
+            text, param = _refusal(next(answer.iter_bytes(MOST_REFUSED), b""))
         if answer.status_code in (404, 410):
             raise GoneError(text)
         if answer.status_code in (429, 503):
             raise _BusyError(text)
         raise RefusedError(printable(f"{self.address} refuses: {text:.400}"), param)
 
-    def _json(self, method: str, body: Any = None) -> Any:
-        given = {} if body is None else {"json": body}
-        with self._send(method, PATH, **given) as answer:
-            text = _whole(answer)
-        if hashlib.sha256(text).digest() != _digest(answer):
-            raise _DamagedError("sends an answer without its sha256, or another one")
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise self.odd("does not answer in JSON") from None
 
-    def _more(self, path: str, part: _Part) -> bytes | None:
-        """Go on with a chunk at its byte; None if it is still being read."""
-        wait = min(READ_S, self.patience) / 2
-        headers = {"Prefer": f"wait={wait:g}"}  # RFC 7240
-        if part.blob:
-            headers |= {"Range": f"bytes={len(part.blob)}-", "If-Range": part.tag}
-        with self._send("GET", path, headers=headers) as answer:
-            if answer.status_code == 202:
-                _whole(answer)
-                self._heard = time.monotonic()
-                return None
-            if not part.begins(answer):
-                part.blob.clear()
-                raise _DamagedError("sends a chunk of another size, or another part of it")
-            for piece in answer.iter_raw():
-                if self.stopped.is_set():
-                    raise ConnectionAbortedError("stopped")
-                part.blob += piece
-                self.received += len(piece)
-                self._heard = time.monotonic()
-        blob = bytes(part.blob)
-        if hashlib.sha256(blob).digest() != part.digest:
-            part.blob.clear()
-            raise _DamagedError("sends a chunk that is damaged (its sha256 is another one)")
-        return blob
+class _Download:
+    """An answer that arrives: what has come, and what its first head said of it."""
 
-
-class _Part:
-    """A chunk that arrives: what has come, and what its first answer's head told of it."""
-
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, heard: float) -> None:
         self.blob = bytearray()
-        self.most, self.size, self.tag, self.digest = most, 0, "", b""
+        self.most, self.size, self.tag, self.digest = most, -1, "", b""
+        self.heard = heard  # when something of use has come
 
-    def begins(self, answer: httpx.Response) -> bool:
-        """Take what an answer's head says; whether it can be the chunk, or its rest."""
+    @property
+    def whole(self) -> bool:
+        """Whether all of it has come."""
+        return len(self.blob) == self.size
+
+    def begin(self, answer: httpx.Response) -> None:
+        """Take what an answer's head says, which must be of the whole or of the rest."""
         length = int(answer.headers.get("content-length", -1))
         if answer.status_code == 206:
             rest = f"bytes {len(self.blob)}-{self.size - 1}/{self.size}"
-            return bool(self.blob) and answer.headers.get("content-range") == rest
-        self.blob.clear()
-        self.size, self.tag = length, answer.headers.get("etag", "")
-        self.digest = _digest(answer)
-        return answer.status_code == 200 and 0 <= length <= self.most
+            good = bool(self.blob) and answer.headers.get("content-range") == rest
+        else:
+            self.blob.clear()
+            self.size, self.tag = length, answer.headers.get("etag", "")
+            self.digest = _digest(answer.headers.get("repr-digest", ""))
+            good = answer.status_code == 200 and 0 <= length <= self.most
+        if not good:
+            self.size = -1
+            raise _DamagedError("sends an answer of another size, or another part of it")
+
+    def checked(self) -> bytes:
+        """All of it, if it is what was sent."""
+        blob = bytes(self.blob)
+        if hashlib.sha256(blob).digest() != self.digest:
+            self.size = -1
+            raise _DamagedError("sends an answer that is damaged (its sha256 is another one)")
+        return blob
 
 
-def _whole(answer: httpx.Response) -> bytes:
-    """An answer's bytes, as far as they are of a size that an answer can have."""
-    text = bytearray()
-    for piece in answer.iter_raw():
-        text += piece
-        if len(text) > MOST_TOLD:
-            raise _DamagedError("sends an answer of more than 64 MB")
-    return bytes(text)
-
-
-def _digest(answer: httpx.Response) -> bytes:
-    """The sha256 that an answer's head tells; empty if it tells none."""
-    told = answer.headers.get("repr-digest", "")
+def _digest(text: str) -> bytes:
+    """The sha256 that a head says; empty if it says none."""
     try:
-        return base64.b64decode(told.removeprefix("sha-256=:").removesuffix(":"))
+        return base64.b64decode(text.removeprefix("sha-256=:").removesuffix(":"))
     except ValueError:
         return b""
 
 
-def _told(body: bytes) -> tuple[str, str | None]:
+def _refusal(body: bytes) -> tuple[str, str | None]:
     """The message and the field of a refusal in the form of OpenAI's API."""
     try:
         error = json.loads(body)["error"]

@@ -30,8 +30,6 @@ from kvlingo_mlx.version import __version__
 FEWEST = "fewest"
 SENT = (FEWEST, STATES, TRANSLATED)
 PATIENCE_S = 10.0
-# The facts that a server tells as they are.
-PLAIN = "name revision model_type tokenizer norms context_length ignored_window bits precision"
 ELSEWHERE = ("model", "tokenizer")
 
 

@@ -6,6 +6,7 @@ array. Whatever it cannot repair, it hands on as an error.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import secrets
 import threading
@@ -108,27 +109,20 @@ def spans(model: RemoteModel, wanted: Wanted, received: Received) -> Spans:
         RemoteModelError: The other machine cannot be reached any more, refuses, or sends what is
             wrong. Nothing of a chunk that is wrong is ever handed on.
     """
-    received.sent = wanted.cheapest(model) if model.sent == FEWEST else model.sent
-    order = wanted.order(model, received.sent)
-    received.sent = STATES if order.translator is None else received.sent
-    transfer = Transfer(model.client, order, _layers(model, wanted, order))
-    try:
-        yield from transfer.arrived(model, received)
-    except RefusedError as error:
-        if error.param != "translator" or model.sent != FEWEST:
-            raise
-        received.sent, received.lacking = STATES, True
-        order = wanted.order(model, STATES)
-        transfer.close()
-        transfer = Transfer(model.client, order, _layers(model, wanted, order))
-        yield from transfer.arrived(model, received)
-    finally:
-        transfer.close()
-
-
-def _layers(model: RemoteModel, wanted: Wanted, order: Order) -> Sequence[LayerGeometry]:
-    translated = order.translator is not None
-    return wanted.translator.config.target.layers if translated else model.geometry.layers
+    sent = wanted.cheapest(model) if model.sent == FEWEST else model.sent
+    while True:
+        order = wanted.order(model, sent)
+        own = order.translator is None
+        received.sent = STATES if own else TRANSLATED
+        layers = model.geometry.layers if own else wanted.translator.config.target.layers
+        try:
+            with contextlib.closing(Transfer(model.client, order, layers)) as transfer:
+                yield from transfer.arrived(received)
+            return
+        except RefusedError as error:
+            if error.param != "translator" or model.sent != FEWEST or own:
+                raise
+            sent, received.lacking = STATES, True
 
 
 class Transfer:
@@ -141,7 +135,7 @@ class Transfer:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def arrived(self, model: RemoteModel, received: Received) -> Spans:
+    def arrived(self, received: Received) -> Spans:
         """The chunks, each as soon as it is there."""
         for _ in self._order.spans:
             found = self._arrived.get()
@@ -162,24 +156,22 @@ class Transfer:
     # ---- in the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        job, order = "", self._order
+        order, lost = self._order, 0  # the order that is being carried out now
         try:
-            position, anew = order.start, 0
-            spans, number = order.spans, 0
-            while number < len(spans):
+            while True:
+                position = order.start
                 try:
-                    job = job or self._client.begin(order)
-                    arrays, dtype = self._chunk(job, order, number)
-                except GoneError as error:  # the server was started again, or was idle for too long
-                    anew += 1
-                    if anew > DAMAGED:
-                        raise self._client.odd(f"loses what it reads ({error})") from None
-                    order, job = self._order.rest(position), ""
-                    spans, number = order.spans, 0
-                    continue
-                if not self._put((spans[number], arrays, dtype)):
+                    job = self._client.begin(order)
+                    for number, span in enumerate(order.spans):
+                        if not self._put((span, *self._chunk(job, order, number))):
+                            return
+                        position, lost = span.stop, 0
                     return
-                position, anew, number = spans[number].stop, 0, number + 1
+                except GoneError as error:  # the server was started again, or was idle for too long
+                    lost += 1
+                    if lost > DAMAGED:
+                        raise self._client.odd(f"loses what it reads ({error})") from None
+                    order = self._order.rest(position)
         except Exception as error:  # raised where the chunks are waited for
             self._put(error)
         finally:
@@ -200,11 +192,9 @@ class Transfer:
     def _put(self, found: Arrived | Exception) -> bool:
         """Hand something on; whether anybody still waits for it."""
         while not self._client.stopped.is_set():
-            try:
+            with contextlib.suppress(queue.Full):
                 self._arrived.put(found, timeout=0.1)
                 return True
-            except queue.Full:
-                continue
         return False
 
     # ---- in the thread that translates -----------------------------------------------------------

@@ -38,43 +38,17 @@ Steps = Generator[bool, None, None]  # work; True where the next step must follo
 PROGRESS_S = 1.0  # how often a waiting client is told how far its prompt has been read
 
 
-class Seat:
-    """A request's place in a batch, which it takes when its prompt has been read.
-
-    Attributes:
-        row: Its row in the batch; None before it joins and after it leaves.
-    """
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-        self.row: Row | None = None
-
-    @property
-    def full(self) -> bool:
-        """Whether nobody can join now."""
-        return self._batch.full
-
-    def join(self, cache: Sequence[Any], tokens: Sequence[int], choice: Choice, most: int) -> Row:
-        """Join the batch, as in :meth:`Batch.join`."""
-        self.row = self._batch.join(cache, tokens, choice, most)
-        return self.row
-
-    def leave(self, row: Row) -> tuple[list[Any], list[KVStates]] | None:
-        """Leave the batch, as in :meth:`Batch.leave`."""
-        self.row = None
-        return self._batch.leave(row)
-
-
 @dataclass(eq=False)
 class ActiveRequest:
-    """A request that is being worked on."""
+    """A request that is being worked on, with its place in a batch once its prompt is read."""
 
     ask: GenerationRequest
     tell: Tell  # sends an event to the client
     name: str  # of the model that answers
     arrived: float = field(default_factory=time.perf_counter)
     steps: Steps | None = None  # the work
-    seat: Seat | None = None  # its place among the answers of its model
+    batch: Batch | None = None  # the answers of its model
+    row: Row | None = None  # the answer's place among them; None before it joins and after
     usage: Usage = field(default_factory=Usage)  # what is known so far
     content: str = ""  # the answer's text for the user so far
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -90,9 +64,22 @@ class ActiveRequest:
     _quiet: float = field(default_factory=time.perf_counter)
 
     @property
-    def row(self) -> Row | None:
-        """The answer's row in a batch while it is being decoded."""
-        return None if self.seat is None else self.seat.row
+    def full(self) -> bool:
+        """Whether it cannot join its batch now."""
+        assert self.batch is not None
+        return self.batch.full
+
+    def join(self, cache: Sequence[Any], tokens: Sequence[int], choice: Choice, most: int) -> Row:
+        """Join the batch, as in :meth:`Batch.join`."""
+        assert self.batch is not None
+        self.row = self.batch.join(cache, tokens, choice, most)
+        return self.row
+
+    def leave(self, row: Row) -> tuple[list[Any], list[KVStates]] | None:
+        """Leave the batch, as in :meth:`Batch.leave`."""
+        assert self.batch is not None
+        self.row = None
+        return self.batch.leave(row)
 
     @property
     def ready(self) -> bool:

@@ -5,7 +5,6 @@ An API's own form of requests and answers is in :mod:`.wire`; nothing here knows
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import datetime
 import functools
@@ -16,16 +15,15 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive
+from starlette.types import ASGIApp
 
 from kvlingo_mlx.errors import printable
-from kvlingo_mlx.serving.engine_thread import ClientGone, EngineThread, EventStream
+from kvlingo_mlx.serving.engine_thread import EngineThread
 from kvlingo_mlx.serving.guard import Gate, Refused, error_handlers, read_json
 from kvlingo_mlx.serving.messages import (
-    Event,
     Failure,
     GenerationRequest,
     ModelInfo,
@@ -37,7 +35,6 @@ from kvlingo_mlx.serving.replies import (
     STRATEGY,
     Reply,
     retry_headers,
-    tell_when_left,
 )
 from kvlingo_mlx.serving.settings import AUTO, Settings
 from kvlingo_mlx.serving.wire import BadRequest, openai_error
@@ -141,23 +138,6 @@ class _Endpoints:
             raise Refused(Failure("busy", message), {"retry-after": RETRY_S})
         return ask
 
-    async def _last(self, answering: EventStream, receive: Receive | None = None) -> Event:
-        """The event that ends a request; cancelled when the client leaves, if that is watched."""
-        leaving = (
-            None if receive is None else asyncio.create_task(tell_when_left(receive, answering))
-        )
-        try:
-            event = await answering.last()
-        finally:
-            answering.close()
-            if leaving is not None:
-                leaving.cancel()
-        if isinstance(event, ClientGone):
-            raise ClientDisconnect
-        if isinstance(event, Failure):
-            raise Refused(event, retry_headers(event))
-        return event
-
     # ---- models --------------------------------------------------------------------------------
 
     def _names(self) -> tuple[str, ...]:
@@ -191,7 +171,9 @@ class _Endpoints:
         request.scope["kvlingo"].model = name
         if why := self.engine.unready():
             raise Refused(why, retry_headers(why))
-        await self._last(self.engine.load(name) if verb == "load" else self.engine.unload(name))
+        event = await self.engine.request(verb, name).last()
+        if isinstance(event, Failure):
+            raise Refused(event, retry_headers(event))
         info = self._infos().get(name)  # a status may still be on its way
         info = info and dataclasses.replace(info, loaded=verb == "load")
         return JSONResponse(_model(name, info))

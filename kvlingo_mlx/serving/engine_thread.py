@@ -28,7 +28,6 @@ from kvlingo_mlx.serving.messages import (
     LAST,
     Event,
     Failure,
-    GenerationRequest,
     Progress,
     Status,
     TokenCount,
@@ -145,19 +144,14 @@ class EngineThread:
         """Requests that are not over."""
         return len(self._answering)
 
-    def ask(self, ask: GenerationRequest) -> EventStream:
-        """Ask the engine; what it answers is in the events of what is returned."""
-        return self._request("ask", ask)
+    def request(self, verb: str, value: Any) -> EventStream:
+        """Have something done; the events of what is returned say what comes of it.
 
-    def load(self, name: str) -> EventStream:
-        """Load a model's weights; it ends with :class:`TokenCount` or :class:`Failure`."""
-        return self._request("load", name)
-
-    def unload(self, name: str) -> EventStream:
-        """Give a model's memory back, as :meth:`load`."""
-        return self._request("unload", name)
-
-    def _request(self, verb: str, value: Any) -> EventStream:
+        Args:
+            verb: "ask" for an answer; "load" a model's weights or "unload" them, which ends with
+                :class:`TokenCount` or :class:`Failure`.
+            value: A :class:`GenerationRequest`, or a model's name.
+        """
         number = next(self._numbers)
         answering = EventStream(lambda: self._forget(number))
         if why := self.unready():

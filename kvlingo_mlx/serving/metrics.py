@@ -31,15 +31,27 @@ disable_created_metrics()  # a series for each one, which says since when it is 
 PER_TOKEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.5, 1)
 
 
+COUNTERS = {  # by the name after kvlingo_: what is counted, and the labels
+    "requests": ("Requests by the status that ended them; 499: the client left.",
+                 ("endpoint", "model", "status")),
+    "switches": ("Answers for which another model's line was taken over, or read anew.",
+                 ("model", "strategy")),
+    "fallbacks": ("Answers for which tokens were read that could not be translated.", ("model",)),
+    "doubts": ("Answers whose translation the guard found in doubt.", ("model",)),
+    "prompt_tokens": ("Prompt tokens by where they came from.", ("model", "source")),
+    "completion_tokens": ("Tokens of answers.", ("model",)),
+}  # fmt: skip
+
+
 class Metrics:
     """The numbers of one server, in a registry of its own."""
 
     def __init__(self, engine: EngineThread) -> None:
         self._registry = own = CollectorRegistry()
-        self.requests = Counter(
-            "kvlingo_requests", "Requests by the status that ended them; 499: the client left.",
-            ("endpoint", "model", "status"), registry=own,
-        )  # fmt: skip
+        self.counters = {
+            name: Counter(f"kvlingo_{name}", told, labels, registry=own)
+            for name, (told, labels) in COUNTERS.items()
+        }
         self._to_first = Histogram(
             "kvlingo_time_to_first_token_seconds", "From a request's receipt to its first token.",
             ("model", "strategy"), buckets=TO_FIRST, registry=own,
@@ -48,26 +60,11 @@ class Metrics:
             "kvlingo_time_per_token_seconds", "Mean time of an answer's later tokens.",
             ("model",), buckets=PER_TOKEN, registry=own,
         )  # fmt: skip
-        self._switches = Counter(
-            "kvlingo_switches", "Answers for which another model's line was taken over, or read "
-            "anew.", ("model", "strategy"), registry=own,
-        )  # fmt: skip
-        self._fallbacks = Counter(
-            "kvlingo_fallbacks", "Answers for which tokens were read that could not be translated.",
-            ("model",), registry=own,
-        )  # fmt: skip
-        self._doubts = Counter(
-            "kvlingo_doubts", "Answers whose translation the guard found in doubt.",
-            ("model",), registry=own,
-        )  # fmt: skip
-        self._prompt = Counter(
-            "kvlingo_prompt_tokens", "Prompt tokens by where they came from.",
-            ("model", "source"), registry=own,
-        )  # fmt: skip
-        self._written = Counter(
-            "kvlingo_completion_tokens", "Tokens of answers.", ("model",), registry=own
-        )
         own.register(_Held(engine))
+
+    def count(self, name: str, *labels: str, by: int = 1) -> None:
+        """Add to a counter."""
+        self.counters[name].labels(*labels).inc(by)
 
     def text(self) -> bytes:
         """All numbers in Prometheus' text form."""
@@ -77,17 +74,17 @@ class Metrics:
         """Count an answer's first token, so many seconds after its request came."""
         self._to_first.labels(model, usage.strategy).observe(seconds)
         if usage.strategy in SWITCHES:
-            self._switches.labels(model, usage.strategy).inc()
+            self.count("switches", model, usage.strategy)
         if usage.fallback is not None:
-            self._fallbacks.labels(model).inc()
+            self.count("fallbacks", model)
         if usage.doubt is not None:
-            self._doubts.labels(model).inc()
+            self.count("doubts", model)
         for source in ("cached", "translated", "read"):
-            self._prompt.labels(model, source).inc(getattr(usage, f"{source}_tokens"))
+            self.count("prompt_tokens", model, source, by=getattr(usage, f"{source}_tokens"))
 
     def ended(self, model: str, usage: Usage, seconds: float) -> None:
         """Count a whole answer, so many seconds after its first token."""
-        self._written.labels(model).inc(usage.completion_tokens)
+        self.count("completion_tokens", model, by=usage.completion_tokens)
         if usage.completion_tokens > 1:
             self._per_token.labels(model).observe(seconds / (usage.completion_tokens - 1))
 
@@ -125,34 +122,28 @@ class _Held(Collector):
     def collect(self) -> Iterator[Metric]:
         """The families, each with its samples."""
         engine, status = self._engine, self._engine.status or Status()
-        restarts = CounterMetricFamily("kvlingo_worker_restarts", "Starts after a crash.")
-        restarts.add_metric((), engine.restarts)
-        told = "Read in the place of translated ones."
-        healed = CounterMetricFamily("kvlingo_healed_tokens", told)
-        healed.add_metric((), status.healed)
-        yield from (restarts, healed)
-        ready = engine.status is not None
-        yield _gauge("worker_ready", "Whether the models can answer.", {"": ready})
-        yield _gauge("waiting", "Requests without a token yet.", {"": engine.waiting})
-        yield _gauge("running", "Answers that are being written.", {"": status.running})
-        yield _gauge("queued", "Requests that wait in the engine.", {"": status.queued})
         weights = sum(model.weights_bytes for model in status.models if model.loaded)
         held = {"weights": weights, "lines": status.lines_bytes}
         held |= {"translators": status.translators_bytes, "budget": status.budget_bytes}
-        told = "Bytes of memory; budget is what they may take together."
-        yield _gauge("memory_bytes", told, held, "kind")
         places = dict(zip(("memory", "disk"), status.conversations, strict=True))
-        yield _gauge("conversations", "Conversations that are kept.", places, "place")
         loaded = {model.name: model.loaded for model in status.models}
-        yield _gauge("model_loaded", "Whether a model's weights are in memory.", loaded, "model")
+        told = "Bytes of memory; budget is what they may take together."
+        counter, gauge = CounterMetricFamily, GaugeMetricFamily
+        yield counter("kvlingo_worker_restarts", "Starts after a crash.", engine.restarts)
+        yield counter("kvlingo_healed_tokens", "Read in place of translations.", status.healed)
+        yield gauge("kvlingo_worker_ready", "Whether models can answer.", engine.status is not None)
+        yield gauge("kvlingo_waiting", "Requests without a token yet.", engine.waiting)
+        yield gauge("kvlingo_running", "Answers that are being written.", status.running)
+        yield gauge("kvlingo_queued", "Requests that wait in the engine.", status.queued)
+        yield _labelled("memory_bytes", told, held, "kind")
+        yield _labelled("conversations", "Conversations that are kept.", places, "place")
+        yield _labelled("model_loaded", "Whether its weights are in memory.", loaded, "model")
 
 
-def _gauge(
-    name: str, told: str, numbers: Mapping[str, float], label: str | None = None
-) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"kvlingo_{name}", told, labels=() if label is None else (label,))
+def _labelled(name: str, told: str, numbers: Mapping[str, float], label: str) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"kvlingo_{name}", told, labels=(label,))
     for value, number in numbers.items():
-        family.add_metric(() if label is None else (value,), float(number))
+        family.add_metric((value,), float(number))
     return family
 
 
@@ -183,7 +174,7 @@ class Tally:
         finally:
             status = exchanged.status or sent or 500
             endpoint = self._endpoint(scope["path"])
-            self._metrics.requests.labels(endpoint, exchanged.model, str(status)).inc()
+            self._metrics.count("requests", endpoint, exchanged.model, str(status))
             told = exchanged.status != 0 or endpoint == "/health"
             if status >= 400 and not told:  # without the message, which may quote a prompt
                 log.info("%s %s was refused: %d", scope["method"], endpoint, status)

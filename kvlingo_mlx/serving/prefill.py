@@ -15,9 +15,10 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import json
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -41,7 +42,7 @@ from kvlingo_mlx.serving.settings import Settings
 from kvlingo_mlx.serving.wire import openai_error
 from kvlingo_mlx.translators.base import Translator
 
-PORT, JOBS = 8090, 4
+JOBS = 4
 ORDER = TypeAdapter(Order)
 LONGEST_WAIT = 30.0
 PIECE = 2**18  # bytes that are handed to the connection at once
@@ -77,7 +78,7 @@ def serve(
 
 
 class PrefillServer(uvicorn.Server):
-    """uvicorn's server; those who wait for a chunk hear at once that it stops."""
+    """uvicorn's server over a loaded source; those who wait for a chunk hear that it stops."""
 
     def __init__(
         self,
@@ -86,45 +87,34 @@ class PrefillServer(uvicorn.Server):
         translators: Sequence[Translator] = (),
         jobs: int = JOBS,
     ) -> None:
-        facts = facts_of(model)
-        self._reader = Reader(model, digest_of(facts), translators, jobs)
-        super().__init__(configured(_Prefill(self._reader, facts, settings).app(), settings))
+        self._facts, self._settings = facts_of(model), settings
+        self.reader = Reader(model, digest_of(self._facts), translators, jobs)
+        routes = [
+            Route(PATH, self._tell_facts, methods=["GET"]),
+            Route(PATH, self._begin, methods=["POST"]),
+            Route(f"{PATH}/{{job}}", self._end, methods=["DELETE"]),
+            Route(f"{PATH}/{{job}}/{{number:int}}", self._chunk, methods=["GET"]),
+        ]
+        gate = Middleware(Gate, settings=settings, refuse=_refusal)
+        handlers = error_handlers(_refusal, f"GET {PATH}")
+        app = Starlette(routes=routes, middleware=[gate], exception_handlers=handlers)
+        super().__init__(configured(app, settings))
 
     def run_at(self, listener: socket.socket) -> None:
         """Serve at a bound socket, until a signal or ``should_exit``."""
-        try:
-            asyncio.run(self.serve(sockets=[listener]))
-        finally:
-            self._reader.stop()
+        asyncio.run(self.serve(sockets=[listener]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await asyncio.to_thread(self._reader.stop)
+        self.reader.stop()
         await super().shutdown(sockets)
 
+    # ---- endpoints -------------------------------------------------------------------------------
 
-class _Prefill:
-    """The endpoints."""
-
-    def __init__(self, reader: Reader, facts: Mapping[str, Any], settings: Settings) -> None:
-        self._reader, self._facts, self._settings = reader, facts, settings
-
-    def app(self) -> Starlette:
-        """The application."""
-        routes = [
-            Route(PATH, self.facts, methods=["GET"]),
-            Route(PATH, self.begin, methods=["POST"]),
-            Route(f"{PATH}/{{job}}", self.end, methods=["DELETE"]),
-            Route(f"{PATH}/{{job}}/{{number:int}}", self.chunk, methods=["GET"]),
-        ]
-        gate = Middleware(Gate, settings=self._settings, refuse=_refusal)
-        handlers = error_handlers(_refusal, f"GET {PATH}")
-        return Starlette(routes=routes, middleware=[gate], exception_handlers=handlers)
-
-    async def facts(self, request: Request) -> Response:
+    async def _tell_facts(self, request: Request) -> Response:
         """What a client must know of the model before it asks for states."""
-        return _told(dict(self._facts))
+        return _told(self._facts)
 
-    async def begin(self, request: Request) -> Response:
+    async def _begin(self, request: Request) -> Response:
         """A job for an order; the same order has the same one."""
         body = await read_body(request, self._settings)
         try:
@@ -136,25 +126,25 @@ class _Prefill:
             raise Refused(Failure("invalid", printable(told))) from None
         except ValueError as error:
             raise Refused(Failure("invalid", printable(str(error)))) from None
-        await asyncio.to_thread(self._reader.begin, order)
+        await self.reader.begin(order)
         return _told({"id": order.id})
 
-    async def end(self, request: Request) -> Response:
+    async def _end(self, request: Request) -> Response:
         """Let go of a job."""
-        self._reader.end(request.path_params["job"])
+        self.reader.end(request.path_params["job"])
         return Response(status_code=204)
 
-    async def chunk(self, request: Request) -> Response:
+    async def _chunk(self, request: Request) -> Response:
         """A chunk, or the rest of it, as soon as it is read."""
         job, number = request.path_params["job"], request.path_params["number"]
         asked = WAIT.search(request.headers.get("prefer", ""))
         seconds = min(float(asked[1]) if asked else LONGEST_WAIT, LONGEST_WAIT)
-        future = asyncio.wrap_future(self._reader.chunk(job, number))
-        done, _ = await asyncio.wait({future}, timeout=seconds)
-        if not done:
+        future = self.reader.chunk(job, number)
+        await asyncio.wait({future}, timeout=seconds)
+        if not future.done():
             return _told({"status": "reading"}, 202)
         if (error := future.exception()) is not None:
-            self._reader.end(job)
+            self.reader.end(job)
             text = printable(f"{self._facts['name']} did not read the prompt: {error}"[:400])
             raise Refused(Failure("internal", text))
         return _sent(future.result(), request)
@@ -165,10 +155,10 @@ def _refusal(path: str, refused: Refused) -> Response:
     return JSONResponse(body, refused.status or status, refused.headers)
 
 
-def _told(value: dict[str, Any], status: int = 200) -> Response:
-    response = JSONResponse(value, status)
-    response.headers["repr-digest"] = _digest(hashlib.sha256(response.body).digest())
-    return response
+def _told(value: Mapping[str, Any], status: int = 200) -> Response:
+    body = json.dumps(value).encode()
+    digest = {"repr-digest": _digest(hashlib.sha256(body).digest())}
+    return Response(body, status, digest, "application/json")
 
 
 def _digest(sha256: bytes) -> str:
@@ -192,7 +182,7 @@ def _sent(chunk: Sealed, request: Request) -> Response:
     headers["content-length"] = str(size - start)
     view = memoryview(chunk.blob)
 
-    async def pieces() -> Any:
+    async def pieces() -> AsyncIterator[bytes]:
         for at in range(start, size, PIECE):
             yield bytes(view[at : at + PIECE])
 

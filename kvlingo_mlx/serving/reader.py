@@ -1,19 +1,19 @@
 """A source that reads prompts for other machines: one thread, jobs in turns, a few chunks ahead.
 
 A chunk is a safetensors file with its digest. It is kept until a later one is asked for, or the job
-has been idle for too long.
+has been idle for too long. Jobs are kept in HTTP's thread alone; the other one only reads.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
-import threading
-import time
 from collections.abc import Generator, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvlingo_mlx.backend import mx
 
@@ -38,12 +38,14 @@ AHEAD = 3  # chunks of a job that are kept: the one that is asked for, and those
 IDLE_S = 120.0  # after which a job that nobody asks for is let go of
 
 
-@dataclass(frozen=True)
-class Sealed:
+class Sealed(NamedTuple):
     """A chunk as it is sent, and its sha256."""
 
     blob: bytes
     digest: bytes
+
+
+Arrays = Generator[dict[str, mx.array], None, None]
 
 
 @dataclass(eq=False)
@@ -51,17 +53,26 @@ class PrefillJob:
     """A prompt that is being read."""
 
     order: Order
-    chunks: list[Future[Sealed] | None]  # in the future or there; those that were dropped are None
-    steps: Generator[dict[str, mx.array], None, None]  # reads the next chunk
+    steps: Arrays  # reads the next chunk
     needs: dict[str, int]  # bytes that it takes in memory
+    chunks: list[asyncio.Future[Sealed] | None]  # those that were dropped are None
     read: int = 0  # chunks that were read
     asked: int = 0  # the latest chunk that was asked for
-    seen: float = field(default_factory=time.monotonic)  # when that was
+    reading: asyncio.Task[None] | None = None
+    idle: asyncio.TimerHandle | None = None  # lets go of it
 
     @property
     def waits(self) -> bool:
         """Whether its next chunk may be read."""
         return self.read < min(len(self.chunks), self.asked + AHEAD)
+
+    def fail(self, why: str) -> None:
+        """Tell whoever waits for a chunk that it will not come."""
+        self.read = len(self.chunks)
+        for chunk in self.chunks:
+            if chunk is not None and not chunk.done():
+                chunk.set_exception(KVLingoError(why))
+                chunk.exception()  # perhaps nobody waits
 
 
 class Reader:
@@ -77,76 +88,53 @@ class Reader:
         self._translators = {translator.digest: translator for translator in translators}
         self._looked_at: dict[tuple[Path, int], str] = {}
         self._jobs: dict[str, PrefillJob] = {}
-        self._changed = threading.Condition()
-        self._stopping = False
-        self._sealing = ThreadPoolExecutor(1, "seal")
-        self._thread = threading.Thread(target=self._run, name="reader", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "reader")
 
-    # ---- what a request does ---------------------------------------------------------------------
-
-    def begin(self, order: Order) -> PrefillJob:
-        """The job of an order, which may have begun already.
+    async def begin(self, order: Order) -> None:
+        """Begin the job of an order, unless it has begun already.
 
         Raises:
             Refused: The order is for another model or has what this one lacks, or there is no room.
         """
-        with self._changed:
-            if (job := self._jobs.get(order.id)) is not None:
-                job.seen = time.monotonic()
-                return job
-        translator, layers = self._checked(order)
-        spans, count = order.spans, len(order.tokens)
-        each = order.nbytes(layers, order.dtype or "float32") // len(spans)
-        needs = {
-            memory.caches_of(count): memory.cache_bytes(self.model, count),
-            "chunks": each * min(len(spans), AHEAD),
-        }
-        steps = self._steps(order, translator)
-        job = PrefillJob(order, [Future() for _ in spans], steps, needs)
-        with self._changed:
-            if order.id in self._jobs:
-                return self._jobs[order.id]
-            self._admit(job)
-            self._jobs[order.id] = job
-            self._changed.notify_all()
-        return job
+        if order.id not in self._jobs:
+            translator, layers = await asyncio.to_thread(self._checked, order)
+            if order.id not in self._jobs:
+                self._admit(order, translator, layers)
+        self._go_on(self._jobs[order.id])
 
-    def chunk(self, name: str, number: int) -> Future[Sealed]:
+    def chunk(self, name: str, number: int) -> asyncio.Future[Sealed]:
         """A chunk of a job, which is read sooner or later; those before it are dropped.
 
         Raises:
             Refused: There is no such job (404) or chunk, or it was dropped (410).
         """
-        with self._changed:
-            job = self._jobs.get(name)
-            if job is None or not 0 <= number < len(job.chunks):
-                raise Refused(Failure("not_found", "there is no such job; ask for it again"))
-            job.seen = time.monotonic()
-            found = job.chunks[number]
-            if found is None:
-                told = "this chunk was asked for before; ask for the rest as a new order"
-                raise Refused(Failure("not_found", told), status=410)
-            job.asked = max(job.asked, number)
-            job.chunks[:number] = [None] * number
-            self._changed.notify_all()
-            return found
+        job = self._jobs.get(name)
+        if job is None or not 0 <= number < len(job.chunks):
+            raise Refused(Failure("not_found", "there is no such job; ask for it again"))
+        if (found := job.chunks[number]) is None:
+            told = "this chunk was asked for before; ask for the rest as a new order"
+            raise Refused(Failure("not_found", told), status=410)
+        job.asked = max(job.asked, number)
+        job.chunks[:number] = [None] * number
+        self._go_on(job)
+        return found
 
-    def end(self, name: str) -> None:
+    def end(self, name: str, why: str = "the job was ended") -> None:
         """Let go of a job, if it is there."""
-        with self._changed:
-            self._drop(name, "the job was ended")
-            self._changed.notify_all()
+        if (job := self._jobs.pop(name, None)) is not None:
+            job.fail(why)
+            if job.idle is not None:
+                job.idle.cancel()
+            self._thread.submit(job.steps.close)
 
     def stop(self) -> None:
-        """End all jobs and the thread."""
-        with self._changed:
-            self._stopping = True
-            for name in list(self._jobs):
-                self._drop(name, "the server stops")
-            self._changed.notify_all()
-        self._thread.join()
-        self._sealing.shutdown()
+        """End all jobs."""
+        for name in list(self._jobs):
+            self.end(name, "the server stops")
+        self._most = 0
+        self._thread.shutdown(wait=False)
+
+    # ---- what a job needs ------------------------------------------------------------------------
 
     def _checked(self, order: Order) -> tuple[Translator | None, Sequence[LayerGeometry]]:
         """The translator of an order, and the layers of which it wants states."""
@@ -174,10 +162,8 @@ class Reader:
 
     def _translator(self, digest: str) -> Translator | None:
         """The translator of a digest; stored ones of this source are looked at once each."""
-        if digest in self._translators:
-            return self._translators[digest]
-        for path in stored_translators():
-            try:
+        for path in () if digest in self._translators else stored_translators():
+            with contextlib.suppress(KVLingoError, OSError):  # one must not hide all others
                 known = (path, (path / translator_folder.WEIGHTS_FILE).stat().st_mtime_ns)
                 if known not in self._looked_at:
                     config = translator_folder.read_config(path)
@@ -186,80 +172,61 @@ class Reader:
                     self._looked_at[known] = translator_folder.digest(*found) if found else ""
                 if self._looked_at[known] == digest:
                     self._translators[digest] = load_translator(path)
-                    return self._translators[digest]
-            except (KVLingoError, OSError):
-                continue  # one unreadable folder must not hide all others
-        return None
+                    break
+        return self._translators.get(digest)
 
-    def _admit(self, job: PrefillJob) -> None:
-        """Make room for a job, or refuse it."""
-        for name, other in list(self._jobs.items()):
-            if time.monotonic() - other.seen > IDLE_S:
-                self._drop(name, "the job was idle")
-        if self._stopping or len(self._jobs) >= self._most:
-            raise Refused(
-                Failure("unready", f"{len(self._jobs)} jobs are read already, as many as may; wait")
-            )
-        needs, held = dict(job.needs), 0
+    def _admit(
+        self, order: Order, translator: Translator | None, layers: Sequence[LayerGeometry]
+    ) -> None:
+        """Make a job of an order, if there is room for it."""
+        if len(self._jobs) >= self._most:
+            told = f"{len(self._jobs)} jobs are read already, as many as may; wait"
+            raise Refused(Failure("unready", told))
+        spans, count = order.spans, len(order.tokens)
+        each = order.nbytes(layers, order.dtype or "float32") // len(spans)
+        caches = memory.cache_bytes(self.model, count)
+        needs = {memory.caches_of(count): caches, "chunks": each * min(len(spans), AHEAD)}
+        together, held = dict(needs), 0
         for other in self._jobs.values():
             for name, size in other.needs.items():
-                needs[name] = needs.get(name, 0) + size
+                together[name] = together.get(name, 0) + size
                 held += size * other.read // len(other.chunks)
         try:
-            memory.check(needs, held)
+            memory.check(together, held)
         except NotEnoughMemoryError as error:
             raise Refused(Failure("memory", str(error))) from None
+        steps, loop = self._steps(order, translator), asyncio.get_running_loop()
+        chunks = [loop.create_future() for _ in spans]
+        self._jobs[order.id] = PrefillJob(order, steps, needs, [*chunks])
 
-    def _drop(self, name: str, why: str) -> None:
-        if (job := self._jobs.pop(name, None)) is not None:
-            _fail(job, why)
+    # ---- reading ---------------------------------------------------------------------------------
 
-    # ---- the thread that reads -------------------------------------------------------------------
+    def _go_on(self, job: PrefillJob) -> None:
+        """Somebody asks for a job: it is no longer idle, and may be read further."""
+        if job.idle is not None:
+            job.idle.cancel()
+        loop = asyncio.get_running_loop()
+        job.idle = loop.call_later(IDLE_S, self.end, job.order.id, "the job was idle")
+        if job.reading is None or job.reading.done():
+            job.reading = asyncio.create_task(self._read(job))
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._stopping and (job := self._next()) is None:
-                    self._changed.wait(IDLE_S)
-                    self._forget()
-                if self._stopping:
-                    return
-            assert job is not None
-            self._read(job)
+    async def _read(self, job: PrefillJob) -> None:
+        """Read a job's next chunks; the thread takes the chunks of all jobs in turns."""
+        loop = asyncio.get_running_loop()
+        while job.waits:
+            span = job.order.spans[job.read]
+            try:
+                sealed = await loop.run_in_executor(self._thread, _next_chunk, job, span)
+            except Exception as error:  # told to whoever waits; the job stays until it is asked for
+                job.fail(f"{type(error).__name__}: {error}")
+                return
+            if job.read < len(job.chunks):  # else it has failed meanwhile
+                chunk = job.chunks[job.read]
+                job.read += 1
+                if chunk is not None:
+                    chunk.set_result(sealed)
 
-    def _next(self) -> PrefillJob | None:
-        """The job whose turn it is, which then comes last."""
-        job = next((job for job in self._jobs.values() if job.waits), None)
-        if job is not None:
-            self._jobs[job.order.id] = self._jobs.pop(job.order.id)
-        return job
-
-    def _forget(self) -> None:
-        for name, job in list(self._jobs.items()):
-            if time.monotonic() - job.seen > IDLE_S:
-                self._drop(name, "the job was idle")
-
-    def _read(self, job: PrefillJob) -> None:
-        """Read a job's next chunk; another thread takes its digest meanwhile."""
-        number, order = job.read, job.order
-        try:
-            blob = packed(next(job.steps), order.told(order.spans[number]))
-        except Exception as error:  # told to whoever waits; the server lives on
-            with self._changed:  # the job stays until it is asked for
-                job.read = len(job.chunks)
-                _fail(job, f"{type(error).__name__}: {error}")
-            return
-        with self._changed:
-            job.read += 1
-            chunk = job.chunks[number]
-            if job.read == len(job.chunks):
-                job.steps.close()
-        if chunk is not None:
-            self._sealing.submit(_seal, blob, chunk)
-
-    def _steps(
-        self, order: Order, translator: Translator | None
-    ) -> Generator[dict[str, mx.array], None, None]:
+    def _steps(self, order: Order, translator: Translator | None) -> Arrays:
         """The tensors of each chunk, evaluated.
 
         What comes before the first position that is sent is read, too.
@@ -284,6 +251,13 @@ class Reader:
                     del part, states
                     mx.eval(arrays)
                 yield arrays
+
+
+def _next_chunk(job: PrefillJob, span: range) -> Sealed:
+    blob = packed(next(job.steps), job.order.told(span))
+    if span.stop == len(job.order.tokens):
+        job.steps.close()  # its caches are not needed any more
+    return Sealed(blob, hashlib.sha256(blob).digest())
 
 
 def _own(order: Order, span: range, states: KVStates) -> dict[str, mx.array]:
@@ -318,19 +292,6 @@ def _translated(order: Order, translator: Translator, states: KVStates) -> dict[
         for group in groups
         for layer, array in zip(group.layers, group.states, strict=True)
     }
-
-
-def _fail(job: PrefillJob, why: str) -> None:
-    """Tell whoever waits for a chunk that it will not come."""
-    for chunk in job.chunks:
-        if chunk is not None and not chunk.done():
-            with contextlib.suppress(InvalidStateError):  # it was sealed just now
-                chunk.set_exception(KVLingoError(why))
-
-
-def _seal(blob: bytes, chunk: Future[Sealed]) -> None:
-    with contextlib.suppress(InvalidStateError):  # the job was dropped meanwhile
-        chunk.set_result(Sealed(blob, hashlib.sha256(blob).digest()))
 
 
 def _check(good: bool, message: str, param: str) -> None:

@@ -18,7 +18,6 @@ from kvlingo_mlx.serving.messages import (
     Failure,
     Finished,
     FirstToken,
-    TokenCount,
     Usage,
 )
 from kvlingo_mlx.serving.metrics import HttpExchange
@@ -44,60 +43,49 @@ class Reply:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Ask, and send what comes; a client that leaves cancels the request."""
-        answering = self._engine.ask(self._incoming.ask)
+        answering = self._engine.request("ask", self._incoming.ask)
         leaving = asyncio.create_task(tell_when_left(receive, answering))
         exchanged: HttpExchange = scope["kvlingo"]
         try:
-            way = self._stream if self._incoming.stream else self._whole
-            response, exchanged.status = await way(answering, exchanged, send)
+            response, exchanged.status = await self._answer(answering, exchanged, send)
             if response is not None:
                 await response(scope, receive, send)
         finally:
             leaving.cancel()
             answering.close()
-            _tell(exchanged)
+            _log(exchanged)
 
-    async def _whole(
+    async def _answer(
         self, answering: EventStream, exchanged: HttpExchange, send: Send
     ) -> tuple[Response | None, int]:
-        """The answer in one piece; while it is written, nothing can be sent."""
-        answer = self._incoming.answer
-        while True:
-            event = await answering.next()
-            if event is None or isinstance(event, ClientGone):
-                return None, LEFT
-            exchanged.take(event)
-            if isinstance(event, Failure):
-                return self._failure(event)
-            answer.take(event)
-            if isinstance(event, Finished | TokenCount):
-                return JSONResponse(answer.body(), headers=told_headers(exchanged.usage)), 200
+        """The answer whole, or sent as it is written; and its status.
 
-    async def _stream(
-        self, answering: EventStream, exchanged: HttpExchange, send: Send
-    ) -> tuple[Response | None, int]:
-        """The answer as it is written. The headers wait for the first token, or for the first
-        keep-alive, so that a request that fails before has a true status."""
-        answer, every = self._incoming.answer, self._every
+        A stream's headers wait for the first token, or for the first keep-alive, so that a request
+        that fails before has a true status.
+        """
+        answer, stream = self._incoming.answer, self._incoming.stream
         held: list[str] = []
-        started, due = False, time.monotonic() + every
+        started, due = False, time.monotonic() + self._every
         while True:
-            event = await answering.next(max(0.0, due - time.monotonic()))
+            event = await answering.next(max(0.0, due - time.monotonic()) if stream else None)
             if isinstance(event, ClientGone):
                 return None, LEFT
-            if event is None:
-                held.append(answer.keep_alive())
-            else:
+            if event is not None:
                 exchanged.take(event)
-                if isinstance(event, Failure) and not started:
-                    return self._failure(event)
-                held += answer.take(event)
+            if isinstance(event, Failure) and not started:
+                return self._failure(event)
+            frames = [answer.keep_alive()] if event is None else answer.take(event)
+            if not stream:
+                if isinstance(event, LAST):
+                    return JSONResponse(answer.body(), headers=told_headers(exchanged.usage)), 200
+                continue
+            held += frames
             if not started and (event is None or isinstance(event, FirstToken | Finished)):
                 await send(_head(told_headers(exchanged.usage)))
                 started = True
             if started and held and not answering.more:
                 await send(_part("".join(held)))
-                held, due = [], time.monotonic() + every
+                held, due = [], time.monotonic() + self._every
             if isinstance(event, LAST):
                 await send(_part("", more=False))
                 return None, self._api.error(event)[0] if isinstance(event, Failure) else 200
@@ -143,7 +131,7 @@ def _part(text: str, *, more: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": text.encode(), "more_body": more}
 
 
-def _tell(exchanged: HttpExchange) -> None:
+def _log(exchanged: HttpExchange) -> None:
     """Log an answer's numbers; its texts are never logged."""
     used = exchanged.usage or Usage()
     log.info(

@@ -6,6 +6,7 @@ written one more piece of its prompt: so a long prompt holds nobody up for longe
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import time
@@ -37,18 +38,16 @@ from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.serving import clock
 from kvlingo_mlx.serving.active_request import (
     ActiveRequest,
-    Seat,
     Steps,
     processors_of,
     sampler_of,
     tools_of,
     usage_of,
 )
-from kvlingo_mlx.serving.admission import Admission, too_large
 from kvlingo_mlx.serving.messages import Event, Failure, GenerationRequest, Status, TokenCount
 from kvlingo_mlx.serving.model_pool import ModelPool, PooledModel
 from kvlingo_mlx.serving.policy import Policy
-from kvlingo_mlx.serving.session_store import SessionStore, conversing
+from kvlingo_mlx.serving.session_store import SessionStore, conversing, too_large
 from kvlingo_mlx.serving.sessions import Key, Keys, Session, find, longest
 from kvlingo_mlx.serving.settings import AUTO, Settings
 
@@ -89,7 +88,6 @@ class Scheduler:
         self._keys = Keys(settings.volatile)
         self._batches: dict[int, Batch] = {}
         self._jobs: dict[int, ActiveRequest] = {}
-        self._admission = Admission(self.store, self.pool, self._jobs.values())
         self._turn = 0
         maybe_set_recommended_wired_limit()  # once, since somebody always answers
 
@@ -229,12 +227,12 @@ class Scheduler:
         resident = self.pool[job.name]
         keys, session = self._keys.of(job.ask), None
         while session is None:
-            while not self._admission.admits(job, find(self.store.sessions, keys)):
+            while not self._admits(job, keys):
                 job.waits(0)
                 yield False
             if (session := self._session(keys, job)) is None:
                 yield False
-        session.expected = self._admission.expected(job.ask)
+        session.expected = self.store.expected(job.ask)
         resident.running += 1
         session.busy, job.queued = True, time.perf_counter() - job.arrived
         try:
@@ -247,6 +245,10 @@ class Scheduler:
             session.used = resident.used = clock.now()
             resident.running -= 1
         self.store.make_room()
+
+    def _admits(self, job: ActiveRequest, keys: list[Key]) -> bool:
+        before = itertools.takewhile(lambda other: other is not job, self._jobs.values())
+        return self.store.admits(job, find(self.store.sessions, keys), before)
 
     def _session(self, keys: list[Key], job: ActiveRequest) -> Session | None:
         """The session to go on with, perhaps a new one; None where one is about to be free."""
@@ -305,7 +307,7 @@ class Scheduler:
         choice = choice_of(request.options, request.sampler, request.logits_processors)
         choice = exchange.chosen_together(choice)
         progress = AnswerInProgress.to_text(exchange, resident.name, job.tokens)
-        turn = Turn(exchange, progress, most, Decoding(choice, batch=job.seat))
+        turn = Turn(exchange, progress, most, Decoding(choice, batch=job))
         lengths = {resident.name: len(job.tokens)}
         check_room(lengths, exchange.lines, exchange.group)
         if job.ask.echo:
@@ -380,7 +382,7 @@ class Scheduler:
             inputs = self._blank.exchange.line(job.name).inputs
             batch = Batch(model, records=records, inputs=inputs, size=most, group=self.group)
             self._batches[id(model)] = batch
-        job.seat = Seat(batch)
+        job.batch = batch
         options: dict[str, Any] = {"stop": ask.stop or None, "seed": ask.sampling.seed}
         options |= {"tools": tools_of(ask) or None}
         return Request(
@@ -390,7 +392,7 @@ class Scheduler:
             logits_processors=processors_of(ask, model) or None,
             options={name: value for name, value in options.items() if value is not None},
             template=dict(ask.template),
-            batch=job.seat,
+            batch=job,
         )
 
     def _learn(self, resident: PooledModel, exchange: Exchange) -> None:

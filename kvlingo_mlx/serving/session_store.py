@@ -1,9 +1,9 @@
-"""Conversations between their answers: in memory, rounded to 8 bits, on disk, and away.
+"""What is in memory: models, and conversations, which go to 8 bits, to disk, and away.
 
-What is used least recently goes first, and what is pinned never goes. On disk a conversation is a
-folder, as it was in memory, and a file of the same name with the keys by which it is found: so it
-is found again after a restart. The file is written last and removed first, so a folder without one
-is rubbish.
+A request waits until there is room for its model and its lines. What is used least recently goes
+first, and what is pinned never goes. On disk a conversation is a folder, as it was in memory, and a
+file of the same name with the keys by which it is found: so it is found again after a restart. The
+file is written last and removed first, so a folder without one is rubbish.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,18 +29,21 @@ from kvlingo_mlx.caches import memory
 from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.engine.folder import Draft
 from kvlingo_mlx.engine.storage import worker as files
-from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.loading.translators import home
 from kvlingo_mlx.serving import clock
+from kvlingo_mlx.serving.active_request import ActiveRequest
 from kvlingo_mlx.serving.messages import GenerationRequest, Status
-from kvlingo_mlx.serving.model_pool import ModelPool
-from kvlingo_mlx.serving.sessions import Session
+from kvlingo_mlx.serving.model_pool import ModelPool, PooledModel
+from kvlingo_mlx.serving.sessions import Found, Session
 from kvlingo_mlx.serving.settings import Settings
 
 log = logging.getLogger("kvlingo_mlx.serving")
 
 MOST_HERE, MOST_KEPT = 200, 1000  # conversations in memory, and in all; the oldest go first
 IDLE_S = 30.0  # an idle conversation is written to disk after so long, in case the process crashes
+PATIENCE_S = 5.0  # a request that has lacked room for so long goes before those that do not
+STEP = 256  # tokens by which mlx-lm's caches grow
 DRAFT = ".tmp"  # the ending of keys that are being written
 LOST = (KVLingoError, OSError, ValueError, RuntimeError)
 
@@ -86,6 +90,51 @@ class SessionStore:
             given = settings.conversations
             self._folder = home() / "conversations" if given is None else Path(given).expanduser()
             self._open(self._folder, settings.stop_timeout)
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def admits(
+        self, job: ActiveRequest, found: Found | None, before: Iterable[ActiveRequest]
+    ) -> bool:
+        """Whether a request can begin now: its model is loaded, and its lines have room.
+
+        One that has lacked room for a while lets none begin that came later, so that what runs
+        comes to an end. Where nothing runs, lines may take more than there is room for.
+
+        Args:
+            job: The request.
+            found: The conversation that it goes on with, which stays as it is.
+            before: The requests that came before it.
+
+        Raises:
+            NotEnoughMemoryError: There will never be room for its model.
+        """
+        now, resident = clock.now(), self._pool[job.name]
+        if any(o.lacking is not None and now - o.lacking > PATIENCE_S for o in before):
+            return False
+        idle = not any(r.running for r in self._pool.all.values())
+        if not resident.loaded:
+            if self.room_for_model(job.name):
+                self._pool.read(job.name)
+            elif idle:
+                raise too_large(resident)
+        needed, spared = self.expected(job.ask), None
+        if found is not None and not found.apart:
+            needed, spared = max(0, needed - found.session.nbytes), found.session
+        if resident.loaded and (self.make_room(needed, spared=spared) or idle):
+            job.lacking = None
+            return True
+        job.lacking = job.lacking or now
+        return False
+
+    def expected(self, ask: GenerationRequest) -> int:
+        """About the bytes that a prompt's lines will take; its tokens are a guess by its length."""
+        texts = [str(message.get("content")) for message in ask.messages or ()]
+        texts += [ask.prompt] if isinstance(ask.prompt, str) else []
+        given = len(ask.prompt) if isinstance(ask.prompt, tuple) else 0
+        tokens = given + sum(map(len, texts)) // 3
+        loaded = (each.model for each in self._pool.all.values() if each.loaded)
+        return sum(memory.cache_bytes(model, tokens + STEP) for model in loaded)
 
     def new(self, conversation: Conversation, ask: GenerationRequest) -> Session:
         """A new session, which goes on from a conversation."""
@@ -305,6 +354,14 @@ class SessionStore:
             lines_bytes=sum(session.nbytes for session in here),
             budget_bytes=0 if math.isinf(self.budget) else int(self.budget),
         )
+
+
+def too_large(resident: PooledModel) -> NotEnoughMemoryError:
+    """The error of a model for which there is no room."""
+    return NotEnoughMemoryError(
+        f"the weights of {resident.name} ({resident.weights / 1e9:.1f} GB) do not fit into the "
+        "server's memory; raise --memory-limit, or offer a smaller model"
+    )
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,12 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    ByteSize,
-    ConfigDict,
-    Field,
-    Strict,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BeforeValidator, ByteSize, Field, Strict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 API_KEY = "KVLINGO_API_KEY"  # the environment variable, which other users' `ps` does not show
 AUTO = "auto"  # the model's name by which a client lets the rules choose
@@ -49,18 +42,17 @@ Pattern = Annotated[Text, BeforeValidator(_pattern)]
 Key = Annotated[str, Strict(), Field(min_length=1, pattern=r"^[!-~]+$")]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class PairRule:
     """A rule for one model taking over from another one."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
     strategy: Literal["translate", "reread"] | None = None  # translate asks no receipt
     max_kl: Share | None = None  # as in Settings, for this pair
     shortest: Annotated[int, Strict(), Field(ge=0)] = 0  # tokens of a conversation to translate
     longest: Whole | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class Settings:
     """The settings of a server; times are in seconds, sizes in bytes. `serve --help` says more."""
 
@@ -134,7 +126,6 @@ class Settings:
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 OPTIONS = {"models": "model", "translators": "translator", "routes": "route"}  # named otherwise
 NAMES = tuple(field.name for field in fields(Settings))
-_HINTS = get_type_hints(Settings, include_extras=True)
 
 
 def is_loopback(host: str) -> bool:
@@ -160,16 +151,38 @@ def read(config: str | None, options: Mapping[str, Any]) -> Settings:
         if name not in NAMES:
             raise ValueError(f"{config}: unknown setting {name!r}; {_nearest(name)}")
     wheres = dict.fromkeys(given, f"{config}: ")
-    for name, value in options.items():
-        if value is not None:
-            given[name], wheres[name] = value, "--"
+    chosen = {name: value for name, value in options.items() if value is not None}
+    given |= chosen
+    wheres |= dict.fromkeys(chosen, "--")
     if os.environ.get(API_KEY):
         given.setdefault("api_key", os.environ[API_KEY])
     if not given.get("models"):
         raise ValueError(
             "no model is given; give --model NAME=MODEL once a model, or --config with [models]"
         )
-    return Settings(**{name: _checked(name, given[name], wheres.get(name, "")) for name in given})
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        raise ValueError(_refusal(error, given, wheres)) from None
+
+
+def _refusal(error: ValidationError, given: dict[str, Any], wheres: dict[str, str]) -> str:
+    """The first thing that is wrong, by pydantic's words, in one line."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    told = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    told = told.replace("Unexpected keyword argument", "expected no such setting")
+    if not first["loc"]:  # settings that do not go together
+        return told
+    name, *places = first["loc"]
+    where, spelled = wheres.get(str(name), ""), str(name)
+    inner: Any = given.get(spelled)
+    if where == "--":
+        spelled = OPTIONS.get(spelled, spelled).replace("_", "-")
+    for part in places:  # pydantic's own parts, such as a union's branch, are left out
+        if isinstance(part, int) or (isinstance(inner, dict) and part in inner):
+            spelled, inner = f"{spelled}[{part!r}]", inner[part]
+    shown = "not what it can be" if name == "api_key" else f"{first['input']!r:.80}"
+    return f"{where}{spelled} is {shown}; {told[:1].lower()}{told[1:]}"
 
 
 def _file(config: str) -> dict[str, Any]:
@@ -185,25 +198,3 @@ def _file(config: str) -> dict[str, Any]:
 def _nearest(name: str) -> str:
     close = difflib.get_close_matches(name.replace("-", "_").lower(), NAMES, 1, 0.6)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(NAMES)}"
-
-
-def _checked(name: str, value: Any, where: str) -> Any:
-    """A setting's value, checked and as its type."""
-    try:
-        return TypeAdapter(_HINTS[name]).validate_python(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-    spelled = OPTIONS.get(name, name).replace("_", "-") if where == "--" else name
-    at, inner = "", value
-    for part in first["loc"]:  # pydantic's own parts, such as a union's branch, are left out
-        if isinstance(part, int) or (isinstance(inner, dict) and part in inner):
-            at, inner = f"{at}[{part!r}]", inner[part]
-    shown = "not what it can be" if name == "api_key" else f"{first['input']!r:.80}"
-    raise ValueError(f"{where}{spelled}{at} is {shown}; {_told(first['msg'])}")
-
-
-def _told(message: str) -> str:
-    """pydantic's message as the end of one of ours."""
-    message = message.removeprefix("Value error, ").replace("Input should be", "expected")
-    message = message.replace("Unexpected keyword argument", "expected no such setting")
-    return message[:1].lower() + message[1:]

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ pytest.importorskip("starlette")
 import kvlingo_mlx as kv
 from kvlingo_mlx.errors import RemoteModelError
 from kvlingo_mlx.remote import client, model
+from kvlingo_mlx.remote.order import Order
 from tests.support import tiny
 from tests.support.network import Network, Offered, offered
 
@@ -274,37 +276,50 @@ def test_jobs_take_turns_and_there_is_a_limit(ends: tuple[Any, Any, Any], hand: 
     own = hand(ends[0])
     with offered(ends[0], jobs=2) as server:
         source = kv.connect(server.address)
-        found: list[Any] = []
-        threads = [threading.Thread(target=lambda: found.append(hand(source))) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(found) == 2 and all(equal(own, each) for each in found)
-        reader = server.server._reader
-        monotonic = time.monotonic()
-        while server.jobs and time.monotonic() - monotonic < 60:
+        with ThreadPoolExecutor(2) as pool:
+            assert all(equal(own, each) for each in pool.map(hand, [source, source]))
+        end = time.monotonic() + 60
+        while server.jobs and time.monotonic() < end:
             time.sleep(0.01)
         assert not server.jobs  # clients tell when they have all
-        from kvlingo_mlx.remote.order import Order
-
+        asks = client.Client(source.client.address)
         wanted = {"keys.0": 0, "values.0": 0}
-        facts = model.digest_of(model.facts_of(ends[0]))
-        orders = [Order(facts, name, tuple(PROMPT), STEP, "pre_norm", wanted) for name in "xy"]
-        for order in orders:
-            assert reader.begin(order) is reader.begin(order)
-        assert list(server.jobs) and len(server.jobs) == 2
+        x, y = (
+            Order(source.digest, name, tuple(PROMPT), STEP, "pre_norm", wanted) for name in "xy"
+        )
+        for order in (x, y):
+            assert asks.begin(order) == asks.begin(order) == order.id
+        assert len(server.jobs) == 2
         with pytest.raises(RemoteModelError, match="has no room for this: 2 jobs are read already"):
             hand(kv.connect(server.address, patience=0.5))
-        job = reader.begin(orders[0])
-        job.chunks[2].result(60)
-        time.sleep(0.1)
-        assert job.read == 3  # no further than a few chunks ahead
-        reader.chunk(orders[0].id, 2)
-        job.chunks[4].result(60)
-        assert job.chunks[:2] == [None, None]
-        reader.end(orders[0].id)
+        for number in (0, 2):
+            asks.chunk(x.id, number, 10**6)
+            time.sleep(0.2)
+            assert server.jobs[x.id].read == number + 3  # no further than a few chunks ahead
+        with pytest.raises(client.GoneError, match="was asked for before"):
+            asks.chunk(x.id, 0, 10**6)
+        asks.end(x.id)
         assert equal(own, hand(source))
+        asks.close()
+
+
+def test_idle_jobs_go(
+    ends: tuple[Any, Any, Any], hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that vanished holds no place."""
+    from kvlingo_mlx.serving import reader
+
+    monkeypatch.setattr(reader, "IDLE_S", 0.3)
+    with offered(ends[0], jobs=1) as server:
+        source = kv.connect(server.address)
+        wanted = {"keys.0": 0, "values.0": 0}
+        order = Order(source.digest, "x", tuple(PROMPT), STEP, "pre_norm", wanted)
+        asks = client.Client(source.client.address)
+        asks.begin(order)
+        assert equal(hand(ends[0]), hand(source))  # which waits for the place
+        with pytest.raises(client.GoneError, match="no such job"):
+            asks.chunk(order.id, 0, 10**6)
+        asks.close()
 
 
 def test_a_client_that_leaves_ends_its_job(

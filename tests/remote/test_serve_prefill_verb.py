@@ -107,31 +107,18 @@ def test_what_is_refused(options: list[str], told: str, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     "words",
     [
-        [
-            "fit",
-            "--source",
-            "h:1",
-            "--target",
-            "tiny-qwen3-l",
-            "--data",
-            "chats.jsonl",
-            "--out",
-            "y",
-        ],
-        ["tune", "--source", "h:1", "--target", "tiny-qwen3-l", "--translator", "t"],
-        ["chat", "--source", "h:1", "--target", "tiny-qwen3-l"],
-        ["chat", "--model", "a=h:1"],
-        ["serve-prefill", "--source", "h:1"],
-        ["generate", "--source", "tiny-qwen3-s", "--target", "h:1", "--prompt", "x"],
-        ["bench", "--source", "h:1", "--target", "tiny-qwen3-l"],
+        "fit --source h:1 --target tiny-qwen3-l --data chats.jsonl --out y",
+        "tune --source h:1 --target tiny-qwen3-l --translator t",
+        "chat --source h:1 --target tiny-qwen3-l",
+        "chat --model a=h:1",
+        "serve-prefill --source h:1",
+        "generate --source tiny-qwen3-s --target h:1 --prompt x",
+        "bench --source h:1 --target tiny-qwen3-l",
     ],
 )
 def test_other_verbs_take_models_of_this_machine(
-    words: list[str],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("chats.jsonl").write_text('{"text": "one two three"}\n')
-    fails(words, "h:1 is an address, and a model on another machine can only be", capsys)
+    fails(words.split(), "h:1 is an address, and a model on another machine can only be", capsys)

@@ -116,61 +116,39 @@ def test_the_caches_are_those_of_one_machine(pairs: Any, name: str, sent: str) -
     assert not all(map(np.array_equal, shuffled, theirs))
 
 
-@pytest.mark.parametrize("family", ["granitemoehybrid", "lfm2"])
-def test_a_hybrid_reads_elsewhere(family: str, tmp_path: Path) -> None:
-    """What its recurrences are given is sent, and not what they make of it."""
-    model = kv.load(hybrid_models.write_hybrid_model(tmp_path / family, family))
-    same = identity_of(model)
-    one = Offered(model, [same])
-    try:
-        for sent, way in itertools.product(SENT, (WAYS[1], WAYS[2], WAYS[3])):
-            both = [
-                kv.hand_over(source, model, PROMPT, translator=same, **way)
-                for source in (model, kv.connect(one.address, sent=sent))
-            ]
-            for mine, theirs in zip(*(map(caches.held, each) for each in both), strict=True):
-                assert mine.keys() == theirs.keys() and len(mine) > 0
-                for name, array in mine.items():
-                    end = None if name in caches.PARTS else len(PROMPT) - 1
-                    left, right = (a if end is None else a[..., :end, :]
-                                   for a in (array, theirs[name]))  # fmt: skip
-                    assert mx.array_equal(left, right).item(), (sent, way, name)
-    finally:
-        one.stop()
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("qwen3", "qwen3_5"), ("qwen3_5", "qwen3"), ("granitemoehybrid", "lfm2")],
-)
-def test_a_source_of_another_kind_is_elsewhere(first: str, second: str, tmp_path: Path) -> None:
-    """A map that reads both sides of a layer, or a layer of another rule, gets what it reads."""
-    ends = []
-    for name in (first, second):
-        if name in tiny.FAMILIES:
-            kind, sizes = tiny.FAMILIES[name]
-            folder = tiny.write_tiny_model(tmp_path / name, kind, **sizes)
-        else:
-            folder = hybrid_models.write_hybrid_model(tmp_path / name, name)
-        ends.append(kv.load(folder))
-    source, target = ends
-    random = hybrid_models.random_translator(source, target)
-    one = Offered(source, [random])
-    try:
+    [
+        ("granitemoehybrid", None), ("lfm2", None),  # what recurrences are given is sent, no more
+        ("qwen3", "qwen3_5"), ("qwen3_5", "qwen3"), ("granitemoehybrid", "lfm2"),
+    ],
+)  # fmt: skip
+def test_a_hybrid_reads_elsewhere(first: str, second: str | None, tmp_path: Path) -> None:
+    """To itself by the identity; a map that reads both sides of a layer gets what it reads."""
+
+    def loaded(name: str) -> LanguageModel:
+        if name not in tiny.FAMILIES:
+            return kv.load(hybrid_models.write_hybrid_model(tmp_path / name, name))
+        kind, sizes = tiny.FAMILIES[name]
+        return kv.load(tiny.write_tiny_model(tmp_path / name, kind, **sizes))
+
+    source = loaded(first)
+    target = source if second is None else loaded(second)
+    found = (
+        identity_of(source) if second is None else hybrid_models.random_translator(source, target)
+    )
+    with offered(source, [found]) as one:
         for sent, way in itertools.product(SENT, (WAYS[1], WAYS[2], WAYS[3])):
             mine, theirs = (
-                kv.hand_over(each, target, PROMPT, translator=random, **way)
+                kv.hand_over(each, target, PROMPT, translator=found, **way)
                 for each in (source, kv.connect(one.address, sent=sent))
             )
-            for left, right in zip(mine, theirs, strict=True):
-                left, right = caches.held(left), caches.held(right)
+            for left, right in zip(map(caches.held, mine), map(caches.held, theirs), strict=True):
                 assert left.keys() == right.keys() and left
                 for name, array in left.items():
                     end = None if name in caches.PARTS else len(PROMPT) - 1
                     a, b = (x if end is None else x[..., :end, :] for x in (array, right[name]))
                     assert mx.array_equal(a, b).item(), (sent, way, name)
-    finally:
-        one.stop()
 
 
 def answered(source: Any, target: LanguageModel, translator: Translator, **options: Any) -> Any:

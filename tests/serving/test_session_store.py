@@ -15,7 +15,7 @@ pytest.importorskip("pydantic")
 
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.engine import folder
-from kvlingo_mlx.serving import active_request, admission, session_store
+from kvlingo_mlx.serving import active_request, session_store
 from kvlingo_mlx.serving.messages import GenerationRequest, Progress
 from kvlingo_mlx.serving.scheduler import Scheduler
 from kvlingo_mlx.serving.settings import Settings
@@ -189,7 +189,7 @@ def test_a_model_without_room_is_not_kept_waiting_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others ask for the one in memory again and again."""
-    monkeypatch.setattr(admission, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(session_store, "PATIENCE_S", 0.0)
     clients = clients_of(tmp_path)
     engine = clients.engine
     clients.one("large", HISTORY, max_tokens=2)

@@ -37,7 +37,7 @@ class Offered:
 
     @property
     def jobs(self) -> dict[str, Any]:
-        return self.server._reader._jobs
+        return self.server.reader._jobs
 
     def stop(self) -> None:
         self.server.should_exit = True

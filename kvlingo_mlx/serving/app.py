@@ -38,7 +38,7 @@ from kvlingo_mlx.serving.replies import (
 )
 from kvlingo_mlx.serving.settings import AUTO, Settings
 from kvlingo_mlx.serving.wire import BadRequest, openai_error
-from kvlingo_mlx.serving.wire.reading import Api
+from kvlingo_mlx.serving.wire.requests import Api
 from kvlingo_mlx.version import __version__
 
 DEFAULT = "default_model"  # what mlx-lm's server calls the first model, and takes none given for

@@ -22,7 +22,7 @@ from kvlingo_mlx.serving.messages import (
 )
 from kvlingo_mlx.serving.metrics import HttpExchange
 from kvlingo_mlx.serving.wire import Incoming
-from kvlingo_mlx.serving.wire.reading import Api
+from kvlingo_mlx.serving.wire.requests import Api
 
 log = logging.getLogger("kvlingo_mlx.serving")
 

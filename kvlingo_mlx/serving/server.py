@@ -26,7 +26,7 @@ from kvlingo_mlx.serving.engine_thread import ENGINE, EngineThread
 from kvlingo_mlx.serving.guard import protocol
 from kvlingo_mlx.serving.settings import LOG_FORMAT, Settings
 from kvlingo_mlx.serving.supervisor import ServerError, supervise
-from kvlingo_mlx.serving.wire.reading import Api
+from kvlingo_mlx.serving.wire.requests import Api
 
 log = logging.getLogger("kvlingo_mlx.serving")
 

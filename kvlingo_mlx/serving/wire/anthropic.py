@@ -20,8 +20,14 @@ from kvlingo_mlx.serving.messages import (
 from kvlingo_mlx.serving.wire import Answer, BadRequest, anthropic_error, oddities
 from kvlingo_mlx.serving.wire.answers import Gathered, extension, frame
 from kvlingo_mlx.serving.wire.forms import conversation, text_of
-from kvlingo_mlx.serving.wire.reading import Api, Body
-from kvlingo_mlx.serving.wire.requests import Conversing, Effort, Positive, Stop
+from kvlingo_mlx.serving.wire.requests import (
+    Api,
+    Body,
+    Conversing,
+    Effort,
+    Positive,
+    Stop,
+)
 
 # Thinking is not signed, and comes back unchecked; some clients drop what has no signature.
 SIGNATURE = "kvlingo-mlx"

@@ -18,8 +18,17 @@ from kvlingo_mlx.serving.messages import (
 from kvlingo_mlx.serving.wire import Answer, BadRequest, oddities, openai_error
 from kvlingo_mlx.serving.wire.answers import Gathered, extension, finite, frame, logprobs_of
 from kvlingo_mlx.serving.wire.forms import conversation
-from kvlingo_mlx.serving.wire.reading import Api, Body, Name
-from kvlingo_mlx.serving.wire.requests import Conversing, Effort, Positive, Sampled, Stop, Tops
+from kvlingo_mlx.serving.wire.requests import (
+    Api,
+    Body,
+    Conversing,
+    Effort,
+    Name,
+    Positive,
+    Sampled,
+    Stop,
+    Tops,
+)
 from kvlingo_mlx.version import __version__
 
 FINGERPRINT = f"kvlingo-mlx-{__version__}"

@@ -87,6 +87,7 @@ def test_a_client_that_leaves_cancels(script: str, stream: bool, server: Running
         assert server.told().count(["cancel"]) == before
     server.until(lambda: server.told().count(["cancel"]) == before + 1)
     server.until(lambda: server.engine.waiting == 0)
+    server.until(lambda: 'status="499"' in httpx.get(f"{server.url}/metrics").text)
 
 
 # ---- what is refused ---------------------------------------------------------------------------

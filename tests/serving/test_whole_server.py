@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,88 +89,3 @@ def test_streams_and_the_other_api_say_the_same(zoo_server: Server) -> None:
     assert text == streamed and final.usage.cache_read_input_tokens > 0
     counted = client.messages.count_tokens(model="large", messages=messages, extra_body=PLAIN)
     assert counted.input_tokens == (final.usage.input_tokens + final.usage.cache_read_input_tokens)
-
-
-def test_errors_are_the_clients_own(zoo_server: Server) -> None:
-    for none, long in (
-        (openai.NotFoundError, openai.BadRequestError),
-        (anthropic.NotFoundError, anthropic.BadRequestError),
-    ):
-        ask = chat if none is openai.NotFoundError else message
-        with pytest.raises(none, match="large, moe"):
-            ask(zoo_server, "x", model="none")
-        with pytest.raises(long, match="context"):
-            ask(zoo_server, "Anna " * 4000)
-    with pytest.raises(openai.BadRequestError, match="logit_bias names token 99999"):
-        chat(zoo_server, "x", logit_bias={"99999": 1})
-
-
-@pytest.mark.parametrize("client", ["openai", "anthropic"])
-def test_a_client_that_leaves_stops_its_answer(zoo_server: Server, client: str) -> None:
-    """What was read for it is kept. It leaves a stream, or runs out of patience without one."""
-    ask: Callable[..., Any] = {"openai": chat, "anthropic": message}[client]
-    endless = {"max_tokens": 1900, "extra_body": {**PLAIN, "logit_bias": stops()}}
-    question = f"The code of {client} is 4711. " * 9 + "What is the code?"
-    left = zoo_server.left()
-    stream = ask(zoo_server, question, stream=True, **endless)
-    for _ in range(5):
-        next(iter(stream))
-    stream.close()
-    zoo_server.until(lambda: zoo_server.left() == left + 1)
-    usage = ask(zoo_server, question).usage.model_dump()["kvlingo"]
-    assert (usage["strategy"], usage["read_tokens"]) == ("kept", 1)
-    asyncio.run(cancelled(zoo_server, client, [{"role": "user", "content": question}], endless))
-    zoo_server.until(lambda: zoo_server.left() == left + 2)
-    zoo_server.until(lambda: not zoo_server.status()["running"])
-
-
-async def cancelled(server: Server, client: str, messages: list[Any], facts: Any) -> None:
-    """Let an asynchronous client's task be cancelled while its answer is being written."""
-    made = {"openai": openai.AsyncOpenAI, "anthropic": anthropic.AsyncAnthropic}[client]
-    base = server.url + {"openai": "/v1", "anthropic": ""}[client]
-    async with made(base_url=base, api_key="none", max_retries=0) as alone:
-        asked = alone.chat.completions if client == "openai" else alone.messages
-        answer = asyncio.create_task(asked.create(model="large", messages=messages, **facts))
-        await asyncio.to_thread(server.until, lambda: server.status()["running"])
-        answer.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await answer
-
-
-def test_a_killed_server_comes_back(zoo_server: Server) -> None:
-    """A client that tries again gets its answer when the next process is ready."""
-    biased = {**PLAIN, "logit_bias": stops()}
-    stream = chat(zoo_server, "Iris?", stream=True, max_tokens=400, extra_body=biased)
-    next(stream)
-    os.kill(zoo_server.child(), signal.SIGKILL)
-    with pytest.raises((openai.APIError, httpx.TransportError)):
-        for _ in stream:
-            pass
-    patient = claude(zoo_server).with_options(max_retries=30)
-    asked: dict[str, Any] = {"model": "large", "messages": [{"role": "user", "content": "Iris?"}]}
-    assert patient.messages.create(**asked, max_tokens=8).content
-    assert chat(zoo_server, "Iris?", max_tokens=8).choices
-
-
-def claude(server: Server) -> Any:
-    """Anthropic's client of a server."""
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-
-
-def chat(server: Server, text: str, **more: Any) -> Any:
-    """What OpenAI's client gets for one message."""
-    facts = {"model": "large", "max_tokens": 8, "extra_body": PLAIN, **more}
-    messages = [{"role": "user", "content": text}]
-    return server.openai.chat.completions.create(messages=messages, **facts)
-
-
-def message(server: Server, text: str, **more: Any) -> Any:
-    """What Anthropic's client gets for one message."""
-    facts = {"model": "large", "max_tokens": 8, "extra_body": PLAIN, **more}
-    return claude(server).messages.create(messages=[{"role": "user", "content": text}], **facts)
-
-
-def stops() -> dict[str, float]:
-    """A bias against the tokens that would end the answer."""
-    ids = kv.load(zoo("tiny-qwen3-l"), lazy=True).tokenizer.eos_token_ids
-    return dict.fromkeys(map(str, ids), -100.0)

@@ -40,12 +40,6 @@ class Server:
         """What the engine holds and does."""
         return httpx.get(f"{self.url}/v1/status").json()["worker"]
 
-    def left(self) -> int:
-        """The requests whose client has left, so far."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        counts = (line for line in lines if line.startswith("kvlingo_requests_total{"))
-        return sum(int(float(line.split()[-1])) for line in counts if 'status="499"' in line)
-
     def until(self, true: Callable[[], Any]) -> None:
         """Wait until something is so."""
         end = time.monotonic() + 60
@@ -56,12 +50,6 @@ class Server:
     def ready(self) -> None:
         """Wait until the models can answer."""
         self.until(lambda: httpx.get(f"{self.url}/health").is_success)
-
-    def child(self) -> int:
-        """The process that owns the models."""
-        command = ["pgrep", "-f", "-P", str(self.process.pid), "spawn_main"]
-        (line,) = subprocess.run(command, capture_output=True, text=True).stdout.split()
-        return int(line)
 
 
 @contextmanager

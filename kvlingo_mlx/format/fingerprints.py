@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -70,18 +70,9 @@ def sketch(outputs: Sequence[np.ndarray]) -> Sketch:
     return Sketch(tuple(numbers), tuple(scales))
 
 
-class Fitted(Protocol):
-    """A loaded model, in either runtime."""
-
-    @property
-    def precision(self) -> str: ...
-    @property
-    def projections(self) -> Sketch | None: ...
-
-
-def facts_of_models(models: Mapping[str, Fitted]) -> dict[str, Any]:
-    """The facts of the models by role that a provenance keeps beside their fingerprints."""
-    sketches = {role: model.projections for role, model in models.items()}
+def facts_of_models(models: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of loaded models by role that a provenance keeps beside their fingerprints."""
+    sketches: dict[str, Sketch | None] = {r: model.projections for r, model in models.items()}
     return {
         "precision": {role: model.precision for role, model in models.items()},
         "projections": {role: list(s.numbers) for role, s in sketches.items() if s is not None},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format.assignment import Assignment
@@ -142,17 +142,8 @@ class TranslatorConfig:
         return 3 if self.state_maps else 2 if recurrent else 1
 
 
-class Captured(Protocol):
-    """A loaded model, in either runtime; its family lists its capture points."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def family(self) -> Any: ...
-
-
-def capture_point(source: Captured, target: Captured, asked: str | None = None) -> str:
-    """The capture point of a translator between two models: ``asked``, or the usual one.
+def capture_point(source: Any, target: Any, asked: str | None = None) -> str:
+    """The capture point of a translator between two loaded models: ``asked``, or the usual one.
 
     The usual one is the first that both models have: before k_norm, or MLA's latents.
 

@@ -16,7 +16,7 @@ import numpy as np
 from kvlingo_mlx.errors import MalformedTranslatorError, malformed
 from kvlingo_mlx.format import atomic
 from kvlingo_mlx.format.config_reading import parse_config
-from kvlingo_mlx.format.files import PICKLE, PICKLE_SUFFIXES, parse_json, read_json, regular_file
+from kvlingo_mlx.format.files import PICKLE, PICKLE_SUFFIXES, parse_json, read_json
 from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.format.maps import (
     STATE_AXES,
@@ -284,11 +284,6 @@ def is_same(folder: str | os.PathLike[str], config: TranslatorConfig, weights: W
     if facts != theirs or own.dtype != weights.dtype or set(own.arrays) != set(weights.arrays):
         return False
     return all(np.array_equal(array, own.arrays[n]) for n, array in weights.arrays.items())
-
-
-def check_complete(folder: str | os.PathLike[str]) -> None:
-    """Refuse (MalformedTranslatorError) a folder whose weights are missing."""
-    regular_file(Path(folder) / WEIGHTS_FILE)
 
 
 def check_free(folder: str | os.PathLike[str]) -> None:

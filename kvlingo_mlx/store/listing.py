@@ -11,6 +11,7 @@ from pathlib import Path
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.errors import MalformedTranslatorError, MissingTranslatorError, printable
 from kvlingo_mlx.format import atomic, translator_folder
+from kvlingo_mlx.format.files import regular_file
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.grading import UNGRADED, receipt_of, tuned_of
 from kvlingo_mlx.loading.translators import store
@@ -55,7 +56,7 @@ def _described(
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     try:
         config = translator_folder.read_config(folder)
-        translator_folder.check_complete(folder)
+        regular_file(folder / translator_folder.WEIGHTS_FILE)
     except (MalformedTranslatorError, OSError) as problem:
         return Stored(folder, embedded, size, problem=str(problem))
     if not suits(config):

@@ -45,7 +45,7 @@ def test_the_page_lists_every_family() -> None:
 
 
 def test_every_family_is_run() -> None:
-    other = {model_type for model_type, _ in tiny.FAMILIES.values()}
+    other = {model_type for model_type, _ in tiny.FAMILIES.values()} - {"converted_mla"}
     wrapped = {"gemma3", "gemma4", "gemma4_unified", "kimi_k2", "joyai_llm_flash"}
     assert {*NAMES, *hybrid_models.CONFIGS, *other, *wrapped} == {*known_families()}
 

@@ -38,7 +38,6 @@ from tests.support.kinds import (
     random_arrays,
     random_states,
     reference,
-    shapes_of,
     to_config,
     to_device,
 )
@@ -57,9 +56,6 @@ def on_device(
 ) -> dict[str, list[np.ndarray]]:
     translator = build(to_config(data), Weights("float32", arrays), batched=batched)
     return layers_of(translator(to_device(states)))
-
-
-# ---- the reference: float64, a token, a layer and a head at a time ---------------------------
 
 
 # ---- what maps compute ----------------------------------------------------------------------
@@ -230,20 +226,6 @@ def test_saving_gives_the_bytes_that_were_loaded(
     second = translator.save(tmp_path / "second")
     for file in ("translator.safetensors", "selftest.safetensors", "translator_config.json"):
         assert (second / file).read_bytes() == (first / file).read_bytes()
-
-
-@each_layout
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@each_form
-def test_sizes(form: Form, bias: bool, batched: bool) -> None:
-    data = config_json(form)
-    arrays = random_arrays(form, data, bias)
-    translator = build(to_config(data), Weights("float32", arrays), batched=batched)
-    numbers = {name: math.prod(shape) for name, shape in shapes_of(form, data, bias).items()}
-    assert translator.num_parameters == sum(numbers.values())
-    assert translator.nbytes == 4 * sum(numbers.values())
-    matrices = [n for n in numbers if n.split(".")[2] in ("weight", "w1", "w2")]
-    assert translator.flops_per_token == 2 * sum(numbers[n] for n in matrices)
 
 
 def test_there_is_a_translator_of_every_kind() -> None:

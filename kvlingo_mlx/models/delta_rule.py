@@ -210,10 +210,10 @@ def _install() -> None:
 
     def put(module: Any, name: str, rule: Rule) -> None:
         stock = getattr(module, name)
-        setattr(module, name, lambda *args: (rule if _here.depth else stock)(*args))
+        setattr(module, name, lambda *a, **more: (rule if _here.depth else stock)(*a, **more))
 
     for name in ("gated_delta_ops", "gated_delta_kernel"):
-        put(gated_delta, name, lambda *args: gated_delta_rule(*args))
+        put(gated_delta, name, lambda *a, **more: gated_delta_rule(*a, **more))
     put(ssm, "ssm_update_kernel", ssm.ssm_attn)
 
 

@@ -9,19 +9,16 @@ import itertools
 import time
 import weakref
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.caches.validation import validate_cache
-from kvlingo_mlx.engine import guarding
 from kvlingo_mlx.engine.clock import Clock
 from kvlingo_mlx.engine.directions import Directions, Given
 from kvlingo_mlx.engine.guarding import Guarded, Watch
-from kvlingo_mlx.engine.healing import IDLE_S, Interleaved, Pace
-from kvlingo_mlx.engine.line import Line, Steps
-from kvlingo_mlx.engine.line_set import LineSet, Switch
+from kvlingo_mlx.engine.healing import IDLE_S, Pace
+from kvlingo_mlx.engine.line import Line, Source, Steps
+from kvlingo_mlx.engine.line_set import LineSet, Look, Step, Switch
 from kvlingo_mlx.engine.offers import (
     Known,
     Offer,
@@ -37,7 +34,7 @@ from kvlingo_mlx.engine.offers import (
 from kvlingo_mlx.engine.positioned import PositionedLine
 from kvlingo_mlx.engine.reading import Reading
 from kvlingo_mlx.engine.rules import Rules
-from kvlingo_mlx.engine.spans import Span, cut, translated, unhealed, wrote
+from kvlingo_mlx.engine.spans import cut, translated, wrote
 from kvlingo_mlx.engine.storage import PLACES
 from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
 from kvlingo_mlx.loading import advice
@@ -48,34 +45,9 @@ from kvlingo_mlx.loading.translators import name_of
 from kvlingo_mlx.machines import group_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished, unit, working
-from kvlingo_mlx.tokenization.alignment import TokenAlignment
 from kvlingo_mlx.translators.base import Translator
 
 Wanted = Mapping[str, Reading | None]  # by tokenizer; None where the reading is unknown
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step of a plan: the positions up to ``stop`` are read, or translated from ``source``.
-
-    Between two tokenizers, ``alignment`` says which source tokens stand for these positions.
-    ``watch`` keeps what the model makes of a step that it reads.
-    """
-
-    source: Line | None
-    stop: int
-    alignment: TokenAlignment | None = None
-    watch: Watch | None = None
-
-
-@dataclass(frozen=True)
-class Look:
-    """The positions that a guard compares: a line reads them, and its ``source`` beside it."""
-
-    source: Line
-    start: int
-    stop: int
-    watch: Watch
 
 
 class Exchange(LineSet):
@@ -105,6 +77,8 @@ class Exchange(LineSet):
     ) -> None:
         rules.check(models)
         self.rules, self.step_size = rules, rules.step_size
+        self.heals, self.heal_share = rules.heal is not None, rules.heal_share
+        self.on_doubt = rules.on_doubt
         self.several = len({model.tokenizer_fingerprint for model in models.values()}) > 1
         self.known: Known | None = None
         records = len(models) > 1 and rules.switching != "reprefill"
@@ -116,7 +90,6 @@ class Exchange(LineSet):
         self.barred: frozenset[tuple[str, str]] = frozenset()
         self.asleep: frozenset[str] = frozenset()
         self.waits = False
-        self._doubted: frozenset[str] = frozenset()  # lines that read behind what is in doubt
         self.group = group_of(models.values())
         self.paces = {name: Pace(self.group) for name in models}
         self.relatives: weakref.WeakSet[Exchange] = weakref.WeakSet([self])
@@ -168,13 +141,6 @@ class Exchange(LineSet):
             most = min(max(1, pace.within(IDLE_S)), self.rules.step_size)
             pace.read(functools.partial(line.heal, answers=answers), most)
         return line.left(answers)
-
-    def healing(self, line: Line) -> Interleaved:
-        """What a line reads between two steps of its answer, by the rules."""
-        rules = self.rules
-        reads = functools.partial(line.heal, answers=False)
-        heals = rules.heal is not None or line.name in self._doubted
-        return Interleaved(reads if heals else None, rules.heal_share, self.group)
 
     # ---- switching ------------------------------------------------------------------------
 
@@ -241,27 +207,12 @@ class Exchange(LineSet):
         if self.rules.guard and switched and then is not None:
             plan, look = self._watched(line, tokens, plan, kept)
             kept = line.kept(kept if look is None else min(kept, look.start))
-        with working():
-            line.recall()
-            line.trim(kept)
-        clock.lap("prepare")
-        yield from self._grow(line, plan, tokens, mark, clock)
-        found = None
-        if look is not None and then is not None:
-            found = self._judged(line, look, [*tokens, then])
-            clock.lap("guard")
-        if found is not None and found.doubts and self.rules.on_doubt == guarding.REREAD:
-            kept, plan = min(kept, _exact(line.spans)), [Step(None, len(tokens))]
+        found = yield from self.carried_out(line, plan, kept, tokens, clock, mark, look, then)
+        self.active = name
+        if not self.several:  # else what lines lack is known only after the answer
             with working():
-                line.trim(kept)
-            yield from self._grow(line, plan, tokens, mark, clock)
-        with working():
-            mx.eval(caches.arrays(line.cache))
-            validate_cache(line.cache, line.model, len(tokens))
-            self.active = name
-            if not self.several:  # else what lines lack is known only after the answer
                 self.forget({}, {})
-        return plan, kept, found
+        return found
 
     def _switch(
         self,
@@ -274,7 +225,7 @@ class Exchange(LineSet):
         """What was done to bring a line from ``kept`` tokens to the end of a plan."""
         starts = [kept, *(step.stop for step in plan)]
         lengths = [step.stop - start for step, start in zip(plan, starts, strict=False)]
-        now = sum(n for n, step in zip(lengths, plan, strict=True) if step.source)
+        now = sum(n for n, step in zip(lengths, plan, strict=True) if step.source is not None)
         before = cut(line.spans, kept)
         ahead = translated(before) - translated(cut(before, line.counted))
         sources = {s.writer for s in before if s.passes and s.stop > line.counted}
@@ -309,84 +260,45 @@ class Exchange(LineSet):
         stop = min(start + guard, len(tokens))
         begun = line.kept(min(kept, start))
         before = self._plan(line, tokens[:start], begun)
-        taken = any(step.source for step in before) or translated(cut(line.spans, begun))
+        taken = any(step.source is not None for step in before) or translated(
+            cut(line.spans, begun)
+        )
         if not taken or start == stop:
             return plan, None
-        look = Look(source, start, stop, Watch(source.model, line.model, stop - start))
+        watch = Watch(source.model, line.model, stop - start)
         after = self._plan(line, tokens, stop)
-        return [*before, Step(None, stop, watch=look.watch), *after], look
+        look = Look(source, start, stop, watch, prefix=start)
+        return [*before, Step(stop, watch=watch), *after], look
 
-    def _judged(self, line: Line, look: Look, tokens: Sequence[int]) -> Guarded:
-        """What a guard finds; warns, or lets the line read behind its translation, as asked."""
-        translator = self.directions.translator(look.source.name, line.name)
-        assert translator is not None
-        start, stop = look.start, look.stop
-        look.watch.source_read(look.source.hidden_beside(tokens[start:stop], start))
-        with working():
-            own = look.watch.measured(tokens[start + 1 : stop + 1])
-            measured = self.group.firsts(lambda: own)
-        found = guarding.judged(translator.config, measured, stop - start, start)
-        self._doubted -= {line.name}
-        if found.doubts and self.rules.on_doubt == guarding.HEAL:
-            self._doubted |= {line.name}
-        elif found.doubts and self.rules.on_doubt == guarding.WARN:
-            guarding.warn(translator.config, found)
+    def take(self, line: Line, step: Step, tokens: Sequence[int], clock: Clock | None) -> Steps:
+        """Append one step; what another tokenizer's model wrote goes to its own positions."""
+        if step.source is not None:
+            translator = self.translator(step.source, line)
+            tell_of_length(translator.config, step.stop + 1, name_of(translator.path))
+        if step.alignment is None:
+            yield from super().take(line, step, tokens, clock)
+            return
+        assert isinstance(line, PositionedLine) and isinstance(step.source, Line)
+        more = tokens[len(line) : step.stop]
+        line.take_across(more, step.alignment, step.source, translator, self.step_size)
+        if clock is not None:
+            with working():
+                mx.eval(caches.arrays(line.cache))
+            clock.lap("translate")
+        yield
+
+    def translator(self, source: Source, line: Line) -> Translator:
+        """The loaded translator of a direction."""
+        found = self.directions.translator(source.name, line.name)
+        assert found is not None
         return found
 
-    def _grow(
-        self,
-        line: Line,
-        plan: Sequence[Step],
-        tokens: Sequence[int],
-        mark: int | None,
-        clock: Clock | None = None,
-    ) -> Steps:
-        """Append a plan's steps to a line, with marks at its present length and at ``mark``."""
-        line.mark()
-        for step in plan:
-            # A line with rings takes nothing over from another tokenizer and needs no mark there.
-            # Nor is it guarded.
-            marked = step.alignment is None and step.watch is None
-            marked = marked and mark is not None and len(line) < mark < step.stop
-            if mark is not None and marked and step.source is not None:
-                marked = self._reach(step.source, line, len(line), mark) == mark
-            if mark is not None and marked:
-                yield from self._take(line, Step(step.source, mark), tokens, clock)
-                line.mark()
-            yield from self._take(line, step, tokens, clock)
+    def native_layers(self, translator: Translator, stop: int) -> int:
+        return self.directions.native(translator.config, stop)
 
-    def _take(self, line: Line, step: Step, tokens: Sequence[int], clock: Clock | None) -> Steps:
-        """Append one step of a plan to a line; with a ``clock``, it is waited for and timed."""
-        if step.source is None:
-            hidden = None if step.watch is None else step.watch.target_read
-            more = tokens[len(line) : step.stop]
-            yield from line.read(more, self.rules.step_size, hidden)
-            if clock is not None:
-                clock.lap("native")
-            return
-        source = step.source
-        translator = self.directions.translator(source.name, line.name)
-        assert translator is not None
-        tell_of_length(translator.config, step.stop + 1, name_of(translator.path))
-        step_size = self.rules.step_size
-        if step.alignment is not None:
-            assert isinstance(line, PositionedLine)
-            more = tokens[len(line) : step.stop]
-            line.take_across(more, step.alignment, source, translator, step_size)
-            if clock is not None:
-                with working():
-                    mx.eval(caches.arrays(line.cache))
-                clock.lap("translate")
-            yield
-            return
-        yield from line.take_over(
-            tokens[: step.stop],
-            source,
-            translator,
-            step_size,
-            native_layers=self.directions.native(translator.config, step.stop),
-            clock=clock,
-        )
+    def reaches(self, source: Source, line: Line, stop: int) -> bool:
+        assert isinstance(source, Line)
+        return self._reach(source, line, len(line), stop) == stop
 
     def _plan(
         self,
@@ -428,7 +340,7 @@ class Exchange(LineSet):
 
     def _next(self, line: Line, tokens: Sequence[int], begun: int, offers: Offers) -> Step:
         """The step from position ``begun`` on: its source, or None to read, and where it stops."""
-        best, later = Step(None, begun), len(tokens)
+        best, later = Step(begun), len(tokens)
         missing: Line | None = None
         for other in self.lines.values():
             shared = other.common(tokens)
@@ -441,7 +353,7 @@ class Exchange(LineSet):
                 ):
                     missing = other
             elif (reach := self._reach(other, line, begun, shared)) > best.stop:
-                best = Step(other, reach)
+                best = Step(reach, other)
             elif (following := other.native.next_start(begun)) and following < shared:
                 later = min(later, following)
         given, untranslated = offers
@@ -449,7 +361,7 @@ class Exchange(LineSet):
             return best
         if found := furthest(given, begun):
             offer, alignment = found
-            return Step(offer.source, alignment.target[1], alignment)
+            return Step(alignment.target[1], offer.source, alignment)
         if missing is not None and self.rules.on_missing == "error":
             raise no_translator(missing, line)
         for offer in untranslated:
@@ -458,7 +370,7 @@ class Exchange(LineSet):
                     check_positions(line.model)
                 raise no_translator(offer.source, line)
         starts = [next_start(either, begun) for either in offers]
-        return Step(None, min([later, *(s for s in starts if s is not None)]))
+        return Step(min([later, *(s for s in starts if s is not None)]))
 
     def _reach(self, source: Line, line: Line, begun: int, most: int) -> int:
         """The end of what one line can take over from another, from position ``begun`` on.
@@ -495,7 +407,7 @@ class Exchange(LineSet):
             except (MissingTranslatorError, UnsupportedModelError):
                 continue
             steps = _followed(plan, len(line), known)
-            yield from self._grow(line, steps, tokens, mark, Clock() if self.waits else None)
+            yield from self.grow(line, steps, tokens, mark, Clock() if self.waits else None)
 
     @unit
     def forget(self, wanted: Wanted, others: Mapping[str, Sequence[Reading]]) -> None:
@@ -558,12 +470,6 @@ class Exchange(LineSet):
         started = time.perf_counter()
         finished(fresh.read(self._brought, self.rules.step_size))
         return time.perf_counter() - started
-
-
-def _exact(spans: Sequence[Span]) -> int:
-    """The number of first tokens that a line's own model has read as it would alone."""
-    first = unhealed(spans, answers=True)
-    return first[0] if first else 0
 
 
 def _alike(one: Line, other: Line) -> bool:

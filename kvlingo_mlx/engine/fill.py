@@ -1,71 +1,31 @@
-"""Carry out a plan: grow a target's line from a source's.
-
-A hand-over is a conversation of one turn. The source's line reads a chunk, the target's line takes
-it over, and so on; no more than a chunk of the source's states is held. The target may read some of
-the prefix itself (:mod:`.hybrid`). Pairs with two tokenizers go through :mod:`.cross_tokenizer`.
-"""
+"""Hand a prompt over from one model's cache to another's."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvlingo_mlx.backend import mx
+import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
-from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.arguments import checked
-from kvlingo_mlx.caches.validation import validate_cache
 from kvlingo_mlx.engine import guarding, healing
-from kvlingo_mlx.engine.clock import Clock
-from kvlingo_mlx.engine.cross_tokenizer import filled_across
-from kvlingo_mlx.engine.guarding import Guarded, Watch
-from kvlingo_mlx.engine.line import Line, Source
+from kvlingo_mlx.engine.line import Line
+from kvlingo_mlx.engine.one_turn import TARGET, OneTurn, bring, take_over
 from kvlingo_mlx.engine.plan import Asked, Plan, prepare
-from kvlingo_mlx.engine.spans import Span
-from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.engine.sources import source_line
 from kvlingo_mlx.loading.models import Model
-from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt
-from kvlingo_mlx.models.states import KVStates, TranslatedStates
-from kvlingo_mlx.remote import stream
-from kvlingo_mlx.remote.model import RemoteModel
-from kvlingo_mlx.threads import finished, working
+from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.threads import finished
 from kvlingo_mlx.translators.base import Translator
 
-States = KVStates | TranslatedStates
-
-
-class Given:
-    """A source whose states exist already, or arrive from another machine, in order."""
-
-    def __init__(self, model: LanguageModel, states: Iterable[States], tokens: int) -> None:
-        self.model, self._states = model, states
-        self.spans = [Span(0, tokens, "source")]
-
-    def written(
-        self, tokens: Sequence[int], start: int, step_size: int, config: TranslatorConfig
-    ) -> Iterator[States]:
-        """The states of ``tokens`` from ``start`` on; the chunks are those that are given."""
-        for states in self._states:
-            if isinstance(states, TranslatedStates):
-                yield states
-                continue
-            begun, stop = max(states.start, start), min(states.end, len(tokens))
-            if begun < stop:
-                with working():
-                    yield capture.move(states.part(begun, stop), self.model, config.capture)
-            del states
-
-    def close(self) -> None:
-        """End what is arriving."""
-        if isinstance(self._states, Generator):
-            self._states.close()
+__all__ = ["bring", "hand_over", "take_over", "translate_span"]
 
 
 def translate_span(
@@ -83,140 +43,6 @@ def translate_span(
     """
     states = capture.move(states, source, translator.config.capture)
     caches.write(cache, translator(states, target.geometry.first_kept(num_tokens)), target)
-
-
-def source_line(plan: Plan) -> Line:
-    """An empty line of a plan's source, whose states are dropped once the target has them."""
-    assert plan.translator is not None
-    config = plan.translator.config
-    line = Line("source", plan.source, records=True)
-    line.inputs, line.states, line.passes_on = not config.state_maps, config.state_maps, True
-    return line
-
-
-def grown(plan: Plan, source: Source, clock: Clock, watch: Watch | None = None) -> Line:
-    """The target's line of a plan's prefix, by one tokenizer.
-
-    ``watch`` keeps what both models make of the last tokens. There is one synchronisation a
-    chunk, for all layers together.
-    """
-    assert plan.translator is not None
-    prefix, span, step_size = plan.prefix, plan.span, plan.step_size
-    target = Line("target", plan.target, records=False)
-    last = len(prefix) - (watch.tokens if watch else 0)
-    target.reserve(len(prefix))
-    finished(target.read(prefix[: span.start], step_size))
-    clock.lap("native")
-    if span:
-        finished(
-            target.take_over(
-                prefix[: span.stop], source, plan.translator, step_size,
-                native_layers=plan.native.layers, clock=clock,
-            )
-        )  # fmt: skip
-    if watch is not None and isinstance(source, Line):
-        finished(source.read(prefix[len(source) : last], step_size))
-        finished(source.read(prefix[last:], watch.tokens, watch.source_read))
-        clock.lap("prefill")
-    finished(target.read(prefix[len(target) : last], step_size))
-    hidden = None if watch is None else watch.target_read
-    finished(target.read(prefix[last:], step_size, hidden))
-    clock.lap("native")
-    validate_cache(target.cache, plan.target, len(prefix))
-    return target
-
-
-def bring(
-    plan: Plan,
-    clock: Clock | None = None,
-    source: Line | None = None,
-    watch: Watch | None = None,
-) -> Line:
-    """A target's line of a plan's prefix, grown chunk by chunk, and evaluated.
-
-    ``source`` is a line of the source's own, which may hold a part of the prefix; ``watch`` keeps
-    what both models make of the last tokens. Between two tokenizers the line has caches and no
-    tokens.
-    """
-    if plan.translator is None or not plan.prefix:
-        return Line("target", plan.target, records=False)
-    clock = clock or Clock()
-    if source is None and isinstance(plan.source, RemoteModel):
-        given = Given(plan.source, _sent(plan, clock), len(plan.prefix))
-        try:
-            return _brought(plan, given, clock, watch)
-        finally:
-            given.close()
-    reader = source_line(plan) if source is None else source  # an empty line is false
-    return _brought(plan, reader, clock, watch)
-
-
-def take_over(
-    plan: Plan, states: Iterable[KVStates], clock: Clock | None = None, watch: Watch | None = None
-) -> Line:
-    """A target's line of a plan's prefix, from source states that exist already, evaluated."""
-    source = Given(plan.source, states, len(plan.prefix))
-    return _brought(plan, source, clock or Clock(), watch)
-
-
-def _brought(plan: Plan, source: Source, clock: Clock, watch: Watch | None) -> Line:
-    if plan.aligned is None:
-        return grown(plan, source, clock, watch)
-    line = Line("target", plan.target, records=False)
-    with mx.stream(generation_stream):
-        line.hold([], None, filled_across(plan, plan.aligned, source, clock.lap))
-    validate_cache(line.cache, plan.target, plan.aligned.num_entries)
-    return line
-
-
-def _holding(plan: Plan, cache: list[Any]) -> Line | None:
-    """The source's line with a cache of its own, which may hold the first tokens of the prefix.
-
-    Raises:
-        ValueError: The cache is not one of the source's, or holds too much.
-    """
-    if plan.translator is None:
-        return None
-    held = _held(cache, plan.source, plan.translator, len(plan.prefix))
-    if held is not None:
-        _check_end(plan, held)
-    line = source_line(plan)
-    line.hold(plan.prefix[: 0 if held is None else held.end], held, cache)
-    return line
-
-
-def _check_end(plan: Plan, held: KVStates) -> None:
-    """Refuse (ValueError) held states that end behind the token after which they are mapped."""
-    assert plan.translator is not None
-    span = plan.span
-    if plan.translator.config.state_maps and span and held.end > span.stop:
-        raise ValueError(
-            f"prompt_cache holds {held.end} tokens, and recurrent states are mapped after "
-            f"{span.stop}, where the target begins to read itself: leave out native_tail and "
-            "guard, or give a cache of fewer tokens"
-        )
-
-
-def _sent(plan: Plan, clock: Clock) -> stream.Spans:
-    """The states of a source on another machine, as they arrive; ``clock`` gets their number."""
-    assert isinstance(plan.source, RemoteModel) and plan.translator is not None
-    target, span = plan.target, plan.span
-    received = clock.received = stream.Received(plan.source.address, "", len(span))
-    if span:
-        firsts = target.geometry.first_kept(span.stop)
-        dtype: Any = str(target.cache_dtype).rsplit(".", 1)[-1]
-        layers, step_size = plan.native.layers, plan.step_size
-        wanted = stream.Wanted(
-            plan.read, step_size, span.start, plan.translator, layers, firsts, dtype
-        )
-        yield from stream.spans(plan.source, wanted, received)
-    if received.lacking:
-        title, address = plan.translator.config.title, plan.source.address
-        tell(
-            f"{title} on {address}",
-            f"{address} lacks {title} and sent untranslated states, which are more bytes; start it "
-            "with `serve-prefill --translator`",
-        )
 
 
 @checked
@@ -308,46 +134,39 @@ def hand_over(
             healing.check_models(plan.source, plan.target)
 
     plan = prepare(prefill_model, decode_model, tokens, asked, check)
-    if plan.way == "native":
-        if prompt_cache is not None:
-            raise ValueError(
-                f"prompt_cache is a cache of {plan.target.name} already, since it is both models; "
-                "let it read the rest of the tokens into it"
-            )
-        return read_alone(plan).cache
-    if prompt_cache is not None:
-        _check_own(plan)
-    watch = plan.watch()
+    if plan.way == "native" and prompt_cache is not None:
+        raise ValueError(
+            f"prompt_cache is a cache of {plan.target.name} already, since it is both models; "
+            "let it read the rest of the tokens into it"
+        )
     source = None if prompt_cache is None else _holding(plan, prompt_cache)
-    line = bring(plan, None, source, watch)
+    turn = OneTurn(plan, on_doubt=on_doubt, source=source)
+    finished(turn.bring(TARGET, plan.prefix))
     if source is not None:
         finished(source.read(plan.prefix[len(source) :], plan.step_size))
-    doubts = () if watch is None else judged(plan, watch, on_doubt).doubts
-    if doubts and on_doubt == guarding.REREAD:
-        line = read_alone(plan.alone())
     if heal is None:
-        return line.cache
-    return healing.HealingCache(line, plan.group)
+        return turn.target.cache
+    return healing.HealingCache(turn.target, plan.group)
 
 
-def read_alone(plan: Plan) -> Line:
-    """The line of a prompt's prefix that the target has read itself."""
-    line = Line("target", plan.target, records=False)
-    finished(line.read(plan.prefix, plan.step_size))
+# ---- a cache of the caller's ------------------------------------------------------------------
+
+
+def _holding(plan: Plan, cache: list[Any]) -> Line | None:
+    """The source's line with a cache of its own, which may hold the first tokens of the prefix.
+
+    Raises:
+        ValueError: The cache is not one of the source's, or holds too much.
+    """
+    if plan.translator is None:
+        return None
+    _check_own(plan)
+    held = _held(cache, plan.source, plan.translator, len(plan.prefix))
+    if held is not None:
+        _check_end(plan, held)
+    line = source_line(plan)
+    line.hold(plan.prefix[: 0 if held is None else held.end], held, cache)
     return line
-
-
-def judged(plan: Plan, watch: Watch, on_doubt: str) -> Guarded:
-    """What the guard makes of a plan that was carried out; warns if that was asked for."""
-    assert plan.translator is not None
-    with working():
-        own = watch.measured(plan.tokens[-watch.tokens :])
-        measured = plan.group.firsts(lambda: own)
-    config = plan.translator.config
-    found = guarding.judged(config, measured, watch.tokens, len(plan.prefix))
-    if found.doubts and on_doubt == guarding.WARN:
-        guarding.warn(config, found)
-    return found
 
 
 def _check_own(plan: Plan) -> None:
@@ -365,6 +184,18 @@ def _check_own(plan: Plan) -> None:
     plan.source.group.refuse({"prompt_cache": True})
     if plan.aligned is not None:
         raise ValueError("prompt_cache cannot be used between two tokenizers; leave it out")
+
+
+def _check_end(plan: Plan, held: KVStates) -> None:
+    """Refuse (ValueError) held states that end behind the token after which they are mapped."""
+    assert plan.translator is not None
+    span = plan.span
+    if plan.translator.config.state_maps and span and held.end > span.stop:
+        raise ValueError(
+            f"prompt_cache holds {held.end} tokens, and recurrent states are mapped after "
+            f"{span.stop}, where the target begins to read itself: leave out native_tail and "
+            "guard, or give a cache of fewer tokens"
+        )
 
 
 def _held(

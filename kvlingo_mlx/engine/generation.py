@@ -119,7 +119,7 @@ def stream_generate(
             check_drafting(plan.target, plan.draft, plan.tokens, max_tokens, num_draft_tokens)
 
     plan = prepare(prefill_model, decode_model, prompt, asked, check)
-    turn = OneTurn(plan, heal, heal_share, on_doubt)
+    turn = OneTurn(plan, heals=heal is not None, share=heal_share, on_doubt=on_doubt)
     yield from turn.answered(choice, max_tokens, tools, decode_options, num_draft_tokens)
 
 

@@ -55,6 +55,7 @@ class Behind:
 class Source(Protocol):
     """What a line can take over from: another line, or a model on another machine."""
 
+    name: str
     spans: list[Span]
 
     def written(

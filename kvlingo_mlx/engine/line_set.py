@@ -1,20 +1,58 @@
-"""Lines from which an answer is decoded, and what brought one of them up to date."""
+"""Lines from which an answer is decoded, and the steps that bring one of them up to date."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvlingo_mlx.engine.guarding import Guarded
-from kvlingo_mlx.engine.healing import Interleaved
-from kvlingo_mlx.engine.line import Line, Steps
+from kvlingo_mlx.backend import mx
+
+from kvlingo_mlx import caches
+from kvlingo_mlx.caches.validation import validate_cache
+from kvlingo_mlx.engine import guarding
+from kvlingo_mlx.engine.clock import Clock
+from kvlingo_mlx.engine.guarding import Guarded, Watch
+from kvlingo_mlx.engine.healing import HEAL_SHARE, Interleaved
+from kvlingo_mlx.engine.line import Line, Source, Steps
 from kvlingo_mlx.engine.sampling import Choice
+from kvlingo_mlx.engine.spans import unhealed
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.threads import working
+from kvlingo_mlx.tokenization.alignment import TokenAlignment
 from kvlingo_mlx.translators.base import Translator
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a plan: the positions up to ``stop`` are read, or taken over from ``source``.
+
+    Between two tokenizers, ``alignment`` says which source tokens stand for these positions.
+    ``watch`` keeps what the model makes of a step that it reads.
+    """
+
+    stop: int
+    source: Source | None = None
+    alignment: TokenAlignment | None = None
+    watch: Watch | None = None
+
+
+@dataclass(frozen=True)
+class Look:
+    """The positions that a guard compares: a line reads them, and its ``source`` too.
+
+    ``prefix`` is the number of tokens that count as the translated prompt's length.
+    """
+
+    source: Line
+    start: int
+    stop: int
+    watch: Watch
+    prefix: int
 
 
 @dataclass(frozen=True)
@@ -64,9 +102,15 @@ class LineSet(ABC):
         keeps: Whether the lines go on after the answer.
         way: How a prompt is read, as responses name it.
         step_size: Tokens per prefill chunk.
+        heals: Whether a line reads in the place of its translation while it answers.
+        heal_share: The share of its speed that decoding keeps meanwhile.
+        on_doubt: What is done about a translation in doubt.
+        doubted: The lines whose translation a guard doubts, and which read in its place.
     """
 
-    keeps, way = True, "switch"
+    keeps, way, own_phase = True, "switch", "native"
+    heals, heal_share, on_doubt = False, HEAL_SHARE, guarding.WARN
+    doubted: frozenset[str] = frozenset()
     lines: dict[str, Line]
     group: Group
     step_size: int
@@ -81,6 +125,8 @@ class LineSet(ABC):
         """The fingerprint of a model's tokenizer."""
         return self.line(name).model.tokenizer_fingerprint
 
+    # ---- growing a line -------------------------------------------------------------------
+
     @abstractmethod
     def bring(
         self,
@@ -92,16 +138,131 @@ class LineSet(ABC):
     ) -> Generator[None, None, Switch]:
         """Make a line hold ``tokens``; each chunk is a step."""
 
-    def follow(self, wanted: Any, others: Any, mark: int | None) -> Steps:
-        """Translate what the other lines lack after an answer; nobody follows a hand-over."""
-        yield from ()
-
-    def forget(self, wanted: Any, others: Any) -> None:  # noqa: B027
-        """Drop what every line that could take it has."""
+    @abstractmethod
+    def translator(self, source: Source, line: Line) -> Translator:
+        """The translator from a source into a line."""
 
     @abstractmethod
+    def native_layers(self, translator: Translator, stop: int) -> int:
+        """The first layers that read for themselves what is translated up to position ``stop``."""
+
+    def carried_out(
+        self,
+        line: Line,
+        steps: Sequence[Step],
+        kept: int,
+        tokens: Sequence[int],
+        clock: Clock,
+        mark: int | None = None,
+        look: Look | None = None,
+        then: int | None = None,
+    ) -> Generator[None, None, tuple[list[Step], int, Guarded | None]]:
+        """Keep a line's first ``kept`` tokens, append the steps, and judge the translation.
+
+        ``mark`` is a length to which the line may have to return; ``then`` the token that follows.
+        Returns what was done in the end: the steps, where they began, and what the guard found.
+        """
+        with working():
+            line.recall()
+            line.trim(kept)
+        clock.lap("prepare")
+        yield from self.grow(line, steps, tokens, mark, clock)
+        found = None
+        if look is not None and then is not None:
+            found = self._judged(line, look, [*tokens, then], clock)
+            clock.lap("guard")
+        if found is not None and found.doubts and self.on_doubt == guarding.REREAD:
+            self.gave_up()
+            own = unhealed(line.spans, answers=True)
+            kept, steps = min(kept, own[0] if own else 0), [Step(len(tokens))]
+            with working():
+                line.trim(kept)
+            yield from self.grow(line, steps, tokens, mark, clock)
+        with working():
+            if not steps:  # each step is waited for
+                mx.eval(caches.arrays(line.cache))
+            validate_cache(line.cache, line.model, len(tokens))
+        return list(steps), kept, found
+
+    def grow(
+        self,
+        line: Line,
+        steps: Sequence[Step],
+        tokens: Sequence[int],
+        mark: int | None,
+        clock: Clock | None = None,
+    ) -> Steps:
+        """Append steps to a line, with marks at its present length and at ``mark``."""
+        line.mark()
+        for step in steps:
+            if mark is not None and self._marked(line, step, mark):
+                yield from self.take(line, replace(step, stop=mark), tokens, clock)
+                line.mark()
+            yield from self.take(line, step, tokens, clock)
+
+    def take(self, line: Line, step: Step, tokens: Sequence[int], clock: Clock | None) -> Steps:
+        """Append one step to a line; with a ``clock``, it is waited for and timed."""
+        if step.source is None:
+            hidden = None if step.watch is None else step.watch.target_read
+            yield from line.read(tokens[len(line) : step.stop], self.step_size, hidden)
+            if clock is not None:
+                clock.lap(self.own_phase)
+            return
+        translator = self.translator(step.source, line)
+        layers = self.native_layers(translator, step.stop)
+        yield from line.take_over(
+            tokens[: step.stop], step.source, translator, self.step_size,
+            native_layers=layers, clock=clock,
+        )  # fmt: skip
+
+    def _marked(self, line: Line, step: Step, mark: int) -> bool:
+        """Whether a step is divided at a mark.
+
+        A line with rings takes nothing over from another tokenizer and needs no mark there. Nor
+        is it guarded.
+        """
+        if step.alignment is not None or step.watch is not None:
+            return False
+        inside = len(line) < mark < step.stop
+        return inside and (step.source is None or self.reaches(step.source, line, mark))
+
+    def reaches(self, source: Source, line: Line, stop: int) -> bool:
+        """Whether a line can take over exactly up to ``stop``."""
+        return True
+
+    # ---- a guard --------------------------------------------------------------------------
+
+    def _judged(self, line: Line, look: Look, tokens: Sequence[int], clock: Clock) -> Guarded:
+        """What a guard finds; warns, or lets the line read behind its translation, as asked."""
+        config = self.translator(look.source, line).config
+        start, stop = look.start, look.stop
+        self.source_reads(look, tokens, clock)
+        with working():
+            own = look.watch.measured(tokens[start + 1 : stop + 1])
+            measured = self.group.firsts(lambda: own)
+        found = guarding.judged(config, measured, stop - start, look.prefix)
+        self.doubted -= {line.name}
+        if found.doubts and self.on_doubt == guarding.HEAL:
+            self.doubted |= {line.name}
+        elif found.doubts and self.on_doubt == guarding.WARN:
+            guarding.warn(config, found)
+        return found
+
+    def source_reads(self, look: Look, tokens: Sequence[int], clock: Clock) -> None:
+        """Let a guard's source read the compared tokens; its line stays what it is."""
+        found = look.source.hidden_beside(tokens[look.start : look.stop], look.start)
+        look.watch.source_read(found)
+
+    def gave_up(self) -> None:  # noqa: B027
+        """Note that a line reads what was translated for it."""
+
+    # ---- an answer ------------------------------------------------------------------------
+
     def healing(self, line: Line) -> Interleaved:
         """What a line reads between two steps of its answer."""
+        heals = self.heals or line.name in self.doubted
+        read = functools.partial(line.heal, answers=not self.keeps)
+        return Interleaved(read if heals else None, self.heal_share, self.group)
 
     @abstractmethod
     def used_by(self, name: str, sources: Collection[str]) -> tuple[Translator, ...]:
@@ -113,6 +274,13 @@ class LineSet(ABC):
 
     def put_others_away(self, name: str) -> None:  # noqa: B027  (not all sets store lines)
         """Store the lines that do not decode, if that was asked for."""
+
+    def follow(self, wanted: Any, others: Any, mark: int | None) -> Steps:
+        """Translate what the other lines lack after an answer; nobody follows a hand-over."""
+        yield from ()
+
+    def forget(self, wanted: Any, others: Any) -> None:  # noqa: B027
+        """Drop what every line that could take it has."""
 
     def chosen_together(self, choice: Choice) -> Choice:
         """How tokens are chosen, by the first process where several answer together."""

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
+from kvlingo_mlx.backend import mx
+
+from mlx_lm.generate import generation_stream
+
+from kvlingo_mlx.caches.validation import validate_cache
 from kvlingo_mlx.engine import guarding
 from kvlingo_mlx.engine.answer import AnswerInProgress
 from kvlingo_mlx.engine.clock import Clock
-from kvlingo_mlx.engine.fill import bring, judged, read_alone, source_line
-from kvlingo_mlx.engine.guarding import Guarded
-from kvlingo_mlx.engine.healing import HEAL_SHARE, Interleaved
-from kvlingo_mlx.engine.line import Line, Steps
-from kvlingo_mlx.engine.line_set import LineSet, Switch
+from kvlingo_mlx.engine.cross_tokenizer import filled_across
+from kvlingo_mlx.engine.guarding import Guarded, Watch
+from kvlingo_mlx.engine.healing import HEAL_SHARE
+from kvlingo_mlx.engine.line import Line, Source, Steps
+from kvlingo_mlx.engine.line_set import LineSet, Look, Step, Switch
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.engine.responses import GenerationResponse, Heard
 from kvlingo_mlx.engine.sampling import Choice
+from kvlingo_mlx.engine.sources import Given, source_line, source_of
 from kvlingo_mlx.engine.turn import Decoding, Part, Turn, tokens_alone
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.threads import wired
+from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.threads import finished, wired
 from kvlingo_mlx.translators.base import Translator
 
 TARGET, DRAFT = "target", "draft"
@@ -28,8 +34,16 @@ TARGET, DRAFT = "target", "draft"
 class OneTurn(LineSet):
     """The lines of a plan's models, for one answer.
 
+    Args:
+        plan: How the prompt is read.
+        heals: Whether the target reads the prompt behind its translation while it answers.
+        share: The share of its speed that decoding keeps meanwhile.
+        on_doubt: What is done if a guard doubts the translation.
+        source: What the target's line takes over from, if it exists already.
+        clock: Times the phases.
+
     Attributes:
-        plan: How the prompt is read; by the target itself if a guard has led to that.
+        plan: The same; by the target alone if a guard has led to that.
     """
 
     keeps = False
@@ -37,35 +51,98 @@ class OneTurn(LineSet):
     def __init__(
         self,
         plan: Plan,
-        heal: str | None = None,
+        *,
+        heals: bool = False,
         share: float = HEAL_SHARE,
         on_doubt: str = guarding.WARN,
+        source: Source | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        self.plan, self.clock = plan, Clock(plan.loaded_at)
+        self.plan, self.clock = plan, clock or Clock(plan.loaded_at)
         self.group, self.step_size = plan.group, plan.step_size
-        self._heals, self._share, self._on_doubt = heal is not None, share, on_doubt
+        self.heals, self.heal_share, self.on_doubt = heals, share, on_doubt
         self.lines = {TARGET: Line(TARGET, plan.target, records=False)}
-        self._source: Line | None = None
+        self.source = source
         if plan.draft is plan.source and plan.aligned is None and plan.translator is not None:
-            self._source = self.lines[DRAFT] = source_line(plan)  # it reads the prompt only once
+            self.source = self.lines[DRAFT] = source_line(plan)  # it reads the prompt only once
         elif plan.draft is not None:
             self.lines[DRAFT] = Line(DRAFT, plan.draft, records=False)
+
+    @property
+    def target(self) -> Line:
+        """The target's line."""
+        return self.lines[TARGET]
+
+    # ---- the target's line ----------------------------------------------------------------
 
     @property
     def way(self) -> str:  # type: ignore[override]
         """``accelerator``, ``native`` or ``folded``."""
         return self.plan.way
 
-    def origin(self, name: str) -> LanguageModel:
-        return self.plan.source
+    @property
+    def own_phase(self) -> str:  # type: ignore[override]
+        """The phase as which the target's own reading counts."""
+        return "prefill" if self.plan.way == "native" else "native"
 
-    def used_by(self, name: str, sources: Collection[str]) -> tuple[Translator, ...]:
-        return () if self.plan.translator is None else (self.plan.translator,)
+    def translator(self, source: Source, line: Line) -> Translator:
+        assert self.plan.translator is not None
+        return self.plan.translator
 
-    def healing(self, line: Line) -> Interleaved:
-        reader = functools.partial(line.heal, answers=True)
-        heals = self._heals and self.plan.way == "accelerator"
-        return Interleaved(reader if heals else None, self._share, self.group)
+    def native_layers(self, translator: Translator, stop: int) -> int:
+        return self.plan.native.layers
+
+    def gave_up(self) -> None:
+        self.plan = self.plan.alone()
+
+    def source_reads(self, look: Look, tokens: Sequence[int], clock: Clock) -> None:
+        """Let the source read on, since nobody keeps its line."""
+        source, size = look.source, look.stop - look.start
+        finished(source.read(tokens[len(source) : look.start], self.step_size))
+        finished(source.read(tokens[look.start : look.stop], size, look.watch.source_read))
+        clock.lap("prefill")
+
+    def steps(self, watch: Watch | None = None) -> list[Step]:
+        """The target's head, what is translated, its tail, and what ``watch`` compares."""
+        plan = self.plan
+        if plan.way == "native":
+            return [Step(len(plan.prefix))]
+        span, length = plan.span, len(plan.prefix)
+        last = length - (watch.tokens if watch else 0)
+        steps = [Step(span.start), Step(span.stop, self.source), Step(last)]
+        steps.append(Step(length, watch=watch))
+        before = [0, *(step.stop for step in steps)]
+        return [step for step, begun in zip(steps, before, strict=False) if step.stop > begun]
+
+    def filled(
+        self, watch: Watch | None = None, look: Look | None = None
+    ) -> Generator[None, None, Guarded | None]:
+        """Grow the target's line; what the guard found of ``look``."""
+        plan, line, found = self.plan, self.target, None
+        if plan.way == "accelerator" and self.source is None:
+            self.source = source_of(plan, self.clock)
+        try:
+            if plan.aligned is not None and self.source is not None:
+                with mx.stream(generation_stream):
+                    filled = filled_across(plan, plan.aligned, self.source, self.clock.lap)
+                    line.hold([], None, filled)
+                validate_cache(line.cache, plan.target, plan.aligned.num_entries)
+            elif plan.way == "native" or self.source is not None:
+                line.reserve(len(plan.prefix))
+                _, _, found = yield from self.carried_out(
+                    line, self.steps(watch), 0, plan.prefix, self.clock,
+                    look=look, then=plan.tokens[-1],
+                )  # fmt: skip
+        finally:
+            if isinstance(self.source, Given):
+                self.source.close()
+        return found
+
+    def look(self, watch: Watch) -> Look:
+        """What a guard compares: the last tokens of the prefix."""
+        length = len(self.plan.prefix)
+        assert isinstance(self.source, Line)
+        return Look(self.source, length - watch.tokens, length, watch, length)
 
     def bring(
         self,
@@ -76,9 +153,13 @@ class OneTurn(LineSet):
         then: int | None = None,
     ) -> Generator[None, None, Switch]:
         """Grow the target's line from the source's, or let the target read the prompt itself."""
-        yield from ()
-        self.clock.lap("prepare")
-        self.lines[TARGET], guarded = self._brought()
+        watch = self.plan.watch()
+        if watch is not None and self.source is None:
+            self.source = source_of(self.plan, self.clock)
+        look = None if watch is None else self.look(watch)
+        guarded = yield from self.filled(watch, look)
+        if isinstance(self.source, Line):
+            self.source.records = False
         seconds, plan, number = self.clock.seconds, self.plan, self.plan.num_translated
         return Switch(
             name, 0, number, len(plan.prefix) - number, self.clock.passed,
@@ -87,27 +168,13 @@ class OneTurn(LineSet):
             prefill_s=seconds["prefill"],
         )  # fmt: skip
 
-    def _brought(self) -> tuple[Line, Guarded | None]:
-        """The target's line, and what a guard found."""
-        plan, clock = self.plan, self.clock
-        if plan.way == "native":
-            line = read_alone(plan)
-            clock.lap("prefill")
-            return line, None
-        watch = plan.watch()
-        line = bring(plan, clock, self._source, watch)
-        if self._source is not None:
-            self._source.records = False
-        if watch is None:
-            return line, None
-        guarded = judged(plan, watch, self._on_doubt)
-        clock.lap("guard")
-        if guarded.doubts and self._on_doubt == guarding.REREAD:
-            self.plan = plan.alone()
-            line = read_alone(plan)
-            clock.lap("prefill")
-        self._heals |= bool(guarded.doubts) and self._on_doubt == guarding.HEAL
-        return line, guarded
+    # ---- the answer -----------------------------------------------------------------------
+
+    def origin(self, name: str) -> LanguageModel:
+        return self.plan.source
+
+    def used_by(self, name: str, sources: Collection[str]) -> tuple[Translator, ...]:
+        return () if self.plan.translator is None else (self.plan.translator,)
 
     def answered(
         self,
@@ -134,3 +201,28 @@ class OneTurn(LineSet):
 def _nothing(text: str) -> Steps:
     """Nobody goes on after the answer."""
     yield from ()
+
+
+def bring(plan: Plan, clock: Clock | None = None, watch: Watch | None = None) -> Line:
+    """A target's line of a plan's prefix, grown from the source's, and evaluated.
+
+    ``watch`` keeps what both models make of the last tokens. Between two tokenizers the line has
+    caches and no tokens.
+    """
+    turn = OneTurn(plan, clock=clock)
+    finished(turn.filled(watch))
+    if watch is not None:
+        turn.source_reads(turn.look(watch), plan.prefix, turn.clock)
+    return turn.target
+
+
+def take_over(
+    plan: Plan, states: Iterable[KVStates], clock: Clock | None = None, watch: Watch | None = None
+) -> Line:
+    """A target's line of a plan's prefix, from source states that exist already, evaluated.
+
+    ``watch`` keeps what the target makes of the last tokens.
+    """
+    turn = OneTurn(plan, source=Given(plan.source, states, len(plan.prefix)), clock=clock)
+    finished(turn.filled(watch))
+    return turn.target

@@ -20,8 +20,8 @@ from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_groups
 from kvlingo_mlx.engine.clock import Clock
 from kvlingo_mlx.engine.generation import check_max_tokens
-from kvlingo_mlx.engine.line import Line
-from kvlingo_mlx.engine.one_turn import TARGET, OneTurn
+from kvlingo_mlx.engine.line import Steps
+from kvlingo_mlx.engine.one_turn import OneTurn
 from kvlingo_mlx.engine.plan import (
     AnyTranslator,
     Asked,
@@ -261,11 +261,11 @@ class FoldedTurn(OneTurn):
         super().__init__(plan)
         self._asked, self._quantised = asked, quantised
 
-    def _brought(self) -> tuple[Line, None]:
+    def filled(self, watch: Any = None, look: Any = None) -> Steps:
         plan = self.plan
         cache = _folded(plan, [plan.tokens], self._asked, self._quantised, self.clock)
-        self.lines[TARGET].hold([], None, cache)
-        return self.lines[TARGET], None
+        self.target.hold([], None, cache)
+        yield from ()
 
 
 @checked

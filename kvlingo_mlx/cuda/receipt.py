@@ -18,10 +18,7 @@ from kvlingo_mlx.training.objectives import Loss, objective_named
 
 
 def receipt(
-    source: TorchModel,
-    target: TorchModel,
-    translator: TorchTranslator,
-    own: HeldOut | None = None,
+    source: TorchModel, target: TorchModel, translator: TorchTranslator, own: HeldOut | None = None
 ) -> dict[str, Any] | None:
     """A :class:`~kvlingo_mlx.loading.grading.Receipt` as JSON; None if no prompt fits.
 

@@ -10,9 +10,8 @@ Weights, states and tokens are random. For a pair and a length n:
   switch ends with. In chunks, where a whole one does not fit in memory.
 
 The mixing translation and the last three are timed as CUDA graphs too, which spare both paths what
-Python and launches take. Wall clock between
-synchronisations. Every action is warmed up until its times settle, then all take turns.
-Translations are compared with float32 PyTorch before they are timed.
+Python and launches take. Wall clock between synchronisations. Every action is warmed up until its
+times settle, then all take turns. Translations are first compared with float32 PyTorch.
 """
 
 from __future__ import annotations
@@ -267,10 +266,7 @@ class Scene:
 
 
 def time_pair(
-    source: tuple[str, Shape],
-    target: tuple[str, Shape],
-    nu: int,
-    settings: SwitchSettings,
+    source: tuple[str, Shape], target: tuple[str, Shape], nu: int, settings: SwitchSettings
 ) -> Iterator[dict[str, Any]]:
     """Time a switch between two models, given by names and configs, at each length.
 

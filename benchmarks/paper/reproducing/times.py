@@ -13,7 +13,7 @@ from benchmarks.paper.reproducing.entries import Entry
 from benchmarks.paper.reproducing.results import Line, Result
 from benchmarks.paper.reproducing.tables import Table, tables
 from benchmarks.paper.reproducing.work import Work
-from benchmarks.paper.timing.laid_out import laid_out
+from benchmarks.paper.timing.laid_out import FIGURE, laid_out
 from benchmarks.paper.timing.widths import PAIRS
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.reporting import measure
@@ -32,16 +32,13 @@ BENCH = {
         "--table memory-budget --layers 6 -p 16 -n 1 --batch-sizes 1 --decode-tokens 1",
     ),
 }
-PARTS = {
-    "fig:cost": ("tab:cost", "app:tab:vllm", "app:tab:moespeed"),
-}
 
 
 def make(entry: Entry, work: Work) -> Result:
     """The result of an entry of times."""
     records: list[Record] = []
     notes = []
-    for label in PARTS.get(entry.label, (entry.label,)):
+    for label in FIGURE if entry.label == "fig:cost" else (entry.label,):
         try:
             records += _records(label, work)
         except KVLingoError as error:

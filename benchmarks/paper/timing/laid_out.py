@@ -110,7 +110,7 @@ def _bench(config: Record, results: Record) -> tuple[Times, list[Record]]:
 
 def _budgets(config: Record, results: Any) -> tuple[Times, list[Record]]:
     """The cells of a row by context and batch."""
-    times = {}
+    times = dict[tuple[Any, ...], Any]()
     for cell in results:
         full = cell["batch"] * cell["decoded"] / min(cell["samples"]["full"])
         gains = [f"{cell['gain'][way]:+.0%}" for way in ("narrowed", "folded")]
@@ -121,7 +121,7 @@ def _budgets(config: Record, results: Any) -> tuple[Times, list[Record]]:
 
 def _switches(config: Record, results: Record) -> tuple[Times, list[Record]]:
     """Seconds by pair, length and term, translation by the fastest method of maps that mix."""
-    times, runs = {}, []
+    times, runs = dict[tuple[Any, ...], Any](), list[Record]()
     for pair, lengths in results["pairs"].items():
         if pair not in PAIRS["tab:cost"]:
             continue

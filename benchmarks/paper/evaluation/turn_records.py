@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.paper.evaluation.turn_scores import Benchmark
 from benchmarks.paper.evaluation.turns import Talk, Turn
 from benchmarks.paper.tasks import QUAC_INSTRUCTION, QUAC_TURNS
-from benchmarks.paper.tasks.records import hub, read_file
-from benchmarks.paper.tasks.scoring import best_f1
+from benchmarks.paper.tasks.records import hub, read_file, read_record
+from benchmarks.paper.tasks.scoring import best_f1, one_left_out
 from kvlingo_mlx.errors import KVLingoError, needs_extra
 from kvlingo_mlx.models.prompts import Message
 
@@ -29,17 +27,6 @@ COQA_INSTRUCTION = (
     "Answer each question about the text in a few words, copied from it where that is possible. If "
     "the text does not answer the question, reply unknown."
 )
-
-
-# ---- scores ----------------------------------------------------------------------------------
-
-
-def coqa_f1(answer: str, references: Sequence[str]) -> float:
-    """CoQA's own F1: with several references, the mean over leaving each of them out."""
-    if len(references) == 1:
-        return best_f1(answer, references)
-    others = ([*references[:i], *references[i + 1 :]] for i in range(len(references)))
-    return float(np.mean([best_f1(answer, left) for left in others]))
 
 
 # ---- records to conversations ----------------------------------------------------------------
@@ -166,7 +153,7 @@ class Published:
 PUBLISHED = {
     "coqa": Published(
         _coqa, COQA_TURNS, ("stanfordnlp/coqa", None, "validation"),
-        Benchmark("coqa", "f1", coqa_f1, 128),
+        Benchmark("coqa", "f1", one_left_out, 128),
     ),
     "quac": Published(
         _quac, QUAC_TURNS, ("allenai/quac", "refs/convert/parquet", "validation"),
@@ -210,7 +197,7 @@ def read_talks(
     talks: list[Talk] = []
     longest = short = 0
     for number, record in enumerate(read_file(Path(file)) if file else _hub(name, *known.hub), 1):
-        for talk in _talks(name, record, number, file):
+        for talk in read_record(name, known.talks, number, record, file or "the data"):
             longest = max(longest, len(talk.turns))
             short += len(talk.turns) < (depth or 1)
             if len(talk.turns) >= (depth or 1):
@@ -225,16 +212,6 @@ def read_talks(
             f"give --turns {name}:{longest or 1}, or other data"
         )
     return talks, short
-
-
-def _talks(name: str, record: Any, number: int, file: str | None) -> list[Talk]:
-    try:
-        return PUBLISHED[name].talks(record)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        what = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
-        raise KVLingoError(
-            f"record {number} of {file or 'the data'} is not a record of {name}: {what}"
-        ) from None
 
 
 def _hub(name: str, path: str, revision: str | None, split: str) -> Iterable[Record]:

@@ -129,21 +129,26 @@ def dataset(
         records = _drawn(source, records, settings["draw"], where)
     found = []
     for number, record in records:
-        found += _read(source, source.documents, number, record, where)
+        found += read_record(source.name, source.documents, number, record, where)
     if not found:
         raise KVLingoError(f"{where}: no question for the task {source.name} was found")
     return {"test": Dataset.from_list(found)}
 
 
-def _read(
-    source: Source, read: Callable[[Record], Any], number: int, record: Record, where: str
+def read_record(
+    name: str, read: Callable[[Record], Any], number: int, record: Record, where: str
 ) -> Any:
+    """What ``read`` makes of a record.
+
+    Raises:
+        KVLingoError: It is no record of the benchmark ``name``; says where it stands.
+    """
     try:
         return read(record)
     except ODD as error:
         what = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
         raise KVLingoError(
-            f"record {number} of {where} is not a record of {source.name}: {what}"
+            f"record {number} of {where} is not a record of {name}: {what}"
         ) from None
 
 
@@ -158,9 +163,10 @@ def _drawn(
         raise KVLingoError(f"draw is {count!r}; give a number of records, 1 or more")
     strata: dict[str, list[tuple[str, int, Record]]] = {}
     for number, record in records:
-        if _read(source, source.usable, number, record, where):
+        if read_record(source.name, source.usable, number, record, where):
             key, stratum = (
-                str(_read(source, f, number, record, where)) for f in (source.key, source.stratum)
+                str(read_record(source.name, f, number, record, where))
+                for f in (source.key, source.stratum)
             )
             strata.setdefault(stratum, []).append((ordered_by(source.name, key), number, record))
     each = -(-count // max(len(strata), 1))

@@ -24,17 +24,11 @@ def squad_f1(document: dict[str, Any], results: Sequence[str]) -> dict[str, floa
 
 
 def coqa_f1(document: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """CoQA's F1, and whether the answer contains one of the references.
-
-    The benchmark leaves out one reference at a time, takes the best F1 against the others, and
-    averages, so that a person's answer and a model's are compared with as many.
-    """
-    answer, references = results[0], list(document["references"])
-    others = [references[:i] + references[i + 1 :] for i in range(len(references))]
-    best = [max(word_f1(answer, text) for text in rest or references) for rest in others]
+    """CoQA's F1, and whether the answer contains one of the references."""
+    answer, references = results[0], document["references"]
     words = f" {' '.join(_words(answer))} "
     held = any(f" {' '.join(_words(text))} " in words for text in references if _words(text))
-    return {"f1": sum(best) / len(best), "gold_in_answer": float(held)}
+    return {"f1": one_left_out(answer, references), "gold_in_answer": float(held)}
 
 
 def xquad_f1(document: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
@@ -51,6 +45,15 @@ def judged_later(document: dict[str, Any], results: Sequence[str]) -> dict[str, 
 def best_f1(answer: str, references: Sequence[str]) -> float:
     """The word F1 against the best matching reference."""
     return max(word_f1(answer, reference) for reference in references)
+
+
+def one_left_out(answer: str, references: Sequence[str]) -> float:
+    """CoQA's F1: the mean over leaving out one reference of the best against the others.
+
+    So a person's answer and a model's are compared with as many.
+    """
+    others = ([*references[:i], *references[i + 1 :]] for i in range(len(references)))
+    return sum(best_f1(answer, left or references) for left in others) / len(references)
 
 
 def word_f1(answer: str, reference: str) -> float:

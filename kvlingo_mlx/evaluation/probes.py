@@ -238,12 +238,9 @@ def windows(
             f"no text of the data has the {whole} tokens of {asked}; give longer texts, or smaller "
             "numbers"
         )
-    items = [
-        Item(f"{name}/{index}", "text", name, found[index])
-        for index in range(max(len(found) for _, found in cut))
-        for name, found in cut
-        if index < len(found)
-    ]
+    every = ((n, name, one) for name, found in cut for n, one in enumerate(found))
+    rounds = sorted(every, key=lambda each: each[0])  # stable: each text's first window, then ...
+    items = [Item(f"{name}/{n}", "text", name, one) for n, name, one in rounds]
     short = len(records) - len(cut)
     note = f"continuation: {short} of {len(records)} texts are shorter than a window, and left out"
     return Task(

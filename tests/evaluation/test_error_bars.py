@@ -16,15 +16,12 @@ from kvlingo_mlx.evaluation.error_bars import (
 )
 
 
-def test_one_item_has_no_error() -> None:
-    assert str(over_items([0.25])) == "0.250" and str(Mean(0.25, 0.5, 2)) == "0.250 +- 0.500"
-
-
 def test_items() -> None:
     found = over_items([1.0, 0.0, 0.0, 1.0, 1.0])
     variance = (3 * 0.4**2 + 2 * 0.6**2) / 4
     assert found == Mean(pytest.approx(0.6), pytest.approx(math.sqrt(variance / 5)), 5)
     assert math.isnan(over_items([2.0]).error)
+    assert str(over_items([0.25])) == "0.250" and str(Mean(0.25, 0.5, 2)) == "0.250 +- 0.500"
     with pytest.raises(ValueError, match="no scores"):
         over_items([])
 

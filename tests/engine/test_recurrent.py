@@ -144,6 +144,10 @@ def test_going_back(models: dict[str, LanguageModel], name: str, eager: bool) ->
     talk.undo()
     ask(talk, "b", "is it on?")  # the same answer again: only its header is read
     assert talk.last_switch is not None and talk.last_switch.kept == header
+    for _ in range(2):  # another question that is as long: no mark of the former is left
+        talk.undo()
+        ask(talk, "b", "is on it?")
+    assert talk.last_switch.kept == header
     talk.truncate_answer(1)
     ask(talk, "b", "hi there")  # what is left of the answer is read again, no more
     assert talk.last_switch.kept == header

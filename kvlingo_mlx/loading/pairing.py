@@ -52,7 +52,7 @@ def _other_norms(spec: ModelSpec, model: LanguageModel) -> bool:
 def _rounding(spec: ModelSpec, model: LanguageModel) -> str | None:
     """The dtype to which 0.1.0 rounded a model's norms for a spec's fingerprint, or None."""
     known = isinstance(model, LanguageModel) and model.address is None
-    return model.rounding_of(str(spec.fingerprint["norms"])) if known else None
+    return model.rounded_norms.get(str(spec.fingerprint["norms"])) if known else None
 
 
 def check_pair(

@@ -193,12 +193,12 @@ class LanguageModel:
         """Sha256 of the stored weights of all norms, which quantisation does not change."""
         return norms_fingerprint(self._norms(), self.path)
 
+    @cached_property
     @unit
-    def rounding_of(self, fingerprint: str) -> str | None:
-        """The 16-bit dtype of which this is the norms' fingerprint after rounding, or None."""
+    def rounded_norms(self) -> dict[str, str]:
+        """The 16-bit dtypes by the norms' fingerprints after rounding, which 0.1.0 wrote."""
         norms = self._norms()
-        found = (d for d in NARROW if norms_fingerprint(norms, self.path, d) == fingerprint)
-        return next(found, None)
+        return {norms_fingerprint(norms, self.path, dtype): dtype for dtype in NARROW}
 
     def _norms(self) -> dict[str, np.ndarray]:
         return {

@@ -10,6 +10,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from kvlingo_mlx.group import ALONE
@@ -159,6 +160,8 @@ KINDS: dict[str, Kind] = {
     "callbacks": Kind(lambda value: named(value, "Callbacks"), "a kvlingo_mlx.making.Callbacks"),
     "translators": Kind(is_listed, "a list of translators, each a folder, a Hub id or loaded"),
 }  # fmt: skip
+# Defaults of options that functions take by a TypedDict.
+DEFAULTS = {each.name: each.default for group in GROUPS for each in fields(group)}
 # Arguments that the functions check themselves, because they accept many types.
 READ_ELSEWHERE = ("prompt", "tokens", "message", "messages", "prompt_cache")
 
@@ -203,7 +206,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     An argument equal to its default counts as left out, so a caller may pass on all options.
     """
     signature = inspect.signature(function)
-    defaults = {
+    defaults = DEFAULTS | {
         name: parameter.default
         for name, parameter in signature.parameters.items()
         if parameter.default is not parameter.empty

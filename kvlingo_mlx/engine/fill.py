@@ -15,7 +15,7 @@ from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.engine import guarding, healing
 from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.one_turn import TARGET, OneTurn, bring, take_over
-from kvlingo_mlx.engine.plan import Asked, Plan, prepare
+from kvlingo_mlx.engine.plan import HandoverRequest, Plan, prepare
 from kvlingo_mlx.engine.sources import source_line
 from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.models import capture
@@ -116,8 +116,8 @@ def hand_over(
     """
     healing.check_way(heal, healing.HANDED)
     guarding.check_guard(guard, on_doubt, guarding.HANDED)
-    asked = Asked(
-        translator,
+    request = HandoverRequest(
+        translator=translator,
         prefill_step_size=prefill_step_size,
         enable_thinking=enable_thinking,
         tools=tools,
@@ -127,13 +127,14 @@ def hand_over(
         allow_mismatch=allow_mismatch,
         heal=heal,
         guard=guard,
+        on_doubt=on_doubt,
     )
 
     def check(plan: Plan) -> None:
         if heal is not None:
             healing.check_models(plan.source, plan.target)
 
-    plan = prepare(prefill_model, decode_model, tokens, asked, check)
+    plan = prepare(prefill_model, decode_model, tokens, request, check)
     if plan.way == "native" and prompt_cache is not None:
         raise ValueError(
             f"prompt_cache is a cache of {plan.target.name} already, since it is both models; "

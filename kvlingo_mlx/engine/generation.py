@@ -14,9 +14,8 @@ from typing import Any, Unpack
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_bits, check_draft
 from kvlingo_mlx.engine import guarding, healing
-from kvlingo_mlx.engine.healing import HEAL_SHARE
 from kvlingo_mlx.engine.one_turn import OneTurn
-from kvlingo_mlx.engine.plan import Asked, Plan, prepare
+from kvlingo_mlx.engine.plan import HandoverRequest, Plan, prepare
 from kvlingo_mlx.engine.responses import GenerationResponse, joined
 from kvlingo_mlx.engine.sampling import (
     DecodingOptions,
@@ -34,7 +33,7 @@ DECODE_OPTIONS = ("kv_bits", "kv_group_size", "quantized_kv_start")
 
 
 class GenerateOptions(DecodingOptions, total=False):
-    """The options that :func:`generate` passes to :func:`stream_generate`, for type checkers."""
+    """The options of :func:`generate` and :func:`stream_generate`, for type checkers."""
 
     translator: Translator | str | os.PathLike[str] | None
     strategy: str
@@ -66,30 +65,11 @@ def stream_generate(
     prefill_model: Model,
     decode_model: Model,
     prompt: Prompt,
-    *,
-    translator: Translator | str | os.PathLike[str] | None = None,
-    strategy: str = "accelerator",
-    max_tokens: int = 256,
-    sampler: Sampler | None = None,
-    logits_processors: list[LogitsProcessor] | None = None,
-    prefill_step_size: int = 2048,
-    enable_thinking: bool | None = None,
-    native_layers: int | str | None = None,
-    native_head: int = 0,
-    native_tail: int = 0,
-    allow_mismatch: bool = False,
-    draft_model: Model | None = None,
-    num_draft_tokens: int = 2,
-    heal: str | None = None,
-    heal_share: float = HEAL_SHARE,
-    guard: int = 0,
-    on_doubt: str = guarding.WARN,
-    **options: Unpack[DecodingOptions],
+    **options: Unpack[GenerateOptions],
 ) -> Generator[GenerationResponse, None, None]:
     """Prefill with one model, decode with another; yield one response per token.
 
-    The arguments are those of :func:`generate`. The ``options`` are those of
-    :class:`~kvlingo_mlx.engine.sampling.DecodingOptions`.
+    The arguments are those of :func:`generate`.
 
     Raises:
         UnsupportedModelError: mlx-lm cannot quantise a model's cache, or cannot remove rejected
@@ -97,30 +77,27 @@ def stream_generate(
             those of :func:`generate`.
     """
     known = given(options)
-    choice = choice_of(known, sampler, logits_processors)
+    choice = choice_of(known, known.get("sampler"), known.get("logits_processors"))
+    max_tokens, drafts = known.get("max_tokens", 256), known.get("num_draft_tokens", 2)
     check_max_tokens(max_tokens)
-    healing.check_way(heal, healing.ANSWERING, heal_share)
-    guarding.check_guard(guard, on_doubt)
-    tools = known.get("tools")
-    asked = Asked(
-        *(translator, strategy, prefill_step_size, enable_thinking, tools),
-        *(native_layers, native_head, native_tail, allow_mismatch, draft_model),
-        heal=heal, guard=guard,
-    )  # fmt: skip
+    request = HandoverRequest.of(known)
+    heal, doubt = request.heal, request.on_doubt
+    healing.check_way(heal, healing.ANSWERING, request.heal_share)
+    guarding.check_guard(request.guard, doubt)
     decode_options = {name: known[name] for name in DECODE_OPTIONS if name in known}
 
     def check(plan: Plan) -> None:
         _check_bits(plan, decode_options)
         if heal is not None:
             _check_healing(plan, f"heal is {heal!r}", decode_options)
-        elif guard and on_doubt == guarding.HEAL:
+        elif request.guard and doubt == guarding.HEAL:
             _check_healing(plan, "on_doubt is 'heal'", decode_options)
         if plan.draft is not None:
-            check_drafting(plan.target, plan.draft, plan.tokens, max_tokens, num_draft_tokens)
+            check_drafting(plan.target, plan.draft, plan.tokens, max_tokens, drafts)
 
-    plan = prepare(prefill_model, decode_model, prompt, asked, check)
-    turn = OneTurn(plan, heals=heal is not None, share=heal_share, on_doubt=on_doubt)
-    yield from turn.answered(choice, max_tokens, tools, decode_options, num_draft_tokens)
+    plan = prepare(prefill_model, decode_model, prompt, request, check)
+    turn = OneTurn(plan, heals=heal is not None, share=request.heal_share, on_doubt=doubt)
+    yield from turn.answered(choice, max_tokens, request.tools, decode_options, drafts)
 
 
 def _check_healing(plan: Plan, asked: str, options: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """How a prompt gets from one model to another, settled before anything is read.
 
-``generate``, ``hand_over`` and folded decoding describe what they want in an :class:`Asked` and get
-a :class:`Plan`, in which everything is loaded, chosen and checked.
+``generate``, ``hand_over`` and folded decoding describe what they want in a
+:class:`HandoverRequest` and get a :class:`Plan`, in which everything is loaded, chosen and checked.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,7 @@ from kvlingo_mlx.loading.translators import (
 from kvlingo_mlx.machines import digest_of, facts_of, group_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt, check_tools, encode, is_chat, rendering
+from kvlingo_mlx.options import HandoverOptions
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.translators.base import Translator
 
@@ -38,25 +39,20 @@ STRATEGIES = ("accelerator", "native")
 AnyTranslator = Translator | str | os.PathLike[str] | None
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A caller's request for a hand-over, with the names and defaults of ``hand_over``.
+@dataclass(frozen=True, kw_only=True)
+class HandoverRequest(HandoverOptions):
+    """A caller's request for a hand-over; the options are those of ``generate``."""
 
-    ``strategy``, ``draft_model``, ``heal`` and ``guard`` are as in ``generate``.
-    """
-
-    translator: AnyTranslator = None
-    strategy: str = "accelerator"
-    prefill_step_size: int = 2048
+    translator: AnyTranslator = None  # type: ignore[assignment]
+    native_layers: int | str | None = None  # type: ignore[assignment]
     enable_thinking: bool | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
-    native_layers: int | str | None = None
-    native_head: int = 0
-    native_tail: int = 0
-    allow_mismatch: bool = False
     draft_model: Model | None = None
-    heal: str | None = None
-    guard: int = 0
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> HandoverRequest:
+        """The request in a public function's options, which have others beside it."""
+        return cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options})
 
     def native(self, config: TranslatorConfig, tokens: int | None = None) -> Native:
         """The part of the prefix that the target reads itself if this translator is used.
@@ -144,7 +140,12 @@ class Plan:
 
 
 def begin(
-    prefill_model: Model, decode_model: Model, prompt: Prompt, asked: Asked, *, count: bool = True
+    prefill_model: Model,
+    decode_model: Model,
+    prompt: Prompt,
+    request: HandoverRequest,
+    *,
+    count: bool = True,
 ) -> Plan:
     """Load both models and encode the prompt; no translator is found and no token checked yet.
 
@@ -154,15 +155,15 @@ def begin(
         prefill_model,
         decode_model,
         prompt if count else None,
-        translator=asked.translator,
-        native=asked.strategy == "native",
+        translator=request.translator,
+        native=request.strategy == "native",
     )
-    loaded_at, draft = time.perf_counter(), asked.draft_model
+    loaded_at, draft = time.perf_counter(), request.draft_model
     if draft is not None and not isinstance(draft, LanguageModel):
         draft = source if draft == prefill_model else load(draft)
-    check_tools(target, prompt, asked.tools)
-    tokens = encode(target, prompt, asked.enable_thinking, tools=asked.tools)
-    step_size = asked.prefill_step_size
+    check_tools(target, prompt, request.tools)
+    tokens = encode(target, prompt, request.enable_thinking, tools=request.tools)
+    step_size = request.prefill_step_size
     return Plan(
         source, target, tokens, step_size=step_size, draft=draft, chat=is_chat(prompt),
         loaded_at=loaded_at,
@@ -173,7 +174,7 @@ def prepare(
     prefill_model: Model,
     decode_model: Model,
     prompt: Prompt,
-    asked: Asked,
+    request: HandoverRequest,
     check: Callable[[Plan], None] = lambda plan: None,
 ) -> Plan:
     """The plan of a hand-over, or of a prefill by the target where ``strategy`` leads to that.
@@ -189,9 +190,9 @@ def prepare(
         MissingTranslatorError, IncompatibleTranslatorError, MalformedTranslatorError: No
             translator for this pair can be used.
     """
-    check_strategy(asked.strategy)
-    plan = begin(reached(prefill_model, asked.strategy), decode_model, prompt, asked)
-    plan = _planned(plan, prompt, asked, check)
+    check_strategy(request.strategy)
+    plan = begin(reached(prefill_model, request.strategy), decode_model, prompt, request)
+    plan = _planned(plan, prompt, request, check)
     plan.group.agree(
         lambda: {
             **facts_of({"source": plan.source, "target": plan.target}),
@@ -202,14 +203,14 @@ def prepare(
     return plan
 
 
-def _check_remote(plan: Plan, asked: Asked) -> None:
+def _check_remote(plan: Plan, request: HandoverRequest) -> None:
     """Refuse what needs more of a source on another machine than its states."""
     source, target = plan.source, plan.target
     if source.address is None:
         return
     for name, given in {
         "draft_model": plan.draft is not None and plan.draft.address is not None,
-        "guard": bool(asked.guard),
+        "guard": bool(request.guard),
         "a target that several machines hold": target.group.several,
     }.items():
         if given:
@@ -224,11 +225,13 @@ def _check_remote(plan: Plan, asked: Asked) -> None:
         )
 
 
-def _planned(plan: Plan, prompt: Prompt, asked: Asked, check: Callable[[Plan], None]) -> Plan:
+def _planned(
+    plan: Plan, prompt: Prompt, request: HandoverRequest, check: Callable[[Plan], None]
+) -> Plan:
     """A plan that was begun, checked, and with its translator."""
     plan.group.refuse({"draft_model": plan.draft is not None})
-    _check_remote(plan, asked)
-    native = asked.strategy == "native" or _one_model(plan, asked)
+    _check_remote(plan, request)
+    native = request.strategy == "native" or _one_model(plan, request)
     readers = (plan.target,) if native else (plan.source, plan.target)
     check_tokens(readers, plan.tokens, plan.step_size)
     check_caches(readers, len(plan.tokens))
@@ -236,18 +239,18 @@ def _planned(plan: Plan, prompt: Prompt, asked: Asked, check: Callable[[Plan], N
     if native:
         return replace(plan, way="native")
     alone = len(plan.tokens) == 1  # nothing to translate
-    if alone and asked.translator is None:
+    if alone and request.translator is None:
         return plan
     translator = resolve_translator(
-        asked.translator, plan.source, plan.target, allow_mismatch=asked.allow_mismatch
+        request.translator, plan.source, plan.target, allow_mismatch=request.allow_mismatch
     )
     plan.group.refuse({"two tokenizers": translator.config.alignment is not None})
     if alone:
         return plan
-    own = asked.native(translator.config, len(plan.prefix))
+    own = request.native(translator.config, len(plan.prefix))
     plan = replace(plan, translator=translator, native=own)
-    if asked.guard:
-        return guarded(plan, asked.guard)
+    if request.guard:
+        return guarded(plan, request.guard)
     tell_of_length(translator.config, len(plan.tokens), name_of(translator.path))
     if translator.config.alignment is None:
         return plan
@@ -256,20 +259,20 @@ def _planned(plan: Plan, prompt: Prompt, asked: Asked, check: Callable[[Plan], N
             "native_layers, native_head and native_tail cannot be used between two tokenizers; "
             "leave them out"
         )
-    switches = {"enable_thinking": asked.enable_thinking, "tools": asked.tools}
+    switches = {"enable_thinking": request.enable_thinking, "tools": request.tools}
     return replace(plan, aligned=align(plan.source, plan.target, prompt, **switches))
 
 
-def _one_model(plan: Plan, asked: Asked) -> bool:
+def _one_model(plan: Plan, request: HandoverRequest) -> bool:
     """Whether both ends are one model, which reads the prompt itself: nothing is translated.
 
     Raises:
         ValueError: An option asks for something beside a translation.
     """
-    if asked.translator is not None or not plan.source.is_same(plan.target):
+    if request.translator is not None or not plan.source.is_same(plan.target):
         return False
     beside = ("native_layers", "native_head", "native_tail", "heal", "guard")
-    unused = [name for name in beside if getattr(asked, name)]
+    unused = [name for name in beside if getattr(request, name)]
     if unused:
         raise ValueError(
             f"{unused[0]} has no effect with {plan.target.name} as both models, since nothing is "
@@ -294,7 +297,7 @@ def guarded(plan: Plan, tokens: int) -> Plan:
 
 def prepare_whole(
     plan: Plan,
-    asked: Asked,
+    request: HandoverRequest,
     suits: Callable[[TranslatorConfig], bool],
     check: Callable[[Translator], None],
 ) -> Plan:
@@ -302,12 +305,12 @@ def prepare_whole(
 
     Args:
         plan: A plan from :func:`begin`.
-        asked: The caller's request.
+        request: The caller's request.
         suits: Says whether a stored translator's config suits, where there are several.
         check: Raises an error for a translator that cannot be used.
     """
     check_caches((plan.source,), len(plan.tokens))
-    pair, mismatch, found = (plan.source, plan.target), asked.allow_mismatch, asked.translator
+    pair, mismatch, found = (plan.source, plan.target), request.allow_mismatch, request.translator
     if found is None:
         found = find_translator(*pair, allow_mismatch=mismatch, suits=suits)
     translator = resolve_translator(found, *pair, allow_mismatch=mismatch)

@@ -24,7 +24,7 @@ from kvlingo_mlx.engine.line import Steps
 from kvlingo_mlx.engine.one_turn import OneTurn
 from kvlingo_mlx.engine.plan import (
     AnyTranslator,
-    Asked,
+    HandoverRequest,
     Plan,
     begin,
     check_tokens,
@@ -82,11 +82,11 @@ def _prepare(
     prefill_model: Model,
     decode_model: Model,
     prompt: Prompt,
-    asked: Asked,
+    request: HandoverRequest,
     quantised: Bits,
 ) -> Plan:
     """Load and check everything; a prompt of one token has no prefix and needs no translator."""
-    plan = begin(prefill_model, decode_model, prompt, asked, count=False)
+    plan = begin(prefill_model, decode_model, prompt, request, count=False)
     plan = replace(plan, way="folded")
     source, target = plan.source, plan.target
     check_tokens((source, target), plan.tokens, plan.step_size)
@@ -96,17 +96,21 @@ def _prepare(
         return plan
 
     def check(translator: Translator) -> None:
-        check_foldable(source, target, translator, allow_mismatch=asked.allow_mismatch)
-        check_whole(translator.config, asked.native_layers)
+        check_foldable(source, target, translator, allow_mismatch=request.allow_mismatch)
+        check_whole(translator.config, request.native_layers)
 
     def suits(config: TranslatorConfig) -> bool:
-        return unfoldable(config) is None and not asked.native(config).layers
+        return unfoldable(config) is None and not request.native(config).layers
 
-    return prepare_whole(plan, asked, suits, check)
+    return prepare_whole(plan, request, suits, check)
 
 
 def _folded(
-    plan: Plan, rows: Sequence[Sequence[int]], asked: Asked, quantised: Bits, clock: Clock
+    plan: Plan,
+    rows: Sequence[Sequence[int]],
+    request: HandoverRequest,
+    quantised: Bits,
+    clock: Clock,
 ) -> list[Any]:
     """The target's folded caches of all but the last token of each row."""
     if plan.translator is None:
@@ -119,7 +123,7 @@ def _folded(
         clock.lap("prefill")
         pair = plan.source, plan.target, plan.translator
         with working():
-            folded = fold_caches(cache, *pair, allow_mismatch=asked.allow_mismatch)
+            folded = fold_caches(cache, *pair, allow_mismatch=request.allow_mismatch)
         clock.lap("translate")
     return folded
 
@@ -165,17 +169,17 @@ def folded_hand_over(
         MissingTranslatorError: None was given and none is stored.
     """
     rows = _rows(tokens)
-    asked = Asked(
-        translator,
+    request = HandoverRequest(
+        translator=translator,
         prefill_step_size=prefill_step_size,
         native_layers=native_layers,
         allow_mismatch=allow_mismatch,
     )
     quantised = Bits(kv_bits, kv_group_size)
-    plan = _prepare(prefill_model, decode_model, rows[0], asked, quantised)
+    plan = _prepare(prefill_model, decode_model, rows[0], request, quantised)
     for row in rows[1:]:
         check_tokens((plan.source, plan.target), row, plan.step_size)
-    return _folded(plan, rows, asked, quantised, Clock())
+    return _folded(plan, rows, request, quantised, Clock())
 
 
 def _rows(tokens: Any) -> list[list[int]]:
@@ -244,26 +248,30 @@ def folded_stream_generate(
     check_max_tokens(max_tokens)
     _check_single(prompt)
     tools = known.get("tools")
-    asked = Asked(
-        *(translator, "accelerator", prefill_step_size, enable_thinking, tools, native_layers),
+    request = HandoverRequest(
+        translator=translator,
+        prefill_step_size=prefill_step_size,
+        enable_thinking=enable_thinking,
+        tools=tools,
+        native_layers=native_layers,
         allow_mismatch=allow_mismatch,
     )
     quantised = Bits(kv_bits, kv_group_size)
-    plan = _prepare(prefill_model, decode_model, prompt, asked, quantised)
+    plan = _prepare(prefill_model, decode_model, prompt, request, quantised)
 
-    yield from FoldedTurn(plan, asked, quantised).answered(choice, max_tokens, tools)
+    yield from FoldedTurn(plan, request, quantised).answered(choice, max_tokens, tools)
 
 
 class FoldedTurn(OneTurn):
     """A turn whose target decodes from the source's own cache."""
 
-    def __init__(self, plan: Plan, asked: Asked, quantised: Bits) -> None:
+    def __init__(self, plan: Plan, request: HandoverRequest, quantised: Bits) -> None:
         super().__init__(plan)
-        self._asked, self._quantised = asked, quantised
+        self._request, self._quantised = request, quantised
 
     def filled(self, watch: Any = None, look: Any = None) -> Steps:
         plan = self.plan
-        cache = _folded(plan, [plan.tokens], self._asked, self._quantised, self.clock)
+        cache = _folded(plan, [plan.tokens], self._request, self._quantised, self.clock)
         self.target.hold([], None, cache)
         yield from ()
 

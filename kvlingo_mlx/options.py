@@ -12,7 +12,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
 Spell = Callable[[str, Any], str]  # (name, value) -> the option as a user types it
@@ -112,6 +112,8 @@ TOKENS = whole("a number of tokens, 0 or more", 0)
 TEXT = Kind(lambda value: isinstance(value, str), "a text")
 SWITCH = Kind(lambda value: type(value).__name__ in ("bool", "bool_"), "True or False")
 COUNT = whole("1 or more", 1)
+BITS = Kind(lambda value: type(value) is int and value in (8, 4),
+            "8 or 4, or leave it out for float weights")  # fmt: skip
 ANSWER = Kind(lambda value: is_whole(value) and (value > 0 or value == -1), "1 or more, or -1")
 MODEL = Kind(
     lambda value: is_path(value) or named(value, "LanguageModel"),
@@ -199,18 +201,20 @@ def option(
     *flags: str,
     kind: Kind | None = None,
     read: Callable[[Any], Any] | None = None,
+    word: bool = False,
 ) -> Any:
     """A group's field.
 
     Args:
-        default: Its default.
+        default: Its default; ``...`` makes it required.
         help: What it does; empty where the command line does not have it.
         flags: How it is typed there, if not by its name.
         kind: The values that it takes.
         read: Makes a value of what is typed there.
+        word: Whether it is typed there as a word, without a flag.
     """
-    facts = {"help": help, "flags": flags, "kind": kind, "read": read}
-    return field(default=default, metadata=facts)
+    facts = {"help": help, "flags": flags, "kind": kind, "read": read, "word": word}
+    return field(default=MISSING if default is ... else default, metadata=facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,11 +336,7 @@ class DraftOptions(Group):
 
 def layers_of(text: str | None) -> int | str | None:
     """The value of ``native_layers`` as typed: a number, ``auto``, or None: as tuned."""
-    if text in (None, "auto"):
-        return text
-    if not text.isdecimal():
-        raise ValueError(f"native_layers is {text!r}; give a number of layers, or auto")
-    return int(text)
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kvlingo_mlx.cli.needs import Checked
+from kvlingo_mlx.cli.command import VerbCommand
 from kvlingo_mlx.cli.output import complain, warn
 from kvlingo_mlx.cli.progress import watch
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
@@ -34,22 +34,25 @@ GROUPS = {
     "Several machines": ("serve-prefill",),
 }
 VERBS = tuple(verb for verbs in GROUPS.values() for verb in verbs)
+ON_TORCH = ("train", "eval", "reproduce")  # the verbs that may compute with PyTorch
+LAUNCHED = ("generate", "chat", "serve", "fit", "train")  # the verbs that mlx.launch may start
+FIRST_S = 5.0  # in which the first process prints an error of all, and the launcher ends them
 PAPER = "python -m benchmarks.paper"
+
+
+def _in_checkout(verb: str, options: str) -> dict[str, str]:
+    return {f"{verb} --{name}": f"{PAPER} {verb} --{name}" for name in options.split()}
+
+
 # Verbs, and options of verbs, that are for the paper's tables alone: where each is now.
 MOVED = {
     "reproduce": PAPER,
     "analyze": f"{PAPER} analyze",
-    **{
-        f"eval --{option}": f"{PAPER} eval --{option}"
-        for option in "suite turns switch-at judge judge-prompts".split()
-    },
-    **{
-        f"bench --{option}": f"{PAPER} bench --{option}"
-        for option in "batch-sizes table decode-tokens".split()
-    },
+    **_in_checkout("eval", "suite turns switch-at judge judge-prompts"),
+    **_in_checkout("bench", "batch-sizes table decode-tokens"),
+    "bench -c decode_tokens": f"{PAPER} bench --decode-tokens",
     "tune --droidspeak": f"{PAPER} eval --baselines",
     "tune -c droidspeak": f"{PAPER} eval --baselines",
-    "bench -c decode_tokens": f"{PAPER} bench --decode-tokens",
 }
 
 
@@ -64,9 +67,6 @@ class Verbs(TyperGroup):
                 formatter.write_dl(rows, col_max=max(map(len, VERBS)))
 
 
-ON_TORCH = ("train", "eval", "reproduce")  # the verbs that may compute with PyTorch
-FIRST_S = 5.0  # in which the first process tells an error of all, and the launcher ends them
-LAUNCHED = ("generate", "chat", "serve", "fit", "train")  # the verbs that mlx.launch may start
 app = typer.Typer(
     name="kvlingo-mlx",
     cls=Verbs,
@@ -77,8 +77,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(asked: bool) -> None:
+    if asked:
         typer.echo(__version__)
         raise typer.Exit
 
@@ -97,7 +97,7 @@ for _verb in VERBS:
     # `import` is a keyword and `list` a type, so their files have other names.
     _file = f"{_verb}_" if _verb in ("import", "list") else _verb.replace("-", "_")
     _module = importlib.import_module(f"{__name__}.{_file}")
-    app.command(_verb, cls=Checked)(_module.command)
+    app.command(_verb, cls=VerbCommand)(_module.command)
 # Made once, since making it takes longer than beginning a verb.
 command_line = typer.main.get_command(app)
 
@@ -113,7 +113,7 @@ def main(run_one: Callable[[list[str]], int] | None = None) -> None:
     # SIGTERM exits like Ctrl-C, so that half-written files are removed.
     if leads():  # the others may wait for a message, in which Python runs no handler
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    else:  # the first of mlx.launch speaks for all; errors are told by each
+    else:  # the first of mlx.launch speaks for all; each prints its errors
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
     sys.exit((run_one or run)(sys.argv[1:]))
 
@@ -123,21 +123,13 @@ def run(arguments: list[str]) -> int:
     verb = next((word for word in arguments if not word.startswith("-")), None)
     if launched() and verb in VERBS and verb not in LAUNCHED:
         return _failed(ValueError(f"{verb} runs in one process; start it without mlx.launch"))
-    if (old := _moved(arguments, verb)) is not None:
-        where = f"{MOVED[old]}` in a checkout (see benchmarks/paper/README.md)"
-        return _failed(ValueError(f"`{old}` is now `{where}"))
+    words = f" {' '.join(arguments).replace('=', ' ')} "
+    for old, now in MOVED.items():
+        first, _, rest = old.partition(" ")
+        if first == verb and f" {rest or verb} " in words:
+            where = f"{now}` in a checkout (see benchmarks/paper/README.md)"
+            return _failed(ValueError(f"`{old}` is now `{where}"))
     return carry_out(command_line, arguments, "kvlingo-mlx")
-
-
-def _moved(arguments: list[str], verb: str | None) -> str | None:
-    """What of the arguments is in :data:`MOVED`."""
-    words = [part for word in arguments for part in word.split("=", 1)]
-    for old in MOVED:
-        first, *rest = old.split()
-        places = range(len(words) - len(rest) + 1)
-        if first == verb and any(words[at : at + len(rest)] == rest for at in places):
-            return old
-    return None
 
 
 def carry_out(command: Any, arguments: list[str], name: str) -> int:
@@ -149,7 +141,7 @@ def carry_out(command: Any, arguments: list[str], name: str) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _in_a_line(warnings.showwarning)
-            # What is to be told once, the library tells once.
+            # What is to be shown once, the library shows once.
             warnings.filterwarnings("always", category=KVLingoWarning)
             # Advice to transformers' own users, about configs that mlx-lm reads.
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
@@ -166,7 +158,7 @@ def carry_out(command: Any, arguments: list[str], name: str) -> int:
 
 
 def _failed(error: Exception) -> int:
-    """Tell a user's error; returns the exit status."""
+    """Print a user's error; returns the exit status."""
     if not leads():
         time.sleep(FIRST_S)
     complain(error)

@@ -6,30 +6,11 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from kvlingo_mlx.cli.command import (
-    Both,
-    Configured,
-    MaybeSource,
-    MaybeTarget,
-    PrefillStepSize,
-    Translator,
-    option,
-    verb,
-)
-from kvlingo_mlx.cli.output import (
-    draw,
-    keep,
-    ms,
-    numbers,
-    progress_bar,
-    say,
-    table,
-    tell_of_machine,
-    warn,
-)
-from kvlingo_mlx.cli.sampling import check_ranges
+from kvlingo_mlx.cli.command import BOTH, LENGTHS, Configured, numbers, text_of, verb, words
+from kvlingo_mlx.cli.output import draw, keep, ms, phase, say, table, tell_of_machine, warn
+from kvlingo_mlx.options import COUNT, Need, is_set, number, off, option
 
 if TYPE_CHECKING:
     from kvlingo_mlx.timing.bench import BenchPair, PhaseTimes
@@ -39,12 +20,36 @@ if TYPE_CHECKING:
 ROWS = {"source_prefill": "source reads", "target_step": "first step", "native": "re-prefill"}
 
 
+def bits_of(text: str) -> list[int]:
+    """The widths of a list such as ``8,4``; empty for ``none``.
+
+    Raises:
+        ValueError: One is neither 8 nor 4.
+    """
+    if text == "none":
+        return []
+    found = [{"8": 8, "4": 4}.get(word, 0) for word in words(text)]
+    if not found or not all(found):
+        raise ValueError
+    return found
+
+
+TIME_LIMIT = number("seconds above 0", lambda value: value > 0)
+FORMS = text_of(bits_of, "8, 4, 8,4 or none")
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(Configured):
-    models: Both = None
-    source: MaybeSource = None
-    target: MaybeTarget = None
-    translator: Translator = None
+    NEEDS: ClassVar[tuple[Need, ...]] = (
+        Need("source target translator", "geometry", off, why="whose models and maps are random"),
+        Need("layers precision", "geometry", is_set, "qwen3-4b:qwen3-30b-a3b",
+             "and models from a folder are as they are"),
+    )  # fmt: skip
+    KEYS: ClassVar[str] = "layers precision nu"
+    models: Annotated[list[str] | None, BOTH] = None
+    source: str | None = None
+    target: str | None = None
+    translator: str | None = None
     geometry: str | None = option(
         None, "Random models of true widths instead: qwen3-4b:qwen3-30b-a3b, say."
     )
@@ -53,13 +58,17 @@ class BenchOptions(Configured):
         None, "Of --geometry: bfloat16, 4bit, 8bit or float32; default: the machine's."
     )
     nu: int | None = option(
-        None, "Source layers that a target layer reads, in random maps; default: 1."
+        None, "Source layers that a target layer reads, in random maps; default: 1.", kind=COUNT
     )
-    quantize: str = option("8,4", "Also time the maps in so many bits: 8,4 or none.")
-    prompt_tokens: str | None = option(None, "Lengths: 64,256.", "--prompt-tokens", "-p")
-    num_trials: int = option(5, "Trials per length.", "--num-trials", "-n")
-    time_limit: float = option(150.0, "Seconds in all, models made; longer prompts are left out.")
-    prefill_step_size: PrefillStepSize = 2048
+    quantize: str = option("8,4", "Also time the maps in so many bits: 8,4 or none.", kind=FORMS)
+    prompt_tokens: str | None = option(
+        None, "Lengths: 64,256.", "--prompt-tokens", "-p", kind=LENGTHS
+    )
+    num_trials: int = option(5, "Trials per length.", "--num-trials", "-n", kind=COUNT)
+    time_limit: float = option(
+        150.0, "Seconds in all, models made; longer prompts are left out.", kind=TIME_LIMIT
+    )
+    prefill_step_size: int = option(2048, "Tokens per prefill chunk.", kind=COUNT)
     plot: str | None = option(None, "Draw times over prompt lengths into this file.")
 
 
@@ -70,72 +79,55 @@ def command(options: BenchOptions) -> None:
     The source reads; its cache is translated; the target's first step; the target reads it all
     itself. Without --source and --target two tiny embedded models are timed.
     """
-    limit = options.time_limit
-    check_ranges(
-        *(
-            (name, number, number is None or number >= 1, "at least 1")
-            for name, number in (
-                ("--num-trials", options.num_trials),
-                ("nu", options.nu),
-                ("--prefill-step-size", options.prefill_step_size),
-            )
-        ),
-        ("--time-limit", f"{limit:g}", limit > 0, "seconds above 0"),
-    )
-    asked = options.prompt_tokens
-    lengths = numbers("--prompt-tokens", asked, "64,256", 2) if asked else None
-    bits = [] if options.quantize == "none" else numbers("--quantize", options.quantize, "8,4")
-    ends = _geometry(options)
+    lengths = numbers(options.prompt_tokens) if options.prompt_tokens else None
+    ends = geometry_names(options)
+    if ends is not None:
+        check_depth(ends[0], options.layers, options.nu or 1)
 
     from kvlingo_mlx.reporting import measure, pictures
     from kvlingo_mlx.timing import bench
     from kvlingo_mlx.timing.switching import Stopwatch
-    from kvlingo_mlx.translators.quantised import check_bits
 
-    for number in bits:
-        check_bits(number)
     if options.plot:
         pictures.check(options.plot)
-    clock, step_size = Stopwatch(limit), options.prefill_step_size
+    clock, trials, step_size = (
+        Stopwatch(options.time_limit), options.num_trials, options.prefill_step_size
+    )  # fmt: skip
     tell_of_machine()
-    pair = _pair(options, ends, bits, max(lengths or [0]), clock)
-    with progress_bar("timing", options.num_trials * len(lengths or bench.LENGTHS)) as step:
+    pair = _pair(options, ends, max(lengths or [0]), clock)
+    with phase("timing", trials * len(lengths or bench.LENGTHS)) as step:
         timed, left_out, rates = bench.run(
-            pair, lengths, trials=options.num_trials, clock=clock, step_size=step_size,
-            progress=step,
-        )  # fmt: skip
+            pair, lengths, trials=trials, clock=clock, step_size=step_size, progress=step
+        )
     if not timed:
         raise ValueError(
-            f"--time-limit is {limit:g}, and the shortest measurement takes longer; give more, or "
-            "fewer --prompt-tokens"
+            f"--time-limit is {options.time_limit:g}, and the shortest measurement takes longer; "
+            "give more, or fewer --prompt-tokens"
         )
     _print(pair, timed, left_out, rates)
     say(measure.machine_line())
     if options.plot:
         draw(bench.figure(timed, _label), options.plot, pair.source.name, pair.target.name)
-    found = {"timings": [t.as_json() for t in timed], "left_out": left_out}
-    config = _config(pair) | {"trials": options.num_trials, "prefill_step_size": step_size}
-    keep(options.json_file, "bench", config | {"rates": vars(rates)}, {"switch": found})
-
-
-def _config(pair: BenchPair) -> dict[str, Any]:
-    """What of a record's settings is the pair's."""
-    return {
+    config = {
         "source": pair.source.name,
         "target": pair.target.name,
         "weights": [pair.source.precision, pair.target.precision],
         "forms": list(pair.translators),
         "nu": pair.translator.config.nu,
         "notes": pair.notes,
+        "trials": trials,
+        "prefill_step_size": step_size,
+        "rates": vars(rates),
     }
+    found = {"timings": [t.as_json() for t in timed], "left_out": left_out}
+    keep(options.json_file, "bench", config, {"switch": found})
 
 
-def _geometry(options: BenchOptions) -> tuple[str, str] | None:
+def geometry_names(options: Any) -> tuple[str, str] | None:
     """The source and target of ``--geometry``; None without it.
 
     Raises:
-        ValueError: They are not two known names, or do not fit ``layers``, ``precision`` or
-            ``nu``.
+        ValueError: They are not two known names, or do not fit ``layers`` or ``precision``.
     """
     if options.geometry is None:
         return None
@@ -147,25 +139,26 @@ def _geometry(options: BenchOptions) -> tuple[str, str] | None:
         raise ValueError(f"--geometry is {options.geometry!r}; give SOURCE:TARGET of {known}")
     for name in names:
         check(name, options.layers, options.precision)
-    depth = options.layers or GEOMETRIES[names[0]]["num_hidden_layers"]
-    if options.nu is not None and options.nu > depth:
-        raise ValueError(
-            f"nu is {options.nu}; {names[0]} has {depth} layers here to read: give fewer"
-        )
     return names[0], names[1]
 
 
+def check_depth(source: str, layers: int | None, nu: int) -> None:
+    """Refuse (ValueError) maps that read more layers than a geometry has."""
+    from kvlingo_mlx.timing.geometries import GEOMETRIES
+
+    depth = layers or GEOMETRIES[source]["num_hidden_layers"]
+    if nu > depth:
+        raise ValueError(f"nu is {nu}; {source} has {depth} layers here to read: give fewer")
+
+
 def _pair(
-    options: BenchOptions,
-    ends: tuple[str, str] | None,
-    bits: Sequence[int],
-    tokens: int,
-    clock: Stopwatch,
+    options: BenchOptions, ends: tuple[str, str] | None, tokens: int, clock: Stopwatch
 ) -> BenchPair:
     """The models and maps: from folders, or random ones."""
     from kvlingo_mlx.timing import bench
 
-    with _making(clock) as progress:
+    bits = bits_of(options.quantize)
+    with making(clock, "smaller models (-c layers)") as progress:
         if ends is not None:
             form = options.layers, options.precision, options.nu or 1, bits
             return bench.of_geometry(ends, *form, tokens=tokens, progress=progress)
@@ -177,17 +170,17 @@ def _pair(
 
 
 @contextlib.contextmanager
-def _making(clock: Stopwatch) -> Iterator[Callable[[int, int], None]]:
-    """A bar for making or reading models; yields a function of steps done, and of how many.
+def making(clock: Stopwatch, smaller: str) -> Iterator[Callable[[int, int], None]]:
+    """A phase for making or reading models; yields a function of steps done, and of how many.
 
     Raises:
-        ValueError: The time is over; the message says how much is needed.
+        ValueError: The time is over; the message says how much is needed, or what is smaller.
     """
     from kvlingo_mlx.timing.switching import OutOfTime
 
     began, made = time.perf_counter(), [0, 1]
     try:
-        with clock.limiting(), progress_bar("making the models", None) as step:
+        with clock.limiting(), phase("making the models") as step:
 
             def count(done: int, total: int) -> None:
                 made[:] = done, total
@@ -199,21 +192,18 @@ def _making(clock: Stopwatch) -> Iterator[Callable[[int, int], None]]:
         least = f"about {took * total / done:.0f} s" if done else f"more than {took:.0f} s"
         raise ValueError(
             f"--time-limit is over before the models are ready, which takes {least}; give more "
-            "than that, or smaller models (-c layers)"
+            f"than that, or {smaller}"
         ) from None
 
 
 def _print(
     pair: BenchPair, timed: Sequence[PhaseTimes], left_out: Sequence[int], rates: Rates
 ) -> None:
-    def times(phase: str) -> list[str]:
-        cells = []
-        for t in timed:
-            share = f" ({t.floors[phase] / t.median(phase):.0%})" if phase in t.floors else ""
-            cells.append(ms(t.median(phase)) + share)
-        return cells
+    def cell(t: PhaseTimes, name: str) -> str:
+        share = f" ({t.floors[name] / t.median(name):.0%})" if name in t.floors else ""
+        return ms(t.median(name)) + share
 
-    rows = [[_label(phase), *times(phase)] for phase in timed[0].samples]
+    rows = [[_label(name), *(cell(t, name) for t in timed)] for name in timed[0].samples]
     for name, way in (("switch", "switch"), ("from nothing", "accelerator")):
         sooner = [f"{t.ways['native'] / t.ways[way]:.2f}" for t in timed]
         rows.append([f"{name}, times sooner", *sooner])
@@ -235,5 +225,5 @@ def _print(
     )
 
 
-def _label(phase: str) -> str:
-    return ROWS.get(phase, phase.replace("translate ", "translation, "))
+def _label(name: str) -> str:
+    return ROWS.get(name, name.replace("translate ", "translation, "))

@@ -3,47 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvlingo_mlx.cli.chat_input import Lines, history
 from kvlingo_mlx.cli.chat_session import AUTO, Chat
-from kvlingo_mlx.cli.command import (
-    MaybeSource,
-    MaybeTarget,
-    Model,
-    Named,
-    Quantize,
-    Sharded,
-    Thinking,
-    named_models,
-    option,
-    verb,
-)
-from kvlingo_mlx.cli.needs import PAIR
+from kvlingo_mlx.cli.command import HOLD_IN_BITS, NAMED, PAIR, WritingOptions, named_models, verb
 from kvlingo_mlx.cli.output import keep
-from kvlingo_mlx.cli.sampling import WritingOptions
 from kvlingo_mlx.group import launched
 from kvlingo_mlx.options import (
     ANSWER,
+    BITS,
     LAYERS,
-    SWITCH,
     GuardOptions,
     HealOptions,
     Need,
     SamplingOptions,
     layers_of,
     one_of,
+    option,
     several,
 )
 
 if TYPE_CHECKING:
     from kvlingo_mlx.engine.conversation import Conversation
     from kvlingo_mlx.models.language_model import LanguageModel
-
-HISTORY_HELP = "Keep the lines that are typed in a terminal for later chats' arrow keys."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +40,16 @@ class ChatOptions(WritingOptions, HealOptions, GuardOptions):
              "guard allow_mismatch", "model", several,
              told="with one model; give --model NAME=MODEL twice or more"),
     )  # fmt: skip
-    models: Named = None
-    model: Model = None
-    source: MaybeSource = None
-    target: MaybeTarget = None
-    translator: list[str] | None = option(None, "A folder or Hub id; default: the local store's.")
-    quantize: Quantize = None
+    KEYS: ClassVar[str] = (
+        "quantize on_missing on_full eager offload heal heal_share guard on_doubt sharded "
+        "native_layers verbatim keep_history"
+    )
+    models: Annotated[list[str] | None, NAMED] = None
+    model: list[str] | None = None
+    source: str | None = None
+    target: str | None = None
+    translator: list[str] | None = None
+    quantize: int | None = option(None, HOLD_IN_BITS, kind=BITS)
     system_prompt: str | None = option(None, "System message to begin with.")
     use: str | None = option(
         None, "Name of who answers at first; default: --route, or the first model."
@@ -86,19 +75,20 @@ class ChatOptions(WritingOptions, HealOptions, GuardOptions):
         "tokens of an answer), or layers (the first layers at once, then so).",
         kind=one_of("idle", "interleaved", "layers"),
     )
-    sharded: Sharded = None
+    sharded: list[str] | None = None
     resume: str | None = option(None, "Go on with the conversation saved in this folder.")
     save: str | None = option(None, "Save the conversation to this folder at the end.")
     native_layers: str | None = option(
         None, "How many first cache layers the target reads itself; auto: as tuned.",
         kind=LAYERS, read=layers_of,
     )  # fmt: skip
-    thinking: Thinking = None
+    thinking: bool | None = None
     verbatim: bool | None = option(None, "Keep earlier turns as written, thinking included.")
-    allow_mismatch: bool = option(
-        False, "Accept a translator of other checkpoints of the same shape.", kind=SWITCH
-    )
-    keep_history: bool = option(True, HISTORY_HELP, "--history/--no-history")
+    allow_mismatch: bool = False
+    keep_history: bool = option(
+        True, "Keep the lines that are typed in a terminal for later chats' arrow keys.",
+        "--history/--no-history",
+    )  # fmt: skip
     max_tokens: int = option(
         512, "Longest answer; -1: to the context's end.", "--max-tokens", "-m", kind=ANSWER
     )
@@ -111,76 +101,66 @@ def command(options: ChatOptions) -> None:
     In a terminal a paste is one message, however many lines it has. --json appends the messages
     and what each model holds when the chat ends.
     """
-    named = _named(options)
-    _check_use(options.use, named, routed=options.route is not None)
-    if launched() and options.heal == "idle":
-        raise ValueError(
-            "heal is idle, and all of mlx.launch wait for the line that is typed on the first; "
-            "give interleaved or layers"
-        )
-    _check_folder(options.save)
+    names = _names(options)
+    if options.save is not None:
+        _check_folder(options.save)
     lines = Lines()
 
     from kvlingo_mlx.backend import mx
 
     from kvlingo_mlx.engine.routing import load_route
     from kvlingo_mlx.loading.translators import store
-    from kvlingo_mlx.translators.quantised import check_bits
 
-    check_bits(options.quantize)
-    route = None if options.route is None else load_route(options.route, tuple(named))
-    talk = _conversation(options, named)
+    route = None if options.route is None else load_route(options.route, tuple(names))
+    conversation = _conversation(options, _models(options, names))
     asked = options.given(SamplingOptions) | {"max_tokens": options.max_tokens}
     if "seed" in asked:  # once, not for each answer
         mx.random.seed(asked.pop("seed"))
-    chat = Chat(talk, lines, asked, route=route, **options.some("use save resume"))
+    chat = Chat(conversation, lines, asked, route=route, **options.some("use save resume"))
     if options.heal == "idle":
         chat.heal_while_idle()
-    with history(store().parent / "chat_history" if options.keep_history else None, lines):
+    file = store().parent / "chat_history" if options.keep_history else None
+    with history(file, lines.readline):
         chat.run()
     if options.json_file:
-        _record(options.json_file, talk)
-
-
-def _record(json_file: str, talk: Conversation) -> None:
-    """Append the messages, what each model holds of them, and the time of the last switch."""
-    import dataclasses
-
-    switch = talk.last_switch
-    results = {
-        "messages": talk.messages,
-        "stats": dataclasses.asdict(talk.stats()),
-        "last_switch": None if switch is None else dataclasses.asdict(switch),
-    }
-    models = {name: line.model.name for name, line in talk.lines.items()}
-    keep(json_file, "chat", {"models": models}, results)
+        switch = conversation.last_switch
+        results = {
+            "messages": conversation.messages,
+            "stats": asdict(conversation.stats()),
+            "last_switch": None if switch is None else asdict(switch),
+        }
+        models = {name: line.model.name for name, line in conversation.lines.items()}
+        keep(options.json_file, "chat", {"models": models}, results)
 
 
 # ---- checks before loading -------------------------------------------------------------------
 
 
-def _named(options: ChatOptions) -> dict[str, str]:
-    """The models by name: from NAME=MODEL, or named source and target."""
+def _names(options: ChatOptions) -> dict[str, str]:
+    """The models' folders or Hub ids by name: of NAME=MODEL, or of source and target."""
     if options.source is not None and options.target is not None:
-        return {"source": options.source, "target": options.target}
-    if not options.model:
+        names = options.some("source target")
+    elif not options.model:
         raise ValueError("no model is given; give A B, or NAME=A NAME=B ...")
-    named = named_models(options.model)
-    if AUTO in named:
+    else:
+        names = named_models(options.model)
+    if AUTO in names:
         raise ValueError(f"a model is named {AUTO}, the name of routing; give NAME=MODEL")
-    return named
+    known = [*names, *([] if options.route is None else [AUTO])]
+    if options.use not in (None, *known):
+        raise ValueError(f"--use is {options.use!r}; give one of {', '.join(known)}")
+    if unknown := [name for name in options.sharded or () if name not in names]:
+        raise ValueError(f"sharded is {unknown[0]!r}; give one of {', '.join(names)}")
+    if launched() and options.heal == "idle":
+        raise ValueError(
+            "heal is idle, and all of mlx.launch wait for the line that is typed on the first; "
+            "give interleaved or layers"
+        )
+    return names
 
 
-def _check_use(use: str | None, named: Mapping[str, str], *, routed: bool) -> None:
-    names = [*named, *([AUTO] if routed else [])]
-    if use is not None and use not in names:
-        raise ValueError(f"--use is {use!r}; give one of {', '.join(names)}")
-
-
-def _check_folder(save: str | None) -> None:
+def _check_folder(save: str) -> None:
     """Refuse a folder that could not be written after the conversation."""
-    if save is None:
-        return
     from kvlingo_mlx.engine.folder import check_destination
 
     path = Path(os.path.expanduser(save)).absolute()
@@ -193,25 +173,23 @@ def _check_folder(save: str | None) -> None:
 # ---- loading ---------------------------------------------------------------------------------
 
 
-def _models(options: ChatOptions, named: Mapping[str, str]) -> dict[str, LanguageModel]:
+def _models(options: ChatOptions, names: dict[str, str]) -> dict[str, LanguageModel]:
     """The models by name; a model with two names is loaded once."""
     from kvlingo_mlx.loading.models import open_sharded, read_together
 
-    if unknown := [name for name in options.sharded or () if name not in named]:
-        raise ValueError(f"sharded is {unknown[0]!r}; give one of {', '.join(named)}")
-    held = [named[name] for name in options.sharded or ()]
-    opened = open_sharded(list(dict.fromkeys(named.values())), held)
+    sharded = [names[name] for name in options.sharded or ()]
+    opened = open_sharded(list(dict.fromkeys(names.values())), sharded)
     models = list(opened.values())
     read_together(models, models)
-    return {name: opened[path] for name, path in named.items()}
+    return {name: opened[path] for name, path in names.items()}
 
 
-def _conversation(options: ChatOptions, named: Mapping[str, str]) -> Conversation:
+def _conversation(options: ChatOptions, models: dict[str, LanguageModel]) -> Conversation:
     """A new conversation, or the saved one that is resumed."""
     from kvlingo_mlx.engine.conversation import Conversation
 
-    models, translators = _models(options, named), options.translator or ()
-    given = options.some(
+    translators = options.translator or ()
+    given: dict[str, Any] = options.some(
         "on_missing on_full eager prefill_step_size allow_mismatch offload quantize native_layers"
     )
     if options.heal in ("interleaved", "layers"):
@@ -220,9 +198,9 @@ def _conversation(options: ChatOptions, named: Mapping[str, str]) -> Conversatio
         given |= options.some("guard on_doubt")
     if options.resume is not None:
         folder = os.path.expanduser(options.resume)
-        talk = Conversation.resume(folder, models, translators, **given)
-        _check_settings(options, talk)
-        return talk
+        conversation = Conversation.resume(folder, models, translators, **given)
+        _check_settings(options, conversation)
+        return conversation
     return Conversation(
         models,
         translators,
@@ -233,9 +211,9 @@ def _conversation(options: ChatOptions, named: Mapping[str, str]) -> Conversatio
     )
 
 
-def _check_settings(options: ChatOptions, talk: Conversation) -> None:
+def _check_settings(options: ChatOptions, conversation: Conversation) -> None:
     """Refuse settings other than those that a resumed conversation was begun with."""
-    began, first = talk.transcript, talk.messages[:1]
+    began, first = conversation.transcript, conversation.messages[:1]
     system = next((m["content"] for m in first if m["role"] == "system"), None)
     differ = [
         f"{name} is {given!r}, and there it is {'not set' if found is None else repr(found)}"

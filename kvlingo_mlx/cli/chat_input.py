@@ -17,7 +17,7 @@ from types import FrameType, ModuleType
 from kvlingo_mlx.cli.output import ask, complain, say
 from kvlingo_mlx.group import launched
 
-TOLD_S = 0.05  # seconds between two questions whether a line was typed
+ASKED_S = 0.05  # seconds between two questions whether a line was typed
 KEPT_LINES = 1000  # lines in the history file
 PAUSE = 0.03  # seconds: nobody types the next line sooner, and a paste has no such gap
 PASTE_MARKS = ("\033[200~", "\033[201~")  # terminals put these around a bracketed paste
@@ -38,8 +38,8 @@ class Lines:
         if sys.stdin is None:
             raise ValueError("a chat reads standard input, which is closed")
         self.terminal = sys.stdin.isatty()
-        self._warned = False
         self.readline = _readline() if self.terminal else None  # which edits lines
+        self._warned = False
         self._typed: queue.Queue[str | ValueError | None] = queue.Queue()
         self._reading: threading.Thread | None = None
 
@@ -51,14 +51,14 @@ class Lines:
             ValueError: A pipe holds something other than text.
         """
         if launched():
-            return self._told(prompt)
+            return self._of_first(prompt)
         return self._ask(prompt) if self.terminal else self._read()
 
-    def _told(self, prompt: str) -> str | None:
+    def _of_first(self, prompt: str) -> str | None:
         """The message that the first process of mlx.launch reads, in all of them.
 
-        mlx.launch gives what is typed to each, and none a terminal. They ask one another now and
-        then, since MLX's ring keeps a processor busy while it waits.
+        mlx.launch gives none a terminal. They ask one another now and then, since MLX's ring keeps
+        a processor busy while it waits.
         """
         from kvlingo_mlx.machines import here
 
@@ -70,13 +70,13 @@ class Lines:
                 self._reading.start()
         while not (found := group.firsts(self._arrived)):
             if not group.leads:
-                time.sleep(TOLD_S)
+                time.sleep(ASKED_S)
         return found[0]
 
     def _arrived(self) -> list[str | None]:
         """The line that was read, if there is one soon."""
         try:
-            found = self._typed.get(timeout=TOLD_S)
+            found = self._typed.get(timeout=ASKED_S)
         except queue.Empty:
             return []
         if isinstance(found, ValueError):
@@ -89,6 +89,13 @@ class Lines:
             self._typed.put(self._read())
         except ValueError as error:  # raised where the line is waited for
             self._typed.put(error)
+
+    def _read(self) -> str | None:
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"standard input is not UTF-8 text ({error.reason})") from None
+        return line.rstrip("\r\n") if line else None
 
     def _ask(self, prompt: str) -> str | None:
         # Waiting lines were typed during the last answer, so each is sent alone.
@@ -106,37 +113,19 @@ class Lines:
             complain(ValueError(f"this line is not text ({error.reason}); type it again"))
             return ""
         except KeyboardInterrupt:
-            self._warn()
+            say("")
+            if self._warned:
+                raise
+            self._warned = True
+            say("/exit or Ctrl-D leaves, and so does another Ctrl-C")
             return ""
         self._warned = False
         text = "\n".join(lines)
         for mark in PASTE_MARKS:
             text = text.replace(mark, "")
-        self._remember(text)
+        if self.readline is not None and text.strip() and "\n" not in text:  # not a paste's lines
+            _remember(self.readline, text)
         return text
-
-    def _remember(self, text: str) -> None:
-        """Add a line to the history; a paste is left out, as its lines would return one by one."""
-        if self.readline is None or not text.strip() or "\n" in text:
-            return
-        last = self.readline.get_current_history_length()
-        if not last or self.readline.get_history_item(last) != text:
-            self.readline.add_history(text)
-
-    def _warn(self) -> None:
-        """Tell how to leave, once; the second Ctrl-C in a row raises KeyboardInterrupt."""
-        say("")
-        if self._warned:
-            raise KeyboardInterrupt
-        self._warned = True
-        say("/exit or Ctrl-D leaves, and so does another Ctrl-C")
-
-    def _read(self) -> str | None:
-        try:
-            line = sys.stdin.readline()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"standard input is not UTF-8 text ({error.reason})") from None
-        return line.rstrip("\r\n") if line else None
 
 
 def _arrived(seconds: float) -> bool:
@@ -148,25 +137,6 @@ def _arrived(seconds: float) -> bool:
 
 
 # ---- history ---------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def history(path: Path | None, lines: Lines) -> Iterator[None]:
-    """Load earlier chats' lines into the history, and save this chat's lines for later ones.
-
-    If the file cannot be read or written, only the history is lost. None stands for no file.
-    """
-    readline = lines.readline
-    if readline is None or path is None:
-        yield
-        return
-    with contextlib.suppress(OSError):
-        readline.read_history_file(path)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            _write(readline, path)
 
 
 def _readline() -> ModuleType | None:
@@ -182,14 +152,35 @@ def _readline() -> ModuleType | None:
     return readline
 
 
-def _write(readline: ModuleType, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # At no moment may others read the user's lines.
-    os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
-    path.chmod(0o600)
-    readline.set_history_length(KEPT_LINES)
-    readline.write_history_file(path)
-    path.chmod(0o600)
+def _remember(readline: ModuleType, text: str) -> None:
+    """Add a line to the history, unless it is the last one again."""
+    last = readline.get_current_history_length()
+    if not last or readline.get_history_item(last) != text:
+        readline.add_history(text)
+
+
+@contextlib.contextmanager
+def history(path: Path | None, readline: ModuleType | None) -> Iterator[None]:
+    """Load earlier chats' lines into the history, and save this chat's lines for later ones.
+
+    If the file cannot be read or written, only the history is lost. None stands for no file.
+    """
+    if readline is None or path is None:
+        yield
+        return
+    with contextlib.suppress(OSError):
+        readline.read_history_file(path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # At no moment may others read the user's lines.
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+            path.chmod(0o600)
+            readline.set_history_length(KEPT_LINES)
+            readline.write_history_file(path)
+            path.chmod(0o600)
 
 
 # ---- Ctrl-C ----------------------------------------------------------------------------------

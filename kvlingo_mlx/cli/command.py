@@ -1,7 +1,8 @@
-"""A verb gets its options as a frozen dataclass with a field for each option.
+"""A verb's command line, made from its options: a frozen dataclass with a field for each.
 
-A verb's own options are fields made by :func:`option`. Options of several verbs are types in this
-file, so that each has the same name, help and spellings everywhere.
+A field says what it does, how it is typed and which values it takes (``options.option``). Beside
+the fields a class says in ``NEEDS`` which options have no effect without others, and in ``KEYS``
+which are keys of ``--config`` and no flags: what a first month does not need.
 """
 
 from __future__ import annotations
@@ -10,99 +11,54 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from kvlingo_mlx import blas
-from kvlingo_mlx.cli.keys import read_config
+from kvlingo_mlx.cli.config import is_key, read_config, spelled, write_help
 from kvlingo_mlx.cli.output import keep_stdout_for_json
 from kvlingo_mlx.cli.progress import watching
 from kvlingo_mlx.group import launched, leads
-from kvlingo_mlx.options import Group, Kind, needs_of
-
-
-def option(
-    default: Any, help: str, *names: str, kind: Kind | None = None, read: Any = None, **more: Any
-) -> Any:
-    """A field for an option of one verb, as ``options.option``; ``...`` makes it required."""
-    return _described(default, typer.Option(*names, help=help, **more), kind=kind, read=read)
-
-
-def argument(default: Any, help: str, **more: Any) -> Any:
-    """A field for a positional argument."""
-    return _described(default, typer.Argument(help=help, **more))
-
-
-def _described(default: Any, info: Any, **more: Any) -> Any:
-    facts = {"typer": info, **more}
-    return field(default=MISSING if default is ... else default, metadata=facts)
-
+from kvlingo_mlx.options import (
+    ANSWER,
+    COUNT,
+    Group,
+    Kind,
+    Need,
+    OptionError,
+    SamplingOptions,
+    as_argument,
+    is_set,
+    needs_of,
+    option,
+)
 
 # ---- options of several verbs ------------------------------------------------------------------
 
-SOURCE = typer.Option(
-    "--source", "--prefill-model", help="The source, which reads: a folder or Hub id."
-)
-TARGET = typer.Option(
-    "--target", "--decode-model", help="The target, which answers: a folder or Hub id."
-)
-Source = Annotated[str, SOURCE]
-Target = Annotated[str, TARGET]
-MaybeSource = Annotated[str | None, SOURCE]
-MaybeTarget = Annotated[str | None, TARGET]
-Both = Annotated[
-    list[str] | None,
-    typer.Argument(help="The source and the target; or --source A --target B.", metavar="A B"),
-]
-Named = Annotated[
-    list[str] | None,
-    typer.Argument(help="A folder or Hub id, or NAME=MODEL; as --model.", metavar="MODEL"),
-]
-Model = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="NAME=MODEL, a folder or Hub id; once a model. Without NAME: its last part's name."
-    ),
-]
-Config = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--config",
-        "-c",
-        is_eager=True,
-        callback=read_config,
-        help="KEY=VALUE, or a TOML or JSON file of them: an option, or one of the keys below.",
-    ),
-]
-Translator = Annotated[
-    str | None, typer.Option(help="A folder or Hub id; default: the local store's.")
-]
-Quantize = Annotated[int | None, typer.Option(help="Hold the translator's weights in 8 or 4 bits.")]
-NativeLayers = Annotated[
-    str | None,
-    typer.Option(help="How many first cache layers the target reads itself; auto: as tuned."),
-]
-AllowMismatch = Annotated[
-    bool, typer.Option(help="Accept a translator of other checkpoints of the same shape.")
-]
-PrefillStepSize = Annotated[int, typer.Option(help="Tokens per prefill chunk.")]
-Thinking = Annotated[bool | None, typer.Option(help="The chat template's thinking switch.")]
-Sharded = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Under mlx.launch, a name whose model all hold together; default: the largest."
-    ),
-]
-Force = Annotated[bool, typer.Option("--force", help="Replace another translator there.")]
+SHARED = {  # by the field's name: what it does, and how it is typed
+    "source": ("The source, which reads: a folder or Hub id.", "--source", "--prefill-model"),
+    "target": ("The target, which answers: a folder or Hub id.", "--target", "--decode-model"),
+    "model": ("NAME=MODEL, a folder or Hub id; once a model. Without NAME: its last part's name.",),
+    "translator": ("A folder or Hub id; default: the local store's.",),
+    "native_layers": ("How many first cache layers the target reads itself; auto: as tuned.",),
+    "allow_mismatch": ("Accept a translator of other checkpoints of the same shape.",),
+    "thinking": ("The chat template's thinking switch.",),
+    "sharded": ("Under mlx.launch, a name whose model all hold together; default: the largest.",),
+    "force": ("Replace another translator there.", "--force"),
+}
+HOLD_IN_BITS = "Hold the translator's weights in 8 or 4 bits."
+PAIR = (Need("source", "target", is_set, "MODEL"), Need("target", "source", is_set, "MODEL"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Group):
+class VerbOptions(Group):
     """The options that every verb takes."""
 
+    KEYS: ClassVar[str] = ""  # names, separated by spaces
     json_file: str | None = option(
         None,
         "Append the record as one JSON line to this file; - writes it to standard output.",
@@ -115,54 +71,90 @@ class Options(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Configured(Options):
+class Configured(VerbOptions):
     """The options of a verb that has keys."""
 
-    config: Config = None
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--config", "-c", is_eager=True, callback=read_config,
+            help="KEY=VALUE, or a TOML or JSON file of them: an option, or one of the keys below.",
+        ),
+    ] = None  # fmt: skip
+
+
+BOTH = typer.Argument(help="The source and the target; or --source A --target B.", metavar="A B")
+NAMED = typer.Argument(help="A folder or Hub id, or NAME=MODEL; as --model.", metavar="MODEL")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoModels(Options):
+class TwoModels(VerbOptions):
     """The two models of a verb, as options or as its first two words."""
 
-    models: Both = None
-    source: Source
-    target: Target
+    models: Annotated[list[str] | None, BOTH] = None
+    source: str
+    target: str
 
 
-WORDS = ("models", "translators")  # the arguments by which a verb may be given its models
+@dataclass(frozen=True, kw_only=True)
+class PerhapsTwoModels(VerbOptions):
+    """Two models, or none."""
+
+    NEEDS: ClassVar[tuple[Need, ...]] = PAIR
+    source: str | None = None
+    target: str | None = None
+
+    @property
+    def pair(self) -> tuple[str, str] | None:
+        """The names of both, if they are given."""
+        return None if self.source is None or self.target is None else (self.source, self.target)
 
 
-def take_words(verb: str, values: dict[str, Any]) -> list[str]:
-    """Give a verb's first words to the options that they stand for; returns these options' names.
+@dataclass(frozen=True, kw_only=True)
+class WritingOptions(SamplingOptions, Configured):
+    """The options of every verb whose model writes an answer."""
+
+    max_tokens: int = option(
+        100, "Longest answer; -1: to the context's end.", "--max-tokens", "-m", kind=ANSWER
+    )
+    prefill_step_size: int = option(2048, "Tokens per prefill chunk.", kind=COUNT)
+
+
+# ---- values that are lists ---------------------------------------------------------------------
+
+
+def words(text: str) -> list[str]:
+    """The parts of a list such as ``a,b``, each once."""
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def numbers(text: str, least: float = 1, read: Callable[[str], float] = int) -> list[Any]:
+    """The numbers of a list such as ``64,256``, each once, in the given order.
 
     Raises:
-        ValueError: More words, or fewer, than there are models to name.
+        ValueError: There are none, a part is no number, or one is below ``least``.
     """
-    name = next((name for name in WORDS if values.get(name)), None)
-    if name is None or not {"source", "model"} & values.keys():
-        return []
-    words, taken = list(values[name]), list[str]()
-    most = 2 if name == "models" else max(2, len(words))
-    if "model" in values:  # of which there may be any number
-        values["model"], words, taken = [*words, *(values["model"] or ())], [], ["model"]
-    elif values["source"] is values["target"] is None and len(words) in (2, most):
-        values["source"], values["target"], *words = words
-        taken = ["source", "target"]
-    if words and name == "models":
-        refuse_models(verb, words, values)
-    values[name] = tuple(words)
-    return taken
+    found = [read(word) for word in words(text)]
+    if not found or not all(least <= number < float("inf") for number in found):
+        raise ValueError
+    return found
 
 
-def refuse_models(verb: str, words: Sequence[str], values: Mapping[str, Any]) -> None:
-    """Say (ValueError) that a verb was not given two models."""
-    named = (f"--{end} {values[end]}" for end in ("source", "target") if values[end] is not None)
-    found = [*words, *named]
-    raise ValueError(
-        f"`{verb}` is for two models, and found {', '.join(found) or 'none'}; give --source "
-        "A --target B, or A B alone"
-    )
+def text_of(read: Callable[[str], Any], expected: str) -> Kind:
+    """Texts that a function can read, which raises ValueError at others."""
+
+    def fits(text: str) -> bool:
+        try:
+            read(text)
+        except ValueError:
+            return False
+        return True
+
+    return Kind(fits, expected)
+
+
+COUNTS = text_of(numbers, "numbers, 1 or more: 64,256")
+LENGTHS = text_of(lambda text: numbers(text, 2), "numbers of tokens, 2 or more: 64,256")
 
 
 def named_models(texts: Sequence[str]) -> dict[str, str]:
@@ -186,7 +178,8 @@ def named_models(texts: Sequence[str]) -> dict[str, str]:
 
 # ---- verbs -------------------------------------------------------------------------------------
 
-Given = TypeVar("Given", bound=Options)
+Given = TypeVar("Given", bound=VerbOptions)
+WORDS = ("models", "translators")  # the arguments by which a verb may be given its models
 
 
 def verb(
@@ -194,9 +187,9 @@ def verb(
 ) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
     """Make a function of ``options`` one that typer can run; inherited fields are listed last.
 
-    ``long`` says that the verb computes for long, so that it tells if the machine is slow. How far
-    it is, is told meanwhile (``cli/progress``). A verb that ``waits`` for a person or for clients,
-    or whose answer can be read as it comes, tells of its phases alone.
+    ``long`` says that the verb computes for long, so that it warns if the machine is slow. A verb
+    that ``waits`` for a person or for clients, or whose answer can be read as it comes, shows its
+    phases alone (``cli/progress``); others show that they run, too.
     """
     hints = get_type_hints(options, include_extras=True)
     listed = [name for cls in options.__mro__ for name in inspect.get_annotations(cls)]
@@ -213,23 +206,21 @@ def verb(
     readers = {name: read for name in typed if (read := known[name].metadata.get("read"))}
 
     def decorate(function: Callable[[Given], None]) -> Callable[..., None]:
+        name = function.__module__.rpartition(".")[2].strip("_").replace("_", "-")
+
         def command(**values: Any) -> None:
-            if None in [values[name] for name in needed]:
-                verb = function.__module__.rpartition(".")[2].rstrip("_")
-                refuse_models(verb, values.get("translators") or (), values)
-            values |= {name: read(values[name]) for name, read in readers.items()}
-            given = options(**values)
+            if None in [values[model] for model in needed]:
+                _refuse_models(name, values.get("translators") or (), values)
+            given = options(**values | {n: read(values[n]) for n, read in readers.items()})
             keep_stdout_for_json(given.json_file)
-            name = function.__module__.rpartition(".")[2].strip("_").replace("_", "-")
             # mlx.launch keeps the terminal to itself, and a dumb one cannot be drawn in.
             dumb = launched() or os.environ.get("TERM") == "dumb"
-            terminal = sys.stderr.isatty() and not dumb
-            shown = watching(None if waits else name, terminal, silent=not leads())
+            shown = watching(None if waits else name, sys.stderr.isatty() and not dumb, not leads())
             with blas.in_run(long), shown:
                 function(given)
 
         command.__doc__ = function.__doc__
-        command.needs = needs_of(options)  # type: ignore[attr-defined]
+        command.options = options  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
@@ -237,15 +228,89 @@ def verb(
     return decorate
 
 
-def _parameter(described: Field, hint: Any, required: bool = True) -> inspect.Parameter:
+def _parameter(described: Field, hint: Any, required: bool) -> inspect.Parameter:
     """A field as the parameter that typer reads."""
-    if info := described.metadata.get("typer"):
-        hint = Annotated[hint, info]
-    elif text := described.metadata.get("help"):
-        hint = Annotated[hint, typer.Option(*described.metadata["flags"], help=text)]
+    facts = described.metadata
+    help, *flags = SHARED.get(described.name, ("",)) if not facts else ("",)
+    if facts.get("word"):
+        hint = Annotated[hint, typer.Argument(help=facts["help"])]
+    elif help := facts.get("help", help):
+        hint = Annotated[hint, typer.Option(*facts.get("flags", flags), help=help)]
     default = described.default
     if default is MISSING:
         default = inspect.Parameter.empty if required else None
     return inspect.Parameter(
         described.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
     )
+
+
+def _take_words(verb: str, values: dict[str, Any]) -> list[str]:
+    """Give a verb's first words to the options that they stand for; returns these options' names.
+
+    Raises:
+        ValueError: More words, or fewer, than there are models to name.
+    """
+    name = next((name for name in WORDS if values.get(name)), None)
+    if name is None or not {"source", "model"} & values.keys():
+        return []
+    words, taken = list(values[name]), list[str]()
+    most = 2 if name == "models" else max(2, len(words))
+    if "model" in values:  # of which there may be any number
+        values["model"], words, taken = [*words, *(values["model"] or ())], [], ["model"]
+    elif values["source"] is values["target"] is None and len(words) in (2, most):
+        values["source"], values["target"], *words = words
+        taken = ["source", "target"]
+    if words and name == "models":
+        _refuse_models(verb, words, values)
+    values[name] = tuple(words)
+    return taken
+
+
+def _refuse_models(verb: str, words: Sequence[str], values: Mapping[str, Any]) -> None:
+    """Say (ValueError) that a verb was not given two models."""
+    named = (f"--{end} {values[end]}" for end in ("source", "target") if values[end] is not None)
+    found = [*words, *named]
+    raise ValueError(
+        f"`{verb}` is for two models, and found {', '.join(found) or 'none'}; give --source "
+        "A --target B, or A B alone"
+    )
+
+
+class VerbCommand(TyperCommand):
+    """A verb that refuses options without effect before it begins."""
+
+    def __init__(self, name: str | None, **settings: Any) -> None:
+        super().__init__(name, **settings)
+        options: type[VerbOptions] = self.callback.options  # type: ignore[union-attr]
+        self.needs = needs_of(options)
+        for parameter in self.params:  # a key is left out of the flags in help and completion
+            parameter.hidden = parameter.name in options.KEYS.split()  # type: ignore[attr-defined]
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words after the verb; of two models there are no more."""
+        return [piece.replace("[A B]...", "[A B]") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options into the help, in groups."""
+        write_help(self, ctx, formatter)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Check the options, then run the verb; wrong ones are named as they are typed."""
+        options = {p.name: p for p in self.params}
+        sources = {name: ctx.get_parameter_source(name) for name in options}
+        typed = [n for n, at in sources.items() if at and at.name in ("COMMANDLINE", "DEFAULT_MAP")]
+        typed += _take_words(self.name or "", ctx.params)
+
+        def spell(name: str, value: Any) -> str:
+            if name not in options:
+                return as_argument(name, value)
+            option = options[name]
+            unchanged = is_key(option) and value is option.default is False
+            return spelled(option, None if unchanged else value)
+
+        try:
+            for need in self.needs:
+                need.check(typed, ctx.params)
+            return super().invoke(ctx)
+        except OptionError as error:
+            raise ValueError(error.write(spell)) from error

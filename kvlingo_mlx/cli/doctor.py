@@ -6,13 +6,13 @@ from collections import Counter
 
 import typer
 
-from kvlingo_mlx.cli.command import Options, verb
+from kvlingo_mlx.cli.command import VerbOptions, verb
 from kvlingo_mlx.cli.output import facts, keep, say
 from kvlingo_mlx.errors import printable
 
 
-@verb(Options)
-def command(options: Options) -> None:
+@verb(VerbOptions)
+def command(options: VerbOptions) -> None:
     """Look at the installation, the translators and the Hub.
 
     Exit status 1 if something is wrong, not if it is slow alone.

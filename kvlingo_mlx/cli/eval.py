@@ -2,296 +2,320 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvlingo_mlx.cli import eval_options as parsing
-from kvlingo_mlx.cli.command import verb
-from kvlingo_mlx.cli.eval_options import EvalOptions, words
-from kvlingo_mlx.cli.eval_printing import print_outcome, resumable
-from kvlingo_mlx.cli.output import (
-    draw,
-    keep,
-    ms,
-    native_number,
-    progress_bar,
-    say,
-    table,
-    tell_of_machine,
-    warn,
-)
-from kvlingo_mlx.cli.sampling import check_ranges
+from kvlingo_mlx.cli.command import numbers, verb, words
+from kvlingo_mlx.cli.eval_options import EvalFields, EvalOptions
+from kvlingo_mlx.cli.output import draw, keep, ms, phase, say, table, tell_of_machine, warn
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.evaluation.compare import Outcome, Results
-    from kvlingo_mlx.evaluation.journal import Journal
+    from kvlingo_mlx.evaluation.compare import Outcome
+    from kvlingo_mlx.evaluation.error_bars import Mean
     from kvlingo_mlx.evaluation.lineup import Condition
     from kvlingo_mlx.evaluation.probes import Task
     from kvlingo_mlx.models.language_model import LanguageModel
-    from kvlingo_mlx.translators.base import Translator
-
-    Models = tuple[LanguageModel, LanguageModel]
 
 ALONE = "source alone"
 ANSWER_TOKENS = 128
-
-
-class Addition:
-    """What a caller of :func:`evaluate` adds to the verb: nothing, but for what a subclass does.
-
-    ``harness`` are further options of :func:`.harness.benchmarks.evaluate`.
-    """
-
-    harness: Mapping[str, Any] = {}
-
-    def prepare(self, models: Models, harness: dict[str, Any], haystack: str | None) -> None:
-        """Look at the models before any work."""
-
-    def line_up(
-        self, models: Models, named: Mapping[str, Any], names: list[str], tasks: list[Task],
-        **more: Any,
-    ) -> list[Condition]:  # fmt: skip
-        """The conditions: ``named`` translators beside baselines; ``more`` as for the package's."""
-        from kvlingo_mlx.evaluation import lineup
-
-        return lineup.line_up(*models, named, names, **more)
-
-    def outcomes(self, models: Models, line: list[Condition], journal: Journal) -> list[Outcome]:
-        """Further outcomes, beside those of the tasks."""
-        return []
-
-    def shares(self, models: Models, line: list[Condition], tokens: int) -> dict[str, float] | None:
-        """What each condition computes at a switch, to be printed beside its scores."""
-        return None
-
-    def tell(self, outcomes: list[Outcome]) -> None:
-        """Print more of all outcomes."""
-
-    def kept(self) -> set[str]:
-        """Which files of the run further outcomes have written to: ``out``, ``responses``."""
-        return set()
-
-    def record(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Further settings and results of the record."""
-        return {}, {}
+MOST_COLUMNS = 4
 
 
 @verb(EvalOptions, long=True)
 def command(options: EvalOptions) -> None:
     """Compare translated caches with native ones, controls and alternatives."""
-    evaluate(options, parsing.split_tasks(words(options.tasks)), Addition())
+    Comparison(options, *parsing.split_tasks(words(options.tasks))).run()
 
 
-def evaluate(options: EvalOptions, tasks: tuple[list[str], list[str]], addition: Addition) -> None:
-    """Carry out the verb for our own tasks and lm-eval's, with what a caller adds."""
-    own, public = tasks
-    harness = _parsed(options, own) | dict(addition.harness)
+class Comparison:
+    """One run of the verb; the paper's command extends it.
 
-    from kvlingo_mlx.evaluation import compare
-    from kvlingo_mlx.evaluation.journal import Journal
-    from kvlingo_mlx.loading.pairing import check_tokenizers
-    from kvlingo_mlx.reporting import measure, pictures
+    ``own`` and ``public`` name our own tasks and lm-eval's. Bad options are refused (ValueError)
+    before anything is loaded.
+    """
 
-    if options.plot:
-        pictures.check(options.plot)
-    journal = Journal(options.out)
-    haystack = parsing.haystack_text(options.haystack)
-    models = _models(options)
-    if options.compare and not own:
-        check_tokenizers(*models, "times are of our own tasks' prompts; add one: --tasks recall")
-    asked = _tasks(options, own, models, haystack)
-    harness |= _decoding(options)
-    addition.prepare(models, harness, haystack)
-    named, line = _line_up(options, models, addition, asked)
-    outcomes: list[Outcome] = []
-    with resumable():
-        if public:  # first, since their data may be out of reach
-            outcomes += _public(options, public, models, line, harness)
-        outcomes += addition.outcomes(models, line, journal)
-        results = _own(options, asked, models, line, journal)
-    outcomes += [compare.outcome(task, results[task.name]) for task in asked]
-    for outcome in outcomes:
-        print_outcome(outcome, addition.shares(models, line, outcome.prefix_tokens))
-        for note in outcome.notes:
-            warn(note)
-    addition.tell(outcomes)
-    times = _times(models[1], line, asked, outcomes) if options.compare else {}
-    say(measure.machine_line())
-    if asked or "out" in addition.kept():
-        say(f"every item's scores are in {options.out}")
-    if public or "responses" in addition.kept():
-        say(f"every response is in {options.responses}")
-    translators = {
-        name: [{"path": str(t.path), "digest": t.digest} for t in every]
-        for name, every in named.items()
-    }
-    settings, more = addition.record()
-    results = compare.found(outcomes, times) | {"translators": translators}
-    keep(
-        options.json_file,
-        "eval",
-        _config(options, models, harness["data"]) | settings,
-        results | more,
-    )
-    if options.plot:
-        from kvlingo_mlx.evaluation.figures import score_against_time
+    def __init__(self, options: EvalFields, own: list[str], public: list[str]) -> None:
+        parsing.check_device(options.device, own, options.named_baselines)
+        self.options, self.public, self._own_names = options, public, own
+        self.harness: dict[str, Any] = {  # further arguments of lm-eval's tasks
+            "data": parsing.named_files(options.task_data),
+            "metadata": json.loads(options.metadata or "{}"),
+        }
 
-        draw(score_against_time(outcomes, times), options.plot, *(m.name for m in models))
+    def run(self) -> None:
+        """Evaluate, print, and keep the record."""
+        self._load()
+        options, asked = self.options, self.tasks
+        with resumable():
+            outcomes = self.outcomes()
+        for outcome in outcomes:
+            print_outcome(outcome, self.shares(outcome.prefix_tokens))
+            for note in outcome.notes:
+                warn(note)
+        self.print_more(outcomes)
+        times = self._times(outcomes) if options.compare else {}
 
+        from kvlingo_mlx.evaluation import compare
+        from kvlingo_mlx.reporting import measure
 
-def _own(
-    options: EvalOptions,
-    asked: list[Task],
-    models: Models,
-    line: list[Condition],
-    journal: Journal,
-) -> Results:
-    """The scores of our own tasks; of windows, the source's own perplexity too."""
-    from kvlingo_mlx.evaluation import compare
+        say(measure.machine_line())
+        written = self.written()
+        if asked or "out" in written:
+            say(f"every item's scores are in {options.out}")
+        if self.public or "responses" in written:
+            say(f"every response is in {options.responses}")
+        settings, more = self.record()
+        results = compare.found(outcomes, times) | {"translators": self._identities()} | more
+        keep(options.json_file, "eval", settings, results)
+        if options.plot:
+            from kvlingo_mlx.evaluation.figures import score_against_time
 
-    with progress_bar("evaluating", sum(len(task.items) for task in asked)) as step:
-        results = compare.evaluate(models[1], asked, line, journal, lambda name: step())
-    if options.window:
-        (task,) = (task for task in asked if task.name == "continuation")
-        found = results[task.name]
-        found[ALONE] = compare.alone(models[0], task, found[compare.NATIVE], journal)
-    return results
+            draw(score_against_time(outcomes, times), options.plot, *(m.name for m in self.models))
 
+    # ---- before the work ------------------------------------------------------------------------
 
-def _parsed(options: EvalOptions, own: list[str]) -> dict[str, Any]:
-    """The options of lm-eval's tasks; bad options are refused first."""
-    most = options.max_tokens
-    check_ranges(
-        ("--limit", options.limit, options.limit is None or options.limit > 0, "1 or more"),
-        ("--max-tokens", most, most is None or most > 0, "1 or more"),
-        ("--batch-size", options.batch_size, options.batch_size > 0, "1 or more"),
-    )
-    data, metadata = parsing.named_files(options.task_data), parsing.json_object(options.metadata)
-    parsing.forms(options.quantize)
-    parsing.check_device(options.device, own, words(options.baselines))
-    parsing.window(options.window)
-    native_number(options.native_layers)
-    return {"data": data, "metadata": metadata}
+    def _load(self) -> None:
+        """Load the models, and make the tasks and the conditions."""
+        from kvlingo_mlx.evaluation.journal import Journal
+        from kvlingo_mlx.loading.pairing import check_tokenizers
+        from kvlingo_mlx.reporting import pictures
 
-
-def _models(options: EvalOptions) -> Models:
-    """The source and the target, by MLX or PyTorch."""
-    names = options.source, options.target
-    if options.device == "mlx":
-        from kvlingo_mlx.loading.models import load_pair
-
-        return load_pair(*names)
-    from kvlingo_mlx.cuda.runtime import load_as_stored
-
-    loaded: Any = tuple(load_as_stored(name, options.device) for name in names)
-    return loaded  # with the same facts under the same names
-
-
-def ways(options: EvalOptions) -> tuple[Any, Any]:
-    """The functions that fill caches, and who decodes from these."""
-    if options.device == "mlx":
-        from kvlingo_mlx.evaluation import conditions
-        from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
-
-        return conditions, MLXDecoder
-    from kvlingo_mlx.cuda import decoding
-
-    return decoding, decoding.TorchDecoder
-
-
-def _decoding(options: EvalOptions) -> dict[str, Any]:
-    """Who decodes lm-eval's tasks."""
-    return {"decode": partial(ways(options)[1], batch_size=options.batch_size)}
-
-
-def _tasks(
-    options: EvalOptions, names: list[str], models: Models, haystack: str | None
-) -> list[Task]:
-    from kvlingo_mlx.evaluation import probes
-
-    asked = probes.TaskOptions(
-        needles=words(options.needles),
-        lengths=parsing.lengths(options.lengths),
-        haystack=haystack,
-        max_tokens=options.max_tokens or ANSWER_TOKENS,
-        limit=options.count,
-        window=parsing.window(options.window),
-        **options.some("seed data style thinking"),
-    )
-    return [probes.make(name, *models, asked) for name in names]
-
-
-def _line_up(
-    options: EvalOptions, models: Models, addition: Addition, tasks: list[Task]
-) -> tuple[dict[str, list[Translator]], list[Condition]]:
-    """The translators by name, and all conditions to compare."""
-    from kvlingo_mlx.evaluation import lineup
-
-    mismatch = options.some("allow_mismatch")
-    places = parsing.named_translators(options.translators)
-    named = lineup.load(places, *models, parsing.forms(options.quantize), **mismatch)
-    for name, found in named.items():
-        say(f"{name}: {', '.join(translator.name for translator in found)}")
-    baselines = [name for name in words(options.baselines) if name != "none"]
-    more = {"native_layers": native_number(options.native_layers), "ways": ways(options)[0]}
-    return named, addition.line_up(models, named, baselines, tasks, **more, **mismatch)
-
-
-def _config(options: EvalOptions, models: Models, data: dict[str, str]) -> dict[str, Any]:
-    """The run's settings in a record."""
-    return {
-        "source": models[0].name,
-        "target": models[1].name,
-        "apply_chat_template": options.chat,
-        "task_data": data,
-        "native_layers": native_number(options.native_layers),
-        "weights": [model.precision for model in models],
-        **options.some("data window limit seed thinking max_tokens num_shots quantize device"),
-    }
-
-
-def _public(
-    options: EvalOptions,
-    names: list[str],
-    models: Models,
-    line: list[Condition],
-    harness: dict[str, Any],
-) -> list[Outcome]:
-    """The outcomes of lm-eval's tasks."""
-    from kvlingo_mlx.evaluation.harness import benchmarks
-    from kvlingo_mlx.tokenization.samples import other_tokenizer
-
-    with progress_bar("lm-eval", None) as step:
-        outcomes = benchmarks.evaluate(
-            models[1],
-            names,
-            line,
-            progress=lambda text, done, total: step(done, total, text),
-            source_tokenizer=other_tokenizer(*(model.tokenizer for model in models)),
-            max_length=min(model.context_length for model in models),
-            num_fewshot=options.num_shots,
-            apply_chat_template=options.chat,
-            enable_thinking=options.thinking,
-            max_gen_toks=options.max_tokens,
-            responses=options.responses,
-            limit=options.count,
-            **options.some("seed include_path unsafe_code"),
-            **harness,
+        options = self.options
+        if options.plot:
+            pictures.check(options.plot)
+        self.journal = Journal(options.out)
+        self.haystack = parsing.haystack_text(options.haystack)
+        self.models = self._models()
+        if options.compare and not self._own_names:
+            needed = "times are of our own tasks' prompts; add one: --tasks recall"
+            check_tokenizers(*self.models, needed)
+        self.tasks = self._tasks()
+        self.ways, decoder = self._ways()
+        self.harness["decode"] = partial(decoder, batch_size=options.batch_size)
+        self.prepare()
+        self.named = self._translators()
+        self.line = self.line_up(
+            options.named_baselines,
+            ways=self.ways,
+            **options.some("native_layers allow_mismatch"),
         )
-    return outcomes
+
+    def _models(self) -> tuple[LanguageModel, LanguageModel]:
+        """The source and the target, by MLX or PyTorch."""
+        names, device = (self.options.source, self.options.target), self.options.device
+        if device == "mlx":
+            from kvlingo_mlx.loading.models import load_pair
+
+            return load_pair(*names)
+        from kvlingo_mlx.cuda.runtime import load_as_stored
+
+        loaded: Any = tuple(load_as_stored(name, device) for name in names)
+        return loaded  # with the same facts under the same names
+
+    def _ways(self) -> tuple[Any, Any]:
+        """The functions that fill caches, and who decodes lm-eval's tasks from these."""
+        if self.options.device == "mlx":
+            from kvlingo_mlx.evaluation import conditions
+            from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
+
+            return conditions, MLXDecoder
+        from kvlingo_mlx.cuda import decoding
+
+        return decoding, decoding.TorchDecoder
+
+    def _tasks(self) -> list[Task]:
+        from kvlingo_mlx.evaluation import probes
+
+        options = self.options
+        asked = probes.TaskOptions(
+            needles=words(options.needles),
+            lengths=numbers(options.lengths) if options.lengths else None,
+            haystack=self.haystack,
+            max_tokens=options.max_tokens or ANSWER_TOKENS,
+            limit=options.count,
+            window=parsing.window_of(options.window),
+            **options.some("seed data style thinking"),
+        )
+        return [probes.make(name, *self.models, asked) for name in self._own_names]
+
+    def _translators(self) -> dict[str, list[Any]]:
+        """The translators by name."""
+        from kvlingo_mlx.evaluation import lineup
+
+        options = self.options
+        places = parsing.named_translators(options.translators)
+        mismatch = options.some("allow_mismatch")
+        named = lineup.load(places, *self.models, options.forms, **mismatch)
+        for name, found in named.items():
+            say(f"{name}: {', '.join(translator.name for translator in found)}")
+        return named
+
+    # ---- what the paper's command adds to -------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Look at the models before any work."""
+
+    def line_up(self, baselines: Sequence[str], **more: Any) -> list[Condition]:
+        """The conditions: the translators beside baselines; ``more`` as for the package's."""
+        from kvlingo_mlx.evaluation import lineup
+
+        return lineup.line_up(*self.models, self.named, baselines, **more)
+
+    def outcomes(self) -> list[Outcome]:
+        """What is found in all tasks; of lm-eval's first, since their data may be out of reach."""
+        found = self._of_harness() if self.public else []
+        return [*found, *self._of_probes()]
+
+    def shares(self, tokens: int) -> Mapping[str, float] | None:
+        """What each condition computes at a switch, to be printed beside its scores."""
+        return None
+
+    def print_more(self, outcomes: list[Outcome]) -> None:
+        """Print more of all outcomes."""
+
+    def written(self) -> set[str]:
+        """Which files further outcomes were written to: ``out``, ``responses``."""
+        return set()
+
+    def record(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The run's settings in a record, and further results."""
+        options, models = self.options, self.models
+        settings = {
+            "source": models[0].name,
+            "target": models[1].name,
+            "apply_chat_template": options.chat,
+            "task_data": self.harness["data"],
+            "weights": [model.precision for model in models],
+            **options.some("native_layers data window limit seed thinking max_tokens num_shots"),
+            **options.some("quantize device"),
+        }
+        return settings, {}
+
+    # ---- the work -------------------------------------------------------------------------------
+
+    def _of_harness(self) -> list[Outcome]:
+        """The outcomes of lm-eval's tasks."""
+        from kvlingo_mlx.evaluation.harness import benchmarks
+        from kvlingo_mlx.tokenization.samples import other_tokenizer
+
+        options, models = self.options, self.models
+        with phase("lm-eval") as step:
+            return benchmarks.evaluate(
+                models[1],
+                self.public,
+                self.line,
+                progress=lambda text, done, total: step(done, total, text),
+                source_tokenizer=other_tokenizer(*(model.tokenizer for model in models)),
+                max_length=min(model.context_length for model in models),
+                num_fewshot=options.num_shots,
+                apply_chat_template=options.chat,
+                enable_thinking=options.thinking,
+                max_gen_toks=options.max_tokens,
+                responses=options.responses,
+                limit=options.count,
+                **options.some("seed include_path unsafe_code"),
+                **self.harness,
+            )
+
+    def _of_probes(self) -> list[Outcome]:
+        """The outcomes of our own tasks; of windows, the source's own perplexity too."""
+        from kvlingo_mlx.evaluation import compare
+
+        source, target = self.models
+        with phase("evaluating", sum(len(task.items) for task in self.tasks)) as step:
+            results = compare.evaluate(
+                target, self.tasks, self.line, self.journal, lambda name: step()
+            )
+        if self.options.window:
+            (task,) = (task for task in self.tasks if task.name == "continuation")
+            found = results[task.name]
+            found[ALONE] = compare.alone(source, task, found[compare.NATIVE], self.journal)
+        return [compare.outcome(task, results[task.name]) for task in self.tasks]
+
+    def _times(self, outcomes: list[Outcome]) -> dict[str, list[float]]:
+        """Print and return the seconds to the first token."""
+        from kvlingo_mlx.evaluation.compare import first_tokens
+        from kvlingo_mlx.reporting import measure
+
+        tokens, times = first_tokens(self.models[1], self.line, self.tasks, outcomes)
+        rows = [[name, ms(measure.median(samples))] for name, samples in times.items()]
+        title = f"Time to first token at a switch at {tokens} tokens (ms, median)"
+        table(title, ["cache", "first token"], rows)
+        tell_of_machine()
+        return times
+
+    def _identities(self) -> dict[str, list[dict[str, str]]]:
+        """The translators' folders and digests, by name."""
+        return {
+            name: [{"path": str(t.path), "digest": t.digest} for t in every]
+            for name, every in self.named.items()
+        }
 
 
-def _times(
-    target: LanguageModel, line: list[Condition], asked: list[Task], outcomes: list[Outcome]
-) -> dict[str, list[float]]:
-    """Print and return the seconds to the first token."""
-    from kvlingo_mlx.evaluation.compare import first_tokens
-    from kvlingo_mlx.reporting import measure
+@contextlib.contextmanager
+def resumable() -> Iterator[None]:
+    """Say that an interrupted run can be resumed."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        warn("interrupted; what was scored is kept, and the same command goes on from there")
+        raise
 
-    tokens, times = first_tokens(target, line, asked, outcomes)
-    rows = [[name, ms(measure.median(samples))] for name, samples in times.items()]
-    title = f"Time to first token at a switch at {tokens} tokens (ms, median)"
-    table(title, ["cache", "first token"], rows)
-    tell_of_machine()
-    return times
+
+# ---- tables ------------------------------------------------------------------------------------
+
+
+def print_outcome(outcome: Outcome, shares: Mapping[str, float] | None = None) -> None:
+    """Print an outcome; with ``shares``, a last column has what each condition computes.
+
+    One metric makes one table with a column per group, or a row per group if there are many, and
+    then a table for every few conditions.
+    Several metrics make a table per group; of many groups, the first metric's and all items' alone.
+    """
+    title, tables, metrics = outcome.task, outcome.tables, outcome.metrics
+    groups = list(next(iter(tables.values())))
+    if len(metrics) > 1:
+        if len(groups) > MOST_COLUMNS:
+            print_outcome(replace(outcome, metrics=metrics[:1]), shares)
+            groups = groups[-1:]  # all items; the other scores of each part are in the record
+        for group in groups:
+            count = max(mean.count for mean in next(iter(tables.values()))[group].values())
+            cells = {name: [_cell(of[group][m]) for m in metrics] for name, of in tables.items()}
+            _with_shares(f"{title} ({group}), {count} items", metrics, cells, shares)
+        return
+    title += f": {metrics[0]}, {outcome.count} items"
+    cells = {
+        name: [_cell(of[group][metrics[0]]) for group in groups] for name, of in tables.items()
+    }
+    if len(groups) <= MOST_COLUMNS:
+        _with_shares(title, groups, cells, shares)
+        return
+    names = list(cells)
+    for start in range(0, len(names), MOST_COLUMNS):
+        some = names[start : start + MOST_COLUMNS]
+        columns = zip(*(cells[name] for name in some), strict=True)
+        table(title, ["", *some], [[g, *row] for g, row in zip(groups, columns, strict=True)])
+
+
+def _with_shares(
+    title: str,
+    columns: Sequence[str],
+    cells: Mapping[str, list[str]],
+    shares: Mapping[str, float] | None,
+) -> None:
+    """Print a table of conditions, with their share of the target's prefill if it is known."""
+    rows = [[name, *row] for name, row in cells.items()]
+    if shares:
+        columns = [*columns, "compute"]
+        for row in rows:
+            row.append(f"{shares[row[0]]:.2f}" if row[0] in shares else "")
+    table(title, ["cache", *columns], rows)
+
+
+def _cell(mean: Mean) -> str:
+    return str(mean) if mean.count else "none"

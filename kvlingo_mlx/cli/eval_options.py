@@ -1,37 +1,110 @@
-"""The options of ``kvlingo-mlx eval``, and the parsing of their values."""
+"""The options of ``kvlingo-mlx eval``, and the reading of their values."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from kvlingo_mlx.cli.command import (
-    AllowMismatch,
-    Configured,
-    NativeLayers,
-    Source,
-    Target,
-    argument,
-    option,
-)
+from kvlingo_mlx.cli.command import COUNTS, Configured, words
+from kvlingo_mlx.options import COUNT, LAYERS, Kind, Need, among, is_set, layers_of, option
 
 ITEMS = 64
 OWN = ("continuation", "recall", "needles")
 
 
+# ---- which tasks are asked for -----------------------------------------------------------------
+
+
+def asks(*names: str) -> Any:
+    """A function that tells whether one of these is among the words of an option."""
+    return lambda tasks: any(name in names for name in words(tasks))
+
+
+def public(tasks: str) -> bool:
+    """Whether lm-eval runs one of the tasks."""
+    return any(name not in OWN for name in words(tasks))
+
+
+def written(tasks: str) -> bool:
+    """Whether a model writes the answers of one of the tasks."""
+    return asks("needles")(tasks) or public(tasks)
+
+
+def drawn(data: str | None, tasks: str) -> bool:
+    """Whether some item is generated or chosen at random."""
+    return data is None or words(tasks) != ["continuation"]
+
+
+def split_tasks(names: list[str]) -> tuple[list[str], list[str]]:
+    """Our own tasks, and the tasks that lm-eval runs.
+
+    Raises:
+        ValueError: No task is given, or a name looks misspelt.
+    """
+    if not names:
+        raise ValueError(f"--tasks is empty; known are {', '.join(OWN)}, and lm-eval's")
+    others = [name for name in names if name not in OWN]
+    for name in others:
+        if close := difflib.get_close_matches(name, OWN, 1, 0.8):
+            raise ValueError(f"--tasks names {name!r}; did you mean {close[0]}?")
+    return [name for name in names if name in OWN], others
+
+
+# ---- values ------------------------------------------------------------------------------------
+
+
+def window_of(text: str | None) -> tuple[int, int] | None:
+    """The numbers of tokens of a prefix and of its continuation: ``256+64``."""
+    if text is None:
+        return None
+    prefix, continuation = map(int, text.split("+"))
+    return prefix, continuation
+
+
+def named_files(texts: list[str] | None) -> dict[str, str]:
+    """Files by name, from NAME=FILE."""
+    return dict(text.split("=", 1) for text in texts or [])  # type: ignore[misc]
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+WINDOW = Kind(
+    lambda text: bool(re.fullmatch(r"\s*0*[1-9]\d*\s*\+\s*0*[1-9]\d*\s*", text)),
+    "two numbers of tokens: 256+64",
+)
+FILES = Kind(
+    lambda texts: all(re.fullmatch(r"[^=]+=.+", text) for text in texts),
+    "NAME=FILE, such as quac=quac.jsonl",
+)
+OBJECT = Kind(_is_object, 'a JSON object: {"max_seq_lengths": [4096]}')
+FORMS = Kind(lambda text: set() < {*words(text)} <= {"8", "4"}, "8, 4 or 8,4")
+
+
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions(Configured):
-    translators: list[str] | None = argument(
-        None, "Translators: FOLDER, NAME=FOLDER, or NAME=A,B,C (seeds); else the store's."
-    )
-    source: Source
-    target: Target
+class EvalFields(Configured):
+    """All options; what they need of one another is :class:`EvalOptions`'."""
+
+    translators: list[str] | None = option(
+        None, "Translators: FOLDER, NAME=FOLDER, or NAME=A,B,C (seeds); else the store's.",
+        word=True,
+    )  # fmt: skip
+    source: str
+    target: str
     quantize: str | None = option(
-        None, "Also compare each translator with its weights in 8 or 4 bits: 8,4."
+        None, "Also compare each translator with its weights in 8 or 4 bits: 8,4.", kind=FORMS
     )
-    native_layers: NativeLayers = None
+    native_layers: str | None = option(
+        None, "How many first cache layers the target reads itself; auto: as tuned.",
+        kind=LAYERS, read=layers_of,
+    )  # fmt: skip
     compare: bool = option(False, "Also time each one's first token.", "--compare")
     tasks: str = option(
         "continuation,recall", "continuation, recall, needles, and any that lm-eval has."
@@ -45,20 +118,24 @@ class EvalOptions(Configured):
     )
     data: str | None = option(None, "JSONL for continuation; default: generated dialogues.")
     window: str | None = option(
-        None, "Cut the texts of --data into windows of a prefix and a continuation: 256+64."
+        None, "Cut the texts of --data into windows of a prefix and a continuation: 256+64.",
+        kind=WINDOW,
+    )  # fmt: skip
+    limit: int | None = option(
+        None, "Items a task; of needles, a variant and length; default: 64.", kind=COUNT
     )
-    limit: int | None = option(None, "Items a task; of needles, a variant and length; default: 64.")
     seed: int = option(0, "Seed of what is generated.")
     needles: str = option("single,multi-key,multi-value,multi-query", "Variants of needles.")
-    lengths: str | None = option(None, "Lengths of haystacks in tokens: 4096,8192.")
+    lengths: str | None = option(None, "Lengths of haystacks in tokens: 4096,8192.", kind=COUNTS)
     style: str = option("magic", "Needles: magic numbers, or facts (the zoo's).")
     haystack: str | None = option(None, "A text file to hide the needles in.")
     max_tokens: int | None = option(
-        None, "Longest answer; default: 128, or as lm-eval's task has it.", "--max-tokens", "-m"
-    )
-    thinking: bool = option(False, "The chat template's thinking switch.")
+        None, "Longest answer; default: 128, or as lm-eval's task has it.", "--max-tokens", "-m",
+        kind=COUNT,
+    )  # fmt: skip
+    thinking: bool = False
     batch_size: int = option(
-        8, "lm-eval: answers that are written at once; fewer while memory is short."
+        8, "lm-eval: answers that are written at once; fewer while memory is short.", kind=COUNT
     )
     num_shots: int | None = option(None, "lm-eval: examples shown; default: the task's own.")
     chat: bool | None = option(
@@ -68,15 +145,17 @@ class EvalOptions(Configured):
     )
     include_path: str | None = option(None, "lm-eval: a folder of further task files.")
     task_data: list[str] | None = option(
-        None, "NAME=FILE: local records for a task; NAME=FOLDER: a file for each split."
+        None, "NAME=FILE: local records for a task; NAME=FOLDER: a file for each split.", kind=FILES
     )
-    metadata: str | None = option(None, 'lm-eval: JSON for tasks that ask: {"key": ...}.')
+    metadata: str | None = option(
+        None, 'lm-eval: JSON for tasks that ask: {"key": ...}.', kind=OBJECT
+    )
     unsafe_code: bool = option(
         False, "lm-eval: allow tasks that run generated code.", "--confirm-run-unsafe-code"
     )
     out: str = option("kvlingo-eval.jsonl", "Items' scores; the same command resumes.")
     plot: str | None = option(None, "Draw score against first-token time (with --compare).")
-    allow_mismatch: AllowMismatch = False
+    allow_mismatch: bool = False
 
     @property
     def count(self) -> int:
@@ -88,25 +167,40 @@ class EvalOptions(Configured):
         """The file for lm-eval's responses, which are long."""
         return f"{self.out.removesuffix('.jsonl')}.responses.jsonl"
 
+    @property
+    def named_baselines(self) -> list[str]:
+        """The names of ``--baselines``."""
+        return [name for name in words(self.baselines) if name != "none"]
 
-def words(text: str) -> list[str]:
-    """The parts of a list, each once."""
-    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    @property
+    def forms(self) -> list[int | None]:
+        """The forms in which each translator is compared: unchanged, and in so many bits."""
+        return [None, *map(int, words(self.quantize or ""))]
 
 
-def split_tasks(names: list[str]) -> tuple[list[str], list[str]]:
-    """Our own tasks, and the tasks that lm-eval runs.
+def _local(files: list[str] | None, tasks: str) -> bool:
+    """Whether every NAME=FILE names one of the tasks."""
+    return all(text.partition("=")[0] in words(tasks) for text in files or [])
 
-    Raises:
-        ValueError: No task is given, or a name looks misspelt.
-    """
-    if not names:
-        raise ValueError(f"--tasks is empty; known are {', '.join(OWN)}, and lm-eval's")
-    public = [name for name in names if name not in OWN]
-    for name in public:
-        if close := difflib.get_close_matches(name, OWN, 1, 0.8):
-            raise ValueError(f"--tasks names {name!r}; did you mean {close[0]}?")
-    return [name for name in names if name in OWN], public
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(EvalFields):
+    NEEDS: ClassVar[tuple[Need, ...]] = (
+        Need("data window", "tasks", asks("continuation"), "continuation"),
+        Need("window", "data", is_set, "FILE", "whose texts it cuts"),
+        Need("needles lengths style haystack", "tasks", asks("needles"), "needles"),
+        Need("max_tokens thinking", "tasks", written, "needles", "whose tasks write no answer"),
+        Need("compare quantize", "device", among("mlx"), "mlx", "which runs PyTorch"),
+        Need("batch_size num_shots chat include_path metadata unsafe_code", "tasks", public,
+             "gsm8k", "which lm-eval does not run"),
+        Need("task_data", "task_data tasks", _local,
+             told="where it names no task of --tasks; name it there, or leave the file out"),
+        Need("seed", "data tasks", drawn, why="since the file's records are read in order"),
+        Need("plot", "compare", bool, True, "which measures the times that the plot shows"),
+    )  # fmt: skip
+    KEYS: ClassVar[str] = (
+        "window style haystack num_shots chat include_path task_data metadata unsafe_code"
+    )
 
 
 def check_device(device: str, own: list[str], baselines: list[str]) -> None:
@@ -120,7 +214,7 @@ def check_device(device: str, own: list[str], baselines: list[str]) -> None:
 
     if checked_place(device) == "mlx":
         return
-    others = [name for name in baselines if name not in ("hidden", "shuffled", "none")]
+    others = [name for name in baselines if name not in ("hidden", "shuffled")]
     for where, names in (("--tasks", own), ("--baselines", others)):
         if names:
             raise ValueError(
@@ -128,38 +222,6 @@ def check_device(device: str, own: list[str], baselines: list[str]) -> None:
                 f"alone; take {', '.join(names)} out of {where}, or use --device mlx"
             )
     runtime_of(device).check_device(device)
-
-
-def window(text: str | None) -> tuple[int, int] | None:
-    """The numbers of tokens of a prefix and of its continuation, of the key ``window``."""
-    if text is None:
-        return None
-    numbers = [part.strip() for part in text.split("+")]
-    if len(numbers) != 2 or not all(n.isdecimal() and int(n) > 0 for n in numbers):
-        raise ValueError(f"window is {text!r}; give two numbers of tokens: 256+64")
-    return int(numbers[0]), int(numbers[1])
-
-
-def named_files(texts: list[str] | None) -> dict[str, str]:
-    """Files by name, from NAME=FILE."""
-    files = {}
-    for text in texts or []:
-        name, equals, file = text.partition("=")
-        if not (name and equals and file):
-            raise ValueError(f"task_data is {text!r}; give NAME=FILE, such as quac=quac.jsonl")
-        files[name] = file
-    return files
-
-
-def json_object(text: str | None) -> dict[str, Any]:
-    """The object of the key ``metadata``."""
-    try:
-        found = json.loads(text or "{}")
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f'metadata is {text!r}; give a JSON object: {{"max_seq_lengths": [4096]}}')
-    return found
 
 
 def named_translators(translators: list[str] | None) -> dict[str, list[str | None]]:
@@ -178,25 +240,6 @@ def named_translators(translators: list[str] | None) -> dict[str, list[str | Non
             raise ValueError(f"{name!r} is taken; name the translators: NAME=FOLDER")
         named[name] = list(folders)
     return named
-
-
-def forms(text: str | None) -> list[int | None]:
-    """The forms in which each translator is compared: unchanged, and those of ``--quantize``."""
-    listed = words(text or "")
-    if (text is not None and not listed) or set(listed) - {"8", "4"}:
-        raise ValueError(f"--quantize is {text!r}; give 8, 4 or 8,4")
-    return [None, *map(int, listed)]
-
-
-def lengths(text: str | None) -> list[int] | None:
-    """The numbers of ``--lengths``; None without the option."""
-    try:
-        found = None if text is None else [int(word) for word in words(text)]
-    except ValueError:
-        found = []
-    if found == []:
-        raise ValueError(f"--lengths is {text!r}; give numbers of tokens: 1024,2048")
-    return found
 
 
 def haystack_text(path: str | None) -> str | None:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from kvlingo_mlx.cli.command import Configured, Force, TwoModels, option, verb
+from kvlingo_mlx.cli.command import Configured, TwoModels, verb
 from kvlingo_mlx.cli.output import keep, say, warn
 from kvlingo_mlx.group import leads
+from kvlingo_mlx.options import Need, number, option
 
 if TYPE_CHECKING:
     from kvlingo_mlx.format.assignment import Assignment
     from kvlingo_mlx.models.language_model import LanguageModel
-    from kvlingo_mlx.translators.base import Translator
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(Configured, TwoModels):
+    NEEDS: ClassVar[tuple[Need, ...]] = (
+        Need("nu", "assignment", lambda rule: not rule.endswith(".json"), "relative_depth",
+             "which lists the layers itself"),
+    )  # fmt: skip
+    KEYS: ClassVar[str] = "capture head_mixing state_maps ridge"
     data: str = option(..., 'JSONL of {"messages": [...]} or {"text": ...}.')
     out: str = option(..., "The translator folder to write.")
     norm: str = option("frobenius", "frobenius, attention, sink_2 ... sink_32.")
@@ -37,12 +42,13 @@ class FitOptions(Configured, TwoModels):
         None, "Ridge, as a share of the inputs' mean square; default: chosen for each map; 0: none."
     )
     memory_gb: float = option(
-        8.0, "Most GB of sums at once; with less, the data are read several times."
-    )
+        8.0, "Most GB of sums at once; with less, the data are read several times.",
+        kind=number("a positive number", lambda value: value > 0),
+    )  # fmt: skip
     tokens: int | None = option(
         None, "Tokens to read, from all over the data; default: 64 for each unknown of a map."
     )
-    force: Force = False
+    force: bool = False
 
 
 @verb(FitOptions, long=True)
@@ -53,9 +59,7 @@ def command(options: FitOptions) -> None:
     head_mixing off, of one head. 64 tokens for each are read, from all over the data: 65,536 for
     a KV width of 1,024. Data of fewer than 32 get a warning, of fewer than one an error.
     """
-    if options.memory_gb <= 0:
-        raise ValueError(f"--memory-gb is {options.memory_gb}; give a positive number")
-
+    from kvlingo_mlx.fitting import fit
     from kvlingo_mlx.format import translator_folder
     from kvlingo_mlx.format.assignment import narrow_groups
     from kvlingo_mlx.loading.grading import NO_RECEIPT, said_of
@@ -68,7 +72,14 @@ def command(options: FitOptions) -> None:
             translator_folder.check_free(options.out)
     open_lines(Path(options.data))  # refused before models are loaded
     models = load_pair(options.source, options.target)
-    translator = _fit(options, models)
+    translator = fit(
+        *models,
+        options.data,
+        **options.some("norm capture nu head_mixing state_maps ridge tokens"),
+        assignment=_assignment(options.assignment, *models),
+        memory=int(options.memory_gb * 2**30),
+        say=say,
+    )
     ends = translator.config.source.layers, translator.config.target.layers
     listed = options.assignment.endswith(".json")
     if not listed and (narrow := narrow_groups(*ends, options.nu)):
@@ -89,25 +100,10 @@ def command(options: FitOptions) -> None:
     keep(options.json_file, "fit", config, results)
 
 
-def _fit(options: FitOptions, models: tuple[LanguageModel, LanguageModel]) -> Translator:
-    from kvlingo_mlx.fitting import fit
-
-    return fit(
-        *models,
-        options.data,
-        **options.some("norm capture nu head_mixing state_maps ridge tokens"),
-        assignment=_assignment(options.assignment, *models),
-        memory=int(options.memory_gb * 2**30),
-        say=say,
-    )
-
-
 def _assignment(text: str, source: LanguageModel, target: LanguageModel) -> Assignment | str:
     """The name of a rule unchanged, or the assignment in a file."""
     if not text.endswith(".json"):
         return text
-    from pathlib import Path
-
     from kvlingo_mlx.format.config_reading import parse_assignment
     from kvlingo_mlx.format.files import parse_json
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvlingo_mlx.cli.command import Quantize, Thinking, TwoModels, option, verb
+from kvlingo_mlx.cli.command import HOLD_IN_BITS, TwoModels, WritingOptions, verb
 from kvlingo_mlx.cli.output import awaited, keep, say
 from kvlingo_mlx.cli.prompt_input import MESSAGES_HELP, read_prompt
-from kvlingo_mlx.cli.sampling import WritingOptions
 from kvlingo_mlx.options import (
+    BITS,
     CacheOptions,
     DraftOptions,
     HandoverOptions,
     Need,
     SamplingOptions,
+    but,
     off,
     one_of,
+    option,
 )
 
 if TYPE_CHECKING:
@@ -37,14 +39,19 @@ class GenerateOptions(WritingOptions, HandoverOptions, CacheOptions, DraftOption
         Need("native_layers", "memory_budget native_layers",
              lambda budget, layers: off(budget) or str(layers) == "0", why=OWN_CACHE),
         Need("system_prompt ignore_chat_template", "messages_file", off, why="which is a chat"),
-        Need("quantize", "strategy", lambda strategy: strategy != "native", "accelerator",
+        Need("quantize", "strategy", but("native"), "accelerator",
              "by which the target reads all of the prompt"),
         Need("system_prompt thinking", "ignore_chat_template", off,
              why="which takes the prompt as it is"),
     )  # fmt: skip
+    KEYS: ClassVar[str] = (
+        "quantize native_layers placement native_head native_tail heal heal_share guard "
+        "on_doubt ignore_chat_template kv_group_size quantized_kv_start num_draft_tokens "
+        "memory_budget verbose"
+    )
     prompt: str | None = option(None, "The prompt; - reads standard input.", "--prompt", "-p")
     messages_file: str | None = option(None, MESSAGES_HELP, "--messages")
-    quantize: Quantize = None
+    quantize: int | None = option(None, HOLD_IN_BITS, kind=BITS)
     placement: str | None = option(
         None,
         "Under mlx.launch, the source is: replicated (whole on each machine), or sharded; default: "
@@ -53,7 +60,7 @@ class GenerateOptions(WritingOptions, HandoverOptions, CacheOptions, DraftOption
     )
     system_prompt: str | None = option(None, "System message for the chat template.")
     ignore_chat_template: bool = option(False, "Take the prompt as raw text.")
-    thinking: Thinking = None
+    thinking: bool | None = None
     memory_budget: bool = option(
         False, "Decode from the source's own cache; --kv-bits is then that cache's."
     )
@@ -66,30 +73,13 @@ def command(options: GenerateOptions) -> None:
     asked = read_prompt(options.prompt, options.messages_file)
 
     from kvlingo_mlx.engine.generation import stream_generate
-    from kvlingo_mlx.engine.plan import check_strategy
     from kvlingo_mlx.engine.responses import summary
     from kvlingo_mlx.folding import folded_stream_generate
-    from kvlingo_mlx.loading.models import load_pair, open_pair, reached, read_together
-    from kvlingo_mlx.machines import here
-    from kvlingo_mlx.translators.quantised import check_bits
 
-    check_bits(options.quantize)
-    check_strategy(options.strategy)
-    if here().several or options.placement:
-        source, target = open_pair(options.source, options.target, asked, options.placement)
-        models = [target] if options.strategy == "native" else [source, target]
-        read_together(models, (source, target), asked, options.translator)
-    else:
-        budget = options.memory_budget  # by which the source decodes, and so is needed here
-        named = options.source if budget else reached(options.source, options.strategy)
-        native = options.strategy == "native"
-        source, target = load_pair(
-            named, options.target, asked, translator=options.translator, native=native
-        )
-    templated = _check_template(options, target)
+    source, target = _models(options, asked)
+    prompt = _prompt(asked, options, target)
     given = _arguments(options, source, target)
     respond = folded_stream_generate if options.memory_budget else stream_generate
-    prompt = _messages(asked, options.system_prompt) if templated else asked
     pieces = []
     answer = respond(source, target, prompt, enable_thinking=options.thinking, **given)
     for response in awaited("reading the prompt", answer):
@@ -101,24 +91,44 @@ def command(options: GenerateOptions) -> None:
     config = {"prefill_model": source.name, "decode_model": target.name, "prompt": asked}
     config |= options.some("quantize memory_budget")
     results = {"text": "".join(pieces), **{name: getattr(response, name) for name in TIMES.split()}}
-    if response.guarded is not None:
-        results["guarded"] = asdict(response.guarded)
-    if response.received is not None:
-        results["received"] = asdict(response.received)
+    for name in ("guarded", "received"):
+        if (found := getattr(response, name)) is not None:
+            results[name] = asdict(found)
     keep(options.json_file, "generate", config, results)
 
 
-def _check_template(options: GenerateOptions, target: LanguageModel) -> bool:
-    """Whether the target's chat template renders the prompt."""
-    if target.tokenizer.has_chat_template and not options.ignore_chat_template:
-        return True
-    if options.system_prompt is not None or options.thinking is not None:
-        unused = "--system-prompt" if options.system_prompt is not None else "--thinking"
-        raise ValueError(
-            f"{unused} is for a chat template, and {target.name} has none; put what is to be said "
-            "into --prompt"
-        )
-    return False
+def _models(options: GenerateOptions, asked: Any) -> tuple[LanguageModel, LanguageModel]:
+    """The source and the target; under ``mlx.launch`` this machine's parts of them."""
+    from kvlingo_mlx.engine.plan import check_strategy
+    from kvlingo_mlx.loading.models import load_pair, open_pair, reached, read_together
+    from kvlingo_mlx.machines import here
+
+    check_strategy(options.strategy)
+    native, translator = options.strategy == "native", options.translator
+    if not here().several and options.placement is None:
+        budget = options.memory_budget  # by which the source decodes, and so is needed here
+        source = options.source if budget else reached(options.source, options.strategy)
+        return load_pair(source, options.target, asked, translator=translator, native=native)
+    pair = open_pair(options.source, options.target, asked, options.placement)
+    read_together(pair[1:] if native else list(pair), pair, asked, translator)
+    return pair
+
+
+def _prompt(asked: Any, options: GenerateOptions, target: LanguageModel) -> Any:
+    """The messages that the target's chat template renders, or the text as it is."""
+    if not target.tokenizer.has_chat_template or options.ignore_chat_template:
+        for name, value in options.some("system_prompt thinking").items():
+            if value is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is for a chat template, and {target.name} has "
+                    "none; put what is to be said into --prompt"
+                )
+        return asked
+    if not isinstance(asked, str):
+        return asked
+    system = options.system_prompt
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, {"role": "user", "content": asked}]
 
 
 def _arguments(
@@ -137,10 +147,3 @@ def _arguments(
     if options.draft_model == options.source:
         given["draft_model"] = source
     return given
-
-
-def _messages(asked: str | list[dict[str, Any]], system_prompt: str | None) -> list[dict[str, Any]]:
-    if not isinstance(asked, str):
-        return asked
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return [*system, {"role": "user", "content": asked}]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvlingo_mlx.cli.command import MaybeSource, MaybeTarget, Options, verb
+from kvlingo_mlx.cli.command import VerbOptions, verb
 from kvlingo_mlx.cli.output import keep, say, warn
 from kvlingo_mlx.errors import MissingModelError, UnsupportedModelError, printable
 
@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListOptions(Options):
-    """The options of `list`."""
-
-    source: MaybeSource = None
-    target: MaybeTarget = None
+class ListOptions(VerbOptions):
+    source: str | None = None
+    target: str | None = None
 
 
 @verb(ListOptions)
@@ -33,24 +31,26 @@ def command(options: ListOptions) -> None:
     from kvlingo_mlx.loading.translators import store
     from kvlingo_mlx.store.listing import stored
 
-    every = options.source is None and options.target is None
-    source, target = _takes(options.source), _takes(options.target)
+    ends = options.source, options.target
+    source, target = map(_takes, ends)
     found = list(stored(lambda config: source(config.source) and target(config.target)))
+    sound = [one for one in found if one.problem is None]
     for title, embedded in ((f"in {store()}:", False), ("with the package:", True)):
-        here = [s for s in found if s.embedded == embedded and s.problem is None]
-        if here or every:
-            none = f"{title} none yet; {advice.to_get('A', 'B')}"
-            say(printable(title if here else none))
-        for s in here:
-            say(printable(f"  {s.path.name}"))
-            say(printable(f"      {'; '.join(_facts(s))}"))
-    for s in found:
-        if s.problem is not None:
-            warn(f"{s.path} cannot be used: {s.problem}")
-    if not every and all(s.problem is not None for s in found):
-        ends = options.source or "A", options.target or "B"
-        say(printable(f"no translator from {ends[0]} to {ends[1]} is here; {advice.to_get(*ends)}"))
-    results = [{**vars(s), "path": str(s.path)} for s in found]
+        here = [one for one in sound if one.embedded == embedded]
+        if here or ends == (None, None):
+            none = "" if here else f" none yet; {advice.to_get('A', 'B')}"
+            say(printable(f"{title}{none}"))
+        for one in here:
+            say(printable(f"  {one.path.name}"))
+            say(printable(f"      {_facts(one)}"))
+    for one in found:
+        if one.problem is not None:
+            warn(f"{one.path} cannot be used: {one.problem}")
+    if ends != (None, None) and not sound:
+        names = options.source or "A", options.target or "B"
+        told = f"no translator from {names[0]} to {names[1]} is here; {advice.to_get(*names)}"
+        say(printable(told))
+    results = [{**vars(one), "path": str(one.path)} for one in found]
     keep(options.json_file, "list", {"store": str(store())}, results)
 
 
@@ -69,14 +69,14 @@ def _takes(name: str | None) -> Callable[[ModelSpec], bool]:
     return lambda spec: matches(spec, model)
 
 
-def _facts(stored: Stored) -> list[str]:
-    layers = stored.native_layers
-    native = stored.tuned or (f"{layers} native layers" if layers else None)
-    return [
+def _facts(stored: Stored) -> str:
+    native = stored.tuned or (f"{stored.native_layers} native layers" * bool(stored.native_layers))
+    parts = [
         f"{stored.source} to {stored.target}",
         stored.grade if stored.recall is None else f"{stored.grade} ({stored.recall})",
-        *([] if native is None else [native]),
+        native,
         stored.kind,
         stored.date or "no date",
         f"{stored.nbytes / 1e6:,.2f} MB",
     ]
+    return "; ".join(part for part in parts if part)

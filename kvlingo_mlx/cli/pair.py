@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvlingo_mlx.cli.command import (
-    TwoModels,
-    option,
-    verb,
-)
-from kvlingo_mlx.cli.output import keep, progress_bar, say, warn
+from kvlingo_mlx.cli.command import TwoModels, verb
+from kvlingo_mlx.cli.output import keep, phase, say, warn
+from kvlingo_mlx.options import option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +39,6 @@ def command(options: PairOptions) -> None:
     It chooses lengths by how fast this machine is, tries closed forms, distils the best one, and
     puts the result into the local store. The same command resumes a stopped run.
     """
-    source, target = options.source, options.target
     from kvlingo_mlx.reporting import pictures
 
     if options.plot:
@@ -50,16 +46,15 @@ def command(options: PairOptions) -> None:
 
     from kvlingo_mlx.making import Callbacks, pair
 
-    seconds = 60.0 * options.minutes
-    with progress_bar("looking at the models", seconds=seconds) as step:
+    models = options.source, options.target
+    with phase("looking at the models", options.minutes) as step:
 
         def show(stage: str, share: float, text: str) -> None:
-            step(share * seconds, text=f"{stage}: {text}")
+            step(share * options.minutes, text=f"{stage}: {text}")
 
         try:
             made = pair(
-                source,
-                target,
+                *models,
                 options.data or (),
                 **options.some("minutes out max_kl min_recall nu seed force"),
                 callbacks=Callbacks(say, warn, show),
@@ -70,7 +65,7 @@ def command(options: PairOptions) -> None:
     if options.plot and made.curve:
         from kvlingo_mlx.training import command_line
 
-        command_line.draw(made.log, options.plot, pictures.pair(source, target))
+        command_line.draw(made.log, options.plot, pictures.pair(*models))
         say(f"drew {options.plot}")
     for line in made.lines:
         say(line)
@@ -79,5 +74,5 @@ def command(options: PairOptions) -> None:
         "starts": list(made.starts),
         "curve": list(made.curve),
     }
-    asked = options.some("data minutes out max_kl min_recall seed")
-    keep(options.json_file, "pair", {"source": source, "target": target, **asked}, results)
+    asked = options.some("source target data minutes out max_kl min_recall seed")
+    keep(options.json_file, "pair", asked, results)

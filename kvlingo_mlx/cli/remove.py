@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 import typer
 
-from kvlingo_mlx.cli.command import Options, argument, option, verb
+from kvlingo_mlx.cli.command import VerbOptions, verb
 from kvlingo_mlx.cli.output import keep, say
 from kvlingo_mlx.cli.progress import watch
+from kvlingo_mlx.options import option
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoveOptions(Options):
-    translator: str = argument(..., "Its name, as `list` shows it, or its path.")
+class RemoveOptions(VerbOptions):
+    translator: str = option(..., "Its name, as `list` shows it, or its path.", word=True)
     yes: bool = option(False, "Do not ask.", "--yes", "-y")
 
 

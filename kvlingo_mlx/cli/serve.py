@@ -4,44 +4,48 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import asdict, dataclass
+from typing import Annotated, ClassVar
 
-from kvlingo_mlx.cli.command import (
-    Config,
-    Model,
-    Named,
-    Options,
-    Sharded,
-    named_models,
-    option,
-    verb,
-)
+from kvlingo_mlx.cli.command import NAMED, Configured, VerbOptions, named_models, verb
 from kvlingo_mlx.cli.output import keep, say
-from kvlingo_mlx.errors import MissingExtraError
+from kvlingo_mlx.errors import needs_extra
 from kvlingo_mlx.group import launched, leads
+from kvlingo_mlx.options import option
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(Options):
-    """The options of `serve`; those that are not given are the file's, or the defaults."""
+class NetworkOptions(VerbOptions):
+    """Options of every server; those that are not given are the file's, or the defaults."""
 
-    models: Named = None
-    model: Model = None
-    translator: list[str] | None = option(None, "A folder or Hub id; default: the local store's.")
-    config: Config = None
     host: str | None = option(None, "Address to listen at; default: localhost.")
-    port: int | None = option(None, "Port to listen at; 0 takes a free one; default: 8080.")
     api_key: str | None = option(
         None, "What clients must send; better in the environment: KVLINGO_API_KEY."
     )
     allow_anyone: bool | None = option(
         None, "Listen at other hosts without a key.", "--allow-anyone"
     )
+    write_timeout: float | None = option(
+        None, "Seconds that a client may take nothing; default: 30."
+    )
+    log_level: str | None = option(None, "debug, info, warning or error; default: info.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(NetworkOptions, Configured):
+    KEYS: ClassVar[str] = (
+        "sharded verbatim heal guard on_doubt queue_limit body_limit header_timeout "
+        "body_timeout write_timeout keep_alive worker_timeout stop_timeout volatile"
+    )
+    models: Annotated[list[str] | None, NAMED] = None
+    model: list[str] | None = None
+    translator: list[str] | None = None
+    port: int | None = option(None, "Port to listen at; 0 takes a free one; default: 8080.")
     cors: list[str] | None = option(None, "An origin whose web pages may ask; * for all.")
     max_kl: float | None = option(
         None, "Do not use translators whose receipt tells more than this many nats a token."
     )
     route: str | None = option(None, "A TOML file of rules; the model `auto` goes by them.")
-    sharded: Sharded = None
+    sharded: list[str] | None = None
     memory_limit: str | None = option(
         None, "Memory of weights, conversations and translators: 24GB; default: all there is."
     )
@@ -68,9 +72,6 @@ class ServeOptions(Options):
     body_limit: str | None = option(None, "The largest request: 32MB, which is the default.")
     header_timeout: float | None = option(None, "Seconds for a request's headers; default: 10.")
     body_timeout: float | None = option(None, "Seconds for a request's body; default: 60.")
-    write_timeout: float | None = option(
-        None, "Seconds that a client may take nothing; default: 30."
-    )
     keep_alive: float | None = option(
         None, "Seconds of silence before a stream is kept open; default: 10."
     )
@@ -87,7 +88,6 @@ class ServeOptions(Options):
     volatile: list[str] | None = option(
         None, "A pattern of lines in system prompts that change with every request."
     )
-    log_level: str | None = option(None, "debug, info, warning or error; default: info.")
 
 
 @verb(ServeOptions, long=True, waits=True)
@@ -97,37 +97,31 @@ def command(options: ServeOptions) -> None:
     A client that names another model in the middle of a conversation has its first token after one
     decoding step. The page at / is a small chat. --json writes the address and settings.
     """
-    try:
+    with needs_extra("server", "a server needs starlette and others"):
         from kvlingo_mlx.serving import server, settings
-    except ImportError as error:
-        if (error.name or "").startswith("kvlingo_mlx"):
-            raise
-        raise MissingExtraError(
-            f"a server needs starlette and others ({error.name} is missing): "
-            'pip install "kvlingo-mlx[server]"'
-        ) from None
 
-    spelled = {name: settings.OPTIONS.get(name, name) for name in settings.NAMES}
-    given = {name: getattr(options, option, None) for name, option in spelled.items()}
+    names = {name: settings.OPTIONS.get(name, name) for name in settings.NAMES}
+    given = {name: getattr(options, option, None) for name, option in names.items()}
     given["models"] = named_models(options.model) if options.model else None
-    if options.config and len(options.config) > 1:
-        raise ValueError(f"--config names {len(options.config)} files; give one")
-    told = settings.read(options.config[0] if options.config else None, given)
-    server.log_to_stderr(told.log_level)
+    files = options.config or []
+    if len(files) > 1:
+        raise ValueError(f"--config names {len(files)} files; give one")
+    found = settings.read(next(iter(files), None), given)
+    server.log_to_stderr(found.log_level)
 
-    if launched() and told.keep_conversations and given["keep_conversations"]:
+    if launched() and found.keep_conversations and given["keep_conversations"]:
         raise ValueError(
             "--keep-conversations is for one process, and under mlx.launch conversations are kept "
             "in memory; leave it out"
         )
     if not leads():
-        server.follow(told)
+        server.follow(found)
         return
 
     def listening(url: str) -> None:
-        say(f"{', '.join(told.names)} at {url}/v1, and a chat at {url}/ (Ctrl-C stops)")
-        config = {name: value for name, value in asdict(told).items() if name != "api_key"}
+        say(f"{', '.join(found.names)} at {url}/v1, and a chat at {url}/ (Ctrl-C stops)")
+        config = {name: value for name, value in asdict(found).items() if name != "api_key"}
         keep(options.json_file, "serve", config, {"url": url})
 
     with contextlib.suppress(KeyboardInterrupt):  # the usual end
-        server.serve(told, listening=listening)
+        server.serve(found, listening=listening)

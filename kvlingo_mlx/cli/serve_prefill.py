@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from kvlingo_mlx.cli.command import Options, Source, option, verb
+from kvlingo_mlx.cli.command import verb
 from kvlingo_mlx.cli.output import keep, say
+from kvlingo_mlx.cli.serve import NetworkOptions
 from kvlingo_mlx.errors import needs_extra
+from kvlingo_mlx.options import option
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServePrefillOptions(Options):
-    source: Source
+class ServePrefillOptions(NetworkOptions):
+    source: str
     translator: list[str] | None = option(
         None, "A translator to apply here; once a translator. Stored ones are found by themselves."
     )
-    host: str | None = option(None, "Address to listen at; default: localhost.")
     port: int = option(8090, "Port to listen at; 0 takes a free one.")
-    api_key: str | None = option(
-        None, "What clients must send; better in the environment: KVLINGO_API_KEY."
-    )
-    allow_anyone: bool | None = option(
-        None, "Listen at other hosts without a key.", "--allow-anyone"
-    )
     max_jobs: int = option(4, "Prompts that are read at once, in turns.")
-    write_timeout: float | None = option(
-        None, "Seconds that a client may take nothing; default: 30."
-    )
-    log_level: str | None = option(None, "debug, info, warning or error; default: info.")
 
 
 @verb(ServePrefillOptions, long=True, waits=True)
@@ -45,16 +36,15 @@ def command(options: ServePrefillOptions) -> None:
     from kvlingo_mlx.loading.translators import load_translator
 
     given = options.some("host port api_key allow_anyone write_timeout log_level")
-    told = settings.read(None, {"models": {"source": options.source}, **given})
-    server.log_to_stderr(told.log_level)
+    found = settings.read(None, {"models": {"source": options.source}, **given})
+    server.log_to_stderr(found.log_level)
     model = load(options.source)
     translators = [load_translator(name) for name in options.translator or []]
 
     def listening(url: str) -> None:
         say(f"{model.name} reads for others at {url} (Ctrl-C stops)")
-        names = ("host", "port", "allow_anyone")
-        config = {name: value for name, value in asdict(told).items() if name in names}
+        config = {name: getattr(found, name) for name in ("host", "port", "allow_anyone")}
         keep(options.json_file, "serve-prefill", {"source": model.name, **config}, {"url": url})
 
     with contextlib.suppress(KeyboardInterrupt):  # the usual end
-        prefill.serve(model, told, translators, options.max_jobs, listening)
+        prefill.serve(model, found, translators, options.max_jobs, listening)

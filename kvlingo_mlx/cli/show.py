@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlingo_mlx.cli.command import Options, Quantize, argument, verb
-from kvlingo_mlx.cli.output import Told, facts, keep, plain
+from kvlingo_mlx.cli.command import HOLD_IN_BITS, VerbOptions, verb
+from kvlingo_mlx.cli.output import Worded, facts, keep
+from kvlingo_mlx.options import BITS, option
 
 if TYPE_CHECKING:
     from kvlingo_mlx.format.geometry import LayerGeometry
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowOptions(Options):
-    path_or_hub_id: str = argument(
-        ..., "A translator's or model's folder or Hub id, or a name in `list`."
+class ShowOptions(VerbOptions):
+    path_or_hub_id: str = option(
+        ..., "A translator's or model's folder or Hub id, or a name in `list`.", word=True
     )
-    quantize: Quantize = None
+    quantize: int | None = option(None, HOLD_IN_BITS, kind=BITS)
 
 
 @verb(ShowOptions)
@@ -31,22 +32,21 @@ def command(options: ShowOptions) -> None:
     from kvlingo_mlx.errors import KVLingoError
     from kvlingo_mlx.format.translator_folder import CONFIG_FILE, OUR_FILES
     from kvlingo_mlx.loading.hub import resolve
+    from kvlingo_mlx.loading.models import load
     from kvlingo_mlx.loading.translators import by_name
-    from kvlingo_mlx.translators.quantised import check_bits
 
     name, quantize = options.path_or_hub_id, options.quantize
-    check_bits(quantize)
     folder, _ = resolve(by_name(name), None, [*OUR_FILES, "config.json"], KVLingoError)
-    is_model = (folder / "config.json").exists() and not (folder / CONFIG_FILE).exists()
-    if is_model and quantize is not None:
+    kind, more = "show_translator", dict[str, Any]()
+    if (folder / CONFIG_FILE).exists() or not (folder / "config.json").exists():
+        rows = _translator_facts(folder, quantize)
+    elif quantize is not None:
         raise ValueError(f"--quantize is for translators, and {name} is a model")
-    if is_model:
-        rows, more = _model_facts(name)
     else:
-        rows, more = _translator_facts(folder, quantize), {}
-    facts(rows)
-    kind = "show_model" if is_model else "show_translator"
-    keep(options.json_file, kind, {"name": name}, {**plain(rows), **more})
+        model = load(name, lazy=True)
+        kind, more = "show_model", model.geometry.facts  # all that the fingerprint hashes
+        rows = _model_facts(model)
+    keep(options.json_file, kind, {"name": name}, {**facts(rows), **more})
 
 
 def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
@@ -66,14 +66,14 @@ def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
         "target": _spec_line(config.target),
         "kind": config.form,
         "capture": config.capture,
-        "source layers per target layer": Told(config.nu, config.nu_told),
+        "source layers per target layer": Worded(config.nu, config.nu_told),
         "keys read": _reads(config.assignment.keys),
         "values read": _reads(config.assignment.values),
-        "parameters": Told(parameters, f"{parameters:,} in {weights.dtype}"),
-        "MFLOP per token": Told(mflop, f"{mflop:.3g}"),
+        "parameters": Worded(parameters, f"{parameters:,} in {weights.dtype}"),
+        "MFLOP per token": Worded(mflop, f"{mflop:.3g}"),
         **({} if quantize is None else _quantised_facts(config, weights, quantize)),
         "tokenizers": "one" if config.alignment is None else f"two, {config.alignment}",
-        "can be folded": Told(folded is None, "yes" if folded is None else f"no: {folded}"),
+        "can be folded": Worded(folded is None, "yes" if folded is None else f"no: {folded}"),
         "grade": said_of(config),
         "digest": translator_folder.digest(config, weights),
         **({"fitted on": ", ".join(fitted)} if fitted else {}),
@@ -87,10 +87,12 @@ def _rest(config: TranslatorConfig) -> dict[str, Any]:
     from kvlingo_mlx.loading.grading import receipt_of
 
     rest = {name: fact for name, fact in config.provenance.items() if name not in OF_MODELS}
+    if rest.get("ridge") == 0:
+        rest["ridge"] = Worded(rest["ridge"], "none")
     if (receipt := receipt_of(config)) is not None:
         usual = "" if receipt.guard is None else f"; a guard takes {receipt.guard} for usual"
-        told = f"same first choice at {receipt.top1:.4f} of the tokens{usual}"
-        rest["receipt"] = Told(rest["receipt"], told)
+        text = f"same first choice at {receipt.top1:.4f} of the tokens{usual}"
+        rest["receipt"] = Worded(rest["receipt"], text)
     return rest
 
 
@@ -101,9 +103,8 @@ def _quantised_facts(config: TranslatorConfig, weights: Weights, bits: int) -> d
     rows: dict[str, Any] = {}
     for form, width in (("as it is", None), (f"{bits} bits", bits)):
         size = build(config, weights, quantize=width).nbytes
-        rows[f"in memory, {form}"] = Told(size, f"{size / 1e6:.3g} MB")
-    names = kept(weights)
-    if names:
+        rows[f"in memory, {form}"] = Worded(size, f"{size / 1e6:.3g} MB")
+    if names := kept(weights):
         listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         why = f"rows of no multiple of {GROUP} numbers"
         rows["not quantised"] = f"{len(names)} matrices, {why}: {listed}"
@@ -122,30 +123,16 @@ def _heads(layer: LayerGeometry) -> str:
     return f"{layer.kv_heads} KV heads of {layer.key_dim}"
 
 
-def _reads(layers: tuple[tuple[int, ...], ...]) -> Told:
-    return Told(layers, " ".join("+".join(map(str, sources)) for sources in layers))
+def _reads(layers: tuple[tuple[int, ...], ...]) -> Worded:
+    return Worded(layers, " ".join("+".join(map(str, sources)) for sources in layers))
 
 
-def _recurrent_facts(model: LanguageModel) -> dict[str, Any]:
-    """How many layers of a hybrid keep a state, and what all states weigh."""
-    from kvlingo_mlx.caches import state_bytes
-
-    rules = Counter(g.attention for g in model.geometry.layers if g.recurrence is not None)
-    if not rules:
-        return {}
-    told = ", ".join(f"{count} by {rule}" for rule, count in rules.items())
-    return {"recurrent layers": Told(dict(rules), told), "state bytes": state_bytes(model)}
-
-
-def _model_facts(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The facts that are printed, and those that only a record holds: all under the geometry."""
+def _model_facts(model: LanguageModel) -> dict[str, Any]:
     from kvlingo_mlx.caches import bytes_per_token
-    from kvlingo_mlx.loading.models import load
 
-    model = load(name, lazy=True)
     geometry = model.geometry
     layer = geometry.layers[0]
-    rows = {
+    return {
         "model": model.name,
         "model_type": geometry.model_type,
         "cache layers": len(geometry.layers),
@@ -159,4 +146,14 @@ def _model_facts(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         "norms": model.norms_fingerprint,
         "tokenizer": model.tokenizer_fingerprint,
     }
-    return rows, geometry.facts
+
+
+def _recurrent_facts(model: LanguageModel) -> dict[str, Any]:
+    """How many layers of a hybrid keep a state, and what all states weigh."""
+    from kvlingo_mlx.caches import state_bytes
+
+    rules = Counter(g.attention for g in model.geometry.layers if g.recurrence is not None)
+    if not rules:
+        return {}
+    text = ", ".join(f"{count} by {rule}" for rule, count in rules.items())
+    return {"recurrent layers": Worded(dict(rules), text), "state bytes": state_bytes(model)}

@@ -5,26 +5,88 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvlingo_mlx.cli.command import Configured, TwoModels, option, verb
-from kvlingo_mlx.cli.needs import UNSOLVED
-from kvlingo_mlx.cli.output import keep, progress_bar, say, table, warn
-from kvlingo_mlx.format.kinds import NAMES
-from kvlingo_mlx.options import COUNT, number, one_of, whole
+from kvlingo_mlx.cli.command import Configured, TwoModels, numbers, text_of, verb
+from kvlingo_mlx.cli.output import keep, phase, say, table, warn
+from kvlingo_mlx.format.kinds import KINDS, NAMES
+from kvlingo_mlx.options import (
+    COUNT,
+    Need,
+    among,
+    but,
+    is_set,
+    number,
+    off,
+    one_of,
+    option,
+    whole,
+)
 
 if TYPE_CHECKING:
     from kvlingo_mlx.training import command_line
 
-HISTOGRAM = ("from", "below", "reasoning", "without")
+HIDDEN = tuple(spec.kind for spec in KINDS if spec.has_hidden)
+UNSOLVED = tuple(spec.kind for spec in KINDS if not spec.solved)  # not solved in closed form
+TRAINING = (  # what a histogram leaves out
+    "out kind head_mixing joint capture nu assignment state_maps norm ridge hidden native_layers "
+    "objective ce_weight lr held_out val_every dtype device plot force gated stage1_steps "
+    "stage1_lr sweep at_once seeds"
+)
 STEPS = whole("a whole number, 0 or more", 0)
 ABOVE_0 = number("a number above 0", lambda value: 0 < value < float("inf"))
 FROM_0 = number("a number, 0 or more", lambda value: 0 <= value < float("inf"))
 TITLES = {"stage1": "Stage 1: prefix lengths", "stage2": "Stage 2: prefix lengths"}
 
 
+LEAST_RATE = 5e-324  # any above 0
+
+
+def _rates(text: str | None) -> tuple[float, ...]:
+    """Learning rates such as ``1e-4,3e-4``; empty for the default."""
+    return tuple(numbers(text, LEAST_RATE, float)) if text else ()
+
+
+def _seeds(text: str | None) -> tuple[int, ...]:
+    """Different seeds such as ``42,43,44``; empty for the default."""
+    if text is None:
+        return ()
+    seeds = tuple(numbers(text, 0))
+    if len(seeds) < len(text.split(",")):
+        raise ValueError
+    return seeds
+
+
+RATES = text_of(_rates, "a number above 0, or several: 1e-4,3e-4")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Configured, TwoModels):
+    NEEDS: ClassVar[tuple[Need, ...]] = (
+        Need(TRAINING, "histogram", off, why="which only shows the data's prefix lengths"),
+        Need("hidden", "kind", among(*HIDDEN), "mlp", "which has no hidden units"),
+        Need("ridge", "kind", but(*UNSOLVED), "linear", "which has no closed form"),
+        Need("norm fit_samples", "kind assignment",
+             lambda kind, rule: kind not in UNSOLVED or rule != "relative_depth", "linear",
+             "which has no closed form"),
+        Need("ce_weight", "objective", among("mixed"), "mixed"),
+        Need("stage1_steps stage1_lr gated", "kind", among(*UNSOLVED), "mlp",
+             "whose stage 1 is a closed form"),
+        Need("objective ce_weight lr plot minutes", "steps", but(0), 5000,
+             "which leaves stage 2 out"),
+        Need("held_out batch_size val_every sweep", "steps kind",
+             lambda steps, kind: steps != 0 or kind in UNSOLVED, 5000, "which leaves stage 2 out"),
+        Need("packed_share", "plain_text", off, why="which packs nothing"),
+        Need("later_turns", "plain_text", off, why="which has no turns"),
+        Need("at_once", "sweep", is_set, True),
+        Need("sweep", "minutes", off, why="in which its rates would not all end"),
+        Need("seed", "seeds", off, why="which names them all"),
+    )  # fmt: skip
+    KEYS: ClassVar[str] = (
+        "english apart_from head_mixing joint capture assignment state_maps norm ridge fit_samples "
+        "hidden gated stage1_steps stage1_lr native_layers objective ce_weight sweep at_once "
+        "held_out val_every packed_share later_turns seeds histogram"
+    )
     data: list[str] = option(
         ..., "JSONL file, folder, or Hugging Face dataset; NAME@WEIGHT, may be repeated."
     )
@@ -69,7 +131,9 @@ class TrainOptions(Configured, TwoModels):
         None, "With --kind mlp: steps that learn to reconstruct; default: 5000.", kind=STEPS
     )
     stage1_lr: str | None = option(
-        None, "With --kind mlp: their learning rate, default: 3e-3. Several: the best wins."
+        None,
+        "With --kind mlp: their learning rate, default: 3e-3. Several: the best wins.",
+        kind=RATES,
     )
     native_layers: int = option(
         0, "How many first cache layers the target reads itself.", kind=STEPS
@@ -82,7 +146,9 @@ class TrainOptions(Configured, TwoModels):
     )
     batch_size: int = option(8, "Conversations per step, of an MLP's stage 1 too.", kind=COUNT)
     lr: str | None = option(
-        None, "Learning rate; several as a,b,c: the best one wins. Default: the pair's, else 1e-4."
+        None,
+        "Learning rate; several as a,b,c: the best one wins. Default: the pair's, else 1e-4.",
+        kind=RATES,
     )
     sweep: bool = option(
         False,
@@ -122,6 +188,7 @@ class TrainOptions(Configured, TwoModels):
     seeds: str | None = option(
         None,
         "Several, as 42,43,44: a translator each, OUT-seed42 and so on, all at the first's rate.",
+        kind=text_of(_seeds, "different whole numbers: 42,43,44"),
     )
     dtype: str | None = option(
         None, "The frozen models': bfloat16 or float32; default: as stored, with PyTorch bfloat16."
@@ -147,8 +214,6 @@ def command(options: TrainOptions) -> None:
 
     if options.out is None and not options.histogram:
         raise ValueError("--out is missing; name the translator folder to write")
-    rates, stage1 = _rates("--lr", options.lr), _stage1(options)
-    seeds = _seeds(options.seeds)
 
     from kvlingo_mlx.training import command_line
 
@@ -165,7 +230,7 @@ def command(options: TrainOptions) -> None:
         pictures.check(options.plot)
     recipe = {
         "batch": options.batch_size,
-        "learning_rates": rates,
+        "learning_rates": _rates(options.lr),
         "validate_every": options.val_every,
         "seconds": None if options.minutes is None else 60.0 * options.minutes,
         **options.some("steps objective ce_weight sweep"),
@@ -175,7 +240,11 @@ def command(options: TrainOptions) -> None:
         "hidden native_layers"
     )
     plan["gated"] = options.gated is not False
-    with progress_bar("training", options.steps) as step:
+    stage1 = None  # of maps in closed form
+    if options.kind in UNSOLVED:
+        steps = 5000 if options.stage1_steps is None else options.stage1_steps
+        stage1 = {"steps": steps, "rates": _rates(options.stage1_lr)}
+    with phase("training", options.steps) as step:
 
         def show(stage: str, report: Any) -> None:
             text = "stage 1"
@@ -184,57 +253,69 @@ def command(options: TrainOptions) -> None:
                 text = f"KL {report.kl:.4f}, held out {report.held_out:.4f}, {speed}"
             step(round(report.share * options.steps), text=text)
 
-        heard = command_line.Listeners(show, warn, say)
+        listeners = command_line.Listeners(show, warn, say)
         job = command_line.Job(asked, plan, recipe, options.out, stage1, options.force)
-        done = command_line.train_seeds(job, seeds, heard)
+        done = command_line.train_seeds(job, _seeds(options.seeds), listeners)
     _report(options, done, asdict(asked) | plan | recipe | {"stage1": stage1})
 
 
 def _report(options: TrainOptions, done: Sequence[command_line.Done], config: Any) -> None:
-    """Tell what was trained, and keep the record; a process that does not lead has nothing."""
+    """Print what was trained, and keep the record; a process that does not lead has nothing."""
     from kvlingo_mlx.training import command_line
     from kvlingo_mlx.training.checkpoints import read_log
 
-    results = []
+    results = {}
     for each in done:
         curve = [] if each.log is None else read_log(each.log)
-        _tell(options, each, curve)
-        results.append({"provenance": dict(each.provenance), "curve": curve})
+        _print_result(options, each, curve)
+        results[str(each.folder)] = {"provenance": dict(each.provenance), "curve": curve}
     if len(done) > 1 and (said := command_line.seeds_told(done)):
         say(said)
     if done:
-        seeds = {str(each.folder): found for each, found in zip(done, results, strict=True)}
-        keep(options.json_file, "train", config, seeds if options.seeds else results[0])
+        (first, *_) = results.values()
+        keep(options.json_file, "train", config, results if options.seeds else first)
 
 
-def _seeds(text: str | None) -> tuple[int, ...]:
-    """The seeds of ``seeds``; empty without it."""
-    try:
-        seeds = tuple(int(part) for part in text.split(",")) if text is not None else ()
-    except ValueError:
-        seeds = (-1,)
-    if any(seed < 0 for seed in seeds) or len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds is {text!r}; give different whole numbers: 42,43,44")
-    return seeds
+def _print_result(options: TrainOptions, done: command_line.Done, curve: Sequence[Any]) -> None:
+    """Print the result of one training, and draw its curve."""
+    from kvlingo_mlx.format.translator_folder import read_config
+    from kvlingo_mlx.loading.grading import NO_RECEIPT, said_of
+
+    if done.before:
+        say(f"{done.folder} is finished already, and was left as it is; --force trains it anew")
+    elif done.log is None:
+        say(f"wrote {done.folder}: stage 1 alone, as --steps is 0")
+    else:
+        _print_stage2(options, done, done.log, curve)
+    config = read_config(done.folder)
+    say(f"grade: {said_of(config) if 'receipt' in done.provenance else NO_RECEIPT}")
 
 
-def _rates(option: str, text: str | None) -> tuple[float, ...]:
-    """The rates of an option; empty for the default."""
-    try:
-        rates = tuple(float(part) for part in text.split(",")) if text else ()
-    except ValueError:
-        raise ValueError(f"{option} is {text!r}; give a number, or several: 1e-4,3e-4") from None
-    if any(not 0 < rate < float("inf") for rate in rates):
-        raise ValueError(f"{option} is {text!r}; learning rates are positive")
-    return rates
+def _print_stage2(
+    options: TrainOptions, done: command_line.Done, log: Path, curve: Sequence[Any]
+) -> None:
+    from kvlingo_mlx.reporting import pictures
+    from kvlingo_mlx.training import command_line
+    from kvlingo_mlx.training.watch import outlook
 
-
-def _stage1(options: TrainOptions) -> dict[str, Any] | None:
-    """The steps and rates of an MLP's stage 1; None for maps in closed form."""
-    if options.kind not in UNSOLVED:
-        return None
-    steps = 5000 if options.stage1_steps is None else options.stage1_steps
-    return {"steps": steps, "rates": _rates("stage1_lr", options.stage1_lr)}
+    made, tried = done.provenance, done.provenance.get("sweep", ())
+    first, best = made["held_out_kl_at_first"], made["held_out_kl"]
+    ending = "at the end" if tried else "at best"
+    say(f"wrote {done.folder}: held-out KL {first:.4f} at first, {best:.4f} {ending}")
+    if tried:
+        final = ["diverged" if t["held_out"] is None else f"{t['held_out']:.4f}" for t in tried]
+        rows = [[f"{t['learning_rate']:g}", kl] for t, kl in zip(tried, final, strict=True)]
+        title = f"The sweep, which chose {made['learning_rate']:g}"
+        table(title, ["learning rate", "final KL"], rows)
+    elif more := outlook(curve):
+        say(more)
+    say(f"the log is {log}")
+    if options.plot:
+        path = Path(options.plot)  # of several seeds, with their folders' names
+        path = path.with_stem(f"{path.stem}-{done.folder.name}") if options.seeds else path
+        title = pictures.pair(options.source, options.target)
+        command_line.draw(log, str(path), title)
+        say(f"drew {path}")
 
 
 def _histogram(options: TrainOptions, asked: command_line.Options) -> None:
@@ -244,7 +325,8 @@ def _histogram(options: TrainOptions, asked: command_line.Options) -> None:
     found = command_line.histogram(asked, options.steps, options.batch_size, options.fit_samples)
     results: dict[str, Any] = {"survey": vars(found.survey)}
     for stage, rows in (("stage1", found.stage1), ("stage2", found.stage2)):
-        results[stage] = [dict(zip(HISTOGRAM, row, strict=True)) for row in rows]
+        names = ("from", "below", "reasoning", "without")
+        results[stage] = [dict(zip(names, row, strict=True)) for row in rows]
         cells = [[f"{a} to {b - 1}", str(on), str(off)] for a, b, on, off in rows]
         if cells:
             table(TITLES[stage], ["tokens", "reasoning", "without"], cells)
@@ -252,46 +334,3 @@ def _histogram(options: TrainOptions, asked: command_line.Options) -> None:
     if asked.accepts:
         say(f"data: left out {asked.accepts}")
     keep(options.json_file, "prefix_lengths", asdict(asked), results)
-
-
-def _picture(options: TrainOptions, folder: Path) -> str:
-    """The file of a training's picture; several seeds' have their folders' names in it."""
-    path = Path(str(options.plot))
-    return str(path.with_stem(f"{path.stem}-{folder.name}") if options.seeds else path)
-
-
-def _final(kl: float | None) -> str:
-    return "diverged" if kl is None else f"{kl:.4f}"
-
-
-def _tell(options: TrainOptions, done: command_line.Done, curve: Sequence[Any]) -> None:
-    """Report the result of a training, and draw its curve."""
-    from kvlingo_mlx.format.translator_folder import read_config
-    from kvlingo_mlx.loading.grading import NO_RECEIPT, said_of
-    from kvlingo_mlx.reporting import pictures
-    from kvlingo_mlx.training import command_line
-    from kvlingo_mlx.training.watch import outlook
-
-    made, tried = done.provenance, done.provenance.get("sweep", ())
-    if done.before:
-        say(f"{done.folder} is finished already, and was left as it is; --force trains it anew")
-    elif done.log is None:
-        say(f"wrote {done.folder}: stage 1 alone, as --steps is 0")
-    else:
-        first, best = made["held_out_kl_at_first"], made["held_out_kl"]
-        ending = "at the end" if tried else "at best"
-        say(f"wrote {done.folder}: held-out KL {first:.4f} at first, {best:.4f} {ending}")
-        if tried:
-            rows = [[f"{t['learning_rate']:g}", _final(t["held_out"])] for t in tried]
-            title = f"The sweep, which chose {made['learning_rate']:g}"
-            table(title, ["learning rate", "final KL"], rows)
-        elif more := outlook(curve):
-            say(more)
-        say(f"the log is {done.log}")
-        if options.plot:
-            title = pictures.pair(options.source, options.target)
-            picture = _picture(options, done.folder)
-            command_line.draw(done.log, picture, title)
-            say(f"drew {picture}")
-    config = read_config(done.folder)
-    say(f"grade: {said_of(config) if 'receipt' in made else NO_RECEIPT}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 
-from kvlingo_mlx.cli.command import AllowMismatch, MaybeSource, MaybeTarget, Options, argument, verb
-from kvlingo_mlx.cli.output import Told, facts, keep, plain, say
+from kvlingo_mlx.cli.command import PerhapsTwoModels, verb
+from kvlingo_mlx.cli.output import Worded, facts, keep, say
 from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.options import Need, is_set, option
 
 if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.verification import Agreement
@@ -17,11 +18,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(Options):
-    translator: str = argument(..., "A translator's folder, its name in `list`, or a Hub id.")
-    source: MaybeSource = None
-    target: MaybeTarget = None
-    allow_mismatch: AllowMismatch = False
+class VerifyOptions(PerhapsTwoModels):
+    NEEDS: ClassVar[tuple[Need, ...]] = (
+        Need("allow_mismatch", "source", is_set, "MODEL", "against which nothing is checked"),
+    )
+    translator: str = option(
+        ..., "A translator's folder, its name in `list`, or a Hub id.", word=True
+    )
+    allow_mismatch: bool = False
 
 
 @verb(VerifyOptions, long=True)
@@ -42,62 +46,57 @@ def command(options: VerifyOptions) -> None:
     folder = folder_of(options.translator)
     config, weights = translator_folder.read(folder)
     translator_folder.check_sizes(folder, config, weights)
-    tested = (folder / translator_folder.SELFTEST_FILE).exists()
+    probes = translator_folder.SELFTEST_FILE
+    tested = (folder / probes).exists()
     rows: dict[str, Any] = {
         "files": "sound",
-        "its own probes": "agree"
-        if tested
-        else f"none: it has no {translator_folder.SELFTEST_FILE}",
+        "its own probes": "agree" if tested else f"none: it has no {probes}",
     }
-    sound = _run_maps(config, weights, rows)
-    text = (
-        "the maps are computed as they are stored"
-        if sound
-        else "MLX computes something else here than the maps that are stored"
-    )
-    numbers: dict[str, Any] = {}
-    useless = kept = False
-    if options.source is not None and options.target is not None and sound:
-        names = options.source, options.target
-        measured, left = _run_models(config, weights, names, options.allow_mismatch, rows)
-        found = measured.receipt
-        sound, text = verdict(found, left)
-        useless = found.grade == GRADES[-1]
-        keeps = sound and not options.allow_mismatch
-        kept = keeps and keep_receipt(folder, config, weights, measured)
-        numbers = {**found.to_json(), "recovered": found.recovered, "grade": found.grade}
-    elif sound:
+    sound, useless, kept = _run_maps(config, weights, rows), False, False
+    text = "the maps are computed as they are stored"
+    measured: dict[str, Any] | None = None
+    if not sound:
+        text = "MLX computes something else here than the maps that are stored"
+    elif options.pair is None:
         rows["grade"] = said_of(config)
-    facts(rows)
+    else:
+        found, left = _run_models(config, weights, options, rows)
+        sound, text = verdict(found.receipt, left)
+        useless = found.receipt.grade == GRADES[-1]
+        keeps = sound and not options.allow_mismatch
+        kept = keeps and keep_receipt(folder, config, weights, found)
+        more = {"recovered": found.receipt.recovered, "grade": found.receipt.grade}
+        measured = {**found.receipt.to_json(), **more}
+    results = facts(rows)
     word = "NOT SOUND:" if not sound else "sound, but" if useless else "sound:"
     say(f"verdict: {word} {text}")
     if kept:
         say(f"its receipt is kept in {folder}")
-    results = {**plain(rows), "sound": sound, "measured": numbers or None}
+    results |= {"sound": sound, "measured": measured}
     keep(options.json_file, "verify", {"name": options.translator}, results)
     if not sound or useless:
         raise typer.Exit(1)
 
 
-def _run_maps(config, weights, rows: dict[str, Any]) -> bool:
+def _run_maps(config: Any, weights: Any, rows: dict[str, Any]) -> bool:
+    """Whether every device computes the maps that are stored."""
     from kvlingo_mlx.backend import mx
 
     from kvlingo_mlx.evaluation.verification import devices, map_error
     from kvlingo_mlx.format.translator_folder import PROBE_TOLERANCE
 
     allowed = PROBE_TOLERANCE[weights.dtype]
-    sound = True
+    errors = []
     for device in devices():
-        error = map_error(config, weights, device)
-        sound = sound and error <= allowed
+        errors.append(error := map_error(config, weights, device))
         text = f"largest relative error {error:.2g}, allowed {allowed:g}"
         place = "GPU" if device.type == mx.DeviceType.gpu else "CPU"
-        rows[f"maps on the {place}"] = Told(error, text)
-    return sound
+        rows[f"maps on the {place}"] = Worded(error, text)
+    return all(error <= allowed for error in errors)
 
 
 def _run_models(
-    config, weights, names: tuple[str, str], allow_mismatch: bool, rows: dict[str, Any]
+    config: Any, weights: Any, options: VerifyOptions, rows: dict[str, Any]
 ) -> tuple[Agreement, Receipt | None]:
     """The measurement on this machine, and the receipt from the translator's making."""
     from kvlingo_mlx.evaluation.verification import agreement
@@ -106,12 +105,12 @@ def _run_models(
     from kvlingo_mlx.loading.pairing import check_pair
     from kvlingo_mlx.translators import build
 
-    models = load_pair(*names)
-    check_pair(config, *models, allow_mismatch=allow_mismatch)
+    allowed = options.some("allow_mismatch")
+    models = load_pair(*(options.pair or ()))
+    check_pair(config, *models, **allowed)
     receipt = receipt_of(config)
     layers = receipt.native_layers if receipt else 0
-    translator = build(config, weights)
-    found = agreement(*models, translator, layers, allow_mismatch=allow_mismatch)
+    found = agreement(*models, build(config, weights), layers, **allowed)
     if found is None:
         shorter = min(models, key=lambda model: model.context_length)
         raise IncompatibleTranslatorError(
@@ -125,17 +124,18 @@ def _run_models(
         rows["native layers"] = f"{layers}, the number in its receipt"
     if receipt is not None:  # of data that are not here; they count
         found = replace(found, receipt=replace(found.receipt, own=receipt.own))
-    mine = found.receipt
-    for title, here, left in (
-        ("KL, nats per token", mine.kl, receipt and receipt.kl),
-        ("same first choice", mine.top1, receipt and receipt.top1),
-    ):
-        beside = ", no receipt" if left is None else f", receipt {left:.4f}"
-        rows[title] = Told(here, f"{here:.4f}{beside}")
-    rows["KL without the prefix"] = Told(mine.hidden_kl, f"{mine.hidden_kl:.4f}")
-    if mine.recall is not None:
-        rows["facts"] = str(mine.recall)
-    if mine.own is not None:
-        rows["by its receipt"] = str(mine.own)
-    rows["grade"] = mine.grade
+    rows |= _measured_rows(found.receipt, receipt)
     return found, receipt
+
+
+def _measured_rows(mine: Receipt, receipt: Receipt | None) -> dict[str, Any]:
+    """What was measured here, beside what the receipt says."""
+    rows: dict[str, Any] = {}
+    for title, name in (("KL, nats per token", "kl"), ("same first choice", "top1")):
+        here = getattr(mine, name)
+        left = "no receipt" if receipt is None else f"receipt {getattr(receipt, name):.4f}"
+        rows[title] = Worded(here, f"{here:.4f}, {left}")
+    rows["KL without the prefix"] = Worded(mine.hidden_kl, f"{mine.hidden_kl:.4f}")
+    said = {"facts": mine.recall, "by its receipt": mine.own}
+    rows |= {title: str(value) for title, value in said.items() if value is not None}
+    return {**rows, "grade": mine.grade}

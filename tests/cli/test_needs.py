@@ -25,7 +25,7 @@ from typer.core import TyperCommand
 import kvlingo_mlx as kv
 from kvlingo_mlx import arguments
 from kvlingo_mlx.arguments import FUNCTIONS, KINDS, READ_ELSEWHERE
-from kvlingo_mlx.cli.keys import GROUPS, KEYS, is_key, key_of, spelled
+from kvlingo_mlx.cli.config import GROUPS, is_key, key_of, spelled
 from kvlingo_mlx.engine.sampling import DecodingOptions
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode, rendering
@@ -92,6 +92,11 @@ STATES = {
     "baselines": ("hidden", "droidspeak"),
     "to": ("veloxquant",),
     "heal": ("idle", "interleaved"),
+}
+KEYS = {
+    verb: command.callback.options.KEYS
+    for verb, command in COMMANDS.items()
+    if command.callback.options.KEYS
 }
 ROWS = sorted({(verb, option) for verb, needs in NEEDS.items() for need in needs
                for option in need.options.split()})  # fmt: skip

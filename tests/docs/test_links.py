@@ -12,7 +12,7 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import command_line
-from kvlingo_mlx.cli.keys import is_key, key_of
+from kvlingo_mlx.cli.config import is_key, key_of
 from tests.docs.doc_pages import (
     PAGES,
     ROOT,

@@ -487,8 +487,8 @@ def test_controls_do_not_follow_the_tuned_number(root: Path) -> None:
         (["--min-recall", "95"], "--min-recall is 95.0; give 0 to 1, a share"),
         (["--max-kl", "1"], "is no folder of yours, so nothing can be kept in it"),
         (["--data", "DATA"], "record 1: its last reply does not hold 'off'"),
-        (["-c", "lengths=64,x"], "lengths is '64,x'; give numbers: 512,2048"),
-        (["-c", "lengths=0,64"], "lengths holds 0; give at least 1"),
+        (["-c", "lengths=64,x"], "lengths is '64,x'; give numbers, 1 or more"),
+        (["-c", "lengths=0,64"], "lengths is '0,64'; give numbers, 1 or more"),
         (
             ["-c", "lengths=64,99999"],
             "lengths holds 99999; give less than 2048, the shorter of both contexts",
@@ -539,7 +539,7 @@ def test_verbs_refuse_what_is_no_number_of_layers(
         "chat": ["--model", "a=tiny-qwen3-s", "--model", "b=tiny-qwen3-l"],
     }
     assert run([verb, *models[verb], "--native-layers", "many"]) == 2
-    message = "error: native_layers is 'many'; give a number of layers, or auto"
+    message = "native_layers is 'many'; give a number of layers, or 'auto'"
     assert message in capsys.readouterr().err
 
 

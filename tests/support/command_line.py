@@ -13,7 +13,7 @@ PAPER = "paper "  # before the name of a command of the paper's
 COMMANDS = {**cli.command_line.commands} | {  # type: ignore[attr-defined]
     f"{PAPER}{name}": command for name, command in paper.command_line.commands.items()
 }
-NEEDS = {name: command.needed() for name, command in COMMANDS.items()}
+NEEDS = {name: command.needs for name, command in COMMANDS.items()}
 
 RECORD = json.dumps({"text": "One two three four five six seven eight nine ten. " * 3}) + "\n"
 

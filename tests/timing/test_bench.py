@@ -291,7 +291,7 @@ def test_bench_without_a_translator_times_random_maps(
         (["--geometry", "qwen3-4b"], "--geometry is 'qwen3-4b'; give SOURCE:TARGET"),
         (["--geometry", "qwen3-4b:nope"], "--geometry names 'nope'; there are qwen3-0.6b, "),
         (["--geometry", "qwen3-4b:qwen3-8b", "-c", "layers=37"], "layers is 37; qwen3-4b has 36"),
-        (["-p", "64,1"], "--prompt-tokens holds 1; give at least 2"),
+        (["-p", "64,1"], "--prompt-tokens is '64,1'; give numbers of tokens, 2 or more"),
         (["-p", "64,9999"], "holds 9999, but the context of tiny-qwen3-s is 2048: give at most"),
         (["-c", "nu=2"], "error: nu is 2, but it is for random maps, and the stored"),
         (["--quantize", "7"], "7"),

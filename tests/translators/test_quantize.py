@@ -382,7 +382,8 @@ PAIRS = {
 @pytest.mark.parametrize(
     ("verb", "value", "message"),
     [
-        *((verb, "3", "quantize is 3; give 8 or 4") for verb in ("generate", "bench")),
+        ("generate", "3", "quantize is 3; give 8 or 4"),
+        ("bench", "3", "--quantize is '3'; give 8, 4"),
         ("show", "3", "quantize is 3; give 8 or 4"),
         *(("eval", v, f"--quantize is {v!r}; give 8, 4 or 8,4") for v in ("3", "8,x", "")),
     ],

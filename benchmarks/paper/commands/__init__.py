@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from benchmarks.paper.commands.needs import Checked
 from kvlingo_mlx.cli import carry_out
+from kvlingo_mlx.cli.command import VerbCommand
 
 NAME = "python -m benchmarks.paper"
 COMMANDS = ("reproduce", "analyze", "eval", "bench")
@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 for _name in COMMANDS:
     _module = importlib.import_module(f"{__name__}.{_name}")
-    app.command(_name, cls=Checked)(_module.command)
+    app.command(_name, cls=VerbCommand)(_module.command)
 command_line: Any = typer.main.get_command(app)
 
 

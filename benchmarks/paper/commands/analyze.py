@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from kvlingo_mlx.cli.command import Options, Source, Target, option, verb
+from kvlingo_mlx.cli.command import VerbOptions, verb
 from kvlingo_mlx.cli.output import keep, say, table, warn
 from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.options import Need, is_set, option
 
 if TYPE_CHECKING:
     from benchmarks.paper.analysis.report import Report
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnalyzeOptions(Options):
-    source: Source
-    target: Target
+class AnalyzeOptions(VerbOptions):
+    NEEDS: ClassVar[tuple[Need, ...]] = (Need("hidden epochs", "mlp", is_set, True),)
+    source: str
+    target: str
     data: str | None = option(
         None, 'JSONL of {"messages": [...]} or {"text": ...}; default: bundled dialogues.'
     )

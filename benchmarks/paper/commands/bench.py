@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from benchmarks.paper.timing.phases import (
     HEAL_IDLE,
@@ -15,27 +15,10 @@ from benchmarks.paper.timing.phases import (
     label,
     layers_of,
 )
-from kvlingo_mlx.cli.command import (
-    Both,
-    Configured,
-    MaybeSource,
-    MaybeTarget,
-    PrefillStepSize,
-    Translator,
-    option,
-    verb,
-)
-from kvlingo_mlx.cli.output import (
-    keep,
-    ms,
-    numbers,
-    progress_bar,
-    say,
-    table,
-    tell_of_machine,
-    warn,
-)
-from kvlingo_mlx.cli.sampling import check_ranges
+from kvlingo_mlx.cli.bench import FORMS, TIME_LIMIT, bits_of, check_depth, geometry_names
+from kvlingo_mlx.cli.command import BOTH, COUNTS, LENGTHS, Configured, numbers, verb
+from kvlingo_mlx.cli.output import keep, ms, phase, say, table, tell_of_machine, warn
+from kvlingo_mlx.options import COUNT, Need, among, but, is_set, off, one_of, option
 
 if TYPE_CHECKING:
     from benchmarks.paper.timing.memory_budget import Cell
@@ -45,7 +28,6 @@ if TYPE_CHECKING:
 TABLES = ("moe-switch", "switch", "quant")
 HEALING = "healing"  # not every pair can be healed, so "all" leaves it out
 BUDGET = "memory-budget"  # it times no translation, so "all" leaves it out
-KNOWN = f"{', '.join(TABLES)} or all; or {HEALING} or {BUDGET}"
 NONE = "-"
 BUDGET_TITLE = (
     "Decoding under a memory budget (paper, app. of that name): {}, random weights, cache"
@@ -58,15 +40,29 @@ BUDGET_COLUMNS = [
 
 @dataclass(frozen=True, kw_only=True)
 class PaperBenchOptions(Configured):
+    NEEDS: ClassVar[tuple[Need, ...]] = (
+        Need("source target translator geometry nu quantize prefill_step_size", "table_name",
+             but(BUDGET), "moe-switch", "whose models, maps and cache are the paper's, random"),
+        Need("quantize", "table_name", but(HEALING), "moe-switch",
+             "which heals one prompt behind the maps as they are"),
+        Need("batch_sizes", "table_name", among(BUDGET), BUDGET),
+        Need("source target translator", "geometry", off, why="whose models and maps are random"),
+        Need("layers precision", "geometry table_name",
+             lambda geometry, table: is_set(geometry) or table == BUDGET,
+             "qwen3-4b:qwen3-30b-a3b", "and models from a folder are as they are"),
+        Need("decode_tokens", "table_name", among("moe-switch", "all", HEALING, BUDGET),
+             "moe-switch", "which times no decoding"),
+    )  # fmt: skip
     table_name: str = option(
         "moe-switch",
         f"{', '.join(TABLES)}, or all of these; or {HEALING} or {BUDGET}, which all leaves out.",
         "--table",
+        kind=one_of(*TABLES, "all", HEALING, BUDGET),
     )
-    models: Both = None
-    source: MaybeSource = None
-    target: MaybeTarget = None
-    translator: Translator = None
+    models: Annotated[list[str] | None, BOTH] = None
+    source: str | None = None
+    target: str | None = None
+    translator: str | None = None
     geometry: str | None = option(
         None, "Random models of true widths instead: qwen3-4b:qwen3-30b-a3b, say."
     )
@@ -75,37 +71,35 @@ class PaperBenchOptions(Configured):
         None, "Of --geometry: bfloat16, 4bit, 8bit or float32; default: the machine's."
     )
     nu: int | None = option(
-        None, "Source layers a target layer reads, in random maps; default: the paper's, else 1."
+        None,
+        "Source layers a target layer reads, in random maps; default: the paper's, else 1.",
+        kind=COUNT,
     )
-    quantize: str = option("8,4", "Also time the maps in so many bits: 8,4 or none.")
-    prompt_tokens: str | None = option(None, "Lengths: 64,256.", "--prompt-tokens", "-p")
-    num_trials: int = option(5, "Trials per length.", "--num-trials", "-n")
+    quantize: str = option("8,4", "Also time the maps in so many bits: 8,4 or none.", kind=FORMS)
+    prompt_tokens: str | None = option(
+        None, "Lengths: 64,256.", "--prompt-tokens", "-p", kind=LENGTHS
+    )
+    num_trials: int = option(5, "Trials per length.", "--num-trials", "-n", kind=COUNT)
     decode_tokens: int | None = option(
-        None, "Tokens that decoding speeds are over; default: the paper's, on a CPU a few."
+        None,
+        "Tokens that decoding speeds are over; default: the paper's, on a CPU a few.",
+        kind=COUNT,
     )
-    time_limit: float = option(150.0, "Seconds of measuring; longer prompts are left out.")
-    prefill_step_size: PrefillStepSize = 2048
-    batch_sizes: str = option("1,8", f"With --table {BUDGET}: how many rows are decoded at once.")
+    time_limit: float = option(
+        150.0, "Seconds of measuring; longer prompts are left out.", kind=TIME_LIMIT
+    )
+    prefill_step_size: int = option(2048, "Tokens per prefill chunk.", kind=COUNT)
+    batch_sizes: str = option(
+        "1,8", f"With --table {BUDGET}: how many rows are decoded at once.", kind=COUNTS
+    )
 
 
 @verb(PaperBenchOptions, long=True)
 def command(options: PaperBenchOptions) -> None:
     """Time to first token by each way, until a cache is native, and under a memory budget."""
-    name, limit = options.table_name, options.time_limit
-    counts = options.some("num_trials nu decode_tokens prefill_step_size")
-    check_ranges(
-        ("--table", repr(name), name in (*TABLES, HEALING, BUDGET, "all"), KNOWN),
-        *(
-            (f"--{word.replace('_', '-')}", count, count is None or count >= 1, "at least 1")
-            for word, count in counts.items()
-        ),
-        ("--time-limit", f"{limit:g}", limit > 0, "seconds above 0"),
-    )
-    # One token leaves nothing to hand over.
-    asked, least = options.prompt_tokens, 1 if name == BUDGET else 2
-    lengths = numbers("--prompt-tokens", asked, "64,256", least) if asked else None
+    lengths = numbers(options.prompt_tokens) if options.prompt_tokens else None
     tell_of_machine()
-    if name == BUDGET:
+    if options.table_name == BUDGET:
         _budget(options, lengths)
     else:
         _switch(options, lengths)
@@ -129,7 +123,7 @@ def _switch(options: PaperBenchOptions, lengths: Sequence[int] | None) -> None:
     for index, name in enumerate(names):
         shown = tables.TABLES[name]
         own = tables.lengths_of(pair, shown, lengths)
-        with progress_bar(f"timing {name}", len(own) * options.num_trials) as step:
+        with phase(f"timing {name}", len(own) * options.num_trials) as step:
             effort = tables.Effort(
                 options.num_trials, clock.part(len(names) - index), decoded,
                 options.prefill_step_size, step,
@@ -160,14 +154,10 @@ def _check_measured(measured: bool, options: PaperBenchOptions) -> None:
 def _pair(options: PaperBenchOptions, tokens: int) -> BenchPair:
     """The timed pair: models from folders, or random ones."""
     from kvlingo_mlx.timing import bench
-    from kvlingo_mlx.timing.geometries import GEOMETRIES, check
-    from kvlingo_mlx.translators.quantised import check_bits
 
-    plain = options.quantize == "none" or options.table_name == HEALING
-    bits = [] if plain else numbers("--quantize", options.quantize, "8,4")
-    for number in bits:
-        check_bits(number)
-    if options.geometry is None:
+    bits = [] if options.table_name == HEALING else bits_of(options.quantize)
+    names = geometry_names(options)
+    if names is None:
         ends = options.source, options.target, options.translator
         found = bench.of_models(*ends, options.nu, bits)
         papers = _papers_nu(options.source or "", options.target or "")
@@ -175,17 +165,9 @@ def _pair(options: PaperBenchOptions, tokens: int) -> BenchPair:
             found = bench.of_models(*ends, options.nu or papers, bits)
             warn("no translator of this pair is stored; random maps of the same shapes are timed")
         return found
-    names = options.geometry.split(":")
-    if len(names) != 2:
-        known = ", ".join(GEOMETRIES)
-        raise ValueError(f"--geometry is {options.geometry!r}; give SOURCE:TARGET of {known}")
-    for name in names:
-        check(name, options.layers, options.precision)
-    depth = options.layers or GEOMETRIES[names[0]]["num_hidden_layers"]
     nu = options.nu or _papers_nu(*names) or 1
-    if nu > depth:
-        raise ValueError(f"nu is {nu}; {names[0]} has {depth} layers here: give --nu {depth}")
-    with progress_bar("making the models", None) as step:
+    check_depth(names[0], options.layers, nu)
+    with phase("making the models") as step:
         form = options.layers, options.precision, nu, bits
         return bench.of_geometry(names, *form, tokens=tokens, progress=step)
 
@@ -234,9 +216,9 @@ def _show(shown: Any, pair: BenchPair, timings: Sequence[Timing]) -> dict[str, A
         speeds = [f"{t.tokens_per_second[name]:.1f}" for t in timings]
         rows.append([f"{SPEED_LABELS[name]} (tokens/s)", *speeds])
     rows += [_while_healed(phase, timings) for phase in first.meanwhile]
-    for phase in shown.peaks:
-        peaks = [f"{t.peak[phase] / 1e6:.0f}" for t in timings]
-        rows.append([f"{LABELS[phase]}, peak (MB)", *peaks])
+    for name in shown.peaks:
+        peaks = [f"{t.peak[name] / 1e6:.0f}" for t in timings]
+        rows.append([f"{LABELS[name]}, peak (MB)", *peaks])
     table(f"{shown.title}\n{pair.source.name} to {pair.target.name} (ms, medians)", columns, rows)
     spreads = [
         [
@@ -303,14 +285,14 @@ def _budget(options: PaperBenchOptions, contexts: Sequence[int] | None) -> None:
     from kvlingo_mlx.reporting import measure
     from kvlingo_mlx.timing.switching import Stopwatch
 
-    batches = numbers("--batch-sizes", options.batch_sizes, "1,8")
+    batches = numbers(options.batch_sizes)
     precision, trials = options.precision or "4bit", options.num_trials
-    with progress_bar("making the models", None) as making:
+    with phase("making the models") as making:
         models = memory_budget.setup(options.layers, precision, making)
     contexts = contexts or memory_budget.CONTEXTS
     decoded = options.decode_tokens or memory_budget.default_decoded()
     clock = Stopwatch(options.time_limit)
-    with progress_bar("timing memory-budget", len(contexts) * len(batches) * trials) as step:
+    with phase("timing memory-budget", len(contexts) * len(batches) * trials) as step:
         found = memory_budget.run(
             models, contexts, batches, trials=trials, decoded=decoded, clock=clock, progress=step
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,9 @@ from benchmarks.paper.commands import eval_options as parsing
 from benchmarks.paper.commands.eval_options import PaperEvalOptions
 from benchmarks.paper.tasks import ADDED
 from kvlingo_mlx.cli import eval as packages
-from kvlingo_mlx.cli.command import verb
-from kvlingo_mlx.cli.eval_options import OWN, lengths
-from kvlingo_mlx.cli.output import progress_bar, say, table, warn
+from kvlingo_mlx.cli.command import numbers, verb
+from kvlingo_mlx.cli.eval_options import OWN
+from kvlingo_mlx.cli.output import phase, say, table, warn
 from kvlingo_mlx.group import launched
 
 if TYPE_CHECKING:
@@ -22,12 +22,7 @@ if TYPE_CHECKING:
     from benchmarks.paper.evaluation.suite_runs import Settings
     from benchmarks.paper.evaluation.suites import Benchmark
     from kvlingo_mlx.evaluation.compare import Outcome
-    from kvlingo_mlx.evaluation.journal import Journal
     from kvlingo_mlx.evaluation.lineup import Condition
-    from kvlingo_mlx.evaluation.probes import Task
-    from kvlingo_mlx.models.language_model import LanguageModel
-
-    Models = tuple[LanguageModel, LanguageModel]
 
 CONTROLS = ("hidden", "shuffled")
 
@@ -44,22 +39,23 @@ def command(options: PaperEvalOptions) -> None:
 
         hold(options)
         return
-    tasks = parsing.split_tasks(options)
-    packages.evaluate(options, tasks, Benchmarks(options))
+    PaperComparison(options).run()
 
 
-class Benchmarks(packages.Addition):
+class PaperComparison(packages.Comparison):
     """A suite's benchmarks, points of a prompt, a judge, DroidSpeak's profiler, and seeds."""
 
+    options: PaperEvalOptions
+
     def __init__(self, options: PaperEvalOptions) -> None:
-        self.options = options
+        super().__init__(options, *parsing.split_tasks(options))
         self.rows = benchmarks(options)
         self.points = parsing.points(options.switch_at, options.thinking)
         self.prompts = judge_prompts(options)
         self.profile: Profile | None = None
         self.compute: dict[int, dict[str, float]] = {}  # by a prefix's tokens
         self.computed: dict[str, dict[str, float]] = {}  # by task
-        self.harness: dict[str, Any] = {"added": ADDED}
+        self.harness["added"] = ADDED
         if options.judge is not None:
             from benchmarks.paper.evaluation.judge import judging
 
@@ -70,97 +66,94 @@ class Benchmarks(packages.Addition):
 
         return Judge(self.options.judge or "", responses=self.options.responses)
 
-    def prepare(self, models: Models, harness: dict[str, Any], haystack: str | None) -> None:
+    def prepare(self) -> None:
         """See that all data of a suite are there and all lengths fit."""
         from benchmarks.paper.evaluation import suite_runs
 
-        options, decode = self.options, harness["decode"]
-        ways = packages.ways(options)[0]
-        self.writer = decode(models[0], ways.native(models[0]))
+        options, decode = self.options, self.harness["decode"]
+        self.writer = decode(self.models[0], self.ways.native(self.models[0]))
         self.settings: Settings = suite_runs.Settings(
-            lengths=lengths(options.lengths),
-            haystack=haystack,
-            data=harness["data"],
+            lengths=numbers(options.lengths) if options.lengths else None,
+            haystack=self.haystack,
+            data=self.harness["data"],
             prompts=self.prompts or {},
-            more={"responses": options.responses, "decode": harness["decode"]},
+            more={"responses": options.responses, "decode": decode},
             **options.some("thinking limit max_tokens seed"),
         )
-        suite_runs.check(self.rows, models, self.settings)
+        suite_runs.check(self.rows, self.models, self.settings)
 
-    def line_up(
-        self, models: Models, named: Mapping[str, Any], names: list[str], tasks: list[Task],
-        **more: Any,
-    ) -> list[Condition]:  # fmt: skip
+    def line_up(self, baselines: Sequence[str], **more: Any) -> list[Condition]:
         """The package's, reuse and DroidSpeak too, each at every point of a prompt."""
         from benchmarks.paper.evaluation import points, reuse
-        from kvlingo_mlx.evaluation import lineup
 
+        models, tasks = self.models, self.tasks
         points.check_points(self.points, *models)
         points.check_tasks(tasks, self.points)
         shared = None
-        if any(reuse.is_reuse(spec) for spec in names):
+        if any(reuse.is_reuse(spec) for spec in baselines):
             shared = reuse.Reuse(*models)
-        own = lineup.line_up(*models, named, [s for s in names if not reuse.is_reuse(s)], **more)
+        own = super().line_up([s for s in baselines if not reuse.is_reuse(s)], **more)
         first, *others = own
         at = partial(points.moved, models=models, writer=self.writer, tasks=tasks)
         line = [first] + ([at(first, points.TRACE)] if points.TRACE in self.points else [])
-        for one in others[: len(named)]:
+        for one in others[: len(self.named)]:
             line += [at(one, point) for point in self.points]
-        controls = iter(others[len(named) :])
-        for spec in names:
+        controls = iter(others[len(self.named) :])
+        for spec in baselines:
             if reuse.is_reuse(spec):
-                line.append(reuse.baseline(self._spelt(spec, models), *models, shared))
+                line.append(reuse.baseline(self._spelt(spec), *models, shared))
                 continue
             one = next(controls)
             line += [at(one, p) for p in (self.points if spec in CONTROLS else (points.PROMPT,))]
         # The profiler may choose a number of layers that is asked for beside it.
-        self.line = list({condition.name: condition for condition in line}.values())
-        return self.line
+        return list({condition.name: condition for condition in line}.values())
 
-    def _spelt(self, spec: str, models: Models) -> str:
+    def _spelt(self, spec: str) -> str:
         """A baseline, with DroidSpeak's layers chosen on generated dialogues."""
         if spec != "droidspeak":
             return spec
         from benchmarks.paper.evaluation import droidspeak
 
-        found = self.profile = droidspeak.measured(*models)
+        found = self.profile = droidspeak.measured(*self.models)
         say(f"droidspeak: {found.recomputed} layers chosen on {found.samples} samples")
         return f"{spec}:{found.recomputed}"
 
-    def shares(self, models: Models, line: list[Condition], tokens: int) -> dict[str, float] | None:
+    def outcomes(self) -> list[Outcome]:
+        """The package's, and those of a suite's benchmarks."""
+        from benchmarks.paper.evaluation import suite_runs
+
+        found = super().outcomes()
+        if not self.rows:
+            return found
+        judge = None if self.options.judge is None else self._judge
+        ask = partial(suite_runs.run, journal=self.journal, judge=judge)
+        with phase("suite") as step:
+            tell = lambda text, done, total: step(done, total, text)  # noqa: E731
+            more = (ask(r, self.models, self.line, self.settings, progress=tell) for r in self.rows)
+            return [*found, *more]
+
+    def shares(self, tokens: int) -> Mapping[str, float] | None:
         """What each condition computes, which PyTorch's do not tell; shown beside reuse alone."""
         from benchmarks.paper.evaluation import reuse
 
         if self.options.device != "mlx":
             return None
-        found = reuse.shares(*models, line, tokens)
-        self.compute[tokens] = found
-        return found if any("recomputed" in c.identity for c in line) else None
+        found = self.compute[tokens] = reuse.shares(*self.models, self.line, tokens)
+        return found if any("recomputed" in c.identity for c in self.line) else None
 
-    def outcomes(self, models: Models, line: list[Condition], journal: Journal) -> list[Outcome]:
-        """The outcomes of a suite's benchmarks."""
-        from benchmarks.paper.evaluation import suite_runs
-
-        if not self.rows:
-            return []
-        judge = None if self.options.judge is None else self._judge
-        ask = partial(suite_runs.run, journal=journal, judge=judge)
-        with progress_bar("suite", None) as step:
-            tell = lambda text, done, total: step(done, total, text)  # noqa: E731
-            return [ask(row, models, line, self.settings, progress=tell) for row in self.rows]
-
-    def tell(self, outcomes: list[Outcome]) -> None:
+    def print_more(self, outcomes: list[Outcome]) -> None:
         """Print how far the seeds of a method lie apart."""
         print_seeds(outcomes)
         self.computed = {o.task: self.compute.get(o.prefix_tokens, {}) for o in outcomes}
 
-    def kept(self) -> set[str]:
+    def written(self) -> set[str]:
         """Where a suite's scores and answers are."""
         return {"out" if row.task in OWN else "responses" for row in self.rows}
 
     def record(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The settings that the package's verb lacks, and what DroidSpeak was chosen by."""
-        settings = self.options.some("judge suite switch_at")
+        settings, _ = super().record()
+        settings |= self.options.some("judge suite switch_at")
         profile = None if self.profile is None else vars(self.profile)
         return settings, {"profile": profile, "compute": self.computed}
 

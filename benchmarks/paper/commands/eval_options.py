@@ -2,16 +2,106 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from benchmarks.paper.evaluation.suites import Benchmark, chosen
 from benchmarks.paper.tasks import JUDGED
 from kvlingo_mlx.cli import eval_options
-from kvlingo_mlx.cli.command import option
-from kvlingo_mlx.cli.eval_options import words
+from kvlingo_mlx.cli.command import words
+from kvlingo_mlx.cli.eval_options import OWN, asks, drawn, public, written
+from kvlingo_mlx.options import Need, among, is_set, off, option
+
+
+def _asks(*names: str) -> Any:
+    """A function that tells whether one of these tasks is asked for, by ``--tasks`` or a suite."""
+    return lambda tasks, suite: any(name in names for name in _asked(tasks, suite))
+
+
+def _asked(tasks: str, suite: str | None) -> list[str]:
+    """The names of the tasks that are asked for; a suite takes the place of ``--tasks``."""
+    return words(tasks) if suite is None else [row.task for row in _rows(suite)]
+
+
+def _rows(suite: str) -> list[Benchmark]:
+    """A suite's benchmarks; none if it is misspelt, which the command tells."""
+    try:
+        return list(chosen(suite))
+    except ValueError:
+        return []
+
+
+def _lm_eval(tasks: str, suite: str | None) -> bool:
+    """Whether lm-eval runs one of the tasks, or one of a suite's."""
+    return public(tasks) if suite is None else any(row.task not in OWN for row in _rows(suite))
+
+
+def _written(tasks: str, suite: str | None) -> bool:
+    """Whether a model writes the answers of one of the tasks."""
+    return written(tasks) if suite is None else any(row.budget for row in _rows(suite))
+
+
+def _reasons(tasks: str, suite: str | None) -> bool:
+    """Whether a chat template renders one of the prompts whose answers are written."""
+    if suite is not None:
+        return any(row.chat is not False for row in _rows(suite))
+    return written(tasks)
+
+
+def _held(turns: str | None) -> list[str]:
+    """The benchmarks whose conversations are held, without their numbers of turns."""
+    return [word.partition(":")[0] for word in words(turns or "")]
+
+
+def _local(files: list[str] | None, tasks: str, suite: str | None, turns: str | None) -> bool:
+    """Whether every NAME=FILE names one of the tasks."""
+    asked = _asked(tasks, suite) if turns is None else _held(turns)
+    return all(text.partition("=")[0] in asked for text in files or [])
+
+
+def _or_turns(test: Callable[[str, str | None], bool]) -> Callable[..., bool]:
+    """Whether conversations are held, or a test of the tasks holds."""
+    return lambda tasks, suite, turns: is_set(turns) or test(tasks, suite)
+
+
+def _judged(tasks: str, suite: str | None, turns: str | None) -> bool:
+    """Whether a judge is asked about some answer."""
+    asked = _asked(tasks, suite) if turns is None else _held(turns)
+    return any(name in JUDGED for name in asked)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaperEvalOptions(eval_options.EvalOptions):
+class PaperEvalOptions(eval_options.EvalFields):
+    NEEDS: ClassVar[tuple[Need, ...]] = (
+        Need("tasks suite compare seed data window needles lengths style haystack num_shots chat "
+             "include_path metadata unsafe_code switch_at batch_size device", "turns", off,
+             why="which asks conversations alone, on MLX"),
+        Need("tasks data window needles style num_shots chat include_path metadata unsafe_code",
+             "suite", off, why="which has its own"),
+        Need("data", "tasks", asks("continuation"), "continuation"),
+        Need("window", "tasks", asks("continuation"), "continuation"),
+        Need("window", "data", is_set, "FILE", "whose texts it cuts"),
+        Need("needles style", "tasks", asks("needles"), "needles"),
+        Need("lengths", "tasks suite", _asks("needles", "longmemeval_rungs"), "needles"),
+        Need("haystack", "tasks suite", _asks("needles"), "needles"),
+        Need("max_tokens", "tasks suite turns", _or_turns(_written), "needles",
+             "whose tasks write no answer"),
+        Need("thinking", "tasks suite turns", _or_turns(_reasons), "needles",
+             "whose tasks write no answer"),
+        Need("compare quantize", "device", among("mlx"), "mlx", "which runs PyTorch"),
+        Need("switch_at", "tasks suite", _written, "needles",
+             "whose prompts are handed over whole"),
+        Need("batch_size", "tasks suite", _lm_eval, "gsm8k", "which lm-eval does not run"),
+        Need("num_shots chat include_path metadata unsafe_code", "tasks", public, "gsm8k",
+             "which lm-eval does not run"),
+        Need("task_data", "task_data tasks suite turns", _local,
+             told="where it names no task of --tasks; name it there, or leave the file out"),
+        Need("judge", "tasks suite turns", _judged, JUDGED[0], "whose answers need no judge"),
+        Need("judge_prompts", "judge", is_set, "MODEL"),
+        Need("seed", "data tasks", drawn, why="since the file's records are read in order"),
+        Need("plot", "compare", is_set, True, "which measures the times that the plot shows"),
+    )  # fmt: skip
     suite: str | None = option(
         None, "The paper's benchmarks: paper, base, or some of them: paper:ruler,xquad."
     )
@@ -43,11 +133,11 @@ def split_tasks(options: PaperEvalOptions) -> tuple[list[str], list[str]]:
     """
     if options.suite is not None:
         return [], []
-    own, public = eval_options.split_tasks(words(options.tasks))
-    for name in public:
+    own, others = eval_options.split_tasks(words(options.tasks))
+    for name in others:
         if name in JUDGED and options.judge is None:
             raise ValueError(f"a model judges the answers of {name}; add --judge MODEL")
-    return own, public
+    return own, others
 
 
 def points(text: str, thinking: bool) -> list[str]:

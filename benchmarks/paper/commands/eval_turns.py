@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.paper.commands.eval_options import PaperEvalOptions
 from benchmarks.paper.commands.eval_options import turns as parsing_turns
 from kvlingo_mlx.cli import eval_options as parsing
-from kvlingo_mlx.cli.eval_options import words
-from kvlingo_mlx.cli.eval_printing import print_outcome, resumable
-from kvlingo_mlx.cli.output import keep, native_number, progress_bar, say, warn
-from kvlingo_mlx.cli.sampling import check_ranges
+from kvlingo_mlx.cli.eval import print_outcome, resumable
+from kvlingo_mlx.cli.output import keep, phase, say, warn
 
 if TYPE_CHECKING:
     from benchmarks.paper.evaluation.turns import Directions
@@ -53,9 +51,8 @@ def hold(options: PaperEvalOptions) -> None:
     config = {
         "models": [model.name for model in models],
         "weights": [model.precision for model in models],
-        "native_layers": native_number(options.native_layers),
         "task_data": files,
-        **options.some("turns baselines limit thinking max_tokens judge quantize"),
+        **options.some("native_layers turns baselines limit thinking max_tokens judge quantize"),
     }
     results = compare.found(outcomes, {}) | {"translators": digests}
     keep(options.json_file, "eval turns", config, results)
@@ -63,15 +60,8 @@ def hold(options: PaperEvalOptions) -> None:
 
 def _parsed(options: PaperEvalOptions) -> list[tuple[str, int | None]]:
     """The benchmarks of ``--turns``; bad options are refused before any work."""
-    most = options.max_tokens
-    check_ranges(
-        ("--limit", options.limit, options.limit is None or options.limit > 0, "1 or more"),
-        ("--max-tokens", most, most is None or most > 0, "1 or more"),
-    )
     asked = parsing_turns(options.turns or "")
-    parsing.forms(options.quantize)
-    native_number(options.native_layers)
-    for name in _controls(options):
+    for name in options.named_baselines:
         if name not in ("hidden", "shuffled"):
             raise ValueError(
                 f"--baselines names {name!r}; with --turns give hidden, shuffled or none"
@@ -79,10 +69,6 @@ def _parsed(options: PaperEvalOptions) -> list[tuple[str, int | None]]:
     if any(name == "multichallenge" for name, _ in asked) and options.judge is None:
         raise ValueError("a model judges the answers of multichallenge; add --judge MODEL")
     return asked
-
-
-def _controls(options: PaperEvalOptions) -> list[str]:
-    return [name for name in words(options.baselines) if name != "none"]
 
 
 def _translators(
@@ -93,7 +79,7 @@ def _translators(
 
     named = {}
     for name, places in parsing.named_translators(options.translators).items():
-        for bits in parsing.forms(options.quantize):
+        for bits in options.forms:
             label = name if bits is None else f"{name}, {bits} bits"
             named[label] = turns.directed(
                 places, models, bits, allow_mismatch=options.allow_mismatch
@@ -118,11 +104,10 @@ def _held(
     benchmark, judge = PUBLISHED[name].benchmark, options.judge
     manner = turns.Manner(
         max_tokens=options.max_tokens or benchmark.max_tokens,
-        native_layers=native_number(options.native_layers),
-        **options.some("thinking allow_mismatch"),
+        **options.some("native_layers thinking allow_mismatch"),
     )
     ends = turns.names_of(models)
-    ways, notes = turns.ways_of(ends, named, _controls(options), manner)
+    ways, notes = turns.ways_of(ends, named, options.named_baselines, manner)
     fitting, _ = turn_scores.that_fit(ends, talks, manner)
     if left := len(talks) - len(fitting):
         notes.append(f"{left} conversations do not fit both contexts, and are left out")
@@ -132,7 +117,7 @@ def _held(
     asks = None
     if benchmark.score is None and judge is not None:
         asks = lambda: Judge(judge, responses=options.responses)  # noqa: E731
-    with resumable(), progress_bar(name, held.runs) as step:
+    with resumable(), phase(name, held.runs) as step:
         outcomes = turn_scores.evaluate(benchmark, held, judge=asks, progress=step)
     for outcome in outcomes:
         for note in outcome.notes:

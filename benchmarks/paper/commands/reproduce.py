@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvlingo_mlx.cli.command import Options, argument, option, verb
+from kvlingo_mlx.cli.command import VerbOptions, verb
 from kvlingo_mlx.cli.eval_options import named_files
-from kvlingo_mlx.cli.output import keep, progress_bar, say, table, warn
+from kvlingo_mlx.cli.output import keep, phase, say, table, warn
+from kvlingo_mlx.options import COUNT, Need, off, option
 
 if TYPE_CHECKING:
     from benchmarks.paper.reproducing.listing import Listed
@@ -17,8 +18,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReproduceOptions(Options):
-    labels: list[str] | None = argument(None, "Labels of the paper, such as tab:qwen3sl.")
+class ReproduceOptions(VerbOptions):
+    NEEDS: ClassVar[tuple[Need, ...]] = (
+        Need("labels tiny models translators data text task_data judge steps items seeds device",
+             "listing", off, why="which makes nothing"),
+    )  # fmt: skip
+    labels: list[str] | None = option(None, "Labels of the paper, such as tab:qwen3sl.", word=True)
     listing: bool = option(
         False, "Name every table and figure, what it takes, and what there is of it.", "--list"
     )
@@ -40,9 +45,13 @@ class ReproduceOptions(Options):
         None, "NAME=FILE: local records of a benchmark's task, as for eval."
     )
     judge: str | None = option(None, "A model that judges free answers: a folder or Hub id.")
-    steps: int | None = option(None, "Fewer steps of each training than the paper's 5,000.")
-    items: int | None = option(None, "At most so many items of a benchmark.")
-    seeds: int | None = option(None, "At most so many seeds, where the paper has three.")
+    steps: int | None = option(
+        None, "Fewer steps of each training than the paper's 5,000.", kind=COUNT
+    )
+    items: int | None = option(None, "At most so many items of a benchmark.", kind=COUNT)
+    seeds: int | None = option(
+        None, "At most so many seeds, where the paper has three.", kind=COUNT
+    )
     device: str | None = option(None, "What trains: mlx, cuda, cuda:N or cpu; as for train.")
 
 
@@ -69,7 +78,7 @@ def command(options: ReproduceOptions) -> None:
             "leave it out"
         )
     results = {}
-    with progress_bar("reproducing", None) as step:
+    with phase("reproducing") as step:
         work = _work(options, lambda text: step(text=text))
         from benchmarks.paper.reproducing.running import reproduce
 
@@ -122,10 +131,8 @@ def _size(options: ReproduceOptions) -> Size:
     from dataclasses import replace
 
     from benchmarks.paper.reproducing.work import PAPERS, TINY
-    from kvlingo_mlx.cli.sampling import check_ranges
 
     asked = {name: n for name, n in options.some("steps items seeds").items() if n is not None}
-    check_ranges(*((f"--{name}", n, n > 0, "1 or more") for name, n in asked.items()))
     return replace(TINY if options.tiny else PAPERS, **asked)
 
 

@@ -1,7 +1,7 @@
-"""Options in groups, and those that are keys of ``--config`` rather than flags.
+"""``--config``: options and keys from a file or as KEY=VALUE; and the help, in groups.
 
-A key is checked as a flag is: click reads both into the same parameter. It may
-be typed as one, too.
+A key is an option that is typed as ``-c KEY=VALUE``. It is checked as a flag is, since click reads
+both into the same parameter, and may be typed as one, too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +24,13 @@ GROUPS = {
     "Network": "host port api_key allow_anyone cors max_jobs write_timeout",
     "Output and settings": "json_file plot log_level conversations keep_conversations force config",
 }
-# The fields of each verb that are keys: what a first month does not need.
-KEYS = {
-    "generate": "quantize native_layers placement native_head native_tail heal heal_share "
-    "guard on_doubt ignore_chat_template kv_group_size quantized_kv_start num_draft_tokens "
-    "memory_budget verbose",
-    "chat": "quantize on_missing on_full eager offload heal heal_share guard on_doubt "
-    "sharded native_layers verbatim keep_history",
-    "serve": "sharded verbatim heal guard on_doubt queue_limit body_limit header_timeout "
-    "body_timeout write_timeout keep_alive worker_timeout stop_timeout volatile",
-    "fit": "capture head_mixing state_maps ridge",
-    "train": "english apart_from head_mixing joint capture assignment state_maps norm ridge "
-    "fit_samples hidden gated stage1_steps stage1_lr native_layers objective ce_weight sweep "
-    "at_once held_out val_every packed_share later_turns seeds histogram",
-    "tune": "lengths trials",
-    "eval": "window style haystack num_shots chat include_path task_data metadata unsafe_code",
-    "bench": "layers precision nu",
-}
-OWN_FILE = ("serve",)  # whose file has tables, too: serving/settings reads it
 HEADING = "Keys of --config (-c KEY=VALUE, or a TOML or JSON file of KEY = VALUE)"
+OWN_FILE = ("serve",)  # whose file has tables, too: serving/settings reads it
 
 
 def key_of(parameter: Any) -> str:
     """What an option is called in a file: its first long spelling with underscores."""
     return str(parameter.opts[0]).lstrip("-").replace("-", "_")
-
-
-def hide(keys: str, parameters: Sequence[Any]) -> None:
-    """Leave keys out of the flags of a verb's help and of the shell's completion."""
-    for parameter in parameters:
-        if parameter.name in keys.split():
-            parameter.hidden = True
 
 
 def is_key(parameter: Any) -> bool:
@@ -64,14 +40,11 @@ def is_key(parameter: Any) -> bool:
 
 def spelled(parameter: Any, value: Any = None) -> str:
     """An option as it is typed, with a value unless that is None."""
-    if value is False and parameter.secondary_opts and not is_key(parameter):
+    if is_key(parameter):
+        return key_of(parameter) if value is None else f"-c {key_of(parameter)}={_text('', value)}"
+    if value is False and parameter.secondary_opts:
         return str(parameter.secondary_opts[0])
-    if not is_key(parameter):
-        return parameter.opts[0] + ("" if value is None or isinstance(value, bool) else f" {value}")
-    return key_of(parameter) if value is None else f"-c {key_of(parameter)}={_text('', value)}"
-
-
-# ---- --config --------------------------------------------------------------------------------
+    return parameter.opts[0] + ("" if value is None or isinstance(value, bool) else f" {value}")
 
 
 def read_config(context: typer.Context, given: list[str] | None) -> list[str] | None:
@@ -132,11 +105,10 @@ def _text(where: str, value: Any, multiple: bool = False) -> Any:
     if isinstance(value, list):
         texts = [_text(where, one) for one in value]
         return texts if multiple else ",".join(texts)
-    if isinstance(value, bool):
-        return str(value).lower()
     if not isinstance(value, str | int | float):
         raise ValueError(f"{where} is {value!r:.60}; give a text, a number, true or false")
-    return [str(value)] if multiple else str(value)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return [text] if multiple else text
 
 
 # ---- help ------------------------------------------------------------------------------------
@@ -144,17 +116,18 @@ def _text(where: str, value: Any, multiple: bool = False) -> Any:
 
 def write_help(command: Any, context: Any, formatter: Any) -> None:
     """Write a verb's arguments and options into its help, by groups."""
-    of = {name: group for group, names in GROUPS.items() for name in names.split()}
+    group_of = {name: group for group, names in GROUPS.items() for name in names.split()}
     rows: dict[str, list[tuple[str, str]]] = {
         group: [] for group in ("Arguments", "Options", *GROUPS, HEADING)
     }
     for parameter in command.get_params(context):
-        if parameter.param_type_name == "argument":
-            group = "Arguments"
+        if is_key(parameter):
+            group, record = HEADING, _key_row(parameter, context)
         else:
-            group = HEADING if is_key(parameter) else of.get(parameter.name, "Options")
-        record = _key_row(parameter, context) if is_key(parameter) else None
-        if record := record or parameter.get_help_record(context):
+            of_words = parameter.param_type_name == "argument"
+            group = "Arguments" if of_words else group_of.get(parameter.name, "Options")
+            record = parameter.get_help_record(context)
+        if record:
             rows[group].append((record[0].replace("<list[str]>", "<str>..."), record[1]))
     for group, listed in rows.items():
         if listed:
@@ -167,8 +140,8 @@ def _key_row(parameter: Any, context: Any) -> tuple[str, str]:
     parameter.hidden = False
     flag, text = parameter.get_help_record(context)
     parameter.hidden = True
-    key = key_of(parameter)
+    key, name = key_of(parameter), parameter.opts[0][2:]
     kind = "<bool>" if parameter.is_flag else flag.rpartition(" ")[2]
-    for word, value in ((f"no-{parameter.opts[0][2:]}", "false"), (parameter.opts[0][2:], "true")):
+    for word, value in ((f"no-{name}", "false"), (name, "true")):
         text = text.replace(f"[default: {word}]", f"[default: {value}]")
     return f"{key} {kind}", text

@@ -539,7 +539,7 @@ def test_verbs_refuse_what_is_no_number_of_layers(
         "chat": ["--model", "a=tiny-qwen3-s", "--model", "b=tiny-qwen3-l"],
     }
     assert run([verb, *models[verb], "--native-layers", "many"]) == 2
-    message = "native_layers is 'many'; give a number of layers, or 'auto'"
+    message = " is 'many'; give a number of layers, or 'auto'"
     assert message in capsys.readouterr().err
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +40,6 @@ def check(picture: str) -> None:
         raise ValueError(f"--plot is {picture!r}; name a file in a folder that can be written")
 
 
-def check_folder(folder: str) -> None:
-    """Refuse, before any work, a folder into which nothing could be drawn after it.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-        ValueError: The folder cannot be made or written.
-    """
-    figure()
-    path = Path(folder).absolute()
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"--plot is {folder!r}, which is a file; name a folder")
-    nearest = next(p for p in (path, *path.parents) if p.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        raise ValueError(f"--plot is {folder!r}, but {nearest} cannot be written")
-
-
 def pair(source: str, target: str) -> str:
     """The title of a picture of two models: their names, without the path of a folder."""
     return " to ".join(
@@ -63,27 +47,19 @@ def pair(source: str, target: str) -> str:
     )
 
 
-def save(drawn: Any, picture: str | os.PathLike[str], title: str = "") -> None:
-    """Write a figure so that the whole file appears, or nothing."""
-    save_all({Path(picture): drawn}, title)
-
-
-def save_all(figures: Mapping[Path, Any], title: str = "") -> None:
-    """Write several figures: all are drawn before the first is written; each appears at once.
-
-    ``title`` stands above each figure and names its models.
-    """
-    for figure in figures.values() if title else ():
+def save(figure: Any, picture: str | os.PathLike[str], title: str = "") -> None:
+    """Write a figure so that the whole file appears, or nothing; ``title`` names its models."""
+    path = Path(picture)
+    if title:
         figure.suptitle(title)
-    pictures = {path: _drawn(figure, path.suffix[1:]) for path, figure in figures.items()}
-    for path, picture in pictures.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            partial.write_bytes(picture)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+    drawn = _drawn(figure, path.suffix[1:])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_bytes(drawn)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _drawn(figure: Any, kind: str) -> bytes:

@@ -106,13 +106,13 @@ def test_pictures_say_of_which_models_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: dict[str, str] = {}
-    save_all = pictures.save_all
+    save = pictures.save
 
-    def seen(figures: Any, title: str = "") -> None:
-        save_all(figures, title)
-        drawn.update({Path(path).name: f.get_suptitle() for path, f in figures.items()})
+    def seen(figure: Any, picture: str, title: str = "") -> None:
+        save(figure, picture, title)
+        drawn[Path(picture).name] = figure.get_suptitle()
 
-    monkeypatch.setattr(pictures, "save_all", seen)
+    monkeypatch.setattr(pictures, "save", seen)
     pair = ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
     out = ["--out", str(tmp_path / "scores.jsonl"), "--limit", "2"]
     commands = [

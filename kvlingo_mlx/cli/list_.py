@@ -27,7 +27,7 @@ def command(options: ListOptions) -> None:
 
     With --source or --target only those that take these models.
     """
-    from kvlingo_mlx.loading import advice
+    from kvlingo_mlx.loading import notes
     from kvlingo_mlx.loading.translators import store
     from kvlingo_mlx.store.listing import stored
 
@@ -38,7 +38,7 @@ def command(options: ListOptions) -> None:
     for title, embedded in ((f"in {store()}:", False), ("with the package:", True)):
         here = [one for one in sound if one.embedded == embedded]
         if here or ends == (None, None):
-            none = "" if here else f" none yet; {advice.to_get('A', 'B')}"
+            none = "" if here else f" none yet; {notes.to_get('A', 'B')}"
             say(printable(f"{title}{none}"))
         for one in here:
             say(printable(f"  {one.path.name}"))
@@ -48,7 +48,7 @@ def command(options: ListOptions) -> None:
             warn(f"{one.path} cannot be used: {one.problem}")
     if ends != (None, None) and not sound:
         names = options.source or "A", options.target or "B"
-        told = f"no translator from {names[0]} to {names[1]} is here; {advice.to_get(*names)}"
+        told = f"no translator from {names[0]} to {names[1]} is here; {notes.to_get(*names)}"
         say(printable(told))
     results = [{**vars(one), "path": str(one.path)} for one in found]
     keep(options.json_file, "list", {"store": str(store())}, results)

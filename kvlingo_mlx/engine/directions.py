@@ -16,8 +16,7 @@ from kvlingo_mlx.errors import (
 )
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.format.translator_folder import read_config
-from kvlingo_mlx.loading import advice
-from kvlingo_mlx.loading.notes import tell, tell_of_grade
+from kvlingo_mlx.loading.notes import tell, tell_of_grade, to_get
 from kvlingo_mlx.loading.pairing import check_one_tokenizer, check_positions, matches
 from kvlingo_mlx.loading.translators import (
     find_translator,
@@ -192,7 +191,7 @@ class Directions:
         if missing and self._rules.on_missing == "error":
             listed = ", none ".join(f"from {a} to {b}" for a, b in missing)
             told = f"there is no translator {listed}: switching so will fail"
-            first = advice.to_get(*(self._models[name].name for name in missing[0]))
+            first = to_get(*(self._models[name].name for name in missing[0]))
             tell(
                 f"{told} {[model.name for model in self._models.values()]}",
                 f"{told}; {first}, or let the model read what is missing with "

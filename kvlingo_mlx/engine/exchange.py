@@ -37,9 +37,8 @@ from kvlingo_mlx.engine.rules import Rules
 from kvlingo_mlx.engine.spans import cut, translated, wrote
 from kvlingo_mlx.engine.storage import PLACES
 from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
-from kvlingo_mlx.loading import advice
 from kvlingo_mlx.loading.grading import watched
-from kvlingo_mlx.loading.notes import tell, tell_of_length
+from kvlingo_mlx.loading.notes import tell, tell_of_length, to_get
 from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.loading.translators import name_of
 from kvlingo_mlx.machines import group_of
@@ -513,6 +512,6 @@ def _lacked(source: Line, target: Line, wanted: Reading | None, readings: Sequen
 def no_translator(source: Line, target: Line) -> MissingTranslatorError:
     return MissingTranslatorError(
         f"no translator from {source.name} ({source.model.name}) to {target.name} "
-        f"({target.model.name}); {advice.to_get(source.model.name, target.model.name)}, or let the "
+        f"({target.model.name}); {to_get(source.model.name, target.model.name)}, or let the "
         "model read what is missing with on_missing='reprefill' (-c on_missing=reprefill)"
     )

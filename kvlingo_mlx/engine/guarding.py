@@ -18,9 +18,8 @@ import numpy as np
 
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.loading import advice
 from kvlingo_mlx.loading.grading import receipt_of
-from kvlingo_mlx.loading.notes import tell
+from kvlingo_mlx.loading.notes import tell, to_measure
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.models.hidden import logits_of
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -131,7 +130,7 @@ def check_reference(config: TranslatorConfig) -> None:
     if receipt is None or receipt.guard is None:
         raise IncompatibleTranslatorError(
             f"the receipt of {config.title} does not say how far its models usually lie apart, "
-            f"which guard compares; {advice.to_measure(config, None)} measures it, and keeps it if "
+            f"which guard compares; {to_measure(config, None)} measures it, and keeps it if "
             "the translator is in your store; or leave out guard (-c guard)"
         )
 

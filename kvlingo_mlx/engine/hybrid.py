@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.loading import advice
+from kvlingo_mlx.loading import notes
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import working
 
@@ -70,7 +70,7 @@ def native_part(
     """
     most = len(config.target.layers)
     if layers == AUTO and "native_layers" not in config.provenance:
-        tune = advice.to_tune(config, None)
+        tune = notes.to_tune(config, None)
         instead = f"choose them with {tune}, or give a number from 0 to {most}"
         raise ValueError(
             f"native_layers is 'auto', but {config.title} has no tuned native layers; "

@@ -29,7 +29,7 @@ from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.evaluation.lineup import Condition
 from kvlingo_mlx.evaluation.probes import Task
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.loading import advice
+from kvlingo_mlx.loading import notes
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import by_name, find_translator, resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -92,7 +92,7 @@ def translator_of(
     match: dict[str, Any] = {"allow_mismatch": allow_mismatch}
     place = str(find_translator(source, target, **match)) if given is None else by_name(given)
     found = resolve_translator(place, source, target, **match)
-    check_one_tokenizer(found.config, "tune", advice.to_improve(found.config, place, False))
+    check_one_tokenizer(found.config, "tune", notes.to_improve(found.config, place, False))
     return place, found
 
 
@@ -105,7 +105,7 @@ def own_folder(place: str) -> Path:
     if not path.is_dir() or path.parent == TRANSLATORS or not os.access(path, os.W_OK):
         raise ValueError(
             f"{place} is no folder of yours, so nothing can be kept in it; "
-            f"{advice.command('import', place, '--out', 'DIR')} and give --translator DIR"
+            f"{notes.command('import', place, '--out', 'DIR')} and give --translator DIR"
         )
     others = sorted({file.name for file in path.iterdir()} - set(translator_folder.OUR_FILES))
     if others:  # the folder is replaced as a whole

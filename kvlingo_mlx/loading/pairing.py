@@ -10,8 +10,7 @@ from kvlingo_mlx.format.assignment import check_windows
 from kvlingo_mlx.format.fingerprints import ROUNDED, SAME
 from kvlingo_mlx.format.geometry import layer_differences
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
-from kvlingo_mlx.loading import advice
-from kvlingo_mlx.loading.notes import tell
+from kvlingo_mlx.loading.notes import tell, to_measure
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.aligned_prefix import check_capture, check_layers
 
@@ -87,7 +86,7 @@ def check_pair(
         check_positions(target)
     for found in (*_lesser(config, "source", source), *_lesser(config, "target", target)):
         text = f"{config.title} is used, though {found}"
-        tell(text, f"{text}; {advice.to_measure(config, None)} measures what that costs")
+        tell(text, f"{text}; {to_measure(config, None)} measures what that costs")
 
 
 def check_end(

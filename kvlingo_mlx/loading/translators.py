@@ -20,10 +20,9 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import MAX_FILE_BYTES
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.format.translator_folder import CONFIG_FILE, OUR_FILES, WEIGHTS_FILE
-from kvlingo_mlx.loading import advice
 from kvlingo_mlx.loading.grading import GRADES, receipt_of
 from kvlingo_mlx.loading.hub import resolve
-from kvlingo_mlx.loading.notes import tell, tell_of_grade
+from kvlingo_mlx.loading.notes import command, tell, tell_of_grade, to_get, to_measure
 from kvlingo_mlx.loading.pairing import check_pair, matches
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.aligned_prefix import check_layers
@@ -227,7 +226,7 @@ def _advice(source: LanguageModel, target: LanguageModel, one_tokenizer: bool) -
             check_layers(target.geometry.layers, target.name)
         except UnsupportedModelError as error:
             return f"none can be made: {error}"
-    return advice.to_get(source.name, target.name)
+    return to_get(source.name, target.name)
 
 
 def _best(found: Sequence[tuple[Path, TranslatorConfig]]) -> Path:
@@ -249,6 +248,6 @@ def _best(found: Sequence[tuple[Path, TranslatorConfig]]) -> Path:
             f"of {len(found)} stored translators from {config.source.name} to {config.target.name} "
             f"{path} is used; no receipt shows that it is better than {rivals[0]}"
         )
-        measure = advice.to_measure(config, name_of(rivals[0]))
-        tell(text, f"{text}; {measure} measures that, {advice.command('list')} shows all")
+        measure = to_measure(config, name_of(rivals[0]))
+        tell(text, f"{text}; {measure} measures that, {command('list')} shows all")
     return path

@@ -20,7 +20,7 @@ from kvlingo_mlx.engine import guarding
 from kvlingo_mlx.engine.hybrid import native_part
 from kvlingo_mlx.evaluation import tuning, verification
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.loading import advice, notes
+from kvlingo_mlx.loading import notes
 from kvlingo_mlx.loading.translators import known_by, load_translator
 from kvlingo_mlx.making.run import Making
 from tests.support import hybrid_models, tiny, two_tokenizers
@@ -191,7 +191,7 @@ def test_what_is_not_available_is_not_offered_where_it_is_refused(tmp_path: Path
     text = said(lambda: guarding.check_reference(translator.config))
     assert text.startswith("guard (-c guard) is not available here: the translator from ")
     assert text.endswith(" is between two tokenizers; leave it out") and "use it with" not in text
-    assert advice.to_tune(translator.config, None) is None
+    assert notes.to_tune(translator.config, None) is None
 
 
 def test_warnings_of_two_translators_of_a_pair_name_them(

@@ -405,83 +405,88 @@ def test_generates_what_generate_does(root: Path) -> None:
     found = list(kv.folded_stream_generate(source, target, prompt, **options))
     assert [r.token for r in found] == [r.token for r in expected]
     assert found[-1].prompt_tokens == 40 and found[-1].ttft_s > found[-1].prefill_s > 0
-    assert kv.folded_generate(source, target, prompt, **options) == "".join(r.text for r in found)
+    text = kv.folded_generate(source, target, mx.array(prompt), **options)
+    assert text == "".join(r.text for r in found)
 
 
 # ---- refusals ---------------------------------------------------------------------------
 
+TOKENS = [1, 2, 3]
+PLAIN = Case("dense4x16", "dense2x32")
+PAIR = Case("dense4x16", "dense2x32", 1, True, (POINT,))
+MESSAGES = [{"role": "user", "content": "x"}]
+REMEDY = "keys, and a cache holds post_rope ones; make one that reads those with `kvlingo-mlx fit"
+OTHER_CACHES = "expected 3, filled to one position"
+Use = Callable[[LanguageModel, LanguageModel, Translator], Any]
 
-def refused(case: Case, root: Path, error: type[Exception], text: str) -> None:
-    source, target, folder = tiny.write_case(root, case)
-    with pytest.raises(error, match=text):
-        kv.folded_hand_over(load(source), load(target), [1, 2, 3], translator=folder)
+
+def handed(prompt: Any, **options: Any) -> Use:
+    """A hand-over of a prompt."""
+    return lambda *pair: kv.folded_hand_over(*pair[:2], prompt, translator=pair[2], **options)
 
 
-def test_what_cannot_be_folded_is_refused(root: Path) -> None:
-    """Keys of another point, shared caches, latents."""
-    for point in ("pre_norm", "post_norm"):
-        case = Case("dense4x16", "dense2x32", 1, True, (("capture", point),))
-        text = f"it reads {point} keys, and a cache holds post_rope ones; make one that reads those"
-        text += " with `kvlingo-mlx fit -c capture=post_rope`"
-        refused(case, root, IncompatibleTranslatorError, text)
-    shared = Case("same2x32", "shared2x32", 1, True, (POINT,))
-    refused(shared, root, UnsupportedModelError, "other layers read the cache of layer 1: use gene")
-    refused(Case("mla64", "mla48"), root, IncompatibleTranslatorError, "it reads latent keys")
+def answered(prompt: Any, **options: Any) -> Use:
+    """An answer to a prompt."""
+    return lambda *pair: kv.folded_generate(
+        *pair[:2], prompt, **{"translator": pair[2], "max_tokens": 2} | options
+    )
+
+
+def filled(model: LanguageModel) -> list[Any]:
+    return decoding.prefill(model, [TOKENS], 2048)
+
+
+def forgotten(source: LanguageModel, target: LanguageModel, translator: Translator) -> None:
+    """Rings where the source has no windows: the target would see their tokens alone."""
+    own = [RotatingKVCache(max_size=4) for _ in source.attentions]
+    source.model(mx.array([[1, 2, 3, 4]]), cache=own)
+    assert fold_caches(own, source, target, translator)[0].offset == 4
+    source.model(mx.array([[5]]), cache=own)
+    fold_caches(own, source, target, translator)
+
+
+# What a translator, a target, a prompt, an option or a cache must be, and what is said otherwise.
+UNFIT: list[tuple[Case, Use, str]] = [
+    (PLAIN, handed(TOKENS), f"it reads pre_norm {REMEDY} -c capture=post_rope`"),
+    (replace(PLAIN, options=(("capture", "post_norm"),)), handed(TOKENS), f"post_norm {REMEDY}"),
+    (Case("mla64", "mla48"), handed(TOKENS), "it reads latent keys"),
+    # Two models of one geometry, whose caches would otherwise do; and another checkpoint.
+    (PAIR, lambda s, t, m: fold_caches(filled(t), t, s, m), "goes the other way round"),
+    (PAIR, lambda s, t, m: fold_caches(filled(s), s, s, m), "does not fit the target model"),
+]
+REFUSED: list[tuple[Case, Use, str]] = [
+    (BIASED, handed(TOKENS, kv_bits=7), "kv_bits is 7; give 2, 3, 4, 5, 6 or 8"),
+    (BIASED, handed(TOKENS, kv_bits=8), "size is 64, but .* 32 numbers wide; make it 32"),
+    (BIASED, handed(TOKENS, prefill_step_size=0), "prefill_step_size is 0"),
+    (BIASED, handed([TOKENS, [1, 2]]), "2 to 3 tokens; folded decoding takes several at once"),
+    (BIASED, handed([]), "the prompt is empty"),
+    (BIASED, answered([1, 2], max_tokens=0), "max_tokens is 0"),
+    *((BIASED, answered([first, first]), "a list of 2 prompts; folded_generate answers one at a")
+      for first in ([1, 2], "text", MESSAGES)),
+    (BIASED, lambda *pair: answered(mx.array([TOKENS, TOKENS]))(*pair), "a list of 2 prompts"),
+    *((BIASED, handed(prompt), "the prompt is not token ids; folded_hand_over")
+      for prompt in ("text", MESSAGES)),
+    (BIASED, lambda s, t, m: fold_caches(filled(s)[:-1], s, t, m), OTHER_CACHES),
+    (BIASED, lambda s, t, m: fold_caches(make_prompt_cache(s.model), s, t, m), OTHER_CACHES),
+    (BIASED, forgotten, "holds 4 tokens, and the last 5 are to be read"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("error", "rows"),
     [
-        ({"kv_bits": 7}, "kv_bits is 7; give 2, 3, 4, 5, 6 or 8"),
-        ({"kv_bits": 8}, "kv_group_size is 64, but .* 32 numbers wide; make it 32"),
-        ({"prefill_step_size": 0}, "prefill_step_size is 0"),
+        (IncompatibleTranslatorError, UNFIT),
+        (ValueError, REFUSED),
+        (UnsupportedModelError, [(Case("same2x32", "shared2x32", 1, True, (POINT,)), handed(TOKENS),
+                                  "other layers read the cache of layer 1: use gene")]),
     ],
-)
-def test_bad_arguments_are_refused(root: Path, options: dict[str, Any], text: str) -> None:
-    source, target, translator = write(root, BIASED)
-    with pytest.raises(ValueError, match=text):
-        kv.folded_hand_over(source, target, [1, 2, 3], translator=translator, **options)
-
-
-def test_ragged_and_empty_prompts_are_refused(root: Path) -> None:
-    source, target, translator = write(root, BIASED)
-    with pytest.raises(ValueError, match="2 to 3 tokens; folded decoding takes several at once"):
-        kv.folded_hand_over(source, target, [[1, 2, 3], [1, 2]], translator=translator)
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        kv.folded_hand_over(source, target, [], translator=translator)
-    with pytest.raises(ValueError, match="max_tokens is 0"):
-        next(kv.folded_stream_generate(source, target, [1, 2], max_tokens=0))
-
-
-@pytest.mark.parametrize("first", [[1, 2], "text", [{"role": "user", "content": "x"}]])
-def test_several_prompts_are_refused_in_one_line(root: Path, first: Any) -> None:
-    """Ids, text or messages; and what is no prompt of one kind or the other."""
-    source, target, translator = write(root, BIASED)
-    options: dict[str, Any] = {"translator": translator, "max_tokens": 2}
-    with pytest.raises(ValueError, match="a list of 2 prompts; folded_generate answers one at a"):
-        kv.folded_generate(source, target, [first, first], **options)
-    if first == [1, 2]:
-        rows = mx.array([first, first])
-        with pytest.raises(ValueError, match="a list of 2 prompts"):
-            kv.folded_generate(source, target, rows, **options)
-        assert kv.folded_generate(source, target, rows[0], **options)
-    else:
-        with pytest.raises(ValueError, match="the prompt is not token ids; folded_hand_over"):
-            kv.folded_hand_over(source, target, first, translator=translator)
-
-
-def test_the_other_direction_is_refused(root: Path) -> None:
-    """Two models of one geometry, whose caches would otherwise do; and another checkpoint."""
-    source, target, folder = tiny.write_case(
-        root, Case("dense4x16", "dense2x32", 1, True, (POINT,))
-    )
-    translator, models = kv.load_translator(folder), (load(source), load(target))
-    own = decoding.prefill(models[1], [[1, 2, 3]], 2048)
-    with pytest.raises(IncompatibleTranslatorError, match="goes the other way round"):
-        fold_caches(own, models[1], models[0], translator)
-    own = decoding.prefill(models[0], [[1, 2, 3]], 2048)
-    with pytest.raises(IncompatibleTranslatorError, match="does not fit the target model"):
-        fold_caches(own, models[0], models[0], translator)
+)  # fmt: skip
+def test_what_cannot_be_folded_is_refused(
+    root: Path, error: type[Exception], rows: list[tuple[Case, Use, str]]
+) -> None:
+    for case, use, text in rows:
+        with pytest.raises(error, match=text):
+            use(*write(root, case))
 
 
 def test_another_checkpoint_where_it_is_allowed(root: Path, tmp_path: Path) -> None:
@@ -500,25 +505,6 @@ def test_another_checkpoint_where_it_is_allowed(root: Path, tmp_path: Path) -> N
     assert kv.folded_generate(source, other, [1, 2, 3], max_tokens=2, **options) is not None
 
 
-def test_caches_of_another_model_are_refused(root: Path) -> None:
-    source, target, translator = write(root, BIASED)
-    own = decoding.prefill(source, [[1, 2, 3]], 2048)
-    for wrong in (own[:-1], make_prompt_cache(source.model)):
-        with pytest.raises(ValueError, match=f"expected {len(own)}, filled to one position"):
-            fold_caches(wrong, source, target, translator)
-
-
-def test_a_source_that_has_forgotten_the_prefix_is_refused(root: Path) -> None:
-    """Rings where the source has no windows: the target would see their tokens alone."""
-    source, target, translator = write(root, BIASED)
-    own = [RotatingKVCache(max_size=4) for _ in source.attentions]
-    source.model(mx.array([[1, 2, 3, 4]]), cache=own)
-    assert fold_caches(own, source, target, translator)[0].offset == 4
-    source.model(mx.array([[5]]), cache=own)
-    with pytest.raises(ValueError, match="holds 4 tokens, and the last 5 are to be read"):
-        fold_caches(own, source, target, translator)
-
-
 def test_identity_maps_fold_to_the_model_itself(models: dict[str, LanguageModel]) -> None:
     """Decoding from one's own cache this way is decoding."""
     model = models["dense"]
@@ -535,6 +521,9 @@ def test_identity_maps_fold_to_the_model_itself(models: dict[str, LanguageModel]
 # ---- where it is used -------------------------------------------------------------------
 
 
+BUDGET = ("-c", "memory_budget=true")
+
+
 def arguments(root: Path, case: Case, *more: str) -> list[str]:
     """``kvlingo-mlx generate`` for a case."""
     source, target, folder = tiny.write_case(root, case)
@@ -545,16 +534,12 @@ def arguments(root: Path, case: Case, *more: str) -> list[str]:
 def test_the_command_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same answer with and without a budget, and with a prefix of 8 bits another or none."""
     answers = []
-    for more in (
-        [],
-        ["-c", "memory_budget=true"],
-        ["-c", "memory_budget=true", "-c", "quantize=8"],
-    ):
+    for more in ((), BUDGET, (*BUDGET, "-c", "quantize=8")):
         assert run(arguments(root, MIXING, "-c", "verbose=false", *more)) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
     bits = ["--kv-bits", "8", "-c", "kv_group_size=32"]
-    assert run(arguments(root, BIASED, "-c", "memory_budget=true", *bits)) == 0
+    assert run(arguments(root, BIASED, *BUDGET, *bits)) == 0
     assert "first token after" in capsys.readouterr().out
 
 
@@ -575,17 +560,10 @@ def test_of_several_stored_the_one_that_folds(
 
 def test_the_command_line_refuses(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In one line that says what to do, whether or not the translator's grade was told before."""
-    plain = Case("dense4x16", "dense2x32")
     draft = ["--draft-model", str(tiny.write_model(root, "dense4x16"))]
     for wrong, text in (
-        (
-            arguments(root, plain, "-c", "memory_budget=true"),
-            "`kvlingo-mlx fit -c capture=post_rope`",
-        ),
-        (
-            arguments(root, BIASED, "-c", "memory_budget=true", *draft),
-            "--draft-model has no effect with",
-        ),
+        (arguments(root, PLAIN, *BUDGET), "`kvlingo-mlx fit -c capture=post_rope`"),
+        (arguments(root, BIASED, *BUDGET, *draft), "--draft-model has no effect with"),
     ):
         assert run(wrong) == 2
         ungraded = "warning: nobody has measured how much the translator "
@@ -626,7 +604,7 @@ def test_tuned_native_layers_are_heeded_or_refused(
         os.utime(copy, (age, age))
     assert find_translator(*models).name == "tuned"
     assert kv.folded_generate(*models, tokens, max_tokens=3) == expected
-    words = arguments(root, BIASED, "-c", "memory_budget=true", "--translator", str(folder))
+    words = arguments(root, BIASED, *BUDGET, "--translator", str(folder))
     assert run(words) == 2
     error_line = capsys.readouterr().err
     assert error_line.count("\n") == 1 and "leave out memory_budget" in error_line
@@ -639,7 +617,7 @@ def test_show_says_whether_and_why_not(
 ) -> None:
     """For each reason there is."""
     folded = tiny.write_case(root, BIASED)[2]
-    plain = tiny.write_case(root, Case("dense4x16", "dense2x32"))[2]
+    plain = tiny.write_case(root, PLAIN)[2]
     mlp = tiny.write_mlp_translator(tmp_path / "mlp", tiny.write_case(root, MIXING)[2])
     for folder, text in ((folded, "yes"), (plain, "no: it reads pre_norm"), (mlp, "no: it is of")):
         assert run(["show", str(folder)]) == 0

@@ -242,6 +242,7 @@ class Scheduler:
                 yield from self._written(job, session, keys, resident)
         finally:
             session.busy, session.ending, session.expected = False, False, 0
+            session.saved = None
             session.used = resident.used = clock.now()
             resident.running -= 1
         self.store.make_room()

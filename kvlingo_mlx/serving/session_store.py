@@ -19,7 +19,6 @@ import time
 import uuid
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from kvlingo_mlx.serving import clock
 from kvlingo_mlx.serving.active_request import ActiveRequest
 from kvlingo_mlx.serving.messages import GenerationRequest, Status
 from kvlingo_mlx.serving.model_pool import ModelPool, PooledModel
-from kvlingo_mlx.serving.sessions import Found, Session
+from kvlingo_mlx.serving.sessions import SAVED, Found, Session
 from kvlingo_mlx.serving.settings import Settings
 
 log = logging.getLogger("kvlingo_mlx.serving")
@@ -82,7 +81,7 @@ class SessionStore:
         # Conversations on disk are found again by servers that are told the same of these.
         paths = {name: each.path for name, each in pool.all.items()}
         self._mine = {"models": paths, "verbatim": settings.verbatim}
-        self._writing: _Writing | None = None
+        self._latest: Future[None] | None = None  # that was to be written
         self._folder: Path | None = None
         if settings.keep_conversations and blank.exchange.group.several:
             log.info("several machines serve, so conversations are kept in memory alone")
@@ -210,14 +209,12 @@ class SessionStore:
         mx.clear_cache()
 
     def _drop(self, session: Session) -> None:
-        if self._writing is not None and self._writing.session is session:
-            self._settle()
+        if self._folder is not None:  # in its turn: after what is being written of it
+            files().submit(_remove_saved, session).result()
         self.sessions.remove(session)
         if session.exchange is not None:
             for line in session.exchange.lines.values():
                 line.clear()
-        if session.folder is not None:
-            _remove(session.folder)
         mx.clear_cache()
 
     # ---- disk -------------------------------------------------------------------------------
@@ -241,7 +238,7 @@ class SessionStore:
                 if all(facts[name] == mine for name, mine in self._mine.items()):
                     keys = [tuple(map(str, key)) for key in facts["keys"]]
                     kept, used = file.with_suffix(""), float(facts["used"])
-                    self.sessions.append(Session(keys, folder=kept, used=used))
+                    self.sessions.append(Session(keys, folder=kept, used=used, saved=SAVED))
 
     def _take_lock(self, folder: Path, patience: float) -> None:
         """Take the folder; a server whose parent was killed may still be saving into it."""
@@ -261,46 +258,27 @@ class SessionStore:
 
     def save(self, session: Session) -> bool:
         """Write an idle session to disk, unless it is there as it is; whether it is there."""
-        self._settle()
         if self._folder is None or session.conversation is None:
             return session.folder is not None
-        if session.saved_at != session.used:
-            self._begin(self._folder, session)
-            self._settle()
-        return session.folder is not None and session.saved_at == session.used
+        written = session.saved
+        if written is None or written.exception() is not None:
+            written = self._begin(self._folder, session)
+        return written.exception() is None
 
-    def _begin(self, folder: Path, session: Session) -> None:
+    def _begin(self, folder: Path, session: Session) -> Future[None]:
         """Let another thread write an idle session to disk; it may go on meanwhile."""
         assert session.conversation is not None
-        path = folder / uuid.uuid4().hex
-        facts = {"keys": session.keys, "used": session.used, **self._mine}
+        facts = json.dumps({"keys": session.keys, "used": session.used, **self._mine})
+        written = Future[None]()
         try:
             with self._pool.asleep():
                 draft = session.conversation.draft()
+            written = files().submit(_write, session, draft, folder / uuid.uuid4().hex, facts)
         except LOST as error:
-            self._unsaved(session, session.used, error)
-            return
-        written = files().submit(_write, draft, path, json.dumps(facts))
-        self._writing = _Writing(session, session.used, path, written)
-
-    def _settle(self) -> None:
-        """Wait until what is being written is on disk, if anything is."""
-        if self._writing is None:
-            return
-        done, self._writing = self._writing, None
-        try:
-            done.written.result()
-        except LOST as error:
-            self._unsaved(done.session, done.used, error)
-            return
-        before, done.session.folder = done.session.folder, done.path
-        done.session.saved_at = done.used
-        if before is not None:
-            _remove(before)
-
-    def _unsaved(self, session: Session, used: float, error: BaseException) -> None:
-        log.warning("a conversation cannot be kept on disk (%s)", error)
-        session.unsaved_at = used
+            _tell_unsaved(error)
+            written.set_exception(error)
+        session.saved = self._latest = written
+        return written
 
     def back(self, session: Session) -> bool:
         """Bring a session back from disk; False, and it is forgotten, if it is lost or outdated."""
@@ -320,19 +298,16 @@ class SessionStore:
             return False
         session.conversation.exchange.directions = directions
         session.messages = [dict(message) for message in session.conversation.messages]
-        session.saved_at = session.used
         return True
 
     def tidy(self) -> None:
         """Begin to write a session that has been idle for a while, in case the process crashes."""
-        if self._writing is not None and not self._writing.written.done():
+        if self._folder is None or (self._latest is not None and not self._latest.done()):
             return
-        self._settle()
         late = clock.now() - IDLE_S
         for session in self.sessions:
             idle = not session.busy and session.conversation is not None and session.used < late
-            new = session.used not in (session.saved_at, session.unsaved_at)
-            if idle and new and self._folder is not None:
+            if idle and session.saved is None:
                 self._begin(self._folder, session)
                 return
 
@@ -364,28 +339,33 @@ def too_large(resident: PooledModel) -> NotEnoughMemoryError:
     )
 
 
-@dataclass(frozen=True)
-class _Writing:
-    """A session that another thread writes to disk, as it was when it was used last."""
+def _write(session: Session, draft: Draft, path: Path, facts: str) -> None:
+    """Write a conversation, then its keys, and remove what was written before.
 
-    session: Session
-    used: float
-    path: Path
-    written: Future[None]
-
-
-def _write(draft: Draft, path: Path, facts: str) -> None:
-    """Write a conversation, then its keys; nothing of it is left where that fails."""
+    Nothing of it is left where that fails.
+    """
     keys = path.with_suffix(DRAFT)
     try:
         draft.write(path)
         with open(os.open(keys, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             file.write(facts)
         keys.replace(path.with_suffix(".json"))
-    except BaseException:
+    except BaseException as error:
+        _tell_unsaved(error)
         keys.unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
         raise
+    _remove_saved(session)
+    session.folder = path
+
+
+def _tell_unsaved(error: BaseException) -> None:
+    log.warning("a conversation cannot be kept on disk (%s)", error)
+
+
+def _remove_saved(session: Session) -> None:
+    if session.folder is not None:
+        _remove(session.folder)
 
 
 def _remove(path: Path) -> None:

@@ -14,6 +14,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ PART = 1000  # characters of a message's parts
 # same session.
 REDONE, REDONE_PARTS = 2, 3
 ids = itertools.count()
+SAVED: Future[None] = Future()  # of what was found on disk
+SAVED.set_result(None)
 Key = tuple[str, ...]  # of a whole message, and of its beginnings, each one part longer
 
 
@@ -101,14 +104,13 @@ class Session:
     messages: list[dict[str, Any]] = field(default_factory=list)  # as they were read
     conversation: Conversation | None = None  # None while on disk alone, or for plain texts
     texts: Exchange | None = None  # the lines of a plain text
-    folder: Path | None = None  # where it is saved, as it is now
+    folder: Path | None = None  # where it was saved last
     busy: bool = False  # an answer is being written
     expected: int = 0  # bytes that its lines will take at least, meanwhile
     ending: bool = False  # that answer is complete, and other lines are following it
     pinned: bool = False  # it stays in memory
     used: float = field(default_factory=now)  # last, in seconds since the epoch
-    saved_at: float | None = None  # ``used`` of the state that is in ``folder``
-    unsaved_at: float | None = None  # ``used`` of the state that could not be saved
+    saved: Future[None] | None = None  # the writing of it as it is now, once that has begun
     number: int = field(default_factory=ids.__next__)
 
     @property

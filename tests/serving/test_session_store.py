@@ -48,7 +48,7 @@ def test_saving_brings_no_weights_into_memory(tmp_path: Path) -> None:
     assert weights_here() < before + smallest / 10
     engine.unload("large")
     assert weights_here() < before - smallest / 2  # negative control: weights can be seen here
-    session.saved_at, before = None, weights_here()
+    session.saved, before = None, weights_here()
     assert engine.store.save(session)
     assert weights_here() < before + smallest / 10
 
@@ -101,14 +101,15 @@ def test_an_idle_conversation_is_written_while_it_goes_on(
     store = clients.engine.store
     (session,) = store.sessions
     store.tidy()
+    written = session.saved
     assert begun.wait(60) and session.folder is None
     more = [*HISTORY, {"role": "assistant", "content": told.text}, HISTORY[0]]
     second = clients.one("large", more)  # does not wait
     assert second.usage.cached_tokens > 0 and session.folder is None
     store.tidy()  # one at a time
     on.set()
-    assert store._writing is not None
-    store._writing.written.result(60)
+    assert written is not None
+    written.result(60)
     shutil.copytree(tmp_path / "kept", tmp_path / "crashed")
     again = clients_of(tmp_path, conversations=str(tmp_path / "crashed"))
     found = again.one("large", more)
@@ -126,18 +127,17 @@ def test_what_cannot_be_written_is_told_and_not_lost(
     clients = clients_of(tmp_path)
     clients.one("large", HISTORY)
     store = clients.engine.store
+    (session,) = store.sessions
     with monkeypatch.context() as patched:
         patched.setattr(folder, "write_file", full)
         for _ in range(3):
             store.tidy()
-            if store._writing is not None:
-                store._writing.written.exception(60)
+            assert session.saved is not None and session.saved.exception(60) is not None
         assert caplog.text.count("cannot be kept on disk") == 1  # it is tried once
         assert [path.name for path in (tmp_path / "kept").iterdir()] == ["lock"]
     store.budget = 1
     store.make_room()  # there is space again
     store.budget = 10**12
-    (session,) = store.sessions
     assert session.conversation is None and session.folder is not None
     assert clients.one("large", HISTORY).usage.read_tokens == 1
 

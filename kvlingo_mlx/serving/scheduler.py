@@ -11,7 +11,7 @@ import logging
 import re
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +25,8 @@ from kvlingo_mlx.engine.asking import Request
 from kvlingo_mlx.engine.batches import Batch
 from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.engine.exchange import Exchange
-from kvlingo_mlx.engine.line import Steps as LineSteps
 from kvlingo_mlx.engine.responses import GenerationResponse
 from kvlingo_mlx.engine.routing import Route, load_route
-from kvlingo_mlx.engine.rules import Rules
 from kvlingo_mlx.engine.sampling import choice_of
 from kvlingo_mlx.engine.turn import Decoding, Part, Turn
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
@@ -48,7 +46,7 @@ from kvlingo_mlx.serving.messages import Event, Failure, GenerationRequest, Stat
 from kvlingo_mlx.serving.model_pool import ModelPool, PooledModel
 from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.session_store import SessionStore, conversing, too_large
-from kvlingo_mlx.serving.sessions import Key, Keys, Session, find, longest
+from kvlingo_mlx.serving.sessions import Key, Keys, Session, find, keys_of_text
 from kvlingo_mlx.serving.settings import AUTO, Settings
 
 log = logging.getLogger("kvlingo_mlx.serving")
@@ -225,7 +223,7 @@ class Scheduler:
     def _answer(self, job: ActiveRequest) -> Steps:
         """The work of one request; each step says whether the next one must follow at once."""
         resident = self.pool[job.name]
-        keys, session = self._keys.of(job.ask), None
+        keys, session = self._keys_of(job), None
         while session is None:
             while not self._admits(job, keys):
                 job.waits(0)
@@ -236,10 +234,7 @@ class Scheduler:
         resident.running += 1
         session.busy, job.queued = True, time.perf_counter() - job.arrived
         try:
-            if job.ask.messages is None:
-                yield from self._completed(job, session, resident)
-            else:
-                yield from self._written(job, session, keys, resident)
+            yield from self._written(job, session, keys, resident)
         finally:
             session.busy, session.ending, session.expected = False, False, 0
             session.saved = None
@@ -253,11 +248,9 @@ class Scheduler:
 
     def _session(self, keys: list[Key], job: ActiveRequest) -> Session | None:
         """The session to go on with, perhaps a new one; None where one is about to be free."""
-        if job.ask.messages is None:
-            return self._text(job)
         found = find(self.store.sessions, keys)
         if found is None:
-            return self.store.new(self._blank.branch(), job.ask)
+            return self.store.new(self._begun(job), job.ask)
         if found.session.ending:
             return None
         session = found.session
@@ -271,56 +264,38 @@ class Scheduler:
         session.pinned |= job.ask.pin
         return session
 
-    def _text(self, job: ActiveRequest) -> Session:
-        """The session whose lines go on with a plain text, perhaps a new one."""
-        model = self.pool[job.name].model
-        prompt = job.ask.prompt
-        tokens = encode(model, prompt) if isinstance(prompt, str) else list(prompt or ())
-        model.check_tokens(tokens)
-        job.tokens = tokens
-        if (found := longest(self.store.sessions, job.name, tokens)) is not None:
-            return found
-        alike = {
-            name: each
-            for name, each in self.pool.models.items()
-            if each.tokenizer_fingerprint == model.tokenizer_fingerprint
-        }
-        told = self._settings
-        rules = Rules(
-            on_missing="reprefill",
-            step_size=told.prefill_step_size,
-            guard=told.guard,
-            on_doubt=told.on_doubt,
-        )
-        made = Exchange(alike, (), rules)
-        made.directions = self.policy.directions
-        session = Session([("text",)], texts=made)
-        self.store.add(session)
-        return session
+    def _keys_of(self, job: ActiveRequest) -> list[Key]:
+        """The keys by which its session is found; a plain text's tokens are noted."""
+        model, prompt = self.pool[job.name].model, job.ask.prompt
+        if job.ask.messages is not None:
+            return self._keys.of(job.ask)
+        job.tokens = encode(model, prompt) if isinstance(prompt, str) else list(prompt or ())
+        model.check_tokens(job.tokens)
+        return keys_of_text(model.tokenizer_fingerprint, job.tokens)
 
-    def _completed(self, job: ActiveRequest, session: Session, resident: PooledModel) -> Steps:
+    def _begun(self, job: ActiveRequest) -> Conversation:
+        """An empty conversation; for a plain text one of the models that share its tokenizer."""
+        if job.ask.messages is not None:
+            return self._blank.branch()
+        tokenizer = self.pool[job.name].model.tokenizer_fingerprint
+        alike = {n: m for n, m in self.pool.models.items() if m.tokenizer_fingerprint == tokenizer}
+        conversation = Conversation(alike, **conversing(len(alike), self._settings))
+        conversation.exchange.directions = self.policy.directions
+        return conversation
+
+    def _completed(
+        self, job: ActiveRequest, exchange: Exchange, request: Request
+    ) -> Generator[GenerationResponse | None, None, Any]:
         """Go on with a plain text."""
-        exchange, model = session.texts, resident.model
-        assert exchange is not None
-        self._prepare(exchange, job)
-        request = self._request(job, session)
-        most = request.max_tokens
         choice = choice_of(request.options, request.sampler, request.logits_processors)
         choice = exchange.chosen_together(choice)
-        progress = AnswerInProgress.to_text(exchange, resident.name, job.tokens)
-        turn = Turn(exchange, progress, most, Decoding(choice, batch=job))
-        lengths = {resident.name: len(job.tokens)}
-        check_room(lengths, exchange.lines, exchange.group)
+        progress = AnswerInProgress.to_text(exchange, job.name, job.tokens)
+        turn = Turn(exchange, progress, request.max_tokens, Decoding(choice, batch=job))
+        check_room({job.name: len(job.tokens)}, exchange.lines, exchange.group)
         if job.ask.echo:
-            given = job.ask.prompt
-            job.before = given if isinstance(given, str) else model.tokenizer.decode(job.tokens)
-        line = session.line(resident.name)
-
-        def follow(_: str) -> LineSteps:
-            return progress.follow(eager=True)
-
-        for response in turn.answer_by([Part(resident.name)], None, follow):
-            yield self._tell(job, response, exchange, len(line))
+            given, tokenizer = job.ask.prompt, self.pool[job.name].model.tokenizer
+            job.before = given if isinstance(given, str) else tokenizer.decode(job.tokens)
+        return turn.answer_by([Part(job.name)], None, lambda _: progress.follow(eager=True))
 
     def _prepare(self, exchange: Exchange, job: ActiveRequest) -> None:
         """Say between which models is translated, and whose lines follow the answer."""
@@ -361,13 +336,17 @@ class Scheduler:
         session.keys = keys
         self._prepare(exchange, job)
         line = session.line(resident.name)
-        steps = conversation.reply_in_steps(resident.name, self._request(job, session))
+        request, chat = self._request(job, session), job.ask.messages is not None
+        if chat:
+            steps = conversation.reply_in_steps(resident.name, request)
+        else:
+            steps = self._completed(job, exchange, request)
         for response in steps:
             at_once = self._tell(job, response, exchange, len(line))
             if job.ended:
                 session.ending = True
                 said = {"role": "assistant", "content": job.content, "tool_calls": job.calls}
-                session.keys = [*keys, self._keys.message(said)]
+                session.keys = [*keys, self._keys.message(said)] if chat else keys
             yield at_once
             if job.ended and not job.complete:
                 steps.close()  # the answer as it is joins the conversation

@@ -258,7 +258,7 @@ class SessionStore:
 
     def save(self, session: Session) -> bool:
         """Write an idle session to disk, unless it is there as it is; whether it is there."""
-        if self._folder is None or session.conversation is None:
+        if self._folder is None or not session.storable:
             return session.folder is not None
         written = session.saved
         if written is None or written.exception() is not None:
@@ -306,7 +306,7 @@ class SessionStore:
             return
         late = clock.now() - IDLE_S
         for session in self.sessions:
-            idle = not session.busy and session.conversation is not None and session.used < late
+            idle = not session.busy and session.storable and session.used < late
             if idle and session.saved is None:
                 self._begin(self._folder, session)
                 return

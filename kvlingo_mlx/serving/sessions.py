@@ -3,7 +3,8 @@
 Clients send the whole history with every request. A session knows the keys of the messages that it
 has read and written; the one that shares the longest beginning with a request is gone on with. A
 long message that begins like another one (a document, and another question about it) counts by its
-parts. What really need not be read anew is decided token by token, by its lines.
+parts; so does a plain text, by its tokens. What really need not be read anew is decided token by
+token, by its lines.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.line import Line
@@ -26,7 +29,7 @@ from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.serving.clock import now
 from kvlingo_mlx.serving.messages import GenerationRequest, Message
 
-PART = 1000  # characters of a message's parts
+PART, PART_TOKENS = 1000, 16  # characters of a message's parts, and tokens of a plain text's
 # A request that leaves out no more than so many last messages, and parts of them, goes on with the
 # same session.
 REDONE, REDONE_PARTS = 2, 3
@@ -87,6 +90,17 @@ def _beginnings(what: str, text: str) -> Iterator[str]:
         yield made.hexdigest()
 
 
+def keys_of_text(tokenizer: str, tokens: Sequence[int]) -> list[Key]:
+    """The keys of a tokenizer's plain texts, and of this one."""
+    ids = np.asarray(tokens, np.int64).tobytes()
+    whole, parts = hashlib.blake2b(ids, digest_size=16).hexdigest(), list[str]()
+    made, size = hashlib.blake2b(digest_size=8), PART_TOKENS * 8
+    for start in range(0, len(ids) - size + 1, size):
+        made.update(ids[start : start + size])
+        parts.append(made.hexdigest())
+    return [(f"text {tokenizer}",), (whole, *parts)]
+
+
 def shared(one: Sequence[Key], other: Sequence[Key]) -> tuple[int, int]:
     """The number of leading messages that two lists share, and of parts of the next message."""
     pairs = list(zip(one, other, strict=False))
@@ -102,8 +116,7 @@ class Session:
 
     keys: list[Key]  # of all messages that it has read, or begun to read, and written
     messages: list[dict[str, Any]] = field(default_factory=list)  # as they were read
-    conversation: Conversation | None = None  # None while on disk alone, or for plain texts
-    texts: Exchange | None = None  # the lines of a plain text
+    conversation: Conversation | None = None  # None while on disk alone
     folder: Path | None = None  # where it was saved last
     busy: bool = False  # an answer is being written
     expected: int = 0  # bytes that its lines will take at least, meanwhile
@@ -127,7 +140,12 @@ class Session:
     @property
     def exchange(self) -> Exchange | None:
         """Its lines, if they are in memory."""
-        return self.texts if self.conversation is None else self.conversation.exchange
+        return None if self.conversation is None else self.conversation.exchange
+
+    @property
+    def storable(self) -> bool:
+        """Whether it is in memory and may go to disk; a plain text has no messages, and may not."""
+        return self.conversation is not None and bool(self.messages)
 
     def taken_over(self, ask: GenerationRequest, common: int) -> list[dict[str, Any]]:
         """The request's messages; contents that it shares with this, as this session read them.
@@ -147,18 +165,6 @@ class Found:
     session: Session
     common: int
     apart: bool
-
-
-def longest(sessions: Iterable[Session], name: str, tokens: Sequence[int]) -> Session | None:
-    """The idle session of plain texts that shares most of a model's prompt; None if none does."""
-    best: tuple[int, Session] | None = None
-    for session in sessions:
-        if session.texts is None or session.busy or name not in session.texts.lines:
-            continue
-        common = max(line.common(tokens) for line in session.texts.lines.values())
-        if 2 * common >= len(tokens) and (best is None or common > best[0]):
-            best = common, session
-    return None if best is None else best[1]
 
 
 def find(sessions: Iterable[Session], keys: Sequence[Key]) -> Found | None:

@@ -412,17 +412,27 @@ def test_errors_name_models_by_whole_paths_alone(
 
 def test_a_plain_text_is_gone_on_with(clients: Clients) -> None:
     model = kv.load(zoo("tiny-qwen3-l"))
-    text = "The home of Anna is Rome. " * 8 + "The home of Oscar is Oslo. The home of Anna"
+    text = "The home of Anna is Rome. " * 16 + "The home of Oscar is Oslo. The home of Anna"
     tokens = model.tokenizer.encode(text)
     first = completed(clients, "large", text, echo=True)
     assert first.text.startswith(text)
-    assert completed(clients, "large", tuple(tokens)).text == first.text[len(text) :]
+    ask = GenerationRequest(model="large", prompt=tuple(tokens), max_tokens=12)
+    for told in clients.together([ask, ask]):  # beside each other
+        assert told.text == first.text[len(text) :]
     check_completion(model, tokens, completed(clients, "large", text, logprobs=0))
     again = completed(clients, "large", text)
     assert again.usage.cached_tokens == len(tokens) - 1 and again.usage.read_tokens == 1
     switched = completed(clients, "moe", text)
     assert switched.usage.translated_tokens == len(tokens) - 1
     assert switched.usage.strategy == "translate"
+    other = completed(clients, "large", text[: len(text) // 2] + " And so on.")
+    assert len(tokens) // 3 < other.usage.cached_tokens < len(tokens)
+    assert completed(clients, "large", text).usage.read_tokens == 1  # a copy has gone the other way
+    store = clients.engine.store
+    store.budget = 1
+    store.make_room()  # what has no messages is not kept on disk
+    store.budget = 10**12
+    assert not store.sessions and completed(clients, "large", text).text == again.text
 
 
 def check_completion(model: LanguageModel, tokens: list[int], told: Told) -> None:

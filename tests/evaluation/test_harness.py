@@ -83,8 +83,32 @@ def as_lists(values: list[list[Any]]) -> list[list[Any]]:
     return [[list(map(float, v)) if isinstance(v, tuple) else v for v in row] for row in values]
 
 
-def identity(model: LanguageModel) -> conditions.CacheMaker:
-    return conditions.translated(model, model, identity_of(model))
+class Recorded:
+    """A model's own caches, and the prefixes for which they were made."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.native, self.tokenizer = conditions.native(model), model.tokenizer
+        self.lengths, self.texts = list[int](), list[str]()
+
+    def __call__(self, tokens: Sequence[int]) -> list:
+        self.lengths.append(len(tokens))
+        self.texts.append(self.tokenizer.decode(tokens))
+        return self.native(tokens)
+
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(models: dict[str, LanguageModel], task_folder: Path) -> Run:
+    """Tasks of "dense" behind a condition, by itself the native one."""
+
+    def run(*tasks: str, make: conditions.CacheMaker | None = None, **options: Any) -> dict:
+        model = models["dense"]
+        own: dict[str, Any] = {"condition": "x", "include_path": task_folder, "added": ADDED}
+        return running.run(model, make or conditions.native(model), tasks, **own | options)
+
+    return run
 
 
 # ---- the standing test ----------------------------------------------------------------------
@@ -97,7 +121,8 @@ def test_native_and_identity_equal_mlx_lm(
     model = models[name]
     own = LastTokenApart(str(model.path), batch_size=1, use_chat_template=chat)
     wanted = reference(own, task_folder, KINDS)
-    for make in (conditions.native(model), identity(model)):
+    identity = conditions.translated(model, model, identity_of(model))
+    for make in (conditions.native(model), identity):
         found = running.run(
             model, make, KINDS, condition="x", include_path=task_folder, apply_chat_template=chat
         )
@@ -107,17 +132,13 @@ def test_native_and_identity_equal_mlx_lm(
                 assert values["value"] == wanted["results"][task][f"{metric},none"]
 
 
-def test_controls_differ(models: dict[str, LanguageModel], task_folder: Path) -> None:
+def test_controls_differ(models: dict[str, LanguageModel], run: Run) -> None:
     """The negative control: were prefixes not read through the condition, these would agree."""
     model = models["dense"]
     fitted = kv.fit(model, model, [{"text": "one two three four five " * 9}], ridge=0.0)
+    mixed = conditions.translated(model, model, conditions.shuffled(fitted))
     native, hidden, shuffled = (
-        running.run(model, make, KINDS, condition="x", include_path=task_folder)
-        for make in (
-            conditions.native(model),
-            conditions.hidden(model),
-            conditions.translated(model, model, conditions.shuffled(fitted)),
-        )
+        run(*KINDS, make=make) for make in (None, conditions.hidden(model), mixed)
     )
     for task in ("tiny_choice", "tiny_words", "tiny_answers"):
         for control in (hidden, shuffled):
@@ -127,26 +148,19 @@ def test_controls_differ(models: dict[str, LanguageModel], task_folder: Path) ->
 
 
 def test_long_contexts_lose_their_front_as_in_mlx_lm(
-    models: dict[str, LanguageModel], task_folder: Path
+    models: dict[str, LanguageModel], task_folder: Path, run: Run
 ) -> None:
     model, tasks = models["dense"], ("tiny_choice", "tiny_words")
     own = LastTokenApart(str(model.path), max_tokens=24, use_chat_template=False)
     wanted = reference(own, task_folder, tasks)
-    lengths = []
-
-    def make(tokens: Sequence[int]) -> list:
-        lengths.append(len(tokens))
-        return conditions.native(model)(tokens)
-
-    options: dict[str, Any] = {"include_path": task_folder, "apply_chat_template": False}
-    found = running.run(
-        model, make, [*tasks, "tiny_answers"], condition="x", max_length=24, **options
-    )
-    whole = running.run(model, make, tasks, condition="x", **options)
+    make = Recorded(model)
+    options: dict[str, Any] = {"make": make, "apply_chat_template": False}
+    found = run(*tasks, "tiny_answers", max_length=24, **options)
+    whole = run(*tasks, **options)
     for task in tasks:
         assert responses(found, task) == as_lists(responses(wanted, task))
         assert responses(found, task) != responses(whole, task)
-    assert max(lengths[:17]) == 24 < max(lengths[17:])
+    assert max(make.lengths[:17]) == 24 < max(make.lengths[17:])
     item = found["tasks"]["tiny_answers"]["items"][-1]
     text = json.loads((task_folder / "tiny_answers.jsonl").read_text().splitlines()[-1])["text"]
     assert item["prefix_tokens"] == len(model.tokenizer.encode(text)) > 24
@@ -173,7 +187,7 @@ def test_where_answers_end(opened: bool, text: str, answer: str, stopped: bool) 
 
 
 def test_generation_stops_at_a_stop_string(
-    models: dict[str, LanguageModel], task_folder: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at its budget: with the stop string that stands first in a long answer."""
     model = models["dense"]
@@ -196,25 +210,18 @@ def test_generation_stops_at_a_stop_string(
     assert len(steps) < 25
 
 
-def test_thinking_switch_and_budget(models: dict[str, LanguageModel], task_folder: Path) -> None:
-    model, seen = models["dense"], []
-
-    def make(tokens: Sequence[int]) -> list:
-        seen.append(model.tokenizer.decode(tokens))
-        return conditions.native(model)(tokens)
-
-    options: dict[str, Any] = {"condition": "x", "include_path": task_folder, "limit": 1}
+def test_thinking_switch_and_budget(models: dict[str, LanguageModel], run: Run) -> None:
+    make = Recorded(models["dense"])
+    options: dict[str, Any] = {"make": make, "limit": 1}
     before = MLXLM.apply_chat_template
     for thinking in (False, True):
-        found = running.run(
-            model, make, ["tiny_answers"], enable_thinking=thinking, max_gen_toks=3, **options
-        )
+        found = run("tiny_answers", enable_thinking=thinking, max_gen_toks=3, **options)
         (text,) = responses(found, "tiny_answers")[0]
-        assert len(model.tokenizer.encode(text)) <= 3
-    assert seen[0].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert seen[1].endswith("<|im_start|>assistant\n")
-    running.run(model, make, ["tiny_answers"], apply_chat_template=False, **options)
-    assert "<|im_start|>" not in seen[2]
+        assert len(make.tokenizer.encode(text)) <= 3
+    run("tiny_answers", apply_chat_template=False, **options)
+    assert make.texts[0].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert make.texts[1].endswith("<|im_start|>assistant\n")
+    assert "<|im_start|>" not in make.texts[2]
     assert MLXLM.apply_chat_template is before
 
 
@@ -231,92 +238,65 @@ def test_a_trace_that_never_ends_is_no_answer(models: dict[str, LanguageModel]) 
 # ---- runs -----------------------------------------------------------------------------------
 
 
-def test_one_cache_serves_all_continuations(
-    models: dict[str, LanguageModel], task_folder: Path
-) -> None:
-    model, made, steps = models["dense"], [], []
-
-    def make(tokens: Sequence[int]) -> list:
-        made.append(tokens)
-        return conditions.native(model)(tokens)
-
-    running.run(
-        model, make, ["tiny_choice", "tiny_words"], condition="x", include_path=task_folder,
-        progress=lambda done, total: steps.append((done, total)),
-    )  # fmt: skip
-    assert len(made) == 6 + 5  # two contexts of tiny_words are the same
+def test_one_cache_serves_all_continuations(models: dict[str, LanguageModel], run: Run) -> None:
+    make, steps = Recorded(models["dense"]), []
+    progress = lambda done, total: steps.append((done, total))  # noqa: E731
+    run("tiny_choice", "tiny_words", make=make, progress=progress)
+    assert len(make.lengths) == 6 + 5  # two contexts of tiny_words are the same
     assert steps[-1] == (11, 11) and [done for done, _ in steps] == sorted(d for d, _ in steps)
 
 
-def test_limit_and_examples(models: dict[str, LanguageModel], task_folder: Path) -> None:
-    model, seen = models["dense"], []
-
-    def make(tokens: Sequence[int]) -> list:
-        seen.append(model.tokenizer.decode(tokens))
-        return conditions.native(model)(tokens)
-
-    def ids(**options: Any) -> list[int]:
-        found = running.run(
-            model, make, ["tiny_choice"], condition="x", include_path=task_folder, **options
-        )
-        return [item["id"] for item in found["tasks"]["tiny_choice"]["items"]]
-
-    assert ids(limit=2) == [0, 1]
-    seen.clear()
+def test_limit_and_examples(models: dict[str, LanguageModel], run: Run) -> None:
+    found = run("tiny_choice", limit=2)
+    assert [item["id"] for item in found["tasks"]["tiny_choice"]["items"]] == [0, 1]
+    make = Recorded(models["dense"])
     for seed in (3, 3, 4):
-        ids(limit=2, num_fewshot=2, seed=seed)
+        run("tiny_choice", make=make, limit=2, num_fewshot=2, seed=seed)
+    seen = make.texts
     assert seen[:2] == seen[2:4] != seen[4:]
     assert seen[0].count("Answer:") == 3 and seen[0].count("<|im_start|>assistant") == 3
 
 
-def test_interrupted_runs_go_on(
-    models: dict[str, LanguageModel], task_folder: Path, tmp_path: Path
-) -> None:
-    model, file = models["dense"], tmp_path / "responses.jsonl"
-    calls: list[int] = []
+def test_interrupted_runs_go_on(models: dict[str, LanguageModel], run: Run, tmp_path: Path) -> None:
+    recorded, file = Recorded(models["dense"]), tmp_path / "responses.jsonl"
+    calls = recorded.lengths
 
-    def run(stop: int | None = None, condition: str = "one", **options: Any) -> dict[str, Any]:
+    def again(stop: int | None = None, batch_size: int = 8, **options: Any) -> dict[str, Any]:
         """``batch_size`` answers at once."""
         calls.clear()
-        decode = partial(MLXDecoder, batch_size=options.pop("batch_size", 8))
 
         def make(tokens: Sequence[int]) -> list:
             if len(calls) == stop:
                 raise KeyboardInterrupt
-            calls.append(len(tokens))
-            return conditions.native(model)(tokens)
+            return recorded(tokens)
 
-        return running.run(
-            model, make, KINDS, condition=condition, include_path=task_folder, decode=decode,
-            **options,
-        )  # fmt: skip
+        return run(*KINDS, make=make, decode=partial(MLXDecoder, batch_size=batch_size), **options)
 
-    whole = run()
+    whole = again()
     count = len(calls)
     assert count == 6 + 5 + 5
     for stop, kept in ((8, 8), (6, 14)):  # within log-likelihoods; as the fourth answer begins
         with pytest.raises(KeyboardInterrupt):
-            run(stop=stop, responses=file, batch_size=1)
+            again(stop=stop, responses=file, batch_size=1)
         assert len(file.read_text().splitlines()) == kept
     with file.open("a") as torn:  # killed while writing
         torn.write('{"key": "abc", "respo')
-    assert run(responses=file) == whole
-    assert len(calls) == count - 14
-    assert run(responses=file) == whole and not calls
-    run(responses=file, condition="two")
-    assert len(calls) == count
-    run(responses=file, max_gen_toks=2)
-    assert len(calls) == 5  # the generated ones alone
-    run(responses=file, apply_chat_template=False)
-    assert len(calls) == count
+    for made in (count - 14, 0):
+        assert again(responses=file) == whole and len(calls) == made
+    changes: tuple[tuple[dict[str, Any], int], ...] = (
+        ({"condition": "two"}, count),
+        ({"max_gen_toks": 2}, 5),  # the generated ones alone
+        ({"apply_chat_template": False}, count),
+    )
+    for options, made in changes:
+        again(responses=file, **options)
+        assert len(calls) == made
     file.write_text("my notes\n")
     with pytest.raises(ValueError, match="line 1: not a line of kept responses"):
-        run(responses=file)
+        again(responses=file)
 
 
-def test_numbers_that_are_none_are_refused(
-    models: dict[str, LanguageModel], task_folder: Path
-) -> None:
+def test_numbers_that_are_none_are_refused(models: dict[str, LanguageModel], run: Run) -> None:
     model = models["dense"]
 
     def make(tokens: Sequence[int]) -> list:
@@ -326,48 +306,35 @@ def test_numbers_that_are_none_are_refused(
 
     for task in ("tiny_words", "tiny_answers"):
         with pytest.raises(KVLingoError, match="is not a number"):
-            running.run(model, make, [task], condition="x", include_path=task_folder)
+            run(task, make=make)
 
 
 # ---- what can be wrong ------------------------------------------------------------------------
 
 
-@pytest.fixture
-def run_native(models: dict[str, LanguageModel], task_folder: Path) -> Callable[..., dict]:
-    model = models["dense"]
-
-    def run(*tasks: str, **options: Any) -> dict[str, Any]:
-        own: dict[str, Any] = {"condition": "native", "include_path": task_folder, "added": ADDED}
-        return running.run(model, conditions.native(model), tasks, **own | options)
-
-    return run
-
-
-def test_lm_eval_is_missing(run_native: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lm_eval_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(MissingExtraError, match=r'pip install "kvlingo-mlx\[eval\]"'):
-        run_native("tiny_choice")
+        run("tiny_choice")
 
 
-def test_no_such_task(
-    run_native: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_such_task(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Close matches come from lm-eval's own tasks, here three instead of fourteen thousand."""
     for name in ("gsm8k", "gsm8k_cot", "hellaswag"):
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\n")
     monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(tmp_path / "manager.py"))
-    with pytest.raises(ValueError, match="no task gsm8; did you mean gsm8k or gsm8k_cot\\?"):
-        run_native("tiny_choice", "gsm8")
-    with pytest.raises(ValueError, match="did you mean longmemeval or longmemeval_rungs\\?"):
-        run_native("longmemevl")
-    with pytest.raises(ValueError, match="did you mean tiny_choice"):
-        run_native("tiny_choise")
-    with pytest.raises(ValueError, match="no task xyzzy; see lm-eval's list"):
-        run_native("xyzzy")
+    for name, said in (
+        ("gsm8", r"no task gsm8; did you mean gsm8k or gsm8k_cot\?"),
+        ("longmemevl", r"did you mean longmemeval or longmemeval_rungs\?"),
+        ("tiny_choise", "did you mean tiny_choice"),
+        ("xyzzy", "no task xyzzy; see lm-eval's list"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run("tiny_choice", name)
 
 
 def test_no_network(
-    run_native: Callable, task_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, task_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody is waited for: no connection is tried again after a pause."""
     paused: list[float] = []
@@ -379,19 +346,19 @@ def test_no_network(
     for name in NAMES:
         with pytest.raises(KVLingoError, match=f"the data of {name} cannot be had .*offline.*"
                                                f"give a local file for {name}"):  # fmt: skip
-            run_native(name)
+            run(name)
     with pytest.raises(
         KVLingoError, match="the data of far cannot be had .*file for far, or a fol"
     ):
-        run_native("far", include_path=tmp_path)
+        run("far", include_path=tmp_path)
     assert paused == []
 
 
-def test_a_tasks_own_module_is_missing(run_native: Callable, tmp_path: Path) -> None:
+def test_a_tasks_own_module_is_missing(run: Run, tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text("import nosuchmodule.part\n")
     (tmp_path / "needy.yaml").write_text("task: needy\nprocess_docs: !function code.docs\n")
     with pytest.raises(MissingExtraError, match="needy needs nosuchmodule.*pip install nosuch"):
-        run_native("needy", include_path=tmp_path)
+        run("needy", include_path=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -402,20 +369,20 @@ def test_a_tasks_own_module_is_missing(run_native: Callable, tmp_path: Path) -> 
         ({"include_path": "/no/such/folder"}, "no folder of task files"),
     ],
 )
-def test_bad_arguments(run_native: Callable, options: dict, message: str) -> None:
+def test_bad_arguments(run: Run, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run_native("tiny_choice", **options)
+        run("tiny_choice", **options)
     with pytest.raises(ValueError, match="give a list of names"):
-        run_native()
+        run()
 
 
-def test_nothing_is_left_behind(run_native: Callable, capfd: pytest.CaptureFixture) -> None:
+def test_nothing_is_left_behind(run: Run, capfd: pytest.CaptureFixture) -> None:
     import lm_eval.api.task as noisy
 
     bar, level = noisy.tqdm, logging.getLogger("lm_eval").level
     hidden = datasets.are_progress_bars_disabled()
     capfd.readouterr()
-    run_native("tiny_choice", limit=1, num_fewshot=1)
+    run("tiny_choice", limit=1, num_fewshot=1)
     assert capfd.readouterr() == ("", "")
     assert noisy.tqdm is bar and logging.getLogger("lm_eval").level == level
     assert datasets.are_progress_bars_disabled() == hidden

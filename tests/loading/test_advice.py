@@ -122,7 +122,6 @@ def reached(*given: Any, **named: Any) -> None:
 def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Commands check all that they check, and stop before they work."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(notes, "_told", set())
     monkeypatch.setattr(tuning, "task_of", reached)
     monkeypatch.setattr(verification, "agreement", reached)
     monkeypatch.setattr(Making, "train", reached)
@@ -194,10 +193,7 @@ def test_what_is_not_available_is_not_offered_where_it_is_refused(tmp_path: Path
     assert notes.to_tune(translator.config, None) is None
 
 
-def test_warnings_of_two_translators_of_a_pair_name_them(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(notes, "_told", set())
+def test_warnings_of_two_translators_of_a_pair_name_them(store: Path, tmp_path: Path) -> None:
     folders = PAIRS["one tokenizer"](tmp_path)
     models = [kv.load(folder) for folder in folders]
     texts = []

@@ -185,13 +185,11 @@ class LoopbackHub:
 
     def _find(self, repo_id: str, revision: str, request) -> tuple[str, Path] | None:
         repository = self.repositories.get(repo_id)
-        if repository is None:
-            _send(request, 404, b"", {"X-Error-Code": "RepoNotFound"})
-            return None
-        if revision not in repository.commits:
-            _send(request, 404, b"", {"X-Error-Code": "RevisionNotFound"})
-            return None
-        return repository.commits[revision]
+        found = None if repository is None else repository.commits.get(revision)
+        if found is None:
+            what = "Repo" if repository is None else "Revision"
+            _send(request, 404, b"", {"X-Error-Code": f"{what}NotFound"})
+        return found
 
     def _api(self, repo_id: str, what: str, revision: str, request) -> None:
         found = self._find(repo_id, revision, request)
@@ -201,18 +199,10 @@ class LoopbackHub:
         files = sorted(p for p in folder.iterdir() if p.is_file())
         if what == "revision":
             siblings = [{"rfilename": p.name} for p in files]
-            answer: object = {
-                "id": repo_id,
-                "modelId": repo_id,
-                "sha": commit,
-                "siblings": siblings,
-            }
+            _json(request, {"id": repo_id, "modelId": repo_id, "sha": commit, "siblings": siblings})
         else:
-            answer = [
-                {"type": "file", "path": p.name, "size": p.stat().st_size, "oid": _etag(p)}
-                for p in files
-            ]
-        _send(request, 200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+            _json(request, [{"type": "file", "path": p.name, "size": p.stat().st_size,
+                             "oid": _etag(p)} for p in files])  # fmt: skip
 
     def _file(self, repo_id: str, revision: str, name: str, request) -> None:
         found = self._find(repo_id, revision, request)
@@ -249,12 +239,8 @@ def _send(request, status: int, body: bytes, headers: dict[str, str] | None = No
 
 
 TOKEN = "hf_averysecrettokenofsomebody"
-FORMAT = {
-    "README.md",
-    "selftest.safetensors",
-    "translator.safetensors",
-    "translator_config.json",
-}
+FORMAT = {f"{name}.safetensors" for name in ("selftest", "translator")}
+FORMAT |= {"README.md", "translator_config.json"}
 
 
 @pytest.fixture(scope="module")
@@ -331,14 +317,13 @@ def command(
             for name, value in given.items():
                 patch.setenv(name, value)
             url = given["HF_ENDPOINT"]
-            patch.setattr(constants, "ENDPOINT", url)
-            template = url + "/{repo_id}/resolve/{revision}/{filename}"
-            patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-            patch.setattr(constants, "HF_HOME", given["HF_HOME"])
-            patch.setattr(constants, "HF_HUB_CACHE", str(cache))
-            patch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
-            patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-            patch.setattr(constants, "HF_HUB_OFFLINE", given.get("HF_HUB_OFFLINE") == "1")
+            for name, read in {
+                "ENDPOINT": url, "HF_HOME": given["HF_HOME"], "HF_HUB_CACHE": str(cache),
+                "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
+                "HF_TOKEN_PATH": str(cache / "token"), "HF_HUB_DISABLE_XET": True,
+                "HF_HUB_OFFLINE": given.get("HF_HUB_OFFLINE") == "1",
+            }.items():  # fmt: skip
+                patch.setattr(constants, name, read)
             huggingface_hub.close_session()
             disable_progress_bars()  # as ``main`` has it where nobody looks on
             status = run(list(arguments))
@@ -521,9 +506,7 @@ def test_a_revision_of_what_has_none_is_refused(folders: dict[str, Path]) -> Non
             kv.load(name, revision="v1")
     model = kv.load(folders["dense"])
     assert kv.load(model) is model
-    with pytest.raises(
-        ValueError, match="revision has no effect on a model that is loaded already"
-    ):
+    with pytest.raises(ValueError, match="revision has no effect on a model that is loaded"):
         kv.load(model, revision="v1")
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import re
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from kvlingo_mlx.evaluation import verification
 from kvlingo_mlx.evaluation.verification import Agreement
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.fingerprints import ROUNDED, SAME
-from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading import notes
 from kvlingo_mlx.loading.grading import Receipt
 from kvlingo_mlx.loading.pairing import check_pair
@@ -35,14 +32,9 @@ from tests.support import plain_models, tiny
 from tests.support.identity import TOKENS, identity_of
 from tests.support.opened import quantised
 from tests.support.random_samples import samples
+from tests.support.warned import told
 
 GOOD = Receipt(0.01, 1.0, 0, 1.0).to_json()
-
-
-@pytest.fixture(autouse=True)
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process."""
-    monkeypatch.setattr(notes, "_told", set())
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +42,6 @@ def fitted(models: dict[str, LanguageModel]) -> Translator:
     """From "dense" to "moe", on prefixes of up to 40 tokens; a good one by its receipt."""
     found = kv.fit(models["dense"], models["moe"], [*samples(2, 30), *samples(1, 40)])
     return with_provenance(found, receipt=GOOD)
-
-
-def told(action: Callable[[], Any]) -> list[str]:
-    """What an action warns of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        action()
-    assert all(w.category is kv.KVLingoWarning for w in caught)
-    return [str(w.message) for w in caught]
 
 
 def with_provenance(translator: Translator, **facts: Any) -> Translator:
@@ -89,9 +72,8 @@ def test_another_commit_is_told_and_used(models: dict[str, LanguageModel]) -> No
 def test_every_field_that_differs_is_named(
     models: dict[str, LanguageModel], fitted: Translator, tmp_path: Path
 ) -> None:
-    other = tiny.write_tiny_model(
-        tmp_path / "o", "qwen3", seed=1, layers=3, kv_heads=4, head_dim=16
-    )
+    shape = {"seed": 1, "layers": 3, "kv_heads": 4, "head_dim": 16}
+    other = tiny.write_tiny_model(tmp_path / "o", "qwen3", **shape)
     fields = "kv_heads of layer 0: 4, expected 2; key_dim of layer 0: 16, expected 32; value_dim"
     with pytest.raises(kv.IncompatibleTranslatorError, match=fields):
         check_pair(fitted.config, kv.load(other), models["moe"])
@@ -100,10 +82,8 @@ def test_every_field_that_differs_is_named(
 def test_another_checkpoint_is_refused_unless_asked(
     models: dict[str, LanguageModel], fitted: Translator, tmp_path: Path
 ) -> None:
-    folder = tiny.write_tiny_model(
-        tmp_path / "o", "qwen3", seed=9, layers=3, kv_heads=2, head_dim=32
-    )
-    other = kv.load(folder)
+    shape = {"seed": 9, "layers": 3, "kv_heads": 2, "head_dim": 32}
+    other = kv.load(tiny.write_tiny_model(tmp_path / "o", "qwen3", **shape))
     with pytest.raises(kv.IncompatibleTranslatorError, match="another checkpoint .*allow_mismatch"):
         check_pair(fitted.config, other, models["moe"])
     check_pair(with_provenance(fitted, projections=None).config, other, models["moe"],
@@ -215,17 +195,13 @@ def test_a_prompt_beyond_what_was_tested_is_told_once(
 ) -> None:
     pair = models["dense"], models["moe"]
     assert fitted.config.provenance["longest_prefix"] == 40
-    tokens = TOKENS[:41]  # of which 40 are translated
 
-    def use(count: int, translator: Translator = fitted, **options: Any) -> list[str]:
-        return told(
-            lambda: kv.generate(
-                *pair, TOKENS[:count], translator=translator, max_tokens=1, **options
-            )
-        )
+    def use(count: int, translator: Translator = fitted) -> list[str]:
+        given = {"translator": translator, "max_tokens": 1}
+        return told(lambda: kv.generate(*pair, TOKENS[:count], **given))
 
-    assert use(len(tokens)) == []
-    (text,) = use(len(tokens) + 1)
+    assert use(41) == []  # of which 40 are translated
+    (text,) = use(42)
     assert "the prompt has 42 tokens" in text and "prefixes of at most 40" in text
     assert "fit it on longer conversations" in text
     assert use(50) == [] and told(lambda: kv.hand_over(*pair, TOKENS, translator=fitted)) == []
@@ -239,6 +215,7 @@ def test_a_prompt_beyond_what_was_tested_is_told_once(
 
 
 BAD = Receipt(0.4, 0.5, 0, 1.0).to_json()
+UNMEASURED = r"nobody has measured .*`kvlingo-mlx verify \w+ --source .*dense --target .*moe`"
 UNKNOWN = {"kl": 0.1, "top1": 0.9, "prompts": GOOD["prompts"]}  # of an older version
 
 
@@ -247,22 +224,16 @@ UNKNOWN = {"kl": 0.1, "top1": 0.9, "prompts": GOOD["prompts"]}  # of an older ve
     [
         (BAD, "loses a part: KL 0.4000 .*`kvlingo-mlx pair .*dense .*moe --force`"),
         (BAD | {"kl": 0.9}, "is useless: KL 0.9000"),
-        (
-            UNKNOWN,
-            r"nobody has measured .*`kvlingo-mlx verify \w+ --source .*dense --target .*moe`",
-        ),
-        (None, r"nobody has measured .*`kvlingo-mlx verify \w+ --source .*dense --target .*moe`"),
+        (UNKNOWN, UNMEASURED),
+        (None, UNMEASURED),
         (GOOD, None),
     ],
     ids=["some", "useless", "old", "none", "works"],
 )
 def test_every_use_tells_of_a_grade_once(
-    models: dict[str, LanguageModel],
-    fitted: Translator,
-    store: Path,
-    receipt: dict | None,
+    models: dict[str, LanguageModel], fitted: Translator, store: Path, receipt: dict | None,
     expected: str | None,
-) -> None:
+) -> None:  # fmt: skip
     pair = models["dense"], models["moe"]
     translator = with_provenance(fitted, receipt=receipt)
 
@@ -341,12 +312,9 @@ def test_the_command_line_tells_in_a_line(
     assert run(["show", str(tmp_path / "t")]) == 0
     out = capsys.readouterr().out
     assert "longest_prefix" in out and "projections" not in out
-    kept = json.loads((tmp_path / "t" / translator_folder.CONFIG_FILE).read_text())
-    assert (
-        TranslatorConfig.fitted_on(translator_folder.read_config(tmp_path / "t"), "target")
-        == "float32"
-    )
-    assert len(kept["provenance"]["projections"]["source"]) == 24  # keys and values of 3 layers
+    kept = translator_folder.read_config(tmp_path / "t")
+    assert kept.fitted_on("target") == "float32"
+    assert len(kept.provenance["projections"]["source"]) == 24  # keys and values of 3 layers
 
 
 # ---- what transformers says ---------------------------------------------------------------------

@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,25 +29,12 @@ from kvlingo_mlx.serving.settings import Settings
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from tests.support import tiny
 from tests.support.random_samples import samples
-from tests.support.translator_folders import arrays_of, config_json, to_config
+from tests.support.translator_folders import MIXING, arrays_of, config_json, to_config
+from tests.support.warned import told
 
 Make = Callable[[str, Any], Path]
 PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
 PROMPT = list(range(5, 45))
-
-
-@pytest.fixture(autouse=True)
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process."""
-    monkeypatch.setattr(notes, "_told", set())
-
-
-def told(action: Callable[[], Any]) -> list[str]:
-    """What an action warns of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        action()
-    return [str(w.message) for w in caught if w.category is kv.KVLingoWarning]
 
 
 # ---- how much data ------------------------------------------------------------------------------
@@ -66,12 +52,8 @@ def test_hardly_any_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     ("source", "options", "unknowns"),
-    [
-        ("narrow", {}, 16),
-        ("dense", {"nu": 2}, 128),
-        ("dense", {"nu": 2, "head_mixing": False}, 64),
-    ],
-)  # fmt: skip
+    [("narrow", {}, 16), ("dense", {"nu": 2}, 128), ("dense", {"nu": 2, "head_mixing": False}, 64)],
+)
 def test_few_tokens_are_told_with_the_number_that_would_do(
     models: dict[str, LanguageModel], source: str, options: dict[str, Any], unknowns: int
 ) -> None:
@@ -136,14 +118,7 @@ def test_a_grade_is_the_worst_of_all_that_was_measured(
     assert ("on 8 held-out conversations of mine.jsonl (1.0000 " in str(found)) == (own is not None)
 
 
-@pytest.mark.parametrize(
-    "own",
-    [
-        3,
-        {**OWN, "kl": "low"},
-        {**OWN, "kl": 1, "data": 3},
-    ],
-)
+@pytest.mark.parametrize("own", [3, {**OWN, "kl": "low"}, {**OWN, "kl": 1, "data": 3}])
 def test_a_strangers_figures_of_own_data_may_be_anything(own: Any) -> None:
     left = planted(0.01, (1.0, 1.0, 0.0), None) | {"own": own}
     config = dataclasses.replace(to_config(config_json()), provenance={"receipt": left})
@@ -314,7 +289,7 @@ def test_ties_are_told(make: Make, models: dict[str, LanguageModel], left: Any) 
 
 def test_digests_tell_all_that_is_computed_apart() -> None:
     """Facts or numbers, one changed at a time; where it came from changes nothing."""
-    config, weights = to_config(config_json()), Weights("float32", arrays_of(seeded()))
+    config, weights = to_config(config_json()), Weights("float32", arrays_of(MIXING))
     digest = translator_folder.digest(config, weights)
     elsewhere = dataclasses.replace(
         config, provenance={"made": "x"}, source=dataclasses.replace(config.source, name="x")
@@ -337,12 +312,6 @@ def test_digests_tell_all_that_is_computed_apart() -> None:
         translator_folder.digest(config, weights.cast("bfloat16")),
     }  # fmt: skip
     assert len(changed) == 10 and digest not in changed
-
-
-def seeded() -> Any:
-    from tests.support.translator_folders import MIXING
-
-    return MIXING
 
 
 def test_responses_and_records_name_the_translator(
@@ -532,26 +501,22 @@ def test_list_and_show_tell_what_tune_chose(make: Make, capsys: pytest.CaptureFi
 
 
 def test_remove(
-    make: Make, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    make: Make, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mine, other = make("mine", None), make("other", None)
-
-    def refused(name: str, *texts: str) -> None:
-        assert run(["remove", name, "--yes"]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and all(text in error for text in texts), error
 
     elsewhere = Path(shutil.copytree(mine, tmp_path / "elsewhere"))
     embedded = TRANSLATORS / "--".join(PAIR)
-    refused("none", "is not in the local store", "kvlingo-mlx list")
-    refused(str(elsewhere), "is not in the local store")
-    refused("../../elsewhere", "is not in the local store")
-    refused(str(store), "is not in the local store")
-    refused(str(embedded), "comes with the package and stays")
-    refused(embedded.name, "comes with the package and stays")
     (mine / "notes.txt").write_text("mine")
-    refused("mine", "holds notes.txt, which is no file of a translator")
+    for name, said in (
+        ("none", "`kvlingo-mlx list` shows what is"),
+        *((name, "is not in the local store") for name in (elsewhere, "../../elsewhere", store)),
+        *((name, "comes with the package and stays") for name in (embedded, embedded.name)),
+        ("mine", "holds notes.txt, which is no file of a translator"),
+    ):
+        assert run(["remove", str(name), "--yes"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and said in error
     (mine / "notes.txt").unlink()
     assert run(["remove", "mine"]) == 2 and "--yes" in capsys.readouterr().err
     assert mine.exists()

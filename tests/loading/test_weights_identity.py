@@ -110,6 +110,3 @@ def test_eval_tells_apart_a_model_with_other_weights(
             scores.append(results["t"][0].scores["kl"])
     assert found == alone and found[0] != found[1]
     assert lineup.identity_of(kv.load(place))["weights"] == source.weights_fingerprint
-
-
-# ---- times ------------------------------------------------------------------------------

@@ -216,10 +216,7 @@ def test_all_conversations_are_long(models: dict[str, LanguageModel]) -> None:
 
 @pytest.mark.parametrize(("speed", "besides"), [(0.07, 0.0), (3.0, 5000.0)])
 def test_too_little_time_is_refused(
-    models: dict[str, LanguageModel],
-    monkeypatch: pytest.MonkeyPatch,
-    speed: float,
-    besides: float,
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch, speed: float, besides: float
 ) -> None:
     """With the minutes that would do: with these, it is not refused, with fewer it is.
 
@@ -293,11 +290,7 @@ def test_most_source_layers_unless_fewer_are_clearly_better(
     kls: list[float | None], nu: int, norm: str, tried: int
 ) -> None:
     left = iter(kls)
-    best, found = choose(
-        (1, 2, 3),
-        lambda nu, norm: Start(nu, norm, next(left)),
-        lambda: len(kls) > 1,
-    )
+    best, found = choose((1, 2, 3), lambda nu, norm: Start(nu, norm, next(left)))
     assert (best.nu, best.norm, len(found)) == (nu, norm, tried)
     with pytest.raises(ValueError, match="no closed form can be made: too few tokens"):
         choose((1, 2), lambda nu, norm: Start(nu, norm, None, "too few tokens"), lambda: False)

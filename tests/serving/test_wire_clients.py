@@ -1,4 +1,4 @@
-"""The clients that OpenAI and Anthropic publish, against planted answers of all APIs."""
+"""The clients that OpenAI and Anthropic publish, against a whole server of planted answers."""
 
 from __future__ import annotations
 
@@ -10,30 +10,42 @@ from pydantic import BaseModel
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
+httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
 from tests.support.serving import Running  # noqa: E402
-from tests.support.wire_app import CALL, CALL_2, TOOL, Planted, planted_server  # noqa: E402
+from tests.support.wire_app import CALL, CALL_2, PLANTED, TOOL, Planted, planted_server  # noqa: E402
 
-HI = [{"role": "user", "content": "hi"}]
+
+def user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+HI = user("hi")
+KEY = "right-key"
+SAID = {
+    "role": "assistant", "content": "One moment.", "reasoning_content": "Ask.",
+    "tool_calls": [CALL, CALL_2],
+}  # fmt: skip
 PLAIN = "Grüß Gott,\n\ndata: 世界 \u2028🌍."
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with planted_server(tmp_path_factory.mktemp("told")) as found:
+    folder = tmp_path_factory.mktemp("told")
+    with planted_server(folder, api_key=KEY, queue_limit=2, routes="r.toml") as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
 
 @pytest.fixture(scope="module")
 def claude(server: Running) -> Any:
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    return anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0)
 
 
 class City(BaseModel):
@@ -72,13 +84,8 @@ def test_chat_history_comes_back_as_it_went(client: Any, server: Running) -> Non
     client.chat.completions.create(model="plain", messages=[*HI, message, *results])
     dumped = message.model_dump()
     client.chat.completions.create(model="plain", messages=[*HI, dumped, *results])
-    told = {
-        "role": "assistant",
-        "content": "One moment.",
-        "reasoning_content": "Ask.",
-    }
     for ask in Planted.asks[-2:]:
-        assert ask.messages[1] == told | {"tool_calls": [CALL, CALL_2]}
+        assert ask.messages[1] == SAID
         assert ask.messages[2] == {"role": "tool", "content": "9", "tool_call_id": "call_1"}
 
 
@@ -130,12 +137,8 @@ def test_responses_stream(client: Any) -> None:
     assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
     assert "".join(e.delta for e in seen if e.type == "response.output_text.delta") == "One moment."
     final = seen[-1].response
-    assert [item.type for item in final.output] == [
-        "reasoning",
-        "message",
-        "function_call",
-        "function_call",
-    ]
+    calls = ["function_call"] * 2
+    assert [item.type for item in final.output] == ["reasoning", "message", *calls]
     done = [e.item for e in seen if e.type == "response.output_item.done"]
     assert [item.model_dump() for item in done] == [item.model_dump() for item in final.output]
 
@@ -149,15 +152,10 @@ def test_responses_history_comes_back_as_it_went(client: Any, server: Running) -
     ]
     history = [*HI, *answer.output, *results]
     client.responses.create(model="plain", input=history, instructions="Be kind.", store=False)
-    told = {
-        "role": "assistant",
-        "content": "One moment.",
-        "reasoning_content": "Ask.",
-    }
     assert Planted.asks[-1].messages == (
         {"role": "system", "content": "Be kind."},
         HI[0],
-        told | {"tool_calls": [CALL, CALL_2]},
+        SAID,
         {"role": "tool", "tool_call_id": "call_1", "content": "9"},
         {"role": "tool", "tool_call_id": "call_2", "content": "9"},
     )
@@ -195,15 +193,10 @@ def test_messages_call_tools_and_history_comes_back(claude: Any, server: Running
         {"role": "user", "content": [*results, {"type": "text", "text": "Go on."}]},
     ]
     claude.messages.create(model="plain", max_tokens=9, messages=history, system="Be kind.")
-    told = {
-        "role": "assistant",
-        "content": "One moment.",
-        "reasoning_content": "Ask.",
-    }
     assert Planted.asks[-1].messages == (
         {"role": "system", "content": "Be kind."},
         HI[0],
-        told | {"tool_calls": [CALL, CALL_2]},
+        SAID,
         {"role": "tool", "tool_call_id": "call_1", "content": "9"},
         {"role": "tool", "tool_call_id": "call_2", "content": "9"},
         {"role": "user", "content": "Go on."},
@@ -291,3 +284,66 @@ def test_refusals_name_the_field(client: Any, claude: Any) -> None:
             messages=HI,
             tools=[{"type": "web_search_20250305", "name": "web_search"}],
         )
+
+
+# ---- streams that wait, models, queues ----------------------------------------------------------
+
+
+def test_streams_that_are_kept_alive(client: Any, claude: Any) -> None:
+    """With what each client takes for a sign of life before the first token."""
+    script = "wait 1;begin;say one;say two"
+    asked: dict[str, Any] = {"model": "small", "stream": True}
+    frames = list(client.chat.completions.create(messages=user(script), **asked))
+    assert "".join(f.choices[0].delta.content or "" for f in frames) == "onetwo"
+    events = list(client.responses.create(input=script, **asked))
+    assert events[-1].response.output_text == "onetwo"
+    with claude.messages.stream(model="small", max_tokens=9, messages=user(script)) as stream:
+        assert stream.get_final_text() == "onetwo"
+
+
+def test_models(client: Any, claude: Any) -> None:
+    names = ["small", "large", *PLANTED, "auto"]
+    assert [model.id for model in client.models.list()] == names
+    assert [model.id for model in claude.models.list()] == names
+    assert client.models.retrieve("small").id == claude.models.retrieve("small").id == "small"
+    with pytest.raises(openai.NotFoundError, match="small, large"):
+        client.models.retrieve("gpt-9")
+
+
+def test_a_stream_that_is_closed_is_cancelled(client: Any, claude: Any, server: Running) -> None:
+    asked: dict[str, Any] = {"model": "small", "stream": True}
+    script = "begin;say one;wait 600"
+    for create, more in (
+        (client.chat.completions.create, {"messages": user(script)}),
+        (client.completions.create, {"prompt": script}),
+        (client.responses.create, {"input": script}),
+        (claude.messages.create, {"messages": user(script), "max_tokens": 9}),
+    ):
+        before = server.told().count(["cancel"])
+        stream = create(**asked, **more)
+        assert any("one" in event.model_dump_json() for event in stream)
+        stream.close()
+        server.until(lambda before=before: server.told().count(["cancel"]) == before + 1)
+
+
+def test_a_client_asks_again_where_all_places_are_taken(
+    client: Any, claude: Any, server: Running
+) -> None:
+    """As often as it was told to; it waits as long as the header says."""
+    held = [
+        httpx.stream(
+            "POST", f"{server.url}/v1/completions", headers={"x-api-key": KEY}, timeout=30,
+            json={"model": "small", "prompt": "wait 1.5", "stream": True},
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    for response in held:
+        response.__enter__()  # a keep-alive has come
+    with pytest.raises(openai.RateLimitError, match="2 requests wait already"):
+        client.completions.create(model="small", prompt="begin;say x")
+    with pytest.raises(anthropic.RateLimitError, match="2 requests wait already"):
+        claude.messages.create(model="small", max_tokens=9, messages=user("begin;say x"))
+    patient = client.with_options(max_retries=3)
+    assert patient.completions.create(model="small", prompt="begin;say x").choices
+    for response in held:
+        response.__exit__(None, None, None)

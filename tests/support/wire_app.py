@@ -91,7 +91,7 @@ PLANTED: dict[str, list[Event]] = {
 
 
 class Planted(Scripted):
-    """An engine whose answers are planted."""
+    """An engine whose answers are planted by the model's name; other models run scripts."""
 
     asks: ClassVar[list[GenerationRequest]] = []
 
@@ -102,17 +102,19 @@ class Planted(Scripted):
         super().ask(number, ask, tell)
 
     def commands(self, ask: GenerationRequest, tell: Tell) -> Iterator[float]:
-        for event in PLANTED[ask.model]:
+        if ask.model not in PLANTED:
+            yield from super().commands(ask, tell)
+        for event in PLANTED.get(ask.model, ()):
             tell(event)
             yield 0.0
 
 
 @contextmanager
-def planted_server(folder: Path) -> Iterator[Running]:
+def planted_server(folder: Path, **more: Any) -> Iterator[Running]:
     """A server whose engine answers so."""
-    models = dict.fromkeys([*PLANTED, "m"], "x")
+    models = dict.fromkeys(["small", "large", *PLANTED], "x")
     engine = "tests.support.wire_app:Planted"
-    with running(folder, apis(), engine, models=models, conversations=None) as found:
+    with running(folder, apis(), engine, models=models, **more) as found:
         yield found
 
 

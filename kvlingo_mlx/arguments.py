@@ -206,7 +206,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     An argument equal to its default counts as left out, so a caller may pass on all options.
     """
     signature = inspect.signature(function)
-    defaults = DEFAULTS | {
+    defaults = {
         name: parameter.default
         for name, parameter in signature.parameters.items()
         if parameter.default is not parameter.empty
@@ -227,7 +227,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             if parameter.kind is parameter.VAR_KEYWORD:
                 more = found.pop(parameter.name, {})
                 found |= {name: value for name, value in more.items() if value is not None}
-        given = {n: v for n, v in found.items() if n not in defaults or not same(v, defaults[n])}
+        usual = {**DEFAULTS, **defaults}
+        given = {n: v for n, v in found.items() if n not in usual or not same(v, usual[n])}
         for name, value in given.items():
             kind = KINDS.get(f"{scope}.{name}", KINDS.get(name))
             if kind is not None:

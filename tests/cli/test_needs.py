@@ -26,6 +26,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import arguments
 from kvlingo_mlx.arguments import FUNCTIONS, KINDS, READ_ELSEWHERE
 from kvlingo_mlx.cli.config import GROUPS, is_key, key_of, spelled
+from kvlingo_mlx.engine.generation import GenerateOptions
 from kvlingo_mlx.engine.sampling import DecodingOptions
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode, rendering
@@ -420,6 +421,12 @@ def parameters(name: str) -> list[inspect.Parameter]:
     return [p for p in every if p.kind is not p.VAR_KEYWORD and p.name not in ("self", "cls")]
 
 
+def names_of(name: str) -> set[str]:
+    """The names of a function's arguments, and of the options that it takes by a TypedDict."""
+    taken = {"stream_generate": GenerateOptions}.get(name, DecodingOptions)
+    return {p.name for p in parameters(name)} | set(get_type_hints(taken))
+
+
 @pytest.mark.parametrize("name", sorted(set(PUBLIC) - set(INNER)))
 def test_every_argument_is_decided(name: str) -> None:
     """What it needs, and what it must be."""
@@ -433,9 +440,8 @@ def test_every_argument_is_decided(name: str) -> None:
 
 def test_the_table_names_what_there_is() -> None:
     for name, needs in FUNCTIONS.items():
-        known = {p.name for p in parameters(name)} | set(get_type_hints(DecodingOptions))
         for need in needs:
-            assert {*need.options.split(), *need.partner.split()} <= known
+            assert {*need.options.split(), *need.partner.split()} <= names_of(name)
 
 
 class LanguageModelDouble:
@@ -500,8 +506,8 @@ def test_defaults_passed_on_are_no_fault(models: dict[str, LanguageModel], tmp_p
     """A program that hands every option through, as servers do."""
     pair = models["dense"], models["moe"]
     made = kv.load_translator(tiny.write_random_translator(tmp_path / "t", *(m.path for m in pair)))
-    passed = {n: p.default for n, p in inspect.signature(kv.stream_generate).parameters.items()
-              if p.default is not p.empty}  # fmt: skip
+    own = {p.name for p in parameters("stream_generate")}
+    passed = {n: arguments.DEFAULTS.get(n) for n in names_of("stream_generate") - own}
     text = kv.generate(*pair, "abc", **{**passed, "translator": made, "max_tokens": 3})
     assert text == kv.generate(*pair, "abc", translator=made, max_tokens=3)
 
@@ -577,10 +583,10 @@ def test_wrong_types_are_told(name: str, calls: Any, tmp_path: Path) -> None:
     """A dozen wrong values for each argument: a result, or our own error in one line."""
     os.chdir(tmp_path)
     function, good = calls[name]
-    names = [p.name for p in parameters("stream_generate" if name == "generate" else name)]
-    more = ("kv_bits", "kv_group_size", "quantized_kv_start") if name == "generate" else ()
+    own = [p.name for p in parameters(name)]
+    names = sorted(names_of("stream_generate")) if name == "generate" else own
     told = 0
-    for argument, value in itertools.product((*names, *more), WRONG):
+    for argument, value in itertools.product(names, WRONG):
         try:
             function(**{**good, argument: value})
         except (ValueError, kv.KVLingoError, OSError) as error:

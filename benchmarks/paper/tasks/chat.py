@@ -8,8 +8,9 @@ from typing import Any
 
 from lm_eval.api.task import ConfigurableTask
 
+from benchmarks.paper.tasks.records import SPEAKERS
+
 Message = dict[str, str]
-SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 
 class ChatTask(ConfigurableTask):

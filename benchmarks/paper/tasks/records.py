@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.evaluation.judge_prompts import TEMPLATES
-from benchmarks.paper.tasks.chat import SPEAKERS
 from kvlingo_mlx.errors import KVLingoError
 
 Record = Mapping[str, Any]
 Document = dict[str, Any]
+SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant"}
 DRAWN_BY = 42  # the seed of every subset; it never changes, so that all runs have the same items
 SECONDS = 30
 # What a record of another schema raises when it is read.

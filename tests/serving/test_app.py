@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,11 +76,8 @@ def test_keep_alives_come_by_timer(server: Running) -> None:
 @pytest.mark.parametrize("script", ["wait 600", "begin;say a;wait 600"])
 def test_a_client_that_leaves_cancels(script: str, stream: bool, server: Running) -> None:
     before = server.told().count(["cancel"])
-    body = json.dumps({"model": "small", "prompt": script, "stream": stream}).encode()
     asked = len(asks(server))
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall(b"POST /v1/plain HTTP/1.1\r\nhost: 127.0.0.1\r\n"
-                       b"content-length: %d\r\n\r\n%s" % (len(body), body))  # fmt: skip
+    with server.send(script, stream):
         server.until(lambda: len(asks(server)) > asked)
         assert server.told().count(["cancel"]) == before
     server.until(lambda: server.told().count(["cancel"]) == before + 1)
@@ -94,14 +89,9 @@ def test_a_client_that_leaves_cancels(script: str, stream: bool, server: Running
 
 
 def test_too_many_that_wait_are_refused(server: Running) -> None:
-    body = {"model": "small", "prompt": "wait 600", "stream": True}
     clients = []
     for number in range(1, 4):
-        client = socket.create_connection(("127.0.0.1", server.port))
-        data = json.dumps(body).encode()
-        head = b"POST /plain HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
-        client.sendall(head % len(data) + data)
-        clients.append(client)
+        clients.append(server.send("wait 600"))
         server.until(lambda number=number: server.engine.waiting == number)
     refused = server.ask("begin")
     assert refused.status_code == 429 and int(refused.headers["retry-after"]) > 0

@@ -183,11 +183,7 @@ def ended(client: socket.socket) -> bool:
 
 def test_a_reader_that_takes_nothing_is_cut(server: Running) -> None:
     cancels = server.told().count(["cancel"])
-    body = json.dumps(
-        {"model": "small", "prompt": "begin;flood 20000;wait 600", "stream": True}
-    ).encode()
-    head = b"POST /v1/plain HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
-    with connect(server, head % len(body) + body):
+    with server.send("begin;flood 20000;wait 600"):
         server.until(lambda: server.told().count(["cancel"]) == cancels + 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -120,6 +121,14 @@ class Running:
         """A request of the plain API."""
         body = {"model": "small", "prompt": script, **more}
         return httpx.post(f"{self.url}/v1/plain", json=body, timeout=60)
+
+    def send(self, script: str, stream: bool = True) -> socket.socket:
+        """The connection of such a request, whose answer nobody reads."""
+        body = json.dumps({"model": "small", "prompt": script, "stream": stream})
+        head = f"POST /v1/plain HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}"
+        client = socket.create_connection(("127.0.0.1", self.port))
+        client.sendall(f"{head}\r\n\r\n{body}".encode())
+        return client
 
     def until(self, true: Any, seconds: float = 30.0) -> Any:
         """What a function returns as soon as it is true."""

@@ -7,16 +7,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import mx
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import caches
 from kvlingo_mlx.embedded import TRANSLATORS, zoo
 from kvlingo_mlx.embedded.dialogues import held_out
 from kvlingo_mlx.engine import healing
@@ -29,6 +25,7 @@ from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
 from tests.support.healings import in_a_row, noted
 from tests.support.identity import identity_of
+from tests.support.native_caches import held, native
 from tests.support.talks import talk_of
 
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "3"))  # more of them by hand
@@ -51,18 +48,20 @@ def talk_between(
     return Conversation(pair, translators, prefill_step_size=7, **options)
 
 
-def furthest(line: Line, positions: list[int]) -> float:
-    """How far entries of a line are from its model's own prefill, of the largest entry."""
-    cache = make_prompt_cache(line.model.model)
-    line.model.model(mx.array(line.tokens)[None], cache=cache)
+def furthest(line: Line, positions: slice | list[int] = slice(None)) -> float:
+    """How far what a line holds is from its model's own prefill, of the largest entry."""
+    return apart(line.model, line.tokens, line.cache, positions)
+
+
+def apart(
+    model: LanguageModel, tokens: Any, cache: Any, positions: slice | list[int] = slice(None)
+) -> float:
+    """The same of any caches of tokens, at some positions or all that are held."""
     worst = 0.0
-    for own, wanted in zip(line.cache, cache, strict=True):
-        for side in ("keys", "values"):
-            a, b = (
-                np.array(getattr(c, side)[0, :, : len(line)].astype(mx.float32))
-                for c in (own, wanted)
-            )
-            worst = max(worst, float(np.abs(a - b)[:, positions].max() / np.abs(b).max()))
+    for ours, own in zip(cache, native(model, list(tokens), len(tokens)), strict=True):
+        for a, b in zip(held(ours), held(own), strict=True):
+            distance = np.abs(a[:, :, positions] - b[:, :, positions]).max()
+            worst = max(worst, float(distance / np.abs(b).max()))
     return worst
 
 
@@ -178,7 +177,7 @@ def test_a_translation_is_told_from_a_prefill(
     assert talk.heal() == 0  # "b", which answered last
     assert furthest(line, translated) < 1e-4 and furthest(line, mixed) > 0.01
     assert talk.heal(answers=True) == 0
-    assert furthest(line, list(range(len(line)))) < 1e-4
+    assert furthest(line) < 1e-4
     assert set(kinds(line)) == {"E"}
 
 
@@ -292,7 +291,7 @@ def test_between_the_steps_of_an_answer(
     assert kinds(line)[: done + 1].rstrip("TM") == "E" * done
     assert "M" in kinds(line)  # its first tokens were written after translated ones
     assert furthest(line, list(range(done))) < 1e-4
-    assert talk.heal(answers=True) == 0 and furthest(line, list(range(len(line)))) < 1e-4
+    assert talk.heal(answers=True) == 0 and furthest(line) < 1e-4
 
 
 PROMPT = list(range(5, 205))
@@ -323,13 +322,9 @@ def test_a_prompt_is_read_once_behind_its_answer(
     head = native.get("native_head", 0)
     assert in_a_row(read, head) == len(PROMPT) - 1 - head
     # What the prompt's places hold now is what the target alone makes of them.
-    own = make_prompt_cache(target.model)
-    target.model(mx.array(PROMPT)[None], cache=own)
-    for cache, wanted in zip(read[-1].cache, own, strict=True):
-        for side in ("keys", "values"):
-            a, b = (np.array(getattr(c, side)[0, :, : len(PROMPT) - 1]) for c in (cache, wanted))
-            assert np.abs(a - b).max() < 1e-4 * np.abs(b).max()
-        assert cache.offset >= len(PROMPT)
+    cache, places = read[-1].cache, list(range(len(PROMPT) - 1))
+    assert apart(target, PROMPT, cache, places) < 1e-4
+    assert all(each.offset >= len(PROMPT) for each in cache)
     read.clear()
     few = {**settings, "max_tokens": 3, "heal": "interleaved", "heal_share": 0.9}
     kv.generate(source, target, PROMPT, **few)
@@ -365,8 +360,8 @@ def test_what_cannot_be_healed_is_refused(
     twins: list[LanguageModel],
     tmp_path: Path,
 ) -> None:
-    name, options = tiny.FAMILIES["gemma3"]
-    model = kv.load(tiny.write_tiny_model(tmp_path / "g", name, **options))
+    name, sizes = tiny.FAMILIES["gemma3"]
+    model = kv.load(tiny.write_tiny_model(tmp_path / "g", name, **sizes))
     with pytest.raises(kv.UnsupportedModelError, match="cannot be healed while it answers: 4 of"):
         talk_of(model, "ab", heal="interleaved")
     pair = dict(zip("ab", twins, strict=True))
@@ -377,27 +372,24 @@ def test_what_cannot_be_healed_is_refused(
             call().__enter__()
     with pytest.raises(kv.UnsupportedModelError, match="models of different tokenizers cannot be"):
         Conversation(pair, on_missing="reprefill", heal="interleaved")
-    for wrong, message in (
+    source, target = models["dense"], models["moe"]
+    both: list[tuple[dict[str, Any], str]] = [
         ({"heal": "later"}, "heal is 'later'; give interleaved or layers"),
-        ({"heal": "layers", "native_layers": 0}, "and native_layers is 0, which reads none"),
         ({"heal": "interleaved", "heal_share": 0.0}, "heal_share is 0.0; give the share"),
         ({"heal": "interleaved", "heal_share": 1}, "heal_share is 1; give the share"),
-    ):
+    ]
+    none = ({"heal": "layers", "native_layers": 0}, "and native_layers is 0, which reads none")
+    for options, message in (*both, none):
         with pytest.raises(ValueError, match=message):
-            talk_between(models, translators, **wrong)
+            talk_between(models, translators, **options)
     talk = talk_between(models, translators, heal="interleaved")
     with pytest.raises(ValueError, match="would be written from a copy of the cache"):
         talk.reply("a", "hi", max_tokens=2, kv_bits=8, kv_group_size=32)
-    source, target = models["dense"], models["moe"]
     for options, message in (
-        ({"heal": "idle"}, "heal is 'idle'; give interleaved or layers"),
-        ({"heal": "interleaved", "heal_share": 0.0}, "heal_share is 0.0; give the share"),
+        *both,
         ({"heal_share": 0.3}, "heal_share has no effect without heal"),
         ({"heal": "interleaved", "strategy": "native"}, "heal has no effect with strategy"),
-        (
-            {"heal": "interleaved", "kv_bits": 8, "kv_group_size": 32},
-            "and kv_bits does; leave one of them out",
-        ),
+        ({"heal": "interleaved", "kv_bits": 8, "kv_group_size": 32}, "and kv_bits does; leave one"),
         ({"heal": "interleaved", "draft_model": source}, "and draft_model does; leave one"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -416,18 +408,6 @@ def windowed(request: pytest.FixtureRequest) -> tuple[dict[str, LanguageModel], 
     return pair, ways
 
 
-def rings_apart(line: Line) -> float:
-    """How far what a line's caches hold is from its model's own prefill, of the largest entry."""
-    cache = make_prompt_cache(line.model.model)
-    line.model.model(mx.array(line.tokens)[None], cache=cache)
-    worst = 0.0
-    for own, wanted in zip(line.cache, cache, strict=True):
-        for a, b in zip(caches.contents(own), caches.contents(wanted), strict=True):
-            assert a.shape == b.shape
-            worst = max(worst, float((mx.abs(a - b).max() / mx.abs(b).max()).item()))
-    return worst
-
-
 def test_windows_are_read_from_the_first_token(windowed: Any, tmp_path: Path) -> None:
     """Stopped and gone on with, beside answers, undone, branched, put away and saved."""
     models, ways = windowed
@@ -444,16 +424,16 @@ def test_windows_are_read_from_the_first_token(windowed: Any, tmp_path: Path) ->
 
     talk, alone = begun(), begun(switching="reprefill")
     line = talk.lines["l"]
-    assert rings_apart(line) > 0.01  # the control
+    assert furthest(line) > 0.01  # the control
     whole = len(line)
     assert talk.heal(seconds=0) == whole > 150
     calls = iter([False, False, True])
     left = talk.heal(until=lambda: next(calls))
-    assert whole - 46 <= left < whole and rings_apart(line) > 0.01
+    assert whole - 46 <= left < whole and furthest(line) > 0.01
     apart = talk.branch()
-    assert apart.heal() == 0 and rings_apart(apart.lines["l"]) < 1e-4  # begins anew
+    assert apart.heal() == 0 and furthest(apart.lines["l"]) < 1e-4  # begins anew
     said = talk.reply("l", rest[1], max_tokens=24)
-    assert said and talk.heal() == 0 and rings_apart(line) < 1e-4  # goes on, new turn and all
+    assert said and talk.heal() == 0 and furthest(line) < 1e-4  # goes on, new turn and all
     assert line.spans == [Span(0, len(line), "l")]
     # From here on it is what a model is that read all of it; and so after a step back.
     for each in (talk, alone):
@@ -461,11 +441,11 @@ def test_windows_are_read_from_the_first_token(windowed: Any, tmp_path: Path) ->
     for question in rest[1:4]:
         answers = [each.reply("l", question, max_tokens=24) for each in (talk, alone)]
         assert talk.heal() == 0 and answers[0] == answers[1]
-        assert rings_apart(talk.lines["l"]) < 1e-4
+        assert furthest(talk.lines["l"]) < 1e-4
     for each in (talk, alone):
         each.undo()
     assert talk.reply("l", rest[4], max_tokens=24) == alone.reply("l", rest[4], max_tokens=24)
-    assert talk.heal() == 0 and rings_apart(talk.lines["l"]) < 1e-4
+    assert talk.heal() == 0 and furthest(talk.lines["l"]) < 1e-4
     # Put away or saved in the middle, it begins anew.
     for away in (False, True):
         talk = begun()
@@ -475,4 +455,4 @@ def test_windows_are_read_from_the_first_token(windowed: Any, tmp_path: Path) ->
         else:
             talk = Conversation.resume(talk.save(tmp_path / "t"), models, ways, eager=False)
         assert talk.lines["l"].left(answers=False) == whole
-        assert talk.heal("l") == 0 and rings_apart(talk.lines["l"]) < 1e-4
+        assert talk.heal("l") == 0 and furthest(talk.lines["l"]) < 1e-4

@@ -98,6 +98,17 @@ def near(found: dict[int, np.ndarray], wanted: dict[int, np.ndarray]) -> None:
         assert np.abs(found[t] - state).max() < 1e-4 * np.abs(state).max(), t
 
 
+def same(found: Any, wanted: Any, tolerance: float = 0.0) -> None:
+    """Caches of the prefix hold the same, whatever room they have beyond it."""
+    for mine, theirs in zip(found, wanted, strict=True):
+        end = None if caches.is_recurrent(mine) else PREFIX
+        mine, theirs = caches.held(mine), caches.held(theirs)
+        assert mine.keys() == theirs.keys() and mine
+        for name, array in mine.items():
+            a, b = (x if end is None else x[..., :end, :] for x in (array, theirs[name]))
+            assert a.shape == b.shape and mx.abs(a - b).max().item() <= tolerance, name
+
+
 @pytest.mark.parametrize("step_size", [1, 7, 64])
 @pytest.mark.parametrize("rule", PAIRS)
 def test_states_are_those_of_the_page(
@@ -117,11 +128,7 @@ def test_states_are_those_of_the_page(
     plain = build(plain.config, Weights("float32", plain.floats() | own))
     other = caches.allocate(target, PREFIX)
     caches.write(other, plain(span), target)
-    for mine, theirs in zip(found, other, strict=True):
-        if not caches.is_recurrent(mine):
-            for name, array in caches.held(mine).items():
-                wanted = np.array(caches.held(theirs)[name])[..., :PREFIX, :]
-                assert np.array(array)[..., :PREFIX, :] == pytest.approx(wanted, abs=1e-4)
+    same(*([c for c in each if not caches.is_recurrent(c)] for each in (found, other)), 1e-4)
 
 
 @pytest.mark.parametrize("rule", PAIRS)
@@ -151,11 +158,19 @@ WAYS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("rule", PAIRS)
 def test_native_parts(pairs: Any, translators: Any, rule: str, way: dict[str, Any]) -> None:
-    """The state of a translated layer is that of the last token before the native tail."""
+    """The state of a translated layer is that of the last token before the native tail.
+
+    A cache of the caller's own goes on, and holds the whole prefix of the source afterwards.
+    """
     source, target = pairs[rule]
     tail, layers = way.get("native_tail", 0), way.get("native_layers", 0)
-    stop = PREFIX - tail
-    found = kv.hand_over(source, target, TOKENS, translator=translators[rule], **way)
+    stop, given = PREFIX - tail, {"translator": translators[rule], **way}
+    found = kv.hand_over(source, target, TOKENS, **given)
+    own = make_prompt_cache(source.model)
+    again = kv.hand_over(source, target, TOKENS, prompt_cache=own, **given)
+    same(again, found, 1e-5)
+    for t, state in states(native(source, TOKENS[:-1], 64)).items():
+        assert states(own)[t] == pytest.approx(state, abs=1e-5)
     if not tail:
         wanted = expected(source, translators[rule], TOKENS[:stop])
         near({t: s for t, s in states(found).items() if t >= layers},
@@ -171,21 +186,6 @@ def test_native_parts(pairs: Any, translators: Any, rule: str, way: dict[str, An
     for t in range(layers):
         if t in own:
             assert states(found)[t] == pytest.approx(own[t], abs=1e-5)
-
-
-@pytest.mark.parametrize("tail", [0, 5])
-@pytest.mark.parametrize("rule", PAIRS)
-def test_a_callers_own_cache_goes_on(pairs: Any, translators: Any, rule: str, tail: int) -> None:
-    """It holds the whole prefix afterwards, and the target's state is that before the tail."""
-    source, target = pairs[rule]
-    own = make_prompt_cache(source.model)
-    options: dict[str, Any] = {"translator": translators[rule], "native_tail": tail}
-    found = kv.hand_over(source, target, TOKENS, prompt_cache=own, **options)
-    wanted = kv.hand_over(source, target, TOKENS, **options)
-    for t, state in states(wanted).items():
-        assert states(found)[t] == pytest.approx(state, abs=1e-5)
-    for t, state in states(native(source, TOKENS[:-1], 64)).items():
-        assert states(own)[t] == pytest.approx(state, abs=1e-5)
 
 
 def rotated(source: LanguageModel, target: LanguageModel) -> Translator:
@@ -210,12 +210,7 @@ def test_a_filled_cache_is_read_back(pairs: Any, rule: str, more: int, tmp_path:
     again = through_a_file(native(source, TOKENS[: PREFIX - more], 64), tmp_path)
     found = kv.hand_over(source, target, TOKENS, prompt_cache=again, **given)
     wanted = kv.hand_over(source, target, TOKENS, **given)
-    for mine, theirs in zip(found, wanted, strict=True):
-        end = None if caches.is_recurrent(mine) else PREFIX
-        for name, array in caches.held(mine).items():
-            other = np.array(caches.held(theirs)[name])
-            array, other = (a if end is None else a[..., :end, :] for a in (np.array(array), other))
-            assert array == pytest.approx(other, abs=1e-4)
+    same(found, wanted, 1e-4)
 
 
 def test_a_filled_cache_beyond_the_state_that_is_mapped(pairs: Any) -> None:
@@ -331,10 +326,4 @@ def test_a_source_elsewhere(
     for way in ({}, {"prefill_step_size": 7}, *WAYS):
         options = {"translator": translators[rule], **way}
         mine, theirs = (kv.hand_over(each, target, TOKENS, **options) for each in (source, remote))
-        for left, right in zip(mine, theirs, strict=True):
-            left, right = caches.held(left), caches.held(right)
-            assert left.keys() == right.keys() and left
-            for name, array in left.items():
-                end = None if name in caches.PARTS else PREFIX
-                a, b = (x if end is None else x[..., :end, :] for x in (array, right[name]))
-                assert mx.array_equal(a, b).item(), (way, name)
+        same(mine, theirs)

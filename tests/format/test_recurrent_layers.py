@@ -309,8 +309,8 @@ def _two_lists(data: Json) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_of_two_rules, ("of one rule", "source has those of gated_delta", "of mamba2")),
-        (_plain, ("of one rule", "target has none")),
+        (_of_two_rules, ("of one rule", "house/reader has those of gated_delta", "of mamba2")),
+        (_plain, ("of one rule", "house/writer has none")),
         (_convolutions, ("short convolutions", "no state")),
         (_unlike_layers, ("several shapes",)),
         (_other_kinds, ("target layer 1 reads source layer 1", "gated_delta")),

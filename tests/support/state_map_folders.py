@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.support.translator_folders import CONFIG, TENSORS
+from tests.support.translator_folders import (
+    MIXING,
+    SIDES,
+    TENSORS,
+    config_of,
+    page_shapes,
+    put_config,
+)
 
 Json = dict[str, Any]
 FULL: Json = {
@@ -33,32 +39,23 @@ def recurrent(rule: str, found: dict[str, int]) -> Json:
 def config_json(rule: str = "gated_delta") -> Json:
     """Two source layers of a recurrence and one of attention, to one of each."""
     one, other = recurrent(rule, SOURCE), recurrent(rule, TARGET)
-    ends = {}
-    for end, layers in (("source", (one, FULL, one)), ("target", (FULL, other))):
-        unknown = {"geometry": None, "norms": None, "tokenizer": None}
-        ends[end] = {
-            "name": end, "revision": None, "model_type": "hybrid", "fingerprint": unknown,
-            "layers": [{"layer": i, **layer} for i, layer in enumerate(layers)],
-        }  # fmt: skip
-    return copy.deepcopy({
-        "format_version": 3, "kind": "linear", "head_mixing": True, "joint": False,
-        "capture": "pre_norm", **ends, "state_maps": True,
-        "assignment": {side: [[1], [0, 2]] for side in ("keys", "values")},
-        "alignment": None, "provenance": {},
-    })  # fmt: skip
+    source, target = (
+        [{"layer": i, **layer} for i, layer in enumerate(layers)]
+        for layers in ((one, FULL, one), (FULL, other))
+    )
+    reads = {side: [[1], [0, 2]] for side in SIDES}
+    more = {"format_version": 3, "state_maps": True, "provenance": {}}
+    return copy.deepcopy(config_of(MIXING, source, target, reads) | more)
 
 
 def tensors() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
-    shapes = {
-        "keys.0.weight": (8, 8), "values.0.weight": (8, 8),
-        "states.1.left": (6, 4, 2 * 5), "states.1.right": (6, 2 * 3, 7),
-    }  # fmt: skip
+    shapes = page_shapes(config_json(), lambda *_: 0)
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def put(folder: Path, data: Json, arrays: dict[str, np.ndarray] | None = None) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(data))
+    put_config(folder, data)
     save_file(tensors() if arrays is None else arrays, folder / TENSORS)
     return folder

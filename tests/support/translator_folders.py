@@ -32,6 +32,7 @@ TARGET_DIMS = {"keys": 3, "values": 5}
 HIDDEN = 7
 Json = dict[str, Any]
 Arrays = dict[str, np.ndarray]
+Activation = Callable[[float], float]
 Entries = Mapping[str, tuple[str, Sequence[int], bytes]]
 
 
@@ -72,16 +73,23 @@ LAYOUTS = {
 
 def config_json(layout: Layout = MIXING) -> Json:
     """The config of a translator from three layers to two."""
+    source = [layer_json(i, layout.heads[0], *SOURCE_DIMS.values()) for i in range(3)]
+    target = [layer_json(i, layout.heads[1], *TARGET_DIMS.values()) for i in range(2)]
     keys, values = [[2, 0], [1, 2]], [[0, 1], [2, 1]]
+    return config_of(layout, source, target, {"keys": keys, "values": values})
+
+
+def config_of(layout: Layout, source: list[Json], target: list[Json], reads: Json) -> Json:
+    """The config of a translator between any layers; a joint one reads what keys do."""
     data = {
         "format_version": 1,
         "kind": layout.kind,
         "head_mixing": layout.head_mixing,
         "joint": layout.joint,
         "capture": "pre_norm",
-        "source": model_json("reader", 3, layout.heads[0], SOURCE_DIMS),
-        "target": model_json("writer", 2, layout.heads[1], TARGET_DIMS),
-        "assignment": {"keys": keys, "values": keys if layout.joint else values},
+        "source": model_json("reader", source),
+        "target": model_json("writer", target),
+        "assignment": reads | ({"values": reads["keys"]} if layout.joint else {}),
         "alignment": None,
         "provenance": {"stage": 1, "held_out": {"kl": 0.25}, "note": "naïve ✓"},
     }
@@ -90,16 +98,26 @@ def config_json(layout: Layout = MIXING) -> Json:
     return data
 
 
-def model_json(name: str, depth: int, heads: int, dims: Mapping[str, int]) -> Json:
-    """A model spec whose cache layers are alike."""
-    facts = {"kv_heads": heads, "key_dim": dims["keys"], "value_dim": dims["values"]}
-    facts |= {"attention": "full", "window": None}
+def model_json(name: str, layers: list[Json]) -> Json:
     return {
         "name": f"house/{name}",
         "revision": None,
         "model_type": "qwen3",
         "fingerprint": {"geometry": "0123456789abcdef" * 4, "norms": None, "tokenizer": None},
-        "layers": [{"layer": layer, **facts} for layer in range(depth)],
+        "layers": layers,
+    }
+
+
+def layer_json(
+    layer: int, heads: int, key_dim: int, value_dim: int, window: int | None = None
+) -> Json:
+    return {
+        "layer": layer,
+        "kv_heads": heads,
+        "key_dim": key_dim,
+        "value_dim": value_dim,
+        "attention": "full" if window is None else "sliding",
+        "window": window,
     }
 
 
@@ -191,6 +209,10 @@ def exact(array: np.ndarray, dtype: str) -> np.ndarray:
     return array.astype(np.float64)
 
 
+def gelu(z: float) -> float:
+    return 0.5 * z * (1 + math.erf(z / math.sqrt(2)))
+
+
 def probes_of(layout: Layout, arrays: Arrays, dtype: str = "float32") -> Arrays:
     """The self-test's probes, from the format's description, one head at a time."""
     out = {}
@@ -205,44 +227,35 @@ def probes_of(layout: Layout, arrays: Arrays, dtype: str = "float32") -> Arrays:
             x = probe_input(parts["weight"].shape[-1])
             out[f"{name}.weight.probe_out"] = parts["weight"] @ x
         else:
-            out[f"{name}.probe_out"] = layer_output(layout, parts)
+            read = [probe_input(parts["w1"].shape[-1])] * layout.heads[1]
+            out[f"{name}.probe_out"] = layer_output(parts, read).reshape(parts["b2"].shape)
     return {name: array.astype(np.float32) for name, array in out.items()}
 
 
-def layer_output(layout: Layout, parts: Arrays) -> np.ndarray:
-    """A non-linear layer's map of its probe."""
-    heads = layout.heads[1]
-    if layout.head_mixing:
-        y = matrix_output(parts)
-    else:
-        y = np.stack(
-            [
-                matrix_output({k: parts[k][h] for k in parts if k not in ("gate", "bias")})
-                for h in range(heads)
-            ]
-        )
-    if layout.gate:
-        gate = [1 / (1 + math.exp(-g)) for g in parts["gate"]]
-        y = (y.reshape(heads, -1) * np.array(gate)[:, None]).reshape(y.shape)
-    return y + parts["bias"].reshape(y.shape) if layout.bias else y
+def layer_output(
+    parts: Arrays, read: Sequence[np.ndarray], activation: Activation = gelu
+) -> np.ndarray:
+    """A token's output of a layer's map, heads stacked: of what all read, or of each head's own."""
+    matrices = {name: a for name, a in parts.items() if name not in ("gate", "bias")}
+    by_head = [matrices]
+    if matrices.get("weight", matrices.get("w1")).ndim == 3:
+        by_head = [{name: a[h] for name, a in matrices.items()} for h in range(len(read))]
+    y = np.concatenate(
+        [apply_map(own, x, activation) for own, x in zip(by_head, read, strict=False)]
+    )
+    if "gate" in parts:
+        factor = np.array([1 / (1 + math.exp(-g)) for g in parts["gate"]])
+        y = (y.reshape(len(factor), -1) * factor[:, None]).reshape(-1)
+    return y + parts.get("bias", 0.0)
 
 
-def matrix_output(parts: Arrays) -> np.ndarray:
-    """The map of the probe."""
-    return apply_map(parts, probe_input(parts["w1"].shape[-1]), gelu)
-
-
-def apply_map(parts: Arrays, x: np.ndarray, activation: Callable[[float], float]) -> np.ndarray:
+def apply_map(parts: Arrays, x: np.ndarray, activation: Activation) -> np.ndarray:
     """W x, plus W2 gelu(W1 x + b1) + b2; of these what there is."""
     y = parts["weight"] @ x if "weight" in parts else np.zeros(1)
     if "w1" in parts:
         hidden = np.array([activation(z) for z in parts["w1"] @ x + parts["b1"]])
         y = y + parts["w2"] @ hidden + parts["b2"]
     return y
-
-
-def gelu(z: float) -> float:
-    return 0.5 * z * (1 + math.erf(z / math.sqrt(2)))
 
 
 def probe_input(width: int) -> np.ndarray:

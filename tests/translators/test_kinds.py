@@ -25,11 +25,8 @@ from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.translators import base, build, products
 from tests.support.kinds import (
     FORMS,
-    SIDES,
     TOLERANCE,
     WRONG,
-    Arrays,
-    Form,
     config_json,
     each_form,
     each_layout,
@@ -38,9 +35,9 @@ from tests.support.kinds import (
     random_arrays,
     random_states,
     reference,
-    to_config,
     to_device,
 )
+from tests.support.translator_folders import SIDES, Arrays, Layout, to_config
 
 SPANS = tuple(itertools.product((1, 2), (1, 7)))  # batch and tokens
 
@@ -65,7 +62,7 @@ def on_device(
 @pytest.mark.parametrize("nu", [1, 2])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @each_form
-def test_every_kind_equals_plain_loops(form: Form, bias: bool, nu: int, batched: bool) -> None:
+def test_every_kind_equals_plain_loops(form: Layout, bias: bool, nu: int, batched: bool) -> None:
     data = config_json(form, nu)
     arrays = random_arrays(form, data, bias)
     for batch, tokens in SPANS:
@@ -75,7 +72,7 @@ def test_every_kind_equals_plain_loops(form: Form, bias: bool, nu: int, batched:
 
 
 @each_form
-def test_groups_of_many_hidden_units_are_cut(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_many_hidden_units_are_cut(form: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     data = config_json(form)
     arrays, states = random_arrays(form, data, True), random_states(data, 2, 3)
     whole = on_device(data, arrays, states, batched=True)
@@ -161,7 +158,7 @@ def test_gelu_is_the_exact_one(name: str) -> None:
 
 @each_layout
 @each_form
-def test_every_kind_equals_pytorch(form: Form, batched: bool) -> None:
+def test_every_kind_equals_pytorch(form: Layout, batched: bool) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from kvlingo_mlx.cuda.model import States
@@ -181,7 +178,9 @@ def test_every_kind_equals_pytorch(form: Form, batched: bool) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @each_form
-def test_sixteen_bits_as_on_a_gpu(form: Form, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sixteen_bits_as_on_a_gpu(
+    form: Layout, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights and products of 16 bits, vectors and results in float32."""
     for module in (products, base):
         monkeypatch.setattr(module, "on_gpu", lambda: True)
@@ -209,7 +208,7 @@ def test_sixteen_bits_as_on_a_gpu(form: Form, dtype: str, monkeypatch: pytest.Mo
 @each_dtype
 @each_form
 def test_saving_gives_the_bytes_that_were_loaded(
-    form: Form, dtype: str, batched: bool, tmp_path: Path
+    form: Layout, dtype: str, batched: bool, tmp_path: Path
 ) -> None:
     data = config_json(form)
     arrays = random_arrays(form, data, True)
@@ -234,7 +233,7 @@ def test_there_is_a_translator_of_every_kind() -> None:
 
 
 @each_form
-def test_shuffled_maps_sit_at_other_layers(form: Form) -> None:
+def test_shuffled_maps_sit_at_other_layers(form: Layout) -> None:
     data = config_json(form)
     arrays, states = random_arrays(form, data, True), random_states(data, 1, 7)
     translator = build(to_config(data), Weights("float32", arrays))
@@ -256,9 +255,9 @@ def test_shuffled_maps_sit_at_other_layers(form: Form) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_maps_like_no_others_are_shuffled_to_their_opposite(dtype: Any) -> None:
     """The only one of its shape stays where it is; two of one shape change places."""
-    data = config_json(Form())
+    data = config_json(Layout())
     data["target"]["layers"][3]["key_dim"] = 8
-    weights = Weights.from_float32(random_arrays(Form(), data, False), dtype)
+    weights = Weights.from_float32(random_arrays(Layout(), data, False), dtype)
     arrays = {name: weights.as_float32(name) for name in weights.shapes}
     moved = conditions.shuffled(build(to_config(data), weights)).to_weights()
     unlike = {1, 3}  # read as many layers as each other, but are of two widths

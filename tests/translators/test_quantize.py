@@ -33,23 +33,19 @@ from kvlingo_mlx.translators.base import Translator
 from tests.support import kinds, tiny
 from tests.support.kinds import (
     FORMS,
-    SIDES,
     TOLERANCE,
-    Arrays,
-    Form,
     config_json,
     each_form,
     each_layout,
     errors,
-    layer_json,
     layers_of,
     random_arrays,
     random_states,
     reference,
-    to_config,
     to_device,
 )
 from tests.support.processes import WITHOUT_TORCH
+from tests.support.translator_folders import SIDES, Arrays, Layout, layer_json, to_config
 
 ROOT = Path(__file__).parents[2]
 GROUP = 64
@@ -64,7 +60,7 @@ def hidden_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "HIDDEN", widths)
 
 
-def wide_config(form: Form, nu: int = 2) -> dict[str, Any]:
+def wide_config(form: Layout, nu: int = 2) -> dict[str, Any]:
     """Inputs of whole groups and others; whole ones whose source layers end within a group."""
     data = config_json(form, nu)
     for layer in data["source"]["layers"]:
@@ -116,7 +112,7 @@ def affected(data: dict[str, Any], arrays: Arrays) -> list[bool]:
 @each_layout
 @each_width
 @each_form
-def test_random_weights_are_their_words(form: Form, bits: int, batched: bool) -> None:
+def test_random_weights_are_their_words(form: Layout, bits: int, batched: bool) -> None:
     data = wide_config(form)
     arrays, states = random_arrays(form, data, True), random_states(data, 1, 3)
     found = layers_of(quantised(data, arrays, bits, batched)(to_device(states)))
@@ -161,7 +157,7 @@ def test_weights_of_sixteen_bits(
 @each_layout
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @each_form
-def test_sizes(form: Form, bits: int | None, batched: bool) -> None:
+def test_sizes(form: Layout, bits: int | None, batched: bool) -> None:
     data = wide_config(form)
     arrays = random_arrays(form, data, True)
     translator = quantised(data, arrays, bits, batched)
@@ -191,7 +187,7 @@ for bits in (None, 8, 4):
 
 def built_of_eight(bits: int | None, batched: bool) -> Translator:
     """A translator of 16 matrices of 256 by 256."""
-    data = config_json(Form(), 1)
+    data = config_json(Layout(), 1)
     layers = [layer_json(i, 4, 64, 64) for i in range(8)]
     for end in ("source", "target"):
         data[end] = data[end] | {"layers": layers}
@@ -238,19 +234,19 @@ def test_a_digest_tells_forms_apart() -> None:
 def test_other_widths_are_refused(bits: Any) -> None:
     with pytest.raises(ValueError, match=f"quantize is {bits!r}; give 8 or 4"):
         kv.load_translator("absent", quantize=bits)
-    data = wide_config(Form())
+    data = wide_config(Layout())
     with pytest.raises(ValueError, match="give 8 or 4"):
-        quantised(data, random_arrays(Form(), data, False), bits)
+        quantised(data, random_arrays(Layout(), data, False), bits)
 
 
 def test_a_translator_without_whole_groups_is_refused() -> None:
-    data = config_json(Form())
+    data = config_json(Layout())
     with pytest.raises(ValueError, match=r"change nothing.*64 numbers \(keys.0.weight has 16\)"):
-        quantised(data, random_arrays(Form(), data, False), 8)
+        quantised(data, random_arrays(Layout(), data, False), 8)
 
 
 @each_form
-def test_a_quantised_translator_is_not_saved(form: Form, tmp_path: Path) -> None:
+def test_a_quantised_translator_is_not_saved(form: Layout, tmp_path: Path) -> None:
     data = wide_config(form)
     translator = quantised(data, random_arrays(form, data, False), 4)
     with pytest.raises(ValueError, match="quantised to 4 bits.*float weights only; load it"):

@@ -28,7 +28,7 @@ from kvlingo_mlx.backend import mx
 
 from benchmarks.paper.timing import memory_budget
 from benchmarks.paper.timing.memory_budget import Cell, Setup
-from kvlingo_mlx.folding.attention import Fold, Part, Rows, Side, attend
+from kvlingo_mlx.folding.attention import Fold, FoldedPrefix, QueryRows, Side, attend
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.timing.switching import Stopwatch
 
@@ -55,9 +55,9 @@ def attention_alone(context: int, batch: int, trials: int) -> dict[str, list[flo
         for way, count in heads.items()
     }
     maps = [mx.random.normal((8, dim, dim)) * dim**-0.5 for _ in range(2)]
-    parts = [Part((array,)) for array in held["narrowed"]]
+    parts = [FoldedPrefix((array,)) for array in held["narrowed"]]
     sides = [Side((m,), ((part,),), None) for m, part in zip(maps, parts, strict=True)]
-    fold = Fold(*sides, Rows.of([head // 2 for head in range(8)], 4))
+    fold = Fold(*sides, QueryRows.of([head // 2 for head in range(8)], 4))
     queries = mx.random.normal((batch, rows, 1, dim))
     own = [mx.random.normal((batch, 8, 1, dim)) for _ in range(2)]
     mx.eval(held, maps, queries, own)

@@ -42,7 +42,7 @@ from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.evaluation import continuation, lineup, probes
 from kvlingo_mlx.evaluation.conditions import shuffled, target_ids
 from kvlingo_mlx.fitting import fit
-from kvlingo_mlx.fitting.rows import Rows
+from kvlingo_mlx.fitting.rows import DeviceRows
 from kvlingo_mlx.format.assignment import by_depth
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
@@ -251,7 +251,7 @@ def closed(
     config = TranslatorConfig(
         source.spec(), target.spec(), by_depth(*ends, nu), capture="post_norm"
     )
-    work = ClosedForm(config, Rows(source, target), lambda: samples, method=method, nu=nu)
+    work = ClosedForm(config, DeviceRows(source, target), lambda: samples, method=method, nu=nu)
     work.run()
     return build(work.config, Weights.from_float32(work.weights, "float32"))
 

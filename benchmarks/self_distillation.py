@@ -23,7 +23,7 @@ from dialogue_stream import DialogueStream
 
 from kvlingo_mlx.cuda import model as torch_model
 from kvlingo_mlx.cuda.gradients import TorchReading
-from kvlingo_mlx.cuda.pair import Pair
+from kvlingo_mlx.cuda.pair import TorchPair
 from kvlingo_mlx.embedded import dialogues, zoo
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
@@ -51,7 +51,7 @@ TRAINED = (
 
 
 @dataclass(frozen=True)
-class Lockstep(Pair):
+class Lockstep(TorchPair):
     """A pair that finds its readings where an earlier training of the same step left them."""
 
     shared: dict[Sample, TorchReading] = field(default_factory=dict)
@@ -68,7 +68,7 @@ def fit_samples(model: LanguageModel, count: int, seed: int) -> list[Sample]:
 
 
 def fitted(
-    config: TranslatorConfig, pair: Pair, samples: list[Sample], norm: str
+    config: TranslatorConfig, pair: TorchPair, samples: list[Sample], norm: str
 ) -> dict[str, np.ndarray]:
     fit = ClosedForm(config, pair, lambda: samples, norm_named(norm))
     fit.run()
@@ -89,12 +89,12 @@ def run_seed(
     for norm in NORMS:
         started = time.perf_counter()
         samples = fit_samples(pair[1], args.fit_dialogues, seed)
-        fits[norm] = fitted(config, Pair(*twins), samples, norm)
+        fits[norm] = fitted(config, TorchPair(*twins), samples, norm)
         seconds[norm] = round(time.perf_counter() - started, 1)
     readings: dict[Sample, TorchReading] = {}
     kept = stream.held_out(args.validation)
     trainings = {}
-    starts = {norm: start_runs(Pair(*twins), config, fits[norm], (0.0,)) for norm in NORMS}
+    starts = {norm: start_runs(TorchPair(*twins), config, fits[norm], (0.0,)) for norm in NORMS}
     probe = {n: lockstep(twins, starts[n], stream, kept, Recipe(), readings) for n in NORMS}
     for norm in NORMS:
         probe[norm].validate()
@@ -107,7 +107,7 @@ def run_seed(
         recipe = Recipe(
             steps=args.steps, batch=args.batch, learning_rates=(rate,), objective=objective
         )
-        runs = start_runs(Pair(*twins), config, fits[norm or better], (rate,))
+        runs = start_runs(TorchPair(*twins), config, fits[norm or better], (rate,))
         trainings[name] = lockstep(twins, runs, stream, kept, recipe, readings)
     curves = {name: [start_kl[norm or better]] for name, norm, _ in TRAINED if name in trainings}
     started = time.perf_counter()

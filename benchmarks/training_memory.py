@@ -27,7 +27,7 @@ from kvlingo_mlx.training.initial import drawn
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.on_mlx import gradients
 from kvlingo_mlx.training.on_mlx.memory import needs
-from kvlingo_mlx.training.on_mlx.pair import Pair
+from kvlingo_mlx.training.on_mlx.pair import MLXPair
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 
 RATES = 2
@@ -41,7 +41,7 @@ def peak(action: Callable[[], Any]) -> tuple[int, Any]:
     return mx.get_peak_memory(), found
 
 
-def step(pair: Pair, prefix: int, continuation: int) -> dict[str, int]:
+def step(pair: MLXPair, prefix: int, continuation: int) -> dict[str, int]:
     """The peaks of a step's parts, in bytes."""
     config = make_config(pair.source, pair.target, TrainingPlan())
     tokens = np.random.default_rng(0).integers(0, 1000, prefix + continuation).tolist()
@@ -77,7 +77,7 @@ def main() -> None:
         random_model(name, args.layers, args.precision, seed)
         for seed, name in enumerate(args.geometries)
     ]
-    pair, results = Pair(*ends), []
+    pair, results = MLXPair(*ends), []
     for prefix in args.lengths:
         for continuation in args.continuations:
             found = step(pair, prefix, continuation)

@@ -218,7 +218,7 @@ def option(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class OptionGroup:
     """Options that belong together. One that equals its default counts as left out.
 
     Raises:
@@ -274,7 +274,7 @@ GREEDY = "since the likeliest token is taken"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions(Group):
+class SamplingOptions(OptionGroup):
     """How an answer's tokens are chosen, and before which texts it ends."""
 
     NEEDS: ClassVar[tuple[Need, ...]] = (
@@ -312,7 +312,7 @@ class SamplingOptions(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheOptions(Group):
+class CacheOptions(OptionGroup):
     """How mlx-lm quantises the cache while it decodes."""
 
     NEEDS: ClassVar[tuple[Need, ...]] = (
@@ -324,7 +324,7 @@ class CacheOptions(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftOptions(Group):
+class DraftOptions(OptionGroup):
     """Speculative decoding, as in mlx-lm."""
 
     NEEDS: ClassVar[tuple[Need, ...]] = (Need("num_draft_tokens", "draft_model", is_set, "MODEL"),)
@@ -340,7 +340,7 @@ def layers_of(text: str | None) -> int | str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NativeOptions(Group):
+class NativeOptions(OptionGroup):
     """Which part of the prompt the target reads itself, beside what is translated."""
 
     native_layers: str | None = option(
@@ -352,7 +352,7 @@ class NativeOptions(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HealOptions(Group):
+class HealOptions(OptionGroup):
     """How the target reads the prompt itself, in the place of its translation."""
 
     NEEDS: ClassVar[tuple[Need, ...]] = (
@@ -370,7 +370,7 @@ class HealOptions(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuardOptions(Group):
+class GuardOptions(OptionGroup):
     """Whether both models are compared over some tokens, and what is done in doubt."""
 
     NEEDS: ClassVar[tuple[Need, ...]] = (Need("on_doubt", "guard", bool, 32),)
@@ -389,7 +389,7 @@ class GuardOptions(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TranslatorOptions(Group):
+class TranslatorOptions(OptionGroup):
     """Which translator is used."""
 
     translator: str | None = option(

@@ -26,10 +26,10 @@ from kvlingo_mlx.group import launched, leads
 from kvlingo_mlx.options import (
     ANSWER,
     COUNT,
-    Group,
     Kind,
     Need,
     OptionError,
+    OptionGroup,
     SamplingOptions,
     as_argument,
     is_set,
@@ -55,7 +55,7 @@ PAIR = (Need("source", "target", is_set, "MODEL"), Need("target", "source", is_s
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerbOptions(Group):
+class VerbOptions(OptionGroup):
     """The options that every verb takes."""
 
     KEYS: ClassVar[str] = ""  # names, separated by spaces

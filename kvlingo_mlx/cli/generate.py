@@ -32,7 +32,7 @@ OWN_CACHE = "which decodes from the source's own cache"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(WritingOptions, HandoverOptions, CacheOptions, DraftOptions, TwoModels):
+class GenerateVerb(WritingOptions, HandoverOptions, CacheOptions, DraftOptions, TwoModels):
     NEEDS: ClassVar[tuple[Need, ...]] = (
         Need("draft_model num_draft_tokens strategy native_head native_tail quantized_kv_start "
              "heal guard", "memory_budget", off, why=OWN_CACHE),
@@ -67,8 +67,8 @@ class GenerateOptions(WritingOptions, HandoverOptions, CacheOptions, DraftOption
     verbose: bool = option(True, "Print the times after the answer.")
 
 
-@verb(GenerateOptions, waits=True)
-def command(options: GenerateOptions) -> None:
+@verb(GenerateVerb, waits=True)
+def command(options: GenerateVerb) -> None:
     """Read a prompt with one model and answer with another."""
     asked = read_prompt(options.prompt, options.messages_file)
 
@@ -97,7 +97,7 @@ def command(options: GenerateOptions) -> None:
     keep(options.json_file, "generate", config, results)
 
 
-def _models(options: GenerateOptions, asked: Any) -> tuple[LanguageModel, LanguageModel]:
+def _models(options: GenerateVerb, asked: Any) -> tuple[LanguageModel, LanguageModel]:
     """The source and the target; under ``mlx.launch`` this machine's parts of them."""
     from kvlingo_mlx.engine.plan import check_strategy
     from kvlingo_mlx.loading.models import load_pair, open_pair, reached, read_together
@@ -114,7 +114,7 @@ def _models(options: GenerateOptions, asked: Any) -> tuple[LanguageModel, Langua
     return pair
 
 
-def _prompt(asked: Any, options: GenerateOptions, target: LanguageModel) -> Any:
+def _prompt(asked: Any, options: GenerateVerb, target: LanguageModel) -> Any:
     """The messages that the target's chat template renders, or the text as it is."""
     if not target.tokenizer.has_chat_template or options.ignore_chat_template:
         for name, value in options.some("system_prompt thinking").items():
@@ -132,7 +132,7 @@ def _prompt(asked: Any, options: GenerateOptions, target: LanguageModel) -> Any:
 
 
 def _arguments(
-    options: GenerateOptions, source: LanguageModel, target: LanguageModel
+    options: GenerateVerb, source: LanguageModel, target: LanguageModel
 ) -> dict[str, Any]:
     """The options as arguments of the library's functions."""
     from kvlingo_mlx.loading.translators import resolve_translator

@@ -79,7 +79,7 @@ class Shown:
         return f"{self.text}: {self.far}{more}"
 
 
-class Watch:
+class ProgressLine:
     """The phases of a verb, one within another; the innermost one is shown."""
 
     def __init__(self, terminal: bool, silent: bool = False) -> None:
@@ -174,14 +174,14 @@ class Watch:
             yield
 
 
-_watch = Watch(terminal=False, silent=True)
+_watch = ProgressLine(terminal=False, silent=True)
 
 
 @contextlib.contextmanager
 def watching(text: str | None, terminal: bool, silent: bool = False) -> Iterator[None]:
     """Show the phases of this context, and that of all of it, if it has a ``text``."""
     global _watch
-    before, _watch = _watch, Watch(terminal, silent)
+    before, _watch = _watch, ProgressLine(terminal, silent)
     try:
         with shown(_watch.phase), _watch.looking(), contextlib.ExitStack() as whole:
             if text is not None:
@@ -192,6 +192,6 @@ def watching(text: str | None, terminal: bool, silent: bool = False) -> Iterator
         _watch = before
 
 
-def watch() -> Watch:
+def watch() -> ProgressLine:
     """The verb's watch; where there is none, one that shows nothing."""
     return _watch

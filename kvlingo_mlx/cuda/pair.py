@@ -24,7 +24,7 @@ SCORE_NUMBERS = 2**28  # the most attention scores in memory at once: 1 GB in fl
 
 
 @dataclass(frozen=True)
-class Pair:
+class TorchPair:
     """See :class:`kvlingo_mlx.training.runtime.Pair`."""
 
     runtime: ClassVar[str] = "torch"

@@ -79,7 +79,7 @@ def _sent(plan: Plan, clock: Clock) -> stream.Spans:
         firsts = target.geometry.first_kept(span.stop)
         dtype: Any = str(target.cache_dtype).rsplit(".", 1)[-1]
         layers, step_size = plan.native.layers, plan.step_size
-        wanted = stream.Wanted(
+        wanted = stream.SpanOrder(
             plan.read, step_size, span.start, plan.translator, layers, firsts, dtype
         )
         yield from stream.spans(plan.source, wanted, received)

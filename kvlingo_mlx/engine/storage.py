@@ -69,7 +69,7 @@ class Storage(Protocol):
         """
 
 
-class Quantised(Storage):
+class EightBits(Storage):
     """Arrays in memory with 8 bits and groups of 64 numbers; they come back rounded.
 
     The codes are symmetric about zero, unlike MLX's own. The largest number of a group comes back
@@ -186,7 +186,7 @@ class File:
         return {name: found[name].reshape(shape) for name, shape in self._shapes.items()}
 
 
-PUT: dict[str, Callable[[Arrays], Storage]] = {"8bit": Quantised, "disk": File}
+PUT: dict[str, Callable[[Arrays], Storage]] = {"8bit": EightBits, "disk": File}
 
 
 # ---- files ------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ class GatedDelta(Recurrent):
 
 
 @dataclass(frozen=True)
-class Interleaved(GatedDelta):
+class InterleavedProjection(GatedDelta):
     """Qwen3-Next, whose projections come head by head."""
 
     def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
@@ -363,7 +363,7 @@ class ShortConv(Recurrent):
 
 
 FAMILIES = {
-    "qwen3_next": Interleaved("qwen3_next"),
+    "qwen3_next": InterleavedProjection("qwen3_next"),
     **{name: GatedDelta(name) for name in ("qwen3_5", "qwen3_5_moe")},
     "granitemoehybrid": Mamba2("granitemoehybrid"),
     "nemotron_h": NemotronH("nemotron_h"),

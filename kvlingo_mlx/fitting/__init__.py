@@ -18,7 +18,7 @@ from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
 from kvlingo_mlx.evaluation.verification import receipt
 from kvlingo_mlx.fitting.data import Record, chosen, outlook, records_of
-from kvlingo_mlx.fitting.rows import Rows
+from kvlingo_mlx.fitting.rows import DeviceRows
 from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.format.config_reading import check_mapped, parse_assignment
 from kvlingo_mlx.format.fingerprints import facts_of_models
@@ -115,7 +115,7 @@ def fit(
     group.agree(lambda: facts_of_work((source, target), asked))
     work = ClosedForm(
         config,
-        Rows(source, target),
+        DeviceRows(source, target),
         lambda: (s if group.owns(n) else None for n, s in every),
         norm,
         method,

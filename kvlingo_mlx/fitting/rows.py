@@ -20,7 +20,7 @@ from kvlingo_mlx.tokenization.samples import Sample
 
 
 @dataclass(frozen=True)
-class Rows:
+class DeviceRows:
     """See :class:`kvlingo_mlx.stage1.passes.Rows`."""
 
     source: LanguageModel

@@ -28,7 +28,7 @@ from kvlingo_mlx.translators.base import LinearMap
 
 
 @dataclass(frozen=True)
-class Part:
+class FoldedPrefix:
     """The prefix in one source layer's cache, or in one of its heads; the arrays are never copied.
 
     Attributes:
@@ -40,11 +40,11 @@ class Part:
     arrays: tuple[mx.array, ...]
     packing: tuple[int, int] | None = None
 
-    def head(self, index: int) -> Part:
+    def head(self, index: int) -> FoldedPrefix:
         """This part with one source head only."""
-        return Part(tuple(a[:, index : index + 1] for a in self.arrays), self.packing)
+        return FoldedPrefix(tuple(a[:, index : index + 1] for a in self.arrays), self.packing)
 
-    def last(self, tokens: int) -> Part:
+    def last(self, tokens: int) -> FoldedPrefix:
         """This part with the last ``tokens`` only.
 
         Raises:
@@ -56,7 +56,7 @@ class Part:
                 f"a source layer holds {self.tokens} tokens, and the last {tokens} are to be read; "
                 "prefill the source"
             )
-        return Part(tuple(a[..., start:, :] for a in self.arrays), self.packing)
+        return FoldedPrefix(tuple(a[..., start:, :] for a in self.arrays), self.packing)
 
     @property
     def batch(self) -> int:
@@ -102,7 +102,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Rows:
+class QueryRows:
     """Which source heads meet which queries, and how queries are stacked for that.
 
     A head-mixing map pulls a query back onto every source head, so all queries meet each source
@@ -162,11 +162,13 @@ class Side:
     """
 
     matrices: tuple[mx.array, ...]
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[FoldedPrefix, ...], ...]
     bias: mx.array | None
 
     @classmethod
-    def of(cls, linear: LinearMap, read: Callable[[Read], Part], *, heads_apart: bool) -> Self:
+    def of(
+        cls, linear: LinearMap, read: Callable[[Read], FoldedPrefix], *, heads_apart: bool
+    ) -> Self:
         """Make a side from a translator's map; ``read`` returns a source layer's part of the side.
 
         ``heads_apart`` splits each part by head, as the columns of a head-mixing map are.
@@ -185,7 +187,7 @@ class Side:
         return Side(self.matrices, parts, self.bias)
 
     @property
-    def first_part(self) -> Part:
+    def first_part(self) -> FoldedPrefix:
         """The first part, from which the numbers of tokens and batch rows are taken."""
         return self.parts[0][0]
 
@@ -202,7 +204,7 @@ class Fold:
 
     keys: Side
     values: Side
-    rows: Rows
+    rows: QueryRows
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # immutable: copies of a cache share its prefix

@@ -11,7 +11,7 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.engine.hybrid import native_part
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.families.base import LATENT
-from kvlingo_mlx.folding.attention import Fold, Part, Rows, Side
+from kvlingo_mlx.folding.attention import Fold, FoldedPrefix, QueryRows, Side
 from kvlingo_mlx.folding.cache import FoldedCache
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import head_map_of
@@ -23,7 +23,7 @@ from kvlingo_mlx.translators.base import Translator
 # The new tokens' caches grow by this many tokens. With mlx-lm's 256, those of Gemma-3-12B take a
 # fifth of what its source's cache of 8192 tokens takes (paper/LOG.md).
 STEP = 32
-Parts = dict[tuple[str, int], Part]
+Parts = dict[tuple[str, int], FoldedPrefix]
 
 
 def check_foldable(
@@ -126,7 +126,7 @@ def fold_caches(
     parts: Parts = {}
     for index, cache in enumerate(source_cache):
         *sides, packing = caches.viewed(cache)
-        parts |= {(s, index): Part(a, packing) for s, a in zip(SIDES, sides, strict=True)}
+        parts |= {(s, index): FoldedPrefix(a, packing) for s, a in zip(SIDES, sides, strict=True)}
     mx.eval([part.arrays for part in parts.values()])
     length = ends.pop()
     return [
@@ -148,7 +148,7 @@ def _fold(
     """The fold of one target layer; a layer with a window reads at most that many tokens."""
     config = translator.config
     head_map = None if config.head_mixing else head_map_of(config)
-    rows = Rows.of(head_map, config.source.layers[0].kv_heads)
+    rows = QueryRows.of(head_map, config.source.layers[0].kv_heads)
     tokens = min(length, window or length)
     keys, values = (
         Side.of(

@@ -28,7 +28,7 @@ STARTING, DISTILLING = 0.2, 0.7  # the shares of closed forms and of stage 2
 
 
 @dataclass(frozen=True)
-class Pace:
+class ConversationCost:
     """What a conversation costs on average."""
 
     prefix: float  # the tokens of its prefix
@@ -42,7 +42,9 @@ class Pace:
         return (1 - VALIDATING) * seconds / 10 * sum(1 / each for each in step)
 
 
-def measured(pair: Pair, config: TranslatorConfig, samples: Iterable[Sample], most: float) -> Pace:
+def measured(
+    pair: Pair, config: TranslatorConfig, samples: Iterable[Sample], most: float
+) -> ConversationCost:
     """The pace of ``samples``, or of the first of them that take ``most`` seconds.
 
     The first one warms up. It counts only where there is no time for others.
@@ -59,7 +61,7 @@ def measured(pair: Pair, config: TranslatorConfig, samples: Iterable[Sample], mo
         if ended - began > most:
             break
     counted = found[1:] or found
-    return Pace(*(sum(column) / len(counted) for column in zip(*counted, strict=True)))
+    return ConversationCost(*(sum(column) / len(counted) for column in zip(*counted, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,12 @@ class Lengths:
 
 
 def lengths(
-    pace_of: Callable[[int], Pace | None],
+    pace_of: Callable[[int], ConversationCost | None],
     seconds: float,
     context: int,
     rates: int,
     configs: Mapping[int, TranslatorConfig],
-    besides: Callable[[Pace], float] = lambda pace: 0.0,
+    besides: Callable[[ConversationCost], float] = lambda pace: 0.0,
 ) -> Lengths:
     """The longest prefixes that leave time for :data:`MANY_STEPS` steps, or else the shortest ones.
 

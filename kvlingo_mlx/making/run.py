@@ -236,7 +236,7 @@ class Making:
                 del configs[each]
         widest = configs[max(configs)]
 
-        def pace_of(longest: int) -> pace.Pace | None:
+        def pace_of(longest: int) -> pace.ConversationCost | None:
             if not self._fits(widest, longest, rates, needed=longest == pace.SHORTEST):
                 return None
             said = f"how fast this machine trains on prefixes of up to {longest:,} tokens"
@@ -288,7 +288,7 @@ class Making:
             rows += TUNED_ON * len(self._depths) * DIALOGUE
         return WRITING * self.seconds + rows * seconds_per_token
 
-    def _besides(self, measured: pace.Pace) -> float:
+    def _besides(self, measured: pace.ConversationCost) -> float:
         """The seconds of all but closed forms and stage 2, those that are over among them.
 
         The data are read once more, for the lengths that were chosen.

@@ -61,7 +61,7 @@ class Received:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SpanOrder:
     """What of a prompt is to be translated."""
 
     tokens: Sequence[int]  # up to the last that is translated
@@ -100,7 +100,7 @@ class Wanted:
         return TRANSLATED if more else STATES
 
 
-def spans(model: RemoteModel, wanted: Wanted, received: Received) -> Spans:
+def spans(model: RemoteModel, wanted: SpanOrder, received: Received) -> Spans:
     """A source's states of a prompt, or translated ones, in order, as they arrive.
 
     ``received`` is filled in. Closing the generator ends the transfer, and the job there.

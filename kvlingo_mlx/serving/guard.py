@@ -197,7 +197,7 @@ def protocol(settings: Settings) -> type[H11Protocol]:
     uvicorn itself waits for ever for a request's headers, and for a reader that takes nothing.
     """
 
-    class Guarded(H11Protocol):
+    class TimedProtocol(H11Protocol):
         header_timer: asyncio.TimerHandle | None = None
         write_timer: asyncio.TimerHandle | None = None
 
@@ -239,4 +239,4 @@ def protocol(settings: Settings) -> type[H11Protocol]:
                 running.cancel()
             return None
 
-    return Guarded
+    return TimedProtocol

@@ -283,7 +283,7 @@ def samples_of(steps: int, batch: int, fit_samples: int) -> int:
 
 
 @dataclass(frozen=True)
-class Lengths:
+class SampleLengths:
     """The lengths of the samples that :func:`train` would read."""
 
     survey: Survey
@@ -291,7 +291,7 @@ class Lengths:
     stage2: list[Bin]
 
 
-def histogram(options: Options, steps: int, batch: int, fit_samples: int) -> Lengths:
+def histogram(options: Options, steps: int, batch: int, fit_samples: int) -> SampleLengths:
     """Prefix lengths of the stream that :func:`train` would read (figure "prefixhist")."""
     (read, theirs), (written, tokenizer) = (
         options.runtime.facts(name) for name in (options.source, options.target)
@@ -303,7 +303,7 @@ def histogram(options: Options, steps: int, batch: int, fit_samples: int) -> Len
     # A few evenly spaced samples stand for the whole run.
     drawn = steps * batch
     stage2 = prefix_histogram(stream, min(drawn, SHOWN), every=max(1, drawn // SHOWN))
-    return Lengths(stream.survey, stage1, stage2)
+    return SampleLengths(stream.survey, stage1, stage2)
 
 
 def draw(log: Path, picture: str, title: str) -> None:

@@ -88,7 +88,7 @@ class Survey:
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
+class RecordOrder:
     """Some records in the order of a run."""
 
     replies: np.ndarray  # the rows of an index
@@ -189,7 +189,7 @@ class Stream:
 
     def _order_of(
         self, mixture: Mixture | PlainText, replies: np.ndarray | None = None, planned: int = 0
-    ) -> Order:
+    ) -> RecordOrder:
         """The order of records for a mixture: of those to train on, or of ``replies``."""
         shares, planned = self._index.shares, planned or self._planned
         replies = self._index.training if replies is None else replies
@@ -205,7 +205,7 @@ class Stream:
         packs = parts_of(replies, "packed", share, shares, lifted)
         fillers = parts_of(replies, "filler", 1.0, shares, small) if packs else []
         tokens = replies["tokens"][small]
-        return Order(
+        return RecordOrder(
             replies,
             Schedule(replies, parts + packs, planned, self.seed),
             Schedule(replies, fillers, planned, self.seed),
@@ -331,7 +331,7 @@ class Stream:
 
     def _drawn(
         self,
-        order: Order,
+        order: RecordOrder,
         number: int,
         start: int,
         mixture: Mixture | PlainText,
@@ -376,7 +376,7 @@ class Stream:
         return Draw(sample, "natural", bool(messages[turn].get("reasoning_content")), (place,))
 
     def _packed(
-        self, mixture: Mixture, order: Order, row: int, start: int, taken: Set[Place]
+        self, mixture: Mixture, order: RecordOrder, row: int, start: int, taken: Set[Place]
     ) -> Draw | None:
         """Several conversations in a row, with the last question of one of them at the end."""
         tokens, (low, high) = order.replies["tokens"], mixture.packed
@@ -405,7 +405,7 @@ class Stream:
         return None
 
     def _fillers(
-        self, order: Order, own: int, start: int, room: float, taken: Set[Place]
+        self, order: RecordOrder, own: int, start: int, room: float, taken: Set[Place]
     ) -> list[int]:
         """Rows of more conversations than a pack needs; none opens like the pack's own."""
         replies, found = order.replies, dict[int, None]()

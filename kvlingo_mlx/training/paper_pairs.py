@@ -17,7 +17,7 @@ Rates = Mapping[int, float]  # by the number of source layers
 NONE: Rates = {}
 
 
-class Best(NamedTuple):
+class PaperRate(NamedTuple):
     """One direction of one pair."""
 
     rate: float  # of linear, head-mixing maps of one source layer
@@ -31,34 +31,34 @@ class Best(NamedTuple):
 
 # By the names of source and target, without their owners.
 PAIRS = {
-    ("Qwen3-1.7B", "Qwen3-0.6B"): Best(3e-5, head_wise={1: 1e-4}),
-    ("Qwen3-0.6B", "Qwen3-1.7B"): Best(1e-4, head_wise={1: 1e-3}),
-    ("Qwen3-8B", "Qwen3-4B"): Best(3e-5, head_wise={1: 1e-4}),
-    ("Qwen3-4B", "Qwen3-8B"): Best(3e-5, head_wise={1: 3e-4}),
-    ("Qwen3-8B", "Qwen3-0.6B"): Best(
+    ("Qwen3-1.7B", "Qwen3-0.6B"): PaperRate(3e-5, head_wise={1: 1e-4}),
+    ("Qwen3-0.6B", "Qwen3-1.7B"): PaperRate(1e-4, head_wise={1: 1e-3}),
+    ("Qwen3-8B", "Qwen3-4B"): PaperRate(3e-5, head_wise={1: 1e-4}),
+    ("Qwen3-4B", "Qwen3-8B"): PaperRate(3e-5, head_wise={1: 3e-4}),
+    ("Qwen3-8B", "Qwen3-0.6B"): PaperRate(
         1e-4, 3e-4, {2: 1e-4, 4: 3e-5}, {1: 3e-3, 2: 1e-3, 4: 3e-4, 8: 3e-4}
     ),
-    ("Qwen3-0.6B", "Qwen3-8B"): Best(
+    ("Qwen3-0.6B", "Qwen3-8B"): PaperRate(
         3e-5, 3e-5, {2: 1e-5, 4: 3e-6}, {1: 3e-4, 2: 1e-4, 4: 1e-4, 8: 1e-5}
     ),
-    ("Qwen3-4B", "Qwen3-1.7B"): Best(
+    ("Qwen3-4B", "Qwen3-1.7B"): PaperRate(
         3e-4, 3e-4, {2: 1e-4, 4: 1e-4}, {1: 3e-3, 2: 1e-3, 4: 1e-3, 8: 3e-4}
     ),
-    ("Qwen3-1.7B", "Qwen3-4B"): Best(
+    ("Qwen3-1.7B", "Qwen3-4B"): PaperRate(
         1e-5, 1e-5, {2: 3e-6, 4: 3e-6}, {1: 1e-4, 2: 1e-4, 4: 3e-5, 8: 1e-5}
     ),
-    ("gemma-3-12b-it", "gemma-3-4b-it"): Best(3e-5),
-    ("gemma-3-4b-it", "gemma-3-12b-it"): Best(3e-5),
-    ("gemma-4-E4B-it", "gemma-4-E2B-it"): Best(1e-4),
-    ("gemma-4-E2B-it", "gemma-4-E4B-it"): Best(1e-4),
-    ("Qwen3-4B", "Qwen3-30B-A3B"): Best(3e-6, linear_mlp=3e-6, nu=3, norm="attention_mass"),
-    ("Qwen3-30B-A3B", "Qwen3-4B"): Best(1e-4, linear_mlp=3e-5, nu=3, norm="attention_mass"),
-    ("Qwen3-8B", "Mistral-7B-Instruct-v0.3"): Best(DEFAULT_RATE, nu=3),
-    ("Mistral-7B-Instruct-v0.3", "Qwen3-8B"): Best(DEFAULT_RATE, nu=3),
+    ("gemma-3-12b-it", "gemma-3-4b-it"): PaperRate(3e-5),
+    ("gemma-3-4b-it", "gemma-3-12b-it"): PaperRate(3e-5),
+    ("gemma-4-E4B-it", "gemma-4-E2B-it"): PaperRate(1e-4),
+    ("gemma-4-E2B-it", "gemma-4-E4B-it"): PaperRate(1e-4),
+    ("Qwen3-4B", "Qwen3-30B-A3B"): PaperRate(3e-6, linear_mlp=3e-6, nu=3, norm="attention_mass"),
+    ("Qwen3-30B-A3B", "Qwen3-4B"): PaperRate(1e-4, linear_mlp=3e-5, nu=3, norm="attention_mass"),
+    ("Qwen3-8B", "Mistral-7B-Instruct-v0.3"): PaperRate(DEFAULT_RATE, nu=3),
+    ("Mistral-7B-Instruct-v0.3", "Qwen3-8B"): PaperRate(DEFAULT_RATE, nu=3),
 }
 
 
-def best_of(source: str, target: str) -> Best | None:
+def best_of(source: str, target: str) -> PaperRate | None:
     """What is known of a pair, by its models' names or folders; None for others."""
     return PAIRS.get((Path(source).name, Path(target).name))
 
@@ -69,7 +69,7 @@ def filled(plan: Mapping[str, Any], source: str, target: str) -> dict[str, Any]:
     The paper's MLPs without a linear map read one source layer in every pair.
     """
     known = best_of(source, target) if plan.get("kind") != "mlp" else None
-    known = known or Best(DEFAULT_RATE)
+    known = known or PaperRate(DEFAULT_RATE)
     own = {"nu": known.nu, "norm": known.norm}
     return {**plan, **{name: value for name, value in own.items() if plan.get(name) is None}}
 

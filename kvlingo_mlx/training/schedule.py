@@ -19,7 +19,7 @@ GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly in every
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ScheduledReplies:
     """Replies of one source that serve for one kind of sample."""
 
     kind: Kind
@@ -30,7 +30,7 @@ class Part:
 
 def parts_of(
     replies: np.ndarray, kind: Kind, share: float, shares: np.ndarray, usable: np.ndarray
-) -> list[Part]:
+) -> list[ScheduledReplies]:
     """A part for each source that has usable replies.
 
     Args:
@@ -46,7 +46,7 @@ def parts_of(
     for source in sources if share else ():
         rows = np.flatnonzero(usable & (replies["source"] == source))
         records = len(np.unique(replies["record"][rows]))
-        found.append(Part(kind, share * float(shares[source] / total), rows, records))
+        found.append(ScheduledReplies(kind, share * float(shares[source] / total), rows, records))
     return found
 
 
@@ -60,7 +60,9 @@ class Schedule:
         seed: The seed of the order.
     """
 
-    def __init__(self, replies: np.ndarray, parts: Sequence[Part], planned: int, seed: int) -> None:
+    def __init__(
+        self, replies: np.ndarray, parts: Sequence[ScheduledReplies], planned: int, seed: int
+    ) -> None:
         self.parts, self.planned = parts, planned
         self._replies, self._seed = replies, seed
         self._list = self._listed(max(planned, 64))

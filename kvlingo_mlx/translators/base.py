@@ -22,7 +22,7 @@ from kvlingo_mlx.format.tensor_file import DType, Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates
 from kvlingo_mlx.translators.kinds import FORMULAS, together
-from kvlingo_mlx.translators.products import Group
+from kvlingo_mlx.translators.products import ProductGroup
 from kvlingo_mlx.translators.quantised import Quantised
 from kvlingo_mlx.translators.state_maps import StateMapped
 
@@ -57,7 +57,7 @@ class Translator:
 
     config: TranslatorConfig
     dtype: DType
-    groups: dict[str, tuple[Group, ...]]
+    groups: dict[str, tuple[ProductGroup, ...]]
     of_states: tuple[StateMapped, ...] = ()
     bits: int | None = None
     path: Path | None = None
@@ -128,7 +128,7 @@ class Translator:
         }
         return replace(self, groups=groups)
 
-    def _apply(self, group: Group, states: KVStates, start: int) -> mx.array:
+    def _apply(self, group: ProductGroup, states: KVStates, start: int) -> mx.array:
         # The source's rings hold no more than their windows.
         held = max(states.first(layer) for cut in group.cuts for reads in cut for _, layer in reads)
         begin = min(start, max(held, states.end - group.needed(states.end - start)))

@@ -15,36 +15,36 @@ import numpy as np
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.translators.products import Group
+from kvlingo_mlx.translators.products import ProductGroup
 
 Inputs = Sequence[mx.array]
 
 
-def linear(group: Group, inputs: Inputs) -> mx.array:
+def linear(group: ProductGroup, inputs: Inputs) -> mx.array:
     """W x."""
     return group.project("weight", inputs)
 
 
-def two_layers(group: Group, inputs: Inputs) -> mx.array:
+def two_layers(group: ProductGroup, inputs: Inputs) -> mx.array:
     """W2 gelu(W1 x + b1) + b2, GELU with erf."""
     product = group.project("w1", inputs)
     hidden = nn.gelu(product + group.vector("b1"))  # in float32, as the vectors are
     return group.project("w2", [hidden.astype(product.dtype)]) + group.vector("b2")
 
 
-def gated(group: Group, inputs: Inputs) -> mx.array:
+def gated(group: ProductGroup, inputs: Inputs) -> mx.array:
     """An MLP, with or without a gate per target head."""
     result = two_layers(group, inputs)
     return mx.sigmoid(group.vector("gate")) * result if "gate" in group.tensors else result
 
 
-def summed(group: Group, inputs: Inputs) -> mx.array:
+def summed(group: ProductGroup, inputs: Inputs) -> mx.array:
     """A linear map and an MLP beside it."""
     return linear(group, inputs) + two_layers(group, inputs)
 
 
 # From the inputs of a group's cuts to (G, B, H, T, D).
-FORMULAS: dict[str, Callable[[Group, Inputs], mx.array]] = {
+FORMULAS: dict[str, Callable[[ProductGroup, Inputs], mx.array]] = {
     "linear": linear,
     "mlp": gated,
     "linear_mlp": summed,

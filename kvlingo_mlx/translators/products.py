@@ -48,7 +48,7 @@ BLOCK = 256  # tokens: as fast as one product for all; 32 would take a third lon
 
 
 @dataclass(frozen=True)
-class Group:
+class ProductGroup:
     """Target layers of one side that share their matmuls.
 
     Attributes:
@@ -71,7 +71,7 @@ class Group:
     segmented: bool = False
     late: tuple[range, int] | None = None
 
-    def above(self, layers: int) -> Group | None:
+    def above(self, layers: int) -> ProductGroup | None:
         """A group of only the target layers from ``layers`` on, or None; the arrays are shared."""
         skipped = sum(layer < layers for layer in self.layers)
         if skipped == len(self.layers):
@@ -191,7 +191,7 @@ def _segmented(array: mx.array, matrix: mx.array) -> mx.array:
 
 def plan(
     config: TranslatorConfig, weights: Weights, side: str, batched: bool, bits: int | None = None
-) -> tuple[Group, ...]:
+) -> tuple[ProductGroup, ...]:
     """Split the maps to one target side, named ``{side}.{t}.*``, into groups and products.
 
     ``bits`` quantises the matrices that allow it.
@@ -231,7 +231,7 @@ def _group(
     reads_of: dict[int, tuple[Read, ...]],
     batched: bool,
     bits: int | None,
-) -> Group:
+) -> ProductGroup:
     """A group of target layers of equal shape; ``reads_of`` lists the inputs of each one's map."""
     layers, reads = list(reads_of), list(reads_of.values())
     widths = [_width(config, read) for read in reads[0]]
@@ -270,7 +270,7 @@ def _group(
             tensors[name] = tuple(floats(p, weights) for p in parts)
     cuts = (tuple(reads),) if whole else tuple(((read,),) for read in reads[0])
     in_blocks = first.reach is not None
-    return Group(tuple(layers), cuts, tensors, in_blocks, segmented, first.late(side))
+    return ProductGroup(tuple(layers), cuts, tensors, in_blocks, segmented, first.late(side))
 
 
 def loaded(array: np.ndarray, weights: Weights) -> mx.array:

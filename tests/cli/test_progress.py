@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvlingo_mlx.cli import progress
-from kvlingo_mlx.cli.progress import EVERY, LOOK, Watch
+from kvlingo_mlx.cli.progress import EVERY, LOOK, ProgressLine
 
 FIRST = 10.0
 
@@ -24,7 +24,7 @@ FIRST = 10.0
 class Clock:
     """A clock that a test turns, and the lines that a watch without a terminal writes by it."""
 
-    watch: Watch
+    watch: ProgressLine
     capsys: pytest.CaptureFixture[str]
     now: float = 0.0
 
@@ -44,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     made = None
     monkeypatch.setattr(progress, "time", now)
     monkeypatch.setattr(progress, "FIRST", FIRST)
-    made = Clock(Watch(terminal=False), capsys)
+    made = Clock(ProgressLine(terminal=False), capsys)
     yield made
 
 

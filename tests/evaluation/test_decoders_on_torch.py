@@ -27,7 +27,7 @@ from kvlingo_mlx.cuda import decoding, model  # noqa: E402
 from kvlingo_mlx.cuda.decoding import TorchDecoder  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.cuda.runtime import load_as_stored  # noqa: E402
-from kvlingo_mlx.evaluation.harness.answers import Wanted  # noqa: E402
+from kvlingo_mlx.evaluation.harness.answers import TextToWrite  # noqa: E402
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder  # noqa: E402
 from tests.support import tiny  # noqa: E402
 
@@ -170,7 +170,7 @@ def test_families_write_together_what_transformers_writes(tmp_path: Path, kind: 
     texts = [torch.randint(3, 60, (n,)).tolist() for n in (40, 9, 25, 12)]
     taken: dict[int, list[int]] = {n: [] for n in range(len(texts))}
     wanted = [
-        Wanted(tuple(t), 12 + 4 * n, lambda t, n=n: taken[n].append(t))  # type: ignore[misc]
+        TextToWrite(tuple(t), 12 + 4 * n, lambda t, n=n: taken[n].append(t))  # type: ignore[misc]
         for n, t in enumerate(texts)
     ]
     assert sorted(map(id, decoder.write(wanted))) == sorted(map(id, wanted))

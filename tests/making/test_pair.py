@@ -22,14 +22,14 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.making import pace, starts
 from kvlingo_mlx.making import run as making
-from kvlingo_mlx.making.pace import ANSWERS, Lengths, Pace, lengths
+from kvlingo_mlx.making.pace import ANSWERS, ConversationCost, Lengths, lengths
 from kvlingo_mlx.making.run import Making
 from kvlingo_mlx.making.starts import Start, choose
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import distill
 from kvlingo_mlx.training.distill import Distillation
-from kvlingo_mlx.training.on_mlx.pair import Pair
+from kvlingo_mlx.training.on_mlx.pair import MLXPair
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 
 MINUTES = 0.05
@@ -168,12 +168,14 @@ def test_bad_arguments(
 # ---- lengths and starts ------------------------------------------------------------------------
 
 
-def paces(speed: float, mean: float = 0.6, answer: int = ANSWERS) -> Callable[[int], Pace]:
+def paces(
+    speed: float, mean: float = 0.6, answer: int = ANSWERS
+) -> Callable[[int], ConversationCost]:
     """A machine that reads a token with one model in ``speed`` seconds."""
 
-    def pace_of(longest: int) -> Pace:
+    def pace_of(longest: int) -> ConversationCost:
         prefix = mean * longest
-        return Pace(prefix, (2 * prefix + answer) * speed, 3 * answer * speed)
+        return ConversationCost(prefix, (2 * prefix + answer) * speed, 3 * answer * speed)
 
     return pace_of
 
@@ -253,26 +255,26 @@ def test_it_ends_within_its_minutes(
         monkeypatch.setattr(module, "time", clock)
 
     def slow(name: str, seconds: float) -> None:
-        function = getattr(Pair, name)
+        function = getattr(MLXPair, name)
 
-        def slowly(pair: Pair, *rest: Any, **more: Any) -> Any:
+        def slowly(pair: MLXPair, *rest: Any, **more: Any) -> Any:
             sample = next(getattr(each, "sample", each) for each in rest
                           if isinstance(getattr(each, "sample", each), Sample))  # fmt: skip
             now[0] += seconds * (len(sample.prefix) + len(sample.continuation))
             return function(pair, *rest, **more)
 
-        monkeypatch.setattr(Pair, name, slowly)
+        monkeypatch.setattr(MLXPair, name, slowly)
 
     for name, seconds in (("read", 0.001), ("loss", 0.002), ("spans", 0.001)):
         slow(name, seconds)
-    receipt = Pair.receipt
+    receipt = MLXPair.receipt
 
-    def measured(pair: Pair, *rest: Any) -> Any:
+    def measured(pair: MLXPair, *rest: Any) -> Any:
         receipts.append(0.001 * bundled.receipt_rows(pair.target.tokenizer, 512))
         now[0] += receipts[-1]
         return receipt(pair, *rest)
 
-    monkeypatch.setattr(Pair, "receipt", measured)
+    monkeypatch.setattr(MLXPair, "receipt", measured)
     made = kv.pair(models["dense"], models["wide"], [chats], minutes=2.0, out="t")
     assert made.config.provenance["steps"] > 2 and len(receipts) == 1 and receipts[0] > 0.5
     assert 0.6 * 120 < now[0] <= 120
@@ -305,12 +307,12 @@ def test_source_layers_that_are_named_or_fit(
     with pytest.raises(ValueError, match="nu"):
         kv.pair(*ends, chats, minutes=MINUTES, nu=4, out="u")  # they have three layers
 
-    def check(pair: Pair, config: TranslatorConfig, *rest: Any) -> str:
+    def check(pair: MLXPair, config: TranslatorConfig, *rest: Any) -> str:
         if config.nu > 1:
             raise kv.NotEnoughMemoryError("too much")
         return ""
 
-    monkeypatch.setattr(Pair, "check_memory", check)
+    monkeypatch.setattr(MLXPair, "check_memory", check)
     assert kv.pair(*ends, chats, minutes=MINUTES, out="v").config.nu == 1
 
 

@@ -16,7 +16,7 @@ from kvlingo_mlx.embedded.first_chats import first_chats
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.mixture import Mixture, PlainText
-from kvlingo_mlx.training.on_mlx.pair import Pair
+from kvlingo_mlx.training.on_mlx.pair import MLXPair
 from kvlingo_mlx.training.record_filter import RecordFilter, is_english, reads_english
 from tests.support.languages import LANGUAGES
 
@@ -194,7 +194,7 @@ def test_by_the_verb(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both options; a resumed training keeps them; what is left of nothing is refused."""
-    monkeypatch.setattr(Pair, "receipt", lambda *rest: None)
+    monkeypatch.setattr(MLXPair, "receipt", lambda *rest: None)
     chats = [{"messages": chat} for chat in first_chats(120)]
     german = [talk(f"{n}: {LANGUAGES['de']}", LANGUAGES["de"]) for n in range(20)]
     data = write(tmp_path / "d.jsonl", [*chats, *german])

@@ -20,7 +20,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import distill, trainer
 from kvlingo_mlx.training.objectives import Loss
-from kvlingo_mlx.training.on_mlx.pair import Pair
+from kvlingo_mlx.training.on_mlx.pair import MLXPair
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.sweep import neighbour, window
@@ -77,14 +77,14 @@ class Planted:
 WHOLE = sum(Recipe(steps=STEPS).rate_factor(step) for step in range(STEPS))
 
 
-def landscape(best: float, highest: float = math.inf) -> type[Pair]:
+def landscape(best: float, highest: float = math.inf) -> type[MLXPair]:
     """A pair whose KL is lowest where a whole run's rate was ``best``, and 1 before any step.
 
     A higher rate passes the lowest point on its way, so its best look is as good; only the end
     tells them apart. Above ``highest`` the loss is not finite.
     """
 
-    class Landscape(Pair):
+    class Landscape(MLXPair):
         room = 5  # translators
 
         def trainable(self, config: Any, arrays: Mapping[str, np.ndarray]) -> Any:
@@ -339,7 +339,7 @@ def test_an_mlps_stage_1_is_swept_too(
 
 @pytest.fixture
 def command(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(Pair, "receipt", lambda *rest: None)  # which takes longer than the rest
+    monkeypatch.setattr(MLXPair, "receipt", lambda *rest: None)  # which takes longer than the rest
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(json.dumps({"messages": chat}) for chat in first_chats(200)))
     line = ["train", "--source", str(folders["dense"]), "--target", str(folders["wide"])]

@@ -22,7 +22,7 @@ from kvlingo_mlx.models.hidden import hidden_states, logits_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import objective_named
-from kvlingo_mlx.training.on_mlx.pair import Pair
+from kvlingo_mlx.training.on_mlx.pair import MLXPair
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from tests.support import hybrid_models
 from tests.support.trainings import Random, device_kl, log_of, random_arrays, training
@@ -109,7 +109,7 @@ def test_gradients(hybrids: dict[str, LanguageModel], rule: str, nu: int, native
     """Of every tensor, beside one graph through plain products."""
     source, target = ends(hybrids, rule)
     config = make_config(source, target, TrainingPlan(nu=nu, state_maps=True, native_layers=native))
-    pair, sample = Pair(source, target), Random(60, 9).sample(1)
+    pair, sample = MLXPair(source, target), Random(60, 9).sample(1)
     made = pair.trainable(config, random_arrays(config, 5))
     found = pair.loss(made, pair.read(sample, config), objective_named("kl"), 1.0)
     with in_chunks():

@@ -11,7 +11,12 @@ from lm_eval.api.instance import Instance
 from benchmarks.paper.evaluation.points import CONTEXT, POINTS, PROMPT, TRACE
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, RequestedAnswer
-from kvlingo_mlx.evaluation.harness.answers import Answer, Decoder, Wanted, longest_first
+from kvlingo_mlx.evaluation.harness.answers import (
+    Decoder,
+    TextToWrite,
+    WrittenAnswer,
+    longest_first,
+)
 from kvlingo_mlx.evaluation.journal import key_of
 from kvlingo_mlx.evaluation.probes import shared_start
 
@@ -118,14 +123,14 @@ class SwitchingLM(PrefixLM):
         if self.writer is None:
             return {}
         keys: dict[str, str] = {}
-        missing: dict[str, tuple[Wanted, Trace]] = {}  # prompts may be the same
+        missing: dict[str, tuple[TextToWrite, Trace]] = {}  # prompts may be the same
         for each in asked:
             prompt = self.prompt(each)
             most = min(each.most, self.max_length - len(prompt))
             key = keys[each.key] = key_of(self._traced, "trace", [each.context, most])
             if most > 0 and key not in self.responses:
                 trace = Trace(self.writer.tokenizer, self.ends(each.context))
-                missing[key] = Wanted(prompt, most, trace.take), trace
+                missing[key] = TextToWrite(prompt, most, trace.take), trace
         writing = {wanted: (key, trace) for key, (wanted, trace) in missing.items()}
         for wanted in self.writer.write(longest_first(writing)):
             key, trace = writing[wanted]
@@ -133,7 +138,7 @@ class SwitchingLM(PrefixLM):
         return {k: self.responses[key] for k, key in keys.items() if key in self.responses}
 
 
-class Trace(Answer):
+class Trace(WrittenAnswer):
     """Reasoning that is being written for another model, which will write the answer."""
 
     def take(self, token: int) -> bool:

@@ -19,10 +19,10 @@ from lm_eval.api.model import LM
 
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.evaluation.harness.answers import (
-    Answer,
     Decoder,
     Ends,
-    Wanted,
+    TextToWrite,
+    WrittenAnswer,
     longest_first,
 )
 from kvlingo_mlx.evaluation.journal import Responses, key_of
@@ -200,11 +200,11 @@ class PrefixLM(LM):
     def _answers(self, asked: Sequence[RequestedAnswer]) -> Iterator[tuple[RequestedAnswer, str]]:
         """The answers, in the order in which they end."""
         before = self.before_answers(asked)
-        writing: dict[Wanted, tuple[RequestedAnswer, Answer]] = {}
+        writing: dict[TextToWrite, tuple[RequestedAnswer, WrittenAnswer]] = {}
         for each in asked:
             tokens, more = self.prompt(each), before.get(each.key, [])
-            answer = Answer(self.tokenizer, self.ends(each.context, each.options), more)
-            writing[Wanted((*tokens, *more), each.most, answer.take)] = each, answer
+            answer = WrittenAnswer(self.tokenizer, self.ends(each.context, each.options), more)
+            writing[TextToWrite((*tokens, *more), each.most, answer.take)] = each, answer
         for wanted in self.decoder.write(longest_first(writing)):
             each, answer = writing[wanted]
             yield each, answer.found()

@@ -14,7 +14,7 @@ MARGIN = 8  # tokens that may decode to nothing, or to a part of a character
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
+class TextToWrite:
     """A text to write."""
 
     tokens: tuple[int, ...]  # what precedes it; at least one
@@ -23,7 +23,7 @@ class Wanted:
     take: Callable[[int], bool]
 
 
-def longest_first(wanted: Iterable[Wanted]) -> list[Wanted]:
+def longest_first(wanted: Iterable[TextToWrite]) -> list[TextToWrite]:
     """Texts in the order of their prompts' lengths.
 
     Those that are written together are then of like length, and what does not fit into memory is
@@ -55,7 +55,7 @@ class Decoder(Protocol):
     def score_alone(self, tokens: Sequence[int]) -> float:
         """The log-likelihood of the tokens after the first, read by the model itself."""
 
-    def write(self, wanted: Sequence[Wanted]) -> Iterator[Wanted]:
+    def write(self, wanted: Sequence[TextToWrite]) -> Iterator[TextToWrite]:
         """Write texts greedily; each is yielded as soon as it has ended."""
 
     def read_on(self, cache: Any, tokens: Sequence[int]) -> None:
@@ -104,7 +104,7 @@ class Ends:
         return min((place for place in places if place >= 0), default=None)
 
 
-class Answer:
+class WrittenAnswer:
     """An answer that is being written, after the tokens of a ``trace`` by another model.
 
     ``tokens`` are those so far, the trace's among them, without the end of the turn.

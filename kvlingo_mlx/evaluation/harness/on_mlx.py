@@ -18,7 +18,7 @@ from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.conditions import CacheMaker
 from kvlingo_mlx.evaluation.continuation import log_probabilities
-from kvlingo_mlx.evaluation.harness.answers import Wanted
+from kvlingo_mlx.evaluation.harness.answers import TextToWrite
 from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import wired
@@ -84,9 +84,9 @@ class MLXDecoder:
 
     # ---- answers -------------------------------------------------------------------------
 
-    def write(self, wanted: Sequence[Wanted]) -> Iterator[Wanted]:
+    def write(self, wanted: Sequence[TextToWrite]) -> Iterator[TextToWrite]:
         waiting, batch = deque(wanted), Batch(self._target, records=False)
-        running: dict[Row, Wanted] = {}
+        running: dict[Row, TextToWrite] = {}
         with wired(self._target.model):
             while waiting or running:
                 while waiting and self._fits(waiting[0], running):
@@ -106,7 +106,7 @@ class MLXDecoder:
                 if running:
                     batch.step()
 
-    def _join(self, batch: Batch, wanted: Wanted) -> Row:
+    def _join(self, batch: Batch, wanted: TextToWrite) -> Row:
         cache = self.make_cache(list(wanted.tokens))
         if self._size > 1 and not can_merge(cache):
             self._size = 1
@@ -117,7 +117,7 @@ class MLXDecoder:
             )
         return batch.join(cache, wanted.tokens, GREEDY, wanted.most)
 
-    def _fits(self, wanted: Wanted, running: dict[Row, Wanted]) -> bool:
+    def _fits(self, wanted: TextToWrite, running: dict[Row, TextToWrite]) -> bool:
         """Whether an answer may begin beside others, which all are as wide as the longest.
 
         Others' caches are copied when one joins, so both copies and its own must have room.
@@ -132,7 +132,7 @@ class MLXDecoder:
         needed = memory.cache_bytes(self._target, longest) * (len(every) + 1)
         return free is None or needed <= free
 
-    def _ended(self, row: Row, wanted: Wanted) -> bool:
+    def _ended(self, row: Row, wanted: TextToWrite) -> bool:
         """Take what a row has written; returns whether its answer has ended."""
         while (response := row.take()) is not None:
             if response.generation_tokens == 1:

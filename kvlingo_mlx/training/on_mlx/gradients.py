@@ -41,7 +41,7 @@ SEGMENT = 512  # tokens of a recurrence whose steps are in memory at once
 
 
 @dataclass(frozen=True)
-class Reading:
+class FrozenPasses:
     """The results of the two no-gradient passes, which all translators of a pair share.
 
     Attributes:
@@ -67,7 +67,7 @@ def read(
     capture: str,
     native_layers: int = 0,
     kept: bool = False,
-) -> Reading:
+) -> FrozenPasses:
     """Read a conversation with both models.
 
     ``kept`` keeps the source's recurrent states in the place of what went into them.
@@ -93,7 +93,7 @@ def read(
         mx.eval(teacher)
     del cache
     reads = capture, kept
-    return Reading(sample, _source_states(source, target, sample, reads), own, teacher)
+    return FrozenPasses(sample, _source_states(source, target, sample, reads), own, teacher)
 
 
 def _content(cache: Any) -> Entry:
@@ -119,7 +119,7 @@ def _source_states(
 def conversation_loss(
     target: LanguageModel,
     translator: MLXTranslator,
-    reading: Reading,
+    reading: FrozenPasses,
     objective: Objective,
     *,
     scale: float = 0.0,
@@ -165,7 +165,7 @@ def conversation_loss(
 
 
 def _entry(
-    target: LanguageModel, translator: MLXTranslator, reading: Reading, layer: int, start: int
+    target: LanguageModel, translator: MLXTranslator, reading: FrozenPasses, layer: int, start: int
 ) -> Entry:
     """A translated layer's cache entries from position ``start`` on."""
     kept: Entry | None = None
@@ -178,7 +178,7 @@ def _entry(
 
 
 def _spans(
-    target: LanguageModel, translator: MLXTranslator, reading: Reading, layer: int, start: int
+    target: LanguageModel, translator: MLXTranslator, reading: FrozenPasses, layer: int, start: int
 ) -> list[slice]:
     """The positions from ``start`` on; a recurrent layer's in segments of ``SEGMENT`` tokens.
 
@@ -196,7 +196,7 @@ def _spans(
 def _part(
     target: LanguageModel,
     translator: MLXTranslator,
-    reading: Reading,
+    reading: FrozenPasses,
     layer: int,
     span: slice,
     *,
@@ -269,7 +269,7 @@ def _continued(
 def _pulled(
     target: LanguageModel,
     translator: MLXTranslator,
-    reading: Reading,
+    reading: FrozenPasses,
     layer: int,
     start: int,
     gradient: Entry,

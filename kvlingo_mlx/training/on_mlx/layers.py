@@ -25,7 +25,7 @@ Entry = tuple[mx.array, ...]  # what a layer's cache holds: keys and values, or 
 
 
 @dataclass(frozen=True)
-class Step:
+class LayerCall:
     """A layer's call in a pass: what it was given, and what it returned.
 
     ``inputs`` are the arrays it was given that layers before it returned; ``caches`` are those of
@@ -78,7 +78,7 @@ class Pass:
     ) -> None:
         self._layers, self._run, self._place = model.model.layers, run, place
         self._numbers = {id(each): number for number, each in enumerate(cache)}
-        self._steps: list[Step] = []
+        self._steps: list[LayerCall] = []
         returned: set[int] = set()
 
         def kept(call: Call) -> Call:
@@ -88,7 +88,7 @@ class Pass:
                 if self._steps and not inputs:
                     raise ValueError(f"the layers of {model.name} do not read others' outputs")
                 own = [each for each in given if id(each) in self._numbers]
-                step = Step(call, (args, kwargs), inputs, own)
+                step = LayerCall(call, (args, kwargs), inputs, own)
                 output = step.run(inputs, step.entries)
                 mx.eval(output)
                 returned.update(map(id, _floats(output)))
@@ -123,7 +123,9 @@ class Pass:
             step = self._steps.pop()
             outputs, count = _floats(step.output), len(step.inputs)
 
-            def again(*arrays: mx.array, step: Step = step, count: int = count) -> list[mx.array]:
+            def again(
+                *arrays: mx.array, step: LayerCall = step, count: int = count
+            ) -> list[mx.array]:
                 return _floats(step.run(arrays[:count], arrays[count:]))
 
             known = [wanted.pop(id(each), None) for each in outputs]

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.evaluation import verification
-from kvlingo_mlx.fitting.rows import Rows, aligned_states
+from kvlingo_mlx.fitting.rows import DeviceRows, aligned_states
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import STATES
 from kvlingo_mlx.format.tensor_file import Weights
@@ -37,7 +37,7 @@ def _no_gradient(name: str, reason: str) -> str:
 
 
 @dataclass(frozen=True)
-class Pair(Rows):
+class MLXPair(DeviceRows):
     """See :class:`kvlingo_mlx.training.runtime.Pair`."""
 
     runtime: ClassVar[str] = "mlx"
@@ -51,7 +51,7 @@ class Pair(Rows):
     ) -> MLXTranslator:
         return MLXTranslator.from_arrays(config, arrays)
 
-    def read(self, sample: Sample, config: TranslatorConfig) -> gradients.Reading:
+    def read(self, sample: Sample, config: TranslatorConfig) -> gradients.FrozenPasses:
         ends = self.source, self.target
         native, kept = config.native_layers, config.state_maps
         return gradients.read(*ends, sample, config.capture, native, kept)
@@ -59,7 +59,7 @@ class Pair(Rows):
     def loss(
         self,
         translator: MLXTranslator,
-        reading: gradients.Reading,
+        reading: gradients.FrozenPasses,
         objective: Objective,
         scale: float = 0.0,
     ) -> Loss:

@@ -396,7 +396,7 @@ def test_what_a_hand_over_refuses(pair: Ends, good: list[Translator]) -> None:
     for options, message in (
         ({"guard": 8, "on_doubt": "cry"}, "on_doubt is 'cry'; give warn, heal or reread"),
         ({"guard": -1}, "guard is -1; give a number of tokens, 0 or more"),
-        ({"on_doubt": "heal"}, "on_doubt has no effect with guard=0; give guard=32"),
+        ({"on_doubt": "heal"}, "on_doubt has no effect without guard; add guard=32"),
         ({"guard": 8, "strategy": "native"}, "guard have no effect with strategy"),
         ({"guard": 8, "on_doubt": "heal", **few}, "on_doubt is 'heal', which needs a cache"),
         ({"max_tokens": object()}, "max_tokens is of type object; give"),

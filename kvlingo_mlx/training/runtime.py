@@ -1,6 +1,6 @@
 """What a training needs of a runtime: two frozen models, and translators that learn.
 
-MLX (``on_mlx``) and PyTorch (the room ``cuda``) each have a :class:`Pair`. All else of a training
+MLX (``on_mlx``) and PyTorch (the room ``cuda``) each have such a :class:`Pair`. All else of a training
 is the same code: data, recipe, stages, checkpoints, log, interruption. What crosses between the two
 is NumPy; what a pair hands out as ``Any`` (readings, states, rows) goes back to the same pair only.
 """
@@ -119,6 +119,7 @@ def pair_of(source: Model, target: Model) -> Pair:
             f"{source.name} and {target.name} were loaded by different runtimes; load both with "
             "kvlingo_mlx.load, or both for PyTorch"
         )
-    room = "cuda" if kinds == {"TorchModel"} else "training.on_mlx"
-    made: Pair = importlib.import_module(f"kvlingo_mlx.{room}.pair").Pair(source, target)
+    torch = kinds == {"TorchModel"}
+    room, name = ("cuda", "TorchPair") if torch else ("training.on_mlx", "MLXPair")
+    made: Pair = getattr(importlib.import_module(f"kvlingo_mlx.{room}.pair"), name)(source, target)
     return made

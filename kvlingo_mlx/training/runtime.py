@@ -1,6 +1,6 @@
 """What a training needs of a runtime: two frozen models, and translators that learn.
 
-MLX (``on_mlx``) and PyTorch (the room ``cuda``) each have such a :class:`Pair`. All else of a training
+MLX (``on_mlx``) and PyTorch (the room ``cuda``) each have a :class:`Pair`. All else of a training
 is the same code: data, recipe, stages, checkpoints, log, interruption. What crosses between the two
 is NumPy; what a pair hands out as ``Any`` (readings, states, rows) goes back to the same pair only.
 """

@@ -119,7 +119,6 @@ def pair_of(source: Model, target: Model) -> Pair:
             f"{source.name} and {target.name} were loaded by different runtimes; load both with "
             "kvlingo_mlx.load, or both for PyTorch"
         )
-    torch = kinds == {"TorchModel"}
-    room, name = ("cuda", "TorchPair") if torch else ("training.on_mlx", "MLXPair")
-    made: Pair = getattr(importlib.import_module(f"kvlingo_mlx.{room}.pair"), name)(source, target)
-    return made
+    room, name = ("cuda", "Torch") if kinds == {"TorchModel"} else ("training.on_mlx", "MLX")
+    pairs: Any = importlib.import_module(f"kvlingo_mlx.{room}.pair")
+    return getattr(pairs, f"{name}Pair")(source, target)  # type: ignore[no-any-return]

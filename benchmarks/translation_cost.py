@@ -24,7 +24,6 @@ from mlx_lm.utils import load_tokenizer
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.embedded import zoo
-from kvlingo_mlx.engine.fill import translate_span
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.reporting import measure
@@ -129,7 +128,7 @@ def run(tokens: int, layers: int, trials: int, shape: Shape = SHAPES["moe"]) -> 
 
     def translate() -> None:
         cache = caches.allocate(target, tokens)
-        translate_span(cache, states, source, target, translator, tokens)
+        caches.write(cache, translator(states, target.geometry.first_kept(tokens)), target)
         mx.eval(caches.arrays(cache))
 
     found = alternated({"translation": translate, "bare": bare}, trials)

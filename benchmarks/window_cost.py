@@ -20,7 +20,6 @@ from kvlingo_mlx.backend import mx
 from translation_cost import alternated, model_of_shape, random_translator
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.engine.fill import translate_span
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.reporting import measure
@@ -54,7 +53,7 @@ def run(tokens: int, layers: int, nu: int, step: int, trials: int) -> dict[str, 
     def translate(model: LanguageModel) -> None:
         cache = caches.allocate(model, tokens)
         for states in spans:
-            translate_span(cache, states, source, model, translator, tokens)
+            caches.write(cache, translator(states, model.geometry.first_kept(tokens)), model)
             mx.eval(caches.arrays(cache))
 
     models = {"window": target, "every token": unbounded}

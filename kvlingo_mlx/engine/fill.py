@@ -18,31 +18,13 @@ from kvlingo_mlx.engine.one_turn import TARGET, OneTurn, bring, take_over
 from kvlingo_mlx.engine.plan import HandoverRequest, Plan, prepare
 from kvlingo_mlx.engine.sources import source_line
 from kvlingo_mlx.loading.models import Model
-from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.threads import finished
 from kvlingo_mlx.translators.base import Translator
 
-__all__ = ["bring", "hand_over", "take_over", "translate_span"]
-
-
-def translate_span(
-    cache: Sequence[Any],
-    states: KVStates,
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    num_tokens: int,
-) -> None:
-    """Write one span of a source's keys and values into a target's cache, without evaluating it.
-
-    ``num_tokens`` is the number of tokens that the cache will hold in the end. A layer with a
-    window takes only the last positions of these.
-    """
-    states = capture.move(states, source, translator.config.capture)
-    caches.write(cache, translator(states, target.geometry.first_kept(num_tokens)), target)
+__all__ = ["bring", "hand_over", "take_over"]
 
 
 @checked

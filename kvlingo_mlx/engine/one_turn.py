@@ -21,7 +21,7 @@ from kvlingo_mlx.engine.line_set import LineSet, Look, Step, Switch
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.engine.responses import GenerationResponse, Heard
 from kvlingo_mlx.engine.sampling import Choice
-from kvlingo_mlx.engine.sources import Given, source_line, source_of
+from kvlingo_mlx.engine.sources import Given, source_of
 from kvlingo_mlx.engine.turn import Decoding, Part, Turn, tokens_alone
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
@@ -62,9 +62,10 @@ class OneTurn(LineSet):
         self.group, self.step_size = plan.group, plan.step_size
         self.heals, self.heal_share, self.on_doubt = heals, share, on_doubt
         self.lines = {TARGET: Line(TARGET, plan.target, records=False)}
-        self.source = source
-        if plan.draft is plan.source and plan.aligned is None and plan.translator is not None:
-            self.source = self.lines[DRAFT] = source_line(plan)  # it reads the prompt only once
+        self.source = source_of(plan, self.clock) if source is None else source
+        shared = plan.draft is plan.source and plan.aligned is None and self.source is not None
+        if shared and isinstance(self.source, Line):
+            self.lines[DRAFT] = self.source  # the draft model reads the prompt only once
         elif plan.draft is not None:
             self.lines[DRAFT] = Line(DRAFT, plan.draft, records=False)
 
@@ -119,8 +120,6 @@ class OneTurn(LineSet):
     ) -> Generator[None, None, Guarded | None]:
         """Grow the target's line; what the guard found of ``look``."""
         plan, line, found = self.plan, self.target, None
-        if plan.way == "accelerator" and self.source is None:
-            self.source = source_of(plan, self.clock)
         try:
             if plan.aligned is not None and self.source is not None:
                 with mx.stream(generation_stream):
@@ -154,12 +153,11 @@ class OneTurn(LineSet):
     ) -> Generator[None, None, Switch]:
         """Grow the target's line from the source's, or let the target read the prompt itself."""
         watch = self.plan.watch()
-        if watch is not None and self.source is None:
-            self.source = source_of(self.plan, self.clock)
         look = None if watch is None else self.look(watch)
         guarded = yield from self.filled(watch, look)
         if isinstance(self.source, Line):
             self.source.records = False
+        self.source = None  # its cache is not held while the target decodes, but for a draft's
         seconds, plan, number = self.clock.seconds, self.plan, self.plan.num_translated
         return Switch(
             name, 0, number, len(plan.prefix) - number, self.clock.passed,

@@ -54,7 +54,7 @@ class Given:
 
 def source_of(plan: Plan, clock: Clock) -> Source | None:
     """The source of a plan's states, empty yet; None where nothing is translated."""
-    if plan.translator is None or not plan.prefix:
+    if plan.way != "accelerator" or plan.translator is None or not plan.prefix:
         return None
     if isinstance(plan.source, RemoteModel):
         return Given(plan.source, _sent(plan, clock), len(plan.prefix))

@@ -26,7 +26,6 @@ from kvlingo_mlx.cuda.translation import (  # noqa: E402
     CacheMemory,
     PrefixTranslation,
 )
-from kvlingo_mlx.engine import fill  # noqa: E402
 from kvlingo_mlx.format.assignment import by_depth, identity  # noqa: E402
 from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
 from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
@@ -157,7 +156,7 @@ def test_equals_the_device(
     for start, end in ((0, 9), (9, 29)):
         sides = (tuple(mx.array(layer[None, start:end]) for layer in side) for side in states)
         kv = KVStates(*sides, capture, start)
-        fill.translate_span(cache, kv, *there, build(config, Weights("float32", arrays)), 29)
+        caches.write(cache, build(config, Weights("float32", arrays))(kv), there[1])
     tensors = {name: torch.tensor(array) for name, array in arrays.items()}
     memory = CacheMemory.allocate(here[1], 20, torch.float32)
     fast = PrefixTranslation.build(config, tensors, here[1], 29)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from mlx_lm.generate import generate_step
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
+from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -150,6 +152,20 @@ def test_peak_memory_is_two_caches_and_a_chunk(
     bound = prefill_bytes(source, tokens, step) + caches + chunk
     assert hand_over(step) <= bound
     assert hand_over(480) > bound  # the bound has power: a large chunk breaks it
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_sources_cache_is_gone_while_the_target_decodes(
+    model: LanguageModel, drafts: bool
+) -> None:
+    """But where the source is the draft model too, which goes on with it: the control."""
+    options = {"draft_model": model, "max_tokens": 8} if drafts else {"max_tokens": -1}
+    answer = kv.stream_generate(model, model, TOKENS, translator=identity_of(model), **options)
+    next(answer)
+    gc.collect()
+    held = [each for each in gc.get_objects() if isinstance(each, Line) and each.name == "source"]
+    answer.close()
+    assert bool(held) == drafts
 
 
 def test_logits_processors_see_the_whole_prompt(model: LanguageModel) -> None:

@@ -15,7 +15,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches, translators
-from kvlingo_mlx.engine.fill import translate_span
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -63,7 +62,8 @@ def every_token(
     """The target's cache, written by mlx-lm itself, of a translation that leaves nothing out."""
     kept = caches.allocate(whole, len(prefix))
     for states in capture.prefill(source, prefix, step):
-        translate_span(kept, states, source, whole, translator, len(prefix))
+        moved = capture.move(states, source, translator.config.capture)
+        caches.write(kept, translator(moved), whole)
     own = make_prompt_cache(target.model)
     for cache, layer in zip(own, kept, strict=True):
         assert layer.offset == len(prefix)

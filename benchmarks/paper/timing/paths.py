@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from benchmarks.paper.timing import healing
 from benchmarks.paper.timing.phases import HEAL_INTERLEAVED, HEAL_LAYERS, HYBRID
 from kvlingo_mlx import caches
-from kvlingo_mlx.engine.fill import bring, take_over, translate_span
+from kvlingo_mlx.engine.fill import bring, take_over
 from kvlingo_mlx.engine.hybrid import Native, native_part
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.models import capture
@@ -127,7 +127,9 @@ class Paths:
         with mx.stream(generation_stream):
             cache = caches.allocate(self.target, length)
             for states in self._recorded:
-                translate_span(cache, states, self.source, self.target, translator, length)
+                moved = capture.move(states, self.source, translator.config.capture)
+                firsts = self.target.geometry.first_kept(length)
+                caches.write(cache, translator(moved, firsts), self.target)
             mx.eval(caches.arrays(cache))
         return cache
 

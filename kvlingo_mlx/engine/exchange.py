@@ -228,7 +228,7 @@ class Exchange(LineSet):
         before = cut(line.spans, kept)
         ahead = translated(before) - translated(cut(before, line.counted))
         sources = {s.writer for s in before if s.passes and s.stop > line.counted}
-        sources |= {step.source.name for step in plan if step.source}
+        sources |= {step.source.name for step in plan if step.source is not None}
         used = self.used_by(line.name, sources)
         return Switch(
             *(line.name, kept - ahead, now + ahead, sum(lengths) - now),

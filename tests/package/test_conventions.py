@@ -338,14 +338,14 @@ def test_every_reason_is_still_one() -> None:
 
 # 17 more since rounded fingerprints of norms, which 0.1.0 wrote, are recognised again, and since
 # huggingface-hub brings httpx by either of its names.
-TOTAL, GOAL = 48_408, 36_000  # lines of the package: at most, and where this is going
+TOTAL, GOAL = 48_388, 36_000  # lines of the package: at most, and where this is going
 LINES_OF = {  # a room's lines; it may have a tenth more
     "arguments": 272,
     "caches": 1_274,
     "cli": 4_372,
     "cuda": 2_741,
     "embedded": 532,
-    "engine": 8_356,
+    "engine": 8_336,
     "evaluation": 3_693,
     "families": 1_171,
     "fitting": 571,

@@ -368,27 +368,6 @@ def test_stats_whose_measurement_is_skipped(chats: Chats, recorder: type[Recorde
 # ---- at the start ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("c",), "c does not exist"),
-        (("--model", "=c"), "give NAME=MODEL"),
-        (("--model", "a=x"), "the name 'a' is taken"),
-        (("--model", "auto=x"), "a model is named auto"),
-        (("--model", "c=/no/such/folder"), "does not exist"),
-        (("--use", "c"), "--use is 'c'; give one of a, b"),
-        (("--route", "x"), "give FILE.toml, module:function or path/to/file.py:function"),
-        (("-c", "on_missing=skip"), "on_missing is 'skip'; give error or reprefill"),
-        (("-c", "offload=4bit"), "offload is '4bit'; give 8bit or disk"),
-        (("--save", "/dev/null/x"), "--save is '/dev/null/x'; name a folder"),
-    ],
-)
-def test_bad_starts(chats: Chats, options: tuple[str, ...], message: str) -> None:
-    chats("hi there", options=options, status=2)
-    assert chats.out == "" and chats.err.startswith("error: ") and message in chats.err
-    assert chats.err.count("\n") == 1
-
-
 def test_bad_input(chats: Chats, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     bad = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8")
     for given, message in ((None, "is closed"), (bad, "standard input is not UTF-8 text")):

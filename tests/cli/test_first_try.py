@@ -124,39 +124,3 @@ def test_messages_from_a_file(
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert run([*given, "--messages", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["results"]["text"] == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "holds no messages"),
-        ('{"messages": "hi"}', "holds 'h'; give messages"),
-        ('{"role": "user", "content": "a"}\n{"role"', "line 2: not JSON"),
-        ('["hi"]', "holds 'hi'; give messages"),
-        (json.dumps([{"messages": CHAT}, {"messages": CHAT}]), "2 conversations"),
-        ('[{"role": "bot", "content": "hi"}]', "does not take these messages"),
-    ],
-)
-def test_bad_messages(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "messages"
-    file.write_text(text)
-    pair = ["--prefill-model", "tiny-qwen3-s", "--decode-model", "tiny-qwen3-l"]
-    fails(["generate", *pair, "--messages", str(file)], message, capsys)
-
-
-def test_one_of_prompt_and_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["generate", "--prefill-model", "tiny-qwen3-s", "--decode-model", "tiny-qwen3-l"]
-    file = tmp_path / "messages"
-    file.write_text(json.dumps(CHAT))
-    fails(given, "give --prompt TEXT, or --messages FILE", capsys)
-    fails([*given, "-p", "hi", "--messages", str(file)], "leave out one of them", capsys)
-    fails([*given, "--messages", str(tmp_path / "none")], "No such file", capsys)
-    fails([*given, "--messages", str(file), "--system-prompt", "x"], "--system-prompt", capsys)
-    fails(
-        [*given, "--messages", str(file), "-c", "ignore_chat_template=true"],
-        "ignore_chat_template", capsys,
-    )  # fmt: skip
-    file.write_bytes(b"\xff\xfe")
-    fails([*given, "--messages", str(file)], "is not UTF-8 text", capsys)

@@ -205,33 +205,9 @@ def test_every_pair(
 # ---- as users typed them ---------------------------------------------------------------------
 
 PAIR = ["--source", "/none", "--target", "/none"]
-GENERATE = ["generate", "--prefill-model", "/none", "--decode-model", "/none", "--prompt", "hi"]
+
+
 TRAIN = ["train", *PAIR, "--data", "/none", "--out", "/none"]
-EVAL = ["eval", *PAIR, "--tasks", "continuation"]
-PAPERS = ["paper eval", *PAIR]
-
-
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ([*TRAIN, "-c", "hidden=64"], "hidden has no effect with --kind linear"),
-        ([*TRAIN, "-c", "histogram=true", "--plot", "x"], "--out, --plot have no effect with"),
-        ([*EVAL, "-c", "window=9+9"], "window has no effect without --data"),
-        ([*PAPERS, "--suite", "paper", "--judge-prompts", "x"], "without --judge; add --jud"),
-        (
-            [*GENERATE, "--strategy", "native", "--translator", "/none", "-c", "native_head=3"],
-            "--translator, native_head have no effect with --strategy native",
-        ),
-        ([*GENERATE, "-c", "kv_group_size=32"], "no effect without --kv-bits; add --kv-bits 8"),
-        (["verify", "/none", "--target", "x"], "--target has no effect without --source"),
-        (["paper bench", "--batch-sizes", "1,2"], "--batch-sizes has no effect"),
-    ],
-)
-def test_what_did_nothing_is_refused(
-    line: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before any model is looked for: there is none of these names."""
-    fails(line, told, capsys)
 
 
 def test_a_value_equal_to_the_default_counts_where_it_is_typed(
@@ -304,34 +280,6 @@ def setting(verb: str, name: str) -> list[str]:
     if name not in give:
         return []
     return ["-c", f"{name}={give[name]}"] if is_key(parameter) else [parameter.opts[0], give[name]]
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["-c", "hiden=2"], "--config: unknown key 'hiden'; did you mean hidden?"),
-        (["-c", "c.toml"], "c.toml: unknown key 'qwertz'; known are "),
-        (["-c", "list.json"], "list.json holds no keys"),
-        (["-c", "null.json"], "null.json: hidden is None; give a text"),
-        (["-c", "broken.toml"], "broken.toml is not valid TOML or JSON"),
-        (["-c", "absent.toml"], "--config absent.toml cannot be read"),
-        (["--kind", "mlp", "-c", "hidden=many"], "should be a valid integer"),
-        (["--kind", "mlp", "-c", "float.toml"], "should be a valid integer"),
-    ],
-)
-def test_a_wrong_file_is_refused(
-    words: list[str],
-    told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    texts = {"c.toml": "qwertz = 1", "list.json": "[1]", "null.json": '{"hidden": null}',
-             "broken.toml": "hidden =", "float.toml": "hidden = 2.5"}  # fmt: skip
-    for name, text in texts.items():
-        Path(name).write_text(text)
-    fails([*TRAIN, *words], told, capsys)
 
 
 def test_a_flag_goes_over_a_file(asked: list[dict[str, Any]], tmp_path: Path) -> None:

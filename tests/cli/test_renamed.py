@@ -49,21 +49,6 @@ def test_the_other_verbs_take_no_pair() -> None:
         assert not {"source", "target"} <= {p.name for p in COMMANDS[verb].params}
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ([], "no model is given"),
-        (["--source", "A", "--model", "a=B"], "--source has no effect"),
-        (["--target", "B"], "--target has no effect without --source"),
-    ],
-)
-def test_a_chat_names_its_models_one_way(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["chat", *words]) == 2
-    assert told in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("old", "new"), MOVED.items())
 def test_what_the_papers_tables_alone_need_is_in_a_checkout(
     old: str, new: str, begun: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]

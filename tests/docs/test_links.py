@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
@@ -24,6 +25,7 @@ from tests.docs.doc_pages import (
     words_of,
 )
 from tests.support.command_line import COMMANDS
+from tests.support.translator_folders import Layout, config_json, layer_json
 from tools import render_help
 
 HOUSE = ROOT / "ARCHITECTURE.md"
@@ -135,6 +137,30 @@ def test_the_page_of_the_command_line_is_what_help_says() -> None:
     page = render_help.PAGE.read_text(encoding="utf-8")
     assert page == render_help.page(), "run `python tools/render_help.py`"
     assert not [verb for verb in OURS if verb not in anchors(page)]
+
+
+def test_the_page_of_the_format_is_right() -> None:
+    """It has every key of a config, and its code gives the package's fingerprints.
+
+    That every kind of its translators is read as it says, tests/format and tests/translators show.
+    """
+    page = (ROOT / "docs" / "reference" / "translator-format.md").read_text(encoding="utf-8")
+    config = config_json(Layout(head_mixing=False, heads=(3, 2), head_map=(2, 0)))
+    for key in {*config, *config["source"], *config["source"]["layers"][0]}:
+        assert f"`{key}`" in page
+    session: dict = {}
+    exec(next(b.text for b in blocks(page) if "def canonical" in b.text), session)
+    model = kv.load("tiny-qwen3-s")
+    fingerprint = session["tokenizer_fingerprint"](model.tokenizer.get_vocab())
+    assert fingerprint == model.tokenizer_fingerprint
+    heads, dim = model.config["num_key_value_heads"], model.config["head_dim"]
+    layers = [layer_json(i, heads, dim, dim) for i in range(4)]
+    rope = {"type": "default", "base": 10000.0, "dims": 32, "traditional": False, "scaling": []}
+    found = session["geometry_fingerprint"]("qwen3", layers, [rope] * 4, 1e-06, 1024)
+    assert found == model.geometry.fingerprint
+    modules = dict(model.model.named_modules())
+    norms = {n: np.array(m.weight) for n, m in modules.items() if type(m).__name__ == "RMSNorm"}
+    assert session["norms_fingerprint"](norms) == model.norms_fingerprint
 
 
 def test_every_page_links_the_glossary() -> None:

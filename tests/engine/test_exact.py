@@ -17,7 +17,6 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.caches import arrays
-from kvlingo_mlx.cli import run
 from kvlingo_mlx.engine import plan
 from kvlingo_mlx.loading import models as loading
 from kvlingo_mlx.models import capture
@@ -178,20 +177,3 @@ def test_native_needs_no_translator_and_reads_no_weights_of_the_source(
     dense, wide = (str(folders[name]) for name in ("dense", "wide"))
     assert kv.generate(dense, wide, TOKENS, strategy="native", max_tokens=2)
     assert lazy == {dense: True, wide: False}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        ("fast", "strategy is 'fast'; give accelerator or native"),
-        ("switch", "which only a conversation has"),
-        ("auto", "strategy is 'auto'; give accelerator or native"),
-    ],
-)
-def test_strategies_that_are_none(
-    strategy: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--prefill-model", "tiny-qwen3-s", "--decode-model", "tiny-qwen3-moe", "--prompt", "x"]
-    assert run(["generate", "--strategy", strategy, *words]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1

@@ -479,37 +479,6 @@ def test_controls_do_not_follow_the_tuned_number(root: Path) -> None:
         assert not any(equal(a, b) for a, b in zip(plain_maker(TOKENS), own, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--native-layers", "0,9"], "--native-layers is '0,9'; give numbers from 0 to "),
-        (["--max-kl", "-1"], "--max-kl is -1.0; give 0 or more"),
-        (["--min-recall", "95"], "--min-recall is 95.0; give 0 to 1, a share"),
-        (["--max-kl", "1"], "is no folder of yours, so nothing can be kept in it"),
-        (["--data", "DATA"], "record 1: its last reply does not hold 'off'"),
-        (["-c", "lengths=64,x"], "lengths is '64,x'; give numbers, 1 or more"),
-        (["-c", "lengths=0,64"], "lengths is '0,64'; give numbers, 1 or more"),
-        (
-            ["-c", "lengths=64,99999"],
-            "lengths holds 99999; give less than 2048, the shorter of both contexts",
-        ),
-        (
-            ["--data", "TALK", "-c", "lengths=4,64"],
-            "no conversation of the data has a prefix of 1 to 4 tokens; give other lengths",
-        ),
-    ],
-)
-def test_tuning_that_cannot_be(
-    tmp_path: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    facts: dict[str, Any] = {"answers": ["off"]} if "DATA" in more else {}
-    data = talk_file(tmp_path, **facts)
-    more = [data if word in ("DATA", "TALK") else word for word in more]
-    command = ["tune", "tiny-qwen3-s", "tiny-qwen3-l", "--limit", "1", *more]
-    assert run([*command, "--out", str(tmp_path / "out.jsonl")]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_what_cannot_be_kept_is_refused_before_measuring(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -528,19 +497,6 @@ def test_what_cannot_be_kept_is_refused_before_measuring(
     assert "holds training.log, which is no file of a translator" in error
     assert error.count("\n") == 1 and (own / "training.log").read_text() == "mine"
     assert not (tmp_path / "out.jsonl").exists()
-
-
-@pytest.mark.parametrize("verb", ["eval", "chat"])
-def test_verbs_refuse_what_is_no_number_of_layers(
-    verb: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    models = {
-        "eval": ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"],
-        "chat": ["--model", "a=tiny-qwen3-s", "--model", "b=tiny-qwen3-l"],
-    }
-    assert run([verb, *models[verb], "--native-layers", "many"]) == 2
-    message = " is 'many'; give a number of layers, or 'auto'"
-    assert message in capsys.readouterr().err
 
 
 def test_eval_compares_hybrids(root: Path, tmp_path: Path) -> None:

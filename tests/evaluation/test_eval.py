@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -237,33 +236,3 @@ def test_an_interruption_says_how_to_go_on(
     assert run(options) == 130
     assert "the same command goes on" in capsys.readouterr().err
     assert run(options) == 0 and len(kept) == 4  # two items, native and translated
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--baselines", "droid"], "--baselines names 'droid'"),
-        (["--tasks", "needles", "--lengths", "10,99999"], "--lengths holds 99999; give "),
-        (["--tasks", "needles", "--lengths", "20"], "the needles alone take"),
-        (["--tasks", "needles", "-c", "style=odd"], "'odd' is no needle style"),
-        (["--plot", "x.png"], "add --compare"),
-        (["--data", "absent.jsonl"], "absent.jsonl"),
-        (["a=absent", "a=absent"], "'a' is taken"),
-        (["name="], "names no translator"),
-        (["--out", "absent/x.jsonl"], "absent/x.jsonl cannot be written"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_input(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: Sequence[str],
-    message: str,
-) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    assert run([*PAIR, *options]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and message in said and said.count("\n") == 1
-    assert not list(tmp_path.iterdir())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 from kvlingo_mlx.backend import mx
 
@@ -19,7 +18,7 @@ from kvlingo_mlx.evaluation.compare import evaluate, outcome
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import two_tokenizers
-from tests.support.command_line import fails, run
+from tests.support.command_line import run
 
 ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
 PAIR = ["eval", "--source", ENDS[0], "--target", ENDS[1], "--tasks", "continuation"]
@@ -102,23 +101,3 @@ def test_the_verb_cuts_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         scores = items["source alone"][place]["scores"]
         assert scores["nll"] == pytest.approx(theirs, rel=1e-3)
         assert scores["gap"] == pytest.approx(theirs - own, abs=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("window", "lines", "told"),
-    [
-        ("256", [{"text": "x"}], "window is '256'; give two numbers of tokens: 256+64"),
-        ("40000+960", [{"text": "x"}], "takes 40960 tokens, and the shorter of the two contexts"),
-        ("256+64", [{"text": ""}, {"text": "x"}], "no text of the data has the 320 tokens"),
-        ("2+2", [{"text": WORDS}, {"messages": [{"role": "user", "content": "x"}]}],
-         "record 2 of the data is a conversation, and window cuts plain texts"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
-def test_bad_windows(
-    window: str, lines: list[Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    Path("x.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    fails([*PAIR, "--data", "x.jsonl", "-c", f"window={window}"], told, capsys)

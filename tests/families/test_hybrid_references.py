@@ -79,6 +79,8 @@ PAIRS: dict[str, tuple[tuple[str, Settings], tuple[str, Settings], int]] = {
     "mamba": (("granitemoehybrid", {}), ("nemotron_h", NEMOTRON), 270),
     "mamba, back": (("nemotron_h", {}), ("granitemoehybrid", GRANITE), 270),
     "convolution": (("lfm2_moe", {}), ("lfm2", LFM), 90),
+    "mamba to convolution": (("granitemoehybrid", {}), ("lfm2", {}), 90),
+    "delta to mamba": (("qwen3_next", QWEN), ("granitemoehybrid", {}), 90),
 }
 
 

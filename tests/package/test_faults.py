@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.cli import run
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading.pairing import check_tokenizers
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -103,20 +102,6 @@ def test_the_first_token_that_differs_is_named(
     told = rf"\(id {number} is '<think>' and '<thonk>'\)"
     with pytest.raises(kv.IncompatibleTranslatorError, match=told):
         check_tokenizers(model, other)
-
-
-@pytest.mark.parametrize(
-    "option", [("--temp", "nan"), ("--temp", "-1"), ("--max-tokens", "0"), ("--max-tokens", "-2")]
-)
-def test_sampling_options_are_checked_before_models_are_read(
-    option: tuple[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Row 42: the models named here do not exist, or the error would be about them."""
-    pair = ["--prefill-model", "/no/such", "--decode-model", "/no/such"]
-    assert run(["generate", *pair, "--prompt", "x", *option]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {option[0]} is ") and "; give " in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import pytest
 pytest.importorskip("starlette")
 
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.embedded import zoo
 from tests.support import ROOT
 from tests.support.command_line import fails
 from tests.support.network import Network
@@ -86,39 +85,3 @@ def test_two_programs(
         assert process.returncode == 0 and "Traceback" not in wrong
         capsys.readouterr()
         fails(["generate", *source, *ASK], "cannot be reached (", capsys)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--host", "0.0.0.0"], "host is 0.0.0.0, which others can reach, and no key is set"),
-        (["--max-jobs", "0"], "max_jobs is 0; give 1 or more"),
-        (
-            ["--host", "no.such.host", "--allow-anyone"],
-            "--host is no.such.host, which is not known",
-        ),
-        (["--translator", "no-such-one"], "no-such-one does not exist"),
-    ],
-)
-def test_what_is_refused(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    fails(["serve-prefill", "--source", str(zoo("tiny-qwen3-s")), *options], told, capsys)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "fit --source h:1 --target tiny-qwen3-l --data chats.jsonl --out y",
-        "tune --source h:1 --target tiny-qwen3-l --translator t",
-        "chat --source h:1 --target tiny-qwen3-l",
-        "chat --model a=h:1",
-        "serve-prefill --source h:1",
-        "generate --source tiny-qwen3-s --target h:1 --prompt x",
-        "bench --source h:1 --target tiny-qwen3-l",
-    ],
-)
-def test_other_verbs_take_models_of_this_machine(
-    words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("chats.jsonl").write_text('{"text": "one two three"}\n')
-    fails(words.split(), "h:1 is an address, and a model on another machine can only be", capsys)

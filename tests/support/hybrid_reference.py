@@ -337,10 +337,13 @@ class Reference:
 def translated(folder: Path, source: Sequence[Pair]) -> list[Pair]:
     """What a saved linear translator makes of a source's features."""
     config, tensors = read_translator(folder)
+    kinds, own = ([g["attention"] for g in config[end]["layers"]] for end in ("source", "target"))
 
     def of(side: int, layer: int) -> Tensor:
         reads = config["assignment"][SIDES[side]][layer]
-        read = torch.cat([source[s][side] for s in reads], dim=-1)
+        # Of a layer of its own kind a map reads one side, of another kind both.
+        parts = [source[s][side : side + 1] if kinds[s] == own[layer] else source[s] for s in reads]
+        read = torch.cat([array for part in parts for array in part], dim=-1)
         return read @ tensors[f"{SIDES[side]}.{layer}.weight"].T
 
     return [(of(0, t), of(1, t)) for t in range(len(config["target"]["layers"]))]

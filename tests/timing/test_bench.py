@@ -278,22 +278,3 @@ def test_bench_without_a_translator_times_random_maps(
     done = capsys.readouterr()
     assert "random maps of the same shapes are timed" in done.err
     assert "random maps, nu = 1" in done.out and "bundled text" in done.out
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--geometry", "qwen3-4b"], "--geometry is 'qwen3-4b'; give SOURCE:TARGET"),
-        (["--geometry", "qwen3-4b:nope"], "--geometry names 'nope'; there are qwen3-0.6b, "),
-        (["--geometry", "qwen3-4b:qwen3-8b", "-c", "layers=37"], "layers is 37; qwen3-4b has 36"),
-        (["-p", "64,1"], "--prompt-tokens is '64,1'; give numbers of tokens, 2 or more"),
-        (["-p", "64,9999"], "holds 9999, but the context of tiny-qwen3-s is 2048: give at most"),
-        (["-c", "nu=2"], "error: nu is 2, but it is for random maps, and the stored"),
-        (["--quantize", "7"], "7"),
-        (["--table", "quant"], "`bench --table` is now `python -m benchmarks.paper bench --table`"),
-    ],
-)
-def test_bench_refuses(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", *more]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1

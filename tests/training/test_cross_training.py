@@ -192,30 +192,6 @@ def test_the_loss_is_that_of_the_devices_cache(
     assert abs(control - found) > 1e-3
 
 
-def test_gradients_are_those_of_finite_differences(root: Path, loaded: Opener) -> None:
-    source, target = map(loaded, PAIRS[0])
-    folder = root / "gradients"
-    if not folder.exists():
-        write_translator(folder, root / PAIRS[0][0], root / PAIRS[0][1], nu=1)
-    translator = torch_translator(folder)
-    reading = read(source, target, samples(source, target)[1], translator.config.capture)
-    conversation_loss(target, translator, reading, KL, scale=1.0)
-    rng = torch.Generator().manual_seed(0)
-    for name in ("keys.0.weight", "values.3.weight"):
-        tensor = translator.tensors[name]
-        direction = torch.randn(tensor.shape, generator=rng)
-        direction *= 1e-3 * tensor.detach().norm() / direction.norm()
-        values = []
-        for sign in (1.0, -1.0):
-            with torch.no_grad():
-                tensor += sign * direction
-            values.append(conversation_loss(target, translator, reading, KL).kl)
-            with torch.no_grad():
-                tensor -= sign * direction
-        slope = (tensor.grad * direction).sum().item()
-        assert slope == pytest.approx((values[0] - values[1]) / 2, rel=0.05, abs=2e-6)
-
-
 class Talks:
     """The conversations over and over."""
 

@@ -414,24 +414,3 @@ def test_seeds_share_the_first_ones_rate(
     assert (tmp_path / "u" / "translator.safetensors").read_bytes() == (
         folders[2] / "translator.safetensors"
     ).read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["-c", "seeds=1,x"], "seeds is '1,x'; give different whole numbers: 42,43,44"),
-        (["-c", "seeds=1", "--seed", "2"], "--seed has no effect with -c seeds=1"),
-        (["-c", "at_once=2"], "at_once has no effect without sweep; add -c sweep=true"),
-        (["-c", "sweep=true", "--minutes", "1"], "error: sweep has no effect with --minutes 1.0"),
-    ],
-)
-def test_what_is_refused(
-    command: list[str],
-    tmp_path: Path,
-    options: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run([*command, "--out", str(tmp_path / "t"), *options]) == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.glob("t*"))

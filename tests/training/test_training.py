@@ -686,32 +686,6 @@ def test_an_mlps_stage_1_does_what_it_is_told(
     assert paper == TrainingPlan().stage1_recipe
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("-c", "stage1_steps=5"), "stage1_steps has no effect with --kind linear,"),
-        (("--kind", "mlp", "-c", "stage1_lr=x"), "stage1_lr is 'x'; give a number"),
-        (("--kind", "mlp", "-c", "stage1_steps=0", "--steps", "0"), "neither stage has steps"),
-        (
-            ("-c", "objective=ce", "-c", "ce_weight=0"),
-            "ce_weight has no effect with -c objective=ce",
-        ),
-    ],
-)
-def test_what_would_train_nothing_is_refused(
-    folders: dict[str, Path],
-    jsonl: Path,
-    tmp_path: Path,
-    options: tuple[str, ...],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(arguments(folders, jsonl, "--out", str(tmp_path / "t"), *options)) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-    assert [path.name for path in tmp_path.glob("t*")] == [jsonl.name]
-
-
 def test_the_command_sweeps_over_a_rate_that_diverges(
     folders: dict[str, Path], jsonl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -766,48 +740,6 @@ def test_the_command_shows_prefix_lengths_of_an_embedded_pair(
     assert found["stage2"] == [{"from": 3, "below": 4, "reasoning": 5, "without": 6}]
     survey = found["survey"]
     assert survey["records"] == 72 and survey["samples"] == 40_000 and survey["packed_share"] == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ((), "--out is missing"),
-        (("--out", "x", "--lr", "fast"), "--lr is 'fast'"),
-        (("--out", "x", "--dtype", "int8"), "--dtype is 'int8'"),
-        (("--out", "x", "-c", "objective=mse"), "objective is 'mse'"),
-        (("--out", "x", "--nu", "9"), "nu is 9"),
-        (("--out", "x", "--steps", "-5"), "--steps is -5; give a whole number, 0 or more"),
-        (("--out", "x", "--batch-size", "0"), "--batch-size is 0; give 1 or more"),
-        (("--out", "x", "--minutes", "nan"), "--minutes is nan; give a number above 0"),
-        (("--out", "x", "--minutes", "0"), "--minutes is 0.0; give a number above 0"),
-        (("--out", "x", "-c", "packed_share=1.5"), "packed_share is 1.5; give a share from 0 to 1"),
-        (("--out", "x", "-c", "assignment=best"), "assignment is 'best'; give relative_depth, r2"),
-        (("--out", "x", "-c", "ridge=-1"), "ridge is -1.0; give a number, 0 or more"),
-        (("--out", "x", "--max-prefix", "20000"), "--max-prefix is 20000; give 1 to 16384 tokens"),
-        (("--out", "x", "--seed", "99999999999999999999"), "--seed is 99999999999999999999; give"),
-        (
-            ("--out", "x", "--device", "gpu"),
-            "--device is 'gpu'; it must be mlx, cuda, cuda:N or cpu",
-        ),
-        (("--out", "x", "--device", "cuda:99"), "--device is cuda:99, but PyTorch finds"),
-        (("--out", "x", "--steps", "0", "--plot", "kl.png"), "--plot"),
-    ],
-)
-def test_bad_options(
-    folders: dict[str, Path],
-    jsonl: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: tuple[str, ...],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.iterdir())
-    assert run(arguments(folders, jsonl, *options)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1
-    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_rotated_keys_of_two_vocabularies_are_refused(

@@ -316,48 +316,6 @@ def test_attention_mass_is_what_the_model_attends_with(folders: dict[str, Path],
         assert bool((mine[: 51 - window] == 0).all()) and bool((mine[51 - window :] > 0).all())
 
 
-# ---- gradients -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("pair", "options"),
-    [
-        (PAIRS[0], {"nu": 2}),
-        (PAIRS[0], {"head_mixing": False, "capture": "post_norm"}),
-        (PAIRS[1], {"kind": "mlp", "capture": "post_rope"}),
-        (UNLIKE_PAIRS[1], {"nu": 2}),
-        (UNLIKE_PAIRS[2], {"joint": True}),
-    ],
-    ids=str,
-)
-def test_gradients_equal_finite_differences(
-    folders: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    pair: tuple[str, str],
-    options: dict[str, Any],
-) -> None:
-    """Along random directions, in float64, through a prefix that windows have left behind.
-
-    The targets have no experts: transformers routes in float32.
-    """
-    source, target = (double(folders[n], monkeypatch) for n in pair)
-    config = linear_config(source, target, **options)
-    arrays = random_arrays(config)
-    translator = TorchTranslator.from_arrays(config, arrays, "cpu")
-    reading = read(source, target, sample_of(30, 6), config.capture)
-    conversation_loss(target, translator, reading, KL, scale=0.5)
-    rng = np.random.default_rng(1)
-    for name in sorted(arrays)[:: max(1, len(arrays) // 8)]:
-        direction = rng.normal(size=arrays[name].shape)
-        slope = 0.0
-        for sign in (1, -1):
-            moved = {**arrays, name: arrays[name] + sign * 1e-6 * direction}
-            there = TorchTranslator.from_arrays(config, moved, "cpu")
-            slope += sign * conversation_loss(target, there, reading, KL).value / 2e-6
-        found = 2.0 * float((translator.tensors[name].grad.numpy() * direction).sum())
-        assert found == pytest.approx(slope, rel=1e-5, abs=1e-9), name
-
-
 # ---- configs -------------------------------------------------------------------------------
 
 # As transformers 5 writes what tiny.py writes in the older way.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -365,40 +364,3 @@ def test_eval_shows_each_form_beside_the_float_one(
     assert run([*command, "--baselines", "none", "--quantize", "4"]) == 0
     assert run([*command, "--baselines", "none"]) == 0
     assert journal.read_text() == written
-
-
-PAIRS = {
-    "generate": ["--prefill-model", "absent", "--decode-model", "absent", "--prompt", "a"],
-    "bench": [],
-    "show": ["absent"],
-    "eval": ["--source", "absent", "--target", "absent"],
-}
-
-
-@pytest.mark.parametrize(
-    ("verb", "value", "message"),
-    [
-        ("generate", "3", "quantize is 3; give 8 or 4"),
-        ("bench", "3", "--quantize is '3'; give 8, 4"),
-        ("show", "3", "quantize is 3; give 8 or 4"),
-        *(("eval", v, f"--quantize is {v!r}; give 8, 4 or 8,4") for v in ("3", "8,x", "")),
-    ],
-)
-def test_bad_widths(
-    verb: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    typed = ["-c", f"quantize={value}"] if verb == "generate" else ["--quantize", value]
-    refused([verb, *PAIRS[verb], *typed], message, capsys)
-
-
-def test_a_model_is_not_quantised_here(
-    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["show", str(folders["dense"]), "--quantize", "8"]
-    refused(options, "--quantize is for translators", capsys)
-
-
-def refused(arguments: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(list(arguments)) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1 and message in said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 from kvlingo_mlx.backend import mx
@@ -15,7 +14,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from benchmarks.paper.analysis import corpus as texts
-from benchmarks.paper.analysis import report as reports
 from benchmarks.paper.analysis import states as collecting
 from benchmarks.paper.analysis.corpus import Corpus
 from benchmarks.paper.analysis.linearity import fit_layer
@@ -26,6 +24,7 @@ from benchmarks.paper.analysis.states import States, collect
 from benchmarks.paper.commands import run
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
+from tests.support.command_line import fails
 
 SIDES = ("keys", "values")
 
@@ -247,15 +246,6 @@ ZOO = ["analyze", "--source", "tiny-qwen3-s", "--target", "tiny-qwen3-moe"]
 SMALL = ["--documents", "16", "--tokens", "2048", "--epochs", "1", "--hidden", "16"]
 
 
-def fails(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command exits with 2 and one line that starts with "error:"."""
-    capsys.readouterr()
-    assert run(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    assert message in error
-
-
 def test_verb_on_the_zoo(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*ZOO, *SMALL, "--json", "-"]) == 0
     captured = capsys.readouterr()
@@ -293,31 +283,4 @@ def test_verb_on_a_file(
     results = json.loads(record.read_text())["results"]
     assert results["cka"] == {} and results["heads"] == {} and results["capture"] == "post_rope"
     data.write_text(json.dumps({"text": "alone"}) + "\n")
-    fails(given, "hold 1 usable document(s)", capsys)
-
-
-def test_bad_input_is_refused_before_any_work(
-    folders: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(reports, "collect", None)  # nothing may be run
-    foreign = tmp_path / "foreign"
-    shutil.copytree(folders["moe"], foreign)
-    tokenizer = json.loads((foreign / "tokenizer.json").read_text())
-    tokenizer["added_tokens"] = tokenizer["added_tokens"][:-1]
-    (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
-    pair = ["analyze", "--source", str(folders["dense"]), "--target", str(foreign)]
-    for more, told in (
-        (["--capture", "middle"], "capture is 'middle'"),
-        (["--documents", "1"], "documents is 1"),
-        (["--tokens", "63"], "tokens is 63; it must be at least 64"),
-        (["--hidden", "0"], "hidden is 0"),
-        (["--epochs", "0"], "epochs is 0"),
-        (["--seed", "-1"], "seed is -1"),
-        (["--data", str(tmp_path / "absent")], "cannot be read"),
-        (["--json", str(tmp_path)], "--json is"),
-        ([], "the tokenizers of"),
-    ):
-        fails([*pair, *more], told, capsys)
+    fails(["paper analyze", *given[1:]], "hold 1 usable document(s)", capsys)

@@ -369,18 +369,6 @@ def test_what_needs_a_judge_is_said_before_any_work(
     assert run([*none, "paper"]) == 2
     told = capsys.readouterr().err.splitlines()
     assert "left out: a model judges the answers of repliqa," in told[0]
-    assert run([*none, "paper:ruler,repliqa"]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and "judges the answers of repliqa; add --judge MODEL" in told[0]
-    for words, text in (
-        (["papers"], "--suite is 'papers'"),
-        (["base:squad", "--task-data", "quac=x"], "names no task"),
-        (["paper:ruler", "--limit", "0"], "--limit is 0"),
-        (["paper:repliqa", "--judge", "x", "--judge-prompts", "none.json"], "cannot be read"),
-    ):
-        assert run([*none, *words]) == 2
-        told = capsys.readouterr().err.splitlines()
-        assert len(told) == 1 and text in told[0]
     assert not list(tmp_path.iterdir())
 
 
@@ -427,35 +415,3 @@ def test_prompts_that_cannot_be_used(tmp_path: Path, text: str, told: str) -> No
     (tmp_path / "empty").mkdir(exist_ok=True)
     with pytest.raises(ValueError, match="holds no judge prompts"):
         read_prompts(tmp_path / "empty")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--tasks", "recal"], "--tasks names 'recal'; did you mean recall?"),
-        (["--tasks", "no_such_task"], "there is no task no_such_task"),
-        (["--tasks", "mt_bench_101"], "a model judges the answers of mt_bench_101; add --judge"),
-        (
-            ["--tasks", "quac", "-c", "task_data=boolq=x"],
-            "--task-data has no effect where it names no task of --tasks",
-        ),
-        (["--tasks", "quac", "-c", "metadata=[1]"], "metadata is '[1]'; give a JSON object"),
-        (["--tasks", "needles", "--max-tokens", "0"], "--max-tokens is 0"),
-        (["--tasks", "quac", "--switch-at", "end"], "--switch-at is 'end'; give one or more of"),
-        (["--tasks", "quac", "--switch-at", "trace"], "without --thinking no reasoning is written"),
-        (["--tasks", "quac,recall", "--switch-at", "context"], "recall has no context after"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_input_of_the_verb(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: Sequence[str],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run([*PAIR, *options]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-    assert not list(tmp_path.iterdir())

@@ -31,7 +31,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import tiny
-from tests.support.command_line import fails, run
+from tests.support.command_line import run
 from tests.support.identity import identity_of
 
 STORY = "Anna lives in Paris. The code of Ben is C2."
@@ -452,45 +452,6 @@ def test_the_verb_asks_a_judge(
         assert all(f["turns 3-4"]["pass"] == {"value": 1.0, "error": None, "count": 1}
                    for f in found.values())  # fmt: skip
     assert len(asked) == 2 * (1 + 2 + 2 + 2) and len(results["translators"]["two"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["coqas"], "'coqas' has no turns to score; known are coqa, quac, multichallenge"),
-        (["coqa:x"], "--turns names 'coqa:x'; give coqa, or coqa:J"),
-        ([","], "give benchmarks, each once"),
-        (["multichallenge"], "add --judge MODEL"),
-        (["coqa", "--tasks", "recall"], "--tasks has no effect with --turns coqa"),
-        (["coqa", "--baselines", "reuse"], "with --turns give hidden, shuffled or none"),
-        (["coqa", "--task-data", "coqa=text.json"], "text.json cannot be read"),
-        (["coqa", "--task-data", "coqa=one.json"], "give --turns coqa:3, or other data"),
-        (["coqa:2", "--task-data", "coqa=one.json", "a=" + THERE], "give as many of both"),
-    ],
-    ids=lambda value: " ".join(value[:3])[:40] if isinstance(value, list) else "",
-)
-def test_bad_input(
-    options: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.json").write_text("[]")
-    (tmp_path / "text.json").write_text("story: none")
-    written(tmp_path / "one.json", COQA)
-    fails([*PAIR, *options], told, capsys) if "a=" + THERE not in options else None
-    if "a=" + THERE in options:
-        said = [word for word in options if word != "a=" + THERE]
-        assert run(["paper eval", "a=" + THERE, *PAIR[1:], *said]) == 2
-        assert told in capsys.readouterr().err
-
-
-def test_two_tokenizers_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], folders: dict[str, Path]
-) -> None:
-    file = written(tmp_path / "one.json", COQA)
-    pair = ["--source", str(folders["dense"]), "--target", ENDS[1]]
-    line = ["paper eval", *pair, "--turns", "coqa:2", "--task-data", f"coqa={file}"]
-    fails(line, "--turns compares ways that need one", capsys)
 
 
 def test_kept_answers_go_by_all_that_they_depend_on(ends: turns.Models, tmp_path: Path) -> None:

@@ -89,25 +89,6 @@ def test_the_list_tells_what_is_done(room: Path, capsys: pytest.CaptureFixture[s
     assert found["tab:qwen3sl"]["state"] == "not done" and len(found) == 75
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ([], "no label is given"),
-        (["fig:main"], "has no numbers to reproduce; README.md describes it"),
-        (["tab:mla"], "it needs Qwen3-4B and 8B converted to latents"),
-        (["tab:linearity", "--judge", "x"], "--judge changes nothing in tab:linearity"),
-        (["tab:qwen3sl", "--room", "ROOM"], "a model judges the answers of"),
-        (["tab:qwen3sl", "--items", "0"], "--items"),
-    ],
-)
-def test_what_is_refused(
-    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["reproduce", *(w.replace("ROOM", str(tmp_path)) for w in words)]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and told in error
-
-
 def test_scores_are_those_of_the_suite_and_controls_collapse(work: Work) -> None:
     """The package's own trained translators, given: the target's answers, and none of a control."""
     given = work.room.parent / "given"

@@ -371,16 +371,16 @@ LAYERS: dict[str, Callable[[dict[str, Any], int], Shapes]] = {
 # ---- tokenizer ------------------------------------------------------------------------
 
 
-def byte_tokenizer() -> Tokenizer:
-    """A byte-level BPE tokenizer: 256 bytes, a few merges, Qwen's special tokens."""
+def byte_tokenizer(special: Sequence[str] = SPECIAL) -> Tokenizer:
+    """A byte-level BPE tokenizer: 256 bytes, a few merges, Qwen's special tokens or others."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in MERGES)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(MERGES)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     # As Qwen has it: the think marks are added tokens, yet plain text when decoded.
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in SPECIAL[:3]])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in SPECIAL[3:]])
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in special[:3]])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in special[3:]])
     return tokenizer
 
 

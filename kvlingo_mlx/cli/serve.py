@@ -86,7 +86,7 @@ class ServeOptions(NetworkOptions, Configured):
     )
     keep_conversations: bool | None = option(None, "Keep conversations when the server ends.")
     volatile: list[str] | None = option(
-        None, "A pattern of lines in system prompts that change with every request."
+        None, "How lines of system prompts begin that change with every request."
     )
 
 

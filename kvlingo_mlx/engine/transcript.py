@@ -24,11 +24,13 @@ rendering, which is made only for step 3, where there is such an answer.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from kvlingo_mlx.engine.answers import ID
 from kvlingo_mlx.engine.messages import answer_message, content_of, meaning, recalled
 from kvlingo_mlx.engine.reading import WROTE, Reading, Segment, moved
 from kvlingo_mlx.engine.spans import common_prefix
@@ -65,7 +67,7 @@ class Transcript:
     # messages: some that were changed since, or fewer
     readings: dict[str, Reading] = field(default_factory=dict)
     latest: str | None = None  # the tokenizer that wrote last
-    # what models wrote, by the answers' :func:`~.messages.meaning`; copies share it
+    # what models wrote, by what the answers and all before them mean; copies share it
     written: dict[str, Written] = field(default_factory=dict)
     previous: Transcript | None = None  # the transcript before the last exchange or change, or None
 
@@ -94,9 +96,12 @@ class Transcript:
         return self.previous.copy()
 
     def at(self, messages: Sequence[Message]) -> Self:
-        """This transcript with other messages; answers among them are recalled as written."""
+        """This transcript with other messages; answers among them are recalled as written.
+
+        The same words after other messages are another answer.
+        """
         made = self.copy()
-        known = [self.written.get(meaning(m)) for m in messages]
+        known = map(self.written.get, _places(messages))
         made.messages = [
             dict(given) if ours is None else recalled(given, ours.message)
             for given, ours in zip(messages, known, strict=True)
@@ -122,11 +127,12 @@ class Transcript:
         messages = (*self.messages, *new)
         before = self.readings.get(model.tokenizer_fingerprint, Reading(model.tokenizer))
         if self.verbatim:
-            both = (list(map(meaning, listed)) for listed in (before.messages, messages))
+            both = (list(map(_whole, listed)) for listed in (before.messages, messages))
             kept = before.holding(common_prefix(*both))
             if kept.segments:
                 return self._continued(model, kept, messages)
         rendered, found = self._rendered(self._renderer(model), messages)
+        before = self._of_same_ids(model, before, messages)
         kept, text, found = before.agreeing(rendered, found, messages)
         for place, segment in self._own_answers(model, messages, kept, text, found):
             if place >= len(kept.text):
@@ -134,6 +140,26 @@ class Transcript:
                 kept = replace(kept, segments=(*kept.segments, segment))
         kept = kept.read(text[len(kept.text) :])
         return replace(kept, asked=found, messages=messages, rendered=rendered)
+
+    def _of_same_ids(
+        self, model: LanguageModel, before: Reading, messages: Sequence[Message]
+    ) -> Reading:
+        """An earlier reading up to calls that have other ids now, if the template tells ids."""
+        pairs = enumerate(zip(before.messages, messages, strict=False))
+        other = next((n for n, (one, now) in pairs if _ids(one) != _ids(now)), None)
+        return before if other is None or not self._tells_ids(model) else before.holding(other)
+
+    def _tells_ids(self, model: LanguageModel) -> bool:
+        """Whether a model's template renders the ids of calls."""
+        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+        told = set[str]()
+        for letter in "ab":
+            said = {"role": "assistant", "content": "", "tool_calls": [{**call, "id": letter * ID}]}
+            try:
+                told.add(self._renderer(model)([{"role": "user", "content": "."}, said]))
+            except ValueError:  # it looks at what is asked here, so it may look at ids
+                return True
+        return len(told) > 1
 
     def _continued(
         self, model: LanguageModel, kept: Reading, messages: tuple[Message, ...]
@@ -164,9 +190,9 @@ class Transcript:
     ) -> Iterator[tuple[int, Segment]]:
         """Places and segments of the answers after ``kept``, in the tokens of their models."""
         held = max((segment.held or 0 for segment in kept.segments), default=0)
-        own = {}
+        own, by_meaning = {}, {meaning(each.message): each for each in self.written.values()}
         for number, message in enumerate(messages):
-            known = self.written.get(meaning(message)) if number >= held else None
+            known = by_meaning.get(meaning(message)) if number >= held else None
             segment = known and known.segments.get(model.tokenizer_fingerprint)
             if segment and segment.text:
                 own[number] = segment
@@ -251,7 +277,9 @@ class Transcript:
             alone = len(own) in (1, 2) and {segment.kind for segment in own} == {WROTE}
             if whole and alone:
                 segments[key] = own[0]
-        self.written[meaning(written.message)] = replace(written, segments=segments)
+        place = _places(self.messages)[-1]
+        self.written.pop(place, None)  # what was written last stands last
+        self.written[place] = replace(written, segments=segments)
 
     def cut_answer(self, characters: int) -> None:
         """Keep the first ``characters`` of the last answer's text, in the tokens as written.
@@ -264,7 +292,7 @@ class Transcript:
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant":
             raise ValueError("the last message is no answer, so there is nothing to truncate")
-        known = self.written.get(meaning(last), Written(last, content_of(last)))
+        known = self.written.get(_places(self.messages)[-1], Written(last, content_of(last)))
         if isinstance(characters, bool) or not isinstance(characters, int):
             raise ValueError(f"characters is {characters!r:.40}; give a whole number")
         if not 0 <= characters <= len(known.text):
@@ -319,12 +347,13 @@ class Transcript:
             later = state
         written = [
             {
+                "place": place,
                 "message": each.message,
                 "text": each.text,
                 "opened": each.opened,
                 "segments": {key: number(segment) for key, segment in each.segments.items()},
             }
-            for each in self.written.values()
+            for place, each in self.written.items()
         ]
         return {
             "verbatim": self.verbatim,
@@ -350,7 +379,7 @@ class Transcript:
         for each in data["written"]:
             own = {key: segments[n] for key, n in each["segments"].items()}
             found = Written(each["message"], each["text"], each["opened"], own)
-            written[meaning(found.message)] = found
+            written[str(each["place"])] = found
         states: list[Self] = []
         for fact in data["states"]:
             later = states[-1] if states else cls()
@@ -379,6 +408,24 @@ class Transcript:
         for later, earlier in itertools.pairwise(states):
             later.previous = earlier
         return states[0]
+
+
+def _places(messages: Sequence[Message]) -> list[str]:
+    """For each message a digest of what it and all before it mean."""
+    made, found = hashlib.blake2b(digest_size=16), list[str]()
+    for message in messages:
+        made.update(meaning(message).encode("utf-8", "surrogatepass") + b"\0")
+        found.append(made.hexdigest())
+    return found
+
+
+def _ids(message: Message) -> list[Any]:
+    return [call.get("id") for call in message.get("tool_calls") or () if isinstance(call, dict)]
+
+
+def _whole(message: Message) -> tuple[str, str, list[Any]]:
+    """What a message means, with an answer's reasoning and the ids of its calls."""
+    return meaning(message), str(message.get("reasoning_content") or "").strip(), _ids(message)
 
 
 def _less(items: Sequence[Any], later: Sequence[Any]) -> dict[str, Any]:

@@ -51,6 +51,8 @@ class ActiveRequest:
     row: Row | None = None  # the answer's place among them; None before it joins and after
     usage: Usage = field(default_factory=Usage)  # what is known so far
     content: str = ""  # the answer's text for the user so far
+    reasoning: str = ""
+    messages: list[dict[str, Any]] = field(default_factory=list)  # as they are to be read
     calls: list[dict[str, Any]] = field(default_factory=list)
     told: bool = False  # the client of the first token
     ended: bool = False  # the answer, for the client
@@ -62,6 +64,12 @@ class ActiveRequest:
     lacking: float | None = None  # when it first lacked room for its model or its lines
     total: int = 0  # tokens of the prompt, once somebody has waited for them
     _quiet: float = field(default_factory=time.perf_counter)
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """The answer so far, as clients send it back."""
+        thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return {"role": "assistant", "content": self.content, "tool_calls": self.calls, **thought}
 
     @property
     def full(self) -> bool:
@@ -115,6 +123,7 @@ class ActiveRequest:
             reasoning_tokens=self.usage.reasoning_tokens + reasoning,
         )
         self.content += response.content
+        self.reasoning += response.reasoning
         calls = response.tool_calls if self.ask.parallel_tool_calls else response.tool_calls[:1]
         self.calls += calls
         logprobs = self._logprobs(response, tokenizer)

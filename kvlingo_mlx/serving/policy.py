@@ -68,6 +68,15 @@ class Policy:
                 )
         return found
 
+    def sources_of(self, name: str, strategy: str | None) -> list[str]:
+        """The models from which one takes over by translation, as a request's strategy says."""
+        ways = self.ways if strategy is None else self.ways_of(strategy, 0)
+        return [
+            source
+            for (source, target), way in ways.items()
+            if target == name and way.strategy != "reread"
+        ]
+
     def _best(self, pair: Pair) -> Way:
         """The way by the pair's translator, however good it is."""
         translator = self.directions.translator(*pair)

@@ -46,7 +46,7 @@ from kvlingo_mlx.serving.messages import Event, Failure, GenerationRequest, Stat
 from kvlingo_mlx.serving.model_pool import ModelPool, PooledModel
 from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.session_store import SessionStore, conversing, too_large
-from kvlingo_mlx.serving.sessions import Key, Keys, Session, find, keys_of_text
+from kvlingo_mlx.serving.sessions import Found, Key, Keys, Session, find, keys_of_text
 from kvlingo_mlx.serving.settings import AUTO, Settings
 
 log = logging.getLogger("kvlingo_mlx.serving")
@@ -83,7 +83,7 @@ class Scheduler:
         if settings.routes is not None:
             self._route = load_route(settings.routes, list(models))
         self.store = SessionStore(settings, self.pool, self._blank, self.policy.nbytes)
-        self._keys = Keys(settings.volatile)
+        self._keys = Keys(settings.volatile, settings.verbatim)
         self._batches: dict[int, Batch] = {}
         self._jobs: dict[int, ActiveRequest] = {}
         self._turn = 0
@@ -237,32 +237,35 @@ class Scheduler:
             yield from self._written(job, session, keys, resident)
         finally:
             session.busy, session.ending, session.expected = False, False, 0
-            session.saved = None
             session.used = resident.used = clock.now()
             resident.running -= 1
+            if not session.keys:  # its only request was refused
+                self.store.sessions.remove(session)
         self.store.make_room()
 
     def _admits(self, job: ActiveRequest, keys: list[Key]) -> bool:
         before = itertools.takewhile(lambda other: other is not job, self._jobs.values())
-        return self.store.admits(job, find(self.store.sessions, keys), before)
+        return self.store.admits(job, self._found(keys, job), before)
+
+    def _found(self, keys: list[Key], job: ActiveRequest) -> Found | None:
+        """The session with which a request has something in common."""
+        sources = self.policy.sources_of(job.name, job.ask.strategy)
+        return find(self.store.sessions, keys, job.name, sources)
 
     def _session(self, keys: list[Key], job: ActiveRequest) -> Session | None:
         """The session to go on with, perhaps a new one; None where one is about to be free."""
-        found = find(self.store.sessions, keys)
+        found = self._found(keys, job)
+        job.messages = list(map(dict, job.ask.messages or ()))
         if found is None:
-            return self.store.new(self._begun(job), job.ask)
+            return self.store.new(self._begun(job))
         if found.session.ending:
             return None
         session = found.session
         if session.conversation is None and not self.store.back(session):
-            return self.store.new(self._blank.branch(), job.ask)
+            return self.store.new(self._blank.branch())
         assert session.conversation is not None
-        messages = session.taken_over(job.ask, found.common)
-        if found.apart:
-            session = self.store.new(session.conversation.snapshot(), job.ask)
-        session.messages = messages
-        session.pinned |= job.ask.pin
-        return session
+        job.messages = self._keys.taken_over(session.messages, job.messages)
+        return self.store.new(session.conversation.snapshot()) if found.apart else session
 
     def _keys_of(self, job: ActiveRequest) -> list[Key]:
         """The keys by which its session is found; a plain text's tokens are noted."""
@@ -303,7 +306,7 @@ class Scheduler:
         job.ways = self.policy.ways_of(job.ask.strategy, max(lengths))
         exchange.barred = frozenset(p for p, way in job.ways.items() if way.strategy == "reread")
         if job.ask.strategy == "reread":  # what was translated before is read now
-            line = exchange.lines[job.name]
+            line = exchange.lines[job.name] = exchange.lines[job.name].copy()
             line.trim(next((s.start for s in line.spans if s.passes), len(line)))
         exchange.waits = True
         exchange.asleep = frozenset(name for name, each in self.pool.all.items() if not each.loaded)
@@ -329,30 +332,36 @@ class Scheduler:
     def _written(
         self, job: ActiveRequest, session: Session, keys: list[Key], resident: PooledModel
     ) -> Steps:
-        """Let the conversation answer, and keep what it says."""
-        conversation = session.conversation
+        """Let the conversation answer, and keep what it says; who is refused changes nothing."""
+        conversation, kept = session.conversation, (session.keys, session.messages)
         assert conversation is not None
-        exchange = conversation.exchange
-        session.keys = keys
-        self._prepare(exchange, job)
-        line = session.line(resident.name)
-        request, chat = self._request(job, session), job.ask.messages is not None
-        if chat:
-            steps = conversation.reply_in_steps(resident.name, request)
-        else:
-            steps = self._completed(job, exchange, request)
-        for response in steps:
-            at_once = self._tell(job, response, exchange, len(line))
-            if job.ended:
-                session.ending = True
-                said = {"role": "assistant", "content": job.content, "tool_calls": job.calls}
-                session.keys = [*keys, self._keys.message(said)] if chat else keys
-            yield at_once
-            if job.ended and not job.complete:
-                steps.close()  # the answer as it is joins the conversation
-        session.messages = [dict(message) for message in conversation.messages]
+        exchange, line = conversation.exchange, session.line(resident.name)
+        chat = job.ask.messages is not None
+        try:
+            self._prepare(exchange, job)
+            request = self._request(job)
+            if chat:
+                steps = conversation.reply_in_steps(resident.name, request)
+            else:
+                steps = self._completed(job, exchange, request)
+            for number, response in enumerate(steps):
+                if not number:  # nothing refuses it now
+                    session.begin(keys, job.messages, job.ask.pin)
+                    line = exchange.lines[resident.name]
+                at_once = self._tell(job, response, exchange, len(line))
+                if job.ended:
+                    session.ending = True
+                    session.keys = [*keys, self._keys.message(job.said)] if chat else keys
+                yield at_once
+                if job.ended and not job.complete:
+                    steps.close()  # the answer as it is joins the conversation
+        except Exception:
+            session.keys, session.messages = kept
+            exchange.lines[resident.name] = line
+            raise
+        session.messages = conversation.messages
 
-    def _request(self, job: ActiveRequest, session: Session) -> Request:
+    def _request(self, job: ActiveRequest) -> Request:
         """What the conversation is asked."""
         ask, model = job.ask, self.pool[job.name].model
         batch = self._batches.get(id(model))
@@ -366,7 +375,7 @@ class Scheduler:
         options: dict[str, Any] = {"stop": ask.stop or None, "seed": ask.sampling.seed}
         options |= {"tools": tools_of(ask) or None}
         return Request(
-            messages=session.messages,
+            messages=job.messages,
             max_tokens=ask.max_tokens or self._settings.max_tokens,
             sampler=sampler_of(ask.sampling),
             logits_processors=processors_of(ask, model) or None,

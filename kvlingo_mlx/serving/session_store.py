@@ -44,6 +44,7 @@ IDLE_S = 30.0  # an idle conversation is written to disk after so long, in case 
 PATIENCE_S = 5.0  # a request that has lacked room for so long goes before those that do not
 STEP = 256  # tokens by which mlx-lm's caches grow
 DRAFT = ".tmp"  # the ending of keys that are being written
+KEYS_OF = 2  # what keys are made of; others are not found again
 LOST = (KVLingoError, OSError, ValueError, RuntimeError)
 
 
@@ -80,7 +81,7 @@ class SessionStore:
         self._options = conversing(len(pool.all), settings)
         # Conversations on disk are found again by servers that are told the same of these.
         paths = {name: each.path for name, each in pool.all.items()}
-        self._mine = {"models": paths, "verbatim": settings.verbatim}
+        self._mine = {"models": paths, "verbatim": settings.verbatim, "keys of": KEYS_OF}
         self._latest: Future[None] | None = None  # that was to be written
         self._folder: Path | None = None
         if settings.keep_conversations and blank.exchange.group.several:
@@ -135,9 +136,9 @@ class SessionStore:
         loaded = (each.model for each in self._pool.all.values() if each.loaded)
         return sum(memory.cache_bytes(model, tokens + STEP) for model in loaded)
 
-    def new(self, conversation: Conversation, ask: GenerationRequest) -> Session:
-        """A new session, which goes on from a conversation."""
-        session = Session([], [dict(m) for m in ask.messages or ()], conversation, pinned=ask.pin)
+    def new(self, conversation: Conversation) -> Session:
+        """A new session, which goes on from a conversation; it is found once it has keys."""
+        session = Session(conversation=conversation)
         self.add(session)
         return session
 

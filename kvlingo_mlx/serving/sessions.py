@@ -13,8 +13,7 @@ import contextlib
 import hashlib
 import itertools
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,42 +35,67 @@ REDONE, REDONE_PARTS = 2, 3
 ids = itertools.count()
 SAVED: Future[None] = Future()  # of what was found on disk
 SAVED.set_result(None)
-Key = tuple[str, ...]  # of a whole message, and of its beginnings, each one part longer
+BEFORE_LINES = " \t-*"  # white space and marks of lists, before a volatile line
+# Of a whole message, of its reasoning ("" for none), and of its beginnings, each one part longer.
+Key = tuple[str, ...]
 
 
 class Keys:
-    """Makes the keys by which messages are compared, without their volatile lines.
+    """Makes the keys by which messages are compared: of all that a template may render of them.
 
     Args:
-        patterns: Regular expressions; a line in which one is found is left out.
+        volatile: How the lines of system prompts begin that do not count.
+        verbatim: Whether conversations go on from their tokens, whatever their tools are now.
     """
 
-    def __init__(self, patterns: Sequence[str] = ()) -> None:
-        self._patterns = [re.compile(pattern) for pattern in patterns]
+    def __init__(self, volatile: Sequence[str] = (), verbatim: bool = False) -> None:
+        self._volatile, self._verbatim = tuple(volatile), verbatim
 
     def of(self, ask: GenerationRequest) -> list[Key]:
         """The keys of what stands before the messages, and of each message."""
         tools = _json(ask.tools)
         head = _digest(_json([tools, sorted(ask.template.items())]))
-        return [(head, *_beginnings("tools", tools)), *map(self.message, ask.messages or ())]
+        parts = () if self._verbatim else _beginnings("tools", tools)
+        return [(head, "", *parts), *map(self.message, ask.messages or ())]
 
     def message(self, message: Message) -> Key:
-        """A message's key: its role, content and tool calls, white space around them apart."""
-        role, content = message.get("role"), str(message.get("content") or "")
-        lines = content.split("\n")
-        kept = [line for line in lines if not any(p.search(line) for p in self._patterns)]
+        """A message's key; white space around an answer does not count."""
+        role, content = message.get("role"), self._lasting(message)
         calls = [_call(call) for call in message.get("tool_calls") or ()]
-        whole = _digest(_json([role, "\n".join(kept).strip(), calls]))
-        return (whole, *_beginnings(str(role), content))
+        told = [content.strip() if role == "assistant" else content, calls]
+        whole = _digest(_json([role, message.get("name"), message.get("tool_call_id"), *told]))
+        thought = str(message.get("reasoning_content") or "").strip()
+        parts = _beginnings(str(role), str(message.get("content") or ""))
+        return (whole, _digest(thought) if thought else "", *parts)
+
+    def _lasting(self, message: Message) -> str:
+        """A message's content without its volatile lines, which only system prompts have."""
+        content = str(message.get("content") or "")
+        if message.get("role") != "system":
+            return content
+        lines = content.split("\n")
+        return "\n".join(
+            line for line in lines if not line.lstrip(BEFORE_LINES).startswith(self._volatile)
+        )
+
+    def taken_over(self, read: Sequence[Message], asked: Sequence[Message]) -> list[dict[str, Any]]:
+        """The messages that are asked, with the volatile lines with which they were ``read``."""
+        messages = list(map(dict, asked))
+        for own, given in zip(read, messages, strict=False):
+            if self.message(own)[0] != self.message(given)[0]:
+                break
+            if given.get("role") == "system":
+                given["content"] = own["content"]
+        return messages
 
 
 def _call(call: Mapping[str, Any]) -> list[Any]:
-    """A tool call's name and arguments; clients may write the arguments otherwise than we did."""
+    """A tool call's id, name and arguments; clients may write these otherwise than we did."""
     function = call.get("function") or {}
     arguments = function.get("arguments")
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return [function.get("name"), arguments]
+    return [call.get("id"), function.get("name"), arguments]
 
 
 def _json(data: Any) -> str:
@@ -98,23 +122,30 @@ def keys_of_text(tokenizer: str, tokens: Sequence[int]) -> list[Key]:
     for start in range(0, len(ids) - size + 1, size):
         made.update(ids[start : start + size])
         parts.append(made.hexdigest())
-    return [(f"text {tokenizer}",), (whole, *parts)]
+    return [(f"text {tokenizer}", ""), (whole, "", *parts)]
 
 
 def shared(one: Sequence[Key], other: Sequence[Key]) -> tuple[int, int]:
-    """The number of leading messages that two lists share, and of parts of the next message."""
-    pairs = list(zip(one, other, strict=False))
-    whole = next((n for n, (a, b) in enumerate(pairs) if a[0] != b[0]), len(pairs))
-    if whole == len(pairs):
-        return whole, 0
-    return whole, common_prefix(pairs[whole][0][1:], pairs[whole][1][1:])
+    """The number of leading messages that two lists share, and of parts of the next message.
+
+    Clients may leave out an answer's reasoning; another one makes it another answer.
+    """
+    whole = 0
+    for a, b in zip(one, other, strict=False):
+        if a[0] != b[0]:
+            return whole, common_prefix(a[2:], b[2:])
+        if a[1] != b[1] and a[1] and b[1]:
+            break
+        whole += 1
+    return whole, 0
 
 
 @dataclass(eq=False)
 class Session:
     """A conversation that is kept, in memory or on disk."""
 
-    keys: list[Key]  # of all messages that it has read, or begun to read, and written
+    # Of all messages that it has read, or begun to read, and written; none: nobody finds it
+    keys: list[Key] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)  # as they were read
     conversation: Conversation | None = None  # None while on disk alone
     folder: Path | None = None  # where it was saved last
@@ -147,15 +178,33 @@ class Session:
         """Whether it is in memory and may go to disk; a plain text has no messages, and may not."""
         return self.conversation is not None and bool(self.messages)
 
-    def taken_over(self, ask: GenerationRequest, common: int) -> list[dict[str, Any]]:
-        """The request's messages; contents that it shares with this, as this session read them.
+    def begin(self, keys: list[Key], messages: list[dict[str, Any]], pin: bool) -> None:
+        """A request is being read: others find it, and what is on disk is outdated."""
+        self.keys, self.messages, self.saved = keys, messages, None
+        self.pinned |= pin
 
-        ``common`` counts shared keys of whole messages, of which the first is no message's.
+    def held(self, names: Collection[str], count: int) -> int:
+        """About how many of its first ``count`` keys are of what one of some models holds.
+
+        What is on disk is not looked at, and counts.
         """
-        messages = list(map(dict, ask.messages or ()))
-        for own, given in zip(self.messages[: max(0, common - 1)], messages, strict=False):
-            given["content"] = own.get("content")  # its volatile lines are those of before
-        return messages
+        if self.exchange is None:
+            return count
+        return min(count, max((self._held(self.line(name)) for name in names), default=0))
+
+    def _held(self, line: Line) -> int:
+        """The keys up to the last answer that a line has reached, by how its model last read."""
+        assert self.conversation is not None
+        known = self.conversation.transcript.readings.get(line.model.tokenizer_fingerprint)
+        if known is None:  # a plain text, or its first prompt is being read
+            return len(self.keys) if len(line) else 0
+        begins = itertools.accumulate((len(s.tokens) for s in known.segments), initial=0)
+        reached = (
+            s.held
+            for s, begin in zip(known.segments, begins, strict=False)
+            if s.held and begin <= len(line)
+        )
+        return max(reached, default=0) + 1 if len(line) else 0
 
 
 @dataclass(frozen=True)
@@ -167,25 +216,32 @@ class Found:
     apart: bool
 
 
-def find(sessions: Iterable[Session], keys: Sequence[Key]) -> Found | None:
-    """The session that shares the longest beginning with a request; None: a new one.
+def find(
+    sessions: Iterable[Session], keys: Sequence[Key], name: str, sources: Collection[str]
+) -> Found | None:
+    """The session with which a request has most in common for the model ``name``; None: a new one.
 
-    What shares nothing but a short head (tools) has nothing to give. Among equals one in memory
-    is preferred, then an idle one, then the one used last. A copy goes on where it is busy, or
-    where the request leaves more of it out than a last exchange of a usual length: then
-    another client is likely to go on with that.
+    What neither that model nor one of ``sources``, from which it can take over, holds is of no
+    use to it. What shares nothing but a short head (tools) has nothing to give. Among equals the
+    one of which the model itself holds most is preferred, then one in memory, then an idle one,
+    then the one used last. A copy goes on where it is busy, or where the request leaves more of it
+    out than a last exchange of a usual length: then another client is likely to go on with that.
     """
-    best: tuple[tuple[int, int, bool, bool, float], Session] | None = None
-    for session in sessions:
-        whole, parts = shared(session.keys, keys)
-        gives = whole > 1 or parts or (whole and len(keys[0]) > 1)
-        rank = whole, parts, session.exchange is not None, not session.busy, session.used
-        if gives and (best is None or rank > best[0]):
-            best = rank, session
+    best: tuple[tuple[Any, ...], Session] | None = None
+    each = ((*shared(session.keys, keys), session) for session in sessions)
+    for whole, parts, session in sorted(each, key=lambda found: found[:2], reverse=True):
+        if best is not None and whole < best[0][0]:
+            break  # nor do those that follow share as much as is held of the best one
+        if whole > 1 or parts or (whole and len(keys[0]) > 2):
+            own, held = session.held([name], whole), session.held([name, *sources], whole)
+            there = own, session.exchange is not None, not session.busy, session.used
+            rank = held, whole, parts, *there
+            if best is None or rank > best[0]:
+                best = rank, session
     if best is None:
         return None
-    (common, parts, _, idle, _), session = best
+    (_, common, parts, *_), session = best
     out = session.keys[common:]
-    lost = sum(len(key) - 1 for key in out) - parts
-    apart = not idle or len(out) > REDONE or lost > REDONE_PARTS
+    lost = sum(len(key) - 2 for key in out) - parts
+    apart = session.busy or len(out) > REDONE or lost > REDONE_PARTS
     return Found(session, common, apart)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import field, fields
@@ -24,11 +23,11 @@ def _bytes(value: Any) -> Any:
     return int(TypeAdapter(ByteSize).validate_python(value)) if isinstance(value, str) else value
 
 
-def _pattern(value: Any) -> Any:
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise ValueError(f"expected a regular expression, but {error}") from None
+def _beginning(value: Any) -> Any:
+    """How lines begin, as plain text; it was a regular expression once, and may have its ``^``."""
+    value = value.removeprefix("^") if isinstance(value, str) else value
+    if isinstance(value, str) and any(sign in value for sign in ("\\", ".*")):
+        raise ValueError('expected how a line begins, as plain text such as "Model:"')
     return value
 
 
@@ -38,7 +37,7 @@ Seconds = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 Switch = Annotated[bool, Strict()]
 Size = Annotated[int, Strict(), Field(ge=1), BeforeValidator(_bytes)]
-Pattern = Annotated[Text, BeforeValidator(_pattern)]
+Beginning = Annotated[Text, BeforeValidator(_beginning)]
 Key = Annotated[str, Strict(), Field(min_length=1, pattern=r"^[!-~]+$")]
 
 
@@ -88,10 +87,12 @@ class Settings:
     stop_timeout: Seconds = 20.0  # for running answers when the server stops, and then to save
     conversations: Text | None = None  # their folder; None: one in the user's data folder
     keep_conversations: Switch = True  # whether they survive the server's end
-    # Lines that agents change with every request; they do not count when histories are compared.
-    volatile: tuple[Pattern, ...] = (
-        r"^x-anthropic-billing-header:",
-        r"^\s*-?\s*You are powered by the model",
+    # How lines of system prompts begin that agents change with every request or model, behind white
+    # space and a list's mark. They do not count when histories are compared.
+    volatile: tuple[Beginning, ...] = (
+        "x-anthropic-billing-header:",
+        "You are powered by the model",
+        *("Model:", "Provider:", "Platform:"),  # Hermes's
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

@@ -70,7 +70,7 @@ class Asking:
         """The transcript before the messages that are to be answered, and these messages.
 
         Raises:
-            ValueError: Both or neither are given, or the last message is an answer.
+            ValueError: Both or neither are given, or there is nothing to answer.
         """
         message, messages = request.message, request.messages
         if message is not None and messages is not None:
@@ -83,13 +83,8 @@ class Asking:
         else:
             base = self.transcript.copy()
             new = [] if message is None else messages_of(message)
-        asked = [m for m in [*base.messages, *new][-1:] if m.get("role") in ("user", "tool")]
-        if message is None and messages is not None and not asked:
-            raise ValueError(
-                "the last of the messages is not a user's or a tool's, and only these can be "
-                "answered; add one at the end"
-            )
-        if message is None and not asked:
+        waiting = any(m.get("role") in ("user", "tool") for m in base.messages[-1:])
+        if message is None and messages is None and not waiting:
             messages_of(message)  # message is None: this raises ValueError
         tools = request.options.get("tools")
         switches = {"enable_thinking": request.enable_thinking, "tools": tools and list(tools)}

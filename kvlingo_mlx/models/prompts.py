@@ -7,11 +7,9 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
-from jinja2 import TemplateError
-
 from kvlingo_mlx.embedded import is_embedded
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.templates import Message, fit_to_template
+from kvlingo_mlx.models.templates import REFUSALS, Message, fit_to_template
 from kvlingo_mlx.tokenization.renderings import (
     Rendering,
     chat,
@@ -114,7 +112,6 @@ def _render(
 ) -> Any:
     if not model.tokenizer.has_chat_template:
         raise ValueError(f"{model.name} has no chat template; pass the prompt as text")
-    messages = fit_to_template(model, messages)
     for message in messages:
         if isinstance(message.get("content"), str):
             _check_text(message["content"])
@@ -122,15 +119,18 @@ def _render(
     if is_embedded(model.path):
         # Their translators were distilled without thinking. mlx-lm switches it on by default.
         given.setdefault("enable_thinking", False)
-    try:
-        return model.tokenizer.apply_chat_template(
-            messages, **{"add_generation_prompt": True, **given, **options}
-        )
-    except (TemplateError, TypeError) as error:
-        raise ValueError(
-            f"the chat template of {model.name} does not take these messages ({error}); "
-            'each needs a "role" and a "content"'
-        ) from None
+    given = {"add_generation_prompt": True, **given, **options}
+    refusals = []
+    for strict in (False, True):
+        fitted = fit_to_template(model, messages, tools=bool(given.get("tools")), strict=strict)
+        try:
+            return model.tokenizer.apply_chat_template(fitted, **given)
+        except REFUSALS as error:
+            refusals.append(error)
+    raise ValueError(
+        f"the chat template of {model.name} does not take these messages ({refusals[0]}), nor "
+        f"their texts alone ({refusals[1]}); give other messages, or a prompt of plain text"
+    )
 
 
 def check_tools(

@@ -2,14 +2,18 @@
 
 A conversation keeps structured messages; its models' templates take them in different forms. Every
 rendering goes through :func:`fit_to_template`, so this is the one place where a history changes its
-form. What a template takes is found by trying it, not by its family's name.
+form. What a template takes is found by trying it (``PROBES``), not by its family's name. It depends
+on no message's text, so that a longer history begins as a shorter one did, and caches are kept.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
+import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -18,52 +22,251 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.renderings import with_joined_parts
 
 Message = dict[str, Any]
-TRIED = "kvlingo_tries_this"
-# By tokenizer, what its template has been found to take.
-_found: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
+# What a template's own code may raise about messages.
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+GO_ON = {"role": "user", "content": "Go on."}  # stands where a template wants a user's message
+NO_RESULT = "(no result)"  # of a call that was interrupted
+OWN_ID, FOREIGN_ID = "a1b2c3d4e", "call_0f1e-2d3c_4b5a6978a1b2c3d4"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+    },
+}
+
+# Histories by what a template that renders all their messages takes, in a word a message: a role,
+# or a key of KINDS.
+PROBES = {
+    "system": ["system user"],
+    "system, no user last": ["system user assistant"],
+    "several systems": ["system system user"],
+    "late system": ["user assistant system user system"],
+    "several users": ["user user"],
+    "several answers": ["user assistant assistant user"],
+    "no user first": ["assistant user", "system"],
+    "an answer last": ["user assistant"],
+    "reasoning": ["user reasoning"],
+    "marked reasoning": ["user marked user"],
+    "calls": ["user call tool assistant user"],
+    "a call with content": ["user spoken-call tool assistant user"],
+    "an answer before a call": ["user assistant call tool assistant user"],
+    "several calls": ["user calls tool other-tool assistant user"],
+    "a call without result": ["user call user assistant user"],
+    "a result alone": ["user assistant tool user assistant user", "user assistant tool assistant"],
+    "a user after a result": ["user call tool user assistant user"],
+    "any id": ["user foreign-call foreign-tool"],
+    "text as arguments": ["user text-call tool"],
+}
 
 
-def fit_to_template(model: LanguageModel, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def _call(name: str, identity: str = OWN_ID, arguments: Any = None) -> Message:
+    function = {"name": name, "arguments": {} if arguments is None else arguments}
+    return {"id": identity, "type": "function", "function": function}
+
+
+def _answer(**more: Any) -> Message:
+    return {"role": "assistant", "content": "", **more}
+
+
+def _result(content: str, identity: str = OWN_ID) -> Message:
+    return {"role": "tool", "name": "look", "tool_call_id": identity, "content": content}
+
+
+KINDS: Mapping[str, Callable[[str, Any], Message]] = {
+    "tool": lambda word, _: _result(word),
+    "other-tool": lambda word, _: _result(word, OWN_ID[::-1]),
+    "foreign-tool": lambda word, _: _result(word, FOREIGN_ID),
+    "reasoning": lambda word, _: _answer(content="yes", reasoning_content=word),
+    "marked": lambda word, tokenizer: _answer(content=_marked(tokenizer, word, "yes")),
+    "call": lambda word, _: _answer(tool_calls=[_call(word)]),
+    "spoken-call": lambda word, _: _answer(content=word, tool_calls=[_call("look")]),
+    "calls": lambda word, _: _answer(tool_calls=[_call("look"), _call(word, OWN_ID[::-1])]),
+    "foreign-call": lambda word, _: _answer(tool_calls=[_call(word, FOREIGN_ID)]),
+    "text-call": lambda word, _: _answer(tool_calls=[_call("look", OWN_ID, f"{{{word}")]),
+}
+# By tokenizer, what its template has been found to take, without and with tools.
+_found: weakref.WeakKeyDictionary[Any, dict[tuple[str, bool], bool]] = weakref.WeakKeyDictionary()
+
+
+class TemplateNeeds:
+    """What a model's chat template takes.
+
+    Args:
+        tokenizer: The model's.
+        tools: Whether tools are announced, in whose absence some templates leave out calls.
+        strict: Whether to take for granted that it wants a user's and an assistant's texts in turn.
+    """
+
+    def __init__(self, tokenizer: Any, tools: bool = False, *, strict: bool = False) -> None:
+        self.tokenizer, self._tools, self._strict = tokenizer, tools, strict
+
+    def takes(self, what: str) -> bool:
+        """Whether the template takes a kind of history: a key of PROBES, or a role."""
+        if self._strict and "system," not in f"{what}," and "reasoning" not in what:
+            return False
+        known = _found.setdefault(self.tokenizer, {})
+        key = what, self._tools
+        if key not in known:
+            probes = PROBES.get(what, [f"user assistant {what} user"])
+            known[key] = all(self._renders(probe.split()) for probe in probes)
+            if what == "an answer last":  # the next one needs a header of its own
+                bare = self._text(probes[0].split(), add_generation_prompt=False)
+                known[key] &= bare != self._text(probes[0].split())
+        return known[key]
+
+    def _renders(self, kinds: Sequence[str]) -> bool:
+        """Whether all of a probe's messages are in the prompt, in their order."""
+        words = ".*".join(f"kvlingo{number}n" for number in range(len(kinds)))
+        return re.search(words, self._text(kinds), re.DOTALL) is not None
+
+    def _text(self, kinds: Sequence[str], **switches: Any) -> str:
+        messages = []
+        for number, kind in enumerate(kinds):
+            word = f"kvlingo{number}n"
+            plain = {"role": kind, "content": word}
+            messages.append(KINDS[kind](word, self.tokenizer) if kind in KINDS else plain)
+        if self._tools:
+            switches["tools"] = [TOOL]
+        given = {"tokenize": False, "add_generation_prompt": True, **switches}
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, **given))
+        except REFUSALS:
+            return ""
+
+
+def fit_to_template(
+    model: LanguageModel,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: bool = False,
+    strict: bool = False,
+) -> list[Message]:
     """Copies of the messages in the form that a model's chat template takes.
 
-    Contents of several text parts are joined, and arguments of calls are objects. A template that
-    ignores calls gets them as text. One that ignores reasoning, and leaves the content of earlier
-    answers as it is, gets it there, between the tokenizer's marks.
+    Nothing is left out. What a template does not take is joined with the message before it, split,
+    or told as text in its place: late instructions in a user's message, calls in the answer that
+    made them, their results in a user's message.
+
+    Args:
+        model: Whose template it is.
+        messages: A history of any shape.
+        tools: Whether tools are announced.
+        strict: Whether to use no form but a user's and an assistant's texts in turn.
 
     Raises:
         ValueError: A part of a content is not text.
     """
-    return [
-        _with_calls(model, _with_reasoning(model, message))
+    needs = TemplateNeeds(model.tokenizer, tools, strict=strict)
+    given = [
+        {**message, "content": "" if message.get("content") is None else message["content"]}
         for message in with_joined_parts(messages)
     ]
+    if not needs.takes("several answers"):
+        given = _with_joined_answers(given)
+    forms = list(_with_results(needs, given))
+    fitted = _in_turn(needs, _in_roles(needs, forms, "system"))
+    if fitted and fitted[-1]["role"] != "user":  # some show instructions in a last one alone
+        fitted = _in_turn(needs, _in_roles(needs, forms, "system, no user last"))
+    return fitted
 
 
-def _with_reasoning(model: LanguageModel, message: Message) -> Message:
-    reasoning, tokenizer = message.get("reasoning_content"), model.tokenizer
-    if not isinstance(reasoning, str) or not reasoning or not tokenizer.has_thinking:
-        return message
-    marks = tokenizer.think_start, tokenizer.think_end
-    if _takes(model, "reasoning_content", TRIED) or not _takes(
-        model, "content", f"{marks[0]}\n{TRIED}\n{marks[1]}\n\nyes"
+# ---- calls and their results --------------------------------------------------------------------
+
+
+def _with_results(needs: TemplateNeeds, messages: Sequence[Message]) -> Iterator[Message]:
+    """The messages, each answer that calls tools with the results that follow it."""
+    at, numbers = 0, itertools.count()
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        if message["role"] == "assistant":
+            message = _with_reasoning(needs, message)
+        if message["role"] == "assistant" and message.get("tool_calls"):
+            calls = [_identified(call, next(numbers)) for call in message["tool_calls"]]
+            follow = list(itertools.takewhile(lambda m: m["role"] == "tool", messages[at:]))
+            results, alone = _matched(calls, follow)
+            at += len(follow)
+            yield from _exchange(needs, message, calls, results)
+            yield from (_alone(needs, result) for result in alone)
+        else:
+            yield _alone(needs, message) if message["role"] == "tool" else message
+
+
+def _identified(call: Any, number: int) -> Message:
+    """A call in OpenAI's form, with an id, its arguments an object if they can be."""
+    call = with_object(call) if isinstance(call, Mapping) else {"function": {"name": str(call)}}
+    function = call.get("function", call)
+    identity = str(call.get("id") or "") or _digest(f"call {number}")
+    return {"type": "function", **call, "function": dict(function), "id": identity}
+
+
+def _matched(
+    calls: Sequence[Message], follow: Sequence[Message]
+) -> tuple[dict[int, Message | None], list[Message]]:
+    """The result of each call, by the call's number, and the results of no call."""
+    results: dict[int, Message | None] = dict.fromkeys(range(len(calls)))
+    alone = []
+    for result in follow:
+        identity = result.get("tool_call_id")
+        free = (n for n, call in enumerate(calls) if results[n] is None)
+        number = next((n for n in free if identity in (None, "", calls[n]["id"])), None)
+        if number is None:
+            alone.append(result)
+        else:
+            results[number] = result
+    return results, alone
+
+
+def _exchange(
+    needs: TemplateNeeds,
+    answer: Message,
+    calls: Sequence[Message],
+    results: Mapping[int, Message | None],
+) -> Iterator[Message]:
+    """An answer that calls tools, and the results of its calls."""
+    spoken = bool(answer["content"]) and not needs.takes("a call with content")
+    if not needs.takes("calls") or (spoken and not needs.takes("an answer before a call")):
+        yield _as_text(needs.tokenizer, answer, calls)
+        yield from (_told(r, calls[n]["function"].get("name")) for n, r in results.items() if r)
+        return
+    if spoken:
+        yield {key: value for key, value in answer.items() if key != "tool_calls"}
+        answer = _answer()
+    several = needs.takes("several calls")
+    for numbers in [list(results)] if several else [[number] for number in results]:
+        fitted = [_fitted(needs, calls[number]) for number in numbers]
+        yield {**answer, "tool_calls": fitted}
+        for call, number in zip(fitted, numbers, strict=True):
+            result = results[number]
+            if result is None and needs.takes("a call without result"):
+                continue
+            named = {"name": call["function"].get("name"), "content": NO_RESULT, **(result or {})}
+            yield {**named, "role": "tool", "tool_call_id": call["id"]}
+        answer = _answer()
+
+
+def _fitted(needs: TemplateNeeds, call: Message) -> Message:
+    """A call with an id and arguments that the template takes."""
+    function = call["function"]
+    arguments = function.get("arguments", {})
+    if not isinstance(arguments, dict) and not (
+        isinstance(arguments, str) and needs.takes("text as arguments")
     ):
-        return message
-    told = f"{marks[0]}\n{reasoning.strip()}\n{marks[1]}\n\n{message.get('content') or ''}"
-    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
-    return {**kept, "content": told}
+        arguments = {} if arguments in (None, "") else {"arguments": arguments}
+    function = {**function, "arguments": arguments}
+    return {**call, "id": _id(needs, call["id"]), "function": function}
 
 
-def _with_calls(model: LanguageModel, message: Message) -> Message:
-    if not message.get("tool_calls"):
-        return message
-    calls = list(map(with_object, message["tool_calls"]))
-    content = message.get("content") or ""
-    tried = {"type": "function", "function": {"name": TRIED, "arguments": {}}, "id": "a" * 9}
-    if _takes(model, "tool_calls", [tried]):
-        return {**message, "content": content, "tool_calls": calls}
-    told = "\n".join([content, *(_as_text(model.tokenizer, call) for call in calls)])
-    kept = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**kept, "content": told.lstrip("\n")}
+def _id(needs: TemplateNeeds, identity: str) -> str:
+    """A call's id in a form that the template takes: as it is, or nine letters and digits."""
+    if needs.takes("any id") or re.fullmatch("[A-Za-z0-9]{9}", identity):
+        return identity
+    return _digest(identity)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def with_object(call: Any) -> Any:
@@ -73,34 +276,139 @@ def with_object(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     if not isinstance(arguments, dict):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _takes(model: LanguageModel, key: str, value: Any) -> bool:
-    """Whether a model's template renders what an earlier answer has under a key."""
-    known = _found.setdefault(model.tokenizer, {})
-    if key not in known:
-        tried: list[Message] = [
-            {"role": "user", "content": "."},
-            {"role": "assistant", "content": "yes", key: value},
-        ]
-        if key == "content":
-            tried.append({"role": "user", "content": "."})
-        try:
-            text = str(model.tokenizer.apply_chat_template(tried, tokenize=False))
-        except (TemplateError, TypeError):  # it looks at this, and wants it otherwise
-            text = TRIED
-        known[key] = TRIED in text
-    return known[key]
+# ---- as text ------------------------------------------------------------------------------------
 
 
-def _as_text(tokenizer: Any, call: Any) -> str:
-    """A call as a model without a form of its own reads it: JSON between its marks, if any."""
-    function = call.get("function", call) if isinstance(call, Mapping) else call
-    text = json.dumps(function, ensure_ascii=False)
+def _as_text(tokenizer: Any, answer: Message, calls: Iterable[Message]) -> Message:
+    """An answer with its calls as text: JSON, between the tokenizer's marks if it has any."""
     start = getattr(tokenizer, "tool_call_start", None)
-    return f"{start}\n{text}\n{tokenizer.tool_call_end or ''}" if start else text
+    end = getattr(tokenizer, "tool_call_end", None) or ""
+    texts = [json.dumps(call["function"], ensure_ascii=False, default=str) for call in calls]
+    marked = [f"{start}\n{text}\n{end}" if start else text for text in texts]
+    kept = {key: value for key, value in answer.items() if key != "tool_calls"}
+    return {**kept, "content": "\n".join(filter(None, [answer["content"], *marked]))}
+
+
+def _told(result: Message, name: Any = None) -> Message:
+    """A tool's result as a user's message."""
+    of = f" of {name}" if (name := name or result.get("name")) else ""
+    return {"role": "user", "content": f"Result{of}:\n{result['content']}"}
+
+
+def _alone(needs: TemplateNeeds, result: Message) -> Message:
+    """A result that no call stands before."""
+    if not needs.takes("a result alone"):
+        return _told(result)
+    return {**result, "tool_call_id": _id(needs, str(result.get("tool_call_id") or ""))}
+
+
+def _with_reasoning(needs: TemplateNeeds, answer: Message) -> Message:
+    """An answer with its reasoning in its content, where only there it would be rendered."""
+    reasoning = answer.get("reasoning_content")
+    if not isinstance(reasoning, str) or not reasoning or not needs.tokenizer.has_thinking:
+        return answer
+    if needs.takes("reasoning") or not needs.takes("marked reasoning"):
+        return answer
+    told = _marked(needs.tokenizer, reasoning.strip(), answer["content"])
+    kept = {key: value for key, value in answer.items() if key != "reasoning_content"}
+    return {**kept, "content": told}
+
+
+def _marked(tokenizer: Any, reasoning: str, content: str) -> str:
+    return f"{tokenizer.think_start}\n{reasoning}\n{tokenizer.think_end}\n\n{content}"
+
+
+# ---- roles --------------------------------------------------------------------------------------
+
+
+def _in_roles(needs: TemplateNeeds, messages: Iterable[Message], first: str) -> Iterator[Message]:
+    """The messages in roles that the template takes at their places; ``first``: if it takes that,
+    the first instructions are a system's message.
+    """
+    leading = True
+    for message in messages:
+        role = message["role"]
+        if role == "developer":
+            role = "system"
+        leading &= role == "system"
+        if role in ("user", "assistant", "tool"):
+            yield message
+        elif needs.takes(first if leading else "late system" if role == "system" else role):
+            yield {**message, "role": role}
+        else:
+            content = message["content"]
+            told = f"<system-reminder>\n{content}\n</system-reminder>"
+            yield {"role": "user", "content": content if leading else told}
+
+
+# What a template must take where a message follows one of a role.
+FOLLOWS = {
+    ("system", "system"): "several systems",
+    ("user", "user"): "several users",
+    ("tool", "user"): "a user after a result",
+    ("assistant", "assistant"): "several answers",
+}
+
+
+def _in_turn(needs: TemplateNeeds, messages: Iterable[Message]) -> list[Message]:
+    """The messages in an order of roles that the template takes."""
+    fitted: list[Message] = []
+    for message in messages:
+        before = fitted[-1]["role"] if fitted else "system"
+        role = message["role"]
+        if before == "system" and role in ("assistant", "tool") and _first(fitted):
+            fitted += [] if needs.takes("no user first") else [dict(GO_ON)]
+        rule = FOLLOWS.get((before, role)) if fitted else None
+        if rule == "several systems" and not _first(fitted):
+            rule = "late system"
+        elif rule == "several answers" and fitted[-1].get("tool_calls"):
+            rule = None
+        elif rule == "several answers" and message.get("tool_calls"):
+            rule = "an answer before a call"
+        if rule is None or needs.takes(rule):
+            fitted.append(message)
+        elif rule == "an answer before a call":
+            fitted += [dict(GO_ON), message]
+        else:
+            fitted[-1] = _joined(fitted[-1], message)
+    last = fitted[-1]["role"] if fitted else "system"
+    if last == "system" and _first(fitted) and not needs.takes("no user first"):
+        fitted.append(dict(GO_ON))
+    if last == "assistant" and not needs.takes("an answer last"):
+        fitted.append(dict(GO_ON))
+    return fitted
+
+
+def _with_joined_answers(messages: Sequence[Message]) -> list[Message]:
+    joined: list[Message] = []
+    for message in messages:
+        before = joined[-1] if joined else {"role": ""}
+        if before["role"] == message["role"] == "assistant" and not before.get("tool_calls"):
+            joined[-1] = _joined(joined[-1], message)
+        else:
+            joined.append(message)
+    return joined
+
+
+def _first(fitted: Sequence[Message]) -> bool:
+    """Whether there has been nothing but instructions."""
+    return all(message["role"] == "system" for message in fitted)
+
+
+def _joined(one: Message, other: Message) -> Message:
+    """Two messages as one, with the role of the first."""
+    made = dict(one)
+    for key in ("reasoning_content", "content"):
+        texts = [each[key] for each in (one, other) if each.get(key)]
+        if texts:
+            made[key] = "\n\n".join(map(str, texts))
+    if calls := [*(one.get("tool_calls") or ()), *(other.get("tool_calls") or ())]:
+        made["tool_calls"] = calls
+    return made

@@ -425,5 +425,3 @@ def test_what_cannot_be_combined_is_said_before_anything_is_read(
         assert len(talk.lines["a"]) == len(talk.lines["b"]) == 0 and talk.messages == []
     with pytest.raises(ValueError, match="messages is 'hi'; give the whole conversation"):
         talk.reply("a", messages="hi")
-    with pytest.raises(ValueError, match="not a user's or a tool's"):
-        talk.reply("a", messages=[{"role": "assistant", "content": "x"}])

@@ -354,7 +354,7 @@ LINES_OF = {  # a room's lines; it may have a tenth more
     "loading": 1_442,
     "machines": 413,
     "making": 791,
-    "models": 1_395,
+    "models": 1_703,
     "options": 419,
     "remote": 981,
     "reporting": 307,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvlingo_mlx.engine.answers import begins_in_reasoning
+from kvlingo_mlx.engine.answers import opens_reasoning
+from kvlingo_mlx.engine.calls import ToolCall
 from kvlingo_mlx.engine.line import Steps
 from kvlingo_mlx.engine.line_set import LineSet
 from kvlingo_mlx.engine.messages import answer_message
@@ -15,6 +16,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message
 
 HEADER = 8  # characters at the end of a prompt by which an answer's header is recognised
+LAST = 24  # tokens at the end of a prompt that hold the mark with which a header ends
 
 
 class AnswerInProgress:
@@ -31,7 +33,7 @@ class AnswerInProgress:
     Attributes:
         messages: The messages that it answers; none where it goes on with a plain text.
         prompt: The tokens up to the end of the answer's header.
-        header: Those of them that can open a reasoning trace: the header's, if it is known.
+        opened: Whether it opens a reasoning trace.
         latest: The tokenizer that wrote last, or is to write first.
 
     Raises:
@@ -62,12 +64,26 @@ class AnswerInProgress:
         self.latest, self._tokenizer = model.tokenizer_fingerprint, model.tokenizer
         self._said, self._parts = "", 0
         self.prompt = self._readings[self.latest].tokens
-        self.header = self.prompt[self.mark() or 0 :]
-        self._opened = begins_in_reasoning(self._tokenizer, self.header)
+        mark = self.mark()
+        self._open("" if mark is None else self._tokenizer.decode(self.prompt[mark:]))
+
+    def _open(self, header: str) -> None:
+        """Find out whether the prompt opens a reasoning trace.
+
+        Only the template can, in the answer's header: users, files and tools bring marks, too.
+        """
+        start, last = self._tokenizer.think_start, self._tokenizer.decode(self.prompt[-LAST:])
+        ends_open = bool(start) and last.rstrip().endswith(start)
+        self.opened = opens_reasoning(self._tokenizer, header) if header else ends_open
 
     @classmethod
-    def to_text(cls, exchange: LineSet, name: str, tokens: list[int]) -> AnswerInProgress:
-        """What goes on with a plain text; it cannot be booked."""
+    def to_text(
+        cls, exchange: LineSet, name: str, tokens: list[int], header: str | None = None
+    ) -> AnswerInProgress:
+        """What goes on with a plain text, or behind the ``header`` of an answer; not to be booked.
+
+        A plain text may have been rendered by a template, so its last mark counts.
+        """
         model = exchange.line(name).model
         made = cls.__new__(cls)
         made.messages, made._exchange, made._transcript = [], exchange, Transcript()
@@ -75,6 +91,7 @@ class AnswerInProgress:
         made._readings = {model.tokenizer_fingerprint: reading}
         made._marks = {model.tokenizer_fingerprint: None}
         made._begin(model)
+        made._open(model.tokenizer.decode(tokens) if header is None else header)
         return made
 
     def reading(self, name: str) -> Reading:
@@ -124,15 +141,15 @@ class AnswerInProgress:
         """
         return self._said if cut or self._parts > 1 else streamed
 
-    def book(self, text: str, ids: Sequence[str]) -> None:
+    def book(self, text: str, calls: Sequence[ToolCall]) -> None:
         """Add the messages and the answer to the transcript.
 
-        ``ids`` are those under which the calls in ``text`` were given out.
+        ``calls`` are those in ``text`` as they were given out.
         """
         names = {self._exchange.key(name): name for name in self._exchange.lines}
         readings = {key: self.reading(names[key]) for key in self._readings}
-        message = answer_message(self._tokenizer, text, opened=self._opened, ids=ids)
-        written = Written(message, text, self._opened)
+        message = answer_message(self._tokenizer, text, opened=self.opened, calls=calls)
+        written = Written(message, text, self.opened)
         self._transcript.book(self.messages, readings, self.latest, written)
 
     def follow(self, *, eager: bool) -> Steps:

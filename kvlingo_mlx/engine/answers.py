@@ -1,28 +1,24 @@
 """Divide an answer's text into content, reasoning and tool calls, and end it at a stop text.
 
-The marks are those that mlx-lm knows for a tokenizer. mlx-lm's own state machine finds them, as in
-its server, and mlx-lm's own parsers read the tool calls. A stop text within the reasoning, which is
-not part of the answer, ends nothing.
+The marks are those that mlx-lm knows for a tokenizer, and its own parsers read the calls. Unlike in
+its state machine, a call within the reasoning leads back to the reasoning, and what begins like a
+call but is none is text: its mark is told, and what stands behind it is divided again.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+from kvlingo_mlx.engine.calls import CallForm, ToolCall, calls_in, form_of
 
-from mlx_lm.generate import TextStateMachine, make_text_state_machine
-
-ID = 9  # letters and digits of a call's id; Mistral's templates take no other number
-ToolCall = dict[str, Any]
+# States, with mlx-lm's names for them.
+CONTENT, REASONING, CALL = "normal", "reasoning", "tool"
+MARK = "mark"  # a piece that is told to nobody
+MISSES = 32  # marks that began no call, after which they begin none: each costs a second look
 Response = TypeVar("Response")
-# The errors that mlx-lm's parsers raise when a tool call is cut short or is not a call.
-NO_CALL = (ValueError, KeyError, TypeError, AttributeError, IndexError, SyntaxError)
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,7 @@ class Parts:
         content: The text for the user.
         reasoning: The text between the tokenizer's think marks.
         tool_calls: The calls in OpenAI's form: ``{"id", "type": "function", "function":
-            {"name", "arguments"}}``. The arguments are JSON text.
+            {"name", "arguments"}}``. The arguments are the JSON text of an object.
     """
 
     content: str = ""
@@ -41,28 +37,142 @@ class Parts:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-def _first_stop(text: str, stop: Sequence[str], thought: Sequence[bool]) -> int | None:
-    """The start of the stop text that is complete first; the longest if several end there.
+class Piece(NamedTuple):
+    """A piece of an answer as it was written; all pieces together are the whole answer."""
 
-    ``thought`` says of each place between two characters whether it is within the reasoning.
+    kind: str
+    text: str
+    apart: bool = False  # whether it belongs to the reasoning or a call, where no stop text counts
+    calls: Sequence[ToolCall] = ()
+
+
+def _edges(tokenizer: Any) -> dict[str, dict[str, str | None]]:
+    """By state, the marks that end it, and the state after each; None: nothing is told any more."""
+    edges: dict[str, dict[str, str | None]] = {CONTENT: {}, REASONING: {}}
+    if tokenizer.has_thinking:
+        edges[CONTENT][tokenizer.think_start] = REASONING
+        edges[REASONING][tokenizer.think_end] = CONTENT
+    formats = tokenizer.response_transitions
+    if tokenizer.has_tool_calling:
+        edges[REASONING][tokenizer.tool_call_start] = CALL
+        if not any(state == CALL for marks in formats.values() for _, state in marks):
+            edges[CONTENT][tokenizer.tool_call_start] = CALL
+    edges[CONTENT] |= dict.fromkeys(tokenizer.structural_markers, CONTENT)
+    for state, marks in formats.items():
+        edges.setdefault(state, {}).update(marks)
+    return edges
+
+
+def _one_of(marks: Sequence[str]) -> re.Pattern[str]:
+    """The longest of some marks, wherever one begins; without marks, nothing."""
+    ordered = sorted(filter(None, marks), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+
+def _begun(text: str, marks: Sequence[str]) -> int:
+    """The number of characters at a text's end that can be the beginning of a mark."""
+    most = min(len(text), max(map(len, marks), default=1) - 1)
+    return next(
+        (n for n in range(most, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0
+    )
+
+
+class Division:
+    """Divides a text that comes in pieces of any length.
+
+    Args:
+        tokenizer: Its marks count; those of another one from :meth:`written_by` on.
+        state: The state in which the text begins.
+        tools: The tools that the prompt announces; some parsers read argument types from them.
     """
-    found = [
-        (match.start() + len(s), match.start())
-        for s in stop
-        for match in re.finditer(f"(?={re.escape(s)})", text)
-        if not (thought[match.start()] and thought[match.start() + len(s)])
-    ]
-    return min(found)[1] if found else None
 
+    def __init__(
+        self, tokenizer: Any, state: str | None, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        self._state, self._tools = state, tools
+        self._held, self._misses = "", 0
+        self._outer, self._start, self._from = state, "", 0  # of a call: around, mark, place
+        self.written_by(tokenizer)
 
-def _thoughts(state: Any, text: str) -> tuple[Any, list[bool]]:
-    """The state after a text, and after each of its characters whether that is reasoning."""
-    thought = []
-    for letter in text:
-        if state[0] is not None:
-            state, _ = TextStateMachine.split(state, letter)
-        thought.append(state[0] == "reasoning")
-    return state, thought
+    def written_by(self, tokenizer: Any) -> None:
+        """Go on with the marks of another model's tokenizer."""
+        self._tokenizer, self._edges = tokenizer, _edges(tokenizer)
+        self._form: CallForm = form_of(tokenizer)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the text stands in the reasoning now."""
+        return (self._outer if self._state == CALL else self._state) == REASONING
+
+    def take(self, text: str, *, ended: bool) -> Iterator[Piece]:
+        """What is known of the text now; all of it if it has ``ended``."""
+        self._held += text
+        while (found := self._next(ended)) is not None:
+            if found.text:
+                yield found
+
+    def _marks(self) -> dict[str, str | None]:
+        marks = self._edges.get(self._outer if self._state == CALL else self._state or "", {})
+        if self._misses >= MISSES:
+            return {mark: state for mark, state in marks.items() if state != CALL}
+        return marks
+
+    def _next(self, ended: bool) -> Piece | None:
+        """The next piece, perhaps an empty one; None if more must come first."""
+        if self._state == CALL:
+            return self._called(ended)
+        marks = self._marks()
+        if (found := _one_of([*marks]).search(self._held)) is None:
+            stop = len(self._held) - (0 if ended else _begun(self._held, [*marks]))
+            return self._text(stop) if stop else None
+        if found.start():
+            return self._text(found.start())
+        mark, before, apart = found.group(), self._state, self.apart
+        self._held, self._state = self._held[len(mark) :], marks[mark]
+        if self._state == CALL:
+            self._outer, self._start, self._from = before, mark, 0
+            return Piece(MARK, "")
+        return Piece(MARK, mark, apart)
+
+    def _text(self, stop: int) -> Piece:
+        """The first ``stop`` characters that are held, as text of this state."""
+        told, self._held = self._held[:stop], self._held[stop:]
+        known = self._state in (CONTENT, REASONING)
+        return Piece(str(self._state) if known else MARK, told, self.apart)
+
+    def _called(self, ended: bool) -> Piece | None:
+        """The call that is being written, once its end is there; its mark as text if it is none."""
+        end, marks = self._tokenizer.tool_call_end or "", [*self._marks()]
+        while True:
+            found = _one_of([end, *marks]).search(self._held, self._from)
+            if found is None:
+                break
+            if not self._form.outside(self._held[: found.start()])[1]:
+                stop = found.end() if found.group() == end else found.start()
+                return self._whole(found.start(), stop)
+            self._from = found.end()  # it is part of an argument
+        if ended:
+            return self._whole(len(self._held), len(self._held))
+        if self._form.hopeless(self._held):
+            return self._missed()
+        waits = _begun(self._held, [end, *marks])
+        self._from = max(self._from, len(self._held) - waits)
+        return None
+
+    def _whole(self, until: int, stop: int) -> Piece:
+        """The call whose text goes ``until`` there, and whose mark ends at ``stop``."""
+        cut = until == stop and self._form.closed
+        calls = [] if cut else calls_in(self._tokenizer, self._held[:until], self._tools)
+        if not calls:
+            return self._missed()
+        text, self._held = self._start + self._held[:stop], self._held[stop:]
+        self._state = REASONING if self._outer == REASONING else CONTENT
+        return Piece(CALL, text, True, calls)
+
+    def _missed(self) -> Piece:
+        """The mark that began no call, as text; what stands behind it is looked at again."""
+        self._misses, self._state = self._misses + 1, self._outer
+        return Piece(REASONING if self.apart else CONTENT, self._start, self.apart)
 
 
 class AnswerReader:
@@ -73,134 +183,122 @@ class AnswerReader:
 
     Args:
         tokenizer: The tokenizer of the model that writes the answer.
-        prompt: The tokens before the answer. If they open a reasoning trace, the answer begins
-            inside it.
-        stop: Texts before which the answer ends; within the reasoning they count for nothing.
+        opened: Whether the prompt opened a reasoning trace, in which the answer begins.
+        stop: Texts before which the answer ends. In the reasoning and in a call, which are not part
+            of it, they count for nothing.
         tools: The tools that the prompt announces; some parsers read argument types from them.
+        divides: Whether the text has parts; if not, it is content, marks and all.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        prompt: Sequence[int],
+        *,
+        opened: bool = False,
         stop: Sequence[str] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
+        divides: bool = True,
     ) -> None:
-        self._stop, self._tools = tuple(stop), tools
-        self._held, self._call, self._calling = "", "", False
+        self._facts = {"opened": opened, "stop": tuple(stop), "tools": tools, "divides": divides}
+        self._stop, self._divides, self._tokenizer = tuple(stop), divides, tokenizer
+        state = tokenizer.response_initial_state or (REASONING if opened else CONTENT)
+        self._division = Division(tokenizer, state, tools)
+        self._held = list[Piece]()
+        self._reasoned, self._answered = False, False
         self.calls: list[ToolCall] = []
-        self._tokenizer: Any = None
-        self._first = _first_state(tokenizer, prompt)
-        self._thought, self._reasoned, self._answered = [self._first == "reasoning"], False, False
-        self._begin(tokenizer, self._first)
-
-    def _begin(self, tokenizer: Any, state: str | None) -> None:
-        self._tokenizer = tokenizer
-        # The second one is ahead by the text that is held back.
-        self._state = self._ahead = make_text_state_machine(tokenizer).make_state(state)
 
     def written_by(self, tokenizer: Any) -> None:
         """Go on with the marks of another model's tokenizer."""
         if tokenizer is not self._tokenizer:
-            self._begin(tokenizer, self._state[0])
+            self._tokenizer = tokenizer
+            self._division.written_by(tokenizer)
 
     def take(self, response: Response) -> Response:
         """The next response, cut at a stop text, with its text divided into parts."""
         last: Any = response
-        text, stopped = self._before_stop(last.text, last.finish_reason is not None)
+        pieces, stopped = self._read(last.text, ended=last.finish_reason is not None)
+        text = "".join(piece.text for piece in pieces) if self._stop else last.text
         reason = "stop" if stopped is not None else last.finish_reason
-        parts = self._divided(text, ended=reason is not None)
+        parts = self._parts(pieces)
         return replace(last, text=text, finish_reason=reason, stop_text=stopped, **vars(parts))
+
+    def whole(self, text: str) -> Parts:
+        """The parts of a whole answer."""
+        return self._parts(self._read(text, ended=True)[0])
 
     def stopped_at(self, text: str) -> int | None:
         """The number of characters of a whole answer before the stop text that ends it."""
-        state = make_text_state_machine(self._tokenizer).make_state(self._first)
-        return _first_stop(
-            text, self._stop, [self._first == "reasoning", *_thoughts(state, text)[1]]
-        )
+        again = AnswerReader(self._tokenizer, **self._facts)
+        pieces, stopped = again._read(text, ended=True)
+        return None if stopped is None else sum(len(piece.text) for piece in pieces)
 
-    def _before_stop(self, text: str, ended: bool) -> tuple[str, str | None]:
-        """The text that can be given out now, and the stop text that has come, or None."""
+    def _read(self, text: str, *, ended: bool) -> tuple[list[Piece], str | None]:
+        """The pieces that can be given out now, and the stop text that has come, or None."""
+        if self._divides:
+            pieces = [*self._held, *self._division.take(text, ended=ended)]
+        else:
+            pieces = [*self._held, Piece(CONTENT, text)]
+        self._held = []
         if not self._stop:
-            return text, None
-        self._ahead, more = _thoughts(self._ahead, text)
-        thought, text, self._held = self._thought + more, self._held + text, ""
-        if (found := _first_stop(text, self._stop, thought)) is not None:
-            return text[:found], max(s for s in self._stop if text.startswith(s, found))
-        most = 0 if ended else min(len(text), max(map(len, self._stop)) - 1)
-        held = next(
-            (n for n in range(most, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0
-        )
-        self._held, self._thought = text[len(text) - held :], thought[len(text) - held :]
-        return text[: len(text) - held], None
+            return pieces, None
+        text = "".join(piece.text for piece in pieces)
+        apart = [piece.apart for piece in pieces for _ in piece.text]
+        apart.append(self._divides and self._division.apart)
+        if (found := _first_stop(text, self._stop, apart)) is not None:
+            return _up_to(pieces, found), max(s for s in self._stop if text.startswith(s, found))
+        told = len(text) - (0 if ended else _begun(text, self._stop))
+        while pieces and sum(len(piece.text) for piece in pieces) > told:
+            self._held.insert(0, pieces.pop())
+        return pieces, None
 
-    def _divided(self, text: str, ended: bool) -> Parts:
-        """The parts of the next piece of text."""
-        segments: list[tuple[str | None, str]] = []
-        if self._state[0] is not None:  # None: the format has ended the answer
-            self._state, segments = TextStateMachine.split(self._state, text)
-        if ended:
-            self._state, rest, name = TextStateMachine.flush(self._state)
-            segments = [*segments, (name, rest)]
-        content, reasoning, calls = "", "", list[ToolCall]()
-        for name, piece in segments:
-            if self._calling and name != "tool":
-                content += self._called(calls, complete=True)
-            self._calling = name == "tool"
-            self._call += piece if self._calling else ""
-            content += piece if name == "normal" else ""
-            reasoning += piece if name == "reasoning" else ""
-            self._reasoned |= name == "reasoning"
-        if ended and self._calling:
-            content += self._called(calls, complete=False)
+    def _parts(self, pieces: Sequence[Piece]) -> Parts:
+        """What the pieces are for the user."""
+        self._reasoned |= any(piece.kind == REASONING for piece in pieces)
+        content, reasoning = (
+            "".join(piece.text for piece in pieces if piece.kind == kind)
+            for kind in (CONTENT, REASONING)
+        )
+        calls = [call for piece in pieces for call in piece.calls]
         if self._reasoned and not self._answered:
             content = content.lstrip()  # the empty lines that end the reasoning
         self._answered |= bool(content)
         self.calls += calls
         return Parts(content, reasoning, tuple(calls))
 
-    def _called(self, calls: list[ToolCall], *, complete: bool) -> str:
-        """Add the finished call to ``calls``; return it as text if it cannot be parsed."""
-        text, self._call, self._calling = self._call, "", False
-        try:
-            parsed = self._tokenizer.tool_parser(text, self._tools)
-            found = list(map(_formatted, parsed if isinstance(parsed, list) else [parsed]))
-        except NO_CALL:
-            end = self._tokenizer.tool_call_end if complete else ""
-            return f"{self._tokenizer.tool_call_start}{text}{end}"
-        calls += found
-        return ""
+
+def _first_stop(text: str, stop: Sequence[str], apart: Sequence[bool]) -> int | None:
+    """The start of the stop text that is complete first; the longest if several end there.
+
+    ``apart`` says of each character, and of what follows, whether it is not part of the answer.
+    """
+    found = [
+        (match.start() + len(s), match.start())
+        for s in stop
+        for match in re.finditer(f"(?={re.escape(s)})", text)
+        if not (apart[match.start()] and apart[match.start() + len(s)])
+    ]
+    return min(found)[1] if found else None
+
+
+def _up_to(pieces: Sequence[Piece], characters: int) -> list[Piece]:
+    """The pieces of the first characters; a call is not cut."""
+    kept = list[Piece]()
+    for piece in pieces:
+        if characters <= 0:
+            break
+        cut = len(piece.text) if piece.calls else characters
+        kept.append(piece._replace(text=piece.text[:cut]))
+        characters -= len(piece.text)
+    return kept
 
 
 def divided(tokenizer: Any, text: str, *, opened: bool = False) -> Parts:
     """The parts of a whole answer; ``opened`` says whether its prompt opened a reasoning trace."""
-    reader = AnswerReader(tokenizer, ())
-    if opened:
-        reader._begin(tokenizer, "reasoning")
-    return reader._divided(text, ended=True)
+    return AnswerReader(tokenizer, opened=opened).whole(text)
 
 
-def _first_state(tokenizer: Any, prompt: Sequence[int]) -> str:
-    """The part in which an answer begins; a chat template may open the reasoning trace itself."""
-    if tokenizer.response_initial_state:
-        return str(tokenizer.response_initial_state)
-    opened = tokenizer.has_thinking and tokenizer.rfind_think_start(
-        prompt
-    ) > tokenizer.rfind_think_end(prompt)
-    return "reasoning" if opened else "normal"
-
-
-def begins_in_reasoning(tokenizer: Any, prompt: Sequence[int]) -> bool:
-    """Whether an answer to a prompt begins inside a reasoning trace."""
-    return _first_state(tokenizer, prompt) == "reasoning"
-
-
-def _formatted(call: Mapping[str, Any]) -> ToolCall:
-    arguments = call["arguments"]  # some models write a text that is the JSON of them
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {
-        "id": call.get("id") or uuid.uuid4().hex[:ID],
-        "type": "function",
-        "function": {"name": str(call["name"]), "arguments": arguments},
-    }
+def opens_reasoning(tokenizer: Any, header: str) -> bool:
+    """Whether a text, that of an answer's header, ends within a reasoning trace."""
+    if not tokenizer.has_thinking:
+        return False
+    return header.rfind(tokenizer.think_start) > header.rfind(tokenizer.think_end)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvlingo_mlx.engine.answers import Parts, divided
+from kvlingo_mlx.engine.calls import ToolCall
 from kvlingo_mlx.models.prompts import Message
 from kvlingo_mlx.models.templates import with_object
 from kvlingo_mlx.tokenization.renderings import with_joined_parts
@@ -19,7 +20,7 @@ REASONING = ("reasoning", "reasoning_content")  # where clients put a reasoning 
 
 
 def answer_message(
-    tokenizer: Any, text: str, *, opened: bool = False, ids: Sequence[str] = ()
+    tokenizer: Any, text: str, *, opened: bool = False, calls: Sequence[ToolCall] = ()
 ) -> Message:
     """The message that a model wrote as ``text``.
 
@@ -27,18 +28,15 @@ def answer_message(
         tokenizer: The model's; it knows the marks of reasoning and calls.
         text: The whole text, marks included.
         opened: Whether the prompt opened a reasoning trace.
-        ids: The ids under which its calls were given out.
+        calls: Its first calls, as they were given out.
     """
     parts = divided(tokenizer, text, opened=opened)
     message: Message = {"role": "assistant", "content": parts.content}
     if parts.reasoning:
         message["reasoning_content"] = parts.reasoning
     if parts.tool_calls:
-        calls = list(map(with_object, parts.tool_calls))
-        message["tool_calls"] = [
-            {**call, "id": ids[at] if at < len(ids) else call["id"]}
-            for at, call in enumerate(calls)
-        ]
+        made = [*calls[: len(parts.tool_calls)], *parts.tool_calls[len(calls) :]]
+        message["tool_calls"] = list(map(with_object, made))
     return message
 
 

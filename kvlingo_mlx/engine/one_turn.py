@@ -186,7 +186,7 @@ class OneTurn(LineSet):
         plan, draft = self.plan, self.lines.get(DRAFT)
         choice = self.chosen_together(choice)
         decoding = Decoding(choice, tools, quantised or {}, draft, num_draft_tokens)
-        progress = AnswerInProgress.to_text(self, TARGET, plan.tokens)
+        progress = AnswerInProgress.to_text(self, TARGET, plan.tokens, plan.header)
         turn = Turn(self, progress, max_tokens, decoding, self.clock.started)
         heard = Heard(plan.target, lambda: plan.target.tokenizer.decode(plan.tokens), plan.chat)
         steps = turn.answer_by([Part(TARGET)], None, _nothing)

@@ -30,7 +30,7 @@ from kvlingo_mlx.loading.translators import (
 )
 from kvlingo_mlx.machines import digest_of, facts_of, group_of
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.prompts import Prompt, check_tools, encode, is_chat, rendering
+from kvlingo_mlx.models.prompts import Prompt, check_tools, encode, header_of, is_chat, rendering
 from kvlingo_mlx.options import HandoverOptions
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.translators.base import Translator
@@ -83,6 +83,7 @@ class Plan:
             them itself, and the source too.
         way: ``accelerator``; ``native`` where the target reads the prompt itself; ``folded``.
         chat: Whether the target's chat template rendered the prompt.
+        header: What it put before the answer, "" if that is unknown; None for a plain text.
         loaded_at: When both models were loaded, by ``time.perf_counter``.
     """
 
@@ -97,6 +98,7 @@ class Plan:
     guard: int = 0
     way: str = "accelerator"
     chat: bool = False
+    header: str | None = None
     loaded_at: float | None = None
 
     @property
@@ -162,11 +164,13 @@ def begin(
     if draft is not None and not isinstance(draft, LanguageModel):
         draft = source if draft == prefill_model else load(draft)
     check_tools(target, prompt, request.tools)
-    tokens = encode(target, prompt, request.enable_thinking, tools=request.tools)
+    switches = {"enable_thinking": request.enable_thinking, "tools": request.tools}
+    tokens = encode(target, prompt, **switches)
+    header = header_of(target, prompt, **switches) if is_chat(prompt) else None
     step_size = request.prefill_step_size
     return Plan(
         source, target, tokens, step_size=step_size, draft=draft, chat=is_chat(prompt),
-        loaded_at=loaded_at,
+        header=header, loaded_at=loaded_at,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ class AnswerOptions(TypedDict, total=False):
         repetition_penalty: Makes the last 20 tokens, prompt included, less likely; 1 is off.
         seed: Seeds the random numbers for sampling, which the whole process shares.
         stop: A text, or several, before which the answer ends, ``finish_reason`` "stop". Within
-            the reasoning they count for nothing.
+            the reasoning and calls they count for nothing.
         tools: The tools that the chat template announces, in OpenAI's form.
     """
 

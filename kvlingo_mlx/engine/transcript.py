@@ -35,7 +35,7 @@ from kvlingo_mlx.engine.messages import answer_message, content_of, meaning, rec
 from kvlingo_mlx.engine.reading import WROTE, Reading, Segment, moved
 from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.prompts import Message, render_text
+from kvlingo_mlx.models.prompts import Message, header_of, render_text
 from kvlingo_mlx.tokenization.alignment import Span
 from kvlingo_mlx.tokenization.renderings import content_spans, message_parts
 
@@ -221,9 +221,7 @@ class Transcript:
         drop what it puts at an answer's beginning (an empty think block).
         """
         messages = [*self.messages, *new]
-        bare = render_text(model, messages, add_generation_prompt=False, **self.switches)
-        whole = reading.rendered or self._renderer(model)(messages)
-        header = whole[len(bare) :] if whole.startswith(bare) else ""
+        header = header_of(model, messages, reading.rendered, **self.switches)
         return reading.place(len(reading.text) - len(header)) if header else None
 
     def ahead(self, model: LanguageModel) -> Reading | None:

@@ -52,6 +52,7 @@ class Decoding:
         draft: A separate line for a draft model, or None.
         num_draft_tokens: How many tokens the draft model drafts at a time.
         batch: Where the model decodes this answer beside others, or None.
+        divides: Whether the answer has parts; if not, all of it is content.
     """
 
     choice: Choice
@@ -60,6 +61,7 @@ class Decoding:
     draft: Line | None = None
     num_draft_tokens: int = 2
     batch: Place | None = None
+    divides: bool = True
 
 
 @dataclass(frozen=True)
@@ -190,8 +192,14 @@ class Turn:
     def _read_by(self, tokenizer: Any) -> AnswerReader:
         """The reader of the answer's text, which all of its writers share."""
         if self._reader is None:
-            stop, tools = self._decoding.choice.stop, self._decoding.tools
-            self._reader = AnswerReader(tokenizer, self.progress.header, stop, tools)
+            decoding, opened = self._decoding, self.progress.opened
+            self._reader = AnswerReader(
+                tokenizer, opened=opened, stop=decoding.choice.stop, tools=decoding.tools,
+                divides=decoding.divides,
+            )  # fmt: skip
+            for each in decoding.choice.logits_processors or ():
+                if hasattr(each, "opened"):  # it lets a reasoning trace pass
+                    each.opened = opened
         self._reader.written_by(tokenizer)
         return self._reader
 
@@ -201,8 +209,7 @@ class Turn:
 
     def book(self, text: str) -> None:
         """Add the messages and the answer ``text`` to the conversation."""
-        calls = self._reader.calls if self._reader else ()
-        self.progress.book(text, [call["id"] for call in calls])
+        self.progress.book(text, self._reader.calls if self._reader else ())
 
     def _decoded(self, line: Line, tokens: list[int], most: int) -> Iterator[MLXResponse | None]:
         """Decode from a line that holds all of ``tokens`` except the last one.

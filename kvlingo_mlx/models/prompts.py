@@ -104,6 +104,21 @@ def render_text(model: LanguageModel, messages: Sequence[Message], **switches: A
     return _render(model, messages, switches, tokenize=False)
 
 
+def header_of(
+    model: LanguageModel, messages: Sequence[Message], whole: str = "", **switches: Any
+) -> str:
+    """The text that the template puts between messages and the answer to them; "" if unknown.
+
+    ``whole`` is what it renders of both, if that is known.
+    """
+    try:
+        bare = render_text(model, messages, **switches, add_generation_prompt=False)
+    except ValueError:  # a template may take them before an answer alone
+        return ""
+    whole = whole or render_text(model, messages, **switches)
+    return whole[len(bare) :] if whole.startswith(bare) else ""
+
+
 def _render(
     model: LanguageModel,
     messages: Sequence[Mapping[str, Any]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvlingo_mlx.engine.batches import Batch, Row
 from kvlingo_mlx.engine.exchange import Exchange
@@ -35,6 +37,7 @@ from kvlingo_mlx.serving.policy import Way
 
 Tell = Callable[[Event], None]
 Steps = Generator[bool, None, None]  # work; True where the next step must follow at once
+ALPHABET = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of byte-level tokens
 PROGRESS_S = 1.0  # how often a waiting client is told how far its prompt has been read
 
 
@@ -139,17 +142,30 @@ class ActiveRequest:
             self.tell(Finished(reason, self.usage, response.stop_text))
 
     def _logprobs(self, response: GenerationResponse, tokenizer: Any) -> tuple[TokenLogprob, ...]:
-        if self.ask.logprobs is None:
-            return ()
         token, found = int(response.token), response.logprobs
+        if self.ask.logprobs is None or token in tokenizer.eos_token_ids:
+            return ()
         likeliest: list[int] = []
         if self.ask.logprobs:
             listed: Any = mx.argsort(-found)[: self.ask.logprobs].tolist()
             likeliest = list(map(int, listed))
         values: Any = found[mx.array([token, *likeliest])].tolist()
-        texts = [tokenizer.decode([each]) for each in (token, *likeliest)]
+        texts = [_spelt(tokenizer, each) for each in (token, *likeliest)]
         top = tuple(zip(texts[1:], likeliest, values[1:], strict=True))
         return (TokenLogprob(texts[0], token, values[0], top),)
+
+
+def _spelt(tokenizer: Any, token: int) -> str:
+    """A token's text; bytes that are no whole character as ``surrogateescape`` writes them."""
+    piece, text = str(tokenizer.convert_ids_to_tokens(token)), str(tokenizer.decode([token]))
+    if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+        return bytes([int(piece[3:5], 16)]).decode(errors="surrogateescape")
+    if set(piece) <= ALPHABET.keys():
+        found = bytes(map(ALPHABET.__getitem__, piece))
+        if found.decode(errors="replace") == text:
+            return found.decode(errors="surrogateescape")
+    spaced = piece.replace("\u2581", " ")  # which is not decoded at a text's beginning
+    return spaced if spaced.strip() == text.strip() else text
 
 
 def tools_of(ask: GenerationRequest) -> list[dict[str, Any]]:

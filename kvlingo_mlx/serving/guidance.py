@@ -11,7 +11,8 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 from mlx_lm.tool_parsers import json_tools
 
-from kvlingo_mlx.engine.answers import begins_in_reasoning
+from kvlingo_mlx.engine.answer import LAST
+from kvlingo_mlx.engine.turn import thought_end
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.messages import GenerationRequest
 
@@ -45,11 +46,26 @@ def guided(ask: GenerationRequest, model: LanguageModel) -> list[Any]:
     if demanded:
         what, grammar = "the parameters of a tool are", _call_grammar(ask, model)
     else:
-        what, grammar = "response_format's schema is", f"start: {_json(ask.schema, COMPACT)}"
+        what, grammar = "response_format's schema is", _text_grammar(ask, model.tokenizer)
     matcher = llguidance.LLMatcher(_tokenizer(model), grammar)
     if matcher.is_error():
         raise ValueError(f"{what} refused: {_line(matcher.get_error())}")
     return [_Guide(matcher, model)]
+
+
+def _text_grammar(ask: GenerationRequest, tokenizer: Any) -> str:
+    """The grammar of a text that fits the schema, or, where tools may be called, of free calls."""
+    text = _json(ask.schema, COMPACT)
+    if not ask.tools or ask.tool_choice == "none" or not tokenizer.has_tool_calling:
+        return f"start: {text}"
+    start, end = _marked(tokenizer, tokenizer.tool_call_start), tokenizer.tool_call_end
+    ids = tokenizer.encode(end, add_special_tokens=False) if end else ()
+    # A mark of several tokens cannot be seen in a free text, which goes on to the answer's end.
+    free = f"<[^{ids[0]}]>* <[{ids[0]}]>" if len(ids) == 1 else "<[*]>*"
+    return (
+        "start: LINES? (text | call (LINES? call)*)\nLINES: /\\n\\n?/\n"
+        f"text: {text}\ncall: {start} {free}\n"
+    )
 
 
 def _call_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
@@ -85,9 +101,11 @@ def _json(schema: Mapping[str, Any] | None, options: Mapping[str, Any]) -> str:
 
 
 def _marked(tokenizer: Any, mark: str) -> str:
-    """A mark in a grammar: its token if it has one, else its text."""
+    """A mark in a grammar: its tokens if one of them is no text, else its text."""
     ids = tokenizer.encode(mark, add_special_tokens=False)
-    return f"<[{ids[0]}]>" if len(ids) == 1 else json.dumps(mark)
+    if len(ids) > 1 and not {*ids} & {*tokenizer.get_added_vocab().values()}:
+        return json.dumps(mark)
+    return " ".join(f"<[{token}]>" for token in ids)
 
 
 def _tokenizer(model: LanguageModel) -> Any:
@@ -105,10 +123,14 @@ _made: dict[tuple[str, int, tuple[int, ...]], Any] = {}
 
 
 class _Guide:
-    """Rules out the tokens that would leave the grammar, once a reasoning trace has ended."""
+    """Rules out the tokens that would leave the grammar, once a reasoning trace has ended.
+
+    Attributes:
+        opened: Whether the prompt opens a reasoning trace.
+    """
 
     def __init__(self, matcher: Any, model: LanguageModel) -> None:
-        self._matcher, self._model = matcher, model
+        self._matcher, self._model, self.opened = matcher, model, False
         self._begun: int | None = None  # tokens before those that the grammar is for
         self._seen = 0
 
@@ -129,11 +151,10 @@ class _Guide:
     def _begins(self, ids: list[int]) -> bool:
         """Whether the grammar holds from here on; a reasoning trace comes before it."""
         if not self._seen:
-            self._seen = len(ids)
-            waits = begins_in_reasoning(self._model.tokenizer, ids)
+            self._seen, waits = len(ids), self.opened
         else:
-            end = getattr(self._model.tokenizer, "think_end", None) or "</think>"
-            waits = end not in self._model.tokenizer.decode(ids[self._seen :])
+            last = self._model.tokenizer.decode(ids[max(self._seen, len(ids) - LAST) :])
+            waits = thought_end(self._model) not in last
         if not waits:
             self._begun = self._seen = len(ids)
         return not waits

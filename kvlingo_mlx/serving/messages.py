@@ -128,7 +128,10 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token's log probability, and those of the likeliest tokens: (text, id, log probability)."""
+    """A token's log probability, and those of the likeliest tokens: (text, id, log probability).
+
+    A text has bytes that are no whole character as ``surrogateescape`` writes them.
+    """
 
     text: str
     token: int

@@ -293,7 +293,9 @@ class Scheduler:
         choice = choice_of(request.options, request.sampler, request.logits_processors)
         choice = exchange.chosen_together(choice)
         progress = AnswerInProgress.to_text(exchange, job.name, job.tokens)
-        turn = Turn(exchange, progress, request.max_tokens, Decoding(choice, batch=job))
+        turn = Turn(
+            exchange, progress, request.max_tokens, Decoding(choice, batch=job, divides=False)
+        )
         check_room({job.name: len(job.tokens)}, exchange.lines, exchange.group)
         if job.ask.echo:
             given, tokenizer = job.ask.prompt, self.pool[job.name].model.tokenizer

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
@@ -22,10 +21,10 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.engine.answers import AnswerReader
-from kvlingo_mlx.engine.responses import GenerationResponse
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
 from tests.support.identity import identity_of
+from tests.support.responses import response
 from tests.support.talks import spelled, talk_of
 from tests.support.tools import TOOLS, TOOLS_TEMPLATE
 
@@ -79,11 +78,6 @@ def naive_stop(text: str, stops: list[str], opened: bool = False) -> str | None:
     return None
 
 
-def response(text: str, reason: str | None) -> GenerationResponse:
-    facts = dict.fromkeys(MLXResponse.__dataclass_fields__, 0)
-    return GenerationResponse(**facts | {"text": text, "finish_reason": reason})
-
-
 @settings(max_examples=200, deadline=None)
 @given(
     text=st.lists(st.sampled_from(["a", "b", "\n", "<think>", "</think>"]), max_size=14).map(
@@ -96,8 +90,7 @@ def response(text: str, reason: str | None) -> GenerationResponse:
 def test_stops_are_found_however_a_text_is_cut(
     text: str, cuts: list[int], stops: list[str], opened: bool, model: LanguageModel
 ) -> None:
-    prompt = model.tokenizer.encode("<think>", add_special_tokens=False) if opened else []
-    reader = AnswerReader(model.tokenizer, prompt, stops)
+    reader = AnswerReader(model.tokenizer, opened=opened, stop=stops)
     marks = sorted({0, len(text), *(c for c in cuts if c < len(text))})
     pieces = [text[a:b] for a, b in itertools.pairwise(marks)] or [""]
     out, told = "", None

@@ -126,3 +126,51 @@ def test_what_was_cut_is_divided_again(model: LanguageModel) -> None:
     )
     talk.truncate_answer(len("<think>so"))
     assert (talk.messages[-1]["reasoning_content"], talk.messages[-1]["content"]) == ("so", "")
+
+
+# ---- what opens the reasoning -----------------------------------------------------------------
+
+TURNS = "{%- for m in messages -%}{{- '[' + m.role + ']' + m.content -}}{%- endfor -%}"
+SHORT = "{%- if add_generation_prompt -%}{{- '[assistant]HEADER' -}}{%- endif -%}"
+HEADERS = {
+    TURNS + SHORT.replace("HEADER", ""): False,
+    TURNS + SHORT.replace("HEADER", "<think>\\n"): True,
+    TURNS + SHORT.replace("HEADER", "<think>\\n\\n</think>\\n\\n"): False,
+    TURNS + SHORT.replace("HEADER", "<think>\\nIn short: "): True,
+    TURNS + "{{- '[/]' -}}": False,  # without a header, or always with one
+    TURNS + "{{- '[assistant]<think>\\n' -}}": True,
+}
+MARKED = ("plain", "what is <think>", "and </think>", "<think>a</think> or <think>\n", "</think>\n")
+
+
+@pytest.mark.parametrize("template, opens", HEADERS.items())
+def test_only_the_template_opens_a_trace(template: str, opens: bool, tmp_path: Path) -> None:
+    """Whatever marks questions, results, instructions and earlier answers hold."""
+    model = caller(tmp_path / "m", template)
+    ids = model.tokenizer.encode("the use of it", add_special_tokens=False)
+    talk = talk_of(model)
+    for mark in MARKED:
+        told = [
+            {"role": "system", "content": mark},
+            {"role": "user", "content": mark},
+            {"role": "assistant", "content": mark},
+            {"role": "tool", "content": mark},
+        ]
+
+        def options(**more: Any) -> dict[str, Any]:
+            left = iter(ids * 2)
+            return {"sampler": lambda _: mx.array([next(left)]), "max_tokens": len(ids), **more}
+
+        for listed in (told, told[:2]):
+            ways = [
+                talk.stream_reply("a", messages=listed, **options()),
+                kv.stream_generate(model, model, listed, strategy="native", **options()),
+            ]
+            for responses in map(list, ways):
+                content, reasoning = (
+                    "".join(getattr(r, name) for r in responses)
+                    for name in ("content", "reasoning")
+                )
+                assert (content, reasoning) == (
+                    ("", "the use of it") if opens else ("the use of it", "")
+                )

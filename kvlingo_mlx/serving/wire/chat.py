@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -16,7 +17,14 @@ from kvlingo_mlx.serving.messages import (
     TokenLogprob,
 )
 from kvlingo_mlx.serving.wire import Answer, BadRequest, oddities, openai_error
-from kvlingo_mlx.serving.wire.answers import Gathered, extension, finite, frame, logprobs_of
+from kvlingo_mlx.serving.wire.answers import (
+    Gathered,
+    bytes_of,
+    extension,
+    finite,
+    frame,
+    logprobs_of,
+)
 from kvlingo_mlx.serving.wire.forms import conversation
 from kvlingo_mlx.serving.wire.requests import (
     Api,
@@ -278,16 +286,23 @@ def _usage(answer: Gathered) -> dict[str, Any]:
 
 def _in_lists(tokens: list[TokenLogprob], offset: int) -> dict[str, Any]:
     """Log probabilities in lists, as completions have them; ``offset``: where the text begins."""
-    offsets = []
+    offsets, decoder = [], codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         offsets.append(offset)
-        offset += len(token.text)
+        offset += len(decoder.decode(bytes_of(token.text)))
     return {
-        "tokens": [token.text for token in tokens],
+        "tokens": [_shown(token.text) for token in tokens],
         "token_logprobs": [finite(token.logprob) for token in tokens],
-        "top_logprobs": [{text: finite(p) for text, _, p in token.top} for token in tokens],
+        "top_logprobs": [{_shown(text): finite(p) for text, _, p in token.top} for token in tokens],
         "text_offset": offsets,
     }
+
+
+def _shown(token: str) -> str:
+    """A token's text, or its bytes as OpenAI's completions write them if it is no whole text."""
+    if not any("\ud800" <= letter <= "\udfff" for letter in token):
+        return token
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in bytes_of(token))
 
 
 API = Api(("/v1/chat/completions", "/chat/completions"), ChatRequest, openai_error)

@@ -7,6 +7,7 @@ call but is none is text: its mark is told, and what stands behind it is divided
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -112,7 +113,8 @@ class Division:
                 yield found
 
     def _marks(self) -> dict[str, str | None]:
-        marks = self._edges.get(self._outer if self._state == CALL else self._state or "", {})
+        state = self._outer if self._state == CALL else self._state
+        marks = self._edges.get(state or "", {})
         if self._misses >= MISSES:
             return {mark: state for mark, state in marks.items() if state != CALL}
         return marks
@@ -199,7 +201,9 @@ class AnswerReader:
         tools: Sequence[Mapping[str, Any]] | None = None,
         divides: bool = True,
     ) -> None:
-        self._facts = {"opened": opened, "stop": tuple(stop), "tools": tools, "divides": divides}
+        self._again = functools.partial(
+            AnswerReader, opened=opened, stop=stop, tools=tools, divides=divides
+        )
         self._stop, self._divides, self._tokenizer = tuple(stop), divides, tokenizer
         state = tokenizer.response_initial_state or (REASONING if opened else CONTENT)
         self._division = Division(tokenizer, state, tools)
@@ -228,8 +232,7 @@ class AnswerReader:
 
     def stopped_at(self, text: str) -> int | None:
         """The number of characters of a whole answer before the stop text that ends it."""
-        again = AnswerReader(self._tokenizer, **self._facts)
-        pieces, stopped = again._read(text, ended=True)
+        pieces, stopped = self._again(self._tokenizer)._read(text, ended=True)
         return None if stopped is None else sum(len(piece.text) for piece in pieces)
 
     def _read(self, text: str, *, ended: bool) -> tuple[list[Piece], str | None]:

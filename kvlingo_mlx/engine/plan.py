@@ -164,7 +164,7 @@ def begin(
     if draft is not None and not isinstance(draft, LanguageModel):
         draft = source if draft == prefill_model else load(draft)
     check_tools(target, prompt, request.tools)
-    switches = {"enable_thinking": request.enable_thinking, "tools": request.tools}
+    switches: dict[str, Any] = {"enable_thinking": request.enable_thinking, "tools": request.tools}
     tokens = encode(target, prompt, **switches)
     header = header_of(target, prompt, **switches) if is_chat(prompt) else None
     step_size = request.prefill_step_size

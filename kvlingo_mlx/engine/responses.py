@@ -14,7 +14,7 @@ from mlx_lm.generate import GenerationResponse as MLXResponse
 from kvlingo_mlx.caches.validation import first_bad
 from kvlingo_mlx.embedded import EXAMPLE, is_embedded
 from kvlingo_mlx.embedded.dialogues import states_a_fact
-from kvlingo_mlx.engine.answers import ToolCall
+from kvlingo_mlx.engine.calls import ToolCall
 from kvlingo_mlx.engine.clock import PHASES
 from kvlingo_mlx.engine.guarding import Guarded
 from kvlingo_mlx.engine.sampling import LogitsProcessor

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from kvlingo_mlx.engine.answers import ID
+from kvlingo_mlx.engine.calls import ID
 from kvlingo_mlx.engine.messages import answer_message, content_of, meaning, recalled
 from kvlingo_mlx.engine.reading import WROTE, Reading, Segment, moved
 from kvlingo_mlx.engine.spans import common_prefix

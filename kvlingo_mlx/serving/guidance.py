@@ -59,7 +59,7 @@ def _text_grammar(ask: GenerationRequest, tokenizer: Any) -> str:
     if not ask.tools or ask.tool_choice == "none" or not tokenizer.has_tool_calling:
         return f"start: {text}"
     start, end = _marked(tokenizer, tokenizer.tool_call_start), tokenizer.tool_call_end
-    ids = tokenizer.encode(end, add_special_tokens=False) if end else ()
+    ids = tokenizer.encode(end, add_special_tokens=False) if end else []
     # A mark of several tokens cannot be seen in a free text, which goes on to the answer's end.
     free = f"<[^{ids[0]}]>* <[{ids[0]}]>" if len(ids) == 1 else "<[*]>*"
     return (

@@ -26,6 +26,7 @@ from kvlingo_mlx.evaluation.journal import Scores
 from kvlingo_mlx.loading.pairing import check_tokenizers
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.tokenization.records import Skipped
 from kvlingo_mlx.tokenization.renderings import front, opened
 from kvlingo_mlx.tokenization.samples import (
     Sample,
@@ -193,16 +194,22 @@ def continuation(
     Raises:
         ValueError: No record has a continuation.
     """
-    items: list[Item] = []
+    items, skipped = list[Item](), Skipped()
     for number, record in enumerate(records):
         if len(items) == limit:
             break
-        for sample in to_samples([record], target.tokenizer, context_length, source_tokenizer):
+        asked = [record], target.tokenizer, context_length, source_tokenizer, number + 1, skipped
+        for sample in to_samples(*asked):
             if sample.continuation:
                 items.append(_known(str(number), _kind(record), sample))
+    told = (str(skipped),) if skipped else ()
     if not items:
-        raise ValueError("no record of the data has both a prefix that fits and a continuation")
-    return Task("continuation", ("kl", "perplexity", "agreement"), items, _teacher_forced)
+        raise ValueError(
+            "; ".join(["no record of the data has a prefix that fits and a continuation", *told])
+        )
+    return Task(
+        "continuation", ("kl", "perplexity", "agreement"), items, _teacher_forced, notes=told
+    )
 
 
 def _kind(record: Mapping[str, Any]) -> str:

@@ -102,7 +102,8 @@ def fit(
         KVLingoError: The ranks have other versions, models, samples or arguments than one another.
 
     Warns:
-        KVLingoWarning: The data have few tokens for the unknowns; it says how many suffice.
+        KVLingoWarning: The data have few tokens for the unknowns; it says how many suffice. Some
+            records cannot be used; it says how many, and why the first.
     """
     source, target = load_pair(source, target)
     norm, method = norm_named(norm), assignment if isinstance(assignment, str) else None
@@ -130,8 +131,9 @@ def fit(
         say(outlook(work, read))
     work.run()
     short = shortage(config, work.used, work.tokens, work.lowest)
-    if group.leads and short:
-        warnings.warn(short, KVLingoWarning, stacklevel=2)
+    for told in (short, str(read.skipped) if read.skipped else "") if group.leads else ():
+        if told:
+            warnings.warn(told, KVLingoWarning, stacklevel=2)
     fitted = build(work.config, Weights.from_float32(work.weights, "float32"))
     provenance = {
         "stage": 1,

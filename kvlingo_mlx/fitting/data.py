@@ -20,12 +20,12 @@ from kvlingo_mlx.stage1.bilinear import STATES
 from kvlingo_mlx.stage1.closed_form import READ, solving_seconds, unknowns
 from kvlingo_mlx.stage1.norms import ATTENTION_NORMS
 from kvlingo_mlx.stage1.passes import ClosedForm
-from kvlingo_mlx.tokenization.records import JsonLines, open_lines
+from kvlingo_mlx.tokenization.chat_messages import checked_record
+from kvlingo_mlx.tokenization.records import JsonLines, Skipped, open_lines
 from kvlingo_mlx.tokenization.samples import (
     JUDGES,
     HeldOut,
     Sample,
-    checked_record,
     other_tokenizer,
     to_samples,
 )
@@ -53,6 +53,7 @@ class Chosen:
     of: int  # all records
     name: str  # what messages call the data
     own: HeldOut | None  # a few others, which the receipt measures; None of few records
+    skipped: Skipped  # those of the records that cannot be read, or rendered
     models: Sequence[LanguageModel]  # source and target
 
 
@@ -75,7 +76,7 @@ def chosen(
         tokens: None is :data:`READ` for each unknown.
 
     Raises:
-        ValueError: A record that was drawn is malformed, or there is none.
+        ValueError: There is no record, or none of those that were drawn can be used.
     """
     wanted = READ * unknowns(config) if tokens is None else tokens
     texts = STATES if config.state_maps and tokens is None else 0
@@ -86,13 +87,16 @@ def chosen(
     kept: list[Record] = []
     own: list[Sample] = []
     found: dict[int, Sample] = {}
-    rows = looked = 0
+    rows, looked, skipped = 0, 0, Skipped()
     with phase("choosing samples", wanted) as step:
         for number in np.random.default_rng(0).permutation(len(records)).tolist():
-            record = _read(records, number)
-            looked += record is not None
+            record, looked = None, looked + 1
+            with skipped.those_of(ValueError):
+                record = _read(records, number)
+                looked -= record is None
             samples = [] if record is None or record in kept else [record]
-            for sample in to_samples(samples, target.tokenizer, context, other, number + 1):
+            made = to_samples(samples, target.tokenizer, context, other, number + 1, skipped)
+            for sample in made:
                 if len(own) < apart and (short := HeldOut.of(name, [sample]).samples):
                     own += short
                     kept += samples
@@ -102,11 +106,13 @@ def chosen(
             step(min(rows, wanted))
             if rows >= wanted and len(found) >= texts:
                 break
+    if skipped and not found:
+        raise ValueError(f"no record of {name} can be used; {skipped}")
     if not looked:
         raise ValueError('the data hold no records; give {"messages": [...]} or {"text": ...}')
     held = HeldOut(name, tuple(own)) if own else None
     picked = [found[n] for n in sorted(found)]
-    return Chosen(picked, rows, looked, len(records), name, held, models)
+    return Chosen(picked, rows, looked, len(records), name, held, skipped, models)
 
 
 def _read(records: Records, number: int) -> Record | None:

@@ -182,7 +182,7 @@ class Making:
             progress=self._show,
             settings=options.settings(stream) | ({} if self.data else {"data": [GENERATED]}),
             warn=self.callbacks.warn,
-            notes=[str(stream.survey)] if stream.survey.falls_short else [],
+            notes=stream.notes,
             force=self.force,
             start=(starts.configs(self._pair, nu)[nu], load_file(path), read_facts(path)),
             lengths=stream.longest,

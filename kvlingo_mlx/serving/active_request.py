@@ -215,17 +215,12 @@ def processors_of(ask: GenerationRequest, model: LanguageModel) -> list[LogitsPr
 
 
 def _forbidden(ask: GenerationRequest, model: LanguageModel) -> list[int]:
-    """The token that begins a tool call, where none may be called."""
+    """The token that begins a tool call, where none may be called; none where no one does."""
     if ask.tool_choice != "none" or not ask.tools:
         return []
     start = getattr(model.tokenizer, "tool_call_start", None)
     ids = model.tokenizer.encode(start, add_special_tokens=False) if start else []
-    if len(ids) != 1:
-        raise ValueError(
-            f"tool_choice is 'none', but {model.name} has no single token that begins a tool call, "
-            "so calls cannot be forbidden; leave out tools"
-        )
-    return list(ids)
+    return list(ids) if len(ids) == 1 else []
 
 
 def usage_of(

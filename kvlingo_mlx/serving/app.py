@@ -158,8 +158,9 @@ class _Endpoints:
         return JSONResponse({"object": "list", "data": data, "has_more": False, **ends})
 
     async def model(self, request: Request) -> Response:
-        """One model."""
-        name = request.path_params["name"]
+        """One model; all of them where the path ends without a name."""
+        if not (name := request.path_params["name"].rstrip("/")):
+            return await self.models(request)
         infos = self._infos()
         _check_name(name, tuple(infos))
         return JSONResponse(_model(name, infos[name]))

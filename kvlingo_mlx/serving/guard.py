@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.messages import LEFT, Failure
 from kvlingo_mlx.serving.settings import API_KEY, Settings, is_loopback
+from kvlingo_mlx.tokenization.chat_messages import repaired
 
 OPEN = ("/", "/page/chat.js", "/page/chat.css", "/health", "/health/live")  # without a key
 DRAIN_S = 1.0  # how long a body that is too large is still taken, so that its sender hears why
@@ -107,10 +110,17 @@ def _host_name(host: str) -> str:
 
 
 async def read_json(request: Request, settings: Settings) -> Any:
-    """The parsed JSON of a request's body, as :func:`read_body`."""
+    """The parsed JSON of a request's body, as :func:`read_body`, whatever its encoding.
+
+    Bytes and halves of surrogate pairs that are no character are U+FFFD.
+    """
     body = await read_body(request, settings)
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        body = _unpacked(body, encoding, settings.body_limit)
+    text = body.decode(json.detect_encoding(body), "replace")
     try:
-        return from_json(bytes(body), allow_inf_nan=False)
+        return from_json(repaired(text), allow_inf_nan=False)
     except ValueError as error:
         message = f"the body is not JSON ({error}); send one JSON object in UTF-8"
         raise Refused(Failure("invalid", printable(message))) from None
@@ -132,6 +142,22 @@ async def read_body(request: Request, settings: Settings) -> bytearray:
     except TimeoutError:
         message = f"the request's body did not arrive within {settings.body_timeout:g} s"
         raise Refused(Failure("timeout", f"{message}; send it faster"), CLOSE) from None
+
+
+def _unpacked(body: bytearray, encoding: str, limit: int) -> bytearray:
+    """A body without its content-encoding; it may unpack to no more than a plain one has."""
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        message = f"content-encoding is {encoding!r:.80}, expected gzip, deflate or none; send none"
+        raise Refused(Failure("invalid", printable(message)), status=415)
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either format
+    try:
+        found = unpacker.decompress(body, limit + 1)
+    except zlib.error as error:
+        message = f"the body is not {encoding} ({error}); send it as its content-encoding says"
+        raise Refused(Failure("invalid", printable(message))) from None
+    if len(found) > limit:
+        raise _too_large(limit)
+    return bytearray(found)
 
 
 CLOSE = {"connection": "close"}  # the rest of the body is not read

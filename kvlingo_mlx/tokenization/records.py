@@ -12,21 +12,49 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.errors import needs_extra
+from kvlingo_mlx.errors import needs_extra, printable
 from kvlingo_mlx.phases import phase
+from kvlingo_mlx.tokenization.chat_messages import repaired
 
+NAMED = 3  # records of which it is told why they are left out
 Spec = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
 CHUNK = 1 << 24  # bytes read at once while lines are counted
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FORMS = "owner/name, owner/name:split or owner/name:config:split"
+
+
+@dataclass
+class Skipped:
+    """Records that are left out: how many, and why the first of them."""
+
+    count: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.count)
+
+    def __str__(self) -> str:
+        more = [f"and {self.count - NAMED:,} more"] if self.count > NAMED else []
+        records = "record is" if self.count == 1 else "records are"
+        return f"{self.count:,} {records} skipped: {'; '.join([*self.reasons, *more])}"
+
+    @contextmanager
+    def those_of(self, kind: type[Exception]) -> Iterator[None]:
+        """Count a record whose reading raises an error of this kind, and go on."""
+        try:
+            yield
+        except kind as error:
+            self.count += 1
+            self.reasons += [printable(str(error))][: NAMED - len(self.reasons)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +86,7 @@ class JsonLines:
         if not line.strip():
             return None, where
         try:
-            return json.loads(line), where
+            return json.loads(repaired(line.decode(json.detect_encoding(line), "replace"))), where
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not JSON ({error})") from None
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, Span, TokenAlignment, align, token_ends
+from kvlingo_mlx.tokenization.chat_messages import content_text, words
 
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages], str]  # a chat template with its switches set; may raise ValueError
@@ -41,35 +42,28 @@ class Rendering:
     contents: tuple[Span | None, ...]
 
 
-def joined_parts(content: Any) -> Any:
-    """A message's content as one text: a list of text parts, as in OpenAI's API, is joined.
+def with_joined_parts(messages: Messages) -> list[dict[str, Any]]:
+    """Copies of the messages, each content of parts as one text.
 
-    A content that is not a list is returned unchanged.
+    Earlier messages have a note in the place of a part that is not text.
 
     Raises:
-        ValueError: A part is not text.
+        ValueError: A part of the last message, a user's, is not text.
     """
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            found = f"of type {kind!r}" if isinstance(kind, str) else repr(part)
-            raise ValueError(
-                f"a message's content has a part {found:.80}; models read text alone here: give "
-                '{"type": "text", "text": ...}, and leave other parts out'
-            )
-    return "".join(part["text"] for part in content)
-
-
-def with_joined_parts(messages: Messages) -> list[dict[str, Any]]:
-    """Copies of the messages, each content joined by :func:`joined_parts`."""
-    return [
-        {**message, "content": joined_parts(message["content"])}
-        if "content" in message
-        else dict(message)
-        for message in messages
-    ]
+    listed = [dict(message) for message in messages]
+    for message in listed:
+        if not isinstance(content := message.get("content"), list):
+            continue
+        for part in content if message is listed[-1] and message.get("role") == "user" else ():
+            if words(part) is None:
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                found = f"of type {kind!r}" if isinstance(kind, str) else repr(part)
+                raise ValueError(
+                    f"a message's content has a part {found:.80}; models read text alone here: "
+                    'give {"type": "text", "text": ...}, and leave other parts out'
+                )
+        message["content"] = content_text(content)
+    return listed
 
 
 def plain(tokenizer: Any, text: str) -> Rendering:

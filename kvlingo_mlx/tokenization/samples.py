@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,17 +19,18 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 
+from kvlingo_mlx.errors import KVLingoWarning
 from kvlingo_mlx.format.geometry import vocabulary_fingerprint
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.alignment import NO_END
-from kvlingo_mlx.tokenization.records import open_lines
-from kvlingo_mlx.tokenization.renderings import chat, joined_parts, text_ids, text_of
+from kvlingo_mlx.tokenization.chat_messages import checked_record
+from kvlingo_mlx.tokenization.records import Skipped, open_lines
+from kvlingo_mlx.tokenization.renderings import chat, text_ids, text_of
 
 MAX_PREFIX, MAX_CONTINUATION = 16_384, 2048
 # Of held-out samples a receipt reads at most so many, so much of each prefix and continuation: some
 # 2,300 tokens by each model, less than the bundled dialogues have.
 JUDGES, JUDGED, PREDICTED = 8, 256, 32
-ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -85,56 +88,24 @@ def _cut_short(sample: Sample) -> Sample | None:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read {"messages": [...]} or {"text": ...} records, one per line; blank lines are skipped.
+    """The records of a file that :func:`checked_record` takes, one per line, without blank lines.
 
     Raises:
-        ValueError: The file is missing or empty, or a line is not such a record; the message
-            names the file and the line.
+        ValueError: The file is missing or empty, or no line is such a record.
+
+    Warns:
+        KVLingoWarning: Some lines are none; it names the first of them.
     """
-    lines = open_lines(Path(path))
-    read = map(lines.read, range(len(lines)))
-    return [checked_record(record, where) for record, where in read if record is not None]
-
-
-def checked_record(record: Any, where: str) -> dict[str, Any]:
-    """A conversation, each content joined to one text, or a text.
-
-    Raises:
-        ValueError: It is neither; the message starts with ``where``.
-    """
-    fields = record if isinstance(record, Mapping) else {}
-    messages = fields.get("messages")
-    if messages is None and isinstance(fields.get("text"), str):
-        _check_unicode(fields["text"], where)
-        return dict(fields)
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f'{where}: expected {{"messages": [...]}} or {{"text": ...}}')
-    return {**fields, "messages": [_checked_message(message, where) for message in messages]}
-
-
-def _checked_message(message: Any, where: str) -> dict[str, Any]:
-    fields = dict(message) if isinstance(message, Mapping) else {}
-    if isinstance(fields.get("content"), list):
-        try:
-            fields["content"] = joined_parts(fields["content"])
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-    if not isinstance(fields.get("content"), str):
-        raise ValueError(f"{where}: a message needs a role and a text content")
-    if fields.get("role") not in ROLES:
-        raise ValueError(
-            f"{where}: role {fields.get('role')!r}, expected one of {', '.join(ROLES)}"
-        )
-    _check_unicode(fields["content"], where)
-    return fields
-
-
-def _check_unicode(text: str, where: str) -> None:
-    """Refuse half of a surrogate pair, which JSON can spell and no tokenizer accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: text that is not valid Unicode ({error.reason})") from None
+    lines, skipped, found = open_lines(Path(path)), Skipped(), list[dict[str, Any]]()
+    for number in range(len(lines)):
+        with skipped.those_of(ValueError):
+            record, where = lines.read(number)
+            found += [] if record is None else [checked_record(record, where)]
+    if not found:
+        raise ValueError(f"no record of {path} can be used; {skipped}")
+    if skipped:
+        warnings.warn(str(skipped), KVLingoWarning, stacklevel=2)
+    return found
 
 
 def other_tokenizer(source: Any, target: Any) -> Any:
@@ -149,11 +120,13 @@ def to_samples(
     context_length: int,
     source_tokenizer: Any = None,
     first: int = 1,
+    skipped: Skipped | None = None,
 ) -> Iterator[Sample]:
     """Tokenise records for a pair that shares ``tokenizer`` and its chat template.
 
     ``source_tokenizer`` is given if the source has another tokenizer. Records whose prefix is empty
     or longer than ``context_length`` are left out. ``first`` is the first one's number, for errors.
+    ``skipped`` takes the errors of records, which are then left out, too.
 
     Raises:
         ValueError: A record is malformed, or a ``Sample`` has one tokenizer's tokens for a pair
@@ -161,17 +134,29 @@ def to_samples(
     """
     limit = min(MAX_PREFIX, context_length)
     for number, record in enumerate(records, first):
-        if not isinstance(record, Sample):
-            record = checked_record(record, f"record {number}")
-            record = tokenise(record, tokenizer, source_tokenizer=source_tokenizer)
-        if source_tokenizer is not None and record.aligned is None:
-            raise ValueError(
-                f"sample {number} has the tokens of one tokenizer, and this pair has two; give "
-                "records of text or messages"
-            )
-        room = min(MAX_CONTINUATION, context_length - len(record.prefix))
-        if 0 < record.num_read <= limit:
-            yield replace(record, continuation=record.continuation[:room])
+        sample = None
+        with nullcontext() if skipped is None else skipped.those_of(ValueError):
+            sample = _sample_of(record, f"record {number}", tokenizer, source_tokenizer)
+        if sample is not None and 0 < sample.num_read <= limit:
+            room = min(MAX_CONTINUATION, context_length - len(sample.prefix))
+            yield replace(sample, continuation=sample.continuation[:room])
+
+
+def _sample_of(
+    record: Mapping[str, Any] | Sample, where: str, tokenizer: Any, source_tokenizer: Any
+) -> Sample:
+    if not isinstance(record, Sample):
+        checked = checked_record(record, where)
+        try:
+            return tokenise(checked, tokenizer, source_tokenizer=source_tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    if source_tokenizer is not None and record.aligned is None:
+        raise ValueError(
+            f"{where} has the tokens of one tokenizer, and this pair has two; give records of "
+            "text or messages"
+        )
+    return record
 
 
 def tokenise(record: Mapping[str, Any], tokenizer: Any, *, source_tokenizer: Any = None) -> Sample:

@@ -263,7 +263,7 @@ def _train(job: Job, listeners: Listeners) -> tuple[Done, bool]:
             listeners.progress,
             options.settings(stream),
             listeners.warn,
-            notes=[str(stream.survey)] if stream.survey.falls_short else [],
+            notes=stream.notes,
             force=job.force,
             lengths=stream.longest,
             say=listeners.say,

@@ -6,16 +6,17 @@ goes. ``samples.tokenise`` renders the turns by the family's own chat template.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from kvlingo_mlx.tokenization.chat_messages import checked_record
 from kvlingo_mlx.tokenization.samples import (
     Sample,
     asked_next,
-    checked_record,
     encode_plain,
     reasons,
     said,
@@ -25,42 +26,26 @@ from kvlingo_mlx.tokenization.samples import (
 Message = dict[str, str]
 
 CLOSE = "</think>"
-# Other names for the four roles, as in ShareGPT and newer APIs.
-ALIASES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "developer": "system",
-    "function": "tool",
-    "function_call": "tool",
-    "observation": "tool",
-}
 
 
 def normalise(record: Any, where: str) -> dict[str, Any]:
     """A record of any accepted schema as ``{"text": ...}`` or ``{"messages": [...]}``.
 
-    The schemas are ``messages`` (role, content) and ShareGPT's ``conversations`` (from, value). The
+    The schemas are those of :func:`~kvlingo_mlx.tokenization.chat_messages.checked_record`. The
     returned messages are an optional system message, then user and assistant in turn, none of them
-    empty; a reasoning trace is kept apart in ``reasoning_content``. A conversation ends before its
-    first unusable turn: one without text, or one that involves a tool. The list is empty if no
-    usable assistant turn is left.
+    empty; a reasoning trace is kept apart in ``reasoning_content``, and calls of tools and their
+    results are text. A conversation ends before its first turn without text. The list is empty if
+    no usable assistant turn is left.
 
     Raises:
-        ValueError: The record has neither schema, or an unknown role; the message starts with
-            ``where``.
+        ValueError: The record has no such schema; the message starts with ``where``.
     """
-    fields = record if isinstance(record, dict) else {}
-    turns = fields.get("messages")
-    turns = fields.get("conversations") if turns is None else turns
-    if turns is None and isinstance(fields.get("text"), str):
-        return checked_record({"text": fields["text"]}, where)
-    if turns == []:
+    if isinstance(record, dict) and [] in (record.get("messages"), record.get("conversations")):
         return {"messages": []}
-    messages = [_message(turn) for turn in turns] if isinstance(turns, list) else turns
-    checked = checked_record({"messages": messages}, where)["messages"]
-    alternating = _alternate(_readable(map(_trace_apart, checked)))
+    checked = checked_record(record, where)
+    if "messages" not in checked or checked["messages"] is None:
+        return {"text": checked["text"]}
+    alternating = _alternate(_readable(map(_trace_apart, map(_plain_turn, checked["messages"]))))
     return {"messages": alternating if replies(alternating) else []}
 
 
@@ -69,22 +54,24 @@ def replies(messages: Sequence[Message]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _message(turn: Any) -> Any:
-    """A turn in our schema; anything else is returned as it is, to be refused."""
-    if not isinstance(turn, dict):
-        return turn
-    role = turn.get("role") or turn.get("from")
-    role = ALIASES.get(role, role) if isinstance(role, str) else role
-    content = turn.get("value") if turn.get("content") is None else turn["content"]
-    if any(turn.get(key) for key in ("tool_calls", "function_call", "function_calls")):
-        role = "tool"
-    trace = turn.get("reasoning_content")
-    return {"role": role, "content": "" if content is None else content, "reasoning_content": trace}
+def _plain_turn(message: Mapping[str, Any]) -> Message:
+    """A message of text alone: results of tools are told by the user, and calls as JSON."""
+    made = {"role": message["role"], "content": message["content"]}
+    if made["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{made['content']}\n</tool_response>"}
+    if made["role"] not in ("user", "assistant"):
+        return made | {"role": "system"}
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        told = f'{{"name": {json.dumps(function["name"])}, "arguments": {function["arguments"]}}}'
+        made["content"] += f"\n<tool_call>\n{told}\n</tool_call>"
+    made["content"] = made["content"].removeprefix("\n")
+    return made | {"reasoning_content": message.get("reasoning_content", "")}
 
 
 def _trace_apart(message: Message) -> Message:
     """A message whose content has no think block; an assistant's has the block's text apart."""
-    role, content, trace = (message[key] for key in ("role", "content", "reasoning_content"))
+    role, content, trace = message["role"], message["content"], message.get("reasoning_content", "")
     if role != "assistant":
         return {"role": role, "content": content}
     if CLOSE in content:
@@ -92,7 +79,7 @@ def _trace_apart(message: Message) -> Message:
         trace = trace or head.strip().removeprefix("<think>")
     elif content.lstrip().startswith("<think>"):
         content = ""  # cut off inside its trace, so there is no answer
-    trace = trace.strip() if isinstance(trace, str) else ""
+    trace = trace.strip()
     found = {"role": role, "content": content.lstrip("\n")}
     return {**found, "reasoning_content": trace} if trace else found
 
@@ -101,7 +88,7 @@ def _readable(messages: Iterable[Message]) -> Iterator[Message]:
     """Messages up to the first unusable one, without empty system messages (as in Nemotron)."""
     for message in messages:
         blank = not message["content"].strip()
-        if message["role"] == "tool" or (blank and message["role"] != "system"):
+        if blank and message["role"] != "system":
             return
         if not blank:
             yield message

@@ -160,6 +160,12 @@ class Stream:
         return other
 
     @property
+    def notes(self) -> list[str]:
+        """What is to be told of the data before they are trained on, if anything."""
+        malformed, short = self._index.malformed, self.survey.falls_short
+        return [str(self.survey)] * short + [f"data: {malformed}"] * bool(malformed)
+
+    @property
     def longest(self) -> tuple[int, int]:
         """The tokens of the longest prefix and continuation that it may give, about."""
         if isinstance(self.mixture, PlainText):

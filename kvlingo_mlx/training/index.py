@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvlingo_mlx.phases import counted
-from kvlingo_mlx.tokenization.records import Source, Spec, open_source
+from kvlingo_mlx.tokenization.records import Skipped, Source, Spec, open_source
 from kvlingo_mlx.tokenization.samples import encode_plain
 from kvlingo_mlx.training.conversations import normalise, replies
 from kvlingo_mlx.training.record_filter import RecordFilter
@@ -42,7 +42,8 @@ class RecordIndex:
     shares: np.ndarray  # each source's share of the samples; they add up to 1
     training: np.ndarray  # of REPLY
     reserved: np.ndarray  # of REPLY; chosen by the seed and the records' numbers
-    skipped: int  # records without a usable assistant turn (or text), or that the filter refuses
+    malformed: Skipped  # records that cannot be read
+    skipped: int  # these, those without a usable assistant turn (or text), and those refused
     per_token: list[tuple[float, float]]  # characters and bytes per token of each source
 
     def __init__(
@@ -67,7 +68,7 @@ class RecordIndex:
         self.sources, weights = zip(*map(open_source, specs), strict=True)
         self.names = ", ".join(source.name for source in self.sources)
         self.shares = np.array(weights) / sum(weights)
-        self.skipped, self._filter = 0, accepts
+        self.skipped, self.malformed, self._filter = 0, Skipped(), accepts
         self._tokenizers, self._template = tokenizers, template
         self.per_token, found = [], []
         for number in range(len(self.sources)):
@@ -84,13 +85,11 @@ class RecordIndex:
         }
 
     def read(self, place: Place) -> dict[str, Any] | None:
-        """A normalised record; None for one that is not usable, or refused.
-
-        Raises:
-            ValueError: The record is malformed; the message names its file and line.
-        """
-        record, where = self.sources[place[0]].read(place[1])
-        found = {} if record is None else normalise(record, where)
+        """A normalised record; None for one that is malformed, not usable, or refused."""
+        record, found = None, dict[str, Any]()
+        with self.malformed.those_of(ValueError):
+            record, where = self.sources[place[0]].read(place[1])
+            found = {} if record is None else normalise(record, where)
         usable = found.get("text" if self._template is None else "messages")
         return found if usable and self._filter.accepts(record, found) else None
 
@@ -137,6 +136,7 @@ class RecordIndex:
     def _ratios(self, number: int, seed: int) -> tuple[float, float]:
         """A source's characters and bytes per token, from records all over it."""
         characters, size, tokens, met = 1, 1, 1.0, 0
+        malformed, self.malformed = self.malformed, Skipped()
         count = len(self.sources[number].sizes)
         for record in np.random.default_rng((seed, number)).permutation(count).tolist():
             if (found := self.read((number, record))) is None:
@@ -149,6 +149,7 @@ class RecordIndex:
             if met == MEASURED:
                 break
         self._filter.left_out.clear()  # counted when all records are read
+        self.malformed = malformed
         return characters / tokens, size / tokens
 
     def _separate(self, every: np.ndarray, seed: int) -> None:
@@ -172,6 +173,8 @@ class RecordIndex:
 
     def _useless(self, source: Source) -> ValueError:
         name, count = source.name, len(source.sizes)
+        if self.malformed.count == count:
+            return ValueError(f"no record of {name} can be used; {self.malformed}")
         if self._filter.left_out.total():
             text = f"no record of {name} is left: {self._filter}, of {count}; give other data, or "
             return ValueError(f"{text}leave out english or apart_from")

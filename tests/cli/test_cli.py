@@ -259,7 +259,7 @@ def test_bad_data_and_destinations(
 ) -> None:
     out = tmp_path / "out"
     fails(fit_arguments(folders, tmp_path / "absent.jsonl", out), "cannot be read", capsys)
-    (tmp_path / "bad.jsonl").write_text(RECORD + "not json\n")
+    (tmp_path / "bad.jsonl").write_text("{\nnot json\n")
     fails(fit_arguments(folders, tmp_path / "bad.jsonl", out), "bad.jsonl, line 2", capsys)
     (tmp_path / "void.jsonl").write_text("")
     fails(fit_arguments(folders, tmp_path / "void.jsonl", out), "holds no records", capsys)

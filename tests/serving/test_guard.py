@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import socket
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,30 @@ def test_a_body_that_does_not_say_how_large_it_is(server: Running) -> None:
     whole = json.dumps(BODY).encode()
     accepted = post(server, json=None, content=iter([whole[:9], whole[9:], b" " * 5000]))
     assert accepted.json() == {"text": "a"}
+
+
+def test_bodies_as_clients_encode_them(server: Running) -> None:
+    """Of each the same request is read: marks in front, compressed, with cut characters."""
+    body = json.dumps({**BODY, "prompt": "begin;say X"}).encode()
+    half, pair = body.replace(b"X", b"\\ud83d."), body.replace(b"X", b"\\ud83d\\ude00")
+    escaped = body.replace(b"X", b"\\\\ud83d")
+    for sent, text in (
+        (body, "X"), (b"\xef\xbb\xbf" + body, "X"), (body.decode().encode("utf-16"), "X"),
+        (body.replace(b"X", b"\xff"), "\ufffd"), (half, "\ufffd."), (pair, "\U0001f600"),
+        (escaped, "\\ud83d"), (half.replace(b"ud83d", b"uDE00"), "\ufffd."),
+        (body.replace(b"X", b"a\\u0000b"), "a\0b"),
+    ):  # fmt: skip
+        assert post(server, json=None, content=sent).json() == {"text": text}, sent
+        for name, packed in (("gzip", gzip.compress(sent)), ("deflate", zlib.compress(sent))):
+            headers = {"content-encoding": name}
+            assert post(server, json=None, content=packed, headers=headers).json() == {"text": text}
+    bomb = gzip.compress(body + b" " * 10**7)
+    for name, content, status in (
+        ("gzip", bomb, 413), ("gzip", body, 400), ("br", body, 415), ("identity", b"{", 400),
+    ):  # fmt: skip
+        refused = post(server, json=None, content=content, headers={"content-encoding": name})
+        assert refused.status_code == status, name
+        assert refused.json()["plain"]["message"].isprintable()
 
 
 # ---- slow clients ------------------------------------------------------------------------------

@@ -301,10 +301,14 @@ def test_streams_that_are_kept_alive(client: Any, claude: Any) -> None:
         assert stream.get_final_text() == "onetwo"
 
 
-def test_models(client: Any, claude: Any) -> None:
+def test_models(client: Any, claude: Any, server: Running) -> None:
     names = ["small", "large", *PLANTED, "auto"]
     assert [model.id for model in client.models.list()] == names
     assert [model.id for model in claude.models.list()] == names
+    for path in ("/v1/models/", "/v1/models"):
+        found = httpx.get(server.url + path, headers={"x-api-key": KEY}).json()["data"]
+        assert [model["id"] for model in found] == names
+        assert {model["created"] for model in found} == {client.models.retrieve("large").created}
     assert client.models.retrieve("small").id == claude.models.retrieve("small").id == "small"
     with pytest.raises(openai.NotFoundError, match="small, large"):
         client.models.retrieve("gpt-9")

@@ -17,6 +17,8 @@ pytest.importorskip("starlette")
 
 from kvlingo_mlx.serving.messages import Delta, Failure, GenerationRequest
 from kvlingo_mlx.serving.wire import BadRequest, Incoming, anthropic, chat, responses
+from kvlingo_mlx.serving.wire.forms import sendable
+from kvlingo_mlx.tokenization.chat_messages import KEPT_ROLES
 from tests.support.wire_app import PLANTED, frames_of
 from tests.support.wire_bodies import CHAT, COMPLETION, MESSAGES, RESPONSES
 
@@ -54,6 +56,8 @@ JSON = st.recursive(
     max_leaves=12,
 )
 
+SENDABLE = JSON.filter(sendable)  # the rest of it no body can hold
+
 
 def check(api: Any, body: Any) -> Any:
     """What the API makes of a body, which must be one of two things; left as it was."""
@@ -88,10 +92,10 @@ def check_ask(ask: GenerationRequest) -> None:
     json.dumps(told, ensure_ascii=False, allow_nan=False).encode()
     assert (ask.messages is None) != (ask.prompt is None)
     for message in ask.messages or ():
-        assert message["role"] in ("system", "user", "assistant", "tool")
+        assert message["role"] in ("system", "user", "assistant", "tool", *KEPT_ROLES)
         assert isinstance(message["content"], str)
         for call in message.get("tool_calls", ()):
-            assert isinstance(json.loads(call["function"]["arguments"]), dict)
+            assert all(isinstance(call["function"][name], str) for name in ("name", "arguments"))
     assert ask.sampling.seed is None or 0 <= ask.sampling.seed < 2**64
 
 
@@ -167,12 +171,23 @@ def test_deep_and_long_bodies(api: Any, full: dict[str, Any]) -> None:
         assert len(refused.value.message) < 300 and len(refused.value.param or "") < 300
 
 
-def test_arguments_that_hide_what_json_may_not() -> None:
-    """A call's arguments are a text, which holds JSON of its own."""
-    for hidden in ("[" * 100_000, '{"a": "\\ud800"}', '{"a": NaN}'):
-        call = {"function": {"name": "f", "arguments": hidden}}
-        message = {"role": "assistant", "tool_calls": [call]}
-        assert check(chat.API, {"messages": [message]}) is None
+@pytest.mark.parametrize(("api", "full"), FULL[:1] + FULL[2:])
+@SETTINGS
+@given(data=st.data())
+def test_any_past_is_read(api: Any, full: dict[str, Any], data: st.DataObject) -> None:
+    """Whatever stands in a message before the last one; a client cannot mend it."""
+    name = "input" if api is responses.API else "messages"
+    earlier, last = full[name], {"role": "user", "content": "Well?"}
+    for _ in range(data.draw(st.integers(1, 3))):
+        if ways := [path for path in places(earlier) if path]:
+            how = data.draw(st.sampled_from(["replaced", "gone", "doubled", "more"]))
+            way = data.draw(st.sampled_from(ways))
+            earlier = changed(earlier, way, data.draw(SENDABLE), how)
+    body = {**full, name: [*earlier, last]}
+    if api is chat.API:
+        body |= {"continue_final_message": None, "add_generation_prompt": None}
+    read = check(api, body)
+    assert read is not None and read.ask.messages[-1] == last
 
 
 @pytest.mark.parametrize(("api", "body"), FULL[:3] + FULL[4:])

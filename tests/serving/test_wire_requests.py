@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -35,11 +36,6 @@ def ask(api: str, **fields: Any) -> GenerationRequest:
 
 def said(role: str, content: Any) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content}]}
-
-
-def called(arguments: str) -> dict[str, Any]:
-    call = {"function": {"name": "f", "arguments": arguments}}
-    return {"messages": [{"role": "assistant", "tool_calls": [call]}]}
 
 
 def refusal(api: str, **fields: Any) -> BadRequest:
@@ -91,7 +87,6 @@ def test_a_full_completion_request() -> None:
         stop=("END",),
         sampling=Sampling(**{**SAMPLED, "logit_bias": {42: -1.5}}),
         logprobs=2,
-        echo=True,
         pin=True,
     )
 
@@ -223,6 +218,104 @@ def test_what_was_said_before_may_hold_anything_else() -> None:
     assert ask("chat", messages=[{"role": "user"}]).messages == ({**HI[0], "content": ""},)
 
 
+TEXT = {"type": "text", "text": "t"}
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+SHOWN = "[an image, which this model cannot see]"
+
+
+def past(*items: Any, api: str = "chat") -> list[dict[str, Any]]:
+    """What is made of items before a question."""
+    told = ask(api, **{"input" if api == "responses" else "messages": [*items, *HI]}).messages
+    assert told is not None and told[-1] == HI[0]
+    return [dict(message) for message in told[:-1]]
+
+
+def test_calls_of_the_past_are_carried() -> None:
+    """Whatever their arguments are: the text of an object where they are one, however encoded."""
+    for found, text in (
+        ('{"a": 1}', '{"a": 1}'), ({"a": 1}, '{"a": 1}'), (json.dumps('{"a": 1}'), '{"a": 1}'),
+        (None, "{}"), ("", "{}"), ("{", "{"), ('{"a": "Hel', '{"a": "Hel'), ([1], "[1]"), (5, "5"),
+        ("5", "5"), ('"x"', '"x"'), ('{"a": "\\ud83d"}', '{"a": "\ufffd"}'),
+    ):  # fmt: skip
+        call = {"id": "c", "function": {"name": "f", "arguments": found}}
+        use = {"type": "tool_use", "id": "c", "name": "f", "input": found}
+        item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": found}
+        made = {**call, "type": "function", "function": {"name": "f", "arguments": text}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [made]}
+        assert past({"role": "assistant", "tool_calls": [call]}) == [answer]
+        assert past({"role": "assistant", "content": [use]}, api="messages") == [answer]
+        assert past(item, api="responses") == [answer]
+    (nameless,) = past({"role": "assistant", "tool_calls": [{"function": {}}, 5]})
+    (call,) = nameless["tool_calls"]
+    assert (call["id"], call["function"]) == ("", {"name": "unknown", "arguments": "{}"})
+    assert nameless["content"] == "5"
+    (deep,) = past({"role": "assistant", "function_call": {"name": "f", "arguments": "[" * 10**5}})
+    assert deep["tool_calls"][0]["function"]["arguments"].endswith("[" * 10**5)
+
+
+@pytest.mark.parametrize(
+    ("items", "made"),
+    [
+        ([{"role": "user", "content": [TEXT, PICTURE]}], [("user", f"t\n{SHOWN}")]),
+        ([{"role": "tool", "content": [PICTURE, TEXT]}], [("tool", f"{SHOWN}\nt")]),
+        ([{"role": "tool", "content": {"a": 1}}], [("tool", '{"a": 1}')]),
+        ([{"role": "function", "name": "f", "content": "x"}], [("tool", "x")]),
+        ([{"role": "developer", "content": "x"}], [("system", "x")]),
+        ([{"role": "narrator", "content": "x"}], [("system", "x")]),
+        ([{"role": "latest_reminder", "content": "x"}], [("latest_reminder", "x")]),
+        ([{"role": "assistant", "audio": {"id": "1", "transcript": "x"}}], [("assistant", "x")]),
+        ([{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}],
+         [("user", "x"), ("assistant", "y")]),
+        ([{"role": "user", "content": [{"type": "document", "source": {"type": "text", "data":
+          "x"}}, {"type": "file", "filename": "a.pdf", "file_data": "JVBE"}]}],
+         [("user", "x\n[a file, which this model cannot read: a.pdf]")]),
+        ([{"role": "assistant", "content": [
+            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+            {"type": "web_search_tool_result", "tool_use_id": "s", "content":
+             [{"type": "web_search_result", "title": "T", "url": "U", "encrypted_content": "E"}]},
+            TEXT]}],
+         [("assistant", ""), ("tool", "[web_search_result: T, U]"), ("assistant", "t")]),
+        ([{"type": "mcp_call", "id": "m", "name": "f", "arguments": "{}", "output": "x"}],
+         [("assistant", ""), ("tool", "x")]),
+        ([{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}], [("tool", "x")]),
+        ([{"type": "image_generation_call", "result": "iVBORw"}], [("system", SHOWN)]),
+        ([{"type": "item_reference", "id": "x"}],
+         [("system", "[an earlier item, which was not sent]")]),
+        ([{"type": "reasoning", "encrypted_content": "E", "summary": []}], []),
+        (["x", 5, None, {"a": 1}], [("user", "x"), ("user", "5"), ("user", '{"a": 1}')]),
+    ],
+)  # fmt: skip
+def test_what_others_put_into_a_past(items: list[Any], made: list[tuple[str, str]]) -> None:
+    for api in CHATS:
+        assert [(m["role"], m["content"]) for m in past(*items, api=api)] == made, api
+
+
+def test_reasoning_of_others() -> None:
+    for more in (
+        {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "s"}]}, TEXT]},
+        {"content": "t", "reasoning_details": [{"type": "reasoning.encrypted", "data": "E"},
+                                               {"type": "reasoning.summary", "summary": "s"}]},
+        {"content": "t", "thinking": "s"},
+    ):  # fmt: skip
+        (made,) = past({"role": "assistant", **more})
+        assert made == {"role": "assistant", "content": "t", "reasoning_content": "s"}
+
+
+def test_a_picture_is_refused_where_it_is_what_is_asked() -> None:
+    """Not in a message that its client joined of several: that session could never go on."""
+    for parts in ([PICTURE], [TEXT, PICTURE]):
+        assert (
+            refusal("chat", **said("user", parts)).param
+            == f"messages.0.content.{len(parts) - 1}.type"
+        )
+    for parts in (
+        [PICTURE, TEXT, TEXT],
+        [{"type": "tool_result", "tool_use_id": "t", "content": [PICTURE]}, PICTURE],
+    ):
+        told = ask("messages", **said("user", parts)).messages
+        assert told is not None and SHOWN in told[0]["content"]
+
+
 def test_kinds_that_are_not_supported_say_why() -> None:
     for kind, why in UNSUPPORTED.items():
         for dated in (kind, f"{kind}_20250305"):
@@ -258,8 +351,8 @@ def test_the_last_message_may_be_begun() -> None:
     assert "assistant" in refusal("chat", continue_final_message=True).message
     assert refusal("chat", add_generation_prompt=False).param == "add_generation_prompt"
     use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
-    asked = refusal("messages", messages=[*HI, {"role": "assistant", "content": [use]}])
-    assert asked.param == "messages.1.content" and "tool_result" in asked.message
+    called = ask("messages", messages=[*HI, {"role": "assistant", "content": [use]}])
+    assert not called.prefill  # a call is whole; what it came to is not known
 
 
 # ---- as agents send them ------------------------------------------------------------------------
@@ -361,7 +454,7 @@ def test_requests_of_mlx_lms_server() -> None:
 
 BEYOND: dict[str, list[Any]] = {
     "stream": ["yes"], "max_tokens": [0, 1.5], "temperature": [-0.1], "top_p": [1.1],
-    "top_k": [-1], "min_p": [2], "repetition_penalty": [-1], "repetition_context_size": [-1],
+    "top_k": [-2], "min_p": [2], "repetition_penalty": [-1], "repetition_context_size": [-3],
     "presence_context_size": [-1], "frequency_context_size": [-1], "xtc_probability": [1.5],
     "xtc_threshold": [-1], "logprobs": ["x"], "top_logprobs": [21],
     "logit_bias": [{"a": 1}, {"1": "a"}, [1]], "seed": [1.5, True], "adapters": ["a"],
@@ -377,9 +470,30 @@ def test_ranges_of_mlx_lms_server(api: str, name: str) -> None:
         assert (bad.param or "").split(".")[0] == name and bad.message.count("\n") == 0
 
 
-def test_negative_seeds_are_seeds() -> None:
-    assert ask("chat", seed=-1).sampling.seed == 2**64 - 1
-    assert ask("chat", seed=0).sampling.seed == 0
+def test_numbers_by_which_others_mean_no_limit() -> None:
+    """Those of llama.cpp, LM Studio, Ollama and vLLM, some under names of their own."""
+    for api, name in (
+        ("chat", "max_tokens"),
+        ("chat", "max_completion_tokens"),
+        ("chat", "n_predict"),
+        ("completions", "n_predict"),
+        ("messages", "max_tokens"),
+        ("responses", "max_output_tokens"),
+    ):
+        assert (ask(api, **{name: -1}).max_tokens or 0) > 2**30, (api, name)
+        assert ask(api, **{name: 7}).max_tokens == 7
+        assert refusal(api, **{name: 0}).param in (name, "max_tokens")
+    for api in SHORT:
+        assert ask(api, top_k=-1, seed=-1) == ask(api)
+        assert ask(api, seed=0).sampling.seed == 0 and ask(api, seed=-2).sampling.seed == 2**64 - 2
+    told = ask("chat", repeat_penalty=1.1, repeat_last_n=-1, typical_p=1.0, mirostat=0).sampling
+    assert told.repetition_penalty == 1.1 and told.repetition_context_size > 2**30
+    assert refusal("chat", mirostat=2).param == "mirostat"
+
+
+def test_log_probabilities_of_a_repeated_prompt_are_refused() -> None:
+    assert ask("completions", echo=True).echo
+    assert refusal("completions", echo=True, logprobs=1).param == "echo"
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -416,12 +530,9 @@ def test_unknown_fields_are_refused(api: str) -> None:
         ("chat", {"messages": None}, "messages", "valid list"),
         ("chat", {"messages": ["x"]}, "messages.0", "a message with role"),
         ("chat", {"messages": [{"content": "x"}]}, "messages.0", "a message with role"),
-        ("chat", said("function", "x"), "messages.0.role", "tool_call_id"),
         ("chat", said("user", 5), "messages.0.content", "a text"),
         ("chat", said("user", [5]), "messages.0.content.0", "a part"),
-        ("chat", said("tool", [{"type": "input_audio"}]), "messages.0.content.0.type", "alone"),
-        ("chat", called("{"), "messages.0.tool_calls.0.function.arguments", "JSON text of an ob"),
-        ("chat", called("[1]"), "messages.0.tool_calls.0.function.arguments", "JSON text of an ob"),
+        ("chat", said("user", [{"type": "input_audio"}]), "messages.0.content.0.type", "alone"),
         ("chat", {"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type", "JSON"),
         ("chat", {"tools": [{"type": "function", "name": ""}]}, "tools.0", "with its name"),
         ("chat", {"tools": [{**TOOL_CALL["function"], "type": 1}]}, "tools.0", "a function"),

@@ -46,7 +46,7 @@ CHAT: dict[str, Any] = {
 COMPLETION: dict[str, Any] = {
     **SAMPLED,
     "kvlingo": {"pin": True}, "model": "large", "prompt": [1, 2, 3], "stream": False,
-    "stream_options": {"include_usage": False}, "max_tokens": 5, "stop": "END", "echo": True,
+    "stream_options": {"include_usage": False}, "max_tokens": 5, "stop": "END", "echo": False,
     "logprobs": 2, "best_of": 1, "suffix": None,
 }  # fmt: skip
 MESSAGES: dict[str, Any] = {

@@ -235,6 +235,8 @@ def test_hugging_face_refusals(hub: list[tuple[Any, ...]], monkeypatch: pytest.M
 
 ASK, SAY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+CALLED = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+GIVEN = "<tool_response>\n42\n</tool_response>"
 
 
 def answer(content: str, trace: str | None = None) -> list[dict[str, Any]]:
@@ -245,12 +247,12 @@ def answer(content: str, trace: str | None = None) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("messages", "kept"),
     [
-        ([ASK, SAY, ASK, CALL, {"role": "tool", "content": "42"}, SAY], "q a q"),
+        ([ASK, CALL, {"role": "tool", "content": "42"}, SAY], f"q {CALLED} {GIVEN} a"),
         ([ASK, SAY, *answer("  "), ASK, SAY], "q a q"),
         ([ASK, SAY, *answer("<think>\ncut")], "q a q"),
         ([SAY, ASK, SAY], "q a"),
         ([ASK, ASK, SAY, SAY], "q\n\nq a\n\na"),
-        ([ASK, CALL], ""),
+        ([ASK, CALL], f"q {CALLED}"),
         ([{"role": "system", "content": ""}, *answer("ho", " why\n")], "q ho (why)"),  # Nemotron's
         (answer("<think>\nwhy\n</think>\n\nyes"), "q yes (why)"),
         (answer("why</think>yes"), "q yes (why)"),
@@ -278,30 +280,34 @@ def test_sharegpt_and_texts() -> None:
     assert normalise({"text": "plain", "messages": None}, "here") == {"text": "plain"}
 
 
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ('{"messages": [{"role": "narrator", "content": "x"}]}',
-         "role 'narrator', expected one of system, user, assistant, tool"),
-        ('{"messages": [{"role": "user", "content": [{}]}]}', "a message's content has a part {};"),
-        ('{"prompt": "x"}', 'expected {"messages": [...]} or {"text": ...}'),
-        ('{"messages": [', "not JSON (Expecting value"),
-    ],
-)  # fmt: skip
-def test_malformed_records_name_file_and_line(
-    tmp_path: Path, qwen3: Any, line: str, complaint: str
-) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"messages": []}\n\n' + line + "\n")
-    with pytest.raises(ValueError) as caught:
-        Stream([path], qwen3)
-    assert str(caught.value).startswith(f"{path}, line 3: {complaint}")
-    assert "\n" not in str(caught.value)
+def test_malformed_records_are_skipped_and_named(tmp_path: Path, qwen3: Any) -> None:
+    """The others are trained on, also those that ``serve`` takes; none at all ends it in a line."""
+    bad = ['{"messages": [', '{"prompt": "x"}', "[]", "55", '{"messages": "hi"}']
+    good = [
+        {"messages": [{"role": "developer", "content": [{"type": "text", "text": "s"}]}, ASK, SAY]},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"messages": [ASK, CALL, {"role": "tool", "content": None}, SAY]},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "x"}, ASK, SAY]},
+        *(conversation(i, 9, reasons=False) for i in range(30)),
+    ]
+    path = Path(write(tmp_path / "some.jsonl", good))
+    path.write_text(path.read_text().rstrip() + "\n\n" + "\n".join(bad) + "\n")
+    stream = Stream([path], qwen3, SMALL)
+    assert stream.skipped == len(bad)
+    (told,) = [note for note in stream.notes if "skipped" in note]
+    assert told.startswith(
+        f"data: 5 records are skipped: {path}, line 36: not JSON (Expecting value"
+    )
+    assert f"{path}, line 37: expected {{" in told and "\n" not in told
+    assert told.endswith("; and 2 more")
+    (tmp_path / "bad.jsonl").write_text("\n".join(bad) + "\n")
+    with pytest.raises(ValueError, match="no record of .*bad.jsonl can be used; 5 records are ski"):
+        Stream([tmp_path / "bad.jsonl"], qwen3)
 
 
 def test_records_without_an_answer_are_skipped_and_counted(tmp_path: Path, qwen3: Any) -> None:
     good = [conversation(i, 9, reasons=False) for i in range(30)]
-    useless = [{"messages": [ASK]}, {"messages": []}, {"text": "plain"}, {"messages": [ASK, CALL]}]
+    useless = [{"messages": [ASK]}, {"messages": []}, {"text": "plain"}, {"messages": [ASK, ASK]}]
     stream = Stream([write(tmp_path / "some.jsonl", [*good, *useless])], qwen3, SMALL)
     drawn = [stream.draw(index) for index in range(24)]
     assert stream.skipped == len(useless)

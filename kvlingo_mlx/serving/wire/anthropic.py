@@ -17,9 +17,9 @@ from kvlingo_mlx.serving.messages import (
     TokenCount,
     Usage,
 )
-from kvlingo_mlx.serving.wire import Answer, BadRequest, anthropic_error, oddities
+from kvlingo_mlx.serving.wire import Answer, anthropic_error, oddities
 from kvlingo_mlx.serving.wire.answers import Gathered, extension, frame
-from kvlingo_mlx.serving.wire.forms import conversation, text_of
+from kvlingo_mlx.serving.wire.forms import check_text, conversation
 from kvlingo_mlx.serving.wire.requests import (
     Api,
     Body,
@@ -28,6 +28,7 @@ from kvlingo_mlx.serving.wire.requests import (
     Positive,
     Stop,
 )
+from kvlingo_mlx.tokenization.chat_messages import content_text, repaired
 
 # Thinking is not signed, and comes back unchecked; some clients drop what has no signature.
 SIGNATURE = "kvlingo-mlx"
@@ -73,19 +74,15 @@ class CountRequest(Conversing):
     context_management: _Edits | None = None
 
     def conversation(self) -> tuple[Message, ...]:
-        system = text_of(self.system, "system", "\n")
+        check_text(self.system, "system")
+        system = content_text(self.system, "\n")
         before = [{"role": "system", "content": system}] if system else []
         return (*before, *conversation(self.messages, "messages", "\n"))
 
     def goes_on(self) -> bool:
         """Whether the last message is the beginning of the answer."""
         last = self.conversation()[-1]
-        if "tool_calls" in last:
-            raise BadRequest(
-                "the last message calls a tool, expected a tool_result after it; add it",
-                f"messages.{len(self.messages) - 1}.content",
-            )
-        return last["role"] == "assistant"
+        return last["role"] == "assistant" and "tool_calls" not in last
 
     def ask(self) -> GenerationRequest:
         output, thinking = self.output_config or _Output(), self.thinking
@@ -238,12 +235,10 @@ class MessagesAnswer(Gathered):
 def _object(arguments: str) -> dict[str, Any]:
     """A call's arguments as an object that JSON can hold; empty where the model wrote none."""
     try:
-        found = json.loads(arguments, parse_constant=str)
+        found = json.loads(repaired(arguments), parse_constant=str)
     except (ValueError, RecursionError):
         return {}
-    # A text may spell half of a character that UTF-8 cannot.
-    whole = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
-    return whole if isinstance(whole, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _event(kind: str, **data: Any) -> str:

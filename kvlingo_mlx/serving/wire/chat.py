@@ -54,6 +54,7 @@ class StreamOptions(Body):
 class OpenAIRequest(Sampled):
     """What chat completions and completions have in common."""
 
+    aliases = oddities.ALIASES
     model: Name = "default_model"
     stream_options: StreamOptions | None = None
     max_tokens: Positive | None = None
@@ -154,11 +155,15 @@ class CompletionRequest(OpenAIRequest):
     logprobs: Annotated[Annotated[int, Field(ge=0, le=20)] | None, BeforeValidator(_wanted)] = None
 
     def ask(self) -> GenerationRequest:
+        logprobs = tops(False, self.top_logprobs) or self.logprobs
+        if self.echo and logprobs is not None:
+            told = "echo repeats the prompt, whose log probabilities the server does not compute"
+            raise BadRequest(f"{told}; leave out echo or logprobs", "echo")
         return self.request(
             prompt=self.prompt,
             max_tokens=self.max_tokens,
             stop=tuple(self.stop or ()),
-            logprobs=tops(False, self.top_logprobs) or self.logprobs,
+            logprobs=logprobs,
             echo=bool(self.echo),
         )
 

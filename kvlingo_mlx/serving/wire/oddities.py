@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kvlingo_mlx.serving.messages import MOST
 from kvlingo_mlx.serving.wire import shown
 
 
@@ -30,6 +31,26 @@ class Only(NamedTuple):
 
 
 Rules = Mapping[str, Only | None]
+# Fields that other servers call otherwise (llama.cpp).
+ALIASES = {
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "repetition_context_size",
+    "n_predict": "max_tokens",
+}
+# Numbers by which clients of other servers mean no limit, all, off, or any.
+_NO_LIMIT = {-1: MOST, -2: MOST}
+MEANINGS: Mapping[str, Mapping[int, int | None]] = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _NO_LIMIT),
+    "repetition_context_size": _NO_LIMIT,
+    "top_k": {-1: 0},
+    "seed": {-1: None, 2**32 - 1: None},
+}
+
+
+def meaning(name: str, value: Any) -> Any:
+    """A field's value, as a client of another server means it; None is as if it were not given."""
+    numbers = MEANINGS.get(name, {})
+    return numbers.get(value, value) if type(value) is int else value
 
 
 def only(why: str, *values: Any) -> Only:
@@ -45,8 +66,10 @@ def ignored(names: str) -> Rules:
 # ---- reasons ------------------------------------------------------------------------------------
 
 _ALIKE = "all requests are served alike"
+_END = "an answer ends where its model ends it, at stop, or at max_tokens"
 _HOSTED = "the server runs no tools itself; declare a function, run it, and send its result"
 _KEPT = "the server keeps no requests; send the whole conversation each time"
+_OFF = "tokens are not chosen in this way here"
 _OLD_TOOLS = "use tools and tool_choice"
 _ONE = "a request gets one answer; send it again for another"
 _READ_TEXT = "the models here read text alone; leave this part out, or describe it in words"
@@ -88,9 +111,24 @@ _MLX_LM = {
     "adapters": only("fuse the adapter into a model, and serve that one"),
     "role_mapping": only("messages are written by the model's own chat template"),
 }
+_LOCAL = {  # of llama.cpp, LM Studio, Ollama and vLLM
+    **ignored("cache_prompt id_slot slot_id n_keep keep_alive ttl priority request_id cache_salt"),
+    **ignored("timings_per_token return_progress"),
+    **dict.fromkeys(("tfs_z", "typical_p", "length_penalty"), only(_OFF, 1, 1.0)),
+    **dict.fromkeys(("mirostat", "top_a", "dynatemp_range", "dry_multiplier"), only(_OFF, 0, 0.0)),
+    "use_beam_search": only(_OFF, False),
+    "min_tokens": only(_END, 0),
+    "ignore_eos": only(_END, False),
+    "stop_token_ids": only(_END, []),
+    "include_stop_str_in_output": only("a stop text is left out", False),
+    "skip_special_tokens": only("special tokens are no text", True),
+    "n_probs": only("give top_logprobs", 0),
+    "reasoning_format": only("reasoning is told apart", "auto", "deepseek"),
+}
 CHAT = {
     **_OPENAI,
     **_MLX_LM,
+    **_LOCAL,
     **TEXT_SETTING,
     **ignored("metadata"),
     "functions": only(_OLD_TOOLS),
@@ -103,6 +141,7 @@ CHAT = {
 COMPLETIONS = {
     **_OPENAI,
     **_MLX_LM,
+    **_LOCAL,
     "best_of": only(_ONE, 1),
     "suffix": only("the models here write what follows; put it into the prompt"),
     "chat_template_kwargs": only("a plain completion has no template", {}),
@@ -135,25 +174,19 @@ MESSAGES = {
     "thread": only(_KEPT),
 }
 
-# ---- kinds of content, messages, items and tools, without the dates that end some names ----------
+# ---- kinds of tools, and of content to be read now, without dates that end some names ----------
 
 _KINDS = {
     _READ_TEXT: """
         image image_url input_image input_audio audio file input_file document video search_result
         container_upload tool_reference video_url""",
     _HOSTED: """
-        web_search_preview web_search_call web_fetch file_search file_search_call computer
-        computer_use computer_use_preview computer_call computer_call_output mcp mcp_call
+        web_search_preview web_fetch file_search computer computer_use computer_use_preview mcp
         mcp_list_tools mcp_approval_request mcp_approval_response mcp_toolset code_interpreter
-        code_interpreter_call code_execution image_generation_call local_shell local_shell_call
-        local_shell_call_output shell shell_call shell_call_output apply_patch apply_patch_call
-        apply_patch_call_output bash text_editor memory tool_search tool_search_tool_regex
-        tool_search_tool_bm25 server_tool_use web_search_tool_result web_fetch_tool_result
-        code_execution_tool_result advisor""",
+        code_execution local_shell shell apply_patch bash text_editor memory tool_search
+        tool_search_tool_regex tool_search_tool_bm25 advisor""",
     _KEPT: "item_reference compaction compaction_trigger",
-    'tools take JSON; declare it with type "function"': (
-        "custom custom_tool_call custom_tool_call_output"
-    ),
+    'tools take JSON; declare it with type "function"': "custom",
 }
 UNSUPPORTED = {
     **{name: why for why, names in _KINDS.items() for name in names.split()},
@@ -163,7 +196,4 @@ UNSUPPORTED = {
     "image_generation": f"{_HOSTED}; in Codex, set features.image_generation = false",
     "allowed_tools": "send only the tools that are allowed",
     "grammar": "give a JSON schema instead",
-}
-OLD_ROLES = {
-    "function": 'such messages are of an older API; use tool_calls, role "tool" and tool_call_id',
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,7 +22,7 @@ from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.messages import MOST, Failure, GenerationRequest, Message, Sampling
 from kvlingo_mlx.serving.wire import Answer, BadRequest, Incoming, shown
 from kvlingo_mlx.serving.wire.forms import choice_of, schema_of, sendable, tools_of
-from kvlingo_mlx.serving.wire.oddities import UNSUPPORTED, Rules
+from kvlingo_mlx.serving.wire.oddities import UNSUPPORTED, Rules, meaning
 
 LONGEST = 600  # characters of a refusal
 Name = Annotated[str, Field(min_length=1)]
@@ -36,6 +36,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     rules: ClassVar[Rules] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}  # other servers' names of fields
 
     @model_validator(mode="before")
     @classmethod
@@ -44,7 +45,10 @@ class Body(BaseModel):
             return found
         fields = cls.model_fields
         needed = {name for name in found.keys() & fields.keys() if fields[name].is_required()}
-        kept = {name: v for name, v in found.items() if v is not None or name in needed}
+        named = {cls.aliases[name]: found[name] for name in found.keys() & cls.aliases.keys()}
+        own = {name: value for name, value in found.items() if name not in cls.aliases}
+        meant = {name: meaning(name, value) for name, value in {**named, **own}.items()}
+        kept = {name: v for name, v in meant.items() if v is not None or name in needed}
         for name in kept.keys() & cls.rules.keys():
             rule, value = cls.rules[name], kept.pop(name)
             if rule is not None and (why := rule.refusal(value)):

@@ -25,6 +25,7 @@ from typer.core import TyperCommand
 import kvlingo_mlx as kv
 from kvlingo_mlx import arguments
 from kvlingo_mlx.arguments import FUNCTIONS, KINDS, READ_ELSEWHERE
+from kvlingo_mlx.cli import MOVED, VERBS
 from kvlingo_mlx.cli.config import GROUPS, is_key, key_of, spelled
 from kvlingo_mlx.engine.generation import GenerateOptions
 from kvlingo_mlx.engine.sampling import DecodingOptions
@@ -657,3 +658,48 @@ def test_a_processor_is_blamed_for_its_own(
     damaged.model.model.norm.weight = damaged.model.model.norm.weight * float("nan")
     with pytest.raises(kv.KVLingoError, match="weights are damaged"):
         ask(damaged, logits_processors=[lambda tokens, logits: logits])
+
+
+# ---- names of verbs and of models ----------------------------------------------------------------
+
+
+OF_ONE_OR_NONE = {"demo", "remove", "publish", "show", "doctor", "serve",
+                  "serve-prefill"}  # fmt: skip
+OF_TWO = [verb for verb in VERBS if verb not in OF_ONE_OR_NONE]
+TYPED = {
+    "fit": ["--data", "x", "--out", "y"], "train": ["--data", "x"], "import": ["t"],
+    "verify": ["t"], "eval": ["t"], "export": ["t", "--to", "veloxquant", "--out", "y"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", OF_TWO)
+def test_source_and_target_in_every_verb(verb: str, asked: list[dict[str, Any]]) -> None:
+    """By either spelling, and none that is made up."""
+    needed = TYPED.get(verb, [])
+    for source in ("--source", "--prefill-model"):
+        for target in ("--target", "--decode-model"):
+            assert run([verb, *needed, source, "A", f"{target}=B"]) == 0
+    assert len(asked) == 4 and all(each == asked[0] for each in asked)
+    assert (asked[0]["source"], asked[0]["target"]) == ("A", "B")
+    assert run([verb, *needed, "--from", "A", "--to", "B"]) == 2 and len(asked) == 4
+
+
+def test_the_other_verbs_take_no_pair() -> None:
+    """So the list above is whole."""
+    for verb in OF_ONE_OR_NONE:
+        assert not {"source", "target"} <= {p.name for p in COMMANDS[verb].params}
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_what_the_papers_tables_alone_need_is_in_a_checkout(
+    old: str, new: str, asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is typed of old is refused in a line that says what to type; its beginning is not."""
+    verb, *rest = old.split()
+    for typed in (rest, ["=".join(rest)] if len(rest) == 2 else rest):
+        assert run([verb, "--source", "a", *typed, "x"]) == 2 and not asked
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"`{old}` is now `{new}` in a checkout" in error
+    assert run(["bench", "--source", "a", "--target", "b"]) == 0 and len(asked) == 1
+    module, command, *_ = [*new.split()[2:], "reproduce"]
+    assert module == "benchmarks.paper" and f"{PAPER}{command}" in COMMANDS

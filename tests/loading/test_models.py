@@ -1,4 +1,4 @@
-"""Two models or translators that compute other things are never taken for one another."""
+"""What a loaded model is called, can be run by, and is told from others by."""
 
 from __future__ import annotations
 
@@ -11,13 +11,91 @@ import pytest
 from mlx.utils import tree_flatten
 
 import kvlingo_mlx as kv
+from kvlingo_mlx.cli import run
 from kvlingo_mlx.evaluation import lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.format.fingerprints import Checked, weights_fingerprint
 from kvlingo_mlx.format.tensor_file import read_tensors
+from kvlingo_mlx.models import language_model
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
+from tests.support.opened import quantised
+from tests.support.tiny import write_tiny_model
+
+
+def test_a_model_is_shown_in_a_line(
+    models: dict[str, LanguageModel], quantised_models: dict[str, LanguageModel], tmp_path: Path
+) -> None:
+    """What one wants to know of it; the numbers are those with which it was written."""
+    options = {"seed": 1, "layers": 2, "kv_heads": 1, "head_dim": 16, "dtype": "float16"}
+    folder = tiny.write_tiny_model(tmp_path / "m", "gemma3_text", **options)
+    expected = "gemma3_text, 2 cache layers, KV heads 1 x 16, float16, context 512>"
+    assert repr(kv.load(folder)) == f"<LanguageModel {folder}: {expected}"
+    assert ", 4 bits, " in repr(quantised_models["dense"])
+    assert all("\n" not in repr(m) and len(repr(m)) < 250 for m in models.values())
+
+
+@pytest.mark.parametrize("name", ["tiny_qwen3_s", "tiny-qwen-s", "Tiny-qwen3-s"])
+def test_an_embedded_models_name_misspelt(name: str) -> None:
+    with pytest.raises(kv.MissingModelError, match=r"did you mean tiny-qwen3-s\?\); give a"):
+        kv.load(name)
+
+
+def test_a_folders_name_misspelt(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder beside it that holds a model is named, and no other one."""
+    right = tmp_path / "models" / "my-qwen-4b"
+    right.parent.mkdir()
+    right.symlink_to(folders["dense"])
+    (right.parent / "my_qwen_4c").mkdir()  # empty
+    with pytest.raises(kv.MissingModelError, match=rf"did you mean {right}\?\); give"):
+        kv.load(right.parent / "my_qwen_4b")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(kv.MissingModelError, match=r"did you mean models/my-qwen-4b\?\), and"):
+        kv.load("models/my-qwen-4")  # it could be a Hub id as well
+    for far in ("models/entirely-else", "entirely-else"):
+        with pytest.raises(kv.MissingModelError) as caught:
+            kv.load(far)
+        assert "did you mean" not in str(caught.value)
+
+
+# ---- what a device cannot run --------------------------------------------------------------------
+
+
+SHAPE = {"seed": 1, "layers": 2, "kv_heads": 2, "head_dim": 32}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_experts_in_16_bits_are_refused_on_a_cpu(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By verbs before they compute, in Python also where no weight was read."""
+    monkeypatch.setattr(language_model, "on_gpu", lambda: False)
+    model = write_tiny_model(tmp_path / "moe", "qwen3_moe", dtype=dtype, **SHAPE)
+    dense = write_tiny_model(tmp_path / "dense", "qwen3", dtype=dtype, **SHAPE)
+    pair = ["--source", str(dense), "--target", str(model)]
+    for verb in (["generate", "--strategy", "native", "--prompt", "x"], ["bench"]):
+        assert run([*verb, *pair]) == 2
+        error = capsys.readouterr().err
+        assert f"{model} has experts in {dtype}, and on a CPU" in error
+        assert f"`mlx_lm.convert --hf-path {model} --mlx-path COPY -q`" in error
+        assert error.count("\n") == 1
+    assert run(["show", str(model)]) == 0
+    lazy = kv.load(model, lazy=True)
+    with pytest.raises(kv.UnsupportedModelError, match=f"has experts in {dtype}"):
+        kv.generate(lazy, lazy, [5, 6, 7], strategy="native", max_tokens=1)
+    monkeypatch.setattr(language_model, "on_gpu", lambda: True)
+    few = quantised(kv.load(model), tmp_path / "few")
+    monkeypatch.setattr(language_model, "on_gpu", lambda: False)
+    assert kv.generate(few, few, [5, 6, 7], strategy="native", max_tokens=1) is not None
+    assert kv.load(dense).precision == dtype
+
+
+# ---- whose weights they are ----------------------------------------------------------------------
+
 
 RECORD = {"text": "One two three four five six seven eight nine ten. " * 3}
 # One number of a matrix that is no projection of keys or values, and of one that is.

@@ -1,4 +1,4 @@
-"""benchmarks/made_pairs.py: records are made once, and judge as whole readings do."""
+"""The scripts of benchmarks/: records made once, rivals that do what is said, missed promises."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.evaluation.conditions import native, prefill_layers
 from kvlingo_mlx.evaluation.continuation import recall_sample
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import encode
 from tests.support import ROOT
+from tests.support.native_caches import logits
 
 BENCHMARKS = ROOT / "benchmarks"
 SMALL, LARGE, MIXTURE = "tiny-qwen3-s", "tiny-qwen3-l", "tiny-qwen3-moe"
@@ -139,3 +143,127 @@ def test_what_is_refused(
         parsed(*words.split())
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+# ---- ways of peers -------------------------------------------------------------------------------
+
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+ways = pytest.importorskip("peer_ways")
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[LanguageModel, LanguageModel]:
+    return kv.load("tiny-qwen3-s"), kv.load("tiny-qwen3-l")
+
+
+@pytest.fixture(scope="module")
+def tokens(pair: tuple[LanguageModel, LanguageModel]) -> list[int]:
+    """A dialogue with facts and a question."""
+    (talk,) = dialogues.held_out(1, seed=3, facts=(12, 12))
+    return list(encode(pair[1], talk.messages, enable_thinking=False))
+
+
+def test_what_reads_all_is_native(
+    pair: tuple[LanguageModel, LanguageModel], tokens: list[int]
+) -> None:
+    """Speculative prefill that keeps every token, and the last 100 % of a prompt."""
+    source, target = pair
+    own = logits(target, native(target)(tokens), tokens[-1])
+    for way in (ways.speculative(source, target, 1.0), ways.truncated(target, 1.0)):
+        run = way(tokens)
+        for _ in range(2):  # the source's cache is as it was
+            assert np.allclose(logits(target, run(), tokens[-1]), own, atol=1e-3)
+    half = ways.speculative(source, target, 0.5)(tokens)()
+    kept = half[0].offset
+    assert 0.4 * len(tokens) < kept < 0.65 * len(tokens)
+    assert np.abs(logits(target, half, tokens[-1]) - own).max() > 0.1  # negative control
+
+
+def test_attention_is_that_of_transformers(
+    pair: tuple[LanguageModel, LanguageModel], tokens: list[int]
+) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    source = pair[0]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        source.path, attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.no_grad():
+        found = reference(torch.tensor([tokens]), output_attentions=True).attentions
+    start = len(tokens) - ways.LOOK
+    most = torch.stack(found)[:, 0].amax(dim=(0, 1))[start:, :start].mean(dim=0).numpy()
+    cache = prefill_layers(source, tokens[:start], 2048, len(source.attentions))
+    mine = ways.attention(source, cache, tokens[start:], start, ways.LOOK)
+    assert mine.shape == most.shape and np.abs(mine - most).max() < 1e-4
+
+
+def test_a_mapper_is_applied_by_the_peer(
+    pair: tuple[LanguageModel, LanguageModel], tokens: list[int]
+) -> None:
+    """An identity mapper within one model gives that model's own cache."""
+    theirs = pytest.importorskip("veloxquant_mlx.transfer")
+    source = pair[0]
+    spec = theirs.ModelKVSpec.from_model(source.model)
+    layer = source.geometry.layers[0]
+    heads, width = layer.kv_heads, layer.key_dim
+    one = mx.eye(heads * width).reshape(heads * width, heads, width).transpose(1, 0, 2)
+    none = mx.zeros((heads, width))
+    maps = [theirs.LayerMap(t, [t], one, none, one, none) for t in range(len(source.attentions))]
+    mapper = theirs.CrossModelMapper(spec, spec, theirs.MapperConfig(k=1), maps)
+    cache = ways.mapped(source, source, mapper)(tokens)()
+    own = logits(source, native(source)(tokens), tokens[-1])
+    assert np.allclose(logits(source, cache, tokens[-1]), own, atol=1e-3)
+
+
+# ---- promised ratios -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ratios(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import ratios
+
+    return ratios
+
+
+def test_a_missed_ratio_fails_loudly(
+    ratios: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    made = {
+        "good": ratios.Ratio("a / b", 1.05, lambda n: {"ratios": [0.9, 1.0, 7.0]}),
+        "bad": ratios.Ratio("c / d", 1.05, lambda n: {"ratios": [1.0, 1.1, 1.2]}),
+        "slow": ratios.Ratio("e / f", 5.0, lambda n: {"ratios": [4.0] * n}, at_least=True),
+    }
+    monkeypatch.setattr(ratios, "RATIOS", made)
+    record = tmp_path / "record.jsonl"
+    monkeypatch.setattr(sys, "argv", ["ratios.py", "--trials", "2", "--json", str(record)])
+    assert ratios.main() == 1
+    done = capsys.readouterr()
+    assert done.err == "missed: bad, slow\n"
+    good, bad, slow = done.out.splitlines()[:3]
+    assert good.startswith("ok") and "<= 1.05:  1.000 (0.900 to 7.000)" in good
+    assert bad.startswith("MISSED") and "1.100 (1.000 to 1.200)" in bad
+    assert slow.startswith("MISSED") and ">= 5.00" in slow
+    assert json.loads(record.read_text())["results"]["slow"]["ratios"] == [4.0, 4.0]
+    monkeypatch.setattr(sys, "argv", ["ratios.py", "--only", "good"])
+    assert ratios.main() == 0
+
+
+def test_sides_alternate_and_the_first_is_divided_by_the_others(ratios: ModuleType) -> None:
+    ran: list[str] = []
+    actions = {name: (lambda name=name: ran.append(name)) for name in ("a", "b", "c")}
+    found = ratios.translation_cost.alternated(actions, 2)
+    assert ran == ["a", "b", "c"] * 3
+    times = found["samples_s"]
+    for index, ratio in enumerate(found["ratios"]):
+        under = times["b"][index] + times["c"][index]
+        assert ratio == pytest.approx(times["a"][index] / under)
+
+
+def test_memory_and_maps_can_be_measured_small(ratios: ModuleType) -> None:
+    assert ratios.memory(1, tokens=96, step=32)["ratios"][0] > 0
+    assert len(ratios.head_wise(2, tokens=8, layers=2)["ratios"]) == 2

@@ -16,13 +16,14 @@ from kvlingo_mlx.embedded import zoo_pairs
 from kvlingo_mlx.loading import models
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
+from tests.support.fixtures import Folders, Models, Patch, Printed
 from tests.support.identity import TOKENS, identity_of
 
 ENDS = ("dense", "moe")
 
 
 @pytest.fixture
-def limited(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+def limited(monkeypatch: Patch) -> Callable[[float], None]:
     """Leaves so many bytes for what is yet to be made, whatever the tests before still hold."""
 
     def leave(count: float) -> None:
@@ -33,7 +34,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def reads(monkeypatch: Patch) -> list[str]:
     """The models whose weights were read."""
     found: list[str] = []
     read = models.read_weights
@@ -46,11 +47,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def weights_on_disk(folders: dict[str, Path]) -> int:
+def weights_on_disk(folders: Folders) -> int:
     return sum((folders[name] / "model.safetensors").stat().st_size for name in ENDS)
 
 
-def translator_between(folders: dict[str, Path], folder: Path) -> Path:
+def translator_between(folders: Folders, folder: Path) -> Path:
     return tiny.write_random_translator(folder, *(folders[name] for name in ENDS))
 
 
@@ -58,7 +59,7 @@ def translator_between(folders: dict[str, Path], folder: Path) -> Path:
 
 
 def test_all_is_summed_before_anything_is_read(
-    folders: dict[str, Path], tmp_path: Path, limited: Callable[[float], None], reads: list[str]
+    folders: Folders, tmp_path: Path, limited: Callable[[float], None], reads: list[str]
 ) -> None:
     translator = translator_between(folders, tmp_path / "t")
     weights = weights_on_disk(folders)
@@ -85,7 +86,7 @@ def test_all_is_summed_before_anything_is_read(
 
 @pytest.mark.parametrize("verb", ["load", "load_together", "generate", "folded_generate", "fit"])
 def test_every_way_to_load_models(
-    folders: dict[str, Path], limited: Callable[[float], None], reads: list[str], verb: str
+    folders: Folders, limited: Callable[[float], None], reads: list[str], verb: str
 ) -> None:
     pair = [str(folders[name]) for name in ENDS]
     calls: dict[str, Callable[[], Any]] = {
@@ -102,9 +103,7 @@ def test_every_way_to_load_models(
     assert kv.load(pair[0], lazy=True).name == pair[0]  # whose weights may never be read
 
 
-def test_a_prompt_beyond_what_is_left(
-    models: dict[str, LanguageModel], limited: Callable[[float], None]
-) -> None:
+def test_a_prompt_beyond_what_is_left(models: Models, limited: Callable[[float], None]) -> None:
     """Models that are loaded already: their caches are held against what is left."""
     model = models["dense"]
     translator = identity_of(model)
@@ -123,9 +122,8 @@ def test_a_prompt_beyond_what_is_left(
 
 
 def test_one_line_on_the_command_line(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    folders: Folders, tmp_path: Path, monkeypatch: Patch, capsys: Printed
+) -> None:
     translator = translator_between(folders, tmp_path / "t")
     pair = [str(folders[name]) for name in ENDS]
     ends = ["--source", pair[0], "--target", pair[1]]
@@ -152,7 +150,7 @@ def test_one_line_on_the_command_line(
 # ---- limits -------------------------------------------------------------------------------------
 
 
-def test_the_limit_of_metal_and_of_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_metal_and_of_other_gpus(monkeypatch: Patch) -> None:
     """What MLX says of the device, less what it holds; what it does not say refuses nobody."""
     monkeypatch.setattr(memory, "on_gpu", lambda: True)
     held = 3 * 10**9
@@ -172,7 +170,7 @@ def test_the_limit_of_metal_and_of_other_gpus(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
-def test_the_limit_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_a_cpu(monkeypatch: Patch) -> None:
     """What the system can give without swapping, and no more than a container may have."""
     files: dict[str, str] = {}
     monkeypatch.setattr(memory, "on_gpu", lambda: False)
@@ -200,9 +198,7 @@ def test_no_false_alarm(tmp_path: Path, reads: list[str]) -> None:
     assert len(reads) == 2 * len(zoo_pairs())
 
 
-def test_what_cannot_be_sized_is_left_to_its_reader(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_cannot_be_sized_is_left_to_its_reader(folders: Folders, tmp_path: Path) -> None:
     """A translator that is absent, damaged or a crafted file of 60 GB says so itself."""
     pair = [str(folders[name]) for name in ENDS]
     with pytest.raises(kv.MissingTranslatorError):

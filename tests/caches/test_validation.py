@@ -18,6 +18,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
+from tests.support.fixtures import Models, Patch
 from tests.support.identity import identity_of
 
 TOKENS = [(7 * i * i + 3 * i + 5) % 280 for i in range(50)]
@@ -67,7 +68,7 @@ DAMAGE: dict[str, tuple[Callable[[list[Any]], Any], str]] = {
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_cache_is_refused(
-    models: dict[str, LanguageModel], damage: Callable[[list[Any]], Any], message: str
+    models: Models, damage: Callable[[list[Any]], Any], message: str
 ) -> None:
     model = models["dense"]
     cache = made(model)
@@ -80,7 +81,7 @@ def test_a_damaged_cache_is_refused(
     assert [dict(vars(layer)) for layer in cache] == before
 
 
-def test_a_cache_of_another_model_is_refused(models: dict[str, LanguageModel]) -> None:
+def test_a_cache_of_another_model_is_refused(models: Models) -> None:
     for name in ("wide", "moe", "narrow"):
         with pytest.raises(kv.CacheError):
             validate_cache(made(models[name]), models["dense"], HELD)
@@ -102,9 +103,7 @@ def test_rings(windowed: LanguageModel) -> None:
         validate_cache(cache, windowed, HELD)
 
 
-def test_what_models_fill_themselves_is_accepted(
-    models: dict[str, LanguageModel], windowed: LanguageModel
-) -> None:
+def test_what_models_fill_themselves_is_accepted(models: Models, windowed: LanguageModel) -> None:
     """Rings that mlx-lm wrote in chunks and token by token hold more, or in another order."""
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -117,9 +116,7 @@ def test_what_models_fill_themselves_is_accepted(
             validate_cache(cache, model, stop)
 
 
-def test_every_hand_over_is_checked(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_hand_over_is_checked(models: Models, monkeypatch: Patch) -> None:
     """Also that of a generation and of a conversation's switch."""
     model, append = models["dense"], caches.append
     translator = identity_of(model)
@@ -149,9 +146,7 @@ def overflowing(model: LanguageModel) -> Translator:
     return build(translator.config, type(weights)(weights.dtype, arrays))
 
 
-def test_the_layer_of_a_number_that_is_none_is_named(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_layer_of_a_number_that_is_none_is_named(models: Models, monkeypatch: Patch) -> None:
     model = models["dense"]
     translator = overflowing(model)
     with pytest.raises(kv.KVLingoError, match=r"is not a number.*first in layer 2's values"):
@@ -187,7 +182,7 @@ def test_an_answer_ends_with_the_context(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 10**9, 2**31])
-def test_ids_without_a_row(models: dict[str, LanguageModel], bad: int) -> None:
+def test_ids_without_a_row(models: Models, bad: int) -> None:
     """MLX would read out of bounds, in the source or in the target."""
     model = models["dense"]
     rows = model.geometry.embedding_rows

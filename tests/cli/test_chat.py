@@ -31,6 +31,7 @@ from kvlingo_mlx.engine.accounting import LineStats, Stats
 from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
+from tests.support.fixtures import Folders, Models, Patch, Printed
 from tests.support.guards import with_receipt
 from tests.support.healings import noted
 from tests.support.identity import identity_of
@@ -91,18 +92,14 @@ class Chats:
 
 
 @pytest.fixture
-def one(models: dict[str, LanguageModel]) -> LanguageModel:
+def one(models: Models) -> LanguageModel:
     """The model that answers under both names in ``chats``."""
     return models["dense"]
 
 
 @pytest.fixture
 def chats(
-    one: LanguageModel,
-    folders: dict[str, Path],
-    store: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    one: LanguageModel, folders: Folders, store: Path, monkeypatch: Patch, capsys: Printed
 ) -> Chats:
     """Chats with "a" and "b", one model twice, and a translator in the store that adds nothing."""
     identity_of(one).save(store / "same")
@@ -111,9 +108,7 @@ def chats(
 
 
 @pytest.fixture
-def two(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Chats:
+def two(folders: Folders, monkeypatch: Patch, capsys: Printed) -> Chats:
     """Chats with two models that differ, and no translator."""
     named = ["--model", f"small={folders['dense']}", "--model", f"large={folders['moe']}"]
     return Chats(named, monkeypatch, capsys)
@@ -123,9 +118,7 @@ def two(
 
 
 @pytest.mark.parametrize("heal", ["idle", "interleaved", "layers"])
-def test_a_model_reads_behind_its_translation(
-    chats: Chats, heal: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_reads_behind_its_translation(chats: Chats, heal: str, monkeypatch: Patch) -> None:
     """Between two lines, or between the tokens of an answer; the answers are there all the same."""
     read = noted(monkeypatch)
     lines = ("the use of an other " * 6, "/use b", "and you", "hi")
@@ -143,7 +136,7 @@ def test_a_model_reads_behind_its_translation(
 
 
 def test_a_guard_looks_at_every_switch(
-    chats: Chats, one: LanguageModel, store: Path, monkeypatch: pytest.MonkeyPatch
+    chats: Chats, one: LanguageModel, store: Path, monkeypatch: Patch
 ) -> None:
     """An identity is not doubted; one that was made on short prompts is."""
     lines = ("the use of an other " * 12, "/use b", "and you", "/stats")
@@ -165,7 +158,7 @@ def test_a_guard_looks_at_every_switch(
         )
 
 
-def test_what_cannot_be_healed_is_told(chats: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_healed_is_told(chats: Chats, monkeypatch: Patch) -> None:
     chats("hi", options=("-c", "heal=later"), status=2)
     assert "heal is 'later'; give idle, interleaved or layers" in chats.err
 
@@ -191,7 +184,7 @@ def test_every_model_goes_on_where_the_other_ended(
     assert chats.err == "" and len(set(expected)) == 3
 
 
-def test_the_model_that_is_asked_answers(two: Chats, models: dict[str, LanguageModel]) -> None:
+def test_the_model_that_is_asked_answers(two: Chats, models: Models) -> None:
     out = two(
         "hi there", "/use small", "and you",
         options=("--use", "large", "-c", "on_missing=reprefill", "--system-prompt", "be brief"),
@@ -213,9 +206,7 @@ def test_undo(chats: Chats, one: LanguageModel) -> None:
     assert chats.err == "error: there is nothing to undo: nobody has answered yet\n"
 
 
-def test_a_reply_that_fails_leaves_the_conversation(
-    two: Chats, models: dict[str, LanguageModel]
-) -> None:
+def test_a_reply_that_fails_leaves_the_conversation(two: Chats, models: Models) -> None:
     out = two("hi there", "/use large", "is it on?", "/use small", "x" * 600, "a\udcff", "and you")
     expected = says((models["dense"], "hi there"), (models["dense"], "and you"))
     assert out == "".join(f"{answer}\n" for answer in expected)
@@ -313,7 +304,7 @@ class Recorder(Conversation):
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+def recorder(monkeypatch: Patch) -> type[Recorder]:
     monkeypatch.setattr(kvlingo_mlx.engine.conversation, "Conversation", Recorder)
     return Recorder
 
@@ -368,7 +359,7 @@ def test_stats_whose_measurement_is_skipped(chats: Chats, recorder: type[Recorde
 # ---- at the start ---------------------------------------------------------------------------
 
 
-def test_bad_input(chats: Chats, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+def test_bad_input(chats: Chats, monkeypatch: Patch, store: Path) -> None:
     bad = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8")
     for given, message in ((None, "is closed"), (bad, "standard input is not UTF-8 text")):
         monkeypatch.setattr("sys.stdin", given)
@@ -397,9 +388,7 @@ class Interrupted(Conversation):
 
 
 @pytest.mark.parametrize("moment", [0, 1, 3])
-def test_ctrl_c(
-    chats: Chats, one: LanguageModel, moment: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c(chats: Chats, one: LanguageModel, moment: int, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Interrupted, "moment", moment)
     monkeypatch.setattr(Interrupted, "talks", [], raising=False)
     monkeypatch.setattr(kvlingo_mlx.engine.conversation, "Conversation", Interrupted)
@@ -732,7 +721,7 @@ def test_a_saved_chat_goes_on(chats: Chats, one: LanguageModel, tmp_path: Path) 
 
 
 def test_too_little_memory_leaves_the_chat_as_it_was(
-    chats: Chats, one: LanguageModel, monkeypatch: pytest.MonkeyPatch
+    chats: Chats, one: LanguageModel, monkeypatch: Patch
 ) -> None:
     real, left = Conversation.stream_reply, [RuntimeError("[malloc] Unable to allocate 9 bytes."),
                                              MemoryError(), RuntimeError("a slip")]  # fmt: skip

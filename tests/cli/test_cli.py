@@ -27,6 +27,7 @@ from kvlingo_mlx.stage1 import passes
 from kvlingo_mlx.version import __version__
 from tests.support import ROOT, tiny, translator_folders
 from tests.support.command_line import RECORD, fails
+from tests.support.fixtures import Folders, Patch, Printed
 from tests.support.translator_folders import LAYOUTS, arrays_of
 
 
@@ -38,29 +39,25 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def fitted(folders: dict[str, Path], data: Path, tmp_path: Path) -> Path:
+def fitted(folders: Folders, data: Path, tmp_path: Path) -> Path:
     """A translator from "dense" to "moe", made by the command itself."""
     out = tmp_path / "fitted"
     assert run(fit_arguments(folders, data, out)) == 0
     return out
 
 
-def fit_arguments(folders: dict[str, Path], data: Path, out: Path) -> list[str]:
+def fit_arguments(folders: Folders, data: Path, out: Path) -> list[str]:
     pair = ["--source", str(folders["dense"]), "--target", str(folders["moe"])]
     return ["fit", *pair, "--data", str(data), "--out", str(out)]
 
 
-def generate_arguments(folders: dict[str, Path], *more: str) -> list[str]:
+def generate_arguments(folders: Folders, *more: str) -> list[str]:
     pair = ["--prefill-model", str(folders["dense"]), "--decode-model", str(folders["moe"])]
     return ["generate", *pair, "--max-tokens", "5", *more]
 
 
 def test_fit_show_import_generate(
-    folders: dict[str, Path],
-    fitted: Path,
-    store: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    folders: Folders, fitted: Path, store: Path, tmp_path: Path, capsys: Printed
 ) -> None:
     assert sorted(p.name for p in fitted.iterdir()) == [
         "README.md",
@@ -84,10 +81,7 @@ def test_fit_show_import_generate(
 
 
 def test_prompt_from_standard_input(
-    folders: dict[str, Path],
-    fitted: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    folders: Folders, fitted: Path, capsys: Printed, monkeypatch: Patch
 ) -> None:
     given = generate_arguments(folders, "--translator", str(fitted), "-c", "verbose=false")
     capsys.readouterr()
@@ -100,9 +94,7 @@ def test_prompt_from_standard_input(
     assert capsys.readouterr().out == expected
 
 
-def test_a_models_record_holds_what_its_geometry_hashes(
-    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_models_record_holds_what_its_geometry_hashes(folders: Folders, capsys: Printed) -> None:
     assert run(["show", str(folders["moe"]), "--json", "-"]) == 0
     facts = json.loads(capsys.readouterr().out)["results"]
     names = ("model_type", "layers", "rope", "norm_eps", "embedding_rows")
@@ -111,9 +103,8 @@ def test_a_models_record_holds_what_its_geometry_hashes(
 
 
 def test_a_fit_that_can_leave_no_receipt_says_what_measures(
-    folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    folders: Folders, data: Path, tmp_path: Path, monkeypatch: Patch, capsys: Printed
+) -> None:
     monkeypatch.setattr(fitting, "receipt", lambda *_, **__: None)
     assert run(fit_arguments(folders, data, tmp_path / "t")) == 0
     out = capsys.readouterr().out
@@ -121,9 +112,7 @@ def test_a_fit_that_can_leave_no_receipt_says_what_measures(
     assert "verify" not in out
 
 
-def test_bench(
-    folders: dict[str, Path], fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench(folders: Folders, fitted: Path, tmp_path: Path, capsys: Printed) -> None:
     record = tmp_path / "bench.jsonl"
     arguments = ["bench", "--source", str(folders["dense"]), "--target", str(folders["moe"])]
     arguments += ["--translator", str(fitted), "-p", "8,16", "-n", "2", "--json", str(record)]
@@ -139,9 +128,7 @@ def test_bench(
 # ---- bad input -------------------------------------------------------------------------
 
 
-def test_bad_prompts(
-    folders: dict[str, Path], fitted: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_prompts(folders: Folders, fitted: Path, capsys: Printed) -> None:
     given = generate_arguments(folders, "--translator", str(fitted))
     fails([*given, "--prompt", ""], "the prompt is empty", capsys)
     fails([*given, "--prompt", "x" * 600], "the context of", capsys)
@@ -158,9 +145,7 @@ def test_bad_prompts(
     fails(["translate"], "translate", capsys)
 
 
-def test_bad_models(
-    folders: dict[str, Path], fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_models(folders: Folders, fitted: Path, tmp_path: Path, capsys: Printed) -> None:
     def with_model(folder: Path) -> list[str]:
         return ["generate", "--prefill-model", str(folder), "--decode-model",
                 str(folders["moe"]), "--prompt", "a"]  # fmt: skip
@@ -207,9 +192,8 @@ def test_bad_models(
 )
 @pytest.mark.parametrize("verb", [["show"], ["generate", "--prompt", "a", "--source"]])
 def test_a_config_that_a_library_refuses_is_one_line(
-    verb: list[str], changed: dict, text: str, folders: dict[str, Path], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    verb: list[str], changed: dict, text: str, folders: Folders, tmp_path: Path, capsys: Printed
+) -> None:
     """transformers checks all settings; whoever reads the message learns who refused what."""
     folder = Path(shutil.copytree(folders["dense"], tmp_path / "m"))
     config = json.loads((folder / "config.json").read_text())
@@ -223,9 +207,7 @@ def test_a_config_that_a_library_refuses_is_one_line(
     assert "download complete" not in error
 
 
-def test_bad_translators(
-    folders: dict[str, Path], fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_translators(folders: Folders, fitted: Path, tmp_path: Path, capsys: Printed) -> None:
     def with_translator(path: Path) -> list[str]:
         return generate_arguments(folders, "--translator", str(path), "--prompt", "abc")
 
@@ -255,11 +237,7 @@ def test_bad_translators(
 
 
 def test_bad_data_and_destinations(
-    folders: dict[str, Path],
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    folders: Folders, data: Path, tmp_path: Path, capsys: Printed, monkeypatch: Patch
 ) -> None:
     out = tmp_path / "out"
     fails(fit_arguments(folders, tmp_path / "absent.jsonl", out), "cannot be read", capsys)
@@ -281,11 +259,7 @@ def test_bad_data_and_destinations(
 
 
 def test_import_checks_before_it_writes(
-    folders: dict[str, Path],
-    fitted: Path,
-    store: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    folders: Folders, fitted: Path, store: Path, tmp_path: Path, capsys: Printed
 ) -> None:
     wrong = ["--source", str(folders["moe"]), "--target", str(folders["dense"])]
     fails(["import", str(fitted), *wrong], "the other way round", capsys)
@@ -311,7 +285,7 @@ def test_debug_shows_the_traceback() -> None:
 
 
 def test_unfinished_folders_block_nobody(
-    folders: dict[str, Path], fitted: Path, store: Path, capsys: pytest.CaptureFixture[str]
+    folders: Folders, fitted: Path, store: Path, capsys: Printed
 ) -> None:
     assert run(["import", str(fitted)]) == 0
     (sound,) = store.iterdir()
@@ -325,9 +299,8 @@ def test_unfinished_folders_block_nobody(
 
 
 def test_a_translator_of_two_layers_is_shown_imported_and_used(
-    folders: dict[str, Path], fitted: Path, tmp_path: Path, store: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    folders: Folders, fitted: Path, tmp_path: Path, store: Path, capsys: Printed
+) -> None:
     mlp = tiny.write_mlp_translator(tmp_path / "mlp", fitted)
     capsys.readouterr()
     assert run(["show", str(mlp)]) == 0
@@ -348,9 +321,8 @@ def test_a_translator_of_two_layers_is_shown_imported_and_used(
 
 
 def test_imports_of_other_models_or_forms_stand_side_by_side(
-    folders: dict[str, Path], data: Path, tmp_path: Path, store: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    folders: Folders, data: Path, tmp_path: Path, store: Path, capsys: Printed
+) -> None:
     for number, options in enumerate(([], ["--nu", "2"], ["-c", "capture=post_rope"])):
         out = tmp_path / str(number)
         assert run([*fit_arguments(folders, data, out), *options]) == 0
@@ -363,9 +335,8 @@ def test_imports_of_other_models_or_forms_stand_side_by_side(
 
 
 def test_another_translator_is_not_replaced_unasked(
-    folders: dict[str, Path], data: Path, tmp_path: Path, store: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    folders: Folders, data: Path, tmp_path: Path, store: Path, capsys: Printed
+) -> None:
     """Equal models and form, other numbers."""
     for name, options in (("one", []), ("two", ["--norm", "sink_8"])):
         assert run([*fit_arguments(folders, data, tmp_path / name), *options]) == 0
@@ -390,9 +361,8 @@ def test_another_translator_is_not_replaced_unasked(
     [("head-wise-r2", "head-wise-bias"), ("mlp", "mlp-gated"), ("mlp-bias", "mlp")],
 )
 def test_a_translator_with_other_tensors_is_another_one(
-    names: tuple[str, str], force: list[str], tmp_path: Path, store: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    names: tuple[str, str], force: list[str], tmp_path: Path, store: Path, capsys: Printed
+) -> None:
     """One pair and one form, with and without a tensor that is optional; both ways."""
     for pair in (names, names[::-1]):
         folders = [translator_folders.store(tmp_path / n / pair[0], LAYOUTS[n]) for n in pair]
@@ -409,7 +379,7 @@ def test_a_translator_with_other_tensors_is_another_one(
 
 
 def test_mismatch_is_allowed_for_the_stores_own_too(
-    folders: dict[str, Path], fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folders: Folders, fitted: Path, tmp_path: Path, capsys: Printed
 ) -> None:
     assert run(["import", str(fitted)]) == 0
     other = tiny.write_tiny_model(
@@ -421,9 +391,8 @@ def test_mismatch_is_allowed_for_the_stores_own_too(
 
 
 def test_json_alone_on_standard_output(
-    folders: dict[str, Path], data: Path, fitted: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    folders: Folders, data: Path, fitted: Path, tmp_path: Path, capsys: Printed
+) -> None:
     translator = ["--translator", str(fitted)]
     pair = ["--source", str(folders["dense"]), "--target", str(folders["moe"])]
     verbs = {
@@ -444,9 +413,8 @@ def test_json_alone_on_standard_output(
 
 
 def test_verifying_where_no_conversation_fits(
-    folders: dict[str, Path], fitted: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    folders: Folders, fitted: Path, tmp_path: Path, capsys: Printed, monkeypatch: Patch
+) -> None:
     """What its message advises works; `eval` writes its scores where it is called."""
     monkeypatch.chdir(tmp_path)
     short = tmp_path / "short"
@@ -464,9 +432,8 @@ def test_verifying_where_no_conversation_fits(
 
 
 def test_numbers_are_numbers_in_records(
-    folders: dict[str, Path], fitted: Path, tmp_path: Path, store: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    folders: Folders, fitted: Path, tmp_path: Path, store: Path, capsys: Printed
+) -> None:
     record = tmp_path / "record.jsonl"
     told = ["--json", str(record)]
     embedded = str(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l")
@@ -512,12 +479,12 @@ def test_a_killed_import_leaves_nothing(fitted: Path, store: Path, tmp_path: Pat
 
 
 def test_interrupt_leaves_nothing(
-    folders: dict[str, Path],
+    folders: Folders,
     data: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Printed,
 ) -> None:
     """Ctrl-C in the middle of a fit: status 130, no folder, no temporary folder."""
     out, seen = tmp_path / "deep" / "out", []
@@ -540,7 +507,7 @@ def test_interrupt_leaves_nothing(
     assert len(seen) == 2
 
 
-def test_help_and_version_by_every_spelling(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version_by_every_spelling(capsys: Printed) -> None:
     """The first page names every verb once, in groups, and cuts no line."""
 
     def said(*words: str) -> str:
@@ -570,14 +537,14 @@ CHAT = [
 
 
 @pytest.fixture(autouse=True)
-def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+def untold(monkeypatch: Patch) -> None:
     """What is told once a process is told in each test."""
     monkeypatch.setattr(notes, "_told", set())
 
 
 @pytest.mark.parametrize("pair", zoo_pairs(), ids="--".join)
 def test_the_question_that_is_suggested_for_the_embedded_models_is_answered(
-    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    pair: tuple[str, str], capsys: Printed
 ) -> None:
     given = [
         "generate",
@@ -606,9 +573,7 @@ def test_the_question_that_is_suggested_for_the_embedded_models_is_answered(
     assert other["results"]["prompt_tokens"] == entry["results"]["prompt_tokens"] + header
 
 
-def test_the_first_command_of_the_readme_is_answered_without_a_warning(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_first_command_of_the_readme_is_answered_without_a_warning(capsys: Printed) -> None:
     block = (ROOT / "README.md").read_text().split("## Use it")[1].split("```bash\n")[1]
     command = shlex.split(block.split("```")[0].replace("\\\n", " "))
     assert command[:2] == ["kvlingo-mlx", "generate"]
@@ -617,7 +582,7 @@ def test_the_first_command_of_the_readme_is_answered_without_a_warning(
     assert captured.out.startswith("The hotel of Emma is Lima.\n") and captured.err == ""
 
 
-def test_an_answer_ends_before_each_stop_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_ends_before_each_stop_text(capsys: Printed) -> None:
     pair = ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l", "-c", "verbose=false"]
     given = ["generate", *pair, "--prompt", EXAMPLE]
     assert run([*given, "--stop", "Oslo", "--stop", " of Emma"]) == 0
@@ -628,9 +593,7 @@ def test_an_answer_ends_before_each_stop_text(capsys: pytest.CaptureFixture[str]
     fails([*given, "--stop", ""], "--stop is ['']; give a text", capsys)
 
 
-def test_what_import_suggests_works(
-    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_import_suggests_works(tmp_path: Path, store: Path, capsys: Printed) -> None:
     assert run(["import", str(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l")]) == 0
     command = capsys.readouterr().out.split("try: kvlingo-mlx ")[1]
     assert run([*shlex.split(command), "-c", "verbose=false"]) == 0
@@ -647,7 +610,7 @@ def test_what_import_suggests_works(
     ids=["JSON", "a record", "JSONL"],
 )
 def test_messages_from_a_file(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    text: str, tmp_path: Path, capsys: Printed, monkeypatch: Patch
 ) -> None:
     file = tmp_path / "messages"
     file.write_text(text, encoding="utf-8")

@@ -36,6 +36,7 @@ from kvlingo_mlx.tokenization.samples import read_jsonl
 from kvlingo_mlx.training.conversations import normalise
 from tests.support import tiny
 from tests.support.command_line import COMMANDS, NEEDS, PAPER, fails, run
+from tests.support.fixtures import Models, Patch, Printed
 
 # Options that have an effect whatever the others say.
 ALWAYS = {
@@ -162,7 +163,7 @@ def starts(verb: str, option: str) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def begun(monkeypatch: Patch) -> None:
     """Verbs end where they would begin."""
     monkeypatch.setattr(TyperCommand, "invoke", lambda self, ctx: 0)
 
@@ -179,9 +180,7 @@ def test_every_option_is_decided(verb: str) -> None:
 
 
 @pytest.mark.parametrize(("verb", "option"), ROWS, ids=[" ".join(row) for row in ROWS])
-def test_every_pair(
-    verb: str, option: str, begun: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_pair(verb: str, option: str, begun: None, capsys: Printed) -> None:
     """For each of its rows an option is refused in some state of the partners, in a line that names
     both; in another state it is taken."""
     errors, taken = [], False
@@ -211,9 +210,7 @@ PAIR = ["--source", "/none", "--target", "/none"]
 TRAIN = ["train", *PAIR, "--data", "/none", "--out", "/none"]
 
 
-def test_a_value_equal_to_the_default_counts_where_it_is_typed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_value_equal_to_the_default_counts_where_it_is_typed(capsys: Printed) -> None:
     fails([*TRAIN, "-c", "hidden=2048"], "hidden has no effect with --kind linear", capsys)
     fails(TRAIN, "/none", capsys)  # and the defaults themselves are no fault
 
@@ -231,7 +228,7 @@ def test_the_tables_of_groups_and_keys_name_options() -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def asked(monkeypatch: Patch) -> list[dict[str, Any]]:
     """What verbs were asked, where they would begin."""
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(TyperCommand, "invoke", lambda self, ctx: found.append(dict(ctx.params)))
@@ -240,7 +237,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("verb", KEYS)
 def test_a_key_is_read_as_its_flag_is(
-    verb: str, asked: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    verb: str, asked: list[dict[str, Any]], tmp_path: Path, capsys: Printed
 ) -> None:
     """From KEY=VALUE, TOML and JSON alike; and typed as a flag."""
     more = ["a=x", "b=y"] if verb in ("chat", "serve") else []
@@ -300,7 +297,7 @@ def test_a_flag_goes_over_a_file(asked: list[dict[str, Any]], tmp_path: Path) ->
 
 @pytest.mark.parametrize("verb", ["generate", "pair", "fit", "train", "tune", "eval", "bench"])
 def test_two_models_may_stand_alone(
-    verb: str, asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    verb: str, asked: list[dict[str, Any]], capsys: Printed
 ) -> None:
     """The same as by their options; one, three or both ways are refused."""
     needed = required(verb)
@@ -451,7 +448,7 @@ def test_every_pair_of_arguments(name: str, need: Need, option: str) -> None:
     assert {"begun", "refused"} <= told
 
 
-def test_defaults_passed_on_are_no_fault(models: dict[str, LanguageModel], tmp_path: Path) -> None:
+def test_defaults_passed_on_are_no_fault(models: Models, tmp_path: Path) -> None:
     """A program that hands every option through, as servers do."""
     pair = models["dense"], models["moe"]
     made = kv.load_translator(tiny.write_random_translator(tmp_path / "t", *(m.path for m in pair)))
@@ -461,7 +458,7 @@ def test_defaults_passed_on_are_no_fault(models: dict[str, LanguageModel], tmp_p
     assert text == kv.generate(*pair, "abc", translator=made, max_tokens=3)
 
 
-def test_native_layers_of_stored_translators(models: dict[str, LanguageModel], store: Path) -> None:
+def test_native_layers_of_stored_translators(models: Models, store: Path) -> None:
     """Told when the conversation is made, not when its second model answers."""
     pair = {"a": models["dense"], "b": models["moe"]}
     deep = max(len(m.attentions) for m in pair.values())
@@ -489,7 +486,7 @@ WRONG: tuple[Any, ...] = (
 
 
 @pytest.fixture(scope="module")
-def calls(models: dict[str, LanguageModel], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def calls(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By name: a function, and arguments with which it works."""
     root = tmp_path_factory.mktemp("calls")
     pair = {"prefill_model": models["dense"], "decode_model": models["wide"]}
@@ -546,7 +543,7 @@ def test_wrong_types_are_told(name: str, calls: Any, tmp_path: Path) -> None:
     assert told > 3 * len(names)
 
 
-def test_the_words_of_wrong_types(models: dict[str, LanguageModel], tmp_path: Path) -> None:
+def test_the_words_of_wrong_types(models: Models, tmp_path: Path) -> None:
     """Found, expected."""
     pair = models["dense"], models["moe"]
     for call, told in (
@@ -568,7 +565,7 @@ def test_the_words_of_wrong_types(models: dict[str, LanguageModel], tmp_path: Pa
 # ---- errors that misled ----------------------------------------------------------------------
 
 
-def test_parts_of_text_are_one_text(models: dict[str, LanguageModel]) -> None:
+def test_parts_of_text_are_one_text(models: Models) -> None:
     """As OpenAI's API writes them: in a prompt, in a conversation and in records; other parts are
     refused by name."""
     model = models["dense"]
@@ -601,9 +598,7 @@ def test_records_of_parts(tmp_path: Path) -> None:
     assert normalise({"messages": said}, "x") == {"messages": plain}
 
 
-def test_a_translator_that_is_not_there(
-    models: dict[str, LanguageModel], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_translator_that_is_not_there(models: Models, capsys: Printed) -> None:
     """The example is no model's id where a translator is looked for."""
     with pytest.raises(kv.MissingTranslatorError) as caught:
         kv.load_translator("no-such")
@@ -615,7 +610,7 @@ def test_a_translator_that_is_not_there(
         kv.load("no-such")
 
 
-def test_fit_takes_a_files_path(models: dict[str, LanguageModel], tmp_path: Path) -> None:
+def test_fit_takes_a_files_path(models: Models, tmp_path: Path) -> None:
     """What a user writes first; the same translator as from its records."""
     pair = models["dense"], models["wide"]
     records = [{"text": "one two three four five six seven eight nine ten " * 4}]
@@ -631,7 +626,7 @@ def test_fit_takes_a_files_path(models: dict[str, LanguageModel], tmp_path: Path
 @pytest.mark.parametrize("value", [float("nan"), -float("inf")])
 @pytest.mark.parametrize("way", ["generate", "native", "draft", "reply"])
 def test_a_processor_is_blamed_for_its_own(
-    models: dict[str, LanguageModel], tmp_path: Path, way: str, value: float
+    models: Models, tmp_path: Path, way: str, value: float
 ) -> None:
     """NaN, or nothing left to choose; while damaged weights are still told as such."""
     source, target = models["dense"], models["wide"]
@@ -692,7 +687,7 @@ def test_the_other_verbs_take_no_pair() -> None:
 
 @pytest.mark.parametrize(("old", "new"), MOVED.items())
 def test_what_the_papers_tables_alone_need_is_in_a_checkout(
-    old: str, new: str, asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    old: str, new: str, asked: list[dict[str, Any]], capsys: Printed
 ) -> None:
     """What is typed of old is refused in a line that says what to type; its beginning is not."""
     verb, *rest = old.split()

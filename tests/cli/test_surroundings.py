@@ -17,6 +17,7 @@ from kvlingo_mlx.format import atomic, translator_folder
 from kvlingo_mlx.loading import translators
 from tests.support import tiny
 from tests.support.command_line import RECORD
+from tests.support.fixtures import Folders, Patch, Printed
 from tests.support.processes import command_line
 
 PROMPT = "Größe: naïve 数字 🎈"
@@ -35,9 +36,7 @@ def generate(source: Path, target: Path, *more: str) -> list[str]:
             "--prompt", PROMPT, *more]  # fmt: skip
 
 
-def test_another_locale_no_home_and_no_hub_cache(
-    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_locale_no_home_and_no_hub_cache(folders: Folders, capsys: Printed) -> None:
     """The C locale, a prompt beyond ASCII, no HOME, no KVLINGO_HOME, a Hub cache that cannot be
     written: as anywhere else, since a folder or an embedded model asks for none of these."""
     words = generate(folders["dense"], folders["dense"], "--strategy", "native")
@@ -53,14 +52,14 @@ def test_another_locale_no_home_and_no_hub_cache(
     assert texts[0]["prompt_tokens"] == texts[1]["prompt_tokens"] > len(PROMPT)
 
 
-def test_text_of_another_locale(folders: dict[str, Path]) -> None:
+def test_text_of_another_locale(folders: Folders) -> None:
     """What Python makes of bytes that its locale has no letters for."""
     model = kv.load(folders["dense"])
     with pytest.raises(ValueError, match="not valid Unicode .*; .*set PYTHONUTF8=1 where"):
         kv.generate(model, model, "na\udcc3\udcafve", strategy="native")
 
 
-def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home(monkeypatch: Patch) -> None:
     """As in a container whose user the system does not know."""
 
     def unknown() -> Path:
@@ -74,9 +73,8 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["two words", "ünï-código 数", "-dash", "semi;colon $HOME", "a'b"])
 def test_odd_paths(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    folders: Folders, tmp_path: Path, monkeypatch: Patch, name: str, capsys: Printed
+) -> None:
     """Models, data, translator and store under such a folder: fitted, imported, found, used."""
     place = tmp_path / name
     place.mkdir()
@@ -112,7 +110,7 @@ def test_a_hub_cache_that_cannot_be_written() -> None:
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
 def test_a_volume_that_cannot_be_synchronised(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    folders: Folders, tmp_path: Path, monkeypatch: Patch, number: int
 ) -> None:
     """Some network file systems refuse fsync; what is written there is whole all the same."""
 
@@ -126,9 +124,7 @@ def test_a_volume_that_cannot_be_synchronised(
     assert translator_folder.read(tmp_path / "copy")[0] == config
 
 
-def test_a_disk_that_breaks_is_told(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_breaks_is_told(folders: Folders, tmp_path: Path, monkeypatch: Patch) -> None:
     """A control: what means that numbers are lost is not passed over."""
 
     def broken(_: int) -> None:
@@ -143,9 +139,7 @@ def test_a_disk_that_breaks_is_told(
     assert [p for p in tmp_path.iterdir() if p.name.startswith(".copy.new")] == []
 
 
-def test_a_clock_that_goes_backwards(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_goes_backwards(folders: Folders, tmp_path: Path, monkeypatch: Patch) -> None:
     """Nothing but dates goes by the wall clock: not times, and not who waits for a lock."""
     now = [2e9]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support import ROOT
+from tests.support.fixtures import Patch, Printed
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -108,9 +109,7 @@ def test_what_is_measured() -> None:
     assert row["flops"] == 2 * 2 * 16 * 32 * (5 * 7 + 2 * 21)
 
 
-def test_the_script_is_a_thin_caller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_is_a_thin_caller(tmp_path: Path, monkeypatch: Patch, capsys: Printed) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import cuda_switch
 
@@ -148,9 +147,7 @@ def test_without_a_gpu_it_is_refused_before_anything_is_made() -> None:
         gpu.time_pairs(PAIRS["tab:cost"], gpu.PairSettings())
 
 
-def test_a_run_that_fails_keeps_what_it_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_keeps_what_it_had(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import cuda_switch
 

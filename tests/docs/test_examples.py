@@ -19,6 +19,7 @@ from kvlingo_mlx.embedded import EXAMPLE, TRANSLATORS, bundled
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading.translators import resolve_translator
 from tests.docs.doc_pages import ROOT
+from tests.support.fixtures import Patch, Printed
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 EMBEDDED = TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l"
@@ -52,7 +53,7 @@ def test_every_example_has_a_test_and_a_line_in_the_readme() -> None:
 # ---- a switch, an accelerator ---------------------------------------------------------------
 
 
-def test_a_switch_in_the_middle_of_a_chat(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_switch_in_the_middle_of_a_chat(capsys: Printed) -> None:
     main_of("mid_chat_switch")([])
     out = capsys.readouterr().out
     assert "The hotel of Emma is Lima." in out and "The code of Rosa is A4." in out
@@ -63,13 +64,13 @@ def test_a_switch_in_the_middle_of_a_chat(capsys: pytest.CaptureFixture[str]) ->
     assert "large holds 96 tokens, 71 of them translated" in out
 
 
-def test_a_switch_between_given_models(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_switch_between_given_models(capsys: Printed) -> None:
     models = ["--small", str(kv.zoo("tiny-qwen3-l")), "--large", "tiny-qwen3-moe"]
     main_of("mid_chat_switch")(models)
     assert "The hotel of Emma is Lima." in capsys.readouterr().out
 
 
-def test_one_model_reads_and_another_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_model_reads_and_another_answers(capsys: Printed) -> None:
     main_of("accelerator")([])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "accelerator: The hotel of Emma is Lima."
@@ -77,9 +78,7 @@ def test_one_model_reads_and_another_answers(capsys: pytest.CaptureFixture[str])
     assert "translation 0.000 s" in lines[3] and "translation 0.000 s" not in lines[1]
 
 
-def test_a_pair_is_fitted_and_tuned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pair_is_fitted_and_tuned(tmp_path: Path, capsys: Printed, monkeypatch: Patch) -> None:
     monkeypatch.setattr(bundled, "COUNT", 1)  # a receipt of one conversation, for speed
     out = tmp_path / "pair"
     main_of("fit_and_tune")(["--out", str(out), "--limit", "2"])
@@ -120,7 +119,7 @@ def test_the_writer_does_not_import_the_package() -> None:
 
 @pytest.mark.parametrize("nu", [1, 2, 4])
 def test_a_translator_written_by_hand_is_accepted_at_once(
-    nu: int, written: Callable[..., Path], store: Path, capsys: pytest.CaptureFixture[str]
+    nu: int, written: Callable[..., Path], store: Path, capsys: Printed
 ) -> None:
     folder = written("--nu", str(nu))
     pair = ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
@@ -132,9 +131,7 @@ def test_a_translator_written_by_hand_is_accepted_at_once(
     assert kv.load_translator(stored).config.nu == nu
 
 
-def test_its_fingerprints_are_those_that_the_package_computes(
-    written: Callable[..., Path],
-) -> None:
+def test_its_fingerprints_are_those_that_the_package_computes(written: Callable[..., Path]) -> None:
     config = json.loads((written() / "translator_config.json").read_text())
     for end, name in (("source", "tiny-qwen3-s"), ("target", "tiny-qwen3-l")):
         spec = kv.load(name).spec()
@@ -143,7 +140,7 @@ def test_its_fingerprints_are_those_that_the_package_computes(
 
 
 def test_its_numbers_are_used_as_they_are_meant(
-    written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    written: Callable[..., Path], tmp_path: Path, capsys: Printed
 ) -> None:
     """The embedded translator's numbers, written by hand, give the embedded one's answers."""
     np.savez(tmp_path / "numbers.npz", **embedded_numbers())
@@ -162,7 +159,7 @@ def test_its_numbers_are_used_as_they_are_meant(
 
 
 def test_probes_that_are_given_are_used(
-    written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    written: Callable[..., Path], tmp_path: Path, capsys: Printed
 ) -> None:
     """Those of the code that one trusts; a folder that is there is not written into."""
     numbers = embedded_numbers().items()

@@ -21,6 +21,7 @@ from benchmarks.paper import commands as paper
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import bundled, dialogues
 from tests.docs.doc_pages import PAGES, REASONS, ROOT, RUN, Block, blocks, words_of
+from tests.support.fixtures import Patch
 from tests.support.ranks import launched
 
 ZOO = ROOT / "tests" / "zoo"
@@ -61,9 +62,7 @@ def chats() -> str:
 
 
 @pytest.fixture
-def reader(
-    hub_cache: Path, chats: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def reader(hub_cache: Path, chats: str, store: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
     """The folder in which somebody reads a page: it has their data, and no network."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub_cache))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -79,7 +78,7 @@ def reader(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.filterwarnings("ignore::kvlingo_mlx.KVLingoWarning")
-def test_every_block_runs(page: Path, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_runs(page: Path, reader: Path, monkeypatch: Patch) -> None:
     session = {"__name__": "__page__"}
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.file is not None:
@@ -88,7 +87,7 @@ def test_every_block_runs(page: Path, reader: Path, monkeypatch: pytest.MonkeyPa
             run_block(block, page, session, monkeypatch)
 
 
-def run_block(block: Block, page: Path, session: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_block(block: Block, page: Path, session: dict, monkeypatch: Patch) -> None:
     """Run one block; what goes wrong names its line in the page."""
     if block.language == "python":
         # Blank lines before it, so that a traceback tells the page's own line.
@@ -100,7 +99,7 @@ def run_block(block: Block, page: Path, session: dict, monkeypatch: pytest.Monke
         assert status == 0, f"{page.name}:{block.line}: `{command}` ended with {status}"
 
 
-def run_command(words: list[str], patch: pytest.MonkeyPatch) -> int:
+def run_command(words: list[str], patch: Patch) -> int:
     """Run ``kvlingo-mlx ...`` or ``python examples/...`` in this process; returns its status."""
     while "=" in words[0]:
         name, value = words.pop(0).split("=", 1)
@@ -166,9 +165,7 @@ def test_every_fence_is_seen() -> None:
         "```bash\nrm -r something\n```\n",
     ],
 )
-def test_a_block_that_does_not_work_is_noticed(
-    text: str, reader: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_does_not_work_is_noticed(text: str, reader: Path, monkeypatch: Patch) -> None:
     (block,) = blocks(text)
     with pytest.raises((AssertionError, AttributeError)):
         run_block(block, Path("page.md"), {}, monkeypatch)

@@ -21,6 +21,7 @@ from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from tests.support import hybrid_models, tiny
+from tests.support.fixtures import Models, Patch
 
 GREEDY = Choice(None, None, None, ())
 FAMILIES = ("qwen3", "gemma3", "deepseek_v3", "qwen3_moe", "converted_mla")
@@ -29,7 +30,7 @@ TIE = 2e-3
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     root = tmp_path_factory.mktemp("batches")
     rows = {name: tiny.FAMILIES[name] for name in FAMILIES}
     found = {n: kv.load(tiny.write_tiny_model(root / n, t, **o)) for n, (t, o) in rows.items()}
@@ -86,7 +87,7 @@ def staggered(
 
 
 @pytest.mark.parametrize("family", FAMILIES + HYBRIDS)
-def test_each_answer_is_the_models_own(models: dict[str, LanguageModel], family: str) -> None:
+def test_each_answer_is_the_models_own(models: Models, family: str) -> None:
     model = models[family]
     prompts = [prompt(length, length) for length in (30, 7, 61, 18)]
     for tokens, (row, answer, cache, parts) in zip(
@@ -119,7 +120,7 @@ def check_states(
             np.testing.assert_allclose(np.array(found), np.array(expected[:, start:]), atol=TIE)
 
 
-def test_a_failing_processor_ends_its_own_answer(models: dict[str, LanguageModel]) -> None:
+def test_a_failing_processor_ends_its_own_answer(models: Models) -> None:
     model, calls = models["qwen3"], []
 
     def broken(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -150,7 +151,7 @@ def test_a_failing_processor_ends_its_own_answer(models: dict[str, LanguageModel
     assert calls[0] == tokens[0] and calls[2] == [*tokens[0], *answers[0]]
 
 
-def test_an_answer_ends_at_its_limit_or_at_a_stop(models: dict[str, LanguageModel]) -> None:
+def test_an_answer_ends_at_its_limit_or_at_a_stop(models: Models) -> None:
     model, tokens = models["qwen3"], prompt(9, 1)
     batch = Batch(model, records=False)
     row = batch.join(filled(model, tokens), tokens, GREEDY, 3)
@@ -165,9 +166,7 @@ def test_an_answer_ends_at_its_limit_or_at_a_stop(models: dict[str, LanguageMode
     assert row.take() is None
 
 
-def test_caches_that_cannot_be_merged_stay_alone(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_that_cannot_be_merged_stay_alone(models: Models, monkeypatch: Patch) -> None:
     monkeypatch.setattr("kvlingo_mlx.engine.batches.can_merge", lambda _: False)
     prompts = [prompt(9, 1), prompt(12, 2), prompt(5, 3)]
     for tokens, (_, answer, _, _) in zip(
@@ -176,9 +175,7 @@ def test_caches_that_cannot_be_merged_stay_alone(
         check_greedy(models["qwen3"], tokens, answer)
 
 
-def test_an_error_of_the_model_ends_all_its_answers(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_model_ends_all_its_answers(models: Models, monkeypatch: Patch) -> None:
     model, tokens = models["qwen3"], prompt(9, 1)
     batch = Batch(model, records=True, size=2)
     rows = [batch.join(filled(model, tokens), tokens, GREEDY, 100) for _ in range(2)]

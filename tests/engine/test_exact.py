@@ -21,6 +21,7 @@ from kvlingo_mlx.engine import plan
 from kvlingo_mlx.loading import models as loading
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support.fixtures import Folders, Models, Patch
 from tests.support.identity import TOKENS, identity_of
 
 NEW = 40
@@ -39,9 +40,7 @@ SETTINGS = [(7, True, "pre_norm"), (2048, False, "pre_norm"), (20, True, "post_n
 
 
 @pytest.mark.parametrize("name", ["dense", "moe", "dense 4-bit", "moe 4-bit"])
-def test_decodes_token_for_token(
-    models: dict[str, LanguageModel], quantised_models: dict[str, LanguageModel], name: str
-) -> None:
+def test_decodes_token_for_token(models: Models, quantised_models: Models, name: str) -> None:
     """However the prompt is cut, wherever keys are captured; and not if keys are rotated anew."""
     name, *few = name.split()
     model = (quantised_models if few else models)[name]
@@ -56,7 +55,7 @@ def test_decodes_token_for_token(
     assert decode(model, cache) != own
 
 
-def test_taps_leave_no_trace(models: dict[str, LanguageModel]) -> None:
+def test_taps_leave_no_trace(models: Models) -> None:
     model = models["dense"]
     before = [type(a.k_proj) for a in model.attentions]
     spans = capture.prefill(model, TOKENS, 7)
@@ -75,7 +74,7 @@ def test_taps_leave_no_trace(models: dict[str, LanguageModel]) -> None:
 
 
 @pytest.mark.parametrize("way", ["object", "two loads", "folder", "folder and object"])
-def test_it_is_mlx_lm_to_the_bit(folders: dict[str, Path], store: Path, way: str) -> None:
+def test_it_is_mlx_lm_to_the_bit(folders: Folders, store: Path, way: str) -> None:
     """However it is named, and without a translator."""
     folder = folders["moe"]
     model = kv.load(folder)
@@ -100,7 +99,7 @@ def test_it_is_mlx_lm_to_the_bit(folders: dict[str, Path], store: Path, way: str
 
 
 def test_another_checkpoint_of_the_same_shape_is_another_model(
-    folders: dict[str, Path], store: Path, tmp_path: Path
+    folders: Folders, store: Path, tmp_path: Path
 ) -> None:
     other = shutil.copytree(folders["dense"], tmp_path / "other")
     with pytest.raises(kv.MissingTranslatorError, match="no translator from"):
@@ -110,9 +109,7 @@ def test_another_checkpoint_of_the_same_shape_is_another_model(
 @pytest.mark.parametrize(
     "option", [{"native_layers": 1}, {"native_tail": 2}, {"heal": "interleaved"}, {"guard": 8}]
 )
-def test_what_would_have_no_effect_is_refused(
-    models: dict[str, LanguageModel], option: dict[str, Any]
-) -> None:
+def test_what_would_have_no_effect_is_refused(models: Models, option: dict[str, Any]) -> None:
     model = models["dense"]
     with pytest.raises(ValueError, match=f"{next(iter(option))} has no effect with .* as both"):
         kv.generate(model, model, TOKENS, **option)
@@ -120,7 +117,7 @@ def test_what_would_have_no_effect_is_refused(
         kv.hand_over(model, model, TOKENS, prompt_cache=make_prompt_cache(model.model))
 
 
-def test_two_names_in_a_conversation(models: dict[str, LanguageModel], store: Path) -> None:
+def test_two_names_in_a_conversation(models: Models, store: Path) -> None:
     """The second reads what the first wrote; a third model still needs a translator."""
     model = models["dense"]
     twice, once = kv.Conversation({"a": model, "b": model}), kv.Conversation({"a": model})
@@ -138,9 +135,7 @@ def test_two_names_in_a_conversation(models: dict[str, LanguageModel], store: Pa
 
 
 @pytest.mark.parametrize("step_size", [7, 2048])
-def test_native_is_mlx_lms_own(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch, step_size: int
-) -> None:
+def test_native_is_mlx_lms_own(models: Models, monkeypatch: Patch, step_size: int) -> None:
     """The source reads nothing, and no translator is looked for; with drafts and few bits, too."""
     source, target = models["dense"], models["wide"]
     monkeypatch.setattr(capture, "prefill", None)
@@ -164,7 +159,7 @@ def test_native_is_mlx_lms_own(
 
 
 def test_native_needs_no_translator_and_reads_no_weights_of_the_source(
-    folders: dict[str, Path], store: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Folders, store: Path, monkeypatch: Patch
 ) -> None:
     lazy: dict[str, bool] = {}
     load = loading.load

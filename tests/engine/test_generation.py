@@ -22,13 +22,14 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.translators import build
+from tests.support.fixtures import Models, Patch
 from tests.support.identity import TOKENS, identity_of
 
 MESSAGES = [{"role": "user", "content": "Where does Anna live?"}]
 
 
 @pytest.fixture
-def model(models: dict[str, LanguageModel]) -> LanguageModel:
+def model(models: Models) -> LanguageModel:
     return models["dense"]
 
 
@@ -50,7 +51,7 @@ def test_thinking_switch_puts_the_empty_block_into_the_prefix(model: LanguageMod
     assert decode(encode(model, MESSAGES, True)).endswith("<|im_start|>assistant\n")
 
 
-def test_one_token_prompt_needs_no_translator(models: dict[str, LanguageModel]) -> None:
+def test_one_token_prompt_needs_no_translator(models: Models) -> None:
     model = models["dense"]
     native = mlx_generate(model.model, model.tokenizer, TOKENS[:1], max_tokens=8)
     assert kv.generate(model, model, TOKENS[:1], max_tokens=8) == native
@@ -65,7 +66,7 @@ def test_one_token_prompt_needs_no_translator(models: dict[str, LanguageModel]) 
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock(monkeypatch: Patch) -> list[float]:
     """A clock that moves by a millisecond when it is looked at, and as it is told to."""
     now = [0.0]
 
@@ -78,7 +79,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_clock_books_each_phase_where_it_belongs(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+    model: LanguageModel, monkeypatch: Patch, clock: list[float]
 ) -> None:
     """A translation made slow must show as translation, not as prefill."""
     slow, append = 200.0, caches.append
@@ -97,7 +98,7 @@ def test_clock_books_each_phase_where_it_belongs(
 
 
 def test_one_synchronisation_after_the_last_prefill_chunk(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+    model: LanguageModel, monkeypatch: Patch
 ) -> None:
     calls: list[str] = []
     evaluate, append = mx.eval, caches.append
@@ -129,9 +130,7 @@ def prefill_bytes(model: LanguageModel, tokens: list[int], step: int) -> int:
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2])
-def test_peak_memory_is_two_caches_and_a_chunk(
-    models: dict[str, LanguageModel], layers: int
-) -> None:
+def test_peak_memory_is_two_caches_and_a_chunk(models: Models, layers: int) -> None:
     """Beside what mlx-lm's own prefill of the source needs: the target's cache, one chunk.
 
     With native layers the target's own run over one chunk, instead of its cache alone.
@@ -180,7 +179,7 @@ def test_logits_processors_see_the_whole_prompt(model: LanguageModel) -> None:
     assert seen[0] == TOKENS and seen[1][: len(TOKENS)] == TOKENS
 
 
-def test_cache_takes_the_targets_dtype(models: dict[str, LanguageModel]) -> None:
+def test_cache_takes_the_targets_dtype(models: Models) -> None:
     """Float32 entries would turn a 16-bit model's decoding into float32 for good."""
     source = models["dense"]
     half = kv.load(source.path)
@@ -191,7 +190,7 @@ def test_cache_takes_the_targets_dtype(models: dict[str, LanguageModel]) -> None
     assert {(c.keys.dtype, c.values.dtype) for c in cache} == {(mx.bfloat16, mx.bfloat16)}
 
 
-def test_tokens_may_be_arrays(models: dict[str, LanguageModel]) -> None:
+def test_tokens_may_be_arrays(models: Models) -> None:
     """One ``tokens`` serves hand_over and mlx-lm's own generate_step."""
     model = models["dense"]
     identity = identity_of(model)
@@ -205,7 +204,7 @@ def test_tokens_may_be_arrays(models: dict[str, LanguageModel]) -> None:
         kv.hand_over(model, model, [1.5, 2.5], translator=identity)
 
 
-def test_a_translation_that_overflows_is_refused(models: dict[str, LanguageModel]) -> None:
+def test_a_translation_that_overflows_is_refused(models: Models) -> None:
     """Finite weights, sums beyond float32: decoding would print token 0 for ever."""
     model = models["dense"]
     identity = identity_of(model)
@@ -220,9 +219,8 @@ def test_a_translation_that_overflows_is_refused(models: dict[str, LanguageModel
 
 
 def test_first_token_time_counts_the_translators_reading(
-    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    clock: list[float],
-) -> None:  # fmt: skip
+    models: Models, tmp_path: Path, monkeypatch: Patch, clock: list[float]
+) -> None:
     model, read = models["dense"], translator_folder.read
     folder = identity_of(model).save(tmp_path / "identity")
 

@@ -23,6 +23,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
+from tests.support.fixtures import Models, Patch
 from tests.support.healings import in_a_row, noted
 from tests.support.identity import identity_of
 from tests.support.native_caches import held, native
@@ -34,16 +35,14 @@ NEW = 9
 
 
 @pytest.fixture(scope="module")
-def translators(models: dict[str, LanguageModel]) -> list[Translator]:
+def translators(models: Models) -> list[Translator]:
     """Poor translators between two models of different shape, in both directions."""
     data = [{"text": "the you and use is of an other " * 25}]
     ends = models["dense"], models["wide"]
     return [kv.fit(a, b, data) for a, b in (ends, ends[::-1])]
 
 
-def talk_between(
-    models: dict[str, LanguageModel], translators: list[Translator], **options: Any
-) -> Conversation:
+def talk_between(models: Models, translators: list[Translator], **options: Any) -> Conversation:
     pair = {"a": models["dense"], "b": models["wide"]}
     return Conversation(pair, translators, prefill_step_size=7, **options)
 
@@ -121,7 +120,7 @@ STEPS = st.lists(
 
 
 def test_what_each_position_holds(
-    models: dict[str, LanguageModel], translators: list[Translator], tmp_path: Path
+    models: Models, translators: list[Translator], tmp_path: Path
 ) -> None:
     """Asked, healed in part, undone, branched, put away, saved and resumed in any order."""
 
@@ -163,7 +162,7 @@ def test_what_each_position_holds(
 
 
 def test_a_translation_is_told_from_a_prefill(
-    models: dict[str, LanguageModel], translators: list[Translator]
+    models: Models, translators: list[Translator]
 ) -> None:
     """The control of the others: what is not healed is far from a prefill."""
     talk = talk_between(models, translators, eager=False)
@@ -211,9 +210,7 @@ def test_healed_at_every_turn_is_a_prefill_at_every_turn() -> None:
 
 
 def test_until_seconds_and_chunks(
-    models: dict[str, LanguageModel],
-    translators: list[Translator],
-    monkeypatch: pytest.MonkeyPatch,
+    models: Models, translators: list[Translator], monkeypatch: Patch
 ) -> None:
     """It ends where it is told to, goes on there, and reads nothing twice."""
     talk = talk_between(models, translators, eager=False)
@@ -234,9 +231,7 @@ def test_until_seconds_and_chunks(
 
 
 def test_while_a_user_types(
-    models: dict[str, LanguageModel],
-    translators: list[Translator],
-    monkeypatch: pytest.MonkeyPatch,
+    models: Models, translators: list[Translator], monkeypatch: Patch
 ) -> None:
     talk = talk_between(models, translators, eager=False)
     talk.reply("a", " ".join(MESSAGES) * 4, max_tokens=NEW)
@@ -272,10 +267,7 @@ WAYS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_between_the_steps_of_an_answer(
-    models: dict[str, LanguageModel],
-    translators: list[Translator],
-    monkeypatch: pytest.MonkeyPatch,
-    way: dict[str, Any],
+    models: Models, translators: list[Translator], monkeypatch: Patch, way: dict[str, Any]
 ) -> None:
     """The prefix is read once, from the front, while the answer grows behind it.
 
@@ -307,9 +299,8 @@ PROMPT = list(range(5, 205))
     ],
 )
 def test_a_prompt_is_read_once_behind_its_answer(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str],
-    native: dict[str, int], heal: str,
-) -> None:  # fmt: skip
+    models: Models, monkeypatch: Patch, pair: tuple[str, str], native: dict[str, int], heal: str
+) -> None:
     """A short one as far as it goes; nothing before the first token."""
     source, target = (models[name] for name in pair)
     translator = kv.fit(source, target, [Sample(tuple(PROMPT), ())])
@@ -331,7 +322,7 @@ def test_a_prompt_is_read_once_behind_its_answer(
     assert 0 < in_a_row(read, head) < 150
 
 
-def test_decoding_keeps_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_keeps_its_share(monkeypatch: Patch) -> None:
     """Against a clock that only steps and chunks move: no machine is measured."""
     for share in (0.25, 0.5, 0.8):
         now, left = 0.0, 60_000
@@ -355,10 +346,7 @@ def test_decoding_keeps_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_be_healed_is_refused(
-    models: dict[str, LanguageModel],
-    translators: list[Translator],
-    twins: list[LanguageModel],
-    tmp_path: Path,
+    models: Models, translators: list[Translator], twins: list[LanguageModel], tmp_path: Path
 ) -> None:
     name, sizes = tiny.FAMILIES["gemma3"]
     model = kv.load(tiny.write_tiny_model(tmp_path / "g", name, **sizes))
@@ -400,7 +388,7 @@ def test_what_cannot_be_healed_is_refused(
 
 
 @pytest.fixture(scope="module", params=["gemma3", "gemma4"])
-def windowed(request: pytest.FixtureRequest) -> tuple[dict[str, LanguageModel], list[Path]]:
+def windowed(request: pytest.FixtureRequest) -> tuple[Models, list[Path]]:
     """Trained models with windows, and translators between them."""
     root, name = Path(__file__).parents[1] / "zoo", request.param
     pair = {each: kv.load(root / "models" / f"tiny-{name}-{each}") for each in "sl"}

@@ -27,6 +27,7 @@ from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from tests.support import TESTS, hybrid_models, tiny
+from tests.support.fixtures import Models, Patch
 from tests.support.guards import with_receipt
 from tests.support.identity import TOKENS, identity_of
 from tests.support.native_caches import native
@@ -40,7 +41,7 @@ refused = kv.UnsupportedModelError
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Of each rule one, "half" in bfloat16, and those whose tails do not matter."""
     root, found = tmp_path_factory.mktemp("recurrent"), dict[str, LanguageModel]()
     for name in (*NAMES, *MAPPED):
@@ -56,7 +57,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]
 
 
 @pytest.fixture
-def model(models: dict[str, LanguageModel]) -> LanguageModel:
+def model(models: Models) -> LanguageModel:
     return models["granitemoehybrid"]
 
 
@@ -100,7 +101,7 @@ def ask(talk: Conversation, name: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, MAPPED[0]])
-def test_a_state_that_is_ahead_is_noticed(models: dict[str, LanguageModel], name: str) -> None:
+def test_a_state_that_is_ahead_is_noticed(models: Models, name: str) -> None:
     """The control of every comparison here: one token more is not a matter of rounding."""
     talk = talk_of(models[name], name)
     ask(talk, "a", "the use of an other")
@@ -118,9 +119,7 @@ def test_a_state_that_is_ahead_is_noticed(models: dict[str, LanguageModel], name
 
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("name", ["granitemoehybrid", *MAPPED])
-def test_the_usual_turn_reads_nothing_twice(
-    models: dict[str, LanguageModel], name: str, eager: bool
-) -> None:
+def test_the_usual_turn_reads_nothing_twice(models: Models, name: str, eager: bool) -> None:
     """What the other one wrote is translated, at every turn."""
     talk, turns = talk_of(models[name], name, eager=eager), "abbaab"
     for turn, who in enumerate(turns):
@@ -135,7 +134,7 @@ def test_the_usual_turn_reads_nothing_twice(
 
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("name", ["granitemoehybrid", *MAPPED])
-def test_going_back(models: dict[str, LanguageModel], name: str, eager: bool) -> None:
+def test_going_back(models: Models, name: str, eager: bool) -> None:
     """To marks, which only lie where a state is known; and on from there."""
     talk = talk_of(models[name], name, eager=eager)
     ask(talk, "a", LONG)
@@ -159,7 +158,7 @@ def test_going_back(models: dict[str, LanguageModel], name: str, eager: bool) ->
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", *MAPPED])
-def test_in_the_middle_of_an_answer(models: dict[str, LanguageModel], name: str) -> None:
+def test_in_the_middle_of_an_answer(models: Models, name: str) -> None:
     """A snapshot's lines are those before it; who takes over what was left reads the rest."""
     talk = talk_of(models[name], name, eager=False)
     ask(talk, "a", LONG)
@@ -178,7 +177,7 @@ def test_in_the_middle_of_an_answer(models: dict[str, LanguageModel], name: str)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ctrl_c_while_decoding(models: dict[str, LanguageModel], name: str) -> None:
+def test_ctrl_c_while_decoding(models: Models, name: str) -> None:
     """What was given out stays in the line, or nothing does; a new try begins at the header."""
     talk = talk_of(models[name], name)
     ask(talk, "a", "the use of an other")
@@ -199,9 +198,8 @@ def test_ctrl_c_while_decoding(models: dict[str, LanguageModel], name: str) -> N
     [("reading", KeyboardInterrupt), ("decoding", MemoryError), ("translating", MemoryError)],
 )
 def test_some_layers_are_ahead_when_it_stops(
-    models: dict[str, LanguageModel], name: str, place: str, error: type[BaseException],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    models: Models, name: str, place: str, error: type[BaseException], monkeypatch: Patch
+) -> None:
     """The last layer does not run, so those below it are ahead of it, and of the tokens."""
     model = models[name]
     talk = talk_of(model, name, eager=False)
@@ -238,9 +236,7 @@ def test_some_layers_are_ahead_when_it_stops(
         ask(talk, each, "and you")
 
 
-def test_without_a_state_nothing_is_taken_over(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_state_nothing_is_taken_over(models: Models, monkeypatch: Patch) -> None:
     """The control: tokens whose state is not known are read, and are right all the same."""
     monkeypatch.setattr(Line, "_states", lambda self: {})  # as if they had not been kept
     for name in MAPPED:
@@ -258,7 +254,7 @@ def parts_of(line: Line) -> dict[str, np.ndarray]:
     return {name: np.array(a.astype(mx.float32)) for name, a in line.arrays().items()}
 
 
-def test_a_line_on_disk_comes_back_bit_by_bit(models: dict[str, LanguageModel]) -> None:
+def test_a_line_on_disk_comes_back_bit_by_bit(models: Models) -> None:
     """Its states are float32 where all else is bfloat16, so they have a file of their own."""
     talk = talk_of(models["half"])
     talk.reply("a", LONG, max_tokens=NEW)
@@ -283,9 +279,7 @@ def test_a_line_on_disk_comes_back_bit_by_bit(models: dict[str, LanguageModel]) 
 
 @pytest.mark.parametrize("name", MAPPED)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_what_is_recorded(
-    models: dict[str, LanguageModel], name: str, kind: str, tmp_path: Path
-) -> None:
+def test_what_is_recorded(models: Models, name: str, kind: str, tmp_path: Path) -> None:
     """States, also beside keys and values of another dtype: saved and resumed."""
     model = models[name]
     model = model if kind == "float32" else cast(model, tmp_path / "half", mx.bfloat16)
@@ -337,7 +331,7 @@ def test_parts_that_do_not_fit_are_refused(model: LanguageModel) -> None:
 
 
 def test_reading_behind_a_translation_makes_the_models_own_states(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+    model: LanguageModel, monkeypatch: Patch
 ) -> None:
     right = identity_of(model, provenance={})
     halved = {name: array / 2 for name, array in right.to_weights().arrays.items()}
@@ -375,9 +369,7 @@ def test_reading_behind_a_translation_makes_the_models_own_states(
 # ---- with others --------------------------------------------------------------------------------
 
 
-def test_a_plain_target_reads_the_layers_of_attention(
-    models: dict[str, LanguageModel], tmp_path: Path
-) -> None:
+def test_a_plain_target_reads_the_layers_of_attention(models: Models, tmp_path: Path) -> None:
     """And hands back by text, since it has nothing of which states are made.
 
     Random maps, not fitted ones: those of so few tokens multiply rounding by what the kernel is.
@@ -418,7 +410,7 @@ def test_a_translator_that_cannot_be_made_is_not_advised(models: dict[str, Any])
 
 
 def test_what_would_go_back_is_refused_before_anything_is_read(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+    models: Models, monkeypatch: Patch
 ) -> None:
     model, reads = models["delta"], list[int]()
     own = native(model, TOKENS[:9], 9)
@@ -461,7 +453,7 @@ def test_what_would_go_back_is_refused_before_anything_is_read(
     assert reads  # the control
 
 
-def test_a_guard_looks_on(models: dict[str, LanguageModel]) -> None:
+def test_a_guard_looks_on(models: Models) -> None:
     """The last tokens are read once, after the translation, so nothing has to go back."""
     model = models["delta"]
     given: dict[str, Any] = {"translator": with_receipt(same(model)), "max_tokens": 4}
@@ -471,7 +463,7 @@ def test_a_guard_looks_on(models: dict[str, LanguageModel]) -> None:
     assert answers[0] == answers[1]
 
 
-def test_bits_are_those_of_keys_and_values(models: dict[str, LanguageModel]) -> None:
+def test_bits_are_those_of_keys_and_values(models: Models) -> None:
     model = models["delta"]
     cache = kv.hand_over(model, model, TOKENS, translator=same(model))
     before = [dict(caches.held(each)) for each in cache]

@@ -13,19 +13,17 @@ from benchmarks.paper.commands import run
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.evaluation import conditions, lineup
 from kvlingo_mlx.loading.models import load
-from kvlingo_mlx.models.language_model import LanguageModel
 
 pytest.importorskip("lm_eval")
 
 from kvlingo_mlx.evaluation.harness import benchmarks, running
+from tests.support.fixtures import Models, Patch
 
 PAIR = ["eval", "--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
 
 
 def test_seeds_are_averaged_item_by_item_and_groups_weighted(
-    models: dict[str, LanguageModel],
-    task_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    models: Models, task_folder: Path, monkeypatch: Patch
 ) -> None:
     # A group may name tasks of lm-eval's own, so all of them would be read; this one names none.
     monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(task_folder / "none" / "manager.py"))
@@ -75,10 +73,7 @@ def evaluated(tmp_path: Path, *more: str) -> dict[str, Any]:
     return json.loads(record.read_text())["results"]
 
 
-def test_the_verb_runs_them_and_resumes(
-    tmp_path: Path,
-    task_folder: Path,
-) -> None:
+def test_the_verb_runs_them_and_resumes(tmp_path: Path, task_folder: Path) -> None:
     options = ["--tasks", "recall,tiny_choice,tiny_answers", "--include-path", str(task_folder),
                "--limit", "3", "--baselines", "hidden", "--num-shots", "0",
                "--no-apply-chat-template", "--max-tokens", "4"]  # fmt: skip

@@ -19,6 +19,7 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
+from tests.support.fixtures import Models, Patch, Printed
 from tests.support.identity import identity_of
 
 TALKS = [
@@ -27,7 +28,7 @@ TALKS = [
 
 
 @pytest.fixture
-def task(models: dict[str, LanguageModel]) -> probes.Task:
+def task(models: Models) -> probes.Task:
     return probes.continuation(models["dense"], TALKS, 3, 512)
 
 
@@ -48,7 +49,7 @@ def line_of(model: LanguageModel) -> list[lineup.Condition]:
     return [lineup.native(model), same, lineup.baseline("hidden", model, model, [])]
 
 
-def test_identity_scores_as_native(models: dict[str, LanguageModel], task: probes.Task) -> None:
+def test_identity_scores_as_native(models: Models, task: probes.Task) -> None:
     found = evaluate(models["dense"], [task], line_of(models["dense"]), Journal())["continuation"]
     for own, same, hidden in zip(*found.values(), strict=True):
         assert own == same
@@ -61,7 +62,7 @@ class Stop(Exception):
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(
-    models: dict[str, LanguageModel], task: probes.Task, tmp_path: Path
+    models: Models, task: probes.Task, tmp_path: Path
 ) -> None:
     model, journal = models["dense"], tmp_path / "scores.jsonl"
     whole = evaluate(model, [task], line_of(model), Journal())
@@ -87,7 +88,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
 
 
 def test_another_translator_or_item_is_another_run(
-    models: dict[str, LanguageModel], task: probes.Task, tmp_path: Path
+    models: Models, task: probes.Task, tmp_path: Path
 ) -> None:
     model, journal, calls = models["dense"], tmp_path / "scores.jsonl", []
     same = identity_of(model)
@@ -106,7 +107,7 @@ def test_another_translator_or_item_is_another_run(
     assert scores(same, shorter) == [0.0] * 3 and len(calls) == 7
 
 
-def test_kinds_of_records_are_told_apart(models: dict[str, LanguageModel]) -> None:
+def test_kinds_of_records_are_told_apart(models: Models) -> None:
     turns = [{"role": "user", "content": "a b"}]
     plain = {"messages": [*turns, {"role": "assistant", "content": "c d"}]}
     trace = {"role": "assistant", "content": "c d", "reasoning_content": "e f"}
@@ -131,7 +132,7 @@ def test_what_is_no_journal_is_left_alone(tmp_path: Path, text: str) -> None:
 # ---- baselines --------------------------------------------------------------------------
 
 
-def test_text_reads_what_the_tokens_spell(models: dict[str, LanguageModel]) -> None:
+def test_text_reads_what_the_tokens_spell(models: Models) -> None:
     source, target = models["dense"], models["wide"]
     tokens = source.tokenizer.encode("What is the city of Anna? It is a long day.")
 
@@ -144,7 +145,7 @@ def test_text_reads_what_the_tokens_spell(models: dict[str, LanguageModel]) -> N
 
 
 @pytest.mark.parametrize("spec", ["nothing", "droidspeak:2", "reuse", "text:x"])
-def test_unknown_baselines(models: dict[str, LanguageModel], spec: str) -> None:
+def test_unknown_baselines(models: Models, spec: str) -> None:
     model = models["dense"]
     with pytest.raises(ValueError, match="known are hidden, shuffled, .*; reuse and droidspeak:J"):
         lineup.baseline(spec, model, model, [])
@@ -164,7 +165,7 @@ def evaluated(tmp_path: Path, *more: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads(record.read_text())["results"] if status == 0 else {}
 
 
-def test_the_verb_compares_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_compares_and_resumes(tmp_path: Path, capsys: Printed) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "x.png"
     options = ["--limit", "2", "--tasks", "recall,needles", "--needles", "single", "--lengths",
@@ -200,10 +201,7 @@ def test_the_verb_compares_and_resumes(tmp_path: Path, capsys: pytest.CaptureFix
     ids=lambda command: command[0],
 )
 def test_another_checkpoints_translator(
-    command: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: list[str], tmp_path: Path, monkeypatch: Patch, capsys: Printed
 ) -> None:
     """Refused, unless it was asked for: then by every part of a run, controls included."""
     monkeypatch.chdir(tmp_path)
@@ -220,7 +218,7 @@ def test_another_checkpoints_translator(
 
 
 def test_an_interruption_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch, capsys: Printed
 ) -> None:
     monkeypatch.chdir(tmp_path)
     add, kept = Journal.add, []

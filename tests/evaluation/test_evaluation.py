@@ -33,15 +33,16 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import two_tokenizers
 from tests.support.command_line import run
+from tests.support.fixtures import Models, Patch
 
 
 @pytest.fixture
-def sample(models: dict[str, LanguageModel]) -> quality.RecallSample:
+def sample(models: Models) -> quality.RecallSample:
     talk = dialogues.dialogue(random.Random(3), 2, 2)
     return quality.recall_sample(models["dense"], talk)
 
 
-def test_recalled_tokens_are_exactly_the_values(models: dict[str, LanguageModel]) -> None:
+def test_recalled_tokens_are_exactly_the_values(models: Models) -> None:
     tokenizer = models["dense"].tokenizer
     for seed in range(10):
         talk = dialogues.dialogue(random.Random(seed), 3, 3)
@@ -53,9 +54,7 @@ def test_recalled_tokens_are_exactly_the_values(models: dict[str, LanguageModel]
         assert tokenizer.decode(list(sample.prefix)).endswith("<think>\n\n</think>\n\n")
 
 
-def test_kl_and_hits_against_float64(
-    models: dict[str, LanguageModel], sample: quality.RecallSample
-) -> None:
+def test_kl_and_hits_against_float64(models: Models, sample: quality.RecallSample) -> None:
     """One forward pass over everything for native, one over the continuation for hidden."""
     model = models["dense"]
     score = quality.score(model, [sample], {"hidden": conditions.hidden(model)})
@@ -81,9 +80,7 @@ def test_kl_and_hits_against_float64(
     assert score["native"].hits == hits
 
 
-def test_shuffled_translator_is_another_one(
-    models: dict[str, LanguageModel], sample: quality.RecallSample
-) -> None:
+def test_shuffled_translator_is_another_one(models: Models, sample: quality.RecallSample) -> None:
     model = models["dense"]
     translator = kv.fit(model, model, [Sample(sample.prefix, ())])
     control = conditions.shuffled(translator)
@@ -237,7 +234,7 @@ def losses(model: LanguageModel, tokens: list[int], read: int) -> list[float]:
     return found
 
 
-def test_windows_by_plain_loops(models: dict[str, LanguageModel]) -> None:
+def test_windows_by_plain_loops(models: Models) -> None:
     """Which tokens they hold, in which order, and the perplexity over all of them."""
     model, size = models["dense"], (7, 3)
     records = [{"text": WORDS * count} for count in (1, 3, 2)] + [{"text": "a"}, {"text": ""}]
@@ -275,7 +272,7 @@ def test_a_window_begins_as_a_text_does(tmp_path: Path) -> None:
         ]  # fmt: skip
 
 
-def test_the_verb_cuts_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verb_cuts_windows(tmp_path: Path, monkeypatch: Patch) -> None:
     """On the zoo: the source alone is what it reads itself, the translated gap is between native's
     and hidden's."""
     monkeypatch.chdir(tmp_path)

@@ -23,6 +23,7 @@ from kvlingo_mlx.errors import KVLingoError, MissingExtraError
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.harness import running
 from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support.fixtures import Models, Patch
 from tests.support.identity import identity_of
 from tests.support.lm_eval_tasks import offline
 
@@ -42,7 +43,7 @@ KINDS = ("tiny_choice", "tiny_words", "tiny_answers", "tiny_texts")
 
 
 @pytest.fixture(autouse=True)
-def local(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def local(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Patch) -> None:
     offline(tmp_path_factory.getbasetemp(), monkeypatch)
     monkeypatch.setattr(reference_harness, "add_env_info", lambda storage: None)  # slow
 
@@ -100,7 +101,7 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def run(models: dict[str, LanguageModel], task_folder: Path) -> Run:
+def run(models: Models, task_folder: Path) -> Run:
     """Tasks of "dense" behind a condition, by itself the native one."""
 
     def run(*tasks: str, make: conditions.CacheMaker | None = None, **options: Any) -> dict:
@@ -116,7 +117,7 @@ def run(models: dict[str, LanguageModel], task_folder: Path) -> Run:
 
 @pytest.mark.parametrize("name, chat", [("dense", False), ("moe", True)])
 def test_native_and_identity_equal_mlx_lm(
-    models: dict[str, LanguageModel], task_folder: Path, name: str, chat: bool
+    models: Models, task_folder: Path, name: str, chat: bool
 ) -> None:
     model = models[name]
     own = LastTokenApart(str(model.path), batch_size=1, use_chat_template=chat)
@@ -132,7 +133,7 @@ def test_native_and_identity_equal_mlx_lm(
                 assert values["value"] == wanted["results"][task][f"{metric},none"]
 
 
-def test_controls_differ(models: dict[str, LanguageModel], run: Run) -> None:
+def test_controls_differ(models: Models, run: Run) -> None:
     """The negative control: were prefixes not read through the condition, these would agree."""
     model = models["dense"]
     fitted = kv.fit(model, model, [{"text": "one two three four five " * 9}], ridge=0.0)
@@ -148,7 +149,7 @@ def test_controls_differ(models: dict[str, LanguageModel], run: Run) -> None:
 
 
 def test_long_contexts_lose_their_front_as_in_mlx_lm(
-    models: dict[str, LanguageModel], task_folder: Path, run: Run
+    models: Models, task_folder: Path, run: Run
 ) -> None:
     model, tasks = models["dense"], ("tiny_choice", "tiny_words")
     own = LastTokenApart(str(model.path), max_tokens=24, use_chat_template=False)
@@ -186,9 +187,7 @@ def test_where_answers_end(opened: bool, text: str, answer: str, stopped: bool) 
     assert found.stopped(text) is stopped
 
 
-def test_generation_stops_at_a_stop_string(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generation_stops_at_a_stop_string(models: Models, monkeypatch: Patch) -> None:
     """Not at its budget: with the stop string that stands first in a long answer."""
     model = models["dense"]
     decoder = MLXDecoder(model, conditions.native(model))
@@ -210,7 +209,7 @@ def test_generation_stops_at_a_stop_string(
     assert len(steps) < 25
 
 
-def test_thinking_switch_and_budget(models: dict[str, LanguageModel], run: Run) -> None:
+def test_thinking_switch_and_budget(models: Models, run: Run) -> None:
     make = Recorded(models["dense"])
     options: dict[str, Any] = {"make": make, "limit": 1}
     before = MLXLM.apply_chat_template
@@ -225,7 +224,7 @@ def test_thinking_switch_and_budget(models: dict[str, LanguageModel], run: Run) 
     assert MLXLM.apply_chat_template is before
 
 
-def test_a_trace_that_never_ends_is_no_answer(models: dict[str, LanguageModel]) -> None:
+def test_a_trace_that_never_ends_is_no_answer(models: Models) -> None:
     lm = PrefixLM(MLXDecoder(models["dense"], conditions.native(models["dense"])), condition="x")
     for opened, written, answer in (
         (False, "<think>\nso", ""), (True, "so", ""), (False, "four", "four"),
@@ -238,7 +237,7 @@ def test_a_trace_that_never_ends_is_no_answer(models: dict[str, LanguageModel]) 
 # ---- runs -----------------------------------------------------------------------------------
 
 
-def test_one_cache_serves_all_continuations(models: dict[str, LanguageModel], run: Run) -> None:
+def test_one_cache_serves_all_continuations(models: Models, run: Run) -> None:
     make, steps = Recorded(models["dense"]), []
     progress = lambda done, total: steps.append((done, total))  # noqa: E731
     run("tiny_choice", "tiny_words", make=make, progress=progress)
@@ -246,7 +245,7 @@ def test_one_cache_serves_all_continuations(models: dict[str, LanguageModel], ru
     assert steps[-1] == (11, 11) and [done for done, _ in steps] == sorted(d for d, _ in steps)
 
 
-def test_limit_and_examples(models: dict[str, LanguageModel], run: Run) -> None:
+def test_limit_and_examples(models: Models, run: Run) -> None:
     found = run("tiny_choice", limit=2)
     assert [item["id"] for item in found["tasks"]["tiny_choice"]["items"]] == [0, 1]
     make = Recorded(models["dense"])
@@ -257,7 +256,7 @@ def test_limit_and_examples(models: dict[str, LanguageModel], run: Run) -> None:
     assert seen[0].count("Answer:") == 3 and seen[0].count("<|im_start|>assistant") == 3
 
 
-def test_interrupted_runs_go_on(models: dict[str, LanguageModel], run: Run, tmp_path: Path) -> None:
+def test_interrupted_runs_go_on(models: Models, run: Run, tmp_path: Path) -> None:
     recorded, file = Recorded(models["dense"]), tmp_path / "responses.jsonl"
     calls = recorded.lengths
 
@@ -296,7 +295,7 @@ def test_interrupted_runs_go_on(models: dict[str, LanguageModel], run: Run, tmp_
         again(responses=file)
 
 
-def test_numbers_that_are_none_are_refused(models: dict[str, LanguageModel], run: Run) -> None:
+def test_numbers_that_are_none_are_refused(models: Models, run: Run) -> None:
     model = models["dense"]
 
     def make(tokens: Sequence[int]) -> list:
@@ -312,13 +311,13 @@ def test_numbers_that_are_none_are_refused(models: dict[str, LanguageModel], run
 # ---- what can be wrong ------------------------------------------------------------------------
 
 
-def test_lm_eval_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lm_eval_is_missing(run: Run, monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(MissingExtraError, match=r'pip install "kvlingo-mlx\[eval\]"'):
         run("tiny_choice")
 
 
-def test_no_such_task(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_such_task(run: Run, tmp_path: Path, monkeypatch: Patch) -> None:
     """Close matches come from lm-eval's own tasks, here three instead of fourteen thousand."""
     for name in ("gsm8k", "gsm8k_cot", "hellaswag"):
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\n")
@@ -333,9 +332,7 @@ def test_no_such_task(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             run("tiny_choice", name)
 
 
-def test_no_network(
-    run: Run, task_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_network(run: Run, task_folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     """Nobody is waited for: no connection is tried again after a pause."""
     paused: list[float] = []
     monkeypatch.setattr(time, "sleep", paused.append)

@@ -19,11 +19,11 @@ from kvlingo_mlx.embedded import dialogues, zoo
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.loading import notes
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.renderings import text_of
 from kvlingo_mlx.tokenization.samples import between
 from tests.support import TESTS
+from tests.support.fixtures import Models, Patch, Printed
 from tests.support.lm_eval_tasks import QUAC, offline
 
 pytest.importorskip("lm_eval")
@@ -37,12 +37,12 @@ KINDS = ("tiny_choice", "tiny_words", "tiny_answers")
 
 
 @pytest.fixture(autouse=True)
-def local(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def local(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Patch) -> None:
     offline(tmp_path_factory.getbasetemp(), monkeypatch)
 
 
 @pytest.fixture(scope="module")
-def zoo_models() -> dict[str, LanguageModel]:
+def zoo_models() -> Models:
     return {"tiny-qwen3-s": kv.load(zoo("tiny-qwen3-s")),
             "tiny-mistral": kv.load(OTHERS / "models" / "tiny-mistral")}  # fmt: skip
 
@@ -54,7 +54,7 @@ def translator(source: str, target: str) -> Any:
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_targets_own_cache_is_what_it_always_was(
-    zoo_models: dict[str, LanguageModel], task_folder: Path, pair: tuple[str, str], chat: bool
+    zoo_models: Models, task_folder: Path, pair: tuple[str, str], chat: bool
 ) -> None:
     """Every request's prefix is the target's own rendering; contexts are the source's, too."""
     source, target = (zoo_models[name] for name in pair)
@@ -92,7 +92,7 @@ def conversations(folder: Path, count: int) -> tuple[Path, list[tuple[list[dict]
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_answers_are_those_of_an_alignment_made_by_hand(
-    zoo_models: dict[str, LanguageModel], tmp_path: Path, pair: tuple[str, str]
+    zoo_models: Models, tmp_path: Path, pair: tuple[str, str]
 ) -> None:
     """Against a greedy loop over logits, from a prefix that is aligned without lm-eval."""
     source, target = (zoo_models[name] for name in pair)
@@ -119,7 +119,7 @@ def test_answers_are_those_of_an_alignment_made_by_hand(
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_facts_are_recalled_through_another_tokenizer(
-    zoo_models: dict[str, LanguageModel], tmp_path: Path, pair: tuple[str, str]
+    zoo_models: Models, tmp_path: Path, pair: tuple[str, str]
 ) -> None:
     source, target = (zoo_models[name] for name in pair)
     path, talks = conversations(tmp_path, 24)
@@ -144,9 +144,7 @@ def test_facts_are_recalled_through_another_tokenizer(
     assert max(recalled["shuffled"], recalled["hidden"]) < 0.4 * recalled["native"], recalled
 
 
-def test_a_prompt_that_is_cut_is_refused(
-    zoo_models: dict[str, LanguageModel], task_folder: Path
-) -> None:
+def test_a_prompt_that_is_cut_is_refused(zoo_models: Models, task_folder: Path) -> None:
     source, target = zoo_models["tiny-qwen3-s"], zoo_models["tiny-mistral"]
     with pytest.raises(KVLingoError, match="was cut, or changes hands within; between two"):
         running.run(
@@ -156,7 +154,7 @@ def test_a_prompt_that_is_cut_is_refused(
 
 
 def test_a_template_that_refuses_a_tasks_messages_is_named(
-    zoo_models: dict[str, LanguageModel], task_folder: Path, monkeypatch: pytest.MonkeyPatch
+    zoo_models: Models, task_folder: Path, monkeypatch: Patch
 ) -> None:
     source, target = zoo_models["tiny-qwen3-s"], zoo_models["tiny-mistral"]
     refuses = kv.load(zoo("tiny-qwen3-s")).tokenizer
@@ -171,9 +169,7 @@ def test_a_template_that_refuses_a_tasks_messages_is_named(
         )  # fmt: skip
 
 
-def test_the_verb_takes_such_pairs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], task_folder: Path
-) -> None:
+def test_the_verb_takes_such_pairs(tmp_path: Path, capsys: Printed, task_folder: Path) -> None:
     quac = tmp_path / "quac.json"
     quac.write_text(json.dumps(QUAC))
     pair = ["eval", "--source", "tiny-qwen3-s", "--target", str(OTHERS / "models/tiny-mistral"),

@@ -24,6 +24,7 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.loading.grading import Receipt, receipt_of
 from tests.support import TESTS, translator_folders
+from tests.support.fixtures import Patch, Printed
 from tests.support.translator_folders import LAYOUTS
 
 PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
@@ -38,9 +39,7 @@ def embedded(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_computes_its_probes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_every_layout_computes_its_probes(tmp_path: Path, monkeypatch: Patch, name: str) -> None:
     """Head-mixing and head-wise, joint, with biases and gates, of one and two layers; and were MLX
     to compute with one tensor changed, each in turn, that is noticed."""
     config, weights = translator_folder.read(
@@ -56,7 +55,7 @@ def test_every_layout_computes_its_probes(
         assert map_error(config, weights, CPU) > allowed, changed
 
 
-def test_verify(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify(embedded: Path, capsys: Printed) -> None:
     assert run(["verify", str(embedded)]) == 0
     out = capsys.readouterr().out
     assert "its own probes   agree" in out
@@ -68,7 +67,7 @@ def test_verify(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(captured.out)["results"]["sound"] is True
 
 
-def test_verify_with_models(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_with_models(embedded: Path, capsys: Printed) -> None:
     """What MLX measures here is what PyTorch measured when the receipt was written."""
     config, weights = translator_folder.read(embedded)
     receipt = config.provenance["receipt"]
@@ -93,7 +92,7 @@ def test_verify_with_models(embedded: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_stored_translator_without_a_receipt_keeps_the_measured_one(
-    embedded: Path, store: Path, capsys: pytest.CaptureFixture[str]
+    embedded: Path, store: Path, capsys: Printed
 ) -> None:
     """Not one that lies elsewhere, and not where there is one already."""
     config, weights = translator_folder.read(embedded)
@@ -117,7 +116,7 @@ def test_a_stored_translator_without_a_receipt_keeps_the_measured_one(
 
 
 def test_a_stored_receipt_of_an_older_version_gets_what_a_guard_compares(
-    embedded: Path, store: Path, capsys: pytest.CaptureFixture[str]
+    embedded: Path, store: Path, capsys: Printed
 ) -> None:
     """And keeps all else that its maker measured; not if the translator is not sound."""
     config, weights = translator_folder.read(embedded)
@@ -136,7 +135,7 @@ def test_a_stored_receipt_of_an_older_version_gets_what_a_guard_compares(
         assert (added is None) != sound
 
 
-def test_sound_and_useless(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sound_and_useless(embedded: Path, capsys: Printed) -> None:
     """The files are what they claim to be, and the maps are worth nothing."""
     config, weights = translator_folder.read(embedded)
     rng = np.random.default_rng(0)
@@ -149,9 +148,7 @@ def test_sound_and_useless(embedded: Path, capsys: pytest.CaptureFixture[str]) -
     assert "maps on the CPU" in out and "Device(" not in out
 
 
-def test_tuning_does_not_change_the_verdict(
-    embedded: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tuning_does_not_change_the_verdict(embedded: Path, capsys: Printed) -> None:
     """A receipt is compared at its own number of native layers, not the one that tuning chose."""
     config, weights = translator_folder.read(embedded)
     layers = len(config.target.layers)
@@ -162,9 +159,7 @@ def test_tuning_does_not_change_the_verdict(
     assert "verdict: sound: as its receipt says; works" in out and "native layers" not in out
 
 
-def test_a_translator_of_upper_layers_leaves_a_receipt_of_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_translator_of_upper_layers_leaves_a_receipt_of_them(capsys: Printed) -> None:
     """The one in the test zoo was distilled above two native layers; both runtimes measure that."""
     pytest.importorskip("torch")
     torch_model = importlib.import_module("kvlingo_mlx.cuda.model")
@@ -191,14 +186,14 @@ def test_a_translator_of_upper_layers_leaves_a_receipt_of_them(
     assert "native layers" in out and "2, the number in its receipt" in out
 
 
-def refused(capsys: pytest.CaptureFixture[str], words: list[str], *texts: str) -> None:
+def refused(capsys: Printed, words: list[str], *texts: str) -> None:
     assert run(["verify", *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert all(text in error for text in texts), error
 
 
-def test_what_verify_refuses(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_verify_refuses(embedded: Path, capsys: Printed) -> None:
     refused(
         capsys,
         [str(embedded), "--source", PAIR[0]],

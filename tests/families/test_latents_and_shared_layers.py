@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 import kvlingo_mlx as kv
 from benchmarks.paper.evaluation import reuse
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
+from tests.support.fixtures import Models
 from tests.support.identity import identity_of
 from tests.support.native_caches import TOKENS, held, logits, native
 
@@ -33,7 +33,7 @@ CACHED = {  # (heads, width) of what one layer's cache stores as keys and as val
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """The tiny models of these families, and Qwen3's, by name."""
     root = tmp_path_factory.mktemp("unlike")
     names = ("qwen3", "gemma4", "gemma4_moe", *tiny.LATENT)
@@ -82,7 +82,7 @@ def test_a_multimodal_models_text_part_is_the_text_model(name: str, tmp_path: Pa
     assert np.array_equal(logits(whole, cache, TOKENS[-1]), logits(plain, own, TOKENS[-1]))
 
 
-def test_gemma_4_pairs_are_fitted_within_kinds(models: dict[str, LanguageModel]) -> None:
+def test_gemma_4_pairs_are_fitted_within_kinds(models: Models) -> None:
     """Depth, KV heads of global layers and the ratio of local to global ones all differ."""
     source, target = models["gemma4"], models["gemma4_moe"]
     translator = kv.fit(source, target, RECORDS * 2, norm="attention")
@@ -101,7 +101,7 @@ def test_gemma_4_pairs_are_fitted_within_kinds(models: dict[str, LanguageModel])
 
 @pytest.mark.parametrize("name", tiny.LATENT)
 def test_latents_are_fitted_saved_and_handed_over(
-    models: dict[str, LanguageModel], tmp_path: Path, name: str
+    models: Models, tmp_path: Path, name: str
 ) -> None:
     """From absorbed latents to every way to store them."""
     source, target = models["deepseek_v3"], models[name]
@@ -114,9 +114,7 @@ def test_latents_are_fitted_saved_and_handed_over(
     assert [(a.shape[1], a.shape[3]) for a in held(cache[0])] == CACHED[name]
 
 
-def test_mixed_pairs_and_points_are_refused(
-    models: dict[str, LanguageModel], tmp_path: Path
-) -> None:
+def test_mixed_pairs_and_points_are_refused(models: Models, tmp_path: Path) -> None:
     latent, common = models["deepseek_v3"], models["qwen3"]
     for pair in ((latent, common), (common, latent)):
         with pytest.raises(kv.IncompatibleTranslatorError, match="latents .* into latents only"):

@@ -21,6 +21,7 @@ from kvlingo_mlx.families import family_of, known_families
 from kvlingo_mlx.format import misread
 from kvlingo_mlx.loading import notes
 from tests.support import hybrid_models, plain_models, tiny
+from tests.support.fixtures import Patch
 
 WINDOW, COUNT = 16, 48  # a window, and tokens that reach well beyond it
 TOKENS = [5 + (i * i * 7 + 3 * i) % 240 for i in range(COUNT)]
@@ -185,7 +186,7 @@ def verdict(config: dict[str, Any]) -> str | None:
 
 
 @pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unchecked(monkeypatch: Patch) -> Iterator[None]:
     """Models are run whatever the table says."""
     monkeypatch.setattr(misread, "check", lambda model_type, text: None)
     monkeypatch.setattr(notes, "_told", set())
@@ -289,9 +290,7 @@ def test_layer_types_that_contradict_the_period_are_refused(tmp_path: Path) -> N
         kv.load(folder)
 
 
-def test_a_window_that_is_left_out_ends_the_context(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_that_is_left_out_ends_the_context(tmp_path: Path, monkeypatch: Patch) -> None:
     """Shorter texts are as they should be; longer ones would be another model's."""
     monkeypatch.setattr(notes, "_told", set())
     folder = tiny.write_tiny_model(
@@ -317,9 +316,7 @@ def test_a_window_that_is_left_out_ends_the_context(
         assert kv.load(folder).context_length == tiny.CONTEXT  # never reached: nothing to tell
 
 
-def test_short_texts_of_longrope_are_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_texts_of_longrope_are_told_of(tmp_path: Path, monkeypatch: Patch) -> None:
     """transformers rotates them by other factors; beyond the first length both agree."""
     monkeypatch.setattr(notes, "_told", set())
     config = neutral("phi3")

@@ -28,6 +28,7 @@ from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo_names
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from tests.support import tiny
+from tests.support.fixtures import Folders, Patch, Printed
 from tests.support.processes import WITHOUT_TORCH, command_line
 
 
@@ -260,7 +261,7 @@ def clean(hub: LoopbackHub) -> None:
 
 
 @pytest.fixture
-def translator(folders: dict[str, Path], tmp_path: Path) -> Path:
+def translator(folders: Folders, tmp_path: Path) -> Path:
     """A translator folder between ``me/dense`` and ``me/moe``, beside a file that is not ours."""
     folder = tiny.write_random_translator(
         tmp_path / "translator", folders["dense"], folders["moe"], nu=2
@@ -303,10 +304,7 @@ def process(variables: dict[str, str], store: Path) -> Command:
 
 
 @pytest.fixture
-def command(
-    variables: dict[str, str], store: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Command:  # fmt: skip
+def command(variables: dict[str, str], store: Path, monkeypatch: Patch, capsys: Printed) -> Command:
     """The same in this process, which saves seconds: the client's constants are set by hand."""
 
     def run_here(*arguments: str, **environment: str) -> CompletedProcess[str]:
@@ -362,7 +360,7 @@ def test_import_takes_only_the_format(hub: LoopbackHub, translator: Path, proces
 
 
 def test_import_takes_a_mapper_of_others(
-    hub: LoopbackHub, tmp_path: Path, folders: dict[str, Path], command, store
+    hub: LoopbackHub, tmp_path: Path, folders: Folders, command, store
 ) -> None:
     """VeloxQuant-MLX's two files; nothing else of the repository is sent."""
     folder = tmp_path / "mapper"
@@ -387,7 +385,7 @@ def test_import_takes_a_mapper_of_others(
 
 
 def test_import_of_a_revision(
-    hub: LoopbackHub, translator: Path, folders: dict[str, Path], command, store, tmp_path: Path
+    hub: LoopbackHub, translator: Path, folders: Folders, command, store, tmp_path: Path
 ) -> None:
     newer = tiny.write_random_translator(tmp_path / "newer", folders["dense"], folders["moe"])
     hub.add("me/maps", newer)
@@ -403,7 +401,7 @@ def test_import_of_a_revision(
 
 
 def test_import_checks_the_models_at_hand(
-    hub: LoopbackHub, translator: Path, folders: dict[str, Path], command, store, tmp_path: Path
+    hub: LoopbackHub, translator: Path, folders: Folders, command, store, tmp_path: Path
 ) -> None:
     """Models that were downloaded are held against the translator; the Hub is not asked again."""
     hub.add("me/dense", folders["dense"])
@@ -488,7 +486,7 @@ def test_what_the_hub_refuses(hub: LoopbackHub, translator: Path, command, store
 
 
 def test_generate_from_the_hub(
-    hub: LoopbackHub, translator: Path, folders: dict[str, Path], command
+    hub: LoopbackHub, translator: Path, folders: Folders, command
 ) -> None:
     hub.add("me/dense", folders["dense"])
     hub.add("me/moe", folders["moe"])
@@ -499,7 +497,7 @@ def test_generate_from_the_hub(
     assert "Generation: 3 tokens" in done.stdout
 
 
-def test_a_revision_of_what_has_none_is_refused(folders: dict[str, Path]) -> None:
+def test_a_revision_of_what_has_none_is_refused(folders: Folders) -> None:
     """A folder, an embedded and a loaded model have one state, which is not that one perhaps."""
     for name, kind in ((folders["dense"], "is a folder"), (zoo_names()[0], "is an embedded model")):
         with pytest.raises(ValueError, match=f"revision is 'v1', but .* {kind}, which has none"):

@@ -18,14 +18,14 @@ from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.format.fingerprints import Checked, weights_fingerprint
 from kvlingo_mlx.format.tensor_file import read_tensors
 from kvlingo_mlx.models import language_model
-from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
+from tests.support.fixtures import Folders, Models, Patch, Printed
 from tests.support.opened import quantised
 from tests.support.tiny import write_tiny_model
 
 
 def test_a_model_is_shown_in_a_line(
-    models: dict[str, LanguageModel], quantised_models: dict[str, LanguageModel], tmp_path: Path
+    models: Models, quantised_models: Models, tmp_path: Path
 ) -> None:
     """What one wants to know of it; the numbers are those with which it was written."""
     options = {"seed": 1, "layers": 2, "kv_heads": 1, "head_dim": 16, "dtype": "float16"}
@@ -42,9 +42,7 @@ def test_an_embedded_models_name_misspelt(name: str) -> None:
         kv.load(name)
 
 
-def test_a_folders_name_misspelt(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folders_name_misspelt(folders: Folders, tmp_path: Path, monkeypatch: Patch) -> None:
     """A folder beside it that holds a model is named, and no other one."""
     right = tmp_path / "models" / "my-qwen-4b"
     right.parent.mkdir()
@@ -70,7 +68,7 @@ SHAPE = {"seed": 1, "layers": 2, "kv_heads": 2, "head_dim": 32}
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_experts_in_16_bits_are_refused_on_a_cpu(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dtype: str, tmp_path: Path, monkeypatch: Patch, capsys: Printed
 ) -> None:
     """By verbs before they compute, in Python also where no weight was read."""
     monkeypatch.setattr(language_model, "on_gpu", lambda: False)
@@ -122,9 +120,7 @@ def expected_sums(array: np.ndarray) -> bytes:
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-def test_every_weight_is_read(
-    bits: int | None, models: dict[str, LanguageModel], quantised_models: dict[str, LanguageModel]
-) -> None:
+def test_every_weight_is_read(bits: int | None, models: Models, quantised_models: Models) -> None:
     """Against the same hash written out in NumPy, quantised weights included."""
     model = models["moe"] if bits is None else quantised_models["moe"]
     found = []
@@ -138,7 +134,7 @@ def test_every_weight_is_read(
     assert len({c.name for c in found}) == len(found) > 20
 
 
-def test_one_number_anywhere_is_another_model(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_one_number_anywhere_is_another_model(folders: Folders, tmp_path: Path) -> None:
     model = kv.load(folders["dense"])
     again = kv.load(shutil.copytree(folders["dense"], tmp_path / "copy"))
     assert again.weights_fingerprint == model.weights_fingerprint  # wherever it lies
@@ -152,7 +148,7 @@ def test_one_number_anywhere_is_another_model(folders: dict[str, Path], tmp_path
 
 
 def test_the_config_is_part_of_it_but_for_its_files_own_facts(
-    folders: dict[str, Path], tmp_path: Path
+    folders: Folders, tmp_path: Path
 ) -> None:
     model = kv.load(folders["dense"])
     folder = Path(shutil.copytree(folders["dense"], tmp_path / "m"))
@@ -165,9 +161,7 @@ def test_the_config_is_part_of_it_but_for_its_files_own_facts(
 # ---- translators ------------------------------------------------------------------------
 
 
-def test_eval_tells_apart_a_model_with_other_weights(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_eval_tells_apart_a_model_with_other_weights(folders: Folders, tmp_path: Path) -> None:
     """Of one name, as where a LoRA was fused into the folder: as the source and as the target."""
     place = tmp_path / "model"
     target = kv.load(folders["wide"])

@@ -29,6 +29,7 @@ from kvlingo_mlx.loading.pairing import check_pair
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
 from tests.support import plain_models, tiny
+from tests.support.fixtures import Folders, Models, Patch, Printed
 from tests.support.identity import TOKENS, identity_of
 from tests.support.opened import quantised
 from tests.support.random_samples import samples
@@ -38,7 +39,7 @@ GOOD = Receipt(0.01, 1.0, 0, 1.0).to_json()
 
 
 @pytest.fixture(scope="module")
-def fitted(models: dict[str, LanguageModel]) -> Translator:
+def fitted(models: Models) -> Translator:
     """From "dense" to "moe", on prefixes of up to 40 tokens; a good one by its receipt."""
     found = kv.fit(models["dense"], models["moe"], [*samples(2, 30), *samples(1, 40)])
     return with_provenance(found, receipt=GOOD)
@@ -55,7 +56,7 @@ def with_provenance(translator: Translator, **facts: Any) -> Translator:
 # ---- row 22: another checkpoint or revision ---------------------------------------------------
 
 
-def test_another_commit_is_told_and_used(models: dict[str, LanguageModel]) -> None:
+def test_another_commit_is_told_and_used(models: Models) -> None:
     model = models["dense"]
     old, new = (dataclasses.replace(model, name="me/m", revision=c * 40) for c in "ab")
     translator = identity_of(old)
@@ -70,7 +71,7 @@ def test_another_commit_is_told_and_used(models: dict[str, LanguageModel]) -> No
 
 
 def test_every_field_that_differs_is_named(
-    models: dict[str, LanguageModel], fitted: Translator, tmp_path: Path
+    models: Models, fitted: Translator, tmp_path: Path
 ) -> None:
     shape = {"seed": 1, "layers": 3, "kv_heads": 4, "head_dim": 16}
     other = tiny.write_tiny_model(tmp_path / "o", "qwen3", **shape)
@@ -80,7 +81,7 @@ def test_every_field_that_differs_is_named(
 
 
 def test_another_checkpoint_is_refused_unless_asked(
-    models: dict[str, LanguageModel], fitted: Translator, tmp_path: Path
+    models: Models, fitted: Translator, tmp_path: Path
 ) -> None:
     shape = {"seed": 9, "layers": 3, "kv_heads": 2, "head_dim": 32}
     other = kv.load(tiny.write_tiny_model(tmp_path / "o", "qwen3", **shape))
@@ -94,9 +95,8 @@ def test_another_checkpoint_is_refused_unless_asked(
 
 
 def test_few_bits_are_told_once(
-    models: dict[str, LanguageModel], quantised_models: dict[str, LanguageModel],
-    fitted: Translator,
-) -> None:  # fmt: skip
+    models: Models, quantised_models: Models, fitted: Translator
+) -> None:
     four, moe = quantised_models["dense"], models["moe"]
 
     def use(t: Translator, *pair: LanguageModel) -> list[str]:
@@ -116,7 +116,7 @@ def test_few_bits_are_told_once(
 
 
 def test_show_and_verify_tell_of_precisions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch, capsys: Printed
 ) -> None:
     """Of an embedded translator, which keeps what its receipt was made in."""
     found = Agreement(Receipt(0.03, 0.95, 0, 0.5), 8, 65)
@@ -155,7 +155,7 @@ def tuned(model: LanguageModel, folder: Path, size: float) -> LanguageModel:
 
 @pytest.mark.parametrize("role", ["source", "target"])
 def test_a_fused_adapter_is_told(
-    models: dict[str, LanguageModel], fitted: Translator, tmp_path: Path, role: str
+    models: Models, fitted: Translator, tmp_path: Path, role: str
 ) -> None:
     pair = {"source": models["dense"], "target": models["moe"]}
     pair[role] = tuned(pair[role], tmp_path / "tuned", 0.03)
@@ -172,9 +172,8 @@ def test_a_fused_adapter_is_told(
 
 
 def test_rounding_is_no_fine_tune(
-    models: dict[str, LanguageModel], quantised_models: dict[str, LanguageModel],
-    fitted: Translator, tmp_path: Path,
-) -> None:  # fmt: skip
+    models: Models, quantised_models: Models, fitted: Translator, tmp_path: Path
+) -> None:
     """The same weights in 16 bits, or in 4, where nothing can be said of projections."""
     half = kv.load(models["dense"].path)
     half.model.set_dtype(mx.bfloat16)
@@ -190,9 +189,7 @@ def test_rounding_is_no_fine_tune(
 # ---- row 34: beyond the longest prefix --------------------------------------------------------
 
 
-def test_a_prompt_beyond_what_was_tested_is_told_once(
-    models: dict[str, LanguageModel], fitted: Translator
-) -> None:
+def test_a_prompt_beyond_what_was_tested_is_told_once(models: Models, fitted: Translator) -> None:
     pair = models["dense"], models["moe"]
     assert fitted.config.provenance["longest_prefix"] == 40
 
@@ -231,9 +228,8 @@ UNKNOWN = {"kl": 0.1, "top1": 0.9, "prompts": GOOD["prompts"]}  # of an older ve
     ids=["some", "useless", "old", "none", "works"],
 )
 def test_every_use_tells_of_a_grade_once(
-    models: dict[str, LanguageModel], fitted: Translator, store: Path, receipt: dict | None,
-    expected: str | None,
-) -> None:  # fmt: skip
+    models: Models, fitted: Translator, store: Path, receipt: dict | None, expected: str | None
+) -> None:
     pair = models["dense"], models["moe"]
     translator = with_provenance(fitted, receipt=receipt)
 
@@ -255,7 +251,7 @@ def test_every_use_tells_of_a_grade_once(
 
 
 def test_a_tuned_translator_is_not_judged_without_its_native_layers(
-    models: dict[str, LanguageModel], fitted: Translator
+    models: Models, fitted: Translator
 ) -> None:
     tuned = with_provenance(fitted, receipt=BAD, native_layers=2)
     pair = models["dense"], models["moe"]
@@ -263,7 +259,7 @@ def test_a_tuned_translator_is_not_judged_without_its_native_layers(
 
 
 def test_a_conversation_tells_which_translators_it_lacks(
-    models: dict[str, LanguageModel], fitted: Translator
+    models: Models, fitted: Translator
 ) -> None:
     both = {"small": models["dense"], "large": models["moe"]}
     (text,) = told(lambda: kv.Conversation(both))
@@ -278,7 +274,7 @@ def test_a_conversation_tells_which_translators_it_lacks(
     assert told(lambda: kv.Conversation({"small": models["dense"]})) == []
 
 
-def test_training_keeps_the_longest_prefix(tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_training_keeps_the_longest_prefix(tmp_path: Path, folders: Folders) -> None:
     """Of the closed form's and the held-out conversations; both models' projections too."""
     torch = pytest.importorskip("torch")
     from kvlingo_mlx.cuda import model as torch_model
@@ -298,9 +294,8 @@ def test_training_keeps_the_longest_prefix(tmp_path: Path, folders: dict[str, Pa
 
 
 def test_the_command_line_tells_in_a_line(
-    folders: dict[str, Path], fitted: Translator, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    folders: Folders, fitted: Translator, tmp_path: Path, capsys: Printed
+) -> None:
     fitted.save(tmp_path / "t")
     assert "projections" not in (tmp_path / "t" / translator_folder.CARD_FILE).read_text()
     words = ["generate", "--prefill-model", str(folders["dense"]), "--decode-model",

@@ -23,11 +23,11 @@ from kvlingo_mlx.fitting.data import chosen
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.loading import grading, notes
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.settings import Settings
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from tests.support import tiny
+from tests.support.fixtures import Folders, Models, Patch, Printed
 from tests.support.random_samples import samples
 from tests.support.translator_folders import MIXING, arrays_of, config_json, to_config
 from tests.support.warned import told
@@ -40,7 +40,7 @@ PROMPT = list(range(5, 45))
 # ---- how much data ------------------------------------------------------------------------------
 
 
-def test_hardly_any_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hardly_any_data_is_refused(tmp_path: Path, capsys: Printed) -> None:
     data = tmp_path / "d.jsonl"
     data.write_text('{"text": "short"}\n')
     words = ["fit", "--source", PAIR[0], "--target", PAIR[1], "--data", str(data)]
@@ -55,7 +55,7 @@ def test_hardly_any_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     [("narrow", {}, 16), ("dense", {"nu": 2}, 128), ("dense", {"nu": 2, "head_mixing": False}, 64)],
 )
 def test_few_tokens_are_told_with_the_number_that_would_do(
-    models: dict[str, LanguageModel], source: str, options: dict[str, Any], unknowns: int
+    models: Models, source: str, options: dict[str, Any], unknowns: int
 ) -> None:
     """One for each unknown is not refused, 32 are enough: the widths are counted by hand."""
 
@@ -132,9 +132,8 @@ def test_a_strangers_figures_of_own_data_may_be_anything(own: Any) -> None:
      (0.01, 1.0, 0.7, "reread"), (0.01, 1.0, 0.3, "translate")],
 )  # fmt: skip
 def test_a_server_rereads_by_the_one_grade(
-    make: Make, models: dict[str, LanguageModel], kl: float, recall: float, own: float | None,
-    way: str,
-) -> None:  # fmt: skip
+    make: Make, models: Models, kl: float, recall: float, own: float | None, way: str
+) -> None:
     make("mine", planted(kl, (recall, 1.0, 0.0), own))
     both = {"dense": models["dense"], "moe": models["moe"]}
     settings = Settings(models={name: model.name for name, model in both.items()})
@@ -142,9 +141,7 @@ def test_a_server_rereads_by_the_one_grade(
     assert found.strategy == way and f"keeps {round(8 * recall)} of 8 facts" in found.why
 
 
-def test_what_a_fit_is_measured_on_is_not_fitted_on(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_fit_is_measured_on_is_not_fitted_on(models: Models, monkeypatch: Patch) -> None:
     """Of many records a few that are of use are kept, with all that are like them."""
     source, target = models["dense"], models["moe"]
     ends = (source, target), to_config(config_json()), "frobenius", 10**9
@@ -190,9 +187,7 @@ def with_receipt(folder: Path, receipt: Any, out: Path) -> Path:
     return translator_folder.write(out, dataclasses.replace(config, provenance=provenance), weights)
 
 
-def test_a_fit_leaves_a_receipt_that_verify_agrees_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fit_leaves_a_receipt_that_verify_agrees_with(tmp_path: Path, capsys: Printed) -> None:
     """A closed form of few texts keeps hardly a fact, and whoever uses it is told so, once."""
     data = tmp_path / "d.jsonl"
     lines = [json.dumps({"messages": talk.conversation()}) for talk in for_fitting(25)]
@@ -229,7 +224,7 @@ def receipt(kl: float, **others: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def make(folders: dict[str, Path], store: Path, tmp_path: Path) -> Make:
+def make(folders: Folders, store: Path, tmp_path: Path) -> Make:
     """Put a random translator from "dense" to "moe" under a receipt into the store, newest last."""
     made: list[Path] = []
 
@@ -245,7 +240,7 @@ def make(folders: dict[str, Path], store: Path, tmp_path: Path) -> Make:
     return put
 
 
-def used(models: dict[str, LanguageModel]) -> tuple[str | None, list[str]]:
+def used(models: Models) -> tuple[str | None, list[str]]:
     """Which stored translator ``generate`` uses, and what it tells."""
     found: list[str | None] = []
 
@@ -257,7 +252,7 @@ def used(models: dict[str, LanguageModel]) -> tuple[str | None, list[str]]:
     return found[0], said
 
 
-def test_the_best_receipt_wins_not_the_newest(make: Make, models: dict[str, LanguageModel]) -> None:
+def test_the_best_receipt_wins_not_the_newest(make: Make, models: Models) -> None:
     best = make("best", receipt(0.01))
     make("worse", receipt(0.02))
     assert used(models) == (str(best), [])
@@ -267,7 +262,7 @@ def test_the_best_receipt_wins_not_the_newest(make: Make, models: dict[str, Lang
     "left", [None, {"prompts": "dialogues-0", "kl": 1e-6, "top1": 1.0, "hidden_kl": 1.0}]
 )
 def test_receipts_of_other_conversations_are_not_compared(
-    make: Make, models: dict[str, LanguageModel], left: Any
+    make: Make, models: Models, left: Any
 ) -> None:
     best, silent = make("best", receipt(0.01)), make("silent", left)
     path, (text,) = used(models)
@@ -276,7 +271,7 @@ def test_receipts_of_other_conversations_are_not_compared(
 
 
 @pytest.mark.parametrize("left", [None, receipt(0.01)])
-def test_ties_are_told(make: Make, models: dict[str, LanguageModel], left: Any) -> None:
+def test_ties_are_told(make: Make, models: Models, left: Any) -> None:
     older, newest = make("b", left), make("a", left)
     path, said = used(models)
     assert path == str(newest) and f"no receipt shows that it is better than {older}" in said[0]
@@ -315,9 +310,8 @@ def test_digests_tell_all_that_is_computed_apart() -> None:
 
 
 def test_responses_and_records_name_the_translator(
-    make: Make, models: dict[str, LanguageModel], folders: dict[str, Path], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    make: Make, models: Models, folders: Folders, tmp_path: Path, capsys: Printed
+) -> None:
     folder = make("t", receipt(0.01))
     digest = translator_folder.digest(*translator_folder.read(folder))
     pair = models["dense"], models["moe"]
@@ -346,7 +340,7 @@ def test_responses_and_records_name_the_translator(
 # ---- nothing is replaced unasked ----------------------------------------------------------------
 
 
-def test_save_never_replaces_another(models: dict[str, LanguageModel], tmp_path: Path) -> None:
+def test_save_never_replaces_another(models: Models, tmp_path: Path) -> None:
     one = kv.fit(models["narrow"], models["wide"], samples(4, 40))
     other = kv.fit(models["narrow"], models["wide"], samples(4, 40, seed=1))
     folder = one.save(tmp_path / "t")
@@ -361,9 +355,8 @@ def test_save_never_replaces_another(models: dict[str, LanguageModel], tmp_path:
 
 
 def test_fit_refuses_before_it_reads_anything(
-    models: dict[str, LanguageModel], folders: dict[str, Path], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    models: Models, folders: Folders, tmp_path: Path, capsys: Printed
+) -> None:
     folder = kv.fit(models["narrow"], models["wide"], samples(4, 40)).save(tmp_path / "t")
     old = kv.load_translator(folder).digest
     ends = ["--source", str(folders["narrow"]), "--target", str(folders["wide"])]
@@ -377,7 +370,7 @@ def test_fit_refuses_before_it_reads_anything(
     assert kv.load_translator(folder).digest != old
 
 
-def test_a_finished_training_says_so(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_finished_training_says_so(folders: Folders, tmp_path: Path) -> None:
     """It is not trained again, nor replaced by another one, unless that is asked for."""
     torch = pytest.importorskip("torch")
     from kvlingo_mlx.cuda import model as torch_model
@@ -415,9 +408,7 @@ def test_a_finished_training_says_so(folders: dict[str, Path], tmp_path: Path) -
 # ---- list and remove ----------------------------------------------------------------------------
 
 
-def test_list(
-    make: Make, store: Path, capsys: pytest.CaptureFixture[str], folders: dict[str, Path]
-) -> None:
+def test_list(make: Make, store: Path, capsys: Printed, folders: Folders) -> None:
     folder = make("mine", receipt(0.01))
     (store / "broken").mkdir()
     (store / "broken" / "translator_config.json").write_text("{")
@@ -434,7 +425,7 @@ def test_list(
 
 
 def test_list_answers_whether_a_pair_has_a_translator(
-    make: Make, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    make: Make, folders: Folders, capsys: Printed
 ) -> None:
     make("mine", receipt(0.01))
 
@@ -456,9 +447,7 @@ def test_list_answers_whether_a_pair_has_a_translator(
     assert capsys.readouterr().out.count(f" to {PAIR[1]};") == 2
 
 
-def test_find_translator_is_public(
-    make: Make, models: dict[str, LanguageModel], folders: dict[str, Path]
-) -> None:
+def test_find_translator_is_public(make: Make, models: Models, folders: Folders) -> None:
     folder = make("mine", receipt(0.01))
     assert kv.find_translator(models["dense"], models["moe"]) == folder
     with pytest.raises(kv.MissingTranslatorError, match="kvlingo-mlx pair .*kvlingo-mlx import"):
@@ -468,9 +457,8 @@ def test_find_translator_is_public(
 
 
 def test_a_name_that_list_shows_is_a_translator(
-    make: Make, models: dict[str, LanguageModel], capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-) -> None:  # fmt: skip
+    make: Make, models: Models, capsys: Printed, monkeypatch: Patch, tmp_path: Path
+) -> None:
     folder = make("mine", receipt(0.01))
     assert kv.load_translator("mine").path == folder
     embedded = "--".join(PAIR)
@@ -484,7 +472,7 @@ def test_a_name_that_list_shows_is_a_translator(
     assert kv.load_translator(embedded).path == Path(embedded)  # a folder here comes first
 
 
-def test_list_and_show_tell_what_tune_chose(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_and_show_tell_what_tune_chose(make: Make, capsys: Printed) -> None:
     folder = make("mine", receipt(0.01))
     path = folder / "translator_config.json"
     config = json.loads(path.read_text())
@@ -500,9 +488,7 @@ def test_list_and_show_tell_what_tune_chose(make: Make, capsys: pytest.CaptureFi
         assert run(["list"]) == 0 and "recall" not in capsys.readouterr().out
 
 
-def test_remove(
-    make: Make, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_remove(make: Make, store: Path, tmp_path: Path, capsys: Printed) -> None:
     mine, other = make("mine", None), make("other", None)
 
     elsewhere = Path(shutil.copytree(mine, tmp_path / "elsewhere"))
@@ -528,9 +514,7 @@ def test_remove(
     assert elsewhere.exists() and list(store.iterdir()) == []
 
 
-def test_remove_asks(
-    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remove_asks(make: Make, capsys: Printed, monkeypatch: Patch) -> None:
     mine = make("mine", None)
     remove = importlib.import_module("kvlingo_mlx.cli.remove")
     monkeypatch.setattr(remove.sys.stdin, "isatty", lambda: True, raising=False)

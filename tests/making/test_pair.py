@@ -25,19 +25,19 @@ from kvlingo_mlx.making import run as making
 from kvlingo_mlx.making.pace import ANSWERS, ConversationCost, Lengths, lengths
 from kvlingo_mlx.making.run import Making
 from kvlingo_mlx.making.starts import Start, choose
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import distill
 from kvlingo_mlx.training.distill import Distillation
 from kvlingo_mlx.training.on_mlx.pair import MLXPair
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
+from tests.support.fixtures import Folders, Models, Patch, Printed
 
 MINUTES = 0.05
 STARTING, BESIDES = pace.STARTING, Making._besides
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setenv("KVLINGO_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pace, "STARTING", 1e9)  # however slow this machine is
@@ -61,7 +61,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_two_models_in_a_translator_out(
-    folders: dict[str, Path], home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folders: Folders, home: Path, tmp_path: Path, capsys: Printed
 ) -> None:
     """Without any data, by the verb: five lines, native layers, a place in the store."""
     ends = [str(folders[name]) for name in ("dense", "wide")]
@@ -94,9 +94,7 @@ def test_two_models_in_a_translator_out(
     assert (folder / translator_folder.WEIGHTS_FILE).stat().st_mtime_ns == before
 
 
-def test_what_a_refusal_advises_is_taken(
-    models: dict[str, LanguageModel], chats: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_refusal_advises_is_taken(models: Models, chats: str, monkeypatch: Patch) -> None:
     """Too little time leaves nothing behind that binds the next command; one model is refused, and
     another pair's folder."""
     ends = models["dense"], models["wide"]
@@ -113,7 +111,7 @@ def test_what_a_refusal_advises_is_taken(
 
 
 def test_stopped_anywhere_it_goes_on(
-    models: dict[str, LanguageModel], chats: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models, chats: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Killed after the first closed form and in stage 2: no length or fit is made again."""
     ends, made = (models["dense"], models["wide"]), []
@@ -156,9 +154,7 @@ def test_stopped_anywhere_it_goes_on(
         ({"data": ["nowhere.jsonl"]}, "nowhere.jsonl"),
     ],
 )
-def test_bad_arguments(
-    models: dict[str, LanguageModel], tmp_path: Path, options: dict[str, Any], told: str
-) -> None:
+def test_bad_arguments(models: Models, tmp_path: Path, options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told) as found:
         kv.pair(models["dense"], models["wide"], **{"out": "t", **options})
     assert "\n" not in str(found.value)
@@ -183,7 +179,7 @@ def paces(
 @pytest.mark.parametrize("speed", [1e-6, 1e-3])
 @pytest.mark.parametrize("context", [512, 40_960])
 def test_lengths_follow_the_pace(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch, speed: float, context: int
+    models: Models, monkeypatch: Patch, speed: float, context: int
 ) -> None:
     """An hour of a fast machine and of slow ones, for a long context and a short one."""
     monkeypatch.undo()
@@ -205,7 +201,7 @@ def test_lengths_follow_the_pace(
     assert Lengths(**vars(found)) == found
 
 
-def test_all_conversations_are_long(models: dict[str, LanguageModel]) -> None:
+def test_all_conversations_are_long(models: Models) -> None:
     """An agent's logs: none fits into the shorter lengths, which are left out."""
     config, pace_of = make_config(models["dense"], models["wide"], TrainingPlan()), paces(1e-3)
     found = lengths(
@@ -218,7 +214,7 @@ def test_all_conversations_are_long(models: dict[str, LanguageModel]) -> None:
 
 @pytest.mark.parametrize(("speed", "besides"), [(0.07, 0.0), (3.0, 5000.0)])
 def test_too_little_time_is_refused(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch, speed: float, besides: float
+    models: Models, monkeypatch: Patch, speed: float, besides: float
 ) -> None:
     """With the minutes that would do: with these, it is not refused, with fewer it is.
 
@@ -240,9 +236,7 @@ def test_too_little_time_is_refused(
         steps((few - 1) / 1.2)
 
 
-def test_it_ends_within_its_minutes(
-    models: dict[str, LanguageModel], chats: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_ends_within_its_minutes(models: Models, chats: str, monkeypatch: Patch) -> None:
     """By a clock of planted speed: reading, learning and the receipt are all that takes time."""
     short = functools.partial(dialogues.held_out, facts=(2, 3), questions=1)
     for place, name, value in (
@@ -299,7 +293,7 @@ def test_most_source_layers_unless_fewer_are_clearly_better(
 
 
 def test_source_layers_that_are_named_or_fit(
-    models: dict[str, LanguageModel], chats: str, monkeypatch: pytest.MonkeyPatch
+    models: Models, chats: str, monkeypatch: Patch
 ) -> None:
     ends = models["dense"], models["wide"]
     made = kv.pair(*ends, chats, minutes=MINUTES, nu=2, out="t")
@@ -319,7 +313,7 @@ def test_source_layers_that_are_named_or_fit(
 # ---- the generated conversations -----------------------------------------------------------------
 
 
-def test_the_chats_differ_and_can_be_rendered(models: dict[str, LanguageModel]) -> None:
+def test_the_chats_differ_and_can_be_rendered(models: Models) -> None:
     found = list(first_chats(200))
     assert found == list(first_chats(200)) and found[0] != next(first_chats(1, seed=1))
     assert len({json.dumps(chat) for chat in found}) == 200
@@ -339,9 +333,7 @@ def test_two_tokenizers_cannot_be_tuned(tmp_path: Path) -> None:
         kv.pair(*ends, minutes=MINUTES, min_recall=0.9)
 
 
-def test_dialogues_must_fit_before_any_work(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dialogues_must_fit_before_any_work(models: Models, monkeypatch: Patch) -> None:
     monkeypatch.setattr(dialogues, "held_out", dialogues.held_out.func)
     with pytest.raises(ValueError, match="the context of .*dense is 512; leave --max-kl"):
         kv.pair(models["dense"], models["wide"], minutes=MINUTES, max_kl=0.1, out="t")
@@ -349,7 +341,7 @@ def test_dialogues_must_fit_before_any_work(
 
 
 def test_another_translator_in_the_store_is_left_alone(
-    models: dict[str, LanguageModel], chats: str, monkeypatch: pytest.MonkeyPatch
+    models: Models, chats: str, monkeypatch: Patch
 ) -> None:
     ends = models["dense"], models["wide"]
     first = kv.pair(*ends, chats, minutes=MINUTES, out="t")

@@ -24,6 +24,7 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from tests.support import ROOT
+from tests.support.fixtures import Patch, Printed
 from tests.support.native_caches import logits
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -33,13 +34,13 @@ Parsed = Callable[..., Namespace]
 
 
 @pytest.fixture
-def made_pairs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def made_pairs(monkeypatch: Patch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return pytest.importorskip("made_pairs")
 
 
 @pytest.fixture
-def parsed(made_pairs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parsed:
+def parsed(made_pairs: ModuleType, monkeypatch: Patch, tmp_path: Path) -> Parsed:
     """The arguments of a command line whose work lies in a folder of the test."""
 
     def parse(*words: Any) -> Namespace:
@@ -79,7 +80,7 @@ def test_alone_is_what_whole_readings_say(made_pairs: ModuleType) -> None:
 
 
 def test_records_are_made_once(
-    made_pairs: ModuleType, parsed: Parsed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    made_pairs: ModuleType, parsed: Parsed, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     """Through the front door, of a pair whose caches tell the directions apart."""
     record = tmp_path / "records.jsonl"
@@ -135,9 +136,7 @@ def test_records_are_made_once(
         (f"--as-is {SMALL}:{LARGE} --maps head-wise-mlp --steps 0", "give --steps 1 or more"),
     ],
 )
-def test_what_is_refused(
-    parsed: Parsed, words: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused(parsed: Parsed, words: str, said: str, capsys: Printed) -> None:
     parsed("--pairs", f"{SMALL}:{LARGE}")
     with pytest.raises(SystemExit) as stopped:
         parsed(*words.split())
@@ -220,7 +219,7 @@ def test_a_mapper_is_applied_by_the_peer(
 
 
 @pytest.fixture
-def ratios(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def ratios(monkeypatch: Patch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import ratios
 
@@ -228,10 +227,7 @@ def ratios(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_a_missed_ratio_fails_loudly(
-    ratios: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    ratios: ModuleType, monkeypatch: Patch, capsys: Printed, tmp_path: Path
 ) -> None:
     made = {
         "good": ratios.Ratio("a / b", 1.05, lambda n: {"ratios": [0.9, 1.0, 7.0]}),

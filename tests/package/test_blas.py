@@ -22,6 +22,7 @@ from kvlingo_mlx.cli import run
 from kvlingo_mlx.errors import KVLingoWarning
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.store import diagnosis
+from tests.support.fixtures import Patch, Printed
 
 PACKED = Path(mx.__file__).parents[1] / "mlx_cpu.libs"
 WARNED = "put `import kvlingo_mlx` before mlx and mlx_lm"
@@ -94,9 +95,7 @@ def test_switched_off(planted: Path, started: Callable) -> None:
         ("libm.so.6", "names libm.so.6, which has no cblas_sgemm"),
     ],
 )
-def test_a_choice_that_is_no_blas_is_told(
-    monkeypatch: pytest.MonkeyPatch, choice: str, words: str
-) -> None:
+def test_a_choice_that_is_no_blas_is_told(monkeypatch: Patch, choice: str, words: str) -> None:
     monkeypatch.setenv("KVLINGO_BLAS", choice)
     with pytest.warns(KVLingoWarning, match=words) as told:
         blas.tell_if_missed()
@@ -123,7 +122,7 @@ def test_nothing_is_opened_until_mlx_is_imported(planted: Path, started: Callabl
     assert started(code, str(planted))[0] == ["False", "True", "False"]
 
 
-def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_are_left_alone(monkeypatch: Patch) -> None:
     monkeypatch.setattr(blas.platform, "system", lambda: "Darwin")
     before = list(sys.meta_path)
     monkeypatch.delitem(sys.modules, "mlx.core")
@@ -131,9 +130,7 @@ def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.meta_path == before and blas.library() is None and blas.in_effect() is None
 
 
-def test_doctor_tells_a_slow_machine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_tells_a_slow_machine(monkeypatch: Patch, capsys: Printed) -> None:
     """Slow is not wrong, and not all checks passed either."""
     monkeypatch.setattr(measure, "seconds", lambda action: 2 * 512**3 / 4e9)
     monkeypatch.setattr(blas, "missed", lambda: blas.ABSENT)

@@ -15,8 +15,8 @@ import pytest
 import kvlingo_mlx as kv
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading.pairing import check_tokenizers
-from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import TESTS
+from tests.support.fixtures import Folders, Models, Patch, Printed
 from tests.support.identity import TOKENS, identity_of
 from tests.support.translator_folders import LAYOUTS, TENSORS, arrays_of, put_tensors, store
 
@@ -58,9 +58,7 @@ def test_the_first_number_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["t.npz", "t.tar.gz"])
-def test_archives_are_not_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_archives_are_not_opened(tmp_path: Path, monkeypatch: Patch, name: str) -> None:
     """Row 10: a translator is a folder of four names, whatever else is called one."""
     path = tmp_path / name
     path.write_bytes(b"PK\x03\x04")
@@ -71,7 +69,7 @@ def test_archives_are_not_opened(
     assert str(caught.value) == told
 
 
-def test_a_models_own_code_is_not_run(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_models_own_code_is_not_run(folders: Folders, tmp_path: Path) -> None:
     """Row 21: mlx-lm would import what ``model_file`` names, transformers ``auto_map``."""
     for key, value in (("model_file", "evil.py"), ("auto_map", {"AutoTokenizer": "evil.T"})):
         folder = Path(shutil.copytree(folders["dense"], tmp_path / key))
@@ -88,7 +86,7 @@ def test_a_models_own_code_is_not_run(folders: dict[str, Path], tmp_path: Path) 
 
 
 def test_the_first_token_that_differs_is_named(
-    models: dict[str, LanguageModel], folders: dict[str, Path], tmp_path: Path
+    models: Models, folders: Folders, tmp_path: Path
 ) -> None:
     """Row 24: its id, and what each vocabulary has there, where two tokenizers mean no."""
     folder = Path(shutil.copytree(folders["dense"], tmp_path / "m"))
@@ -120,7 +118,7 @@ def test_the_first_token_that_differs_is_named(
     ],
     ids="batch array floats image message bytes none".split(),
 )
-def test_prompts_of_other_kinds(models: dict[str, LanguageModel], prompt: Any, text: str) -> None:
+def test_prompts_of_other_kinds(models: Models, prompt: Any, text: str) -> None:
     """Row 43: batches and pictures; the way that works is named."""
     model = models["dense"]
     for use in (kv.generate, kv.hand_over):
@@ -129,9 +127,8 @@ def test_prompts_of_other_kinds(models: dict[str, LanguageModel], prompt: Any, t
 
 
 def test_prompts_are_not_logged(
-    models: dict[str, LanguageModel], caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    models: Models, caplog: pytest.LogCaptureFixture, capsys: Printed
+) -> None:
     """Row 59: at no level of any library, whether it goes well or not."""
     model, secret = models["dense"], "the canary sings at midnight"
     translator = identity_of(model)

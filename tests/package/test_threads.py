@@ -28,6 +28,7 @@ from kvlingo_mlx.caches import memory
 from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import ROOT, tiny
+from tests.support.fixtures import Models, Patch
 from tests.support.identity import identity_of
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -40,7 +41,7 @@ NEW = 6
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Like Qwen3, with windows, with experts."""
     root = tmp_path_factory.mktemp("threads")
     rows = {name: tiny.FAMILIES[name] for name in ("qwen3", "gemma3", "qwen3_moe")}
@@ -71,16 +72,14 @@ def plain(model: LanguageModel) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen3_moe"])
-def test_conversations_and_plain_mlx_lm_beside_each_other(
-    models: dict[str, LanguageModel], name: str
-) -> None:
+def test_conversations_and_plain_mlx_lm_beside_each_other(models: Models, name: str) -> None:
     model = models[name]
     own, others = replies(model), plain(model)
     found = together(*[lambda: replies(model)] * 4, *[lambda: plain(model)] * 2)
     assert found == [own] * 4 + [others] * 2
 
 
-def test_chance_in_threads(models: dict[str, LanguageModel], tmp_path: Path) -> None:
+def test_chance_in_threads(models: Models, tmp_path: Path) -> None:
     """A short form of benchmarks/thread_stress.py."""
     lists = [thread_stress.drawn(seed, 5, "ab") for seed in range(6)]
     assert {kind for todo in lists for kind, *_ in todo} == set(thread_stress.KINDS)
@@ -98,9 +97,7 @@ def test_chance_in_threads(models: dict[str, LanguageModel], tmp_path: Path) -> 
     assert beside == alone
 
 
-def test_what_one_thread_begins_another_goes_on_with(
-    models: dict[str, LanguageModel], tmp_path: Path
-) -> None:
+def test_what_one_thread_begins_another_goes_on_with(models: Models, tmp_path: Path) -> None:
     for model, eager in itertools.product((models["qwen3"], models["gemma3"]), (True, False)):
         talk = talk_of(model, eager=eager)
         talk.reply("a", "hi there", max_tokens=NEW)
@@ -121,7 +118,7 @@ def test_what_one_thread_begins_another_goes_on_with(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # mlx-lm's own
-def test_an_answer_stays_in_its_thread(models: dict[str, LanguageModel]) -> None:
+def test_an_answer_stays_in_its_thread(models: Models) -> None:
     """mlx-lm's loop holds a stream of the thread that began it."""
     model, talk = models["gemma3"], talk_of(models["gemma3"])
     options = {"translator": identity_of(model), "max_tokens": NEW, "prefill_step_size": 7}
@@ -140,9 +137,7 @@ def test_an_answer_stays_in_its_thread(models: dict[str, LanguageModel]) -> None
     assert talk.reply("a", "the use of an other", max_tokens=NEW) == expected
 
 
-def test_weights_that_one_thread_opened_another_reads(
-    models: dict[str, LanguageModel], tmp_path: Path
-) -> None:
+def test_weights_that_one_thread_opened_another_reads(models: Models, tmp_path: Path) -> None:
     model = models["qwen3"]
     options = {"translator": identity_of(model), "max_tokens": NEW}
     expected = kv.generate(model, model, "hi there", **options)
@@ -161,9 +156,7 @@ def test_weights_that_one_thread_opened_another_reads(
     assert together(lambda: plain(rotated)) == [expected]
 
 
-def test_a_second_thread_is_refused_and_an_ended_answer_lets_go(
-    models: dict[str, LanguageModel],
-) -> None:
+def test_a_second_thread_is_refused_and_an_ended_answer_lets_go(models: Models) -> None:
     talk = talk_of(models["qwen3"])
     inside, go_on = threading.Event(), threading.Event()
 
@@ -184,9 +177,7 @@ def test_a_second_thread_is_refused_and_an_ended_answer_lets_go(
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
-def test_interruptions_leave_nothing_behind(
-    models: dict[str, LanguageModel], kind: type[BaseException]
-) -> None:
+def test_interruptions_leave_nothing_behind(models: Models, kind: type[BaseException]) -> None:
     """In a prefill, in a decoding step, by leaving an answer: lock free, classes back."""
     model = models["qwen3"]
     classes = [type(module) for module in model.model.modules()]
@@ -239,9 +230,7 @@ def test_a_loop_of_short_units_keeps_nobody_out() -> None:
     assert order.count("once") == 1 and order[-1] == "loop"
 
 
-def test_the_wired_limit_changes_once(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_wired_limit_changes_once(models: Models, monkeypatch: Patch) -> None:
     """On Metal it must not change while anything is computed."""
     import contextlib
 
@@ -274,7 +263,7 @@ def ended(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_a_process_ends_in_peace(models: dict[str, LanguageModel], tmp_path: Path) -> None:
+def test_a_process_ends_in_peace(models: Models, tmp_path: Path) -> None:
     """One thread resumed and has ended, another is at work still, an answer was left."""
     talk = Conversation({"s": kv.load("tiny-qwen3-s")})
     talk.reply("s", "The home of Anna is Lima.", max_tokens=2)
@@ -304,13 +293,11 @@ def test_a_process_ends_in_peace(models: dict[str, LanguageModel], tmp_path: Pat
 # ---- memory ------------------------------------------------------------------------------
 
 
-def limited(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+def limited(monkeypatch: Patch, room: int) -> None:
     monkeypatch.setenv(memory.LIMIT, f"{(mx.get_active_memory() + room) / 1e9:.9f}")
 
 
-def test_the_memory_limit_holds(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_limit_holds(models: Models, monkeypatch: Patch) -> None:
     folder = models["qwen3"].path
     gc.collect()
     limited(monkeypatch, 100_000)
@@ -331,9 +318,7 @@ def test_the_memory_limit_holds(
     assert talk.reply("b", long, max_tokens=NEW) == fresh.reply("b", long, max_tokens=NEW)
 
 
-def test_the_memory_limit_holds_for_lines_that_follow(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_limit_holds_for_lines_that_follow(models: Models, monkeypatch: Patch) -> None:
     """An answer is kept where no other line has room to follow it; a switch brings it later."""
     model, long = models["qwen3"], "the use of an other " * 40
     monkeypatch.setenv(memory.LIMIT, "0")
@@ -351,9 +336,7 @@ def test_the_memory_limit_holds_for_lines_that_follow(
     assert talk.reply("b", "and you", max_tokens=NEW) == plain.reply("b", "and you", max_tokens=NEW)
 
 
-def test_a_closed_conversation_holds_nothing(
-    models: dict[str, LanguageModel], store: Path, tmp_path: Path
-) -> None:
+def test_a_closed_conversation_holds_nothing(models: Models, store: Path, tmp_path: Path) -> None:
     model = models["qwen3"]
     gc.collect()
     before = mx.get_active_memory()

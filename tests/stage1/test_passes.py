@@ -15,11 +15,11 @@ from kvlingo_mlx.cli import run
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format.assignment import Assignment, relative_depth
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.stage1.closed_form import RIDGE
 from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm, grouped
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import tiny
+from tests.support.fixtures import Folders, Models, Printed
 
 CUT = 1e-4  # of the largest singular value: 1e-8 of the largest eigenvalue
 SAMPLES = [Sample(tuple(range(n)), (1, 2)) for n in (70, 130, 90, 110)]
@@ -82,7 +82,7 @@ class Planted:
 
 
 @pytest.fixture
-def config(models: dict[str, LanguageModel]) -> TranslatorConfig:
+def config(models: Models) -> TranslatorConfig:
     source, target = models["narrow"], models["narrow_moe"]
     depths = [len(model.attentions) for model in (source, target)]
     return TranslatorConfig(source.spec(), target.spec(), relative_depth(*depths, 2))
@@ -183,7 +183,7 @@ def data(count: int, seed: int = 0) -> list[Sample]:
     ]
 
 
-def test_chosen_layers_under_other_norms(models: dict[str, LanguageModel]) -> None:
+def test_chosen_layers_under_other_norms(models: Models) -> None:
     """The maps are those of the same assignment given explicitly; little memory changes nothing."""
     source, target, samples = models["dense"], models["moe"], data(3)
     chosen = kv.fit(source, target, samples, assignment="r2", nu=2, norm="attention")
@@ -208,14 +208,12 @@ def test_chosen_layers_under_other_norms(models: dict[str, LanguageModel]) -> No
         ),
     ],
 )
-def test_bad_assignments(models: dict[str, LanguageModel], options: dict, message: str) -> None:
+def test_bad_assignments(models: Models, options: dict, message: str) -> None:
     with pytest.raises((ValueError, KVLingoError), match=message):
         kv.fit(models["dense"], models["moe"], data(1), **options)
 
 
-def test_the_verb_takes_a_file(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verb_takes_a_file(folders: Folders, tmp_path: Path, capsys: Printed) -> None:
     records, file = tmp_path / "d.jsonl", tmp_path / "a.json"
     records.write_text(json.dumps({"text": "the you and use is of an other " * 25}) + "\n")
     lists = {"keys": [[2], [0], [1], [0]], "values": [[0, 1], [1, 2], [0, 2], [2, 1]]}

@@ -21,6 +21,7 @@ from kvlingo_mlx import backend
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.store import diagnosis
+from tests.support.fixtures import Patch, Printed
 
 TOKEN = "hf_averysecrettokenofsomebody"
 
@@ -32,7 +33,7 @@ def reach() -> Callable[[str], bool]:
 
 
 @pytest.fixture(autouse=True)
-def offline(reach: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(reach: Callable[[str], bool], monkeypatch: Patch) -> None:
     """Nobody is asked, and whatever this machine has installed is as it should be."""
     monkeypatch.setattr(diagnosis.blas, "missed", lambda: None)
     monkeypatch.setattr(diagnosis, "_reach", lambda endpoint: False)
@@ -40,7 +41,7 @@ def offline(reach: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch) -> No
     set_installed(monkeypatch, installed)
 
 
-def set_installed(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
+def set_installed(monkeypatch: Patch, installed: dict[str, str]) -> None:
     def version(name: str) -> str:
         if name not in installed:
             raise metadata.PackageNotFoundError(name)
@@ -54,7 +55,7 @@ def set_installed(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) ->
     )  # fmt: skip
 
 
-def told(capsys: pytest.CaptureFixture[str], status: int) -> str:
+def told(capsys: Printed, status: int) -> str:
     capsys.readouterr()
     assert run(["doctor"]) == status
     captured = capsys.readouterr()
@@ -62,9 +63,7 @@ def told(capsys: pytest.CaptureFixture[str], status: int) -> str:
     return captured.out
 
 
-def test_nothing_is_wrong(
-    store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_wrong(store: Path, capsys: Printed, monkeypatch: Patch) -> None:
     shutil.copytree(TRANSLATORS, store)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     out = told(capsys, 0)
@@ -94,14 +93,13 @@ FAULTS: dict[str, tuple[dict[str, str], str]] = {
 
 @pytest.mark.parametrize(("installed", "text"), FAULTS.values(), ids=FAULTS)
 def test_versions_and_clashes(
-    installed: dict[str, str], text: str, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    installed: dict[str, str], text: str, capsys: Printed, monkeypatch: Patch
+) -> None:
     set_installed(monkeypatch, installed)
     assert text in told(capsys, 1)
 
 
-def test_damaged_translators_and_leftovers(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_translators_and_leftovers(store: Path, capsys: Printed) -> None:
     shutil.copytree(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l", store / "sound")
     shutil.copytree(store / "sound", store / "cut")
     (store / "cut" / "translator.safetensors").write_bytes(b"\0" * 20)
@@ -116,7 +114,7 @@ def test_damaged_translators_and_leftovers(store: Path, capsys: pytest.CaptureFi
     assert out.endswith(f"3 of {out.count(chr(10)) - 4} checks failed\n")
 
 
-def test_the_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine(capsys: Printed, monkeypatch: Patch) -> None:
     def usage(path: Any) -> Any:
         return SimpleNamespace(free=10**6)
 
@@ -135,9 +133,7 @@ def test_the_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert "slow: BLAS: KVLINGO_BLAS=0 chose the BLAS" in told(capsys, 1)
 
 
-def test_a_device_that_does_not_compute(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_does_not_compute(capsys: Printed, monkeypatch: Patch) -> None:
     def broken(a: Any, b: Any) -> Any:
         raise RuntimeError("no metal device")
 
@@ -149,9 +145,7 @@ def test_a_device_that_does_not_compute(
     assert "wrong: device: it computes a product wrongly" in told(capsys, 1)
 
 
-def test_without_metadata_of_our_own(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_metadata_of_our_own(capsys: Printed, monkeypatch: Patch) -> None:
     def requires(name: str) -> list[str]:
         raise metadata.PackageNotFoundError(name)
 
@@ -172,9 +166,7 @@ def tf32(a: Any, b: Any) -> Any:
     return rounded[0] @ rounded[1]
 
 
-def test_products_in_tf32_are_told_from_true_ones(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_in_tf32_are_told_from_true_ones(capsys: Printed, monkeypatch: Patch) -> None:
     assert backend.float32_error() < 2e-6 < backend.EXACT < 1e-4 < backend.float32_error(tf32)
     monkeypatch.setattr(diagnosis, "float32_error", lambda: backend.float32_error(tf32))
     out = told(capsys, 0)

@@ -21,11 +21,11 @@ from mlx_lm.generate import generate_step
 import kvlingo_mlx as kv
 from benchmarks.paper.timing.costs import Costs
 from kvlingo_mlx.embedded import zoo
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing import bench, ceilings, geometries, switching
 from kvlingo_mlx.timing.switching import OutOfTime, Stopwatch
 from tests.support import tiny
 from tests.support.command_line import run
+from tests.support.fixtures import Folders, Models, Patch, Printed
 
 PROMPT = tiny.random_tokens(41)
 GEOMETRY = ["bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "-c", "layers=2", "-n", "2"]
@@ -34,13 +34,13 @@ measured_rates = functools.cache(ceilings.measured_rates)
 
 
 @pytest.fixture(autouse=True)
-def rates_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def rates_are_measured_once(monkeypatch: Patch) -> None:
     """Not by every command: by MLX's own BLAS that takes seconds."""
     monkeypatch.setattr(bench, "measured_rates", measured_rates)
 
 
 @pytest.fixture(scope="module")
-def pair(models: dict[str, LanguageModel]) -> bench.BenchPair:
+def pair(models: Models) -> bench.BenchPair:
     ends = models["dense"], models["moe"]
     maps = kv.fit(*ends, [{"text": "one two three four five " * 9}])
     return bench.BenchPair(*ends, {"float32": maps})
@@ -100,7 +100,7 @@ def test_every_phase_has_a_floor(pair: bench.BenchPair) -> None:
     assert set(bench.floors(tuned(pair, 1), 41, rates)) == set(PHASES) - {"translate float32"}
 
 
-def test_floors_are_below_the_work_in_detail(models: dict[str, LanguageModel]) -> None:
+def test_floors_are_below_the_work_in_detail(models: Models) -> None:
     """By the laboratory's costs, which count attention and the last layer, and by hand."""
     for name in ("dense", "moe"):
         model, costs = models[name], Costs(models[name])
@@ -129,7 +129,7 @@ def test_little_time_leaves_long_prompts_out(pair: bench.BenchPair, unhurried: N
 
 
 def test_no_step_outlasts_a_limit_by_more_than_itself(
-    pair: bench.BenchPair, monkeypatch: pytest.MonkeyPatch
+    pair: bench.BenchPair, monkeypatch: Patch
 ) -> None:
     """A phase that never ends by itself: what was measured before it stands, and nothing rings."""
     steps, whole = [], bench.phases
@@ -151,7 +151,7 @@ def test_no_step_outlasts_a_limit_by_more_than_itself(
         time.sleep(10)
 
 
-def test_prompts(models: dict[str, LanguageModel]) -> None:
+def test_prompts(models: Models) -> None:
     small, large = (kv.load(zoo(f"tiny-qwen3-{size}")) for size in "sl")
     tokens = switching.prompt_of(small, large, 900, text=True)
     assert len(tokens) == 900 and " is " in large.tokenizer.decode(tokens)
@@ -188,7 +188,7 @@ def test_random_models(small_geometries: None, precision: str) -> None:
 
 
 def test_what_does_not_fit_into_memory_is_not_made(
-    small_geometries: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small_geometries: None, monkeypatch: Patch, capsys: Printed
 ) -> None:
     """And what the message advises does fit."""
     command = ["bench", "--geometry", "qwen3-4b:qwen3-8b", "--quantize", "none", "-n", "1", "-p"]
@@ -216,9 +216,7 @@ def test_what_does_not_fit_into_memory_is_not_made(
 # ---- the command ----------------------------------------------------------------------------
 
 
-def test_bench_of_a_geometry(
-    small_geometries: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_of_a_geometry(small_geometries: None, tmp_path: Path, capsys: Printed) -> None:
     out, picture = tmp_path / "out.jsonl", tmp_path / "x.png"
     plot = ["--plot", str(picture)] if importlib.util.find_spec("matplotlib") else []
     more = ["-c", "nu=2", "-p", "12,20,12", "--quantize", "8", "--json", str(out)]
@@ -242,7 +240,7 @@ def test_bench_of_a_geometry(
 
 
 def test_a_limit_in_which_nothing_is_measured_is_refused(
-    small_geometries: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small_geometries: None, monkeypatch: Patch, capsys: Printed
 ) -> None:
     """While models are made, and after it; a line says which of them takes longer."""
     assert run([*GEOMETRY, "-p", "12", "--time-limit", "1e-9"]) == 2
@@ -254,7 +252,7 @@ def test_a_limit_in_which_nothing_is_measured_is_refused(
 
 
 def test_lengths_are_those_that_both_models_can_hold(
-    pair: bench.BenchPair, monkeypatch: pytest.MonkeyPatch
+    pair: bench.BenchPair, monkeypatch: Patch
 ) -> None:
     """Without a list; of a list all are, or it is refused."""
     ran: list[int] = []
@@ -270,9 +268,7 @@ def test_lengths_are_those_that_both_models_can_hold(
         bench.run(pair, [300], trials=1, clock=Stopwatch(None))
 
 
-def test_bench_without_a_translator_times_random_maps(
-    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_without_a_translator_times_random_maps(folders: Folders, capsys: Printed) -> None:
     models = ["bench", "--source", str(folders["dense"]), "--target", str(folders["moe"])]
     assert run([*models, "-n", "1", "-p", "12", "--quantize", "none"]) == 0
     done = capsys.readouterr()

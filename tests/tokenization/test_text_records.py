@@ -14,11 +14,11 @@ from tokenizers.processors import TemplateProcessing
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.models.capture import move, prefill
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.stage1.passes import Sums
 from kvlingo_mlx.tokenization import renderings
 from kvlingo_mlx.tokenization.samples import Sample, to_samples, tokenise
+from tests.support.fixtures import Models, Patch
 from tests.support.two_tokenizers import write_mistral, write_qwen
 
 TEXT = "In the house the money is hers, the rest of it is ours, and the river is long. " * 2
@@ -50,12 +50,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def loaded(places: dict[str, Path]) -> dict[str, LanguageModel]:
+def loaded(places: dict[str, Path]) -> Models:
     """The same, loaded."""
     return {name: kv.load(folder) for name, folder in places.items()}
 
 
-def test_the_prompt_and_the_record_agree(loaded: dict[str, LanguageModel]) -> None:
+def test_the_prompt_and_the_record_agree(loaded: Models) -> None:
     for name, model in loaded.items():
         prompt = encode(model, TEXT)
         first = model.tokenizer.bos_token_id
@@ -69,9 +69,7 @@ def test_the_prompt_and_the_record_agree(loaded: dict[str, LanguageModel]) -> No
     assert (twice.prefix + twice.continuation).count(one.tokenizer.bos_token_id) == 1
 
 
-def test_fit_learns_the_first_position(
-    loaded: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fit_learns_the_first_position(loaded: Models, monkeypatch: Patch) -> None:
     """The moments hold the states of ``<s>`` at position 0, which nothing else is like."""
     source, target = loaded["one"], loaded["two"]
     rows: list[np.ndarray] = []
@@ -89,7 +87,7 @@ def test_fit_learns_the_first_position(
     assert np.abs(rows[0][1:] - expected).max(axis=1).min() > 1e-2
 
 
-def test_between_two_tokenizers(loaded: dict[str, LanguageModel]) -> None:
+def test_between_two_tokenizers(loaded: Models) -> None:
     """Each model's own prefix is what it would read of a prompt; a text's own ``<s>`` counts."""
     source, target = loaded["none"], loaded["one"]
     for text in (TEXT, BOS + TEXT):

@@ -28,6 +28,7 @@ from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
 from kvlingo_mlx.training.runtime import Pair, pair_of  # noqa: E402
 from tests.support import trainings  # noqa: E402
+from tests.support.fixtures import Folders, Patch  # noqa: E402
 from tests.support.trainings import (  # noqa: E402
     Random,
     altered,
@@ -68,7 +69,7 @@ def test_gradients_equal(
     assert distance(found, wanted) < 1e-5
 
 
-def test_long_prefixes_are_read_in_chunks(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prefixes_are_read_in_chunks(models: Models, monkeypatch: Patch) -> None:
     pair = pair_of(models["dense"], models["wide"])
     config = make_config(pair.source, pair.target, TrainingPlan(native_layers=1))
     sample = Random(90, 40).sample(1)
@@ -82,7 +83,7 @@ def test_long_prefixes_are_read_in_chunks(models: Models, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("name", "bits"), [("wide", 4), ("moe", 8)])
 def test_a_quantised_model_learns_as_its_dequantised_weights(
-    folders: dict[str, Path], name: str, bits: int
+    folders: Folders, name: str, bits: int
 ) -> None:
     source, target, plain = (kv.load(folders[n]) for n in ("dense", name, name))
 
@@ -214,11 +215,7 @@ def test_both_runtimes_train_the_same_translator(
 
 
 def test_other_weights_are_not_gone_on_with(
-    models: Models,
-    torch_models: TorchModels,
-    folders: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    models: Models, torch_models: TorchModels, folders: Folders, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """By the other runtime, which knows a model by its files."""
 

@@ -18,7 +18,6 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.models.delta_rule import in_chunks
 from kvlingo_mlx.models.hidden import hidden_states, logits_of
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.reclassed import calling
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import trainer
@@ -28,6 +27,7 @@ from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.runtime import Pair, pair_of
 from tests.support import hybrid_models, plain_models, tiny
+from tests.support.fixtures import Models, Patch
 from tests.support.opened import Opener
 from tests.support.trainings import Random, distance, random_arrays, training
 
@@ -79,16 +79,14 @@ def test_families(tmp_path: Path, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Models:
     root = tmp_path_factory.mktemp("hybrids")
     names = hybrid_models.CONFIGS
     return {name: kv.load(hybrid_models.write_hybrid_model(root / name, name)) for name in names}
 
 
 @pytest.mark.parametrize("name", hybrid_models.CONFIGS)
-def test_hybrids(
-    hybrids: dict[str, LanguageModel], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hybrids(hybrids: Models, name: str, monkeypatch: Patch) -> None:
     """Through recurrences in segments, against one trace; and against mlx-lm's own loops."""
     pair, sample = pair_of(hybrids[name], hybrids[name]), Random(READ + 1, 15).sample(1)
     with in_chunks():
@@ -113,7 +111,7 @@ def test_hybrids(
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "lfm2"])
-def test_hybrids_native_layers_are_left_alone(hybrids: dict[str, LanguageModel], name: str) -> None:
+def test_hybrids_native_layers_are_left_alone(hybrids: Models, name: str) -> None:
     """And the reading of a conversation is as it was before a gradient was taken from it."""
     pair, sample = pair_of(hybrids[name], hybrids[name]), Random(READ + 1, 15).sample(1)
     config = make_config(pair.source, pair.target, TrainingPlan(native_layers=3))
@@ -130,7 +128,7 @@ def test_hybrids_native_layers_are_left_alone(hybrids: dict[str, LanguageModel],
     assert first.kl != pair.loss(made, pair.read(sample, exact), KL).kl
 
 
-def test_it_needs_less_memory(models: dict[str, LanguageModel]) -> None:
+def test_it_needs_less_memory(models: Models) -> None:
     """What a layer keeps for its backward pass is there once, not once a layer."""
     pair = pair_of(models["dense"], models["wide"])
     config = make_config(pair.source, pair.target, TrainingPlan())
@@ -149,7 +147,7 @@ def test_it_needs_less_memory(models: dict[str, LanguageModel]) -> None:
     assert peak(lambda made: pair.loss(made, reading, KL, 1.0)) < 0.7 * whole
 
 
-def test_nothing_is_kept(models: dict[str, LanguageModel]) -> None:
+def test_nothing_is_kept(models: Models) -> None:
     """Not even until Python next collects what refers to itself."""
     pair = pair_of(models["dense"], models["wide"])
     config = make_config(pair.source, pair.target, TrainingPlan())
@@ -184,11 +182,7 @@ def without_gradient(x: mx.array) -> mx.array:
     ids=["no vjp", "zeros"],
 )
 def test_it_is_refused(
-    models: dict[str, LanguageModel],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    act: Any,
-    reason: str,
+    models: Models, tmp_path: Path, monkeypatch: Patch, act: Any, reason: str
 ) -> None:
     target = models["wide"]
 
@@ -206,7 +200,7 @@ def test_it_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_closed_form_needs_none(models: dict[str, LanguageModel], tmp_path: Path) -> None:
+def test_a_closed_form_needs_none(models: Models, tmp_path: Path) -> None:
     with calling([models["wide"].model.layers[-1]], lambda call: lambda *a, **k: mx.stop_gradient(
         call(*a, **k)
     )):  # fmt: skip

@@ -16,7 +16,6 @@ from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded.first_chats import first_chats
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import distill, trainer
 from kvlingo_mlx.training.objectives import Loss
@@ -25,6 +24,7 @@ from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.sweep import neighbour, window
 from kvlingo_mlx.training.trainer import Trainer
+from tests.support.fixtures import Folders, Models, Patch, Printed
 
 STEPS = 8
 FIRST = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
@@ -130,7 +130,7 @@ class Talks:
 
 
 def made(
-    models: dict[str, LanguageModel], out: Path, first: tuple[float, ...] = FIRST, **more: Any
+    models: Models, out: Path, first: tuple[float, ...] = FIRST, **more: Any
 ) -> SimpleNamespace:
     """A training that sweeps; what it says and warns of."""
     said, warned = list[str](), list[str]()
@@ -167,11 +167,7 @@ def groups(said: list[str]) -> list[str]:
     ],
 )
 def test_the_best_rate_is_found_and_lies_within(
-    models: dict[str, LanguageModel],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    best: float,
-    tried: tuple[float, ...],
+    models: Models, tmp_path: Path, monkeypatch: Patch, best: float, tried: tuple[float, ...]
 ) -> None:
     monkeypatch.setattr(trainer, "pair_of", landscape(best))
     run = made(models, tmp_path / "t")
@@ -195,9 +191,7 @@ def test_the_best_rate_is_found_and_lies_within(
     assert run.training.finished()
 
 
-def test_a_sweep_goes_by_the_ends(
-    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_goes_by_the_ends(models: Models, tmp_path: Path, monkeypatch: Patch) -> None:
     """A rate that is too high passes the lowest point on its way, and a run keeps that look."""
     monkeypatch.setattr(trainer, "pair_of", landscape(1.3e-4))
     swept, _ = result(made(models, tmp_path / "swept").training.run())
@@ -208,9 +202,7 @@ def test_a_sweep_goes_by_the_ends(
     assert found["held_out_kl"] < swept["held_out_kl"] == min(log[-1]["held_out"])
 
 
-def test_rates_that_diverge(
-    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rates_that_diverge(models: Models, tmp_path: Path, monkeypatch: Patch) -> None:
     """Some of the window, all of it, and everywhere."""
     monkeypatch.setattr(trainer, "pair_of", landscape(3e-5, 2e-4))
     found, log = result(made(models, tmp_path / "some").training.run())
@@ -230,7 +222,7 @@ def test_rates_that_diverge(
 
 
 def test_a_best_rate_out_of_reach_is_told(
-    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(trainer, "pair_of", landscape(1e-10))
     run = made(models, tmp_path / "t")
@@ -239,9 +231,7 @@ def test_a_best_rate_out_of_reach_is_told(
     assert run.warned[1].startswith("the best learning rate is at the edge of those tried, 1e-08 ")
 
 
-def test_groups_that_fit_give_the_same(
-    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_that_fit_give_the_same(models: Models, tmp_path: Path, monkeypatch: Patch) -> None:
     """By the memory there is, and as asked for; too little for one is refused."""
     pair = landscape(1e-5)
     monkeypatch.setattr(trainer, "pair_of", pair)
@@ -266,10 +256,7 @@ def test_groups_that_fit_give_the_same(
 
 @pytest.mark.parametrize("at_once", [None, 2])
 def test_a_sweep_that_is_killed_goes_on(
-    models: dict[str, LanguageModel],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    at_once: int | None,
+    models: Models, tmp_path: Path, monkeypatch: Patch, at_once: int | None
 ) -> None:
     """After every single step, within and between groups: no step is taken again but the one that
     was under way, and the result is the same."""
@@ -313,9 +300,9 @@ def test_a_sweep_that_is_killed_goes_on(
     ],
 )
 def test_an_mlps_stage_1_is_swept_too(
-    models: dict[str, LanguageModel],
+    models: Models,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     rates: tuple[float, ...],
     best: float,
     tried: tuple[float, ...] | None,
@@ -338,7 +325,7 @@ def test_an_mlps_stage_1_is_swept_too(
 
 
 @pytest.fixture
-def command(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def command(folders: Folders, tmp_path: Path, monkeypatch: Patch) -> list[str]:
     monkeypatch.setattr(MLXPair, "receipt", lambda *rest: None)  # which takes longer than the rest
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(json.dumps({"messages": chat}) for chat in first_chats(200)))
@@ -348,9 +335,7 @@ def command(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.Monkey
             "--max-continuation", "8"]  # fmt: skip
 
 
-def test_the_verb_sweeps_around_a_rate(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verb_sweeps_around_a_rate(command: list[str], tmp_path: Path, capsys: Printed) -> None:
     """Together and one after the other: the same numbers, to the bit."""
     found = []
     for name, more in (("a", []), ("b", ["-c", "at_once=2"])):
@@ -378,7 +363,7 @@ def test_the_verb_sweeps_around_a_rate(
 
 
 def test_seeds_share_the_first_ones_rate(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, capsys: Printed
 ) -> None:
     out, record = tmp_path / "t", tmp_path / "r.jsonl"
     line = [*command, "--out", str(out), "-c", "seeds=5,6,9", "--lr", "1e-3,1e-2", "--json",

@@ -22,6 +22,7 @@ import pytest
 from safetensors import SafetensorError
 
 from tests.support import tiny
+from tests.support.fixtures import Folders, Models, Patch, Printed
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -42,7 +43,6 @@ from kvlingo_mlx.evaluation import conditions  # noqa: E402
 from kvlingo_mlx.format import translator_folder  # noqa: E402
 from kvlingo_mlx.format.geometry import canonical_json, configured_rope  # noqa: E402
 from kvlingo_mlx.group import Group  # noqa: E402
-from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.phases import shown  # noqa: E402
 from kvlingo_mlx.stage1.passes import ClosedForm  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
@@ -88,7 +88,7 @@ class Signalled(Random):
 
 @pytest.mark.parametrize("name", ["dense", "wide", "moe"])
 def test_both_runtimes_describe_a_model_alike(
-    models: dict[str, LanguageModel], torch_models: dict[str, TorchModel], name: str
+    models: Models, torch_models: dict[str, TorchModel], name: str
 ) -> None:
     ours = dataclasses.replace(torch_models[name].spec(), name="", revision=None)
     assert ours == dataclasses.replace(models[name].spec(), name="", revision=None)
@@ -106,7 +106,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ids=str,
 )
 def test_both_runtimes_describe_a_scaled_rotation_alike(
-    folders: dict[str, Path], tmp_path: Path, scaling: dict[str, Any] | None, kind: str
+    folders: Folders, tmp_path: Path, scaling: dict[str, Any] | None, kind: str
 ) -> None:
     folder = altered(folders["dense"], tmp_path / "scaled", rope_scaling=scaling)
     mine, theirs = torch_model.load(str(folder), dtype=torch.float32), kv.load(folder)
@@ -141,7 +141,7 @@ def test_one_rotation_has_one_fingerprint() -> None:
     ids=str,
 )
 def test_a_rotation_that_mlx_lm_runs_otherwise_is_not_trained(
-    folders: dict[str, Path], tmp_path: Path, name: str, scaling: dict[str, Any], message: str
+    folders: Folders, tmp_path: Path, name: str, scaling: dict[str, Any], message: str
 ) -> None:
     folder = altered(folders[name], tmp_path / "scaled", rope_scaling=scaling)
     with pytest.raises(UnsupportedModelError, match=message):
@@ -165,7 +165,7 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
     ids="missing misshapen unexpected no-epsilon no-number tied-head".split(),
 )
 def test_damaged_models_are_refused(
-    folders: dict[str, Path], tmp_path: Path, change: dict[str, Any], message: str | None
+    folders: Folders, tmp_path: Path, change: dict[str, Any], message: str | None
 ) -> None:
     folder = str(altered(folders["dense"], tmp_path / "damaged", **change))
     if message is None:
@@ -182,11 +182,7 @@ def test_damaged_models_are_refused(
     ("method", "norm"), [("r2", "sink_8"), ("r2", "attention_mass"), ("greedy", "frobenius")]
 )
 def test_chosen_layers_equal_the_devices(
-    models: dict[str, LanguageModel],
-    torch_models: dict[str, TorchModel],
-    tmp_path: Path,
-    method: str,
-    norm: str,
+    models: Models, torch_models: dict[str, TorchModel], tmp_path: Path, method: str, norm: str
 ) -> None:
     """The whole of stage 1: the same source layers, the same maps."""
     stream = Random(60, different=99)
@@ -226,9 +222,7 @@ def test_a_joint_closed_form_equals_least_squares(torch_models: dict[str, TorchM
 
 
 @pytest.mark.parametrize(("name", "weight"), [("kl", 1.0), ("ce", 1.0), ("mixed", 0.3)])
-def test_objectives_equal_plain_sums(
-    monkeypatch: pytest.MonkeyPatch, name: str, weight: float
-) -> None:
+def test_objectives_equal_plain_sums(monkeypatch: Patch, name: str, weight: float) -> None:
     """In float64, in blocks of three tokens, against the formulas written out."""
     monkeypatch.setattr("kvlingo_mlx.cuda.gradients.BLOCK", 3)
     generator = torch.Generator().manual_seed(0)
@@ -273,7 +267,7 @@ def test_training_tells_of_each_map_that_is_solved(
 
 
 def test_distillation_lowers_the_kl_and_writes_a_folder_that_mlx_reads(
-    models: dict[str, LanguageModel], torch_models: dict[str, TorchModel], tmp_path: Path
+    models: Models, torch_models: dict[str, TorchModel], tmp_path: Path
 ) -> None:
     out = training(torch_models, tmp_path / "t", steps=30, learning_rates=(1e-3,)).run()
     log = log_of(tmp_path / "t.log.jsonl")
@@ -332,7 +326,7 @@ def test_a_killed_run_resumes_to_the_same_curve(
     torch_models: dict[str, TorchModel],
     unbroken: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     steps: int,
     keep_every: float,
     resumed_at: int,
@@ -378,7 +372,7 @@ def test_a_signal_stops_a_training_that_then_goes_on(
 
 
 def interrupted(
-    models: dict[str, TorchModel], out: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+    models: dict[str, TorchModel], out: Path, monkeypatch: Patch, **options: Any
 ) -> None:
     """A training that is killed as it writes its result."""
     with monkeypatch.context() as patch:
@@ -390,7 +384,7 @@ def interrupted(
 
 
 def test_resuming_with_other_settings_is_refused(
-    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     out = tmp_path / "t"
     interrupted(torch_models, out, monkeypatch)
@@ -430,7 +424,7 @@ def test_resuming_with_other_settings_is_refused(
     assert not (tmp_path / "t.partial").exists()
 
 
-def poison_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def poison_first_run(monkeypatch: Patch) -> None:
     """From its sixth conversation on, the first translator seen gets no number as gradient."""
     learn, calls = gradients.conversation_loss, []
 
@@ -446,7 +440,7 @@ def poison_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_training_that_diverges_writes_nothing_and_a_lower_rate_goes_on(
-    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """By a gradient, and by a rate that overflows while its numbers are finite."""
     out = tmp_path / "t"
@@ -481,7 +475,7 @@ def test_a_full_disk_keeps_what_was_kept_before(
     torch_models: dict[str, TorchModel],
     unbroken: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     name: str,
     what: str,
     error: Exception,
@@ -543,7 +537,7 @@ if leads:
 
 
 def test_two_processes_give_the_result_of_one(
-    folders: dict[str, Path], torch_models: dict[str, TorchModel], tmp_path: Path
+    folders: Folders, torch_models: dict[str, TorchModel], tmp_path: Path
 ) -> None:
     pair = [str(folders["dense"]), str(folders["wide"])]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -609,7 +603,7 @@ def jsonl(tmp_path: Path) -> Path:
     return path
 
 
-def arguments(folders: dict[str, Path], data: Path, *more: str) -> list[str]:
+def arguments(folders: Folders, data: Path, *more: str) -> list[str]:
     pair = ["--source", str(folders["dense"]), "--target", str(folders["wide"])]
     small = {"fit_samples": "4", "held_out": "3", "batch-size": "2", "dtype": "float32"}
     if "histogram=true" in more:
@@ -623,11 +617,7 @@ def arguments(folders: dict[str, Path], data: Path, *more: str) -> list[str]:
 
 
 def test_the_command_trains_a_folder_that_imports(
-    folders: dict[str, Path],
-    jsonl: Path,
-    tmp_path: Path,
-    store: Path,
-    capsys: pytest.CaptureFixture[str],
+    folders: Folders, jsonl: Path, tmp_path: Path, store: Path, capsys: Printed
 ) -> None:
     out = str(tmp_path / "t")
     options = ["--out", out, "--steps", "3", "--lr", "1e-4,1e-3", "-c", "val_every=1"]
@@ -658,7 +648,7 @@ def test_the_command_trains_a_folder_that_imports(
 
 
 def test_an_mlps_stage_1_does_what_it_is_told(
-    folders: dict[str, Path], jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Folders, jsonl: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Its steps and rates are options; its batch and its looks at held-out data stage 2's."""
     ran: list[Recipe] = []
@@ -687,7 +677,7 @@ def test_an_mlps_stage_1_does_what_it_is_told(
 
 
 def test_the_command_sweeps_over_a_rate_that_diverges(
-    folders: dict[str, Path], jsonl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folders: Folders, jsonl: Path, tmp_path: Path, capsys: Printed
 ) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "kl.png"
@@ -708,11 +698,7 @@ def test_the_command_sweeps_over_a_rate_that_diverges(
 
 
 def test_the_command_does_not_resume_on_other_data(
-    folders: dict[str, Path],
-    jsonl: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folders: Folders, jsonl: Path, tmp_path: Path, monkeypatch: Patch, capsys: Printed
 ) -> None:
     command = arguments(folders, jsonl, "--out", str(tmp_path / "t"), "--steps", "2")
     with monkeypatch.context() as patch:
@@ -724,7 +710,7 @@ def test_the_command_does_not_resume_on_other_data(
 
 
 def test_the_command_shows_prefix_lengths_of_an_embedded_pair(
-    jsonl: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    jsonl: Path, monkeypatch: Patch, capsys: Printed
 ) -> None:
     rows = {400: [(1, 2, 345, 678)], 480: [(3, 4, 5, 6)]}
     monkeypatch.setattr(
@@ -743,7 +729,7 @@ def test_the_command_shows_prefix_lengths_of_an_embedded_pair(
 
 
 def test_rotated_keys_of_two_vocabularies_are_refused(
-    folders: dict[str, Path], jsonl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folders: Folders, jsonl: Path, tmp_path: Path, capsys: Printed
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()

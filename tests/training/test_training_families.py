@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support import tiny
+from tests.support.fixtures import Folders, Models, Patch
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -32,7 +33,6 @@ from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelErro
 from kvlingo_mlx.format.geometry import CacheGeometry  # noqa: E402
 from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
 from kvlingo_mlx.models import capture  # noqa: E402
-from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
 from kvlingo_mlx.training.forward import Maps  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
@@ -143,12 +143,12 @@ def wrapped(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(folders: dict[str, Path]) -> dict[str, LanguageModel]:
+def models(folders: Folders) -> Models:
     return {name: kv.load(folder) for name, folder in folders.items()}
 
 
 @pytest.fixture(scope="module")
-def torch_models(folders: dict[str, Path]) -> dict[str, TorchModel]:
+def torch_models(folders: Folders) -> dict[str, TorchModel]:
     return {n: torch_model.load(str(f), dtype=torch.float32) for n, f in folders.items()}
 
 
@@ -165,7 +165,7 @@ READERS = {"gemma4": ((0,), (1, 3, 4), (2, 5))}
 
 @pytest.mark.parametrize("name", [*NAMES, "narrow", "stray", "wrapped", *UNLIKE, "latent_wide"])
 def test_both_runtimes_describe_and_read_alike(
-    models: dict[str, LanguageModel], torch_models: dict[str, TorchModel], name: str
+    models: Models, torch_models: dict[str, TorchModel], name: str
 ) -> None:
     device, ours = models[name], torch_models[name]
     mine, theirs = (dataclasses.replace(m.spec(), name="", revision=None) for m in (ours, device))
@@ -192,9 +192,7 @@ def test_both_runtimes_describe_and_read_alike(
     ids=str,
 )  # fmt: skip
 def test_closed_form_equals_the_devices(
-    models: dict[str, LanguageModel],
-    torch_models: dict[str, TorchModel],
-    pair: tuple[str, str],
+    models: Models, torch_models: dict[str, TorchModel], pair: tuple[str, str]
 ) -> None:
     """Rows weighed by attention, which each runtime takes from its own model."""
     norm = "attention_mass"
@@ -211,7 +209,7 @@ def test_closed_form_equals_the_devices(
 
 @pytest.mark.parametrize("pair", [*PAIRS[::2], *UNLIKE_PAIRS[::2]], ids="-".join)
 def test_kl_equals_the_devices(
-    models: dict[str, LanguageModel], torch_models: dict[str, TorchModel], pair: tuple[str, str]
+    models: Models, torch_models: dict[str, TorchModel], pair: tuple[str, str]
 ) -> None:
     source, target = (torch_models[n] for n in pair)
     for point in source.family.points:
@@ -252,7 +250,7 @@ def decoded(
     "name", ["gemma2x32", "gemma4x16", "gemma1x32", "stray", "wrapped", *UNLIKE, "latent_wide"]
 )
 def test_a_written_cache_is_read_as_the_models_own(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str
+    folders: Folders, monkeypatch: Patch, name: str
 ) -> None:
     """Whole, or from each window on alone; the continuation is longer than any window."""
     model = double(folders[name], monkeypatch)
@@ -270,7 +268,7 @@ def test_a_written_cache_is_read_as_the_models_own(
 
 
 def test_what_lies_before_a_window_has_no_part_in_a_step(
-    torch_models: dict[str, TorchModel], monkeypatch: pytest.MonkeyPatch
+    torch_models: dict[str, TorchModel], monkeypatch: Patch
 ) -> None:
     """Loss and gradients are those of every token translated; less is translated."""
     source, target = torch_models["gemma2x32"], torch_models["gemma4x16"]
@@ -300,7 +298,7 @@ def test_what_lies_before_a_window_has_no_part_in_a_step(
 
 
 @pytest.mark.parametrize("name", ["gemma4x16", "llama2x16", *UNLIKE, "latent_wide"])
-def test_attention_mass_is_what_the_model_attends_with(folders: dict[str, Path], name: str) -> None:
+def test_attention_mass_is_what_the_model_attends_with(folders: Folders, name: str) -> None:
     """Against transformers' own attention weights."""
     target, sample = torch_model.load(str(folders[name]), dtype=torch.float32), sample_of(50)
     found = attention_mass(target, sample)
@@ -339,7 +337,7 @@ NEWER = {
 
 @pytest.mark.parametrize("name", NEWER)
 def test_both_spellings_of_a_rotation_are_one(
-    folders: dict[str, Path], torch_models: dict[str, TorchModel], tmp_path: Path, name: str
+    folders: Folders, torch_models: dict[str, TorchModel], tmp_path: Path, name: str
 ) -> None:
     folder = altered(folders[name], tmp_path / "newer", **NEWER[name])
     newer = torch_model.load(str(folder), dtype=torch.float32)
@@ -369,14 +367,14 @@ def test_both_spellings_of_a_rotation_are_one(
     ids=str,
 )
 def test_what_mlx_lm_runs_otherwise_is_not_trained(
-    folders: dict[str, Path], tmp_path: Path, name: str, change: dict[str, Any], message: str
+    folders: Folders, tmp_path: Path, name: str, change: dict[str, Any], message: str
 ) -> None:
     folder = altered(folders[name], tmp_path / "other", **change)
     with pytest.raises(UnsupportedModelError, match=message):
         torch_model.load(str(folder), dtype=torch.float32)
 
 
-def test_a_window_as_long_as_the_context_is_none(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_window_as_long_as_the_context_is_none(folders: Folders, tmp_path: Path) -> None:
     """Mistral's is 4096 in transformers where a config says nothing; these models read 512."""
     folder = altered(folders["mistral4x24"], tmp_path / "silent", sliding_window=...)
     model = torch_model.load(str(folder), dtype=torch.float32)
@@ -400,10 +398,10 @@ def test_pairs_that_cannot_be_translated(torch_models: dict[str, TorchModel]) ->
     [*((pair, "pre_norm") for pair in (*PAIRS, *UNLIKE_PAIRS)), (UNLIKE_PAIRS[0], "post_rope")],
 )
 def test_gradients_on_mlx_equal_pytorchs(
-    models: dict[str, LanguageModel],
+    models: Models,
     torch_models: dict[str, TorchModel],
-    folders: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
+    folders: Folders,
+    monkeypatch: Patch,
     pair: tuple[str, str],
     capture_point: str,
 ) -> None:
@@ -424,7 +422,7 @@ def test_gradients_on_mlx_equal_pytorchs(
 
 
 @pytest.mark.parametrize("name", [*NAMES, "wrapped", *UNLIKE])
-def test_norms_are_those_of_the_files(folders: dict[str, Path], name: str) -> None:
+def test_norms_are_those_of_the_files(folders: Folders, name: str) -> None:
     """Every family's, though 16 bits round them: what MLX reads, which rounds nothing."""
     here = kv.load(folders[name], lazy=True)
     for dtype in (torch.bfloat16, torch.float16):

@@ -32,6 +32,7 @@ from kvlingo_mlx.training.on_mlx.pair import MLXPair
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.runtime import pair_of
 from tests.support import hybrid_models
+from tests.support.fixtures import Models, Patch, Printed
 from tests.support.trainings import Random, device_kl, die_after, log_of, random_arrays, training
 
 TINY = {
@@ -46,7 +47,7 @@ PAIRS = ("qwen3_5", "other"), ("nemotron_h", "granitemoehybrid"), ("lfm2", "othe
 
 
 @pytest.fixture(scope="module")
-def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Models:
     root, write = tmp_path_factory.mktemp("hybrids"), hybrid_models.write_hybrid_model
     return {name: kv.load(write(root / name, kind, **m)) for name, (kind, m) in TINY.items()}
 
@@ -56,9 +57,7 @@ def curve(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_the_loss_falls(
-    hybrids: dict[str, LanguageModel], tmp_path: Path, pair: tuple[str, str]
-) -> None:
+def test_the_loss_falls(hybrids: Models, tmp_path: Path, pair: tuple[str, str]) -> None:
     """Of held-out conversations, and the translator that was kept is the best one."""
     stream, rate = Random(different=2), 3e-4 if pair[1] == "other" else 1e-3
     training(hybrids, tmp_path / "t", (rate,), pair=pair, stream=stream).run()
@@ -71,7 +70,7 @@ def test_the_loss_falls(
 
 
 def test_an_interrupted_training_has_the_same_curve(
-    hybrids: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hybrids: Models, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Of two rates, above a native recurrent layer; and the same maps, bit by bit."""
     options: dict[str, Any] = {"pair": PAIRS[1], "native_layers": 1, "stream": Random(different=2)}
@@ -89,7 +88,7 @@ def test_an_interrupted_training_has_the_same_curve(
     assert all(np.array_equal(array, cut[name]) for name, array in whole.items())
 
 
-def test_reconstruction(hybrids: dict[str, LanguageModel]) -> None:
+def test_reconstruction(hybrids: Models) -> None:
     """The squared error of a recurrence's inputs, by hand, and a gradient for each map."""
     source, target = (hybrids[name] for name in PAIRS[1])
     pair, sample = pair_of(source, target), Random().sample(0)
@@ -112,9 +111,7 @@ def test_reconstruction(hybrids: dict[str, LanguageModel]) -> None:
 # ---- PyTorch ---------------------------------------------------------------------------------
 
 
-def test_pytorch_refuses_all_of_them(
-    hybrids: dict[str, LanguageModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pytorch_refuses_all_of_them(hybrids: Models, tmp_path: Path, capsys: Printed) -> None:
     """In a line that names the runtime that trains them, before anything is read."""
     known = {name: families.family_of(name) for name in families.known_families()}
     assert set(HYBRIDS) == {name for name, row in known.items() if isinstance(row, Recurrent)}
@@ -143,7 +140,7 @@ RULES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def mapped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
+def mapped(tmp_path_factory: pytest.TempPathFactory) -> Models:
     root, write = tmp_path_factory.mktemp("mapped"), hybrid_models.write_hybrid_model
     return {
         f"{rule} {n}": kv.load(write(root / rule / str(n), name, seed=n, **more))
@@ -152,7 +149,7 @@ def mapped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]
     }
 
 
-def ends(mapped: dict[str, LanguageModel], rule: str) -> tuple[LanguageModel, LanguageModel]:
+def ends(mapped: Models, rule: str) -> tuple[LanguageModel, LanguageModel]:
     return mapped[f"{rule} 0"], mapped[f"{rule} 1"]
 
 
@@ -212,7 +209,7 @@ def by_hand(
 
 @pytest.mark.parametrize(("nu", "native"), [(1, 0), (2, 0), (1, 1)])
 @pytest.mark.parametrize("rule", RULES)
-def test_gradients(mapped: dict[str, LanguageModel], rule: str, nu: int, native: int) -> None:
+def test_gradients(mapped: Models, rule: str, nu: int, native: int) -> None:
     """Of every tensor, beside one graph through plain products."""
     source, target = ends(mapped, rule)
     config = make_config(source, target, TrainingPlan(nu=nu, state_maps=True, native_layers=native))
@@ -232,9 +229,7 @@ def test_gradients(mapped: dict[str, LanguageModel], rule: str, nu: int, native:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_loss_of_mapped_states_falls(
-    mapped: dict[str, LanguageModel], rule: str, tmp_path: Path
-) -> None:
+def test_the_loss_of_mapped_states_falls(mapped: Models, rule: str, tmp_path: Path) -> None:
     stream, pair = Random(different=2), (f"{rule} 0", f"{rule} 1")
     options: dict[str, Any] = {"pair": pair, "stream": stream, "state_maps": True, "nu": 2}
     training(mapped, tmp_path / "t", (3e-3,), **options).run()
@@ -246,7 +241,7 @@ def test_the_loss_of_mapped_states_falls(
     assert np.mean(found) == pytest.approx(min(losses), rel=0.01)
 
 
-def test_the_verb(mapped: dict[str, LanguageModel], tmp_path: Path, capsys: Any) -> None:
+def test_the_verb(mapped: Models, tmp_path: Path, capsys: Any) -> None:
     source, target = ends(mapped, "gated_delta")
     data = tmp_path / "chats.jsonl"
     talk = [{"role": "user", "content": "is it on? " * 9}, {"role": "assistant", "content": "yes"}]

@@ -20,6 +20,7 @@ from kvlingo_mlx.training import distill
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.watch import complaints, outlook
+from tests.support.fixtures import Patch
 from tests.support.trainings import die_after, log_of, training
 
 Curve = list[dict[str, Any]]
@@ -72,8 +73,7 @@ WILD = (3.0,)  # a learning rate that ruins any translator
 
 
 def test_the_best_step_is_kept_stage_1_included(
-    torch_models: dict[str, TorchModel],
-    tmp_path: Path,
+    torch_models: dict[str, TorchModel], tmp_path: Path
 ) -> None:
     first = training(torch_models, tmp_path / "first", steps=0).run()
     said: list[str] = []
@@ -89,9 +89,7 @@ def test_the_best_step_is_kept_stage_1_included(
 
 
 def test_a_step_in_the_middle_is_kept_and_survives_a_kill(
-    torch_models: dict[str, TorchModel],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Two good steps, then the rate is raised until all is ruined, and the process killed."""
     from kvlingo_mlx.training.recipe import Recipe
@@ -134,7 +132,7 @@ class Clock:
 
 
 @pytest.fixture()
-def rates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def rates(monkeypatch: Patch) -> list[float]:
     """The rates of all steps taken."""
     monkeypatch.setattr(distill, "time", Clock())
     taken: list[float] = []
@@ -181,7 +179,7 @@ def test_steps_may_end_it_first(models: Models, tmp_path: Path, rates: list[floa
 
 
 def test_what_is_spent_counts_after_a_kill(
-    models: Models, tmp_path: Path, rates: list[float], monkeypatch: pytest.MonkeyPatch
+    models: Models, tmp_path: Path, rates: list[float], monkeypatch: Patch
 ) -> None:
     with monkeypatch.context() as patch:
         die_after(patch, 20)

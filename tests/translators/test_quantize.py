@@ -25,11 +25,11 @@ from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import read_jsonl
 from kvlingo_mlx.translators import base, build, products
 from kvlingo_mlx.translators.base import Translator
 from tests.support import kinds, tiny
+from tests.support.fixtures import Folders, Models, Patch, Printed
 from tests.support.kinds import (
     FORMS,
     TOLERANCE,
@@ -53,7 +53,7 @@ each_width = pytest.mark.parametrize("bits", [8, 4])
 
 
 @pytest.fixture(autouse=True)
-def hidden_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+def hidden_widths(monkeypatch: Patch) -> None:
     """Some of whole groups, some not."""
     widths = {"keys": (64, 128, 64, 70, 128), "values": (64, 6, 64, 6, 64)}
     monkeypatch.setattr(kinds, "HIDDEN", widths)
@@ -126,9 +126,7 @@ def test_random_weights_are_their_words(form: Layout, bits: int, batched: bool) 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @each_width
 @pytest.mark.parametrize("name", ["linear", "linear head-wise", "joint", "linear_mlp"])
-def test_weights_of_sixteen_bits(
-    name: str, bits: int, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_sixteen_bits(name: str, bits: int, dtype: str, monkeypatch: Patch) -> None:
     """Scales are the file's, on a CPU in float32; as on a GPU, products have 16 bits."""
     data = wide_config(FORMS[name])
     weights = Weights.from_float32(random_arrays(FORMS[name], data, True), dtype)
@@ -261,9 +259,8 @@ def test_a_quantised_translator_is_not_saved(form: Layout, tmp_path: Path) -> No
 @pytest.mark.parametrize("step", [2048, 5])
 @pytest.mark.parametrize("hidden", [None, 64])
 def test_a_hand_over(
-    folders: dict[str, Path], models: dict[str, LanguageModel], tmp_path: Path, hidden: int | None,
-    step: int,
-) -> None:  # fmt: skip
+    folders: Folders, models: Models, tmp_path: Path, hidden: int | None, step: int
+) -> None:
     """Captured after RoPE: the source's own cache, mapped, is the target's."""
     folder = tiny.write_random_translator(
         tmp_path / "linear", folders["dense"], folders["moe"], nu=2, capture="post_rope"
@@ -301,9 +298,7 @@ def test_a_hand_over(
 # ---- the command line --------------------------------------------------------------------------
 
 
-def test_verbs_take_it(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verbs_take_it(folders: Folders, tmp_path: Path, capsys: Printed) -> None:
     folder = tiny.write_random_translator(tmp_path / "t", folders["dense"], folders["moe"])
     pair = (str(folders["dense"]), str(folders["moe"]))
     translator, record = ["--translator", str(folder)], tmp_path / "record.jsonl"
@@ -336,9 +331,7 @@ def test_verbs_take_it(
     assert "not quantised                   8 matrices" in rows and "keys.0.w2, keys.1.w2" in rows
 
 
-def test_eval_shows_each_form_beside_the_float_one(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_eval_shows_each_form_beside_the_float_one(folders: Folders, tmp_path: Path) -> None:
     folder = tiny.write_random_translator(tmp_path / "t", folders["dense"], folders["moe"])
     record, journal, data = (tmp_path / name for name in ("record", "scores.jsonl", "data.jsonl"))
     talks = dialogues.held_out(2, facts=(2, 3), questions=2)

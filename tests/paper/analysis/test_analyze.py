@@ -22,9 +22,9 @@ from benchmarks.paper.analysis.random_init import randomly_initialised
 from benchmarks.paper.analysis.report import Settings, closed_form_alignment, compare
 from benchmarks.paper.analysis.states import States, collect
 from benchmarks.paper.commands import run
-from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
 from tests.support.command_line import fails
+from tests.support.fixtures import Folders, Models, Patch, Printed
 
 SIDES = ("keys", "values")
 
@@ -61,7 +61,7 @@ def test_documents_are_cut_alike_and_split_whole() -> None:
         texts.split(words[:1], seed=0)
 
 
-def test_records_are_read_whole(models: dict[str, LanguageModel]) -> None:
+def test_records_are_read_whole(models: Models) -> None:
     """Texts from end to end, conversations through their last reply, empty ones passed over."""
     tokenizer = models["dense"].tokenizer
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Good day"}]
@@ -79,7 +79,7 @@ def test_records_are_read_whole(models: dict[str, LanguageModel]) -> None:
 # ---- states -----------------------------------------------------------------------------
 
 
-def test_states_are_the_models_own_cache(models: dict[str, LanguageModel]) -> None:
+def test_states_are_the_models_own_cache(models: Models) -> None:
     model, corpus = models["moe"], corpus_of([5, 9], {1})
     found = {point: collect(model, corpus, point) for point in ("pre_norm", "post_rope")}
     start = 0
@@ -102,7 +102,7 @@ def test_states_are_the_models_own_cache(models: dict[str, LanguageModel]) -> No
         assert np.array_equal(middle.values[layer], raw.values[layer])
 
 
-def test_states_that_are_not_finite(folders: dict[str, Path]) -> None:
+def test_states_that_are_not_finite(folders: Folders) -> None:
     model = kv.load(folders["dense"])
     weight = model.attentions[1].v_proj.weight
     model.attentions[1].v_proj.weight = weight * float("inf")
@@ -110,9 +110,7 @@ def test_states_that_are_not_finite(folders: dict[str, Path]) -> None:
         collect(model, corpus_of([4, 4], {0}), "pre_norm")
 
 
-def test_memory_is_checked_first(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_checked_first(models: Models, monkeypatch: Patch) -> None:
     pair = (models["dense"], models["moe"])
     # 3 and 4 layers of 2 heads of 32, keys and values, float32: 3584 bytes a token.
     pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 2 * 100 * 3584}
@@ -122,9 +120,7 @@ def test_memory_is_checked_first(
         collecting.check_memory(pair, 101)
 
 
-def test_random_weights(
-    models: dict[str, LanguageModel], quantised_models: dict[str, LanguageModel]
-) -> None:
+def test_random_weights(models: Models, quantised_models: Models) -> None:
     trained = dict(tree_flatten(models["moe"].model.parameters()))
     before = {name: np.array(array) for name, array in trained.items()}
     one, again, other = (randomly_initialised(models["moe"], seed) for seed in (1, 1, 2))
@@ -231,7 +227,7 @@ def test_a_permutation_of_heads_is_found() -> None:
     assert found["values"].p == pytest.approx(1 / 24, abs=0.01)
 
 
-def test_heads_that_cannot_be_aligned(models: dict[str, LanguageModel]) -> None:
+def test_heads_that_cannot_be_aligned(models: Models) -> None:
     settings = Settings(documents=4, tokens=200, mlp=False, cka=False)
     states = collect(models["dense"], corpus_of([20, 20], {0}), "pre_norm")
     report = compare(states, states, corpus_of([20, 20], {0}), settings, ({2, 4}, {2}))
@@ -246,7 +242,7 @@ ZOO = ["analyze", "--source", "tiny-qwen3-s", "--target", "tiny-qwen3-moe"]
 SMALL = ["--documents", "16", "--tokens", "2048", "--epochs", "1", "--hidden", "16"]
 
 
-def test_verb_on_the_zoo(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verb_on_the_zoo(capsys: Printed) -> None:
     assert run([*ZOO, *SMALL, "--json", "-"]) == 0
     captured = capsys.readouterr()
     entry = json.loads(captured.out)
@@ -269,9 +265,7 @@ def test_verb_on_the_zoo(capsys: pytest.CaptureFixture[str]) -> None:
         assert 1 < results["rank"]["target"][side][5]["effective"] < 128
 
 
-def test_verb_on_a_file(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verb_on_a_file(folders: Folders, tmp_path: Path, capsys: Printed) -> None:
     data, record = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
     data.write_text((json.dumps({"text": "One two three four five. " * 20}) + "\n") * 5)
     pair = ["--source", str(folders["dense"]), "--target", str(folders["moe"])]

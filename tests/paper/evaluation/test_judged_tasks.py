@@ -19,22 +19,22 @@ from benchmarks.paper.tasks import ADDED
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.harness import running
-from kvlingo_mlx.models.language_model import LanguageModel
 
 lm_eval = pytest.importorskip("lm_eval")
 
 
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, RequestedAnswer  # noqa: E402
+from tests.support.fixtures import Models, Patch  # noqa: E402
 from tests.support.lm_eval_tasks import MT_BENCH, QUAC, offline  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def local(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def local(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Patch) -> None:
     offline(tmp_path_factory.getbasetemp(), monkeypatch)
 
 
 @pytest.fixture
-def run_native(models: dict[str, LanguageModel], task_folder: Path) -> Callable[..., dict]:
+def run_native(models: Models, task_folder: Path) -> Callable[..., dict]:
     model = models["dense"]
 
     def run(*tasks: str, **options: Any) -> dict[str, Any]:
@@ -96,9 +96,7 @@ def data(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.fixture
-def own_results(
-    run_native: Callable, data: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> dict[str, Any]:
+def own_results(run_native: Callable, data: dict[str, Path], monkeypatch: Patch) -> dict[str, Any]:
     """All our tasks, answered by a script: the last word of the question, upside down traces."""
     contexts: list[str] = []
 
@@ -156,7 +154,7 @@ def test_the_turn_is_drawn_by_the_seed(run_native: Callable, data: dict[str, Pat
 
 
 def test_own_tasks_without_a_template(
-    models: dict[str, LanguageModel], run_native: Callable, data: dict[str, Path]
+    models: Models, run_native: Callable, data: dict[str, Path]
 ) -> None:
     found = run_native("multichallenge", data=data, apply_chat_template=False, max_gen_toks=1)
     text = "User: Be polite.\n\nAssistant: Gladly.\n\nUser: Bye.\n\nAssistant:"
@@ -260,7 +258,7 @@ def test_every_prompt_has_a_verdict_and_its_places() -> None:
 
 
 def test_a_local_judge_is_greedy_and_keeps_its_replies(
-    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     model, file = models["moe"], tmp_path / "judge.jsonl"
     judge = Judge(model, max_tokens=8, responses=file)
@@ -280,9 +278,7 @@ def test_a_local_judge_is_greedy_and_keeps_its_replies(
         judge("x " * 600)
 
 
-def test_a_judges_own_reasoning_is_dropped(
-    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judges_own_reasoning_is_dropped(models: Models, monkeypatch: Patch) -> None:
     reply = "<think>is it [[no]]?</think>\n[[yes]]"
     monkeypatch.setattr(judging, "generate", lambda *args, **options: reply)
     assert yes_no(Judge(models["dense"])("Is it?")) == 1.0

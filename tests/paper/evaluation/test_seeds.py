@@ -16,9 +16,9 @@ from kvlingo_mlx.evaluation import conditions, lineup, probes
 from kvlingo_mlx.evaluation.compare import ALL, Outcome, evaluate, found, outcome
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.journal import Journal
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import tiny
+from tests.support.fixtures import Folders, Models, Patch, Printed
 
 TALKS = [
     {"messages": talk.conversation()} for talk in dialogues.held_out(4, facts=(2, 3), questions=2)
@@ -63,12 +63,12 @@ def test_tables_are_numpys() -> None:
 
 
 @pytest.fixture
-def task(models: dict[str, LanguageModel]) -> probes.Task:
+def task(models: Models) -> probes.Task:
     return probes.continuation(models["dense"], TALKS, 4, 512)
 
 
 def test_each_seed_is_scored_once_and_kept(
-    models: dict[str, LanguageModel], task: probes.Task, tmp_path: Path
+    models: Models, task: probes.Task, tmp_path: Path
 ) -> None:
     """From a real run: each seed's table is what it has alone; a journal of averages is redone."""
     model, path = models["dense"], tmp_path / "scores.jsonl"
@@ -113,11 +113,7 @@ def test_each_seed_is_scored_once_and_kept(
 
 
 def test_eval_shows_both(
-    models: dict[str, LanguageModel],
-    folders: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    models: Models, folders: Folders, tmp_path: Path, capsys: Printed, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     pair = models["dense"], models["wide"]

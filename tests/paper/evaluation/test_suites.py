@@ -29,13 +29,14 @@ from benchmarks.paper.tasks import JUDGED, NAMES
 from kvlingo_mlx.evaluation.harness import running
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, RequestedAnswer
 from tests.support import paper_records
+from tests.support.fixtures import Patch, Printed
 from tests.support.lm_eval_tasks import offline, write_task
 
 PAIR = ["eval", "--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
 
 
 @pytest.fixture(autouse=True)
-def local(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def local(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Patch) -> None:
     offline(tmp_path_factory.getbasetemp(), monkeypatch, "gsm8k")
 
 
@@ -186,7 +187,7 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+def asked(monkeypatch: Patch) -> list[tuple[str, dict[str, Any]]]:
     """A scripted model: what it was asked, with the options; it knows all that is planted."""
     seen: list[tuple[str, dict[str, Any]]] = []
 
@@ -320,9 +321,7 @@ def test_a_local_file_replaces_the_data_of_any_task(
             running.run(models[1], native, ["far"], data=data, **options)
 
 
-def test_a_module_that_a_task_needs_is_missed_before_any_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_module_that_a_task_needs_is_missed_before_any_work(monkeypatch: Patch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match="IFEval needs langdetect and immutabledict: pip"):
         suite_runs.check_modules(PAPER)
@@ -333,9 +332,8 @@ def test_a_module_that_a_task_needs_is_missed_before_any_work(
 
 
 def test_the_verb_runs_a_suite(
-    tmp_path: Path, files: dict[str, str], asked: list, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    tmp_path: Path, files: dict[str, str], asked: list, capsys: Printed, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(Judge, "_reply", lambda self, prompt: "Rating: [[1996]] or [[yes]]"
                         if "Rating" in prompt else "[[yes]]")  # fmt: skip
     record = tmp_path / "record.json"
@@ -361,7 +359,7 @@ def test_the_verb_runs_a_suite(
 
 
 def test_what_needs_a_judge_is_said_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch, capsys: Printed
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())

@@ -27,11 +27,11 @@ from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.evaluation.journal import Responses
 from kvlingo_mlx.models import capture
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import tiny
 from tests.support.command_line import run
+from tests.support.fixtures import Models, Patch, Printed
 from tests.support.identity import identity_of
 
 STORY = "Anna lives in Paris. The code of Ben is C2."
@@ -213,7 +213,7 @@ def test_coqas_score_by_plain_loops() -> None:
     )  # it may only be compared with the other
 
 
-def test_means_errors_seeds_and_bins(models: dict[str, LanguageModel]) -> None:
+def test_means_errors_seeds_and_bins(models: Models) -> None:
     """Answers that are kept stand for those of models: two ways, one of two seeds."""
     ends = dict(zip("ab", (models["dense"], models["dense"]), strict=True))
     questions = [({"role": "user", "content": f"question {i}"},) for i in range(3)]
@@ -250,7 +250,7 @@ def test_means_errors_seeds_and_bins(models: dict[str, LanguageModel]) -> None:
 
 
 @pytest.fixture
-def ends(models: dict[str, LanguageModel]) -> turns.Models:
+def ends(models: Models) -> turns.Models:
     return turns.names_of([models["dense"], models["dense"]])
 
 
@@ -300,7 +300,7 @@ def test_alone_is_what_mlx_lm_writes(ends: turns.Models) -> None:
         tokens += [response.token for response in found]
 
 
-def test_naive_switching_translates_all_anew(models: dict[str, LanguageModel]) -> None:
+def test_naive_switching_translates_all_anew(models: Models) -> None:
     """Its states are those of translators applied to translations, again and again."""
     pair = {"a": models["dense"], "b": models["wide"]}
     sample = Sample(tuple(tiny.random_tokens(90)), ())
@@ -361,9 +361,8 @@ def zoo_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_verb_scores_by_turn_and_resumes(
-    zoo_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    zoo_file: str, tmp_path: Path, monkeypatch: Patch, capsys: Printed
+) -> None:
     """On the zoo, with controls: naive translation collapses at the second switch, hidden text at
     once, wrong maps at the first switch; the scores are those of the answers that were kept."""
     monkeypatch.chdir(tmp_path)
@@ -420,9 +419,7 @@ def test_the_verb_scores_by_turn_and_resumes(
     assert (tmp_path / "kvlingo-eval.responses.jsonl").read_text() == before
 
 
-def test_the_verb_asks_a_judge(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verb_asks_a_judge(tmp_path: Path, monkeypatch: Patch, capsys: Printed) -> None:
     """Seeds of a method, a history that does not fit, and a judge's verdicts."""
     monkeypatch.chdir(tmp_path)
     long = {**CHALLENGE, "CONVERSATION": [*CHALLENGE["CONVERSATION"][:-1],

@@ -27,6 +27,7 @@ from kvlingo_mlx.timing.switching import Stopwatch
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
 from tests.support.command_line import run
+from tests.support.fixtures import Models, Patch, Printed
 from tests.support.healings import Chunk, in_a_row, noted
 
 PROMPT = tiny.random_tokens(81)
@@ -35,12 +36,12 @@ HEALED = ("heal_idle", "heal_interleaved", "heal_layers 1", "heal_layers 3")
 
 
 @pytest.fixture(scope="module")
-def translator(models: dict[str, LanguageModel]) -> Translator:
+def translator(models: Models) -> Translator:
     return kv.fit(models["dense"], models["moe"], [{"text": "one two three four five " * 9}])
 
 
 @pytest.fixture(scope="module")
-def made(models: dict[str, LanguageModel], translator: Translator) -> Paths:
+def made(models: Models, translator: Translator) -> Paths:
     return Paths(models["dense"], models["moe"], {"float32": translator}, PROMPT, 32)
 
 
@@ -61,7 +62,7 @@ def bench(tmp_path: Path, *words: str) -> tuple[int, Sequence[dict[str, Any]]]:
 
 
 def test_the_phases_do_what_they_are_called(
-    models: dict[str, LanguageModel], translator: Translator, made: Paths
+    models: Models, translator: Translator, made: Paths
 ) -> None:
     target = models["moe"]
     assert made.native_single() == next_token(target, PROMPT)
@@ -83,7 +84,7 @@ def test_the_phases_do_what_they_are_called(
 
 @pytest.mark.parametrize("phase", HEALED)
 def test_a_healed_phase_ends_with_the_targets_own_cache(
-    made: Paths, phase: str, monkeypatch: pytest.MonkeyPatch
+    made: Paths, phase: str, monkeypatch: Patch
 ) -> None:
     read = noted(monkeypatch)
     made.phase(phase)()
@@ -102,7 +103,7 @@ def test_a_healed_phase_ends_with_the_targets_own_cache(
 
 
 def test_an_answer_that_fills_the_context_ends_and_the_rest_is_read(
-    made: Paths, monkeypatch: pytest.MonkeyPatch
+    made: Paths, monkeypatch: Patch
 ) -> None:
     class Busy:
         """Decoding that never leaves time for a chunk."""
@@ -159,7 +160,7 @@ def test_every_phase_of_every_table(made: Paths) -> None:
 
 
 def test_little_time_leaves_long_prompts_out(
-    models: dict[str, LanguageModel], translator: Translator, unhurried: None
+    models: Models, translator: Translator, unhurried: None
 ) -> None:
     pair = BenchPair(models["dense"], models["moe"], {"float32": translator}, text=False)
     table = tables.TABLES["switch"]
@@ -172,7 +173,7 @@ def test_little_time_leaves_long_prompts_out(
 
 
 def test_caches_that_do_not_fit_are_refused(
-    models: dict[str, LanguageModel], translator: Translator, monkeypatch: pytest.MonkeyPatch
+    models: Models, translator: Translator, monkeypatch: Patch
 ) -> None:
     """What is asked for is refused; a table's own lengths are left out."""
     pair, table = (
@@ -202,7 +203,7 @@ def test_what_is_derived_from_times() -> None:
 
 
 def test_a_memory_budget_is_of_the_precision_that_it_names(
-    small_geometries: None, monkeypatch: pytest.MonkeyPatch
+    small_geometries: None, monkeypatch: Patch
 ) -> None:
     """Of 16-bit weights on a CPU as well, all models and their caches."""
     whole = geometries.GEOMETRIES["gemma-3-4b"]
@@ -221,9 +222,7 @@ def test_a_memory_budget_is_of_the_precision_that_it_names(
 # ---- the verb -------------------------------------------------------------------------------
 
 
-def test_bench_of_a_geometry(
-    small_geometries: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_of_a_geometry(small_geometries: None, tmp_path: Path, capsys: Printed) -> None:
     """The paper's nu where nobody asks for another one."""
     words = ["--geometry", "qwen3-4b:qwen3-30b-a3b", "-n", "2", "--table", "all", "-p", "12,20"]
     status, (record,) = bench(tmp_path, *words, "--decode-tokens", "5")
@@ -251,7 +250,7 @@ def test_bench_of_a_geometry(
     assert "1e-09, and the shortest measurement takes longer" in capsys.readouterr().err
 
 
-def test_bench_of_healing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_of_healing(tmp_path: Path, capsys: Printed) -> None:
     words = ["--table", "healing", "-n", "2", "-p", "2,40", "--decode-tokens", "8"]
     status, (record,) = bench(tmp_path, *words)
     assert status == 0
@@ -278,10 +277,7 @@ def test_bench_of_healing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_windows_are_refused_before_anything_is_timed(
-    small_geometries: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    small_geometries: None, tmp_path: Path, monkeypatch: Patch, capsys: Printed
 ) -> None:
     monkeypatch.setattr(tables, "run_table", None)
     words = ["--table", "healing", "--geometry", "gemma-3-4b:gemma-3-4b", "-p", "12"]
@@ -320,7 +316,7 @@ def test_flops_of_released_shapes_are_the_papers(name: str, gflop: float) -> Non
     assert costs.tokens(3).flops == pytest.approx(3 * per_token + attention + head)
 
 
-def test_costs_by_hand(models: dict[str, LanguageModel], translator: Translator) -> None:
+def test_costs_by_hand(models: Models, translator: Translator) -> None:
     model = models["moe"]
     costs, config = Costs(model), model.config
     assert len(costs.experts) == 3 * len(model.model.layers)
@@ -340,9 +336,7 @@ def test_costs_by_hand(models: dict[str, LanguageModel], translator: Translator)
     assert rates.floor(ceilings.Work(10, 4)) == 5 and rates.floor(ceilings.Work(1, 40)) == 10
 
 
-def test_reading_a_prompt_ends_with_the_last_keys_and_values(
-    models: dict[str, LanguageModel],
-) -> None:
+def test_reading_a_prompt_ends_with_the_last_keys_and_values(models: Models) -> None:
     """By hand: of the last layer all but two projections is left out, and the head."""
     for name in ("dense", "moe"):
         costs, config = Costs(models[name]), models[name].config

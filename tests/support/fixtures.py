@@ -1,0 +1,14 @@
+"""What fixtures are, under the short names that signatures of tests use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvlingo_mlx.models.language_model import LanguageModel
+
+Folders = dict[str, Path]  # of models, by name
+Models = dict[str, LanguageModel]
+Patch = pytest.MonkeyPatch
+Printed = pytest.CaptureFixture[str]

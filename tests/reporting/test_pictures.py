@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,19 +143,3 @@ def test_trainings_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (picture, title) == ("curve.png", "a to b")
     assert figure.axes[0].lines[0].get_ydata().tolist() == [line["held_out"][0] for line in lines]
     assert "10^" not in "".join(ticks(figure.axes[0].yaxis))
-
-
-# ---- the machine ---------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are chosen on Linux alone")
-def test_the_cores_that_a_process_may_use() -> None:
-    """A benchmark that is held to one core of a machine has one, whatever the machine has."""
-    one = min(os.sched_getaffinity(0))
-    said = (
-        f"import os; os.sched_setaffinity(0, {{{one}}})\n"
-        "from kvlingo_mlx.reporting import measure\n"
-        "print(measure.environment()['cores'], measure.machine()['cores'])"
-    )
-    found = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["1", "1"]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -274,3 +277,16 @@ def test_bench_without_a_translator_times_random_maps(folders: Folders, capsys: 
     done = capsys.readouterr()
     assert "random maps of the same shapes are timed" in done.err
     assert "random maps, nu = 1" in done.out and "bundled text" in done.out
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are chosen on Linux alone")
+def test_the_cores_that_a_process_may_use() -> None:
+    """A benchmark that is held to one core of a machine has one, whatever the machine has."""
+    one = min(os.sched_getaffinity(0))
+    said = (
+        f"import os; os.sched_setaffinity(0, {{{one}}})\n"
+        "from kvlingo_mlx.reporting import measure\n"
+        "print(measure.environment()['cores'], measure.machine()['cores'])"
+    )
+    found = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["1", "1"]

@@ -6,34 +6,31 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import mx
-
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 pytest.importorskip("torch")
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import caches, families
+from kvlingo_mlx import families
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.cuda.families import HYBRIDS, family_of
 from kvlingo_mlx.embedded.first_chats import first_chats
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.recurrent import Recurrent
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.models import capture
-from kvlingo_mlx.models.delta_rule import in_chunks
-from kvlingo_mlx.models.hidden import hidden_states, logits_of
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.objectives import objective_named
-from kvlingo_mlx.training.on_mlx.pair import MLXPair
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.runtime import pair_of
 from tests.support import hybrid_models
-from tests.support.fixtures import Models, Patch, Printed
-from tests.support.trainings import Random, device_kl, die_after, log_of, random_arrays, training
+from tests.support.trainings import (
+    Random,
+    device_kl,
+    die_after,
+    log_of,
+    random_arrays,
+    training,
+)
 
 TINY = {
     "qwen3_5": ("qwen3_5", {"num_hidden_layers": 4}),
@@ -47,7 +44,7 @@ PAIRS = ("qwen3_5", "other"), ("nemotron_h", "granitemoehybrid"), ("lfm2", "othe
 
 
 @pytest.fixture(scope="module")
-def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Models:
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
     root, write = tmp_path_factory.mktemp("hybrids"), hybrid_models.write_hybrid_model
     return {name: kv.load(write(root / name, kind, **m)) for name, (kind, m) in TINY.items()}
 
@@ -57,7 +54,9 @@ def curve(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_the_loss_falls(hybrids: Models, tmp_path: Path, pair: tuple[str, str]) -> None:
+def test_the_loss_falls(
+    hybrids: dict[str, LanguageModel], tmp_path: Path, pair: tuple[str, str]
+) -> None:
     """Of held-out conversations, and the translator that was kept is the best one."""
     stream, rate = Random(different=2), 3e-4 if pair[1] == "other" else 1e-3
     training(hybrids, tmp_path / "t", (rate,), pair=pair, stream=stream).run()
@@ -70,7 +69,7 @@ def test_the_loss_falls(hybrids: Models, tmp_path: Path, pair: tuple[str, str]) 
 
 
 def test_an_interrupted_training_has_the_same_curve(
-    hybrids: Models, tmp_path: Path, monkeypatch: Patch
+    hybrids: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two rates, above a native recurrent layer; and the same maps, bit by bit."""
     options: dict[str, Any] = {"pair": PAIRS[1], "native_layers": 1, "stream": Random(different=2)}
@@ -88,7 +87,7 @@ def test_an_interrupted_training_has_the_same_curve(
     assert all(np.array_equal(array, cut[name]) for name, array in whole.items())
 
 
-def test_reconstruction(hybrids: Models) -> None:
+def test_reconstruction(hybrids: dict[str, LanguageModel]) -> None:
     """The squared error of a recurrence's inputs, by hand, and a gradient for each map."""
     source, target = (hybrids[name] for name in PAIRS[1])
     pair, sample = pair_of(source, target), Random().sample(0)
@@ -111,7 +110,9 @@ def test_reconstruction(hybrids: Models) -> None:
 # ---- PyTorch ---------------------------------------------------------------------------------
 
 
-def test_pytorch_refuses_all_of_them(hybrids: Models, tmp_path: Path, capsys: Printed) -> None:
+def test_pytorch_refuses_all_of_them(
+    hybrids: dict[str, LanguageModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In a line that names the runtime that trains them, before anything is read."""
     known = {name: families.family_of(name) for name in families.known_families()}
     assert set(HYBRIDS) == {name for name, row in known.items() if isinstance(row, Recurrent)}
@@ -126,140 +127,3 @@ def test_pytorch_refuses_all_of_them(hybrids: Models, tmp_path: Path, capsys: Pr
     line = ["train", "--source", source, "--target", target, "--data", str(data)]
     assert run([*line, "--out", str(tmp_path / "t"), "--device", "cpu"]) == 2
     assert "'lfm2' keeps recurrent states" in capsys.readouterr().err
-
-
-# ---- maps of states ------------------------------------------------------------------------------
-
-
-RULES: dict[str, Any] = {
-    "gated_delta": (("qwen3_5", {"num_hidden_layers": 4}),
-                    ("qwen3_5", {"num_hidden_layers": 4, "linear_key_head_dim": 12,
-                                 "linear_num_value_heads": 6, "linear_value_head_dim": 20})),
-    "mamba2": (("nemotron_h", {}), ("granitemoehybrid", {})),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def mapped(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    root, write = tmp_path_factory.mktemp("mapped"), hybrid_models.write_hybrid_model
-    return {
-        f"{rule} {n}": kv.load(write(root / rule / str(n), name, seed=n, **more))
-        for rule, ends in RULES.items()
-        for n, (name, more) in enumerate(ends)
-    }
-
-
-def ends(mapped: Models, rule: str) -> tuple[LanguageModel, LanguageModel]:
-    return mapped[f"{rule} 0"], mapped[f"{rule} 1"]
-
-
-def by_hand(
-    source: LanguageModel, target: LanguageModel, config: Any, sample: Sample, native: int
-) -> Any:
-    """The loss of the maps' tensors: plain products, the target's own cache classes, one graph."""
-    states = capture.whole(source, sample.prefix[:-1], config.capture)
-    cache = make_prompt_cache(source.model)
-    source.model(mx.array([list(sample.prefix[:-1])]), cache=cache)
-    kept = {t: each.cache[1] for t, each in enumerate(cache) if caches.is_recurrent(each)}
-    own = make_prompt_cache(target.model)
-    target.model(mx.array([list(sample.prefix[:-1])]), cache=own)
-    held = [dict(caches.held(each)) for each in own]
-    following = (sample.prefix[-1], *sample.continuation[:-1])
-    teacher = hidden_states(target, following, own)
-    wanted = logits_of(target, teacher).astype(mx.float32)
-    wanted = wanted - mx.logsumexp(wanted, axis=-1, keepdims=True)
-
-    def loss(tensors: dict[str, mx.array]) -> mx.array:
-        made = make_prompt_cache(target.model)
-        for t, (each, layer) in enumerate(zip(made, target.geometry.layers, strict=True)):
-            reads = config.assignment.keys[t]
-            if t < native:
-                for name, array in held[t].items():
-                    end = None if caches.is_recurrent(each) else len(sample.prefix) - 1
-                    caches.put_part(each, name, array if end is None else array[..., :end, :])
-            elif layer.recurrence is not None:
-                left, right = (tensors[f"states.{t}.{n}"] for n in ("left", "right"))
-                heads = layer.recurrence.value_heads
-                rows = []
-                for h in range(heads):
-                    total = 0.0
-                    for j, s in enumerate(reads):
-                        state = kept[s][0, h * kept[s].shape[1] // heads]
-                        a, b = state.shape
-                        one = left[h][:, j * a : (j + 1) * a]
-                        total = total + one @ state @ right[h][j * b : (j + 1) * b]
-                    rows.append(total)
-                each.cache = [mx.zeros((1, *layer.recurrence.parts[0])), mx.stack(rows)[None]]
-            else:
-                sides = [
-                    mx.concatenate([states.side(side)[s][0] for s in reads], axis=1)
-                    @ tensors[f"{side}.{t}.weight"].T
-                    for side in ("keys", "values")
-                ]
-                entry = caches.entry(target, t, *sides, config.capture)
-                each.keys, each.values = entry
-            if not caches.is_recurrent(each):
-                each.offset = len(sample.prefix) - 1
-        seen = logits_of(target, hidden_states(target, following, made)).astype(mx.float32)
-        seen = seen - mx.logsumexp(seen, axis=-1, keepdims=True)
-        return (mx.exp(wanted) * (wanted - seen)).sum(-1).mean()
-
-    return loss
-
-
-@pytest.mark.parametrize(("nu", "native"), [(1, 0), (2, 0), (1, 1)])
-@pytest.mark.parametrize("rule", RULES)
-def test_gradients(mapped: Models, rule: str, nu: int, native: int) -> None:
-    """Of every tensor, beside one graph through plain products."""
-    source, target = ends(mapped, rule)
-    config = make_config(source, target, TrainingPlan(nu=nu, state_maps=True, native_layers=native))
-    pair, sample = MLXPair(source, target), Random(60, 9).sample(1)
-    made = pair.trainable(config, random_arrays(config, 5))
-    found = pair.loss(made, pair.read(sample, config), objective_named("kl"), 1.0)
-    with in_chunks():
-        loss = by_hand(source, target, config, sample, native)
-        value, slopes = mx.value_and_grad(loss)(dict(made.tensors))
-    assert found.kl == pytest.approx(value.item(), rel=1e-4)
-    learnt = {n: a for n, a in made.tensors.items() if int(n.split(".")[1]) >= native}
-    assert set(made.gradients) == set(learnt) and any(n.startswith("states") for n in learnt)
-    for name in learnt:
-        mine, theirs = np.array(made.gradients[name]), np.array(slopes[name])
-        assert np.abs(theirs).max() > 0
-        assert np.abs(mine - theirs).max() < 2e-3 * np.abs(theirs).max(), name
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_the_loss_of_mapped_states_falls(mapped: Models, rule: str, tmp_path: Path) -> None:
-    stream, pair = Random(different=2), (f"{rule} 0", f"{rule} 1")
-    options: dict[str, Any] = {"pair": pair, "stream": stream, "state_maps": True, "nu": 2}
-    training(mapped, tmp_path / "t", (3e-3,), **options).run()
-    losses = [line["held_out"][0] for line in curve(tmp_path / "t")]
-    assert min(losses) < 0.8 * losses[0]
-    kept = kv.load_translator(tmp_path / "t")
-    assert kept.config.state_maps and kept.config.format_version == 3
-    found = [device_kl(*ends(mapped, rule), kept, sample) for sample in stream.held_out(3)]
-    assert np.mean(found) == pytest.approx(min(losses), rel=0.01)
-
-
-def test_the_verb(mapped: Models, tmp_path: Path, capsys: Any) -> None:
-    source, target = ends(mapped, "gated_delta")
-    data = tmp_path / "chats.jsonl"
-    talk = [{"role": "user", "content": "is it on? " * 9}, {"role": "assistant", "content": "yes"}]
-    data.write_text("\n".join(json.dumps({"messages": talk}) for _ in range(30)))
-    words = ["train", "--source", str(source.path), "--target", str(target.path), "--data",
-             str(data), "-c", "state_maps=true", "--steps", "2", "--batch-size", "1", "-c",
-             "held_out=2", "-c", "fit_samples=8", "-c", "val_every=2", "--device",
-             "mlx"]  # fmt: skip
-    assert run([*words, "--out", str(tmp_path / "t")]) == 0
-    config = translator_folder.read_config(tmp_path / "t")
-    assert config.state_maps and config.provenance["stage"] == 2
-    assert run(["show", str(tmp_path / "t")]) == 0
-    assert "recurrent states mapped" in " ".join(capsys.readouterr().out.split())
-    assert run(["verify", str(tmp_path / "t")]) == 0
-
-
-@pytest.mark.parametrize("native", [0, 2])
-def test_mlps_have_no_closed_form_of_states(native: int) -> None:
-    with pytest.raises(ValueError, match="maps of states .* a translator of kind mlp has none"):
-        TrainingPlan(kind="mlp", state_maps=True, native_layers=native)
-    TrainingPlan(kind="linear_mlp", state_maps=True)

@@ -37,6 +37,7 @@ from quality import model_folder, standard_error
 from translation_cost import model_of_shape
 
 from benchmarks.paper.evaluation import droidspeak, reuse
+from benchmarks.paper.timing.memory import grown_bytes
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.evaluation import continuation, lineup, probes
@@ -281,7 +282,7 @@ def run_fit(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], dict[str
             ],
         }
         found = interleaved(runs, args.trials)
-        peaks = {name: measure.grown_bytes(runs[name]) for name in ("ours", "theirs")}
+        peaks = {name: grown_bytes(runs[name]) for name in ("ours", "theirs")}
         medians = {name: measure.median(taken) for name, taken in found.items()}
         print(f"k = {k}: " + ", ".join(f"{n} {s:.2f} s" for n, s in medians.items()))
         print("  memory: " + ", ".join(f"{n} {b / 2**20:,.0f} MiB" for n, b in peaks.items()))

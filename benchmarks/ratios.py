@@ -28,6 +28,7 @@ import window_cost
 from mlx_lm.generate import generate_step
 
 from benchmarks.paper.timing import memory_budget
+from benchmarks.paper.timing.memory import grown_bytes
 from benchmarks.paper.timing.paths import Paths
 from kvlingo_mlx import caches
 from kvlingo_mlx.engine import fill
@@ -143,10 +144,10 @@ def memory(trials: int, tokens: int = 2048, step: int = 256) -> Found:
     room = (tokens + caches.GROW) * own + step * (caches.bytes_per_token(source) + 2 * own)
     ratios = []
     for _ in range(min(2, trials)):
-        handed = measure.grown_bytes(lambda: fill.hand_over(
+        handed = grown_bytes(lambda: fill.hand_over(
             source, target, prompt, translator=translator, prefill_step_size=step
         ))  # fmt: skip
-        ratios.append(handed / (measure.grown_bytes(prefill) + room))
+        ratios.append(handed / (grown_bytes(prefill) + room))
     return {"ratios": ratios}
 
 

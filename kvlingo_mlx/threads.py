@@ -119,17 +119,6 @@ def stepping(steps: Generator[T, None, None]) -> Iterator[Callable[[], T | None]
                 mx.set_default_stream(own)  # undo: the loop has restored its own thread's stream
 
 
-def in_turn(steps: Generator[T, None, None]) -> Generator[T, None, None]:
-    """Yield what an mlx-lm loop yields; each step is a unit, and the lock is free in between."""
-    with stepping(steps) as step:
-        while True:
-            with working():
-                found = step()
-            if found is None:
-                return
-            yield found
-
-
 def finished(steps: Generator[None, None, T]) -> T:
     """Run work that is cut into steps to its end; return what it returns."""
     while True:

@@ -13,8 +13,7 @@ from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.options import Need, is_set, option
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.evaluation.verification import Agreement
-    from kvlingo_mlx.loading.grading import Receipt
+    from kvlingo_mlx.loading.grading import Agreement, Receipt
 
 
 @dataclass(frozen=True, kw_only=True)

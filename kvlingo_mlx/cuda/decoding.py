@@ -7,7 +7,6 @@ at once.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from kvlingo_mlx.cuda import gradients
 from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.evaluation.harness.answers import Decoder
 from kvlingo_mlx.tokenization.samples import Sample
 
 CHUNK = 2048  # tokens of a prompt that are read at once
@@ -100,26 +100,13 @@ class _Tokenizer:
         return getattr(self._own, name)
 
 
-class TorchDecoder:
-    """See :class:`kvlingo_mlx.evaluation.harness.answers.Decoder`.
-
-    ``batch_size`` is the most answers that are written at once (ValueError below 1); a model whose
-    layers have windows writes one at a time.
-    """
+class TorchDecoder(Decoder):
+    """With PyTorch; a model whose layers have windows writes one answer at a time."""
 
     def __init__(self, target: TorchModel, make_cache: CacheMaker, batch_size: int = 8) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-        windows = any(layer.window is not None for layer in target.geometry.layers)
-        self._target, self.make_cache = target, make_cache
-        self._size = 1 if windows else batch_size
-        self.name, self.context_length = target.name, target.context_length
-        self.tokenizer = _Tokenizer(target.tokenizer)
-
-    @property
-    def identity(self) -> list[Any]:
-        target = self._target
-        return [target.name, target.revision, target.weights_fingerprint]
+        super().__init__(target, _Tokenizer(target.tokenizer), make_cache, batch_size)
+        if any(layer.window is not None for layer in target.geometry.layers):
+            self._size = 1
 
     @cached_property
     def _ends(self) -> set[int]:
@@ -130,28 +117,16 @@ class TorchDecoder:
 
     # ---- log-likelihoods -----------------------------------------------------------------
 
-    @torch.no_grad()
-    def score(
-        self, tokens: Sequence[int], continuations: Sequence[Sequence[int]]
-    ) -> list[tuple[float, bool]]:
-        cache = self.make_cache(tokens)
-        first = self._logs(tokens[-1:], cache)
-        self._check_numbers(first)
-        best, scored = int(first[0].argmax()), []
-        for following in continuations:
-            score, greedy = float(first[0, following[0]]), following[0] == best
-            if len(following) > 1:
-                rest, rest_greedy = self._follow(following, copy.deepcopy(cache))
-                score, greedy = score + rest, greedy and rest_greedy
-            scored.append((score, greedy))
-        return scored
+    def _empty(self) -> DynamicCache:
+        return self._target.cache((), 0)
+
+    def _next(self, token: int, cache: DynamicCache) -> torch.Tensor:
+        logs = self._logs([token], cache)[0]
+        self._check_numbers(logs.isnan().any())
+        return logs
 
     @torch.no_grad()
-    def score_alone(self, tokens: Sequence[int]) -> float:
-        return self._follow(tokens, self._target.cache((), 0))[0]
-
     def _follow(self, tokens: Sequence[int], cache: DynamicCache) -> tuple[float, bool]:
-        """The log-likelihood of the tokens after the first, and whether all are first choices."""
         total, first = 0.0, True
         for start in range(0, len(tokens) - 1, BLOCK):
             following = tokens[start + 1 : start + 1 + BLOCK]
@@ -161,6 +136,7 @@ class TorchDecoder:
             first &= bool((logs.argmax(-1) == true).all())
         return total, first
 
+    @torch.no_grad()
     def _logs(self, tokens: Sequence[int], cache: DynamicCache) -> torch.Tensor:
         """The log probabilities (T, V) after each token."""
         return torch.log_softmax(self._target.logits(self._target.hidden(tokens, cache)), dim=-1)
@@ -187,9 +163,7 @@ class TorchDecoder:
         while waiting and len(batch.rows) < self._size:
             row = _Row(waiting.popleft())
             cache = self.make_cache(row.wanted.tokens)
-            first = self._logs(row.wanted.tokens[-1:], cache)[0]
-            self._check_numbers(first)
-            if self._ended(row, first):
+            if self._ended(row, self._next(row.wanted.tokens[-1], cache)):
                 return [row.wanted]
             row.position = cache.get_seq_length()  # of a hidden prefix, too
             batch.join(row, cache)
@@ -210,13 +184,6 @@ class TorchDecoder:
 
     def read_on(self, cache: DynamicCache, tokens: Sequence[int]) -> None:
         _read_on(self._target, cache, tokens)
-
-    def _check_numbers(self, logits: torch.Tensor) -> None:
-        if bool(logits.isnan().any()):
-            raise KVLingoError(
-                f"a prediction of {self.name} is not a number: the translator's output "
-                "overflows, or the model's weights are damaged"
-            )
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,10 @@ import torch
 from kvlingo_mlx.cuda.gradients import conversation_loss, entries, loss_of, read
 from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.cuda.translator import TorchTranslator
-from kvlingo_mlx.embedded.bundled import bundled, spelled
-from kvlingo_mlx.loading.grading import GUARD, Apart, Receipt, cuts, own_data, recall_of
-from kvlingo_mlx.phases import counted
-from kvlingo_mlx.tokenization.samples import HeldOut, Sample, other_tokenizer
-from kvlingo_mlx.training.objectives import Loss, objective_named
+from kvlingo_mlx.embedded.bundled import spelled
+from kvlingo_mlx.loading.grading import GUARD, MeasuredConversation, agreement, cuts
+from kvlingo_mlx.tokenization.samples import HeldOut, Sample
+from kvlingo_mlx.training.objectives import objective_named
 
 
 def receipt(
@@ -25,57 +25,39 @@ def receipt(
     It is measured with, and names, the translator's own ``native_layers``: `tune` may choose others
     later. ``own`` are samples of the user's data, measured besides.
     """
-    context = min(source.context_length, target.context_length)
-    other = other_tokenizer(source.tokenizer, target.tokenizer)
-    asked = bundled(target.tokenizer, context, other)
-    if not asked:
-        return None
-    losses, numbers = [], []
-    samples = [*(sample for sample, _ in asked), *(() if own is None else own.samples)]
-    for done, sample in enumerate(counted("measuring the receipt", samples), 1):
-        losses.append(_losses(source, target, translator, sample))
-        if other is None and done <= len(asked):
-            numbers += [
-                _apart(source, target, translator, sample.prefix[: stop + 1])
-                for stop in cuts(len(sample.prefix) - 1)
-            ]
-    of_own = [[loss.kl for loss in ways] for ways in losses[len(asked) :]]
-    losses = losses[: len(asked)]
-    tokens = sum(len(sample.continuation) for sample, _ in asked)
-    ways = zip(*losses, strict=True)
-    kl, _, hidden_kl = (sum(loss.kl for loss in way) / len(asked) for way in ways)
-    hits = [
-        tuple(spelled(loss.best, sample, value) for loss in ways)
-        for ways, (sample, value) in zip(losses, asked, strict=True)
-        if value
-    ]
-    found = Receipt(
-        kl,
-        sum(translated.agreed for translated, _, _ in losses) / tokens,
-        translator.config.native_layers,
-        hidden_kl,
-        recall_of(hits),
-        None if other else Apart.of(numbers),
-        None if own is None else own_data(own.data, of_own),
-    )
-    return {**found.to_json(), "tokens": tokens, "dtype": target.precision}
+    measure = partial(_measured, source, target, translator)
+    found = agreement(source, target, translator.config.native_layers, measure, own)
+    return None if found is None else found.to_json(target.precision)
 
 
 @torch.no_grad()
-def _losses(
-    source: TorchModel, target: TorchModel, translator: TorchTranslator, sample: Sample
-) -> tuple[Loss, Loss, Loss]:
-    """A conversation's losses from the translated cache, the target's own cache, and no cache."""
+def _measured(
+    source: TorchModel,
+    target: TorchModel,
+    translator: TorchTranslator,
+    sample: Sample,
+    value: tuple[int, ...] | None,
+) -> MeasuredConversation:
+    """A conversation from the translated cache, the target's own cache, and no cache."""
     kl, config = objective_named("kl"), translator.config
     reading = read(source, target, sample, config.capture, config.native_layers)
     alone = target.hidden((sample.prefix[-1], *sample.continuation[:-1]))
-    translated = conversation_loss(target, translator, reading, kl)
     teacher, labels = reading.teacher, sample.continuation
-    native, hidden = (
-        loss_of(kl, target.logits, student, teacher, labels, with_gradient=False)
-        for student in (teacher, alone)
+    losses = [
+        conversation_loss(target, translator, reading, kl),
+        *(
+            loss_of(kl, target.logits, student, teacher, labels, with_gradient=False)
+            for student in (teacher, alone)
+        ),
+    ]
+    stops = cuts(len(sample.prefix) - 1) if value is not None and sample.aligned is None else []
+    return MeasuredConversation(
+        [loss.kl for loss in losses],
+        losses[0].agreed,
+        len(labels),
+        [spelled(loss.best, sample, value) for loss in losses] if value else (),
+        [_apart(source, target, translator, sample.prefix[: stop + 1]) for stop in stops],
     )
-    return translated, native, hidden
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from kvlingo_mlx.caches.memory import check_caches
 from kvlingo_mlx.engine import guarding, healing
@@ -50,7 +50,7 @@ class HandoverRequest(HandoverOptions):
     draft_model: Model | None = None
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> HandoverRequest:
+    def of(cls, options: Mapping[str, Any]) -> Self:
         """The request in a public function's options, which have others beside it."""
         return cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 
-from kvlingo_mlx.embedded.bundled import bundled, spelled
+from kvlingo_mlx.embedded.bundled import spelled
 from kvlingo_mlx.engine.fill import take_over
 from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.engine.plan import Plan
@@ -23,14 +23,14 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import Map, maps_of, state_maps_of
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.loading import grading
 from kvlingo_mlx.loading.grading import (
     GRADES,
     GUARD,
-    Apart,
+    Agreement,
+    MeasuredConversation,
     Receipt,
     cuts,
-    own_data,
-    recall_of,
     receipt_of,
 )
 from kvlingo_mlx.loading.pairing import check_pair
@@ -39,8 +39,7 @@ from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import recorded
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
-from kvlingo_mlx.phases import phase
-from kvlingo_mlx.tokenization.samples import HeldOut, Sample, other_tokenizer
+from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.state_maps import StateMapped
@@ -121,20 +120,6 @@ def _relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 # ---- with both models -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """The predictions from a translated cache on the bundled conversations, beside the native ones.
-
-    Attributes:
-        receipt: The measurement, in the form of a translator's provenance.
-        samples, tokens: The number of conversations, and of all continuation tokens.
-    """
-
-    receipt: Receipt
-    samples: int
-    tokens: int
-
-
 def agreement(
     source: LanguageModel,
     target: LanguageModel,
@@ -151,44 +136,15 @@ def agreement(
     the user's data, measured besides. ``allow_mismatch`` is as in :func:`hand_over`. None if no
     bundled conversation fits both contexts.
     """
-    context = min(source.context_length, target.context_length)
-    other = other_tokenizer(source.tokenizer, target.tokenizer)
-    asked = bundled(target.tokenizer, context, other)
-    if not asked:
-        return None
     check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
-    ends = source, target, translator
-    samples: list[tuple[Sample, tuple[int, ...] | None]] = [*asked]
-    samples += [(sample, None) for sample in (() if own is None else own.samples)]
-    found = list[list[Any]]()
-    with phase("measuring the receipt", len(samples)) as step:
-        for sample, value in samples:
-            found.append(_measured(ends, native_layers, sample, value))
-            step(len(found))
-    kls, every, hits, apart = zip(*found[: len(asked)], strict=True)
-    kl, hidden = (float(np.mean([each[i] for each in kls])) for i in (0, 2))
-    same = np.concatenate(every)
-    numbers = [number for each in apart for number in each]
-    receipt = Receipt(
-        kl,
-        float(same.mean()),
-        native_layers,
-        hidden,
-        recall_of([each for each in hits if each]),
-        None if other else Apart.of(numbers),
-        None if own is None else own_data(own.data, [row[0] for row in found[len(asked) :]]),
-    )
-    return Agreement(receipt, len(asked), same.size)
+    measure = partial(_measured, (source, target, translator), native_layers)
+    return grading.agreement(source, target, native_layers, measure, own)
 
 
 def _measured(
     ends: Ends, native_layers: int, sample: Sample, value: tuple[int, ...] | None
-) -> list[Any]:
-    """The mean KL of each way to a cache, whether both choose alike, and of a bundled conversation
-    (``value`` is not None) whether each way spells the value, and what a guard measures.
-
-    The source reads the prefix once for all of these.
-    """
+) -> MeasuredConversation:
+    """One conversation, of which the source reads the prefix once for all that is measured."""
     source, target, translator = ends
     make = conditions.translated(*ends, native_layers, allow_mismatch=True)
     reading = None
@@ -199,11 +155,15 @@ def _measured(
             make = lambda prefix: take_over(plan_of(prefix), [reading[0]]).cache  # noqa: E731
     compare = comparer(target, sample)
     ways = [compare(way) for way in (make, None, conditions.hidden(target))]
-    kls = np.array([way.kl.mean() for way in ways])
-    hits = [spelled(way.best.tolist(), sample, value) for way in ways] if value else []
+    same = ways[0].best == ways[1].best
     watched = reading is not None and value is not None
-    apart = usual(*ends, sample.prefix, native_layers, reading) if watched else []
-    return [kls, ways[0].best == ways[1].best, hits, apart]
+    return MeasuredConversation(
+        [float(way.kl.mean()) for way in ways],
+        int(same.sum()),
+        same.size,
+        [spelled(way.best.tolist(), sample, value) for way in ways] if value else (),
+        usual(*ends, sample.prefix, native_layers, reading) if watched else (),
+    )
 
 
 def _read(source: LanguageModel, tokens: Sequence[int]) -> tuple[KVStates, mx.array]:
@@ -253,15 +213,9 @@ def receipt(
     native_layers: int = 0,
     own: HeldOut | None = None,
 ) -> dict[str, Any] | None:
-    """The receipt that goes into a new translator's provenance; None if no prompt fits.
-
-    ``own`` is as in :func:`agreement`.
-    """
+    """The receipt that goes into a new translator's provenance, of :func:`agreement`."""
     found = agreement(source, target, translator, native_layers, own=own)
-    if found is None:
-        return None
-    dtype = str(target.cache_dtype).rsplit(".", 1)[-1]
-    return {**found.receipt.to_json(), "tokens": found.tokens, "dtype": dtype}
+    return None if found is None else found.to_json(str(target.cache_dtype).rsplit(".", 1)[-1])
 
 
 def verdict(found: Receipt, receipt: Receipt | None) -> tuple[bool, str]:

@@ -42,7 +42,7 @@ from kvlingo_mlx.translators.base import Translator
 
 
 class FoldedOptions(AnswerOptions, total=False):
-    """The options that :func:`folded_generate` passes to :func:`folded_stream_generate`."""
+    """The options of :func:`folded_generate` and :func:`folded_stream_generate`."""
 
     translator: AnyTranslator
     max_tokens: int
@@ -70,28 +70,24 @@ def prefill(model: LanguageModel, rows: Sequence[Sequence[int]], step_size: int)
     return cache
 
 
-@dataclass(frozen=True)
-class Bits:
-    """How a prefix is quantised after it is read: mlx-lm's ``kv_bits`` and ``kv_group_size``."""
+@dataclass(frozen=True, kw_only=True)
+class FoldedRequest(HandoverRequest):
+    """A request whose prefix may be quantised after it is read, by mlx-lm's options."""
 
-    bits: int | None
-    group_size: int
+    kv_bits: int | None = None
+    kv_group_size: int = 64
 
 
 def _prepare(
-    prefill_model: Model,
-    decode_model: Model,
-    prompt: Prompt,
-    request: HandoverRequest,
-    quantised: Bits,
+    prefill_model: Model, decode_model: Model, prompt: Prompt, request: FoldedRequest
 ) -> Plan:
     """Load and check everything; a prompt of one token has no prefix and needs no translator."""
     plan = begin(prefill_model, decode_model, prompt, request, count=False)
     plan = replace(plan, way="folded")
     source, target = plan.source, plan.target
     check_tokens((source, target), plan.tokens, plan.step_size)
-    if quantised.bits is not None:
-        check_groups(source, quantised.bits, quantised.group_size)
+    if request.kv_bits is not None:
+        check_groups(source, request.kv_bits, request.kv_group_size)
     if len(plan.tokens) == 1:
         return plan
 
@@ -106,11 +102,7 @@ def _prepare(
 
 
 def _folded(
-    plan: Plan,
-    rows: Sequence[Sequence[int]],
-    request: HandoverRequest,
-    quantised: Bits,
-    clock: Clock,
+    plan: Plan, rows: Sequence[Sequence[int]], request: FoldedRequest, clock: Clock
 ) -> list[Any]:
     """The target's folded caches of all but the last token of each row."""
     if plan.translator is None:
@@ -118,8 +110,8 @@ def _folded(
     with mx.stream(generation_stream):
         cache = prefill(plan.source, [row[:-1] for row in rows], plan.step_size)
         with working():
-            if quantised.bits is not None:
-                caches.quantise(cache, quantised.bits, quantised.group_size)
+            if request.kv_bits is not None:
+                caches.quantise(cache, request.kv_bits, request.kv_group_size)
         clock.lap("prefill")
         pair = plan.source, plan.target, plan.translator
         with working():
@@ -169,17 +161,18 @@ def folded_hand_over(
         MissingTranslatorError: None was given and none is stored.
     """
     rows = _rows(tokens)
-    request = HandoverRequest(
+    request = FoldedRequest(
         translator=translator,
         prefill_step_size=prefill_step_size,
         native_layers=native_layers,
         allow_mismatch=allow_mismatch,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
     )
-    quantised = Bits(kv_bits, kv_group_size)
-    plan = _prepare(prefill_model, decode_model, rows[0], request, quantised)
+    plan = _prepare(prefill_model, decode_model, rows[0], request)
     for row in rows[1:]:
         check_tokens((plan.source, plan.target), row, plan.step_size)
-    return _folded(plan, rows, request, quantised, Clock())
+    return _folded(plan, rows, request, Clock())
 
 
 def _rows(tokens: Any) -> list[list[int]]:
@@ -226,53 +219,32 @@ def folded_stream_generate(
     prefill_model: Model,
     decode_model: Model,
     prompt: Prompt,
-    *,
-    translator: AnyTranslator = None,
-    max_tokens: int = 256,
-    sampler: Sampler | None = None,
-    logits_processors: list[LogitsProcessor] | None = None,
-    prefill_step_size: int = 2048,
-    enable_thinking: bool | None = None,
-    allow_mismatch: bool = False,
-    kv_bits: int | None = None,
-    kv_group_size: int = 64,
-    native_layers: int | None = None,
-    **options: Unpack[AnswerOptions],
+    **options: Unpack[FoldedOptions],
 ) -> Generator[GenerationResponse, None, None]:
     """Prefill with one model, decode from its cache with another; yield one response per token.
 
     The arguments are those of :func:`folded_generate`.
     """
     known = given(options)
-    choice = choice_of(known, sampler, logits_processors)
+    choice = choice_of(known, known.get("sampler"), known.get("logits_processors"))
+    max_tokens = known.get("max_tokens", 256)
     check_max_tokens(max_tokens)
     _check_single(prompt)
-    tools = known.get("tools")
-    request = HandoverRequest(
-        translator=translator,
-        prefill_step_size=prefill_step_size,
-        enable_thinking=enable_thinking,
-        tools=tools,
-        native_layers=native_layers,
-        allow_mismatch=allow_mismatch,
-    )
-    quantised = Bits(kv_bits, kv_group_size)
-    plan = _prepare(prefill_model, decode_model, prompt, request, quantised)
-
-    yield from FoldedTurn(plan, request, quantised).answered(choice, max_tokens, tools)
+    request = FoldedRequest.of(known)
+    plan = _prepare(prefill_model, decode_model, prompt, request)
+    yield from FoldedTurn(plan, request).answered(choice, max_tokens, request.tools)
 
 
 class FoldedTurn(OneTurn):
     """A turn whose target decodes from the source's own cache."""
 
-    def __init__(self, plan: Plan, request: HandoverRequest, quantised: Bits) -> None:
+    def __init__(self, plan: Plan, request: FoldedRequest) -> None:
         super().__init__(plan)
-        self._request, self._quantised = request, quantised
+        self._request = request
 
     def filled(self, watch: Any = None, look: Any = None) -> Steps:
         plan = self.plan
-        cache = _folded(plan, [plan.tokens], self._request, self._quantised, self.clock)
-        self.target.hold([], None, cache)
+        self.target.hold([], None, _folded(plan, [plan.tokens], self._request, self.clock))
         yield from ()
 
 

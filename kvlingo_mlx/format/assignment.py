@@ -41,12 +41,6 @@ class Assignment:
         return {name: [list(layers) for layers in side] for name, side in sides.items()}
 
 
-def identity(num_layers: int) -> Assignment:
-    """The assignment in which each target layer reads the source layer of the same index."""
-    layers = tuple((index,) for index in range(num_layers))
-    return Assignment(layers, layers)
-
-
 def relative_depth(num_source: int, num_target: int, nu: int = 1) -> Assignment:
     """The band of ``nu`` source layers centred on each target layer's relative depth.
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
-from kvlingo_mlx.embedded.bundled import NAME
+from kvlingo_mlx.embedded.bundled import NAME, bundled
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.format.typed import read
+from kvlingo_mlx.phases import counted
+from kvlingo_mlx.tokenization.samples import HeldOut, Sample, other_tokenizer
 
 T = TypeVar("T", bound="Recall | OwnData | Apart | Receipt")
 
@@ -196,20 +198,74 @@ def _level(share: float, works: float, some: float) -> int:
     return 0 if share >= works else 1 if share >= some else 2
 
 
-def recall_of(hits: Sequence[Sequence[bool]]) -> Recall | None:
-    """Recall, from whether the translated, the native and no cache spell each value."""
-    if not hits:
-        return None
-    translated, native, hidden = (sum(way) / len(hits) for way in zip(*hits, strict=True))
-    return Recall(translated, native, hidden, len(hits))
+@dataclass(frozen=True)
+class MeasuredConversation:
+    """What one conversation showed of three ways: a translated, the native and no cache."""
+
+    kls: Sequence[float]  # the mean KL of each way
+    agreed: int  # tokens at which the first two have the same first choice
+    tokens: int  # of the continuation
+    hits: Sequence[bool] = ()  # whether each way spells the value that is asked for
+    apart: Sequence[float] = ()  # how far both models lie apart over the ends of prefixes
 
 
-def own_data(data: str, kls: Sequence[Sequence[float]]) -> OwnData | None:
-    """From each conversation's KL from the translated, the native and no cache; None of none."""
-    if not kls:
+@dataclass(frozen=True)
+class Agreement:
+    """What was measured on the bundled conversations, and how many these and their tokens were."""
+
+    receipt: Receipt
+    samples: int
+    tokens: int
+
+    def to_json(self, dtype: str) -> dict[str, Any]:
+        """The receipt that goes into a new translator's provenance."""
+        return {**self.receipt.to_json(), "tokens": self.tokens, "dtype": dtype}
+
+
+def agreement(
+    source: Any,
+    target: Any,
+    native_layers: int,
+    measure: Callable[[Sample, tuple[int, ...] | None], MeasuredConversation],
+    own: HeldOut | None = None,
+) -> Agreement | None:
+    """The quality of the target's continuations, with so many native layers, in either runtime.
+
+    ``measure`` takes a bundled conversation and the places of the value that it asks for, or one of
+    the user's (``own``) and None. None if no bundled conversation fits both contexts.
+    """
+    context = min(source.context_length, target.context_length)
+    other = other_tokenizer(source.tokenizer, target.tokenizer)
+    asked = bundled(target.tokenizer, context, other)
+    if not asked:
         return None
-    kl, _, hidden_kl = (float(sum(way) / len(kls)) for way in zip(*kls, strict=True))
-    return OwnData(data, len(kls), kl, hidden_kl)
+    users = [] if own is None else own.samples
+    samples = [*asked, *((sample, None) for sample in users)]
+    found = [measure(*each) for each in counted("measuring the receipt", samples)]
+    theirs, users_own = found[: len(asked)], found[len(asked) :]
+    kl, _, hidden_kl = _means(theirs)
+    tokens = sum(each.tokens for each in theirs)
+    hits = [each.hits for each in theirs if each.hits]
+    recall = [sum(way) / len(hits) for way in zip(*hits, strict=True)]
+    data = None
+    if own is not None and users_own:
+        kl_there, _, hidden_there = _means(users_own)
+        data = OwnData(own.data, len(users_own), kl_there, hidden_there)
+    receipt = Receipt(
+        kl,
+        sum(each.agreed for each in theirs) / tokens,
+        native_layers,
+        hidden_kl,
+        Recall(*recall, len(hits)) if hits else None,
+        None if other else Apart.of([number for each in theirs for number in each.apart]),
+        data,
+    )
+    return Agreement(receipt, len(asked), tokens)
+
+
+def _means(found: Sequence[MeasuredConversation]) -> list[float]:
+    """The mean KL of each way over conversations."""
+    return [float(sum(way) / len(found)) for way in zip(*(e.kls for e in found), strict=True)]
 
 
 def receipt_of(config: TranslatorConfig) -> Receipt | None:

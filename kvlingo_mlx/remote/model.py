@@ -55,7 +55,8 @@ class RemoteModel(LanguageModel):
             ignored_window=facts["ignored_window"],
             cache_dtype=getattr(mx, facts["dtype"]),
             projections=None if sketch is None else Sketch(*map(tuple, sketch)),
-            _told=(int(facts["context_length"]), facts["bits"], str(facts["precision"])),
+            context_length=int(facts["context_length"]), bits=facts["bits"],
+            precision=str(facts["precision"]),
         )  # fmt: skip
         _ = self.family  # refused here if it is not known
 
@@ -64,7 +65,10 @@ class RemoteModel(LanguageModel):
     digest: str  # of its facts
     dtype: Any  # of its keys and values
     mlx_lm: str  # the version by which it runs
-    _told: tuple[int, int | None, str]
+    # As its server says, in the place of what LanguageModel asks of the weights:
+    context_length: int = 0
+    bits: int | None = None
+    precision: str = ""
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -85,21 +89,6 @@ class RemoteModel(LanguageModel):
     def address(self) -> str:
         """The machine on which it runs."""
         return str(self.client.address)
-
-    @property
-    def bits(self) -> int | None:
-        """As in :class:`LanguageModel`."""
-        return self._told[1]
-
-    @property
-    def precision(self) -> str:
-        """As in :class:`LanguageModel`."""
-        return self._told[2]
-
-    @property
-    def context_length(self) -> int:
-        """As in :class:`LanguageModel`."""
-        return self._told[0]
 
 
 @checked

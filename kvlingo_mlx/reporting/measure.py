@@ -5,7 +5,6 @@ Only functions that time MLX import it, so a machine with PyTorch alone can keep
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -29,69 +28,21 @@ PACKAGES = ("mlx", "mlx-lm", "numpy", "torch", "transformers")
 
 def seconds(action: Callable[[], Any]) -> float:
     """The wall seconds of ``action``; work that was queued before is finished first."""
-    mx = _idle()
+    from kvlingo_mlx.backend import mx
+
+    from mlx_lm.generate import generation_stream
+
+    mx.synchronize(generation_stream)  # of mlx-lm's loop, which leaves an unused step running
+    mx.synchronize()
     start = time.perf_counter()
     action()
     mx.synchronize()
     return time.perf_counter() - start
 
 
-def _idle() -> Any:
-    """Wait until the device is idle and return MLX; mlx-lm's loop leaves an unused step running."""
-    from kvlingo_mlx.backend import mx
-
-    from mlx_lm.generate import generation_stream
-
-    mx.synchronize(generation_stream)  # a plain synchronize waits for the default stream only
-    mx.synchronize()
-    return mx
-
-
-def wall_and_processor(action: Callable[[], Any]) -> tuple[float, float]:
-    """The wall seconds of ``action``, and the CPU seconds of all threads of this process.
-
-    If other processes use the machine too, ratios of CPU seconds are disturbed less.
-    """
-    before = time.process_time()
-    wall = seconds(action)
-    return wall, time.process_time() - before
-
-
 def median(samples: Sequence[float]) -> float:
     """The median, which is the number to quote for repeated samples."""
     return float(np.median(samples))
-
-
-def peak_bytes(action: Callable[[], Any]) -> int:
-    """The most bytes that MLX held while ``action`` ran."""
-    mx = _idle()
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    action()
-    mx.synchronize()
-    return mx.get_peak_memory()
-
-
-def grown_bytes(action: Callable[[], Any]) -> int:
-    """The most bytes that a second run of ``action`` adds to those held after a first run."""
-    action()
-    resident = _idle().get_active_memory()
-    return peak_bytes(action) - resident
-
-
-@functools.cache
-def machine() -> dict[str, Any]:
-    """The facts of the machine on which times depend: the device, and what computes on it."""
-    return {**_computer(), "mlx": version("mlx")}
-
-
-def _computer() -> dict[str, Any]:
-    return {
-        "device": _device(),
-        "chip": _chip(),
-        "cores": _cores(),
-        "fast_blas": fast_blas(),
-    }
 
 
 def _cores() -> int | None:
@@ -114,7 +65,10 @@ def environment() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {
-        **_computer(),
+        "device": _device(),
+        "chip": _chip(),
+        "cores": _cores(),
+        "fast_blas": fast_blas(),
         "system": f"{platform.system()} {platform.machine()}",
         "cuda": _cuda(),
         **_exactness(),

@@ -69,14 +69,6 @@ def _drawn(figure: Any, kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def whole_numbers(*axes: Any) -> None:
-    """Put ticks at whole numbers only, for axes of layers or heads."""
-    from matplotlib.ticker import MaxNLocator
-
-    for axis in axes:
-        axis.set_major_locator(MaxNLocator(integer=True))
-
-
 def log_scale(axes: Any, which: str, values: Sequence[float]) -> None:
     """Make an axis ("x" or "y") logarithmic for ``values``, with ticks at round numbers.
 

@@ -26,7 +26,7 @@ from kvlingo_mlx.cuda.translation import (  # noqa: E402
     CacheMemory,
     PrefixTranslation,
 )
-from kvlingo_mlx.format.assignment import by_depth, identity  # noqa: E402
+from kvlingo_mlx.format.assignment import by_depth  # noqa: E402
 from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
 from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
 from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
@@ -172,7 +172,8 @@ def test_a_model_goes_on_from_its_own_translated_states(name: str) -> None:
     """The identity of a model's own states is its own cache: a step's logits are those of a whole
     pass by transformers, which knows nothing of this memory."""
     target, tokens = made(name), 21
-    config = TranslatorConfig(target.spec(), target.spec(), identity(len(target.attentions)))
+    spec = target.spec()
+    config = TranslatorConfig(spec, spec, by_depth(spec.layers, spec.layers))
     eye = torch.eye(config.target.layers[0].key_width)
     tensors = dict.fromkeys(expected_shapes(config, ()), eye)
     fast = PrefixTranslation.build(config, tensors, target, tokens)

@@ -14,13 +14,13 @@ from mlx_lm.generate import generate as mlx_generate
 from mlx_lm.generate import generate_step
 
 import kvlingo_mlx as kv
+from benchmarks.paper.timing.memory import grown_bytes
 from kvlingo_mlx import caches
 from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
-from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.translators import build
 from tests.support.fixtures import Models, Patch
 from tests.support.identity import TOKENS, identity_of
@@ -126,7 +126,7 @@ def prefill_bytes(model: LanguageModel, tokens: list[int], step: int) -> int:
         next(steps)
         steps.close()
 
-    return max(measure.grown_bytes(prefill) for _ in range(5))
+    return max(grown_bytes(prefill) for _ in range(5))
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2])
@@ -141,7 +141,7 @@ def test_peak_memory_is_two_caches_and_a_chunk(models: Models, layers: int) -> N
 
     def hand_over(step: int) -> int:
         options = {"translator": translator, "native_layers": layers}
-        return measure.grown_bytes(
+        return grown_bytes(
             lambda: kv.hand_over(source, target, tokens, prefill_step_size=step, **options)
         )
 

@@ -27,6 +27,7 @@ from mlx_lm.models.cache import (
 )
 
 import kvlingo_mlx as kv
+from benchmarks.paper.timing.memory import peak_bytes
 from kvlingo_mlx import caches, translators
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.evaluation import lineup, probes
@@ -41,11 +42,10 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.translators import find_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates, flat
-from kvlingo_mlx.reporting.measure import peak_bytes
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
 from tests.support.command_line import run
-from tests.support.identity import identity
+from tests.support.identity import identity, same_layers
 from tests.support.opened import quantised
 from tests.support.tiny import Case
 
@@ -508,7 +508,7 @@ def test_another_checkpoint_where_it_is_allowed(root: Path, tmp_path: Path) -> N
 def test_identity_maps_fold_to_the_model_itself(models: dict[str, LanguageModel]) -> None:
     """Decoding from one's own cache this way is decoding."""
     model = models["dense"]
-    same = assignment.identity(len(model.attentions))
+    same = same_layers(model)
     translator = identity(TranslatorConfig(model.spec(), model.spec(), same, capture="post_rope"))
     (row,) = prompts(1, 20)
     cache = kv.folded_hand_over(model, model, row[:21], translator=translator)
@@ -548,7 +548,7 @@ def test_of_several_stored_the_one_that_folds(
 ) -> None:
     """The newest of them cannot; ``generate`` takes that one all the same."""
     model = models["dense"]
-    same, spec = assignment.identity(len(model.attentions)), model.spec()
+    same, spec = same_layers(model), model.spec()
     for time, point in enumerate(("post_rope", "pre_norm")):
         made = identity(TranslatorConfig(spec, spec, same, capture=point))
         made.save(store / point)

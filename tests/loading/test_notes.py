@@ -20,11 +20,10 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.evaluation import verification
-from kvlingo_mlx.evaluation.verification import Agreement
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.fingerprints import ROUNDED, SAME
 from kvlingo_mlx.loading import notes
-from kvlingo_mlx.loading.grading import Receipt
+from kvlingo_mlx.loading.grading import Agreement, Receipt
 from kvlingo_mlx.loading.pairing import check_pair
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator

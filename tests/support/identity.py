@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.format import assignment
+from kvlingo_mlx.format.assignment import Assignment, relative_depth
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import maps_states, state_maps_of
 from kvlingo_mlx.format.tensor_file import Weights
@@ -21,12 +21,17 @@ TOKENS = [(7 * i * i + 3 * i + 5) % 280 for i in range(50)]
 
 def identity_of(model: LanguageModel, *, head_mixing: bool = True, **facts: Any) -> Translator:
     """It is exact, and so its receipt says unless ``facts`` have another provenance."""
-    same = assignment.identity(len(model.attentions))
+    same = same_layers(model)
     exact = {"receipt": Receipt(0.0, 1.0, 0, 1.0).to_json()}
     facts = {"provenance": exact, **facts}
     return identity(
         TranslatorConfig(model.spec(), model.spec(), same, head_mixing=head_mixing, **facts)
     )
+
+
+def same_layers(model: LanguageModel) -> Assignment:
+    """Each layer reads itself."""
+    return relative_depth(len(model.attentions), len(model.attentions))
 
 
 def identity(config: TranslatorConfig) -> Translator:

@@ -15,9 +15,8 @@ import pytest
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.evaluation import verification
-from kvlingo_mlx.evaluation.verification import Agreement
 from kvlingo_mlx.loading import notes
-from kvlingo_mlx.loading.grading import Receipt
+from kvlingo_mlx.loading.grading import Agreement, Receipt
 from tests.support import tiny
 from tests.support.opened import quantised
 

@@ -85,6 +85,8 @@ def _bars(shown: Mapping[str, Mapping[str, Mapping[str, Mean]]]) -> Any:
 
 def _maps(result: Result) -> Any:
     """A map for each pair: target layers down, source layers across."""
+    from matplotlib.ticker import MaxNLocator
+
     by_pair: dict[str, list[list[float]]] = {}
     for line in result.lines:
         known = [float(v) for v in line.values if isinstance(v, int | float)]
@@ -94,6 +96,7 @@ def _maps(result: Result) -> Any:
     for axes, (title, rows) in zip(every, by_pair.items(), strict=True):
         drawn = axes.imshow(rows, vmin=0, vmax=1)
         axes.set(title=title, xlabel="source layer", ylabel="target layer")
-        pictures.whole_numbers(axes.xaxis, axes.yaxis)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(drawn, ax=axes, label="CKA")
     return figure

@@ -20,7 +20,7 @@ from benchmarks.paper.timing.tables import summary
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.folding import FoldedCache, fold_caches
-from kvlingo_mlx.format.assignment import identity
+from kvlingo_mlx.format.assignment import relative_depth
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -127,7 +127,7 @@ def setup(
     dtype = FLOATS.get(precision, mx.bfloat16 if on_gpu() else mx.float32)
     full = random_model(FULL, layers, precision, activations=dtype, progress=progress)
     narrowed = _narrowed(full, GEOMETRIES[NARROW]["num_key_value_heads"], precision, dtype)
-    ends, same = (narrowed.spec(), full.spec()), identity(len(full.attentions))
+    ends, same = (narrowed.spec(), full.spec()), relative_depth(*2 * (len(full.attentions),))
     config = TranslatorConfig(*ends, same, head_mixing=False, capture="post_rope")
     weights = Weights.from_float32(random_maps(config), "bfloat16" if on_gpu() else "float32")
     return Setup(full, narrowed, build(config, weights))

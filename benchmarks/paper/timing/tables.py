@@ -12,6 +12,7 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 from benchmarks.paper.timing.healing import Meanwhile
+from benchmarks.paper.timing.memory import peak_bytes
 from benchmarks.paper.timing.paths import FEW, Paths
 from benchmarks.paper.timing.phases import (
     HEAL_IDLE,
@@ -23,7 +24,7 @@ from benchmarks.paper.timing.phases import (
 )
 from kvlingo_mlx.engine import healing
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.reporting.measure import median, peak_bytes, seconds
+from kvlingo_mlx.reporting.measure import median, seconds
 from kvlingo_mlx.timing.bench import BenchPair, lengths_to_time
 from kvlingo_mlx.timing.switching import OutOfTime, Stopwatch, interleaved, prompt_of
 

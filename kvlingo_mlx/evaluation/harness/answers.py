@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import abc
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+from kvlingo_mlx.errors import KVLingoError
 
 BEGINNING = 16  # tokens within which a reasoning trace begins, if there is one
 MARGIN = 8  # tokens that may decode to nothing, or to a part of a character
@@ -32,34 +36,73 @@ def longest_first(wanted: Iterable[TextToWrite]) -> list[TextToWrite]:
     return sorted(wanted, key=lambda each: -len(each.tokens))
 
 
-class Decoder(Protocol):
-    """A model whose prompts are read by one condition.
+class Decoder(abc.ABC):
+    """A model whose prompts are read by one condition, whichever library runs it.
 
-    ``tokenizer`` has ``think_start``, ``think_end`` and ``has_chat_template``; ``identity`` are the
-    facts that tell the model from others. ``make_cache`` reads a prompt but for its last token.
+    ``tokenizer`` has ``think_start``, ``think_end`` and ``has_chat_template``. ``make_cache``
+    reads a prompt but for its last token. At most ``batch_size`` answers are written at once
+    (ValueError below 1).
     """
 
-    name: str
-    tokenizer: Any
-    context_length: int
-    make_cache: Callable[..., Any]
+    def __init__(
+        self, target: Any, tokenizer: Any, make_cache: Callable[..., Any], batch_size: int
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        self._target, self.tokenizer, self.make_cache = target, tokenizer, make_cache
+        self._size, self.name, self.context_length = batch_size, target.name, target.context_length
 
     @property
-    def identity(self) -> list[Any]: ...
+    def identity(self) -> list[Any]:
+        """The facts that tell the model from others."""
+        return [self.name, self._target.revision, self._target.weights_fingerprint]
 
     def score(
         self, tokens: Sequence[int], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, bool]]:
         """Each continuation's log-likelihood in nats, and whether greedy decoding gives it."""
+        cache = self.make_cache(list(tokens))
+        first = self._next(tokens[-1], cache)
+        best, scored = int(first.argmax()), []
+        for following in continuations:
+            score, greedy = float(first[following[0]]), following[0] == best
+            if len(following) > 1:
+                rest, rest_greedy = self._follow(following, copy.deepcopy(cache))
+                score, greedy = score + rest, greedy and rest_greedy
+            scored.append((score, greedy))
+        return scored
 
     def score_alone(self, tokens: Sequence[int]) -> float:
         """The log-likelihood of the tokens after the first, read by the model itself."""
+        return self._follow(tokens, self._empty())[0]
 
+    @abc.abstractmethod
     def write(self, wanted: Sequence[TextToWrite]) -> Iterator[TextToWrite]:
         """Write texts greedily; each is yielded as soon as it has ended."""
 
+    @abc.abstractmethod
     def read_on(self, cache: Any, tokens: Sequence[int]) -> None:
         """Let the model itself read more tokens into a cache."""
+
+    @abc.abstractmethod
+    def _empty(self) -> Any:
+        """The model's cache of nothing."""
+
+    @abc.abstractmethod
+    def _next(self, token: int, cache: Any) -> Any:
+        """The log probabilities (V,) after a token, which were checked."""
+
+    @abc.abstractmethod
+    def _follow(self, tokens: Sequence[int], cache: Any) -> tuple[float, bool]:
+        """The log-likelihood of the tokens after the first, and whether all are first choices."""
+
+    def _check_numbers(self, bad: object) -> None:
+        """Refuse (KVLingoError) predictions some of which are no numbers, if ``bad`` says so."""
+        if bad:
+            raise KVLingoError(
+                f"a prediction of {self.name} is not a number: the translator's output "
+                "overflows, or the model's weights are damaged"
+            )
 
 
 # ---- where answers end --------------------------------------------------------------------------

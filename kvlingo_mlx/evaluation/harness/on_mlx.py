@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from kvlingo_mlx.backend import mx
 
@@ -14,11 +12,11 @@ from kvlingo_mlx.caches.limits import can_merge
 from kvlingo_mlx.engine import hybrid
 from kvlingo_mlx.engine.batches import Batch, Row
 from kvlingo_mlx.engine.sampling import Choice
-from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
+from kvlingo_mlx.errors import NotEnoughMemoryError
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.conditions import CacheMaker
 from kvlingo_mlx.evaluation.continuation import log_probabilities
-from kvlingo_mlx.evaluation.harness.answers import TextToWrite
+from kvlingo_mlx.evaluation.harness.answers import Decoder, TextToWrite
 from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import wired
@@ -27,51 +25,27 @@ BATCH_SIZE = 8
 GREEDY = Choice(None, None, None, ())
 
 
-class MLXDecoder:
-    """A :class:`~kvlingo_mlx.evaluation.harness.answers.Decoder` that writes several answers at
-    once.
-
-    They are ``batch_size`` at most, and fewer while memory is short.
-    """
+class MLXDecoder(Decoder):
+    """On MLX; fewer answers are written at once while memory is short."""
 
     def __init__(
         self, target: LanguageModel, make_cache: CacheMaker, batch_size: int = BATCH_SIZE
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-        self._target, self.make_cache, self._size = target, make_cache, batch_size
-        self.name, self.tokenizer = target.name, target.tokenizer
-        self.context_length = target.context_length
-
-    @property
-    def identity(self) -> list[Any]:
-        target = self._target
-        return [target.name, target.revision, target.weights_fingerprint]
+        super().__init__(target, target.tokenizer, make_cache, batch_size)
 
     # ---- log-likelihoods -----------------------------------------------------------------
 
-    def score(
-        self, tokens: Sequence[int], continuations: Sequence[Sequence[int]]
-    ) -> list[tuple[float, bool]]:
-        cache, last = self.make_cache(list(tokens)), tokens[-1]
-        (first,) = log_probabilities(self._target, cache, last, [last])
-        mx.eval(first, [c.state for c in cache])
-        mx.clear_cache()
-        self._check_numbers(first)
-        best, scored = mx.argmax(first).item(), []
-        for following in continuations:
-            score, greedy = _number(first[0, following[0]]), following[0] == best
-            if len(following) > 1:
-                rest, rest_greedy = self._follow(following, copy.deepcopy(cache))
-                score, greedy = score + rest, greedy and rest_greedy
-            scored.append((score, greedy))
-        return scored
+    def _empty(self) -> list:
+        return conditions.empty(self._target)
 
-    def score_alone(self, tokens: Sequence[int]) -> float:
-        return self._follow(tokens, conditions.empty(self._target))[0]
+    def _next(self, token: int, cache: list) -> mx.array:
+        (logs,) = log_probabilities(self._target, cache, token, [token])
+        mx.eval(logs, [c.state for c in cache])
+        mx.clear_cache()
+        self._check_numbers(mx.isnan(logs).any().item())
+        return logs[0]
 
     def _follow(self, tokens: Sequence[int], cache: list) -> tuple[float, bool]:
-        """The log-likelihood of the tokens after the first, and whether all are first choices."""
         start, chosen, first = 1, list[mx.array](), True
         for logs in log_probabilities(self._target, cache, tokens[0], tokens[1:]):
             true = mx.array(list(tokens[start : start + len(logs)]))
@@ -80,7 +54,7 @@ class MLXDecoder:
             mx.eval(chosen)
             mx.clear_cache()
             start += len(logs)
-        return _number(mx.sum(mx.concatenate(chosen))), first
+        return float(mx.sum(mx.concatenate(chosen))), first
 
     # ---- answers -------------------------------------------------------------------------
 
@@ -136,7 +110,7 @@ class MLXDecoder:
         """Take what a row has written; returns whether its answer has ended."""
         while (response := row.take()) is not None:
             if response.generation_tokens == 1:
-                self._check_numbers(response.logprobs)
+                self._check_numbers(mx.isnan(response.logprobs).any().item())
             if response.finish_reason == "stop" or wanted.take(response.token):
                 return True
         return row.over
@@ -145,15 +119,3 @@ class MLXDecoder:
 
     def read_on(self, cache: list, tokens: Sequence[int]) -> None:
         hybrid.read_layers(self._target, tokens, cache)
-
-    def _check_numbers(self, logs: mx.array) -> None:
-        if mx.isnan(logs).any().item():
-            raise KVLingoError(
-                f"a prediction of {self.name} is not a number: the translator's output "
-                "overflows, or the model's weights are damaged"
-            )
-
-
-def _number(array: mx.array) -> float:
-    found: Any = array.item()
-    return float(found)

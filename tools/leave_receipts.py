@@ -14,8 +14,7 @@ import dataclasses
 import torch
 
 from kvlingo_mlx.cuda import model as torch_model
-from kvlingo_mlx.cuda.receipt import receipt
-from kvlingo_mlx.cuda.translator import TorchTranslator
+from kvlingo_mlx.cuda.pair import TorchPair
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.format import translator_folder
 
@@ -30,8 +29,8 @@ def main() -> None:
             for spec in (config.source, config.target)
         )
         arrays = {name: weights.as_float32(name) for name in weights.arrays}
-        translator = TorchTranslator.from_arrays(config, arrays, target.device)
-        left = {**config.provenance, "receipt": receipt(source, target, translator)}
+        found = TorchPair(source, target).receipt(config, arrays)
+        left = {**config.provenance, "receipt": found}
         left_with = dataclasses.replace(config, provenance=left)
         translator_folder.write(folder, left_with, weights, overwrite=True)
         print(folder, left["receipt"], flush=True)

@@ -27,7 +27,7 @@ from kvlingo_mlx.group import Group
 from kvlingo_mlx.loading.hub import MODEL_FILES, resolve
 from kvlingo_mlx.tokenization.records import Source, open_source
 from kvlingo_mlx.training.checkpoints import check_settings
-from kvlingo_mlx.training.interruption import postponed
+from kvlingo_mlx.training.distill import postponed
 
 LOG, SETTINGS = "log.jsonl", "settings.json"  # in the folder of a run
 TOLD = (ValueError, OSError, KVLingoError, FloatingPointError, SafetensorError)

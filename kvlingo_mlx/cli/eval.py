@@ -73,9 +73,11 @@ class Comparison:
         results = compare.found(outcomes, times) | {"translators": self._identities()} | more
         keep(options.json_file, "eval", settings, results)
         if options.plot:
-            from kvlingo_mlx.evaluation.figures import score_against_time
-
-            draw(score_against_time(outcomes, times), options.plot, *(m.name for m in self.models))
+            draw(
+                compare.score_against_time(outcomes, times),
+                options.plot,
+                *(m.name for m in self.models),
+            )
 
     # ---- before the work ------------------------------------------------------------------------
 

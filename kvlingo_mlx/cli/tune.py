@@ -97,9 +97,7 @@ def command(options: TuneOptions) -> None:
     whole = {"lengths": results} if options.lengths else results[str(None)]
     keep(options.json_file, "tune", config, whole)
     if options.plot:
-        from kvlingo_mlx.evaluation.figures import quality_by_layers
-
-        draw(quality_by_layers(points), options.plot, *(model.name for model in models))
+        draw(tuning.quality_by_layers(points), options.plot, *(model.name for model in models))
 
 
 def _tasks(options: TuneOptions, models: Models) -> Mapping[int | None, Task]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any, ClassVar
 
@@ -12,12 +13,14 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlingo_mlx.cuda import gradients
+from kvlingo_mlx.cuda.gradients import conversation_loss, entries, loss_of, read
 from kvlingo_mlx.cuda.model import States, TorchModel
-from kvlingo_mlx.cuda.receipt import receipt
 from kvlingo_mlx.cuda.translator import TorchTranslator
+from kvlingo_mlx.embedded.bundled import spelled
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.loading.grading import GUARD, MeasuredConversation, agreement, cuts
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
-from kvlingo_mlx.training.objectives import Loss, Objective
+from kvlingo_mlx.training.objectives import Loss, Objective, objective_named
 
 SDPA = "sdpa"  # the implementation with which models are loaded
 SCORE_NUMBERS = 2**28  # the most attention scores in memory at once: 1 GB in float32
@@ -93,7 +96,60 @@ class TorchPair:
         arrays: Mapping[str, np.ndarray],
         own: HeldOut | None = None,
     ) -> dict[str, Any] | None:
-        return receipt(self.source, self.target, self.trainable(config, arrays), own)
+        measure = partial(_measured, self, self.trainable(config, arrays))
+        found = agreement(self.source, self.target, config.native_layers, measure, own)
+        return None if found is None else found.to_json(self.target.precision)
+
+
+# ---- the receipt ----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _measured(
+    pair: TorchPair, translator: TorchTranslator, sample: Sample, value: tuple[int, ...] | None
+) -> MeasuredConversation:
+    """A conversation from the translated cache, the target's own cache, and no cache."""
+    source, target = pair.source, pair.target
+    kl, config = objective_named("kl"), translator.config
+    reading = read(source, target, sample, config.capture, config.native_layers)
+    alone = target.hidden((sample.prefix[-1], *sample.continuation[:-1]))
+    teacher, labels = reading.teacher, sample.continuation
+    losses = [
+        conversation_loss(target, translator, reading, kl),
+        *(
+            loss_of(kl, target.logits, student, teacher, labels, with_gradient=False)
+            for student in (teacher, alone)
+        ),
+    ]
+    stops = cuts(len(sample.prefix) - 1) if value is not None and sample.aligned is None else []
+    return MeasuredConversation(
+        [loss.kl for loss in losses],
+        losses[0].agreed,
+        len(labels),
+        [spelled(loss.best, sample, value) for loss in losses] if value else (),
+        [_apart(source, target, translator, sample.prefix[: stop + 1]) for stop in stops],
+    )
+
+
+@torch.no_grad()
+def _apart(
+    source: TorchModel, target: TorchModel, translator: TorchTranslator, tokens: Sequence[int]
+) -> float:
+    """KL(source || target) over a prompt's last tokens, the target's from the translated cache."""
+    last = len(tokens) - 1 - GUARD
+    config, following = translator.config, tokens[last:-1]
+    # A sample's last prefix token is run by the target, so it is the first of those compared.
+    sample = Sample(tuple(tokens[: last + 1]), ())
+    reading = read(source, target, sample, config.capture, config.native_layers)
+    cache = target.cache(entries(target, translator, reading), last)
+    own = source.logits(source.hidden(tokens[:-1])[last:])
+    other = target.logits(target.hidden(following, cache)).to(own.device)
+    rows = min(own.shape[-1], other.shape[-1])
+    p, q = (torch.log_softmax(each[:, :rows].double(), dim=-1) for each in (own, other))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+# ---- the attention of a continuation ----------------------------------------------------------
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,8 @@ from kvlingo_mlx.evaluation.lineup import Condition, identity_of
 from kvlingo_mlx.evaluation.needles import prose
 from kvlingo_mlx.evaluation.probes import Item, Task
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting import pictures
+from kvlingo_mlx.reporting.measure import median
 from kvlingo_mlx.timing.switching import switch_times
 from kvlingo_mlx.version import __version__
 
@@ -201,3 +204,41 @@ def first_tokens(
         read = prefix
     actions = {c.name: c.at_switch(read) for c in conditions if c.at_switch is not None}
     return len(prefix), switch_times(target, actions, prefix[-1], trials=trials)
+
+
+# ---- a figure -----------------------------------------------------------------------------------
+
+TIME = "time to first token (ms)"
+
+
+def score_against_time(outcomes: Sequence[Outcome], times: Mapping[str, Sequence[float]]) -> Any:
+    """A figure with a panel per task: its first metric over the time to the first token.
+
+    Each condition is a point. A condition without a time, such as a control, is a horizontal line.
+    """
+    figure = pictures.figure(width=pictures.WIDTH * len(outcomes))
+    for index, outcome in enumerate(outcomes, start=1):
+        metric = outcome.metrics[0]
+        axes = figure.add_subplot(1, len(outcomes), index)
+        axes.set(xlabel=TIME, ylabel=f"{outcome.task}: {metric}")
+        across: dict[float, list[str]] = {}
+        for name, table in outcome.tables.items():
+            mean = table.get(ALL, next(iter(table.values())))[metric]
+            error = 0.0 if math.isnan(mean.error) else mean.error
+            if name in times:
+                at = 1e3 * median(times[name])
+                axes.errorbar([at], [mean.value], yerr=[error], fmt="o", capsize=3, label=name)
+            else:
+                across.setdefault(round(mean.value, 3), []).append(name)
+        for value, names in across.items():
+            line_across(axes, value, ", ".join(names))
+        pictures.log_scale(axes, "x", [1e3 * median(samples) for samples in times.values()])
+        axes.legend(fontsize="small")
+    return figure
+
+
+def line_across(axes: Any, value: float, label: str) -> None:
+    """Draw a labelled line for what takes no time."""
+    axes.axhline(value, linestyle=":", linewidth=1, color="grey")
+    place = {"xy": (1, value), "xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+    axes.annotate(label, fontsize="small", **place)

@@ -56,6 +56,14 @@ class Recall:
     hidden: float
     facts: int | None = None
 
+    @classmethod
+    def of(cls, hits: Sequence[Sequence[bool]]) -> Recall | None:
+        """From whether each way spells each value; None of none."""
+        if not hits:
+            return None
+        translated, native, hidden = (sum(way) / len(hits) for way in zip(*hits, strict=True))
+        return cls(translated, native, hidden, len(hits))
+
     @property
     def known(self) -> bool:
         """Whether the target itself recalls enough to judge by; NaN is judged."""
@@ -245,8 +253,6 @@ def agreement(
     theirs, users_own = found[: len(asked)], found[len(asked) :]
     kl, _, hidden_kl = _means(theirs)
     tokens = sum(each.tokens for each in theirs)
-    hits = [each.hits for each in theirs if each.hits]
-    recall = [sum(way) / len(hits) for way in zip(*hits, strict=True)]
     data = None
     if own is not None and users_own:
         kl_there, _, hidden_there = _means(users_own)
@@ -256,7 +262,7 @@ def agreement(
         sum(each.agreed for each in theirs) / tokens,
         native_layers,
         hidden_kl,
-        Recall(*recall, len(hits)) if hits else None,
+        Recall.of([each.hits for each in theirs if each.hits]),
         None if other else Apart.of([number for each in theirs for number in each.apart]),
         data,
     )

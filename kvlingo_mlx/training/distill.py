@@ -8,10 +8,13 @@ steps is kept; the initial translator counts as step 0.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,7 +26,6 @@ from kvlingo_mlx.group import Group
 from kvlingo_mlx.reporting.measure import plain
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoint
-from kvlingo_mlx.training.interruption import Interruption
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Pair, Trainable
@@ -94,6 +96,59 @@ class Report:
     held_out: float
     tokens_per_second: float
     seconds: float
+
+
+# ---- Ctrl-C and SIGTERM, postponed until the work is kept -----------------------------------
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass
+class Interruption:
+    """Whether a signal has asked this process to stop, and which one."""
+
+    signal: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    def error(self) -> BaseException:
+        """The exception that ends the process as the signal would have done."""
+        if self.signal == signal.SIGTERM:
+            return SystemExit(128 + signal.SIGTERM)
+        return KeyboardInterrupt()
+
+
+@contextlib.contextmanager
+def postponed() -> Iterator[Interruption]:
+    """Record the first signal instead of raising it; a second one acts at once.
+
+    Signals that the process ignores, for example under nohup, stay ignored. Only the main thread
+    may handle signals.
+    """
+    received = Interruption()
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS if main}
+
+    def restore() -> None:
+        for number, handler in handlers.items():
+            if handler not in (signal.SIG_IGN, None):
+                signal.signal(number, handler)
+
+    def note(number: int, frame: object) -> None:
+        received.signal = number
+        restore()
+
+    for number, handler in handlers.items():
+        if handler not in (signal.SIG_IGN, None):
+            signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        restore()
+
+
+# ---- the loop ---------------------------------------------------------------------------------
 
 
 @dataclass

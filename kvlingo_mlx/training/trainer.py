@@ -26,9 +26,15 @@ from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoint, disk_errors, log_of, write_json
-from kvlingo_mlx.training.distill import Distillation, DivergedError, Report, Samples, start_runs
+from kvlingo_mlx.training.distill import (
+    Distillation,
+    DivergedError,
+    Report,
+    Samples,
+    postponed,
+    start_runs,
+)
 from kvlingo_mlx.training.initial import initial
-from kvlingo_mlx.training.interruption import postponed
 from kvlingo_mlx.training.plan import TrainingPlan, make_config, provenance_of
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Model, Pair, pair_of

@@ -163,8 +163,7 @@ def test_a_translator_of_upper_layers_leaves_a_receipt_of_them(capsys: Printed) 
     """The one in the test zoo was distilled above two native layers; both runtimes measure that."""
     pytest.importorskip("torch")
     torch_model = importlib.import_module("kvlingo_mlx.cuda.model")
-    training = importlib.import_module("kvlingo_mlx.cuda.receipt")
-    maps = importlib.import_module("kvlingo_mlx.cuda.translator")
+    runtime = importlib.import_module("kvlingo_mlx.cuda.pair")
     folder = TESTS / "zoo" / "native" / "tiny-qwen3-s--tiny-qwen3-moe"
     config, weights = translator_folder.read(folder)
     models = [
@@ -172,8 +171,7 @@ def test_a_translator_of_upper_layers_leaves_a_receipt_of_them(capsys: Printed) 
         for spec in (config.source, config.target)
     ]
     arrays = {name: weights.as_float32(name) for name in weights.arrays}
-    translator = maps.TorchTranslator.from_arrays(config, arrays, models[1].device)
-    left = training.receipt(*models, translator)
+    left = runtime.TorchPair(*models).receipt(config, arrays)
     assert left["native_layers"] == config.native_layers == 2
     kept = dict(config.provenance["receipt"])
     for name in ("kl", "top1", "hidden_kl"):

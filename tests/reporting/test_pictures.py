@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlingo_mlx.evaluation import figures as of_evaluation
+from kvlingo_mlx.evaluation import compare
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.timing import bench
 from tests.support.command_line import run
@@ -94,7 +94,7 @@ def test_evals_tasks_have_a_panel_each() -> None:
         })
         for task, metric in (("continuation", "kl"), ("recall", "recall"))
     ]  # fmt: skip
-    panels = of_evaluation.score_against_time(outcomes, times).axes
+    panels = compare.score_against_time(outcomes, times).axes
     assert [axes.get_ylabel() for axes in panels] == ["continuation: kl", "recall: recall"]
     for axes in panels:
         assert [text.get_text() for text in axes.get_legend().get_texts()] == list(times)

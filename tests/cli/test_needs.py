@@ -29,6 +29,7 @@ from kvlingo_mlx.cli import MOVED, VERBS
 from kvlingo_mlx.cli.config import GROUPS, is_key, key_of, spelled
 from kvlingo_mlx.engine.generation import GenerateOptions
 from kvlingo_mlx.engine.sampling import DecodingOptions
+from kvlingo_mlx.folding.decoding import FoldedOptions
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode, rendering
 from kvlingo_mlx.options import Need
@@ -369,7 +370,8 @@ def parameters(name: str) -> list[inspect.Parameter]:
 
 def names_of(name: str) -> set[str]:
     """The names of a function's arguments, and of the options that it takes by a TypedDict."""
-    taken = {"stream_generate": GenerateOptions}.get(name, DecodingOptions)
+    own = {"stream_generate": GenerateOptions, "folded_stream_generate": FoldedOptions}
+    taken = own.get(name, DecodingOptions)
     return {p.name for p in parameters(name)} | set(get_type_hints(taken))
 
 

@@ -278,7 +278,7 @@ LINES, PARAMETERS = 60, 8  # a function's, its docstring left out
 MANY = {  # functions of more parameters, by the reason
     "what a user may ask for, each by its own name": (
         "engine/fill.hand_over",
-        "folding/decoding.folded_stream_generate", "folding/decoding.folded_hand_over",
+        "folding/decoding.folded_hand_over",
         "engine/conversation.__init__", "engine/conversation.stream_reply",
         "fitting/__init__.fit", "making/__init__.pair",
     ),

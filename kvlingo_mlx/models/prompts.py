@@ -9,7 +9,13 @@ from typing import Any, TypeGuard, cast
 
 from kvlingo_mlx.embedded import is_embedded
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.templates import REFUSALS, Message, fit_to_template
+from kvlingo_mlx.models.templates import (
+    REFUSALS,
+    Message,
+    announces_tools,
+    fit_to_template,
+    without_marks,
+)
 from kvlingo_mlx.tokenization.renderings import (
     Rendering,
     chat,
@@ -135,16 +141,17 @@ def _render(
         # Their translators were distilled without thinking. mlx-lm switches it on by default.
         given.setdefault("enable_thinking", False)
     given = {"add_generation_prompt": True, **given, **options}
-    refusals = []
-    for strict in (False, True):
-        fitted = fit_to_template(model, messages, tools=bool(given.get("tools")), strict=strict)
+    tools, refusals = bool(given.get("tools")), []
+    for strict, marks in ((False, True), (False, False), (True, False)):
+        told = messages if marks else without_marks(model, messages)
+        fitted = fit_to_template(model, told, tools=tools, strict=strict)
         try:
             return model.tokenizer.apply_chat_template(fitted, **given)
         except REFUSALS as error:
             refusals.append(error)
     raise ValueError(
         f"the chat template of {model.name} does not take these messages ({refusals[0]}), nor "
-        f"their texts alone ({refusals[1]}); give other messages, or a prompt of plain text"
+        f"their texts alone ({refusals[-1]}); give other messages, or a prompt of plain text"
     )
 
 
@@ -160,7 +167,7 @@ def check_tools(
             "tools are announced by a chat template, but the prompt is no messages; give it as "
             "messages, or leave out tools"
         )
-    if render_text(model, prompt, tools=tools) == render_text(model, prompt):
+    if not announces_tools(model):
         raise ValueError(
             f"the chat template of {model.name} does not announce tools; put them into a message, "
             "or leave out tools"

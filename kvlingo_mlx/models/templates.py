@@ -27,10 +27,11 @@ REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, A
 GO_ON = {"role": "user", "content": "Go on."}  # stands where a template wants a user's message
 NO_RESULT = "(no result)"  # of a call that was interrupted
 OWN_ID, FOREIGN_ID = "a1b2c3d4e", "call_0f1e-2d3c_4b5a6978a1b2c3d4"
+ANNOUNCED = "kvlingo_looks"
 TOOL = {
     "type": "function",
     "function": {
-        "name": "look",
+        "name": ANNOUNCED,
         "description": "Look.",
         "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
     },
@@ -39,6 +40,7 @@ TOOL = {
 # Histories by what a template that renders all their messages takes, in a word a message: a role,
 # or a key of KINDS.
 PROBES = {
+    "tools": ["user"],
     "system": ["system user"],
     "system, no user last": ["system user assistant"],
     "several systems": ["system system user"],
@@ -109,12 +111,17 @@ class TemplateNeeds:
         known = _found.setdefault(self.tokenizer, {})
         key = what, self._tools
         if key not in known:
-            probes = PROBES.get(what, [f"user assistant {what} user"])
-            known[key] = all(self._renders(probe.split()) for probe in probes)
-            if what == "an answer last":  # the next one needs a header of its own
-                bare = self._text(probes[0].split(), add_generation_prompt=False)
-                known[key] &= bare != self._text(probes[0].split())
+            known[key] = self._tried(what)
         return known[key]
+
+    def _tried(self, what: str) -> bool:
+        probes = PROBES.get(what, [f"user assistant {what} user"])
+        if not all(self._renders(probe.split()) for probe in probes):
+            return False
+        if what == "an answer last":  # the next one needs a header of its own
+            bare = self._text(probes[0].split(), add_generation_prompt=False)
+            return bare != self._text(probes[0].split())
+        return what != "tools" or ANNOUNCED in self._text(["user"])
 
     def _renders(self, kinds: Sequence[str]) -> bool:
         """Whether all of a probe's messages are in the prompt, in their order."""
@@ -134,6 +141,11 @@ class TemplateNeeds:
             return str(self.tokenizer.apply_chat_template(messages, **given))
         except REFUSALS:
             return ""
+
+
+def announces_tools(model: LanguageModel) -> bool:
+    """Whether a model's chat template tells it of tools."""
+    return TemplateNeeds(model.tokenizer, tools=True).takes("tools")
 
 
 def fit_to_template(
@@ -184,11 +196,10 @@ def _with_results(needs: TemplateNeeds, messages: Sequence[Message]) -> Iterator
             message = _with_reasoning(needs, message)
         if message["role"] == "assistant" and message.get("tool_calls"):
             calls = [_identified(call, next(numbers)) for call in message["tool_calls"]]
-            follow = list(itertools.takewhile(lambda m: m["role"] == "tool", messages[at:]))
-            results, alone = _matched(calls, follow)
-            at += len(follow)
-            yield from _exchange(needs, message, calls, results)
-            yield from (_alone(needs, result) for result in alone)
+            results = _matched(calls, messages[at:])
+            at += len(results)
+            unanswered = dict.fromkeys(n for n in range(len(calls)) if n not in results)
+            yield from _exchange(needs, message, calls, results | unanswered)
         else:
             yield _alone(needs, message) if message["role"] == "tool" else message
 
@@ -201,21 +212,17 @@ def _identified(call: Any, number: int) -> Message:
     return {"type": "function", **call, "function": dict(function), "id": identity}
 
 
-def _matched(
-    calls: Sequence[Message], follow: Sequence[Message]
-) -> tuple[dict[int, Message | None], list[Message]]:
-    """The result of each call, by the call's number, and the results of no call."""
-    results: dict[int, Message | None] = dict.fromkeys(range(len(calls)))
-    alone = []
-    for result in follow:
+def _matched(calls: Sequence[Message], follow: Iterable[Message]) -> dict[int, Message]:
+    """The results that follow an answer, by the number of their call, up to one of no call."""
+    results: dict[int, Message] = {}
+    for result in itertools.takewhile(lambda message: message["role"] == "tool", follow):
         identity = result.get("tool_call_id")
-        free = (n for n, call in enumerate(calls) if results[n] is None)
+        free = (n for n in range(len(calls)) if n not in results)
         number = next((n for n in free if identity in (None, "", calls[n]["id"])), None)
         if number is None:
-            alone.append(result)
-        else:
-            results[number] = result
-    return results, alone
+            break
+        results[number] = result
+    return results
 
 
 def _exchange(
@@ -233,12 +240,12 @@ def _exchange(
     if spoken:
         yield {key: value for key, value in answer.items() if key != "tool_calls"}
         answer = _answer()
-    several = needs.takes("several calls")
-    for numbers in [list(results)] if several else [[number] for number in results]:
-        fitted = [_fitted(needs, calls[number]) for number in numbers]
-        yield {**answer, "tool_calls": fitted}
-        for call, number in zip(fitted, numbers, strict=True):
-            result = results[number]
+    together = [list(results)] if needs.takes("several calls") else [[n] for n in results]
+    for numbers in together:
+        fitted = {number: _fitted(needs, calls[number]) for number in sorted(numbers)}
+        yield {**answer, "tool_calls": list(fitted.values())}
+        for number in numbers:
+            call, result = fitted[number], results[number]
             if result is None and needs.takes("a call without result"):
                 continue
             named = {"name": call["function"].get("name"), "content": NO_RESULT, **(result or {})}
@@ -294,6 +301,20 @@ def _as_text(tokenizer: Any, answer: Message, calls: Iterable[Message]) -> Messa
     marked = [f"{start}\n{text}\n{end}" if start else text for text in texts]
     kept = {key: value for key, value in answer.items() if key != "tool_calls"}
     return {**kept, "content": "\n".join(filter(None, [answer["content"], *marked]))}
+
+
+def without_marks(model: LanguageModel, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Copies of the messages; a mark of the tokenizer's own in a text has a space in it.
+
+    Some templates refuse a text that holds one of their marks.
+    """
+    marks = [mark for mark in model.tokenizer.get_added_vocab() if len(mark) > 2]
+    found = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
+    copies = with_joined_parts(messages)
+    for message, key in itertools.product(copies, ("content", "reasoning_content")):
+        if isinstance(message.get(key), str):
+            message[key] = found.sub(lambda m: f"{m[0][0]} {m[0][1:]}", message[key])
+    return copies
 
 
 def _told(result: Message, name: Any = None) -> Message:

@@ -33,6 +33,7 @@ from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.models.templates import announces_tools
 from kvlingo_mlx.serving import clock
 from kvlingo_mlx.serving.active_request import (
     ActiveRequest,
@@ -375,7 +376,7 @@ class Scheduler:
             self._batches[id(model)] = batch
         job.batch = batch
         options: dict[str, Any] = {"stop": ask.stop or None, "seed": ask.sampling.seed}
-        options |= {"tools": tools_of(ask) or None}
+        options |= {"tools": _announced(ask, model) or None}
         return Request(
             messages=job.messages,
             max_tokens=ask.max_tokens or self._settings.max_tokens,
@@ -436,12 +437,19 @@ class Scheduler:
 def _length(ask: GenerationRequest, model: LanguageModel) -> int:
     """The number of a prompt's tokens."""
     prompt: Any = ask.prompt if ask.messages is None else list(map(dict, ask.messages))
-    return len(prompt if isinstance(prompt, tuple) else encode(model, prompt, **_switches(ask)))
+    return len(
+        prompt if isinstance(prompt, tuple) else encode(model, prompt, **_switches(ask, model))
+    )
 
 
-def _switches(ask: GenerationRequest) -> dict[str, Any]:
+def _switches(ask: GenerationRequest, model: LanguageModel) -> dict[str, Any]:
     """The chat template's switches for a request."""
-    return {**ask.template, **({"tools": tools_of(ask)} if ask.tools else {})}
+    return {**ask.template, **({"tools": tools} if (tools := _announced(ask, model)) else {})}
+
+
+def _announced(ask: GenerationRequest, model: LanguageModel) -> list[dict[str, Any]]:
+    """The tools that a model can be told of; a client sends them whoever answers."""
+    return tools_of(ask) if announces_tools(model) else []
 
 
 def _place(error: BaseException) -> tuple[str, str]:

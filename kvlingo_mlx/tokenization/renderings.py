@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, Span, TokenAlignment, align, token_ends
-from kvlingo_mlx.tokenization.chat_messages import content_text, words
+from kvlingo_mlx.tokenization.chat_messages import conversation, words
 
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages], str]  # a chat template with its switches set; may raise ValueError
@@ -43,18 +43,20 @@ class Rendering:
 
 
 def with_joined_parts(messages: Messages) -> list[dict[str, Any]]:
-    """Copies of the messages, each content of parts as one text.
+    """Copies of the messages, those whose content has parts as ``chat_messages`` reads them.
 
     Earlier messages have a note in the place of a part that is not text.
 
     Raises:
         ValueError: A part of the last message, a user's, is not text.
     """
-    listed = [dict(message) for message in messages]
-    for message in listed:
-        if not isinstance(content := message.get("content"), list):
+    given, joined = list(messages), list[dict[str, Any]]()
+    for message in given:
+        content = message.get("content")
+        if not isinstance(content, list):
+            joined.append(dict(message))
             continue
-        for part in content if message is listed[-1] and message.get("role") == "user" else ():
+        for part in content if message is given[-1] and message.get("role") == "user" else ():
             if words(part) is None:
                 kind = part.get("type") if isinstance(part, Mapping) else None
                 found = f"of type {kind!r}" if isinstance(kind, str) else repr(part)
@@ -62,8 +64,8 @@ def with_joined_parts(messages: Messages) -> list[dict[str, Any]]:
                     f"a message's content has a part {found:.80}; models read text alone here: "
                     'give {"type": "text", "text": ...}, and leave other parts out'
                 )
-        message["content"] = content_text(content)
-    return listed
+        joined += conversation([message])
+    return joined
 
 
 def plain(tokenizer: Any, text: str) -> Rendering:

@@ -91,7 +91,8 @@ class RecordIndex:
             record, where = self.sources[place[0]].read(place[1])
             found = {} if record is None else normalise(record, where)
         usable = found.get("text" if self._template is None else "messages")
-        return found if usable and self._filter.accepts(record, found) else None
+        said = record if isinstance(record, dict) else {}
+        return found if usable and self._filter.accepts(said, found) else None
 
     def _replies(self, number: int) -> np.ndarray:
         """A row of :data:`REPLY` for each reply of a source.

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 pytest.importorskip("pydantic")
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
+httpx = pytest.importorskip("httpx")
 
-from kvlingo_mlx.serving.messages import Delta, Failure, GenerationRequest
-from kvlingo_mlx.serving.wire import BadRequest, Incoming, anthropic, chat, responses
-from kvlingo_mlx.serving.wire.forms import sendable
-from kvlingo_mlx.tokenization.chat_messages import KEPT_ROLES
-from tests.support.wire_app import PLANTED, frames_of
-from tests.support.wire_bodies import CHAT, COMPLETION, MESSAGES, RESPONSES
+from kvlingo_mlx.serving.messages import Delta, Failure, GenerationRequest  # noqa: E402
+from kvlingo_mlx.serving.wire import BadRequest, Incoming, anthropic, chat, responses  # noqa: E402
+from kvlingo_mlx.serving.wire.forms import sendable  # noqa: E402
+from kvlingo_mlx.tokenization.chat_messages import KEPT_ROLES  # noqa: E402
+from tests.support.wire_app import PLANTED, frames_of  # noqa: E402
+from tests.support.wire_bodies import CHAT, COMPLETION, MESSAGES, RESPONSES  # noqa: E402
 
 FULL: list[tuple[Any, dict[str, Any]]] = [
     (chat.API, CHAT),
@@ -200,3 +201,39 @@ def test_answers_with_odd_arguments_can_be_told(api: Any, body: dict[str, Any]) 
         told = "".join(answer.take(Delta(tool_calls=(call,))))
         assert frames_of(told.encode().decode()) or api is chat.COMPLETIONS
         assert json.dumps(answer.body(), ensure_ascii=False, allow_nan=False).encode()
+
+
+PAST: list[Any] = [
+    *CHAT["messages"][:-1],
+    *MESSAGES["messages"][:3],
+    *RESPONSES["input"],
+    {"role": "function", "name": "f", "content": "1"},
+    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]},
+]
+
+
+@pytest.mark.parametrize("api", ["chat/completions", "messages", "responses"])
+@settings(SETTINGS, max_examples=12)
+@given(data=st.data())
+def test_a_model_answers_after_any_past(zoo_server: Any, api: str, data: st.DataObject) -> None:
+    """Over HTTP, by a real model; while what asks of it now is refused in a line."""
+    past = [data.draw(st.sampled_from(PAST)) for _ in range(data.draw(st.integers(1, 4)))]
+    for _ in range(data.draw(st.integers(0, 2))):
+        if ways := [path for path in places(past) if path]:
+            how = data.draw(st.sampled_from(["replaced", "gone", "doubled", "more"]))
+            past = changed(past, data.draw(st.sampled_from(ways)), data.draw(SENDABLE), how)
+    half = data.draw(st.sampled_from(["", "\\ud83d", "\\udc00"]))
+    name = "input" if api == "responses" else "messages"
+    most = "max_output_tokens" if api == "responses" else "max_tokens"
+
+    def post(last: Any) -> Any:
+        body = {"model": "large", name: [*past, last], most: 1}
+        sent = json.dumps(body).replace("HALF", half).encode()
+        return httpx.post(f"{zoo_server.url}/v1/{api}", content=sent, timeout=60)
+
+    answered = post({"role": "user", "content": "Well, HALF?"})
+    assert answered.status_code == 200, answered.text
+    assert answered.content.decode()
+    for wrong in (5, {"role": "user", "content": 5}, PAST[-1]):
+        refused = post(wrong)
+        assert refused.status_code == 400 and "\n" not in refused.json()["error"]["message"]

@@ -481,10 +481,10 @@ def test_numbers_by_which_others_mean_no_limit() -> None:
         ("responses", "max_output_tokens"),
     ):
         assert (ask(api, **{name: -1}).max_tokens or 0) > 2**30, (api, name)
-        assert ask(api, **{name: 7}).max_tokens == 7
+        assert ask(api, **{name: 7}).max_tokens == ask(api, **{name: 7.0}).max_tokens == 7
         assert refusal(api, **{name: 0}).param in (name, "max_tokens")
     for api in SHORT:
-        assert ask(api, top_k=-1, seed=-1) == ask(api)
+        assert ask(api, top_k=-1, seed=-1) == ask(api, top_k=-1.0, seed=-1.0) == ask(api)
         assert ask(api, seed=0).sampling.seed == 0 and ask(api, seed=-2).sampling.seed == 2**64 - 2
     told = ask("chat", repeat_penalty=1.1, repeat_last_n=-1, typical_p=1.0, mirostat=0).sampling
     assert told.repetition_penalty == 1.1 and told.repetition_context_size > 2**30

@@ -49,8 +49,9 @@ MEANINGS: Mapping[str, Mapping[int, int | None]] = {
 
 def meaning(name: str, value: Any) -> Any:
     """A field's value, as a client of another server means it; None is as if it were not given."""
-    numbers = MEANINGS.get(name, {})
-    return numbers.get(value, value) if type(value) is int else value
+    if type(value) is float and value.is_integer():  # some languages write all numbers so
+        value = int(value)
+    return MEANINGS.get(name, {}).get(value, value) if type(value) is int else value
 
 
 def only(why: str, *values: Any) -> Only:
@@ -114,8 +115,8 @@ _MLX_LM = {
 _LOCAL = {  # of llama.cpp, LM Studio, Ollama and vLLM
     **ignored("cache_prompt id_slot slot_id n_keep keep_alive ttl priority request_id cache_salt"),
     **ignored("timings_per_token return_progress"),
-    **dict.fromkeys(("tfs_z", "typical_p", "length_penalty"), only(_OFF, 1, 1.0)),
-    **dict.fromkeys(("mirostat", "top_a", "dynatemp_range", "dry_multiplier"), only(_OFF, 0, 0.0)),
+    **dict.fromkeys(("tfs_z", "typical_p", "length_penalty"), only(_OFF, 1)),
+    **dict.fromkeys(("mirostat", "top_a", "dynatemp_range", "dry_multiplier"), only(_OFF, 0)),
     "use_beam_search": only(_OFF, False),
     "min_tokens": only(_END, 0),
     "ignore_eos": only(_END, False),

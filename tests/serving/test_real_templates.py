@@ -18,6 +18,7 @@ pytest.importorskip("starlette")
 from kvlingo_mlx.serving.app import apis  # noqa: E402
 from kvlingo_mlx.serving.scheduler import Scheduler  # noqa: E402
 from kvlingo_mlx.serving.settings import Settings  # noqa: E402
+from tests.support import tiny  # noqa: E402
 from tests.support.real_templates import FAMILIES, NAMES, reference, write_real  # noqa: E402
 from tests.support.router_sessions import (  # noqa: E402
     AgentSession,
@@ -47,6 +48,7 @@ class Served:
     openai: Any
     claude: Any
     tokenizers: dict[str, Any]
+    usage: Any = None  # of the last answer
 
     def prompt(self, model: str, tokens: int) -> str:
         """The text of what a model held before it wrote its last answer."""
@@ -56,10 +58,10 @@ class Served:
     def ask(self, session: AgentSession, model: str, client: int) -> str:
         """One answer, booked in the session; the prompt's text."""
         if client % 2 == 0:
-            tokens = session.ask_openai(self.openai, model)
-        else:
-            tokens = session.ask_claude(self.claude, model)
-        return self.prompt(model, tokens)
+            self.usage = session.ask_openai(self.openai, model)
+            return self.prompt(model, self.usage.prompt_tokens)
+        self.usage = session.ask_claude(self.claude, model)
+        return self.prompt(model, self.usage.input_tokens + self.usage.cache_read_input_tokens)
 
 
 def clients(server: Running, folders: dict[str, Path]) -> Served:
@@ -110,3 +112,50 @@ def answered(served: Served, models: Sequence[str], words: Iterator[str], start:
         session.history.append(answer)
         session.wrote_by(FAMILIES[NAMES.index(name)])
     return faults
+
+
+# ---- what a session keeps ------------------------------------------------------------------------
+
+STRICT = FAMILIES[NAMES.index("qwen3.5")]
+TWO = ("here", "there")
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two models whose template takes a system message at the beginning alone, and translators."""
+    root = tmp_path_factory.mktemp("strict")
+    folders = {name: write_real(root / name, STRICT) for name in TWO}
+    ways = tuple(
+        str(tiny.write_random_translator(root / f"{a}-{b}", folders[a], folders[b], nu=1, seed=7))
+        for a, b in itertools.permutations(TWO)
+    )
+    models, engine = {name: str(folder) for name, folder in folders.items()}, f"{__name__}:Seen"
+    more = {"models": models, "translators": ways, "keep_conversations": False}
+    with running(root, apis(), engine, **more) as server:
+        yield clients(server, folders)
+
+
+@pytest.mark.parametrize("stays", [True, False], ids=["reminders stay", "reminders go"])
+def test_reminders_cost_no_cache(strict: Served, stays: bool) -> None:
+    """Twenty turns, a switch and a late system message with each, as coding agents send them."""
+    session, shares = AgentSession(new_words()), list[float]()
+    session.say("system", "You are an agent. " + "Be kind to all places that you look at. " * 60)
+    session.history = session.history[-1:]
+    session.question()
+    for turn in range(20):
+        session.say("system", "Remember the list of things to do:")
+        if turn % 2:  # else the history ends with the reminder
+            session.question()
+        prompt = strict.ask(session, TWO[turn % 2], client=1)
+        answer = session.history.pop()
+        assert not missing(session, prompt)
+        usage = strict.usage
+        kept = usage.cache_read_input_tokens + usage.kvlingo["translated_tokens"]
+        shares.append(kept / (usage.input_tokens + usage.cache_read_input_tokens))
+        if not stays:
+            place = max(n for n, said in enumerate(session.history) if said.role == "system")
+            del session.history[place]
+        session.history.append(answer)
+        session.wrote_by(STRICT)
+        assert session.results()
+    assert min(shares[1:]) >= 0.9, shares

@@ -161,8 +161,8 @@ class AgentSession:
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def ask_openai(self, client: Any, model: str, **more: Any) -> int:
-        """One answer of the chat API, booked; the prompt's tokens."""
+    def ask_openai(self, client: Any, model: str, **more: Any) -> Any:
+        """One answer of the chat API, booked; its usage."""
         answer = client.chat.completions.create(
             model=model, messages=[said.chat() for said in self.history], tools=CHAT_TOOLS,
             max_tokens=40, temperature=0, **more,
@@ -171,10 +171,10 @@ class AgentSession:
         calls = [Call(c.id, c.function.arguments) for c in message.tool_calls or ()]
         thought = getattr(message, "reasoning_content", None) or ""
         self.history.append(Said("assistant", message.content or "", thought, tuple(calls)))
-        return answer.usage.prompt_tokens
+        return answer.usage
 
-    def ask_claude(self, client: Any, model: str, **more: Any) -> int:
-        """One answer of the messages API, booked; the prompt's tokens."""
+    def ask_claude(self, client: Any, model: str, **more: Any) -> Any:
+        """One answer of the messages API, booked; its usage."""
         answer = client.messages.create(
             model=model, tools=CLAUDE_TOOLS, max_tokens=40, extra_body={"temperature": 0},
             **of_claude(self.history), **more,
@@ -184,7 +184,7 @@ class AgentSession:
         thought = "".join(block.thinking for block in kinds["thinking"])
         calls = tuple(Call(b.id, json.dumps(b.input)) for b in kinds["tool_use"])
         self.history.append(Said("assistant", text, thought, calls))
-        return answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+        return answer.usage
 
     def wrote_by(self, family: Family) -> None:
         """Note the words that a model of the family has written, thoughts apart."""

@@ -1,0 +1,149 @@
+"""Histories of any order, fitted to templates that behave as those of released models."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.engine.spans import common_prefix
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import render_text
+from tests.support.real_templates import FAMILIES, TOOL, Family, write_real
+from tests.support.router_sessions import CHAT_TOOLS, FACT, WORD
+
+Json = dict[str, Any]
+EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "40"))
+ROLES = ("system", "user", "assistant", "developer")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
+    root = tmp_path_factory.mktemp("real")
+    return {family.name: kv.load(write_real(root / family.name, family)) for family in FAMILIES}
+
+
+# ---- histories ---------------------------------------------------------------------------------
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Json]:
+    """Messages in the chat API's form, in any order; each text and argument has its own word."""
+    words = (f"fact{number:04d}x" for number in itertools.count())
+    found: list[Json] = []
+    waiting: list[str] = []  # calls without a result
+    for number in range(draw(st.integers(1, 9))):
+        what = draw(st.sampled_from(["say", "say", "calls", "result", "results", "orphan"]))
+        if what == "calls":
+            calls = [
+                _call(draw, f"{number}{n}", next(words)) for n in range(draw(st.integers(1, 3)))
+            ]
+            waiting = [call["id"] for call in calls]
+            found.append({"role": "assistant", "tool_calls": calls, **_said(draw, next(words))})
+        elif what in ("result", "results") and waiting:
+            for _ in range(1 if what == "result" else len(waiting)):
+                found.append(_result(waiting.pop(0), next(words)))
+        elif what == "orphan":
+            found.append(_result("call_of_nobody", next(words)))
+        else:
+            found.append({"role": draw(st.sampled_from(ROLES)), **_said(draw, next(words))})
+    return found
+
+
+def _said(draw: st.DrawFn, word: str) -> Json:
+    content = draw(st.sampled_from([f"It is {word}.", f" {word}\n", f"- {word}", "", None]))
+    thought = draw(st.sampled_from([{}, {"reasoning_content": "Hm."}]))
+    return {"content": content, **thought}
+
+
+def _call(draw: st.DrawFn, number: str, word: str) -> Json:
+    whole: Json = draw(
+        st.sampled_from([{"place": word}, {"place": word, "deep": [1, {"a": None}]}])
+    )
+    given = draw(st.sampled_from([whole, json.dumps(whole), '{"place": "' + word, f'["{word}"]']))
+    function = {"name": TOOL, "arguments": given}
+    return {"id": f"call_{number}_0123456789abcdef", "type": "function", "function": function}
+
+
+def _result(call: str, word: str) -> Json:
+    return {"role": "tool", "tool_call_id": call, "content": f"There is {word}."}
+
+
+# ---- what a prompt holds -------------------------------------------------------------------------
+
+
+def spoken(message: Json) -> list[str]:
+    """The words of a message's text."""
+    return FACT.findall(message["content"] or "")
+
+
+def arguments(message: Json) -> list[str]:
+    """The words of a message's calls."""
+    return FACT.findall(json.dumps(message.get("tool_calls") or ()))
+
+
+def check(family: Family, history: Sequence[Json], prompt: str) -> None:
+    """All words once; texts in their order, but for a system prompt that a template moves."""
+    found = WORD.findall(prompt)
+    for message in history:
+        for word in [*spoken(message), *arguments(message)]:
+            assert found.count(word) == 1, f"{word} stands {found.count(word)} times in {prompt!r}"
+    led = itertools.takewhile(lambda m: m["role"] in ("system", "developer"), history)
+    start = len(list(led)) if family.unstable else 0
+    said = [word for message in history[start:] for word in spoken(message)]
+    assert [word for word in found if word in said] == said, prompt
+    calls = {
+        c["id"]: FACT.findall(json.dumps(c)) for m in history for c in m.get("tool_calls") or ()
+    }
+    for message in history:
+        for call in calls.get(message.get("tool_call_id", ""), ()):
+            assert found.index(call) < found.index(spoken(message)[0]), prompt
+
+
+def checked(model: LanguageModel, family: Family, history: list[Json], tools: Any) -> str:
+    prompt = render_text(model, history, tools=tools)
+    check(family, history, prompt)
+    return prompt
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, report_multiple_bugs=False,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@given(history=histories(), tools=st.sampled_from([None, CHAT_TOOLS]), data=st.data())
+def test_a_history_of_any_order(
+    models: dict[str, LanguageModel], family: Family, history: list[Json], tools: Any, data: Any
+) -> None:
+    """It is taken, nothing is lost or told twice, and its beginning is that of a shorter one."""
+    model = models[family.name]
+    prompt = checked(model, family, history, tools)
+    cut = data.draw(st.integers(1, len(history)))
+    asked = [number for number, m in enumerate(history[:cut]) if m["role"] == "user" and spoken(m)]
+    if family.unstable or not asked:
+        return
+    before = checked(model, family, history[:cut], tools)
+    common = common_prefix(before, prompt)
+    for word in (w for m in history[: asked[-1] + 1] for w in spoken(m)):
+        assert re.search(rf"\b{word}\b", prompt[:common]), f"{word}: {before!r}\n{prompt!r}"
+
+
+def test_a_lost_word_is_noticed() -> None:
+    """The negative control: templates alone lose, move or repeat what was said."""
+    history = [{"role": "user", "content": f"fact{n:04d}x"} for n in range(3)]
+    good = "\n".join(m["content"] for m in history)
+    check(FAMILIES[0], history, good)
+    for bad in (
+        good.replace("fact0001x", ""),
+        good + " fact0001x",
+        good[::-1],
+        good.replace("2", "3"),
+    ):
+        with pytest.raises(AssertionError):
+            check(FAMILIES[0], history, bad)

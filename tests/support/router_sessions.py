@@ -188,9 +188,7 @@ class AgentSession:
 
     def wrote_by(self, family: Family) -> None:
         """Note the words that a model of the family has written, thoughts apart."""
-        letters = family.writes.split(" ")
-        for letter, word in (("S", f"said{family.word}"), ("C", f"place{family.word}")):
-            self.wrote[word] += letter in letters
+        self.wrote.update(word for part, word in family.parts.items() if part != "T")
 
 
 BLOCKS = ("text", "thinking", "tool_use")

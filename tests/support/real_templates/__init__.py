@@ -55,13 +55,19 @@ class Family:
         return (FOLDER / f"{self.name}.jinja").read_text()
 
     @property
+    def parts(self) -> dict[str, str]:
+        """The words of the thought, the text and the call's argument that its model writes."""
+        words = {"T": "pondering", "S": "said", "C": "place"}
+        return {p: f"{words[p]}{self.word}" for p in self.writes.split(" ") if p in words}
+
+    @property
     def pieces(self) -> list[str]:
         """What its model writes, each piece a token."""
-        spelled = {
-            "T": f"\npondering{self.word}" if self.name == "gemma4" else f"pondering{self.word}",
-            "S": f"said{self.word}",
-            "C": self.call.replace("PLACE", f"place{self.word}"),
-        }
+        spelled = dict(self.parts)
+        if "C" in spelled:
+            spelled["C"] = self.call.replace("PLACE", spelled["C"])
+        if self.name == "gemma4":
+            spelled["T"] = "\n" + spelled["T"]
         return [spelled.get(piece, piece.replace("~", " ")) for piece in self.writes.split(" ")]
 
 
@@ -197,7 +203,7 @@ def _follows(folder: Path, family: Family) -> dict[int, int]:
             last = rendered(known, messages, enable_thinking=True)
             first = pieces[0]
             if messages[-1] is result and family.after_results:
-                first = f"said{family.word}"
+                first = family.parts["S"]
             found[known.encode(last, add_special_tokens=False)[-1]] = number(first)
     return found
 

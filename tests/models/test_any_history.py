@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import kvlingo_mlx as kv
@@ -116,7 +116,8 @@ def checked(model: LanguageModel, family: Family, history: list[Json], tools: An
 
 @pytest.mark.xfail(strict=False, reason="a result of no call between two results moves")
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, report_multiple_bugs=False,
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True,
+          phases=[Phase.explicit, Phase.generate],  # to shrink takes minutes
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 @given(history=histories(), tools=st.sampled_from([None, CHAT_TOOLS]), data=st.data())
 def test_a_history_of_any_order(

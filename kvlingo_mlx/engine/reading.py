@@ -30,6 +30,7 @@ from kvlingo_mlx.tokenization.renderings import (
 READ = "read"  # rendered by the template, cut by the tokenizer
 TOLD = "told"  # a part of an answer that a model of another tokenizer wrote
 WROTE = "wrote"  # a part of an answer, in the tokens of the model that wrote it
+SPELLED = 12  # the most characters in which JSON spells one
 MARK, SPACE = "\u2581", "\u0120"  # how SentencePiece's and byte-level tokens spell a space
 
 
@@ -190,7 +191,9 @@ class Reading:
                 stopped = bool(after) and after[0].kind == WROTE
                 end = after[0].text if stopped else self.tokenizer.eos_token
                 stop = text.find(end, at) if end and segment.kind == WROTE else -1
-                if stop < 0 or not same_answer(self.tokenizer, segment.text, text[at:stop]):
+                if not 0 <= stop - at <= SPELLED * len(segment.text) + SPELLED:
+                    break
+                if not same_answer(self.tokenizer, segment.text, text[at:stop]):
                     break
                 found = _replaced(found, text, (at, stop), segment.text)
                 text = text[:at] + segment.text + text[stop:]

@@ -17,6 +17,7 @@ from kvlingo_mlx.engine.transcript import Message
 # A route takes the messages, the newest last, and the models' names; it returns one of the names.
 Route = Callable[[Sequence[Message], Sequence[str]], str]
 
+END = 5000  # characters of a long message's ends, in which patterns are looked for
 # What a rule can ask of the user's newest message, and how many answers there must have been.
 CONDITIONS: dict[str, type] = {
     "pattern": str,
@@ -101,8 +102,13 @@ def _holds(rule: dict[str, Any], message: str, answers: int) -> bool:
     return (
         fewest <= len(message) <= most
         and answers >= rule.get("after_turn", 0)
-        and rule["pattern"].search(message) is not None
+        and any(map(rule["pattern"].search, _searched(message)))
     )
+
+
+def _searched(message: str) -> tuple[str, ...]:
+    """Where a pattern is looked for; of a long message its ends, as some take quadratic time."""
+    return (message,) if len(message) <= 2 * END else (message[:END], message[-END:])
 
 
 def _function(text: str) -> Route:

@@ -116,10 +116,14 @@ class Transcript:
         Raises:
             ValueError: The model has no template, or it does not take these messages.
         """
-        return self.reading(model, new).tokens
+        return self.reading(model, new, fits=False).tokens
 
-    def reading(self, model: LanguageModel, new: Sequence[Message] = ()) -> Reading:
+    def reading(
+        self, model: LanguageModel, new: Sequence[Message] = (), *, fits: bool = True
+    ) -> Reading:
         """:meth:`prompt`, with the places of its tokens and of the messages' contents.
+
+        With ``fits`` a prompt far beyond the context is refused at once.
 
         Raises:
             ValueError: As for :meth:`prompt`.
@@ -132,6 +136,8 @@ class Transcript:
             if kept.segments:
                 return self._continued(model, kept, messages)
         rendered, found = self._rendered(self._renderer(model), messages)
+        if fits:
+            model.check_text(rendered)
         before = self._of_same_ids(model, before, messages)
         kept, text, found = before.agreeing(rendered, found, messages)
         for place, segment in self._own_answers(model, messages, kept, text, found):

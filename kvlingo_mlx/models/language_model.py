@@ -36,6 +36,8 @@ from kvlingo_mlx.group import ALONE, Group
 from kvlingo_mlx.models.states import KVStates, TranslatedStates
 from kvlingo_mlx.threads import unit
 
+FAR = 8  # characters a token, of prompts that may be far beyond a context
+PIECE, SEAM = 50_000, 8  # characters of such a prompt's pieces, and tokens that a cut may add
 NORMS = ("RMSNorm", "LayerNorm", "LayerNorm1P")  # how the names of norm classes end
 
 
@@ -249,11 +251,28 @@ class LanguageModel:
             bad = next(t for t in tokens if not 0 <= t < rows)
             raise ValueError(f"token id {bad} is outside the {rows} ids of {self.name}")
         if len(tokens) > self.context_length:
-            window = ", its sliding window, which mlx-lm leaves out" if self.ignored_window else ""
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens, the context of {self.name} "
-                f"is {self.context_length}{window}; shorten the prompt"
-            )
+            raise self._too_long(str(len(tokens)))
+
+    def check_text(self, text: str) -> None:
+        """Refuse a prompt that is far beyond the context before all of it is cut into tokens.
+
+        Raises:
+            ValueError: As for :meth:`check_tokens`.
+        """
+        left, start = self.context_length, 0
+        while start < len(text) > FAR * self.context_length:
+            piece = text[start : start + PIECE]
+            ids = self.tokenizer.encode(piece, add_special_tokens=False)
+            left, start = left - max(0, len(ids) - SEAM), start + PIECE
+            if left < 0:
+                raise self._too_long(f"more than {self.context_length}")
+
+    def _too_long(self, count: str) -> ValueError:
+        window = ", its sliding window, which mlx-lm leaves out" if self.ignored_window else ""
+        return ValueError(
+            f"the prompt has {count} tokens, the context of {self.name} "
+            f"is {self.context_length}{window}; shorten the prompt"
+        )
 
 
 BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}  # integer types by their bytes

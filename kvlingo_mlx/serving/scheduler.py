@@ -273,6 +273,8 @@ class Scheduler:
         model, prompt = self.pool[job.name].model, job.ask.prompt
         if job.ask.messages is not None:
             return self._keys.of(job.ask)
+        if isinstance(prompt, str):
+            model.check_text(prompt)
         job.tokens = encode(model, prompt) if isinstance(prompt, str) else list(prompt or ())
         model.check_tokens(job.tokens)
         return keys_of_text(model.tokenizer_fingerprint, job.tokens)

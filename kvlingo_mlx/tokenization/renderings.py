@@ -26,6 +26,7 @@ Part = tuple[str, Span]  # a message's field, and characters of its text
 TEXTS = ("reasoning_content", "content")  # the fields of a message that hold text
 THINK_MARKS = re.compile("(</?think>)")
 MARK = re.compile("\ufdd0([0-9]+)\ufdd1")  # a number between two Unicode noncharacters
+MOST_TRIED = 64  # renderings that look for contents
 UNFINISHED = "\ufffd"  # what an incomplete character's bytes are decoded to
 
 
@@ -205,19 +206,24 @@ def content_spans(
     drop one of the parts, and white space around a part is ignored, because a template may trim it.
     The template is rendered once more with every part between two marks. If the result without the
     marks is the same text, the marks give the places, however often a content occurs or resembles
-    boilerplate. If marks change what the template does, each part is marked alone. ``text`` is
-    the rendering, if it is known.
+    boilerplate. If marks change what the template does, halves of the parts are marked, and so on,
+    :data:`MOST_TRIED` times at most. ``text`` is the rendering, if it is known.
 
     Returns:
         The text, and the characters of each part; None for a part that is missing or altered.
     """
     text = render(messages) if text is None else text
     parts = [(i, *part) for i, message in enumerate(messages) for part in message_parts(message)]
-    found = _located(text, render, messages, parts, range(len(parts)))
-    if found is None:
-        found = {}
-        for part in range(len(parts)):
-            found |= _located(text, render, messages, parts, [part]) or {}
+    found, tried = dict[int, Span](), [range(len(parts))]
+    for _ in range(MOST_TRIED):
+        if not tried:
+            break
+        marked = tried.pop(0)
+        located = _located(text, render, messages, parts, marked)
+        found |= located or {}
+        if located is None and len(marked) > 1:
+            middle = len(marked) // 2
+            tried += [marked[:middle], marked[middle:]]
     return text, tuple(found.get(part) for part in range(len(parts)))
 
 

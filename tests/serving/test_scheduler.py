@@ -540,16 +540,61 @@ def test_a_damaged_conversation_is_read_anew(tmp_path: Path) -> None:
     assert not list((tmp_path / "kept").glob("*/line-0.cache.*"))
 
 
-def test_volatile_lines_do_not_break_a_prefix(clients: Clients) -> None:
-    def system(number: int) -> dict[str, Any]:
-        header = f"x-anthropic-billing-header: cc_version=2; cch={number:05x};"
-        return {"role": "system", "content": header + "\nAnna lives in Rome. " * 10}
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x-anthropic-billing-header: cc_version=2; cch={n:05x};",
+        " - You are powered by the model {n}.",
+        "Model: {n}",
+        "  * Provider: {n}",
+        "Platform: {n}",
+    ],
+)
+def test_volatile_lines_do_not_break_a_prefix(clients: Clients, line: str) -> None:
+    """In system prompts, wherever they stand; what others say is read as it is."""
 
-    first = clients.one("large", [system(1), user("Where?")])
-    again = clients.one("large", [system(2), user("Where?"), said(first.text), user("Who?")])
-    assert again.usage.cached_tokens >= first.usage.prompt_tokens - 5
+    def history(role: str, number: int) -> list[dict[str, Any]]:
+        told = {"role": role, "content": f"{line.format(n=number)}\n{'Anna lives in Rome. ' * 10}"}
+        return [user("Hello. " * 10), told, user("Where?")]
+
+    for role, kept in (("system", True), ("user", False)):
+        first = clients.one("large", history(role, 1)).usage.prompt_tokens
+        again = clients.one("large", [*history(role, 2), said("In Rome."), user("Who?")])
+        assert (again.usage.cached_tokens >= first - 5) == kept
     other = [{"role": "system", "content": "Oscar lives in Oslo. " * 10}, user("Where?")]
     assert clients.one("large", other).usage.cached_tokens == 0
+
+
+def test_a_model_goes_on_where_it_holds_most(tmp_path: Path) -> None:
+    """Not where only a model has read more from which it cannot take over."""
+    rule = PairRule(strategy="reread")
+    pairs = {f"{a}:{b}": rule for a in NAMES for b in NAMES if a != b}
+    clients = Clients(Scheduler(settings(tmp_path, pairs=pairs)))
+    text = "Anna lives in Rome. " * 9
+    ask = asked("small", [user(text)], max_tokens=1)
+    _, told = clients.send(asked("large", [user(text)], max_tokens=1))
+    clients.together([ask])
+    history = [user(text), said(told.text), user("Who?")]
+    own = clients.one("small", [user(text)], max_tokens=1)
+    assert own.usage.read_tokens == 1
+    for _ in range(2):
+        history += [said(clients.one("large", history).text), user("Where?")]
+    assert clients.one("large", history).usage.cached_tokens > 60
+    assert clients.one("small", history).usage.cached_tokens >= own.usage.prompt_tokens - 5
+
+
+def test_a_refused_request_leaves_nothing(clients: Clients) -> None:
+    """Neither a session, nor a pin, nor what reading anew would have dropped."""
+    bad = {"sampling": Sampling(logit_bias={10**7: 1.0}), "pin": True, "strategy": "reread"}
+    assert clients.one("large", [user("Anna lives in Rome. " * 20)], **bad).failed
+    assert not clients.engine.store.sessions
+    history = [user("Anna lives in Rome. " * 20)]
+    history += [said(clients.one("large", history).text), user("Where?")]
+    history += [said(clients.one("moe", history).text), user("Who?")]
+    assert clients.one("moe", history, **bad).failed
+    (session,) = clients.engine.store.sessions
+    assert not session.pinned and session.line("moe").spans[0].passes
+    assert clients.one("moe", history).usage.read_tokens < 40
 
 
 def test_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

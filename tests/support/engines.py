@@ -29,6 +29,23 @@ class Told:
         return "".join(event.content for event in self.events if isinstance(event, Delta))
 
     @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, as clients keep it."""
+        deltas = [event for event in self.events if isinstance(event, Delta)]
+        thought = "".join(delta.reasoning for delta in deltas)
+        calls = [call for delta in deltas for call in delta.tool_calls]
+        return {
+            "role": "assistant",
+            "content": self.text,
+            **({"reasoning_content": thought} if thought else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.events) and isinstance(self.events[-1], Finished)
+
+    @property
     def end(self) -> Finished:
         assert isinstance(self.events[-1], Finished), self.events[-1]
         return self.events[-1]

@@ -26,13 +26,15 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import progress
+from kvlingo_mlx.embedded import TRANSLATORS
+from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing import geometries
 
 pytest.register_assert_rewrite("tests.support")  # before it is imported
 
-from tests.support import plain_models, tiny  # noqa: E402
-from tests.support.opened import Opener, quantised  # noqa: E402
+from tests.support import tiny  # noqa: E402
+from tests.support.opened import Families, quantised  # noqa: E402
 
 pytest_plugins = ["tests.support.extras"]
 
@@ -87,16 +89,25 @@ def quantised_models(
 
 
 @pytest.fixture(scope="session")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Opener:
-    """A tiny model of a plain family by its model_type, written when first asked for."""
-    root, found = tmp_path_factory.mktemp("plain"), {}
+def pair() -> tuple[LanguageModel, LanguageModel]:
+    """The embedded models that stand for the paper's, small and large."""
+    return kv.load("tiny-qwen3-s"), kv.load("tiny-qwen3-l")
 
-    def open_model(name: str) -> LanguageModel:
-        if name not in found:
-            found[name] = kv.load(plain_models.write_plain_model(root / name, name))
-        return found[name]
 
-    return open_model
+@pytest.fixture(scope="session")
+def makers(pair: tuple[LanguageModel, LanguageModel]) -> dict[str, conditions.CacheMaker]:
+    translator = kv.load_translator(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l")
+    return {
+        "native": conditions.native(pair[1]),
+        "translated": conditions.translated(*pair, translator),
+        "shuffled": conditions.translated(*pair, conditions.shuffled(translator)),
+        "hidden": conditions.hidden(pair[1]),
+    }
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
+    return Families(tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(autouse=True)

@@ -25,13 +25,6 @@ TOKENS = [(7 * i * i + 3 * i + 5) % 280 for i in range(50)]
 HELD = len(TOKENS) - 1
 
 
-@pytest.fixture(scope="module")
-def windowed(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    """Gemma-3's local layers, whose window is shorter than TOKENS, beside global ones."""
-    kind, options = tiny.FAMILIES["gemma3"]
-    return kv.load(tiny.write_tiny_model(tmp_path_factory.mktemp("g"), kind, **options))
-
-
 def made(model: LanguageModel) -> list[Any]:
     point = model.family.points[0]
     return kv.hand_over(model, model, TOKENS, translator=identity_of(model, capture=point))
@@ -87,27 +80,27 @@ def test_a_cache_of_another_model_is_refused(models: Models) -> None:
             validate_cache(made(models[name]), models["dense"], HELD)
 
 
-def test_rings(windowed: LanguageModel) -> None:
+def test_rings(families: Models) -> None:
     """A ring holds its window alone; one of another size decodes something else."""
-    rings = [i for i, layer in enumerate(windowed.geometry.layers) if layer.window]
-    window = windowed.geometry.layers[rings[0]].window
+    rings = [i for i, layer in enumerate(families["gemma3"].geometry.layers) if layer.window]
+    window = families["gemma3"].geometry.layers[rings[0]].window
     assert window < HELD
-    cache = made(windowed)
-    validate_cache(cache, windowed, HELD)
+    cache = made(families["gemma3"])
+    validate_cache(cache, families["gemma3"], HELD)
     put(cache, rings[0], "keys", lambda a: a[:, :, : window - 1])
     with pytest.raises(kv.CacheError, match=f"room for {window - 1} tokens, expected {window}"):
-        validate_cache(cache, windowed, HELD)
-    cache = made(windowed)
+        validate_cache(cache, families["gemma3"], HELD)
+    cache = made(families["gemma3"])
     cache[rings[0]].max_size += 1
     with pytest.raises(kv.CacheError, match="expected a RotatingKVCache of its window"):
-        validate_cache(cache, windowed, HELD)
+        validate_cache(cache, families["gemma3"], HELD)
 
 
-def test_what_models_fill_themselves_is_accepted(models: Models, windowed: LanguageModel) -> None:
+def test_what_models_fill_themselves_is_accepted(models: Models, families: Models) -> None:
     """Rings that mlx-lm wrote in chunks and token by token hold more, or in another order."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    for model in (models["dense"], models["moe"], windowed):
+    for model in (models["dense"], models["moe"], families["gemma3"]):
         cache = make_prompt_cache(model.model)
         validate_cache(cache, model, 0)
         for start, stop in ((0, 30), (30, 48), (48, 49)):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-import kvlingo_mlx as kv
 from kvlingo_mlx import caches
 from kvlingo_mlx.engine.batches import Batch, Row
 from kvlingo_mlx.engine.sampling import Choice
@@ -20,23 +19,12 @@ from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
-from tests.support import hybrid_models, tiny
 from tests.support.fixtures import Models, Patch
 
 GREEDY = Choice(None, None, None, ())
 FAMILIES = ("qwen3", "gemma3", "deepseek_v3", "qwen3_moe", "converted_mla")
 HYBRIDS = ("qwen3_5", "granitemoehybrid", "nemotron_h", "lfm2")
 TIE = 2e-3
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    root = tmp_path_factory.mktemp("batches")
-    rows = {name: tiny.FAMILIES[name] for name in FAMILIES}
-    found = {n: kv.load(tiny.write_tiny_model(root / n, t, **o)) for n, (t, o) in rows.items()}
-    for name in HYBRIDS:
-        found[name] = kv.load(hybrid_models.write_hybrid_model(root / name, name))
-    return found
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -87,8 +75,8 @@ def staggered(
 
 
 @pytest.mark.parametrize("family", FAMILIES + HYBRIDS)
-def test_each_answer_is_the_models_own(models: Models, family: str) -> None:
-    model = models[family]
+def test_each_answer_is_the_models_own(families: Models, family: str) -> None:
+    model = families[family]
     prompts = [prompt(length, length) for length in (30, 7, 61, 18)]
     for tokens, (row, answer, cache, parts) in zip(
         prompts, staggered(model, prompts, [20, 9, 14, 3]), strict=True
@@ -120,8 +108,8 @@ def check_states(
             np.testing.assert_allclose(np.array(found), np.array(expected[:, start:]), atol=TIE)
 
 
-def test_a_failing_processor_ends_its_own_answer(models: Models) -> None:
-    model, calls = models["qwen3"], []
+def test_a_failing_processor_ends_its_own_answer(families: Models) -> None:
+    model, calls = families["qwen3"], []
 
     def broken(tokens: mx.array, logits: mx.array) -> mx.array:
         calls.append(tokens.tolist())
@@ -151,8 +139,8 @@ def test_a_failing_processor_ends_its_own_answer(models: Models) -> None:
     assert calls[0] == tokens[0] and calls[2] == [*tokens[0], *answers[0]]
 
 
-def test_an_answer_ends_at_its_limit_or_at_a_stop(models: Models) -> None:
-    model, tokens = models["qwen3"], prompt(9, 1)
+def test_an_answer_ends_at_its_limit_or_at_a_stop(families: Models) -> None:
+    model, tokens = families["qwen3"], prompt(9, 1)
     batch = Batch(model, records=False)
     row = batch.join(filled(model, tokens), tokens, GREEDY, 3)
     reasons = []
@@ -166,17 +154,17 @@ def test_an_answer_ends_at_its_limit_or_at_a_stop(models: Models) -> None:
     assert row.take() is None
 
 
-def test_caches_that_cannot_be_merged_stay_alone(models: Models, monkeypatch: Patch) -> None:
+def test_caches_that_cannot_be_merged_stay_alone(families: Models, monkeypatch: Patch) -> None:
     monkeypatch.setattr("kvlingo_mlx.engine.batches.can_merge", lambda _: False)
     prompts = [prompt(9, 1), prompt(12, 2), prompt(5, 3)]
     for tokens, (_, answer, _, _) in zip(
-        prompts, staggered(models["qwen3"], prompts, [6, 9, 4]), strict=True
+        prompts, staggered(families["qwen3"], prompts, [6, 9, 4]), strict=True
     ):
-        check_greedy(models["qwen3"], tokens, answer)
+        check_greedy(families["qwen3"], tokens, answer)
 
 
-def test_an_error_of_the_model_ends_all_its_answers(models: Models, monkeypatch: Patch) -> None:
-    model, tokens = models["qwen3"], prompt(9, 1)
+def test_an_error_of_the_model_ends_all_its_answers(families: Models, monkeypatch: Patch) -> None:
+    model, tokens = families["qwen3"], prompt(9, 1)
     batch = Batch(model, records=True, size=2)
     rows = [batch.join(filled(model, tokens), tokens, GREEDY, 100) for _ in range(2)]
     assert batch.full

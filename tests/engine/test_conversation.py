@@ -29,7 +29,8 @@ from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished
-from tests.support import hybrid_models, tiny
+from tests.support import tiny
+from tests.support.fixtures import Models
 from tests.support.identity import identity_of
 from tests.support.parity import in_order
 from tests.support.talks import NEW, ask, check_caches, talk_of, thought
@@ -44,19 +45,9 @@ ACROSS = "two tokenizers"
 Mask = Callable[[mx.array, mx.array], mx.array]
 
 
-@pytest.fixture(scope="module")
-def family_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
-    root = tmp_path_factory.mktemp("talk")
-    rows = {name: tiny.FAMILIES[name] for name in PLAIN}
-    found = {n: kv.load(tiny.write_tiny_model(root / n, t, **o)) for n, (t, o) in rows.items()}
-    for name in HYBRIDS:
-        found[name] = kv.load(hybrid_models.write_hybrid_model(root / name, name))
-    return found
-
-
 @pytest.fixture
-def model(family_models: dict[str, LanguageModel]) -> LanguageModel:
-    return family_models["qwen3"]
+def model(families: Models) -> LanguageModel:
+    return families["qwen3"]
 
 
 def altered(folder: Path, name: str, **facts: Any) -> LanguageModel:
@@ -217,12 +208,12 @@ FAMILIES = [
 
 @pytest.mark.parametrize(("family", "on_full"), FAMILIES)
 def test_any_history_is_answered_as_if_read_anew(
-    family_models: dict[str, LanguageModel], twins: list[LanguageModel], family: str, on_full: str,
+    families: Models, twins: list[LanguageModel], family: str, on_full: str,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Switches between copies of one model are no change; nor is what a line kept of a history."""
     across = family == ACROSS
-    one = twins[0] if across else family_models[family]
+    one = twins[0] if across else families[family]
     only = plain_text(one, 1 if across else 9)
     models = dict(zip("ab", twins if across else [one, one], strict=True))
     translators = identities(*twins) if across else [
@@ -339,10 +330,10 @@ def test_a_line_that_a_template_rewrites_is_read_again_from_there(model: Languag
 
 @pytest.mark.parametrize(("name", "eager"), [("qwen3", True), ("gemma3", False)])
 def test_native_layers_read_what_is_brought(
-    family_models: dict[str, LanguageModel], name: str, eager: bool, tmp_path: Path
+    families: Models, name: str, eager: bool, tmp_path: Path
 ) -> None:
     """Below them the line is the model's own, above it what a wrong translator made of it."""
-    model = family_models[name]
+    model = families[name]
     assert model.path is not None
     wrong = tiny.write_random_translator(tmp_path / "wrong", model.path, model.path)
     own = talk_of(model, "ab", switching="reprefill")
@@ -547,8 +538,8 @@ def test_what_cannot_be_truncated_or_set_is_said(model: LanguageModel) -> None:
     assert len(talk.messages) == 2
 
 
-def test_bad_arguments(family_models: dict[str, LanguageModel]) -> None:
-    model, other = family_models["qwen3"], family_models["deepseek_v3"]
+def test_bad_arguments(families: Models) -> None:
+    model, other = families["qwen3"], families["deepseek_v3"]
     with pytest.raises(ValueError, match="switching is 'fast'; it must be one of alternated"):
         talk_of(model, switching="fast")
     with pytest.raises(ValueError, match="there is no model 'z'; there are a, b"):

@@ -177,12 +177,6 @@ def test_only_a_switch_to_something_translated_is_guarded(
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[LanguageModel, LanguageModel]:
-    source, target = (kv.load(zoo(name)) for name in NAMES)
-    return source, target
-
-
-@pytest.fixture(scope="module")
 def good() -> list[Translator]:
     return [kv.load_translator(TRANSLATORS / "--".join(ends)) for ends in (NAMES, NAMES[::-1])]
 

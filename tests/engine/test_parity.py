@@ -22,17 +22,7 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
-from tests.support import tiny
-from tests.support.parity import (
-    CACHE_TOLERANCE,
-    WRONG,
-    Outcome,
-    assert_same,
-    decode,
-    errors,
-    logits_error,
-    within_windows,
-)
+from tests.support import parity, tiny
 from tests.support.tiny import GOLDEN, GOLDEN_CASES, MODELS, Case, Folders
 
 TOKENS = 33
@@ -105,21 +95,21 @@ load = functools.cache(kv.load)
 
 def hand_over(
     folders: Folders, tokens: list[int], *, batched: bool | None = None, step: int = 2048
-) -> Outcome:
+) -> parity.Outcome:
     """Hand over on MLX, then run the last token; ``batched`` None is the default path."""
     source, target, folder = load(folders[0]), load(folders[1]), folders[2]
     translator: Path | Translator = folder
     if batched is not None:
         translator = build(*translator_folder.read(folder), batched=batched)
     cache = kv.hand_over(source, target, tokens, translator=translator, prefill_step_size=step)
-    return decode(target, cache, tokens[-1])
+    return parity.decode(target, cache, tokens[-1])
 
 
-def assert_far(found: Outcome, expected: Outcome) -> None:
+def assert_far(found: parity.Outcome, expected: parity.Outcome) -> None:
     """Every layer's keys and values and the logits differ by more than rounding could."""
-    assert errors(found.keys, expected.keys).min() > WRONG
-    assert errors(found.values, expected.values).min() > WRONG
-    assert logits_error(found, expected) > WRONG
+    assert parity.errors(found.keys, expected.keys).min() > parity.WRONG
+    assert parity.errors(found.values, expected.values).min() > parity.WRONG
+    assert parity.logits_error(found, expected) > parity.WRONG
 
 
 def read(folder: Path) -> tuple[Config, Tensors]:
@@ -139,8 +129,8 @@ def test_models_load_alike(name: str, root: Path, reference: ModuleType) -> None
     model = load(folder)
     cache = caches.allocate(model, 0)
     model.model(mx.array([tokens[:-1]]), cache=cache)
-    expected = within_windows(folder, reference.native(folder, tokens))
-    assert_same(decode(model, cache, tokens[-1]), expected)
+    expected = parity.within_windows(folder, reference.native(folder, tokens))
+    parity.assert_same(parity.decode(model, cache, tokens[-1]), expected)
 
 
 @pytest.mark.parametrize(("name", "head_mixing"), zip(MODELS, itertools.cycle((True, False))))
@@ -158,7 +148,7 @@ def test_reference_of_identity_is_native(
         array[...] = np.eye(array.shape[-1])
     tiny.write_translator(tmp_path / "b", config, tensors)
     translated = reference.hand_over(model, model, tmp_path / "b", tokens)
-    assert_same(translated, reference.native(model, tokens))
+    parity.assert_same(translated, reference.native(model, tokens))
 
 
 # ---- live ------------------------------------------------------------------------------
@@ -168,9 +158,9 @@ def test_reference_of_identity_is_native(
 def test_hand_over(case: Case, root: Path, reference: ModuleType) -> None:
     """Any chunk size and either layout of the matmuls gives the reference's cache."""
     folders, tokens = tiny.write_case(root, case), tiny.random_tokens(TOKENS)
-    expected = within_windows(folders[1], reference.hand_over(*folders, tokens))
+    expected = parity.within_windows(folders[1], reference.hand_over(*folders, tokens))
     for step, batched in WAYS:
-        assert_same(hand_over(folders, tokens, batched=batched, step=step), expected)
+        parity.assert_same(hand_over(folders, tokens, batched=batched, step=step), expected)
 
 
 @pytest.mark.parametrize("case", CONTROLS, ids=lambda case: case.name)
@@ -178,24 +168,24 @@ def test_rotation_counts(case: Case, root: Path, reference: ModuleType) -> None:
     """Negative control: keys rotated one position off are far from ours."""
     folders, tokens = tiny.write_case(root, case), tiny.random_tokens(TOKENS)
     shifted = reference.hand_over(*folders, tokens, first_position=1)
-    shifted, found = within_windows(folders[1], shifted), hand_over(folders, tokens)
-    sides = [errors(found.keys, shifted.keys), errors(found.values, shifted.values)]
+    shifted, found = parity.within_windows(folders[1], shifted), hand_over(folders, tokens)
+    sides = [parity.errors(found.keys, shifted.keys), parity.errors(found.values, shifted.values)]
     rotated, rest = sides[::-1] if case.target in ABSORBED else sides
-    assert rotated.min() > WRONG
-    assert rest.max() <= CACHE_TOLERANCE
-    assert logits_error(found, shifted) > WRONG
+    assert rotated.min() > parity.WRONG
+    assert rest.max() <= parity.CACHE_TOLERANCE
+    assert parity.logits_error(found, shifted) > parity.WRONG
 
 
 # ---- golden files, without PyTorch -----------------------------------------------------
 
 
-def read_golden(name: str, folders: Folders) -> tuple[list[int], Outcome]:
+def read_golden(name: str, folders: Folders) -> tuple[list[int], parity.Outcome]:
     """A golden file's tokens, and the cache and logits expected of them."""
     path = GOLDEN / f"{name}.npz"
     assert path.exists(), f"{path.name} is missing: run tools/make_golden.py"
     with np.load(path) as file:
         assert str(file["digest"]) == tiny.digest(*folders), "other weights: make it again"
-        expected = Outcome(file["keys"], file["values"], file["logits"])
+        expected = parity.Outcome(file["keys"], file["values"], file["logits"])
         return file["tokens"].tolist(), expected
 
 
@@ -205,7 +195,7 @@ def test_golden(case: Case, root: Path) -> None:
     folders = tiny.write_case(root, case)
     tokens, expected = read_golden(case.name, folders)
     for step, batched in (*WAYS, (1, None)):
-        assert_same(hand_over(folders, tokens, batched=batched, step=step), expected)
+        parity.assert_same(hand_over(folders, tokens, batched=batched, step=step), expected)
 
 
 def roll_layers(config: Config, tensors: Tensors) -> Tensors:
@@ -247,4 +237,4 @@ def test_map_order_counts(
 def test_zoo_golden(folders: Folders) -> None:
     """Every embedded pair gives what the reference gave on a dialogue."""
     tokens, expected = read_golden(f"zoo-{folders[2].name}", folders)
-    assert_same(hand_over(folders, tokens, step=16), expected)
+    parity.assert_same(hand_over(folders, tokens, step=16), expected)

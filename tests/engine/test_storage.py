@@ -24,6 +24,7 @@ from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished
 from tests.support import TESTS, tiny
+from tests.support.fixtures import Models
 from tests.support.identity import identity_of
 from tests.support.talks import NEW, ask, expected, talk_of
 
@@ -31,16 +32,9 @@ FAMILIES = ("qwen3", "gemma3", "gemma4", "deepseek_v3", "converted_mla")
 LONG = "the use of an other is it on? " * 2
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
-    root = tmp_path_factory.mktemp("storage")
-    rows = {name: tiny.FAMILIES[name] for name in FAMILIES}
-    return {n: kv.load(tiny.write_tiny_model(root / n, t, **o)) for n, (t, o) in rows.items()}
-
-
 @pytest.fixture
-def model(models: dict[str, LanguageModel]) -> LanguageModel:
-    return models["qwen3"]
+def model(families: Models) -> LanguageModel:
+    return families["qwen3"]
 
 
 @pytest.fixture
@@ -74,9 +68,9 @@ def resume(folder: Path, model: LanguageModel, **options: Any) -> Conversation:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_line_on_disk_comes_back_bit_by_bit(
-    models: dict[str, LanguageModel], family: str, files: Callable[[], list[Path]]
+    families: Models, family: str, files: Callable[[], list[Path]]
 ) -> None:
-    talk = talk_of(models[family], verbatim=True)
+    talk = talk_of(families[family], verbatim=True)
     ask(talk, "a", LONG)
     ask(talk, "b", "is it on?")
     before = held(talk, "a")
@@ -297,11 +291,11 @@ def test_a_translation_ahead_that_fails_leaves_the_answer(
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_switch_that_is_interrupted_changes_nothing(
-    models: dict[str, LanguageModel], family: str, error: type[BaseException],
+    families: Models, family: str, error: type[BaseException],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """In the middle of a translation."""
-    talk = talk_of(models[family], eager=False, verbatim=True)
+    talk = talk_of(families[family], eager=False, verbatim=True)
     ask(talk, "a", LONG)
     said, tokens = talk.messages, list(talk.transcript.tokens)
     real, calls = caches.append, []
@@ -339,10 +333,10 @@ def test_ctrl_c_while_decoding_changes_nothing(model: LanguageModel) -> None:
 @pytest.mark.parametrize("verbatim", [True, False])
 @pytest.mark.parametrize("eager", [True, False])
 def test_full_windows_are_taken_up_at_the_last_message(
-    models: dict[str, LanguageModel], eager: bool, verbatim: bool
+    families: Models, eager: bool, verbatim: bool
 ) -> None:
     """Rings cannot be trimmed once they are full: without marks all would be read again."""
-    model = models["gemma3"]
+    model = families["gemma3"]
     talk = talk_of(model, eager=eager, verbatim=verbatim, enable_thinking=False)
     ask(talk, "a", LONG + LONG)
     ask(talk, "b", "is it on?")
@@ -387,9 +381,9 @@ def test_tools_and_their_results(model: LanguageModel) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_resumed_conversation_goes_on_as_it_would_have(
-    models: dict[str, LanguageModel], family: str, tmp_path: Path
+    families: Models, family: str, tmp_path: Path
 ) -> None:
-    model, eager = models[family], family in FAMILIES[::2]
+    model, eager = families[family], family in FAMILIES[::2]
     talk = talk_of(model, eager=eager, verbatim=family == "qwen3", system="hi")
     ask(talk, "a", LONG)
     ask(talk, "b", "is it on?")

@@ -6,87 +6,31 @@ are mlx-lm's own decoding, one answer at a time, and this package's ``hand_over`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from mlx_lm.generate import stream_generate
 
-import kvlingo_mlx as kv
 from kvlingo_mlx.caches import memory
-from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support.fixtures import Pair
+from tests.support.recalling import MOST, TALKS, Makers, alone, asked, prompt, recalled, same
 
 pytest.importorskip("lm_eval")
 
-from lm_eval.api.instance import Instance
 
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
-
-NAMES = "tiny-qwen3-s", "tiny-qwen3-l"
-TALKS = list(dialogues.held_out(16, seed=3))
-MOST = 24
-
-
-@pytest.fixture(scope="module")
-def pair() -> tuple[LanguageModel, LanguageModel]:
-    source, target = (kv.load(zoo(name)) for name in NAMES)
-    return source, target
-
-
-@pytest.fixture(scope="module")
-def makers(pair: tuple[LanguageModel, LanguageModel]) -> dict[str, conditions.CacheMaker]:
-    translator = kv.load_translator(TRANSLATORS / "--".join(NAMES))
-    return {
-        "native": conditions.native(pair[1]),
-        "translated": conditions.translated(*pair, translator),
-        "shuffled": conditions.translated(*pair, conditions.shuffled(translator)),
-        "hidden": conditions.hidden(pair[1]),
-    }
-
-
-def prompt(model: LanguageModel, talk: dialogues.Dialogue, thinking: bool = False) -> str:
-    return model.tokenizer.apply_chat_template(
-        list(talk.messages), tokenize=False, add_generation_prompt=True, enable_thinking=thinking
-    )
-
-
-def asked(
-    contexts: Sequence[str], until: Any = (), most: int = MOST, task: str = "dialogues"
-) -> list[Instance]:
-    options = {"until": list(until), "max_gen_toks": most}
-    return [Instance("generate_until", {}, (context, options), 0, metadata=(task, index, 1))
-            for index, context in enumerate(contexts)]  # fmt: skip
 
 
 def lm(model: LanguageModel, make: conditions.CacheMaker, size: int = 5, **more: Any) -> PrefixLM:
     return PrefixLM(MLXDecoder(model, make, size), condition="x", **more)
 
 
-def alone(model: LanguageModel, tokens: Sequence[int], cache: list, most: int = MOST) -> str:
-    """What mlx-lm's own loop writes from a cache of all tokens but the last."""
-    written = stream_generate(
-        model.model, model.tokenizer, list(tokens[-1:]), max_tokens=most, prompt_cache=cache
-    )
-    return model.tokenizer.decode([r.token for r in written if r.finish_reason != "stop"])
-
-
-def recalled(answers: Sequence[str]) -> float:
-    return sum(t.asked[0].value in a for t, a in zip(TALKS, answers, strict=True)) / len(TALKS)
-
-
-def same(ours: Sequence[str], theirs: Sequence[str]) -> float:
-    return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
-
-
 # ---- several at once ------------------------------------------------------------------------
 
 
-def test_answers_written_together_are_those_written_alone(
-    pair: tuple[LanguageModel, LanguageModel], makers: dict[str, conditions.CacheMaker]
-) -> None:
+def test_answers_written_together_are_those_written_alone(pair: Pair, makers: Makers) -> None:
     """Prompts of 30 to 500 tokens, 5 at once; greedy choices may differ where two are a tie."""
     target, recall = pair[1], {}
     contexts = [prompt(target, talk) for talk in TALKS]
@@ -101,9 +45,7 @@ def test_answers_written_together_are_those_written_alone(
     assert max(recall["hidden"], recall["shuffled"]) < 0.3
 
 
-def test_each_ends_at_its_own_place(
-    pair: tuple[LanguageModel, LanguageModel], makers: dict[str, conditions.CacheMaker]
-) -> None:
+def test_each_ends_at_its_own_place(pair: Pair, makers: Makers) -> None:
     """Stop strings and budgets of its own, beside others that go on."""
     target, make = pair[1], makers["native"]
     contexts = [prompt(target, talk) for talk in TALKS[:6]]
@@ -134,8 +76,8 @@ def counted(decoder: MLXDecoder, seen: list[int]) -> MLXDecoder:
 
 
 def test_fewer_at_once_where_memory_is_short(
-    pair: tuple[LanguageModel, LanguageModel],
-    makers: dict[str, conditions.CacheMaker],
+    pair: Pair,
+    makers: Makers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target, make = pair[1], makers["translated"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,11 @@ from kvlingo_mlx.cuda.runtime import load_as_stored  # noqa: E402
 from kvlingo_mlx.evaluation.harness.answers import TextToWrite  # noqa: E402
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder  # noqa: E402
 from tests.support import tiny  # noqa: E402
+from tests.support.recalling import TALKS, recalled  # noqa: E402
 
 NAMES = "tiny-qwen3-s", "tiny-qwen3-l"
-TALKS = list(dialogues.held_out(16, seed=3))
+
+
 Both = dict[str, tuple[Any, Any]]  # by condition: on MLX, with PyTorch
 Ends = tuple[tuple[LanguageModel, LanguageModel], tuple[TorchModel, TorchModel]]
 
@@ -92,10 +93,6 @@ def both(
 
 def request(kind: str, *arguments: Any) -> Instance:
     return Instance(kind, {}, arguments, 0, metadata=("dialogues", 0, 1))
-
-
-def recalled(answers: Sequence[str]) -> float:
-    return sum(t.asked[0].value in a for t, a in zip(TALKS, answers, strict=True)) / len(TALKS)
 
 
 @pytest.mark.parametrize("point", ["prompt", "context"])

@@ -24,16 +24,10 @@ from kvlingo_mlx.families.base import Finish
 from kvlingo_mlx.format.geometry import RopeSpec, configured_rope
 from kvlingo_mlx.models.keys import Rotation
 from tests.support import TESTS, hybrid_models, plain_models, tiny
+from tests.support.fixtures import Models
 from tests.support.native_caches import TOKENS
-from tests.support.opened import Opener
 
 NAMES = sorted(plain_models.CONFIGS)
-
-
-@pytest.fixture
-def opened(plain: Opener) -> Opener:
-    """A tiny model of a family by its model_type."""
-    return plain
 
 
 # ---- which families there are ------------------------------------------------------------
@@ -50,11 +44,11 @@ def test_every_family_is_run() -> None:
     assert {*NAMES, *hybrid_models.CONFIGS, *other, *wrapped} == {*known_families()}
 
 
-def test_every_family_is_known_by_its_norms(opened: Opener, tmp_path: Path) -> None:
+def test_every_family_is_known_by_its_norms(families: Models, tmp_path: Path) -> None:
     """RMSNorm or not: else two checkpoints of one shape would pass for each other."""
     for name in ("phi", "nemotron", "cohere", "llama"):
         other = plain_models.write_plain_model(tmp_path / name, name, seed=2)
-        assert kv.load(other).norms_fingerprint != opened(name).norms_fingerprint, name
+        assert kv.load(other).norms_fingerprint != families[name].norms_fingerprint, name
 
 
 # ---- rotations ---------------------------------------------------------------------------
@@ -103,8 +97,10 @@ def test_rotation_of_a_part_of_each_head() -> None:
         ("qwen2_moe", RopeSpec("default", 5000.0, 16)),
     ],
 )
-def test_rotations_are_described_as_they_run(name: str, expected: RopeSpec, opened: Opener) -> None:
-    assert set(opened(name).geometry.rope) == {expected}
+def test_rotations_are_described_as_they_run(
+    name: str, expected: RopeSpec, families: Models
+) -> None:
+    assert set(families[name].geometry.rope) == {expected}
 
 
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
@@ -116,11 +112,11 @@ def test_rotations_are_described_as_they_run(name: str, expected: RopeSpec, open
         "deepseek",
     ],
 )
-def test_dynamic_rope_is_refused(name: str, field: str, opened: Opener, tmp_path: Path) -> None:
+def test_dynamic_rope_is_refused(name: str, field: str, families: Models, tmp_path: Path) -> None:
     """By name, where mlx-lm makes it, refuses it, or passes over it without a word."""
-    folder = Path(shutil.copytree(opened(name).path, tmp_path / "m"))
+    folder = Path(shutil.copytree(families[name].path, tmp_path / "m"))
     config = json.loads((folder / "config.json").read_text())
-    assert kv.load(folder).geometry == opened(name).geometry
+    assert kv.load(folder).geometry == families[name].geometry
     config[field] = {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e3}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match="^dynamic NTK RoPE .* with another RoPE sca"):
@@ -148,8 +144,8 @@ MODERN = (
 
 
 @pytest.mark.parametrize("name", MODERN)
-def test_modern_configs_rotate_alike(name: str, opened: Opener, tmp_path: Path) -> None:
-    model = opened(name)
+def test_modern_configs_rotate_alike(name: str, families: Models, tmp_path: Path) -> None:
+    model = families[name]
     config = in_transformers_5(model.path, tmp_path / "modern")
     assert "rope_theta" not in config and "rope_parameters" in config
     modern = kv.load(tmp_path / "modern")

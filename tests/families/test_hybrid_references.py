@@ -22,15 +22,7 @@ import torch
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from tests.support import hybrid_models, their_hybrids
-from tests.support.hybrid_reference import (
-    Mixer,
-    Pair,
-    Reference,
-    Widened,
-    translated,
-    widened,
-)
+from tests.support import hybrid_models, hybrid_reference, their_hybrids
 from tests.support.parity import CACHE_TOLERANCE as TOLERANCE
 from tests.support.parity import WRONG
 from tests.support.their_hybrids import Settings
@@ -105,9 +97,9 @@ def test_logits_of_a_whole_model(name: str, tmp_path: Path) -> None:
     """They are off by float32's rounding, which PyTorch's own float32 measures."""
     tokens = tokens_of(270)
     theirs = their_hybrids.write(tmp_path, name, {})
-    expected = Reference(theirs).read(tokens)
-    with Widened(), torch.no_grad():
-        stock = widened(theirs)(torch.tensor([tokens])).logits[0]
+    expected = hybrid_reference.Reference(theirs).read(tokens)
+    with hybrid_reference.Widened(), torch.no_grad():
+        stock = hybrid_reference.widened(theirs)(torch.tensor([tokens])).logits[0]
         assert relative(stock, expected) < EXACT  # so the loops are transformers' recurrences
     with torch.no_grad():
         rounding = relative(theirs(torch.tensor([tokens])).logits[0], expected)
@@ -127,8 +119,8 @@ class Ends:
 
     tokens: list[int]
     folders: tuple[str, str]
-    target: Reference
-    features: list[Pair]
+    target: hybrid_reference.Reference
+    features: list[hybrid_reference.Pair]
 
     def translator(self, root: Path, nu: int) -> Path:
         """A saved one of random maps."""
@@ -152,9 +144,11 @@ def ends(
         for seed, (name, more) in enumerate(both, SEED):
             folders.append(tmp_path_factory.mktemp(name))
             theirs.append(their_hybrids.write(folders[-1], name, more, seed))
-        features = Reference(theirs[0]).features(tokens[:-1])
+        features = hybrid_reference.Reference(theirs[0]).features(tokens[:-1])
         source, target = map(str, folders)
-        every_ends[pair] = Ends(tokens, (source, target), Reference(theirs[1]), features)
+        every_ends[pair] = Ends(
+            tokens, (source, target), hybrid_reference.Reference(theirs[1]), features
+        )
     return every_ends[pair]
 
 
@@ -177,7 +171,7 @@ def answered(ends: Ends, translator: Path, step: int) -> np.ndarray:
 def test_a_hand_over_from_a_folder(ends: Ends, nu: int, tmp_path: Path) -> None:
     """Caches, and the logits of the answer behind them, in chunks of several sizes."""
     translator, target = ends.translator(tmp_path, nu), ends.target
-    features = translated(translator, ends.features)
+    features = hybrid_reference.translated(translator, ends.features)
     following = [ends.tokens[-1], *ANSWER[:-1]]
     target.fill(features)
     kept = target.kept
@@ -188,7 +182,7 @@ def test_a_hand_over_from_a_folder(ends: Ends, nu: int, tmp_path: Path) -> None:
         )
         for mine, layer, wanted in zip(made, target.layers, kept, strict=True):
             found = [single(array)[0] for array in caches.held(mine).values()]
-            if not isinstance(layer, Mixer):
+            if not isinstance(layer, hybrid_reference.Mixer):
                 found = [array[:, : len(ends.tokens) - 1] for array in found]
             for one, other in zip(found, wanted, strict=True):
                 assert one.shape == other.shape
@@ -201,6 +195,6 @@ def test_a_hand_over_from_a_folder(ends: Ends, nu: int, tmp_path: Path) -> None:
     assert relative(target.read(following), expected) > WRONG
     target.fill(features)
     for layer in target.layers:
-        if isinstance(layer, Mixer):
+        if isinstance(layer, hybrid_reference.Mixer):
             layer.clear()
     assert relative(target.read(following), expected) > WRONG

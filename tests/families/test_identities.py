@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +20,21 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from tests.support import hybrid_models, plain_models, tiny
+from tests.support.fixtures import Models
 from tests.support.identity import identity_of
 from tests.support.native_caches import LENGTHS, STEPS, TOKENS, WINDOW, held, logits, native
-from tests.support.opened import Opener, quantised
+from tests.support.opened import ALIASES
 
 # A scaled rotation, one of pairs, a temperature, sinks, a fused projection, layers without one.
 THOROUGH = ("cohere2", "gpt_oss", "llama", "ministral3", "mistral", "olmo3", "phi3")
 # Of these the chunks are of 7 tokens, and texts end before, at and beyond a window's wrap.
 FEW_BITS = [f"{name} 4-bit" for name in (*tiny.FAMILIES, "gpt_oss", "phi3")]
 AT_EVERY_LENGTH = (*tiny.FAMILIES, *THOROUGH, *FEW_BITS)
-ALIASES = dict.fromkeys(("kimi_k2", "joyai_llm_flash"), "deepseek_v3")  # run by its file
+
+
 NAMES = dict.fromkeys(
     (*AT_EVERY_LENGTH, *hybrid_models.CONFIGS, *sorted(plain_models.CONFIGS), *ALIASES)
 )
-
-
-@pytest.fixture(scope="session")
-def opened(plain: Opener, tmp_path_factory: pytest.TempPathFactory) -> Opener:
-    """A tiny model by its family's name, or its 4-bit copy, written when it is first asked for."""
-    root, found = tmp_path_factory.mktemp("families"), dict[str, LanguageModel]()
-
-    def write(name: str) -> LanguageModel:
-        if name.endswith(" 4-bit"):
-            return quantised(opened(name.removesuffix(" 4-bit")), root / name)
-        if name in ALIASES:
-            folder = Path(shutil.copytree(opened(ALIASES[name]).path, root / name))
-            config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | {"model_type": name}))
-            return kv.load(folder)
-        if name in hybrid_models.CONFIGS:
-            return kv.load(hybrid_models.write_hybrid_model(root / name, name))
-        if name in tiny.FAMILIES:
-            model_type, options = tiny.FAMILIES[name]
-            return kv.load(tiny.write_tiny_model(root / name, model_type, **options))
-        return plain(name)
-
-    def opened(name: str) -> LanguageModel:
-        if name not in found:
-            found[name] = write(name)
-        return found[name]
-
-    return opened
 
 
 def numbers(cache: Any, tokens: int) -> list[np.ndarray]:
@@ -81,9 +53,9 @@ def same(one: list[Any], other: list[Any]) -> list[bool]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_identity_writes_the_models_own_cache(name: str, opened: Opener) -> None:
+def test_identity_writes_the_models_own_cache(name: str, families: Models) -> None:
     """From every point of capture; equal caches decode alike, and others do not."""
-    model = opened(name)
+    model = families[name]
     assert name not in ALIASES or model.geometry.model_type == name
     many = name in AT_EVERY_LENGTH
     step = 7 if many or name in hybrid_models.CONFIGS else 17  # beside the window's edge, of 16
@@ -118,9 +90,9 @@ def worsened(model: LanguageModel) -> Translator:
 
 
 @pytest.mark.parametrize("name", THOROUGH)
-def test_native_layers(name: str, opened: Opener) -> None:
+def test_native_layers(name: str, families: Models) -> None:
     """From none to all: the target's own below, translated above, to the bit."""
-    model = opened(name)
+    model = families[name]
     source = kv.load(model.path)  # whose projections are tapped while the other reads
     translator, own = worsened(model), native(model, TOKENS[:-1], 25)
     made = [
@@ -134,8 +106,8 @@ def test_native_layers(name: str, opened: Opener) -> None:
         assert same(cache, made[0]) == [False] * j + [True] * (len(own) - j)
 
 
-def test_a_window_is_all_that_is_translated(opened: Opener) -> None:
-    model = opened("gemma3")
+def test_a_window_is_all_that_is_translated(families: Models) -> None:
+    model = families["gemma3"]
     translator = identity_of(model)
     whole = kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=20)
     (states,) = capture.prefill(model, TOKENS[:-1])
@@ -149,7 +121,7 @@ def test_a_window_is_all_that_is_translated(opened: Opener) -> None:
     assert [c.keys.shape[2] for c in whole if isinstance(c, RotatingKVCache)] == [WINDOW] * 4
 
 
-def test_a_window_larger_than_the_sources_is_refused(opened: Opener, tmp_path: Path) -> None:
+def test_a_window_larger_than_the_sources_is_refused(families: Models, tmp_path: Path) -> None:
     model_type, options = tiny.FAMILIES["gemma3"]
     folder = tiny.write_tiny_model(
         tmp_path / "wide", model_type, **options | {"sliding_window": 24}
@@ -157,15 +129,15 @@ def test_a_window_larger_than_the_sources_is_refused(opened: Opener, tmp_path: P
     with pytest.raises(
         IncompatibleTranslatorError, match="window of 24 tokens.* keeps the last 16"
     ):
-        kv.fit(opened("gemma3"), kv.load(folder), [{"text": "a b c"}])
+        kv.fit(families["gemma3"], kv.load(folder), [{"text": "a b c"}])
 
 
-def test_layers_read_their_own_kind(opened: Opener) -> None:
-    model = opened("gemma3")
+def test_layers_read_their_own_kind(families: Models) -> None:
+    model = families["gemma3"]
     translator = kv.fit(model, model, [{"text": "the you and use is of an other " * 24}], nu=2)
     kinds = [layer.attention for layer in model.geometry.layers]
     assert kinds == ["sliding", "sliding", "full", "sliding", "sliding"]
     # Two of the four local layers each; the single global layer has no other to read.
     assert translator.config.assignment.keys == ((0, 1), (1, 3), (2,), (3, 4), (3, 4))
     with pytest.raises(IncompatibleTranslatorError, match="sliding attention, the source only of"):
-        kv.fit(opened("qwen3"), model, [{"text": "a b c"}])
+        kv.fit(families["qwen3"], model, [{"text": "a b c"}])

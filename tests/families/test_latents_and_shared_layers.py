@@ -32,15 +32,6 @@ CACHED = {  # (heads, width) of what one layer's cache stores as keys and as val
 }
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """The tiny models of these families, and Qwen3's, by name."""
-    root = tmp_path_factory.mktemp("unlike")
-    names = ("qwen3", "gemma4", "gemma4_moe", *tiny.LATENT)
-    rows = {name: tiny.FAMILIES[name] for name in names}
-    return {n: kv.load(tiny.write_tiny_model(root / n, t, **o)) for n, (t, o) in rows.items()}
-
-
 @pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4_moe", *tiny.LATENT])
 def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> None:
     """The tiny models are what PyTorch takes them for, so mlx-lm's reading is no accident."""
@@ -82,9 +73,9 @@ def test_a_multimodal_models_text_part_is_the_text_model(name: str, tmp_path: Pa
     assert np.array_equal(logits(whole, cache, TOKENS[-1]), logits(plain, own, TOKENS[-1]))
 
 
-def test_gemma_4_pairs_are_fitted_within_kinds(models: Models) -> None:
+def test_gemma_4_pairs_are_fitted_within_kinds(families: Models) -> None:
     """Depth, KV heads of global layers and the ratio of local to global ones all differ."""
-    source, target = models["gemma4"], models["gemma4_moe"]
+    source, target = families["gemma4"], families["gemma4_moe"]
     translator = kv.fit(source, target, RECORDS * 2, norm="attention")
     assert translator.config.capture == "pre_norm"
     assert translator.config.assignment.keys == ((0,), (2,), (1,), (2,))
@@ -101,10 +92,10 @@ def test_gemma_4_pairs_are_fitted_within_kinds(models: Models) -> None:
 
 @pytest.mark.parametrize("name", tiny.LATENT)
 def test_latents_are_fitted_saved_and_handed_over(
-    models: Models, tmp_path: Path, name: str
+    families: Models, tmp_path: Path, name: str
 ) -> None:
     """From absorbed latents to every way to store them."""
-    source, target = models["deepseek_v3"], models[name]
+    source, target = families["deepseek_v3"], families[name]
     fitted = kv.fit(source, target, RECORDS, norm="attention")
     assert fitted.config.capture == "latent" and fitted.config.assignment.keys[1] == (1,)
     loaded = kv.load_translator(fitted.save(tmp_path / "translator"))
@@ -114,8 +105,8 @@ def test_latents_are_fitted_saved_and_handed_over(
     assert [(a.shape[1], a.shape[3]) for a in held(cache[0])] == CACHED[name]
 
 
-def test_mixed_pairs_and_points_are_refused(models: Models, tmp_path: Path) -> None:
-    latent, common = models["deepseek_v3"], models["qwen3"]
+def test_mixed_pairs_and_points_are_refused(families: Models, tmp_path: Path) -> None:
+    latent, common = families["deepseek_v3"], families["qwen3"]
     for pair in ((latent, common), (common, latent)):
         with pytest.raises(kv.IncompatibleTranslatorError, match="latents .* into latents only"):
             kv.fit(*pair, RECORDS)
@@ -124,7 +115,7 @@ def test_mixed_pairs_and_points_are_refused(models: Models, tmp_path: Path) -> N
     with pytest.raises(ValueError, match="capture is 'latent'; .* one of pre_norm, post_norm"):
         kv.fit(common, common, RECORDS, capture="latent")
     with pytest.raises(kv.IncompatibleTranslatorError, match=r"layer 0 stores \(heads, width\)"):
-        reuse.reused(models["deepseek_v2"], latent)
+        reuse.reused(families["deepseek_v2"], latent)
     folder = identity_of(latent, capture="latent").save(tmp_path / "translator")
     path = folder / translator_folder.CONFIG_FILE
     path.write_text(path.read_text().replace('"capture": "latent"', '"capture": "pre_norm"'))

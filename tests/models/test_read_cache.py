@@ -20,8 +20,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import caches
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.models import capture
-from kvlingo_mlx.models.language_model import LanguageModel
-from tests.support import plain_models, tiny
+from tests.support.fixtures import Models
 from tests.support.identity import identity_of
 from tests.support.native_caches import TOKENS, held, native
 
@@ -32,22 +31,9 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def read_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
-    root, found = tmp_path_factory.mktemp("read"), {}
-    for name in NAMES:
-        if name in tiny.FAMILIES:
-            model_type, options = tiny.FAMILIES[name]
-            folder = tiny.write_tiny_model(root / name, model_type, **options)
-        else:
-            folder = plain_models.write_plain_model(root / name, name)
-        found[name] = kv.load(folder)
-    return found
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_states_equal_those_captured(name: str, read_models: dict[str, LanguageModel]) -> None:
-    model = read_models[name]
+def test_states_equal_those_captured(name: str, families: Models) -> None:
+    model = families[name]
     own = native(model, TOKENS, 25)
     spans = list(capture.prefill(model, TOKENS, 25))  # in the same chunks: equal to the bit
     for point in model.family.points:
@@ -80,9 +66,9 @@ def test_states_equal_those_captured(name: str, read_models: dict[str, LanguageM
 @pytest.mark.parametrize("name", ["gemma3", "ministral3"])
 @pytest.mark.parametrize("point", ["post_norm", "post_rope"])
 def test_a_saved_cache_is_handed_over(
-    name: str, point: str, read_models: dict[str, LanguageModel], tmp_path: Path
+    name: str, point: str, families: Models, tmp_path: Path
 ) -> None:
-    model = read_models[name]
+    model = families[name]
     translator = identity_of(model, capture=point)
     expected = kv.hand_over(model, model, TOKENS, translator=translator)
     save_prompt_cache(str(tmp_path / "cache.safetensors"), native(model, TOKENS[:-1], 25))
@@ -118,9 +104,9 @@ def test_a_saved_cache_is_handed_over(
         translator(states)
 
 
-def test_a_cache_that_has_forgotten_what_is_wanted(read_models: dict[str, LanguageModel]) -> None:
+def test_a_cache_that_has_forgotten_what_is_wanted(families: Models) -> None:
     """Rings where the model has no windows: what no layer holds is refused, not zeros."""
-    model = read_models["qwen3"]
+    model = families["qwen3"]
     translator = identity_of(model, capture="post_rope")
     own = [RotatingKVCache(max_size=16) for _ in model.attentions]
     model.model(mx.array([TOKENS[:40]]), cache=own)
@@ -130,9 +116,9 @@ def test_a_cache_that_has_forgotten_what_is_wanted(read_models: dict[str, Langua
     kv.hand_over(model, model, TOKENS, translator=translator, prompt_cache=own, native_head=25)
 
 
-def test_a_cache_of_other_tokens_shows(read_models: dict[str, LanguageModel]) -> None:
+def test_a_cache_of_other_tokens_shows(families: Models) -> None:
     """Negative control: it is the cache that is handed over, not what the tokens say."""
-    model = read_models["qwen3"]
+    model = families["qwen3"]
     translator = identity_of(model, capture="post_rope")
     other = native(model, TOKENS[::-1][:30], 25)
     wrong = kv.hand_over(model, model, TOKENS, translator=translator, prompt_cache=other)
@@ -140,8 +126,8 @@ def test_a_cache_of_other_tokens_shows(read_models: dict[str, LanguageModel]) ->
     assert np.abs(held(wrong[0])[0] - held(right[0])[0]).max() > 0.1
 
 
-def test_refusals(read_models: dict[str, LanguageModel]) -> None:
-    model = read_models["qwen3"]
+def test_refusals(families: Models) -> None:
+    model = families["qwen3"]
     own = native(model, TOKENS, 25)
     with pytest.raises(UnsupportedModelError, match="pre_norm keys cannot be read from a cache"):
         caches.read(own, model, "pre_norm")

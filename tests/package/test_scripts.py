@@ -21,10 +21,9 @@ from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation.conditions import native, prefill_layers
 from kvlingo_mlx.evaluation.continuation import recall_sample
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from tests.support import ROOT
-from tests.support.fixtures import Patch, Printed
+from tests.support.fixtures import Pair, Patch, Printed
 from tests.support.native_caches import logits
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -152,20 +151,13 @@ ways = pytest.importorskip("peer_ways")
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[LanguageModel, LanguageModel]:
-    return kv.load("tiny-qwen3-s"), kv.load("tiny-qwen3-l")
-
-
-@pytest.fixture(scope="module")
-def tokens(pair: tuple[LanguageModel, LanguageModel]) -> list[int]:
+def tokens(pair: Pair) -> list[int]:
     """A dialogue with facts and a question."""
     (talk,) = dialogues.held_out(1, seed=3, facts=(12, 12))
     return list(encode(pair[1], talk.messages, enable_thinking=False))
 
 
-def test_what_reads_all_is_native(
-    pair: tuple[LanguageModel, LanguageModel], tokens: list[int]
-) -> None:
+def test_what_reads_all_is_native(pair: Pair, tokens: list[int]) -> None:
     """Speculative prefill that keeps every token, and the last 100 % of a prompt."""
     source, target = pair
     own = logits(target, native(target)(tokens), tokens[-1])
@@ -179,9 +171,7 @@ def test_what_reads_all_is_native(
     assert np.abs(logits(target, half, tokens[-1]) - own).max() > 0.1  # negative control
 
 
-def test_attention_is_that_of_transformers(
-    pair: tuple[LanguageModel, LanguageModel], tokens: list[int]
-) -> None:
+def test_attention_is_that_of_transformers(pair: Pair, tokens: list[int]) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     source = pair[0]
@@ -197,9 +187,7 @@ def test_attention_is_that_of_transformers(
     assert mine.shape == most.shape and np.abs(mine - most).max() < 1e-4
 
 
-def test_a_mapper_is_applied_by_the_peer(
-    pair: tuple[LanguageModel, LanguageModel], tokens: list[int]
-) -> None:
+def test_a_mapper_is_applied_by_the_peer(pair: Pair, tokens: list[int]) -> None:
     """An identity mapper within one model gives that model's own cache."""
     theirs = pytest.importorskip("veloxquant_mlx.transfer")
     source = pair[0]

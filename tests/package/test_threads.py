@@ -40,14 +40,6 @@ from tests.support.talks import talk_of
 NEW = 6
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Like Qwen3, with windows, with experts."""
-    root = tmp_path_factory.mktemp("threads")
-    rows = {name: tiny.FAMILIES[name] for name in ("qwen3", "gemma3", "qwen3_moe")}
-    return {n: kv.load(tiny.write_tiny_model(root / n, t, **o)) for n, (t, o) in rows.items()}
-
-
 def together(*actions: Callable[[], Any]) -> list[Any]:
     """What actions return that begin at once, in threads of their own."""
     start = threading.Barrier(len(actions))
@@ -71,21 +63,13 @@ def plain(model: LanguageModel) -> list[str]:
     return [mlx_lm.generate(model.model, model.tokenizer, ids, max_tokens=NEW) for _ in range(4)]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen3_moe"])
-def test_conversations_and_plain_mlx_lm_beside_each_other(models: Models, name: str) -> None:
-    model = models[name]
-    own, others = replies(model), plain(model)
-    found = together(*[lambda: replies(model)] * 4, *[lambda: plain(model)] * 2)
-    assert found == [own] * 4 + [others] * 2
-
-
-def test_chance_in_threads(models: Models, tmp_path: Path) -> None:
+def test_chance_in_threads(families: Models, tmp_path: Path) -> None:
     """A short form of benchmarks/thread_stress.py."""
     lists = [thread_stress.drawn(seed, 5, "ab") for seed in range(6)]
     assert {kind for todo in lists for kind, *_ in todo} == set(thread_stress.KINDS)
 
     def user(way: str, index: int) -> list[str]:
-        model = models[("qwen3", "gemma3", "qwen3_moe")[index % 3]]
+        model = families[("qwen3", "gemma3", "qwen3_moe")[index % 3]]
         both = dict.fromkeys("ab", model)
         translators = [identity_of(model, capture=model.family.points[0])]
         who = thread_stress.User(both, translators, tmp_path / f"{way}{index}", new=NEW, longest=99)
@@ -97,8 +81,8 @@ def test_chance_in_threads(models: Models, tmp_path: Path) -> None:
     assert beside == alone
 
 
-def test_what_one_thread_begins_another_goes_on_with(models: Models, tmp_path: Path) -> None:
-    for model, eager in itertools.product((models["qwen3"], models["gemma3"]), (True, False)):
+def test_what_one_thread_begins_another_goes_on_with(families: Models, tmp_path: Path) -> None:
+    for model, eager in itertools.product((families["qwen3"], families["gemma3"]), (True, False)):
         talk = talk_of(model, eager=eager)
         talk.reply("a", "hi there", max_tokens=NEW)
         saved = talk.save(tmp_path / f"{model.path.name}-{eager}")
@@ -118,9 +102,9 @@ def test_what_one_thread_begins_another_goes_on_with(models: Models, tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # mlx-lm's own
-def test_an_answer_stays_in_its_thread(models: Models) -> None:
+def test_an_answer_stays_in_its_thread(families: Models) -> None:
     """mlx-lm's loop holds a stream of the thread that began it."""
-    model, talk = models["gemma3"], talk_of(models["gemma3"])
+    model, talk = families["gemma3"], talk_of(families["gemma3"])
     options = {"translator": identity_of(model), "max_tokens": NEW, "prefill_step_size": 7}
     expected = replies(model)[0]
     for made in (
@@ -137,8 +121,8 @@ def test_an_answer_stays_in_its_thread(models: Models) -> None:
     assert talk.reply("a", "the use of an other", max_tokens=NEW) == expected
 
 
-def test_weights_that_one_thread_opened_another_reads(models: Models, tmp_path: Path) -> None:
-    model = models["qwen3"]
+def test_weights_that_one_thread_opened_another_reads(families: Models, tmp_path: Path) -> None:
+    model = families["qwen3"]
     options = {"translator": identity_of(model), "max_tokens": NEW}
     expected = kv.generate(model, model, "hi there", **options)
     for lazy in (True, False):
@@ -156,8 +140,8 @@ def test_weights_that_one_thread_opened_another_reads(models: Models, tmp_path: 
     assert together(lambda: plain(rotated)) == [expected]
 
 
-def test_a_second_thread_is_refused_and_an_ended_answer_lets_go(models: Models) -> None:
-    talk = talk_of(models["qwen3"])
+def test_a_second_thread_is_refused_and_an_ended_answer_lets_go(families: Models) -> None:
+    talk = talk_of(families["qwen3"])
     inside, go_on = threading.Event(), threading.Event()
 
     def sampler(logprobs: mx.array) -> mx.array:
@@ -177,9 +161,9 @@ def test_a_second_thread_is_refused_and_an_ended_answer_lets_go(models: Models) 
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
-def test_interruptions_leave_nothing_behind(models: Models, kind: type[BaseException]) -> None:
+def test_interruptions_leave_nothing_behind(families: Models, kind: type[BaseException]) -> None:
     """In a prefill, in a decoding step, by leaving an answer: lock free, classes back."""
-    model = models["qwen3"]
+    model = families["qwen3"]
     classes = [type(module) for module in model.model.modules()]
     expected = replies(model)
 
@@ -230,7 +214,7 @@ def test_a_loop_of_short_units_keeps_nobody_out() -> None:
     assert order.count("once") == 1 and order[-1] == "loop"
 
 
-def test_the_wired_limit_changes_once(models: Models, monkeypatch: Patch) -> None:
+def test_the_wired_limit_changes_once(families: Models, monkeypatch: Patch) -> None:
     """On Metal it must not change while anything is computed."""
     import contextlib
 
@@ -244,7 +228,7 @@ def test_the_wired_limit_changes_once(models: Models, monkeypatch: Patch) -> Non
 
     monkeypatch.setattr(threads, "wired_limit", limit)
     gc.collect()
-    model = models["qwen3"]
+    model = families["qwen3"]
     options = {"translator": identity_of(model), "max_tokens": NEW}
     first, second = (kv.stream_generate(model, model, "hi there", **options) for _ in range(2))
     next(first), next(second)
@@ -263,7 +247,7 @@ def ended(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_a_process_ends_in_peace(models: Models, tmp_path: Path) -> None:
+def test_a_process_ends_in_peace(families: Models, tmp_path: Path) -> None:
     """One thread resumed and has ended, another is at work still, an answer was left."""
     talk = Conversation({"s": kv.load("tiny-qwen3-s")})
     talk.reply("s", "The home of Anna is Lima.", max_tokens=2)
@@ -297,14 +281,14 @@ def limited(monkeypatch: Patch, room: int) -> None:
     monkeypatch.setenv(memory.LIMIT, f"{(mx.get_active_memory() + room) / 1e9:.9f}")
 
 
-def test_the_memory_limit_holds(models: Models, monkeypatch: Patch) -> None:
-    folder = models["qwen3"].path
+def test_the_memory_limit_holds(families: Models, monkeypatch: Patch) -> None:
+    folder = families["qwen3"].path
     gc.collect()
     limited(monkeypatch, 100_000)
     with pytest.raises(kv.NotEnoughMemoryError, match="weights of"):
-        Conversation({"a": folder, "b": models["gemma3"]})
+        Conversation({"a": folder, "b": families["gemma3"]})
     monkeypatch.setenv(memory.LIMIT, "0")
-    talk = talk_of(models["qwen3"])
+    talk = talk_of(families["qwen3"])
     talk.reply("a", "hi there", max_tokens=NEW)
     held = [line.tokens for line in talk.lines.values()], talk.messages, talk.stats()
     limited(monkeypatch, 10_000)
@@ -313,14 +297,14 @@ def test_the_memory_limit_holds(models: Models, monkeypatch: Patch) -> None:
         talk.reply("b", long, max_tokens=NEW)
     assert held[:2] == ([line.tokens for line in talk.lines.values()], talk.messages)
     monkeypatch.setenv(memory.LIMIT, "0")
-    fresh = talk_of(models["qwen3"])
+    fresh = talk_of(families["qwen3"])
     fresh.reply("a", "hi there", max_tokens=NEW)
     assert talk.reply("b", long, max_tokens=NEW) == fresh.reply("b", long, max_tokens=NEW)
 
 
-def test_the_memory_limit_holds_for_lines_that_follow(models: Models, monkeypatch: Patch) -> None:
+def test_the_memory_limit_holds_for_lines_that_follow(families: Models, monkeypatch: Patch) -> None:
     """An answer is kept where no other line has room to follow it; a switch brings it later."""
-    model, long = models["qwen3"], "the use of an other " * 40
+    model, long = families["qwen3"], "the use of an other " * 40
     monkeypatch.setenv(memory.LIMIT, "0")
     plain = talk_of(model)
     answer = plain.reply("a", long, max_tokens=NEW)
@@ -336,8 +320,8 @@ def test_the_memory_limit_holds_for_lines_that_follow(models: Models, monkeypatc
     assert talk.reply("b", "and you", max_tokens=NEW) == plain.reply("b", "and you", max_tokens=NEW)
 
 
-def test_a_closed_conversation_holds_nothing(models: Models, store: Path, tmp_path: Path) -> None:
-    model = models["qwen3"]
+def test_a_closed_conversation_holds_nothing(families: Models, store: Path, tmp_path: Path) -> None:
+    model = families["qwen3"]
     gc.collect()
     before = mx.get_active_memory()
     with talk_of(model) as talk:

@@ -120,14 +120,14 @@ def test_the_peer_reads_what_is_exported(
 
 @pytest.mark.parametrize("family", ["glm4", "gemma3_text"])
 def test_keys_that_the_peer_rotates_back_wrongly_are_refused(
-    plain: Any, pairs: Any, tmp_path: Path, family: str
+    families: Any, pairs: Any, tmp_path: Path, family: str
 ) -> None:
     """GLM-4 rotates half of each head, Gemma-3 its layers by two bases; the peer knows neither."""
     if family == "gemma3_text":
         shape = {"layers": 6, "kv_heads": 2, "head_dim": 16}
         source = kv.load(write_tiny_model(tmp_path / family, family, seed=1, **shape))
     else:
-        source = plain(family)
+        source = families[family]
     first = source.geometry.layers[0]
     shape = {"n_kv_heads": first.kv_heads, "head_dim": first.key_dim}
     more = {"model_type": family, "n_layers": len(source.geometry.layers), "rope_theta": 1e4}

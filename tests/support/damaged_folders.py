@@ -15,19 +15,8 @@ from hypothesis import strategies as st
 
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import translator_folder
+from tests.support import translator_folders as layouts
 from tests.support.state_map_folders import config_json, put
-from tests.support.translator_folders import (
-    CARD,
-    CONFIG,
-    LAYOUTS,
-    SELFTEST,
-    SIDES,
-    TENSORS,
-    exact,
-    frame,
-    page_shapes,
-    store,
-)
 
 Files = dict[str, bytes]
 Json = dict[str, Any]
@@ -44,10 +33,12 @@ BASES = (
 def sound_files() -> list[Files]:
     """The files of every base, by name."""
     with tempfile.TemporaryDirectory() as root:
-        folders = [store(Path(root) / name, LAYOUTS[name], dtype) for name, dtype in BASES]
+        folders = [
+            layouts.store(Path(root) / name, layouts.LAYOUTS[name], dtype) for name, dtype in BASES
+        ]
         config, weights = translator_folder.read(put(Path(root) / "states", config_json()))
         folders.append(translator_folder.write(Path(root) / "mapped", config, weights))
-        (folders[-1] / CARD).unlink()
+        (folders[-1] / layouts.CARD).unlink()
         return [{path.name: path.read_bytes() for path in f.iterdir()} for f in folders]
 
 
@@ -75,7 +66,7 @@ def try_folder(room: Path, files: Files) -> bool:
 
 def check_sound(folder: Path, config: Any, weights: Any) -> None:
     """What was read is what plain JSON and safetensors find, and what the format allows."""
-    data = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    data = json.loads((folder / layouts.CONFIG).read_text(encoding="utf-8"))
     found = json.loads(json.dumps(asdict(config)))
     for layer in (*found["source"]["layers"], *found["target"]["layers"]):
         if layer["recurrence"] is None:
@@ -86,22 +77,22 @@ def check_sound(folder: Path, config: Any, weights: Any) -> None:
         **{key: value for key, value in data.items() if key != "format_version"},
     }
     check_assignment(data)
-    entries = dict(safetensors.deserialize((folder / TENSORS).read_bytes()))
+    entries = dict(safetensors.deserialize((folder / layouts.TENSORS).read_bytes()))
     assert set(entries) == set(weights.arrays)
     shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
     hidden = lambda side, t: shapes.get(f"{side}.{t}.b1", (0,))[-1]  # noqa: E731  (as it was found)
     optional = {name: any(f"{side}.0.{name}" in shapes for side in ("keys", "joint"))
                 for name in ("gate", "bias")}  # fmt: skip
-    assert shapes == page_shapes(data, hidden, **optional)
+    assert shapes == layouts.page_shapes(data, hidden, **optional)
     assert len({entry["dtype"] for entry in entries.values()}) == 1
     for name, entry in entries.items():
         assert bytes(entry["data"]) == weights.arrays[name].tobytes()
-        assert abs(exact(weights.arrays[name], weights.dtype)).max() < 3.5e38  # and no NaN
+        assert abs(layouts.exact(weights.arrays[name], weights.dtype)).max() < 3.5e38  # and no NaN
 
 
 def check_assignment(data: Json) -> None:
     """Every target layer reads distinct layers that exist and are of its own group."""
-    for side in SIDES:
+    for side in layouts.SIDES:
         assert len(data["assignment"][side]) == len(data["target"]["layers"])
         for target, layers in zip(data["target"]["layers"], data["assignment"][side], strict=True):
             assert 1 <= len(set(layers)) == len(layers)
@@ -192,7 +183,7 @@ def change_bytes(draw: Callable[..., Any], blob: bytes) -> bytes:
 def parsed(name: str, blob: bytes) -> tuple[Any, bytes] | None:
     """A config, or a safetensors file's header, and what follows; None if it is broken already."""
     begin, end = 0, len(blob)
-    if name != CONFIG:
+    if name != layouts.CONFIG:
         begin, end = 8, 8 + int.from_bytes(blob[:8], "little")
     try:
         return json.loads(blob[begin:end]), blob[end:]
@@ -205,7 +196,9 @@ def damaged(draw: Callable[..., Any]) -> Files:
     """The files of a translator after one to three mutations."""
     files = dict(draw(st.sampled_from(range(len(SOUND))).map(SOUND.__getitem__)))
     for _ in range(draw(st.integers(1, 3))):
-        name = draw(st.sampled_from([CONFIG, CONFIG, TENSORS, SELFTEST]))
+        name = draw(
+            st.sampled_from([layouts.CONFIG, layouts.CONFIG, layouts.TENSORS, layouts.SELFTEST])
+        )
         # Most raw damage is caught early: changes within sound JSON reach further.
         match draw(st.sampled_from(["json"] * 12 + ["bytes"] * 5 + ["remove"])):
             case "json" if name in files:
@@ -225,4 +218,4 @@ def change_json(draw: Callable[..., Any], name: str, blob: bytes) -> bytes:
     tree, body = parts
     change_tree(draw, tree)
     text = dumps(draw, tree)
-    return text if name == CONFIG else frame(text, body)
+    return text if name == layouts.CONFIG else layouts.frame(text, body)

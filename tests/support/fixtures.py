@@ -10,5 +10,6 @@ from kvlingo_mlx.models.language_model import LanguageModel
 
 Folders = dict[str, Path]  # of models, by name
 Models = dict[str, LanguageModel]
+Pair = tuple[LanguageModel, LanguageModel]
 Patch = pytest.MonkeyPatch
 Printed = pytest.CaptureFixture[str]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import shutil
 from pathlib import Path
 
 from kvlingo_mlx.backend import mx, nn
@@ -11,8 +12,35 @@ from mlx_lm.utils import save_config
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support import hybrid_models, plain_models, tiny
 
-Opener = Callable[[str], LanguageModel]
+ALIASES = dict.fromkeys(("kimi_k2", "joyai_llm_flash"), "deepseek_v3")  # run by its file
+
+
+class Families(dict[str, LanguageModel]):
+    """A tiny model by its family's name, or its 4-bit copy, written when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __missing__(self, name: str) -> LanguageModel:
+        folder = self.root / name
+        if name.endswith(" 4-bit"):
+            self[name] = quantised(self[name.removesuffix(" 4-bit")], folder)
+            return self[name]
+        if name in ALIASES:
+            shutil.copytree(self[ALIASES[name]].path, folder)
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config | {"model_type": name}))
+        elif name in hybrid_models.CONFIGS:
+            hybrid_models.write_hybrid_model(folder, name)
+        elif name in tiny.FAMILIES:
+            model_type, options = tiny.FAMILIES[name]
+            tiny.write_tiny_model(folder, model_type, **options)
+        else:
+            plain_models.write_plain_model(folder, name)
+        self[name] = kv.load(folder)
+        return self[name]
 
 
 def quantised(model: LanguageModel, folder: Path, bits: int = 4) -> LanguageModel:

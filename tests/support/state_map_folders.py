@@ -9,14 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.support.translator_folders import (
-    MIXING,
-    SIDES,
-    TENSORS,
-    config_of,
-    page_shapes,
-    put_config,
-)
+from tests.support import translator_folders as layouts
 
 Json = dict[str, Any]
 FULL: Json = {
@@ -43,19 +36,19 @@ def config_json(rule: str = "gated_delta") -> Json:
         [{"layer": i, **layer} for i, layer in enumerate(layers)]
         for layers in ((one, FULL, one), (FULL, other))
     )
-    reads = {side: [[1], [0, 2]] for side in SIDES}
+    reads = {side: [[1], [0, 2]] for side in layouts.SIDES}
     more = {"format_version": 3, "state_maps": True, "provenance": {}}
-    return copy.deepcopy(config_of(MIXING, source, target, reads) | more)
+    return copy.deepcopy(layouts.config_of(layouts.MIXING, source, target, reads) | more)
 
 
 def tensors() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
-    shapes = page_shapes(config_json(), lambda *_: 0)
+    shapes = layouts.page_shapes(config_json(), lambda *_: 0)
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def put(folder: Path, data: Json, arrays: dict[str, np.ndarray] | None = None) -> Path:
     folder.mkdir(exist_ok=True)
-    put_config(folder, data)
-    save_file(tensors() if arrays is None else arrays, folder / TENSORS)
+    layouts.put_config(folder, data)
+    save_file(tensors() if arrays is None else arrays, folder / layouts.TENSORS)
     return folder

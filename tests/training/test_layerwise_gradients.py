@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-import kvlingo_mlx as kv
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.models.delta_rule import in_chunks
 from kvlingo_mlx.models.hidden import hidden_states, logits_of
@@ -28,7 +27,6 @@ from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.runtime import Pair, pair_of
 from tests.support import hybrid_models, plain_models, tiny
 from tests.support.fixtures import Models, Patch
-from tests.support.opened import Opener
 from tests.support.trainings import Random, distance, random_arrays, training
 
 KL = objective_named("kl")
@@ -65,30 +63,16 @@ def check(pair: Pair, sample: Sample, tolerance: float = 1e-5) -> None:
     assert all(np.abs(each).max() > 0 for each in found.values())
 
 
-@pytest.mark.parametrize("name", sorted(plain_models.CONFIGS))
-def test_plain_families(plain: Opener, name: str) -> None:
-    check(pair_of(plain(name), plain(name)), Random(READ + 1, 15).sample(1))
-
-
-@pytest.mark.parametrize("name", sorted(tiny.FAMILIES))
-def test_families(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", sorted({*plain_models.CONFIGS, *tiny.FAMILIES}))
+def test_families(families: Models, name: str) -> None:
     """With windows, latents, experts, and layers that read other layers' caches (Gemma 4)."""
-    architecture, facts = tiny.FAMILIES[name]
-    model = kv.load(tiny.write_tiny_model(tmp_path / name, architecture, **facts))
-    check(pair_of(model, model), Random(READ + 1, 15).sample(1))
-
-
-@pytest.fixture(scope="module")
-def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    root = tmp_path_factory.mktemp("hybrids")
-    names = hybrid_models.CONFIGS
-    return {name: kv.load(hybrid_models.write_hybrid_model(root / name, name)) for name in names}
+    check(pair_of(families[name], families[name]), Random(READ + 1, 15).sample(1))
 
 
 @pytest.mark.parametrize("name", hybrid_models.CONFIGS)
-def test_hybrids(hybrids: Models, name: str, monkeypatch: Patch) -> None:
+def test_hybrids(families: Models, name: str, monkeypatch: Patch) -> None:
     """Through recurrences in segments, against one trace; and against mlx-lm's own loops."""
-    pair, sample = pair_of(hybrids[name], hybrids[name]), Random(READ + 1, 15).sample(1)
+    pair, sample = pair_of(families[name], families[name]), Random(READ + 1, 15).sample(1)
     with in_chunks():
         check(pair, sample)
     config = make_config(pair.source, pair.target, TrainingPlan())
@@ -111,9 +95,9 @@ def test_hybrids(hybrids: Models, name: str, monkeypatch: Patch) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "lfm2"])
-def test_hybrids_native_layers_are_left_alone(hybrids: Models, name: str) -> None:
+def test_hybrids_native_layers_are_left_alone(families: Models, name: str) -> None:
     """And the reading of a conversation is as it was before a gradient was taken from it."""
-    pair, sample = pair_of(hybrids[name], hybrids[name]), Random(READ + 1, 15).sample(1)
+    pair, sample = pair_of(families[name], families[name]), Random(READ + 1, 15).sample(1)
     config = make_config(pair.source, pair.target, TrainingPlan(native_layers=3))
     made, reading = pair.trainable(config, random_arrays(config, 3)), pair.read(sample, config)
     held = [[np.array(array) for array in entry] for entry in reading.native]

@@ -39,17 +39,7 @@ from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.runtime import pair_of  # noqa: E402
 from kvlingo_mlx.translators import build  # noqa: E402
-from tests.support.trainings import (  # noqa: E402
-    Random,
-    altered,
-    closed_form,
-    device_kl,
-    distance,
-    double,
-    learnt,
-    linear_config,
-    random_arrays,
-)
+from tests.support import trainings  # noqa: E402
 
 NAMES = ("gemma2x32", "gemma4x16", "gemma1x32", "llama2x16", "mistral4x24", "ministral2x24")
 PAIRS = (
@@ -85,7 +75,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found["narrow"] = tiny.write_tiny_model(
         root / "narrow", "gemma3_text", seed=10, layers=7, kv_heads=2, head_dim=16
     )
-    found["stray"] = altered(found["llama2x16"], root / "stray", sliding_window=8)
+    found["stray"] = trainings.altered(found["llama2x16"], root / "stray", sliding_window=8)
     found["wrapped"] = wrapped(root / "wrapped")
     for name in UNLIKE:
         model_type, options = tiny.FAMILIES[name]
@@ -196,11 +186,11 @@ def test_closed_form_equals_the_devices(
 ) -> None:
     """Rows weighed by attention, which each runtime takes from its own model."""
     norm = "attention_mass"
-    data = [Random(60, different=99).sample(i) for i in range(12)]
+    data = [trainings.Random(60, different=99).sample(i) for i in range(12)]
     device = kv.fit(*(models[n] for n in pair), data, norm=norm).to_weights()
     source, target = (torch_models[n] for n in pair)
-    config = linear_config(source, target)
-    arrays = closed_form(config, pair_of(source, target), data, norm).weights
+    config = trainings.linear_config(source, target)
+    arrays = trainings.closed_form(config, pair_of(source, target), data, norm).weights
     assert set(arrays) == set(device.arrays)
     for name, array in arrays.items():
         error = np.linalg.norm(array - device.as_float32(name)) / np.linalg.norm(array)
@@ -213,15 +203,15 @@ def test_kl_equals_the_devices(
 ) -> None:
     source, target = (torch_models[n] for n in pair)
     for point in source.family.points:
-        config = linear_config(source, target, nu=2, capture=point)
-        arrays = {n: a.astype(np.float32) for n, a in random_arrays(config, 3).items()}
+        config = trainings.linear_config(source, target, nu=2, capture=point)
+        arrays = {n: a.astype(np.float32) for n, a in trainings.random_arrays(config, 3).items()}
         weights = Weights.from_float32(arrays, "float32")
         mine = TorchTranslator.from_arrays(config, weights.arrays, "cpu")
         for length in (6, 40):
             sample = sample_of(length, 10)
             reading = read(source, target, sample, point)
             ours = conversation_loss(target, mine, reading, KL).kl
-            theirs = device_kl(*(models[n] for n in pair), build(config, weights), sample)
+            theirs = trainings.device_kl(*(models[n] for n in pair), build(config, weights), sample)
             assert theirs > 0.01  # a random translator is a bad one
             assert abs(ours - theirs) < 1e-4
 
@@ -253,7 +243,7 @@ def test_a_written_cache_is_read_as_the_models_own(
     folders: Folders, monkeypatch: Patch, name: str
 ) -> None:
     """Whole, or from each window on alone; the continuation is longer than any window."""
-    model = double(folders[name], monkeypatch)
+    model = trainings.double(folders[name], monkeypatch)
     for length in (3, 8, 12, 13, 16, 17, 70):
         sample = sample_of(length)
         with torch.no_grad():
@@ -272,7 +262,7 @@ def test_what_lies_before_a_window_has_no_part_in_a_step(
 ) -> None:
     """Loss and gradients are those of every token translated; less is translated."""
     source, target = torch_models["gemma2x32"], torch_models["gemma4x16"]
-    config = linear_config(source, target, nu=2)
+    config = trainings.linear_config(source, target, nu=2)
     reading = read(source, target, sample_of(60), "pre_norm")
     apply, found = Maps._apply, []
     for whole in (False, True):
@@ -286,7 +276,7 @@ def test_what_lies_before_a_window_has_no_part_in_a_step(
             patch.setattr(Maps, "_apply", counted)
             if whole:
                 patch.setattr(CacheGeometry, "first_kept", lambda self, count: [0] * 5)
-            translator = TorchTranslator.from_arrays(config, random_arrays(config), "cpu")
+            translator = TorchTranslator.from_arrays(config, trainings.random_arrays(config), "cpu")
             loss = conversation_loss(target, translator, reading, KL, scale=1.0)
         found.append((loss.value, translator.tensors, sum(rows)))
     (window, ours, few), (every, theirs, many) = found
@@ -339,7 +329,7 @@ NEWER = {
 def test_both_spellings_of_a_rotation_are_one(
     folders: Folders, torch_models: dict[str, TorchModel], tmp_path: Path, name: str
 ) -> None:
-    folder = altered(folders[name], tmp_path / "newer", **NEWER[name])
+    folder = trainings.altered(folders[name], tmp_path / "newer", **NEWER[name])
     newer = torch_model.load(str(folder), dtype=torch.float32)
     assert newer.geometry == torch_models[name].geometry
     tokens = tiny.random_tokens(40)
@@ -369,14 +359,14 @@ def test_both_spellings_of_a_rotation_are_one(
 def test_what_mlx_lm_runs_otherwise_is_not_trained(
     folders: Folders, tmp_path: Path, name: str, change: dict[str, Any], message: str
 ) -> None:
-    folder = altered(folders[name], tmp_path / "other", **change)
+    folder = trainings.altered(folders[name], tmp_path / "other", **change)
     with pytest.raises(UnsupportedModelError, match=message):
         torch_model.load(str(folder), dtype=torch.float32)
 
 
 def test_a_window_as_long_as_the_context_is_none(folders: Folders, tmp_path: Path) -> None:
     """Mistral's is 4096 in transformers where a config says nothing; these models read 512."""
-    folder = altered(folders["mistral4x24"], tmp_path / "silent", sliding_window=...)
+    folder = trainings.altered(folders["mistral4x24"], tmp_path / "silent", sliding_window=...)
     model = torch_model.load(str(folder), dtype=torch.float32)
     assert {layer.window for layer in model.geometry.layers} == {None}
 
@@ -385,9 +375,9 @@ def test_pairs_that_cannot_be_translated(torch_models: dict[str, TorchModel]) ->
     with pytest.raises(
         IncompatibleTranslatorError, match="window of 16 tokens.* keeps the last 12"
     ):
-        linear_config(torch_models["gemma4x16"], torch_models["gemma2x32"])
+        trainings.linear_config(torch_models["gemma4x16"], torch_models["gemma2x32"])
     with pytest.raises(IncompatibleTranslatorError, match="sliding attention, the source only of"):
-        linear_config(torch_models["llama2x16"], torch_models["gemma2x32"])
+        trainings.linear_config(torch_models["llama2x16"], torch_models["gemma2x32"])
 
 
 # ---- gradients on MLX --------------------------------------------------------------------
@@ -407,18 +397,18 @@ def test_gradients_on_mlx_equal_pytorchs(
 ) -> None:
     """Windows that the prefix fills and passes, latents, shared caches, experts."""
     latents = "latent" in pair[0] or "deepseek" in pair[0]
-    exact = pair_of(*(double(folders[name], monkeypatch) for name in pair))
+    exact = pair_of(*(trainings.double(folders[name], monkeypatch) for name in pair))
     ours, theirs = (pair_of(*(found[n] for n in pair)) for found in (models, torch_models))
     plan = TrainingPlan(nu=1, capture=None if latents else capture_point)
     config = make_config(ours.source, ours.target, plan)
     for length in (5, 60):
         sample = sample_of(length)
-        loss, found = learnt(ours, config, sample)
-        expected, wanted = learnt(exact, config, sample)
+        loss, found = trainings.learnt(ours, config, sample)
+        expected, wanted = trainings.learnt(exact, config, sample)
         assert loss == pytest.approx(expected, rel=1e-4)
         # Where a model multiplies its own rounding, PyTorch's float32 has it too.
-        rounding = distance(learnt(theirs, config, sample)[1], wanted)
-        assert distance(found, wanted) < max(1e-5, 3 * rounding), rounding
+        rounding = trainings.distance(trainings.learnt(theirs, config, sample)[1], wanted)
+        assert trainings.distance(found, wanted) < max(1e-5, 3 * rounding), rounding
 
 
 @pytest.mark.parametrize("name", [*NAMES, "wrapped", *UNLIKE])

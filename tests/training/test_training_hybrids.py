@@ -22,15 +22,7 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.runtime import pair_of
-from tests.support import hybrid_models
-from tests.support.trainings import (
-    Random,
-    device_kl,
-    die_after,
-    log_of,
-    random_arrays,
-    training,
-)
+from tests.support import hybrid_models, trainings
 
 TINY = {
     "qwen3_5": ("qwen3_5", {"num_hidden_layers": 4}),
@@ -50,7 +42,7 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel
 
 
 def curve(out: Path) -> list[dict[str, Any]]:
-    return log_of(out.with_name(f"{out.name}.log.jsonl"))
+    return trainings.log_of(out.with_name(f"{out.name}.log.jsonl"))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
@@ -58,13 +50,13 @@ def test_the_loss_falls(
     hybrids: dict[str, LanguageModel], tmp_path: Path, pair: tuple[str, str]
 ) -> None:
     """Of held-out conversations, and the translator that was kept is the best one."""
-    stream, rate = Random(different=2), 3e-4 if pair[1] == "other" else 1e-3
-    training(hybrids, tmp_path / "t", (rate,), pair=pair, stream=stream).run()
+    stream, rate = trainings.Random(different=2), 3e-4 if pair[1] == "other" else 1e-3
+    trainings.training(hybrids, tmp_path / "t", (rate,), pair=pair, stream=stream).run()
     losses = [line["held_out"][0] for line in curve(tmp_path / "t")]
     assert len(losses) == 4 and min(losses) < 0.7 * losses[0]
     source, target = (hybrids[name] for name in pair)
     kept = kv.load_translator(tmp_path / "t")
-    found = [device_kl(source, target, kept, sample) for sample in stream.held_out(2)]
+    found = [trainings.device_kl(source, target, kept, sample) for sample in stream.held_out(2)]
     assert np.mean(found) < 0.8 * losses[0]  # decoded by mlx-lm's own recurrences
 
 
@@ -72,15 +64,19 @@ def test_an_interrupted_training_has_the_same_curve(
     hybrids: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two rates, above a native recurrent layer; and the same maps, bit by bit."""
-    options: dict[str, Any] = {"pair": PAIRS[1], "native_layers": 1, "stream": Random(different=2)}
+    options: dict[str, Any] = {
+        "pair": PAIRS[1],
+        "native_layers": 1,
+        "stream": trainings.Random(different=2),
+    }
     rates, outs = (1e-3, 3e-4), [tmp_path / "whole", tmp_path / "cut"]
-    training(hybrids, outs[0], rates, **options).run()
+    trainings.training(hybrids, outs[0], rates, **options).run()
     with monkeypatch.context() as patch:
-        die_after(patch, 3)
+        trainings.die_after(patch, 3)
         with pytest.raises(KeyboardInterrupt):
-            training(hybrids, outs[1], rates, keep_every=0.0, **options).run()
+            trainings.training(hybrids, outs[1], rates, keep_every=0.0, **options).run()
     steps: list[int] = []
-    training(hybrids, outs[1], rates, seen=steps, **options).run()
+    trainings.training(hybrids, outs[1], rates, seen=steps, **options).run()
     assert steps == [4, 5, 6]
     assert curve(outs[0]) == curve(outs[1])
     whole, cut = (translator_folder.read(out)[1].arrays for out in outs)
@@ -90,9 +86,9 @@ def test_an_interrupted_training_has_the_same_curve(
 def test_reconstruction(hybrids: dict[str, LanguageModel]) -> None:
     """The squared error of a recurrence's inputs, by hand, and a gradient for each map."""
     source, target = (hybrids[name] for name in PAIRS[1])
-    pair, sample = pair_of(source, target), Random().sample(0)
+    pair, sample = pair_of(source, target), trainings.Random().sample(0)
     config = make_config(source, target, TrainingPlan())
-    made = pair.trainable(config, random_arrays(config, 3))
+    made = pair.trainable(config, trainings.random_arrays(config, 3))
     states = pair.states(sample, config.capture)
     found, wanted = pair.reconstruction(made, states, 1.0), 0.0
     for side in ("keys", "values"):

@@ -7,23 +7,23 @@ are mlx-lm's own decoding, one answer at a time, and this package's ``hand_over`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mlx_lm.generate import stream_generate
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
+from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.evaluation import compare, conditions, lineup, probes
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support.fixtures import Pair
+from tests.support.recalling import NAMES, TALKS, Makers, alone, asked, prompt, recalled, same
 
 pytest.importorskip("lm_eval")
 
-from lm_eval.api.instance import Instance
 
 from benchmarks.paper.evaluation.points import check_tasks, moved
 from benchmarks.paper.evaluation.switching_lm import SwitchingLM
@@ -31,62 +31,11 @@ from kvlingo_mlx.evaluation.harness import running
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
 from kvlingo_mlx.evaluation.journal import Responses
 
-NAMES = "tiny-qwen3-s", "tiny-qwen3-l"
-TALKS = list(dialogues.held_out(16, seed=3))
-MOST = 24
-
-
-@pytest.fixture(scope="module")
-def pair() -> tuple[LanguageModel, LanguageModel]:
-    source, target = (kv.load(zoo(name)) for name in NAMES)
-    return source, target
-
-
-@pytest.fixture(scope="module")
-def makers(pair: tuple[LanguageModel, LanguageModel]) -> dict[str, conditions.CacheMaker]:
-    translator = kv.load_translator(TRANSLATORS / "--".join(NAMES))
-    return {
-        "native": conditions.native(pair[1]),
-        "translated": conditions.translated(*pair, translator),
-        "shuffled": conditions.translated(*pair, conditions.shuffled(translator)),
-        "hidden": conditions.hidden(pair[1]),
-    }
-
-
-def prompt(model: LanguageModel, talk: dialogues.Dialogue, thinking: bool = False) -> str:
-    return model.tokenizer.apply_chat_template(
-        list(talk.messages), tokenize=False, add_generation_prompt=True, enable_thinking=thinking
-    )
-
-
-def asked(
-    contexts: Sequence[str], until: Any = (), most: int = MOST, task: str = "dialogues"
-) -> list[Instance]:
-    options = {"until": list(until), "max_gen_toks": most}
-    return [Instance("generate_until", {}, (context, options), 0, metadata=(task, index, 1))
-            for index, context in enumerate(contexts)]  # fmt: skip
-
 
 def lm(
     model: LanguageModel, make: conditions.CacheMaker, size: int = 5, **more: Any
 ) -> SwitchingLM:
     return SwitchingLM(MLXDecoder(model, make, size), condition="x", **more)
-
-
-def alone(model: LanguageModel, tokens: Sequence[int], cache: list, most: int = MOST) -> str:
-    """What mlx-lm's own loop writes from a cache of all tokens but the last."""
-    written = stream_generate(
-        model.model, model.tokenizer, list(tokens[-1:]), max_tokens=most, prompt_cache=cache
-    )
-    return model.tokenizer.decode([r.token for r in written if r.finish_reason != "stop"])
-
-
-def recalled(answers: Sequence[str]) -> float:
-    return sum(t.asked[0].value in a for t, a in zip(TALKS, answers, strict=True)) / len(TALKS)
-
-
-def same(ours: Sequence[str], theirs: Sequence[str]) -> float:
-    return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
 # ---- the context alone ------------------------------------------------------------------------
@@ -108,8 +57,8 @@ def question_of(model: LanguageModel, context: str) -> int:
 
 
 def test_the_target_reads_the_question_itself(
-    pair: tuple[LanguageModel, LanguageModel],
-    makers: dict[str, conditions.CacheMaker],
+    pair: Pair,
+    makers: Makers,
     marked: None,
 ) -> None:
     """As ``hand_over`` does with a native tail; a control shows what the question alone gives."""
@@ -145,8 +94,8 @@ def test_the_target_reads_the_question_itself(
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_the_source_reasons_and_the_target_answers(
-    pair: tuple[LanguageModel, LanguageModel],
-    makers: dict[str, conditions.CacheMaker],
+    pair: Pair,
+    makers: Makers,
     opened: bool,
 ) -> None:
     source, target = pair
@@ -189,9 +138,7 @@ def test_the_source_reasons_and_the_target_answers(
     assert recall["native"] > 0.8 and max(recall["hidden"], recall["shuffled"]) < 0.3
 
 
-def test_a_trace_that_does_not_end_is_gone_on_with(
-    pair: tuple[LanguageModel, LanguageModel], makers: dict[str, conditions.CacheMaker]
-) -> None:
+def test_a_trace_that_does_not_end_is_gone_on_with(pair: Pair, makers: Makers) -> None:
     """At the budget, or where the context is full, the target reads it and goes on."""
     source, target = pair
     context = prompt(target, TALKS[0], thinking=True)
@@ -213,9 +160,7 @@ def test_a_trace_that_does_not_end_is_gone_on_with(
     assert read[-1] == len(tokens)  # no room for a trace: the target reasons by itself
 
 
-def test_a_source_that_does_not_reason_leaves_the_prompt(
-    pair: tuple[LanguageModel, LanguageModel], makers: dict[str, conditions.CacheMaker]
-) -> None:
+def test_a_source_that_does_not_reason_leaves_the_prompt(pair: Pair, makers: Makers) -> None:
     source, target = pair
     contexts = [prompt(target, talk) for talk in TALKS[:3]]  # reasoning is off
     steps: list[int] = []
@@ -228,7 +173,7 @@ def test_a_source_that_does_not_reason_leaves_the_prompt(
 
 
 def test_a_needles_question_is_read_by_the_target(
-    pair: tuple[LanguageModel, LanguageModel],
+    pair: Pair,
 ) -> None:
     source, target = pair
     options = probes.TaskOptions(limit=12, needles=["single"], style="facts", max_tokens=16)
@@ -261,9 +206,7 @@ def test_a_needles_question_is_read_by_the_target(
         check_tasks([task], ["trace"])
 
 
-def test_points_that_mean_nothing(
-    pair: tuple[LanguageModel, LanguageModel], task_folder: Path
-) -> None:
+def test_points_that_mean_nothing(pair: Pair, task_folder: Path) -> None:
     source, target = pair
     own, writer = conditions.native(target), MLXDecoder(source, conditions.native(source))
 

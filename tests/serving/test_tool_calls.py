@@ -218,6 +218,76 @@ def engine_of(root: Path, tmp_path: Path) -> Clients:
     return Clients(Scheduler(Settings(models={"a": str(root / "a")}, conversations=kept)))
 
 
+# ---- beside a schema ------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object", "properties": {"hour": {"enum": [11, 12]}}, "required": ["hour"],
+    "additionalProperties": False,
+}  # fmt: skip
+FORMS = {  # what tells mlx-lm the form of calls, and a call in it
+    "json": ("", '<tool_call>\n{"name": "now", "arguments": {"at": "<b>"}}\n</tool_call>'),
+    "xml": (
+        "{#- <tool_call>\\n<function= -#}",
+        "<tool_call>\n<function=now>\n<parameter=at>\n<b>\n</parameter>\n</function>\n</tool_call>",
+    ),
+}
+
+
+def written(tokenizer: Any, text: str) -> Any:
+    """A sampler that writes a text as long as it may, and then what is likeliest, but no call."""
+    (begun,) = tokenizer.encode("<tool_call>", add_special_tokens=False)
+    left = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        if left and logprobs[0, left[0]].item() > -float("inf"):
+            return mx.array([left.pop(0)])
+        left.clear()
+        return mx.argmax(
+            mx.where(mx.arange(logprobs.shape[-1]) == begun, -float("inf"), logprobs), -1
+        )
+
+    return sampler
+
+
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_schema_holds_for_the_text_alone(
+    form: str, opened: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls pass, whatever their form, one or several, also after a reasoning trace."""
+    path = write_caller(tmp_path / "a") / "tokenizer_config.json"
+    facts = json.loads(path.read_text())
+    facts["chat_template"] = FORMS[form][0] + facts["chat_template"]
+    if opened:  # enable_thinking=False, as the requests have it, opens a trace
+        facts["chat_template"] = facts["chat_template"].replace("\\n</think>\\n\\n", "")
+    path.write_text(json.dumps(facts))
+    clients, call = engine_of(tmp_path, tmp_path), FORMS[form][1]
+    tokenizer = kv.load(tmp_path / "a", lazy=True).tokenizer
+
+    def answer(text: str, **more: Any) -> tuple[str, int, str]:
+        script = written(tokenizer, f"so.</think>\n\n{text}" if opened else text)
+        monkeypatch.setattr("kvlingo_mlx.serving.scheduler.sampler_of", lambda _: script)
+        facts = {"tools": tuple(CHAT), "schema": SCHEMA, "max_tokens": 200, **more}
+        question = [{"role": "user", "content": "What is <think>?"}]
+        told = clients.one("a", question, **facts)
+        calls = [call for event in told.events for call in getattr(event, "tool_calls", ())]
+        assert all(json.loads(c["function"]["arguments"]) == {"at": "<b>"} for c in calls)
+        reasoning = "".join(getattr(event, "reasoning", "") for event in told.events)
+        assert reasoning == ("so." if opened else "")
+        return told.text, len(calls), told.end.reason
+
+    assert answer(call) == ("", 1, "tool_calls")
+    assert answer(f"{call}\n{call}")[1:] == (2, "tool_calls")
+    assert answer(f"{call}\n{call}", parallel_tool_calls=False)[1:] == (1, "tool_calls")
+    assert answer('{"hour":12}') == ('{"hour":12}', 0, "stop")
+    if not opened:  # a trace ends with these lines
+        assert answer(f"\n\n{call}") == ("\n\n", 1, "tool_calls")
+        assert answer('\n{"hour":12}') == ('\n{"hour":12}', 0, "stop")
+    for told in (answer("It is noon."), answer(call, tool_choice="none"), answer(call, tools=())):
+        assert json.loads(told[0])["hour"] in (11, 12) and not told[1]
+    assert not answer(f"{call}It is noon.")[0].strip()
+
+
 def test_long_tools_are_shared_without_a_message(root: Path, tmp_path: Path) -> None:
     """What stands before the messages is long enough to be worth it."""
     clients, other_question = engine_of(root, tmp_path), [{"role": "user", "content": "Snow?"}]

@@ -13,8 +13,8 @@ from typing import Any
 from kvlingo_mlx.engine.answers import Parts, divided
 from kvlingo_mlx.engine.calls import ToolCall
 from kvlingo_mlx.models.prompts import Message
-from kvlingo_mlx.models.templates import with_object
 from kvlingo_mlx.tokenization.renderings import with_joined_parts
+from kvlingo_mlx.tokenization.templates import with_object
 
 REASONING = ("reasoning", "reasoning_content")  # where clients put a reasoning trace, if anywhere
 

@@ -5,8 +5,8 @@ model wrote is divided into such a message. Its exact tokens stay beside it, for
 
 The way from messages to a prompt is the same for any number of tokenizers:
 
-1. ``models.templates.fit_to_template`` gives the messages the form that a model's template takes,
-   and the template renders them.
+1. ``tokenization.templates.fit_to_template`` gives the messages the form that a model's template
+   takes, and the template renders them.
 2. The text is compared with the tokenizer's last reading, segment by segment (a prompt, an answer,
    its stop token). Segments of equal text keep their tokens. So does an answer that the template
    writes with other white space, or a call whose JSON it writes in another way.

@@ -9,13 +9,6 @@ from typing import Any, TypeGuard, cast
 
 from kvlingo_mlx.embedded import is_embedded
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.templates import (
-    REFUSALS,
-    Message,
-    announces_tools,
-    fit_to_template,
-    without_marks,
-)
 from kvlingo_mlx.tokenization.renderings import (
     Rendering,
     chat,
@@ -23,6 +16,7 @@ from kvlingo_mlx.tokenization.renderings import (
     text_of,
     with_joined_parts,
 )
+from kvlingo_mlx.tokenization.templates import Message, announces_tools, rendered
 
 Prompt = str | Sequence[int] | Sequence[Message]
 
@@ -141,18 +135,7 @@ def _render(
         # Their translators were distilled without thinking. mlx-lm switches it on by default.
         given.setdefault("enable_thinking", False)
     given = {"add_generation_prompt": True, **given, **options}
-    tools, refusals = bool(given.get("tools")), []
-    for strict, marks in ((False, True), (False, False), (True, False)):
-        told = messages if marks else without_marks(model, messages)
-        fitted = fit_to_template(model, told, tools=tools, strict=strict)
-        try:
-            return model.tokenizer.apply_chat_template(fitted, **given)
-        except REFUSALS as error:
-            refusals.append(error)
-    raise ValueError(
-        f"the chat template of {model.name} does not take these messages ({refusals[0]}), nor "
-        f"their texts alone ({refusals[-1]}); give other messages, or a prompt of plain text"
-    )
+    return rendered(model.tokenizer, messages, model.name, **given)
 
 
 def check_tools(
@@ -167,7 +150,7 @@ def check_tools(
             "tools are announced by a chat template, but the prompt is no messages; give it as "
             "messages, or leave out tools"
         )
-    if not announces_tools(model):
+    if not announces_tools(model.tokenizer):
         raise ValueError(
             f"the chat template of {model.name} does not announce tools; put them into a message, "
             "or leave out tools"

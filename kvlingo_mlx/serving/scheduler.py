@@ -33,7 +33,6 @@ from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
-from kvlingo_mlx.models.templates import announces_tools
 from kvlingo_mlx.serving import clock
 from kvlingo_mlx.serving.active_request import (
     ActiveRequest,
@@ -49,6 +48,7 @@ from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.session_store import SessionStore, conversing, too_large
 from kvlingo_mlx.serving.sessions import Found, Key, Keys, Session, find, keys_of_text
 from kvlingo_mlx.serving.settings import AUTO, Settings
+from kvlingo_mlx.tokenization.templates import announces_tools
 
 log = logging.getLogger("kvlingo_mlx.serving")
 
@@ -451,7 +451,7 @@ def _switches(ask: GenerationRequest, model: LanguageModel) -> dict[str, Any]:
 
 def _announced(ask: GenerationRequest, model: LanguageModel) -> list[dict[str, Any]]:
     """The tools that a model can be told of; a client sends them whoever answers."""
-    return tools_of(ask) if announces_tools(model) else []
+    return tools_of(ask) if announces_tools(model.tokenizer) else []
 
 
 def _place(error: BaseException) -> tuple[str, str]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 
 from kvlingo_mlx.errors import KVLingoWarning
 from kvlingo_mlx.format.geometry import vocabulary_fingerprint
@@ -26,6 +25,7 @@ from kvlingo_mlx.tokenization.alignment import NO_END
 from kvlingo_mlx.tokenization.chat_messages import checked_record
 from kvlingo_mlx.tokenization.records import Skipped, open_lines
 from kvlingo_mlx.tokenization.renderings import chat, text_ids, text_of
+from kvlingo_mlx.tokenization.templates import rendered
 
 MAX_PREFIX, MAX_CONTINUATION = 16_384, 2048
 # Of held-out samples a receipt reads at most so many, so much of each prefix and continuation: some
@@ -264,12 +264,6 @@ def _render(
             f'the tokenizer {name} has no chat template; give {{"text": ...}} records instead '
             "(train: --plain-text)"
         )
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=opens, **switch
-        )
-    except TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise ValueError(
-            f"the chat template does not take a conversation of {roles:.200} ({error})"
-        ) from None
+    name = getattr(tokenizer, "name_or_path", "") or "the data's model"
+    given = {"tokenize": False, "add_generation_prompt": opens, **switch}
+    return rendered(tokenizer, messages, name, **given)

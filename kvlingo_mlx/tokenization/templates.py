@@ -18,7 +18,6 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.renderings import with_joined_parts
 
 Message = dict[str, Any]
@@ -143,17 +142,45 @@ class TemplateNeeds:
             return ""
 
 
-def announces_tools(model: LanguageModel) -> bool:
+def announces_tools(tokenizer: Any) -> bool:
     """Whether a model's chat template tells it of tools."""
-    return TemplateNeeds(model.tokenizer, tools=True).takes("tools")
+    return TemplateNeeds(tokenizer, tools=True).takes("tools")
+
+
+def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str, **given: Any) -> Any:
+    """What a chat template makes of messages, fitted to it.
+
+    Args:
+        tokenizer: A model's, whose template it is.
+        messages: A history of any shape.
+        name: What errors call the model.
+        given: Options of ``apply_chat_template``, and the template's own.
+
+    Raises:
+        ValueError: The template takes them in no form.
+    """
+    tools, opens = bool(given.get("tools")), bool(given.get("add_generation_prompt"))
+    refusals = []
+    for strict, marks in ((False, True), (False, False), (True, False)):
+        told = messages if marks else without_marks(tokenizer, messages)
+        fitted = fit_to_template(tokenizer, told, tools=tools, strict=strict, opens=opens)
+        try:
+            return tokenizer.apply_chat_template(fitted, **given)
+        except REFUSALS as error:
+            refusals.append(error)
+    raise ValueError(
+        f"the chat template of {name} does not take these messages ({refusals[0]}), nor "
+        f"their texts alone ({refusals[-1]}); give other messages, or a prompt of plain text"
+    )
 
 
 def fit_to_template(
-    model: LanguageModel,
+    tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: bool = False,
     strict: bool = False,
+    opens: bool = True,
 ) -> list[Message]:
     """Copies of the messages in the form that a model's chat template takes.
 
@@ -162,15 +189,16 @@ def fit_to_template(
     made them, their results in a user's message.
 
     Args:
-        model: Whose template it is.
+        tokenizer: A model's, whose template it is.
         messages: A history of any shape.
         tools: Whether tools are announced.
         strict: Whether to use no form but a user's and an assistant's texts in turn.
+        opens: Whether an answer is to follow them.
 
     Raises:
         ValueError: A part of a content is not text.
     """
-    needs = TemplateNeeds(model.tokenizer, tools, strict=strict)
+    needs = TemplateNeeds(tokenizer, tools, strict=strict)
     given = [
         {**message, "content": "" if message.get("content") is None else message["content"]}
         for message in with_joined_parts(messages)
@@ -178,9 +206,9 @@ def fit_to_template(
     if not needs.takes("several answers"):
         given = _with_joined_answers(given)
     forms = list(_with_results(needs, given))
-    fitted = _in_turn(needs, _in_roles(needs, forms, "system"))
+    fitted = _in_turn(needs, _in_roles(needs, forms, "system"), opens)
     if fitted and fitted[-1]["role"] != "user":  # some show instructions in a last one alone
-        fitted = _in_turn(needs, _in_roles(needs, forms, "system, no user last"))
+        fitted = _in_turn(needs, _in_roles(needs, forms, "system, no user last"), opens)
     return fitted
 
 
@@ -303,12 +331,12 @@ def _as_text(tokenizer: Any, answer: Message, calls: Iterable[Message]) -> Messa
     return {**kept, "content": "\n".join(filter(None, [answer["content"], *marked]))}
 
 
-def without_marks(model: LanguageModel, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def without_marks(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Copies of the messages; a mark of the tokenizer's own in a text has a space in it.
 
     Some templates refuse a text that holds one of their marks.
     """
-    marks = [mark for mark in model.tokenizer.get_added_vocab() if len(mark) > 2]
+    marks = [mark for mark in tokenizer.get_added_vocab() if len(mark) > 2]
     found = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
     copies = with_joined_parts(messages)
     for message, key in itertools.product(copies, ("content", "reasoning_content")):
@@ -333,7 +361,8 @@ def _alone(needs: TemplateNeeds, result: Message) -> Message:
 def _with_reasoning(needs: TemplateNeeds, answer: Message) -> Message:
     """An answer with its reasoning in its content, where only there it would be rendered."""
     reasoning = answer.get("reasoning_content")
-    if not isinstance(reasoning, str) or not reasoning or not needs.tokenizer.has_thinking:
+    thinks = getattr(needs.tokenizer, "has_thinking", False)  # a bare tokenizer does not know
+    if not isinstance(reasoning, str) or not reasoning or not thinks:
         return answer
     if needs.takes("reasoning") or not needs.takes("marked reasoning"):
         return answer
@@ -378,7 +407,7 @@ FOLLOWS = {
 }
 
 
-def _in_turn(needs: TemplateNeeds, messages: Iterable[Message]) -> list[Message]:
+def _in_turn(needs: TemplateNeeds, messages: Iterable[Message], opens: bool) -> list[Message]:
     """The messages in an order of roles that the template takes."""
     fitted: list[Message] = []
     for message in messages:
@@ -402,7 +431,7 @@ def _in_turn(needs: TemplateNeeds, messages: Iterable[Message]) -> list[Message]
     last = fitted[-1]["role"] if fitted else "system"
     if last == "system" and _first(fitted) and not needs.takes("no user first"):
         fitted.append(dict(GO_ON))
-    if last == "assistant" and not needs.takes("an answer last"):
+    if opens and last == "assistant" and not needs.takes("an answer last"):
         fitted.append(dict(GO_ON))
     return fitted
 

@@ -195,25 +195,17 @@ class Chat:
 
     def _command(self, line: str) -> None:
         word, _, rest = (part.strip() for part in line.strip().partition(" "))
-        commands: dict[str, Callable[..., None]] = {
-            "/use": self._use,
-            "/save": self._save,
-            "/undo": self._undo,
-            "/stats": self._stats,
-            "/help": self._help,
-            "/exit": self._exit,
-        }
+        commands = dict.fromkeys(each.split()[0] for each in HELP if each.startswith("/"))
         if word not in commands:
             raise ValueError(
                 f"there is no {word}; there are {', '.join(commands)} (a message that begins with "
                 "/ needs a space before it)"
             )
-        if word in ("/use", "/save"):
-            commands[word](rest)
-        elif rest:
+        named = word in ("/use", "/save")
+        if rest and not named:
             raise ValueError(f"{word} stands alone; found {rest!r} after it")
-        else:
-            commands[word]()
+        command = getattr(self, f"_{word[1:]}")
+        command(rest) if named else command()
 
     def _use(self, name: str) -> None:
         names = [*self.names, *([AUTO] if self._route else [])]

@@ -20,17 +20,19 @@ from kvlingo_mlx.embedded.bundled import spelled
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.grading import GUARD, MeasuredConversation, agreement, cuts
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
-from kvlingo_mlx.training.objectives import Loss, Objective, objective_named
+from kvlingo_mlx.training.objectives import objective_named
+from kvlingo_mlx.training.runtime import Passes
 
 SDPA = "sdpa"  # the implementation with which models are loaded
 SCORE_NUMBERS = 2**28  # the most attention scores in memory at once: 1 GB in float32
 
 
 @dataclass(frozen=True)
-class TorchPair:
+class TorchPair(Passes):
     """See :class:`kvlingo_mlx.training.runtime.Pair`."""
 
     runtime: ClassVar[str] = "torch"
+    gradients: ClassVar[Any] = gradients
 
     source: TorchModel
     target: TorchModel
@@ -43,19 +45,6 @@ class TorchPair:
         self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray]
     ) -> TorchTranslator:
         return TorchTranslator.from_arrays(config, arrays, self.target.device)
-
-    def read(self, sample: Sample, config: TranslatorConfig) -> gradients.TorchReading:
-        ends = self.source, self.target
-        return gradients.read(*ends, sample, config.capture, config.native_layers)
-
-    def loss(
-        self,
-        translator: TorchTranslator,
-        reading: gradients.TorchReading,
-        objective: Objective,
-        scale: float = 0.0,
-    ) -> Loss:
-        return gradients.conversation_loss(self.target, translator, reading, objective, scale=scale)
 
     def check_gradients(self, sample: Sample, config: TranslatorConfig) -> None:
         """PyTorch has every gradient of the families that it opens."""
@@ -72,11 +61,6 @@ class TorchPair:
 
     def spans(self, sample: Sample, capture: str) -> Iterator[tuple[States, States]]:
         yield self.states(sample, capture)
-
-    def reconstruction(
-        self, translator: TorchTranslator, states: tuple[States, States], scale: float = 0.0
-    ) -> float:
-        return gradients.reconstruction_loss(translator, *states, scale=scale)
 
     def rows(self, states: States, side: str, layer: int) -> torch.Tensor:
         return states.side(side)[layer].to(self.target.device).double()

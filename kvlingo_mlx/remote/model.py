@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -13,14 +12,9 @@ from kvlingo_mlx.backend import mx
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import RemoteModelError, printable
 from kvlingo_mlx.format.fingerprints import Sketch
-from kvlingo_mlx.format.geometry import (
-    CacheGeometry,
-    LayerGeometry,
-    Recurrence,
-    RopeSpec,
-    canonical_json,
-)
+from kvlingo_mlx.format.geometry import CacheGeometry, LayerGeometry, RopeSpec, canonical_json
 from kvlingo_mlx.format.tensor_file import STORAGE
+from kvlingo_mlx.format.typed import read
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.remote.address import address_of
 from kvlingo_mlx.remote.client import API_KEY, Client
@@ -164,19 +158,13 @@ def digest_of(facts: dict[str, Any]) -> str:
 
 
 def geometry_of(data: dict[str, Any]) -> CacheGeometry:
-    """A geometry as it was before it became JSON."""
-    rope = (None if spec is None else _plain(RopeSpec(**spec)) for spec in data["rope"])
-    layers = tuple(
-        LayerGeometry(**{**layer, "recurrence": Recurrence(**layer["recurrence"])})
-        if "recurrence" in layer
-        else LayerGeometry(**layer)
-        for layer in data["layers"]
+    """A geometry as it was before it became JSON; ValueError where a layer is none."""
+    rope = (
+        None if spec is None else RopeSpec(**{**spec, "scaling": _tuples(spec["scaling"])})
+        for spec in data["rope"]
     )
+    layers = read(tuple[LayerGeometry, ...], data["layers"], "layers")
     return CacheGeometry(**{**data, "layers": layers, "rope": tuple(rope)})
-
-
-def _plain(spec: RopeSpec) -> RopeSpec:
-    return replace(spec, scaling=_tuples(spec.scaling))
 
 
 def _tuples(value: Any) -> Any:

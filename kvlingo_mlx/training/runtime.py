@@ -107,6 +107,28 @@ class Pair(Rows, Protocol):
         """
 
 
+class Passes:
+    """What a :class:`Pair` leaves to its runtime's module of passes, ``gradients``."""
+
+    source: Any
+    target: Any
+    gradients: ClassVar[Any]
+
+    def read(self, sample: Sample, config: TranslatorConfig) -> Any:
+        kept = {"kept": True} if config.state_maps else {}  # which PyTorch does not know
+        ends = self.source, self.target
+        return self.gradients.read(*ends, sample, config.capture, config.native_layers, **kept)
+
+    def loss(self, translator: Any, reading: Any, objective: Objective, scale: float = 0.0) -> Loss:
+        return self.gradients.conversation_loss(  # type: ignore[no-any-return]
+            self.target, translator, reading, objective, scale=scale
+        )
+
+    def reconstruction(self, translator: Any, states: tuple[Any, Any], scale: float = 0.0) -> float:
+        found: float = self.gradients.reconstruction_loss(translator, *states, scale=scale)
+        return found
+
+
 def pair_of(source: Model, target: Model) -> Pair:
     """Two models for a training, on the runtime that loaded them.
 

@@ -23,9 +23,10 @@ from kvlingo_mlx.models.delta_rule import in_chunks
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.initial import drawn
-from kvlingo_mlx.training.objectives import Loss, Objective, objective_named
+from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.on_mlx import gradients, memory
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
+from kvlingo_mlx.training.runtime import Passes
 from kvlingo_mlx.translators import build
 
 
@@ -37,10 +38,11 @@ def _no_gradient(name: str, reason: str) -> str:
 
 
 @dataclass(frozen=True)
-class MLXPair(DeviceRows):
+class MLXPair(Passes, DeviceRows):
     """See :class:`kvlingo_mlx.training.runtime.Pair`."""
 
     runtime: ClassVar[str] = "mlx"
+    gradients: ClassVar[Any] = gradients
 
     @property
     def versions(self) -> dict[str, str]:
@@ -50,20 +52,6 @@ class MLXPair(DeviceRows):
         self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray]
     ) -> MLXTranslator:
         return MLXTranslator.from_arrays(config, arrays)
-
-    def read(self, sample: Sample, config: TranslatorConfig) -> gradients.FrozenPasses:
-        ends = self.source, self.target
-        native, kept = config.native_layers, config.state_maps
-        return gradients.read(*ends, sample, config.capture, native, kept)
-
-    def loss(
-        self,
-        translator: MLXTranslator,
-        reading: gradients.FrozenPasses,
-        objective: Objective,
-        scale: float = 0.0,
-    ) -> Loss:
-        return gradients.conversation_loss(self.target, translator, reading, objective, scale=scale)
 
     def check_gradients(self, sample: Sample, config: TranslatorConfig) -> None:
         made = self.trainable(config, drawn(config))
@@ -93,11 +81,6 @@ class MLXPair(DeviceRows):
         if self.source is self.target:
             return read, read
         return read, whole(self.target, sample.prefix, capture)
-
-    def reconstruction(
-        self, translator: MLXTranslator, states: tuple[KVStates, KVStates], scale: float = 0.0
-    ) -> float:
-        return gradients.reconstruction_loss(translator, *states, scale=scale)
 
     def receipt(
         self,

@@ -244,7 +244,7 @@ def test_bad_commands_cost_a_line(chats: Chats, one: LanguageModel) -> None:
     lines = ("/frobnicate", "/use", "/use c", "/use auto", "/undo 3", "/save", "/", "hi there")
     assert chats(*lines) == says((one, "hi there"))[0] + "\n"
     expected = [
-        "there is no /frobnicate; there are /use, /save, /undo, /stats, /help, /exit",
+        "there is no /frobnicate; there are /use, /undo, /save, /stats, /help, /exit",
         "/use is followed by ''; give one of a, b",
         "/use is followed by 'c'; give one of a, b",
         "/use is followed by 'auto'; give one of a, b",

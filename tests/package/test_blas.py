@@ -31,7 +31,7 @@ import sys
 import kvlingo_mlx.backend
 from kvlingo_mlx.reporting import measure
 print(measure.fast_blas())
-print(measure.machine_line().count("OpenBLAS"), measure.machine()["fast_blas"])
+print(measure.machine_line().count("OpenBLAS"), measure.environment()["fast_blas"])
 """
 
 pytestmark = pytest.mark.skipif(not PACKED.is_dir(), reason="MLX's Linux CPU wheel has this BLAS")

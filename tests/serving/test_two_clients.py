@@ -69,8 +69,10 @@ class Writer(Family):
 
 
 SHARED = (*IM, *CALL, *THINK, "deep", "hard", "well", WRITTEN)
-THINKS = ("<think>", "deep", "</think>", "well")
-CALLS = ("<think>", "hard", "</think>", "well", "<tool_call>", WRITTEN, "</tool_call>")
+WRITES = {
+    "thinks": ("<think>", "deep", "</think>", "well"),
+    "calls": ("<think>", "hard", "</think>", "well", "<tool_call>", WRITTEN, "</tool_call>"),
+}
 
 
 @pytest.fixture(scope="module", params=["one tokenizer", "two tokenizers"])
@@ -79,8 +81,8 @@ def folders(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     if request.param == "two tokenizers":
         more = ("another",)
     models = {
-        "thinks": Writer("thinks", "<|im_end|>", SHARED, "", pieces=THINKS),
-        "calls": Writer("calls", "<|im_end|>", (*more, *SHARED), "", pieces=CALLS),
+        "thinks": Writer("thinks", "<|im_end|>", SHARED, "", pieces=WRITES["thinks"]),
+        "calls": Writer("calls", "<|im_end|>", (*more, *SHARED), "", pieces=WRITES["calls"]),
     }
     return {name: write_real(root / name, family) for name, family in models.items()}
 
@@ -292,6 +294,11 @@ class Sequences:
             self._engine.work()
         self._engine.cancel(sent[2])
         self.cancelled += 1
+        if not sent[0].refused:  # what was written of it is an answer, told or not
+            for content in ("", "well"):
+                answer = {"role": "assistant", "content": content}
+                thought = WRITES[sent[0].ask.model][1]
+                self._world.learn(sent[0].ask, answer | {"reasoning_content": thought})
 
     def _finish(self, sent: list[tuple[Asked, Client, int, Told]]) -> None:
         left = list(sent)

@@ -225,7 +225,7 @@ class Client:
         """A history that can be answered."""
         last = history[-1]
         if last["role"] == "assistant" and last.get("tool_calls"):
-            result = {"role": "tool", "content": self._rng.choice(WORDS)}
+            result = {"role": "tool", "name": "look", "content": self._rng.choice(WORDS)}
             return [*history, {**result, "tool_call_id": last["tool_calls"][0]["id"]}]
         return history if last["role"] in ("user", "tool") else [*history, self._question()]
 

@@ -22,9 +22,8 @@ from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.serving.app import apis
 from kvlingo_mlx.serving.engine_thread import ENGINE
 from kvlingo_mlx.serving.sessions import Keys
-from tests.serving.test_wire_fuzz import changed, places
 from tests.support.serving import Running, running
-from tests.support.wire_bodies import CHAT, COMPLETION, MESSAGES, RESPONSES
+from tests.support.wire_bodies import CHAT, COMPLETION, MESSAGES, RESPONSES, changed, places
 
 LONG = 300_000
 SOON = 2.0  # seconds, or some times what ordinary text of this length takes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import pickle
 from typing import Any
@@ -21,7 +20,7 @@ from kvlingo_mlx.serving.wire import BadRequest, Incoming, anthropic, chat, resp
 from kvlingo_mlx.serving.wire.forms import sendable  # noqa: E402
 from kvlingo_mlx.tokenization.chat_messages import KEPT_ROLES  # noqa: E402
 from tests.support.wire_app import PLANTED, frames_of  # noqa: E402
-from tests.support.wire_bodies import CHAT, COMPLETION, MESSAGES, RESPONSES  # noqa: E402
+from tests.support.wire_bodies import CHAT, COMPLETION, MESSAGES, RESPONSES, changed, places  # noqa: E402
 
 FULL: list[tuple[Any, dict[str, Any]]] = [
     (chat.API, CHAT),
@@ -107,35 +106,6 @@ def check_answer(read: Incoming) -> None:
         frames += read.answer.take(event)
     assert frames_of("".join(frames).encode().decode())
     assert json.dumps(read.answer.body(), ensure_ascii=False, allow_nan=False).encode()
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a body."""
-    inner: list[tuple[Any, Any]] = []
-    if isinstance(value, dict):
-        inner = list(value.items())
-    if isinstance(value, list):
-        inner = list(enumerate(value))
-    return [path, *(place for key, item in inner for place in places(item, (*path, key)))]
-
-
-def changed(body: Any, path: tuple[Any, ...], new: Any, how: str) -> Any:
-    """A body in which one place is replaced, gone, doubled, or has one thing more."""
-    body = copy.deepcopy(body)
-    if not path:
-        return new
-    here = body
-    for key in path[:-1]:
-        here = here[key]
-    if how == "replaced":
-        here[path[-1]] = new
-    elif how == "gone":
-        del here[path[-1]]
-    elif isinstance(here, list):
-        here.insert(0, copy.deepcopy(here[path[-1]]) if how == "doubled" else new)
-    else:
-        here[str(new)] = new
-    return body
 
 
 @pytest.mark.parametrize(("api", "full"), FULL)

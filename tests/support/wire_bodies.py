@@ -1,7 +1,8 @@
-"""Bodies of requests in which every field is used, for tests that change them."""
+"""Bodies of requests in which every field is used, and changes of them."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from tests.support.wire_app import CALL, TOOL
@@ -101,3 +102,32 @@ RESPONSES: dict[str, Any] = {
     "include": ["reasoning.encrypted_content"], "store": False, "truncation": "disabled",
     "prompt_cache_key": "x",
 }  # fmt: skip
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a body."""
+    inner: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        inner = list(value.items())
+    if isinstance(value, list):
+        inner = list(enumerate(value))
+    return [path, *(place for key, item in inner for place in places(item, (*path, key)))]
+
+
+def changed(body: Any, path: tuple[Any, ...], new: Any, how: str) -> Any:
+    """A body in which one place is replaced, gone, doubled, or has one thing more."""
+    body = copy.deepcopy(body)
+    if not path:
+        return new
+    here = body
+    for key in path[:-1]:
+        here = here[key]
+    if how == "replaced":
+        here[path[-1]] = new
+    elif how == "gone":
+        del here[path[-1]]
+    elif isinstance(here, list):
+        here.insert(0, copy.deepcopy(here[path[-1]]) if how == "doubled" else new)
+    else:
+        here[str(new)] = new
+    return body

@@ -286,14 +286,16 @@ def marked(target: LanguageModel, records: Records, limit: int, context_length: 
     Raises:
         ValueError: A record has no answers, or one that its reply does not contain.
     """
-    items = []
+    items, skipped = list[Item](), Skipped()
     for number, record in enumerate(records[:limit], 1):
-        for sample in to_samples([record], target.tokenizer, context_length):
+        asked = [record], target.tokenizer, context_length, None, number, skipped
+        for sample in to_samples(*asked):
             spans = _places(target, sample.continuation, record.get("answers"), number)
             items.append(_known(str(number), "marked", sample, spans))
     if not items:
         raise ValueError("no record of the data has a prefix that fits")
-    return Task("marked answers", ("recall", "kl"), items, _teacher_forced)
+    told = (str(skipped),) if skipped else ()
+    return Task("marked answers", ("recall", "kl"), items, _teacher_forced, notes=told)
 
 
 def _places(

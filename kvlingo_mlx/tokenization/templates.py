@@ -95,7 +95,7 @@ class TemplateNeeds:
     """What a model's chat template takes.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: The model's; None for a template that takes instructions in front, no more.
         tools: Whether tools are announced, in whose absence some templates leave out calls.
         strict: Whether to take for granted that it wants a user's and an assistant's texts in turn.
     """
@@ -105,6 +105,8 @@ class TemplateNeeds:
 
     def takes(self, what: str) -> bool:
         """Whether the template takes a kind of history: a key of PROBES, or a role."""
+        if self.tokenizer is None:
+            return what.startswith("system")
         if self._strict and "system," not in f"{what}," and "reasoning" not in what:
             return False
         known = _found.setdefault(self.tokenizer, {})
@@ -189,7 +191,7 @@ def fit_to_template(
     made them, their results in a user's message.
 
     Args:
-        tokenizer: A model's, whose template it is.
+        tokenizer: A model's, whose template it is; as in :class:`TemplateNeeds`.
         messages: A history of any shape.
         tools: Whether tools are announced.
         strict: Whether to use no form but a user's and an assistant's texts in turn.

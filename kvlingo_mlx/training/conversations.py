@@ -6,8 +6,7 @@ goes. ``samples.tokenise`` renders the turns by the family's own chat template.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +21,9 @@ from kvlingo_mlx.tokenization.samples import (
     said,
     tokenise,
 )
+from kvlingo_mlx.tokenization.templates import fit_to_template
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 CLOSE = "</think>"
 
@@ -34,8 +34,8 @@ def normalise(record: Any, where: str) -> dict[str, Any]:
     The schemas are those of :func:`~kvlingo_mlx.tokenization.chat_messages.checked_record`. The
     returned messages are an optional system message, then user and assistant in turn, none of them
     empty; a reasoning trace is kept apart in ``reasoning_content``, and calls of tools and their
-    results are text. A conversation ends before its first turn without text. The list is empty if
-    no usable assistant turn is left.
+    results are text. A conversation begins with a question and ends before its first turn without
+    text. The list is empty if no usable assistant turn is left.
 
     Raises:
         ValueError: The record has no such schema; the message starts with ``where``.
@@ -45,7 +45,10 @@ def normalise(record: Any, where: str) -> dict[str, Any]:
     checked = checked_record(record, where)
     if "messages" not in checked or checked["messages"] is None:
         return {"text": checked["text"]}
-    alternating = _alternate(_readable(map(_trace_apart, map(_plain_turn, checked["messages"]))))
+    messages = list(map(_trace_apart, checked["messages"]))
+    begun = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
+    messages[:begun] = [message for message in messages[:begun] if message["role"] == "system"]
+    alternating = list(_readable(fit_to_template(None, messages, strict=True, opens=False)))
     return {"messages": alternating if replies(alternating) else []}
 
 
@@ -54,33 +57,19 @@ def replies(messages: Sequence[Message]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _plain_turn(message: Mapping[str, Any]) -> Message:
-    """A message of text alone: results of tools are told by the user, and calls as JSON."""
-    made = {"role": message["role"], "content": message["content"]}
-    if made["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{made['content']}\n</tool_response>"}
-    if made["role"] not in ("user", "assistant"):
-        return made | {"role": "system"}
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
-        told = f'{{"name": {json.dumps(function["name"])}, "arguments": {function["arguments"]}}}'
-        made["content"] += f"\n<tool_call>\n{told}\n</tool_call>"
-    made["content"] = made["content"].removeprefix("\n")
-    return made | {"reasoning_content": message.get("reasoning_content", "")}
-
-
 def _trace_apart(message: Message) -> Message:
     """A message whose content has no think block; an assistant's has the block's text apart."""
-    role, content, trace = message["role"], message["content"], message.get("reasoning_content", "")
-    if role != "assistant":
-        return {"role": role, "content": content}
+    found, content = dict(message), message["content"]
+    trace = found.pop("reasoning_content", "")
+    if found["role"] != "assistant":
+        return found
     if CLOSE in content:
         head, content = content.split(CLOSE, 1)
         trace = trace or head.strip().removeprefix("<think>")
     elif content.lstrip().startswith("<think>"):
         content = ""  # cut off inside its trace, so there is no answer
     trace = trace.strip()
-    found = {"role": role, "content": content.lstrip("\n")}
+    found["content"] = content.lstrip("\n")
     return {**found, "reasoning_content": trace} if trace else found
 
 
@@ -92,26 +81,6 @@ def _readable(messages: Iterable[Message]) -> Iterator[Message]:
             return
         if not blank:
             yield message
-
-
-def _alternate(messages: Iterator[Message]) -> list[Message]:
-    """Merge neighbouring turns of one role, and drop replies before the first user turn.
-
-    A later system message becomes a user turn, since Gemma's template refuses it elsewhere.
-    """
-    turns: list[Message] = []
-    for message in messages:
-        begun = any(turn["role"] == "user" for turn in turns)
-        role = message["role"]
-        if role == "assistant" and not begun:
-            continue
-        role = "user" if role == "system" and begun else role
-        if turns and turns[-1]["role"] == role:
-            merged = f"{turns[-1]['content']}\n\n{message['content']}"
-            turns[-1] = turns[-1] | {"content": merged}
-        else:
-            turns.append(message | {"role": role})
-    return turns
 
 
 def keeps_system(tokenizer: Any) -> bool:

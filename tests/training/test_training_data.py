@@ -235,8 +235,8 @@ def test_hugging_face_refusals(hub: list[tuple[Any, ...]], monkeypatch: pytest.M
 
 ASK, SAY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
-CALLED = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-GIVEN = "<tool_response>\n42\n</tool_response>"
+CALLED = '{"name": "f", "arguments": {}}'
+GIVEN = "Result of f:\n42"
 
 
 def answer(content: str, trace: str | None = None) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvlingo_mlx.engine.answers import opens_reasoning
 from kvlingo_mlx.engine.calls import ToolCall
 from kvlingo_mlx.engine.line import Steps
 from kvlingo_mlx.engine.line_set import LineSet
@@ -72,9 +71,11 @@ class AnswerInProgress:
 
         Only the template can, in the answer's header: users, files and tools bring marks, too.
         """
-        start, last = self._tokenizer.think_start, self._tokenizer.decode(self.prompt[-LAST:])
-        ends_open = bool(start) and last.rstrip().endswith(start)
-        self.opened = opens_reasoning(self._tokenizer, header) if header else ends_open
+        start, end = self._tokenizer.think_start, self._tokenizer.think_end
+        if not header:  # it is unknown
+            header = self._tokenizer.decode(self.prompt[-LAST:]).rstrip()
+            header = header[-len(start or "") :]
+        self.opened = bool(start) and header.rfind(start) > header.rfind(end)
 
     @classmethod
     def to_text(

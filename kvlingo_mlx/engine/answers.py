@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from kvlingo_mlx.engine.calls import CallForm, ToolCall, calls_in, form_of
+from kvlingo_mlx.engine.calls import ToolCall, calls_in, form_of
 
 # States, with mlx-lm's names for them.
 CONTENT, REASONING, CALL = "normal", "reasoning", "tool"
@@ -90,15 +90,14 @@ class Division:
     def __init__(
         self, tokenizer: Any, state: str | None, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        self._state, self._tools = state, tools
-        self._held, self._misses = "", 0
+        self._state, self._tools, self._held, self._misses = state, tools, "", 0
         self._outer, self._start, self._from = state, "", 0  # of a call: around, mark, place
         self.written_by(tokenizer)
 
     def written_by(self, tokenizer: Any) -> None:
         """Go on with the marks of another model's tokenizer."""
         self._tokenizer, self._edges = tokenizer, _edges(tokenizer)
-        self._form: CallForm = form_of(tokenizer)
+        self._form = form_of(tokenizer)
 
     @property
     def apart(self) -> bool:
@@ -139,8 +138,8 @@ class Division:
     def _text(self, stop: int) -> Piece:
         """The first ``stop`` characters that are held, as text of this state."""
         told, self._held = self._held[:stop], self._held[stop:]
-        known = self._state in (CONTENT, REASONING)
-        return Piece(str(self._state) if known else MARK, told, self.apart)
+        kind = self._state if self._state in (CONTENT, REASONING) else MARK
+        return Piece(kind, told, self.apart)
 
     def _called(self, ended: bool) -> Piece | None:
         """The call that is being written, once its end is there; its mark as text if it is none."""
@@ -213,9 +212,8 @@ class AnswerReader:
 
     def written_by(self, tokenizer: Any) -> None:
         """Go on with the marks of another model's tokenizer."""
-        if tokenizer is not self._tokenizer:
-            self._tokenizer = tokenizer
-            self._division.written_by(tokenizer)
+        self._tokenizer = tokenizer
+        self._division.written_by(tokenizer)
 
     def take(self, response: Response) -> Response:
         """The next response, cut at a stop text, with its text divided into parts."""
@@ -237,11 +235,9 @@ class AnswerReader:
 
     def _read(self, text: str, *, ended: bool) -> tuple[list[Piece], str | None]:
         """The pieces that can be given out now, and the stop text that has come, or None."""
-        if self._divides:
-            pieces = [*self._held, *self._division.take(text, ended=ended)]
-        else:
-            pieces = [*self._held, Piece(CONTENT, text)]
-        self._held = []
+        whole = [Piece(CONTENT, text)]
+        more = self._division.take(text, ended=ended) if self._divides else whole
+        pieces, self._held = [*self._held, *more], []
         if not self._stop:
             return pieces, None
         text = "".join(piece.text for piece in pieces)
@@ -298,10 +294,3 @@ def _up_to(pieces: Sequence[Piece], characters: int) -> list[Piece]:
 def divided(tokenizer: Any, text: str, *, opened: bool = False) -> Parts:
     """The parts of a whole answer; ``opened`` says whether its prompt opened a reasoning trace."""
     return AnswerReader(tokenizer, opened=opened).whole(text)
-
-
-def opens_reasoning(tokenizer: Any, header: str) -> bool:
-    """Whether a text, that of an answer's header, ends within a reasoning trace."""
-    if not tokenizer.has_thinking:
-        return False
-    return header.rfind(tokenizer.think_start) > header.rfind(tokenizer.think_end)

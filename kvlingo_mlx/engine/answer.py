@@ -149,8 +149,10 @@ class AnswerInProgress:
         """
         names = {self._exchange.key(name): name for name in self._exchange.lines}
         readings = {key: self.reading(names[key]) for key in self._readings}
-        message = answer_message(self._tokenizer, text, opened=self.opened, calls=calls)
-        written = Written(message, text, self.opened)
+        begun = self._transcript.begun
+        opened = self.opened and not begun  # what opens a trace is then part of the answer
+        message = answer_message(self._tokenizer, begun + text, opened=opened, calls=calls)
+        written = Written(message, begun + text, opened, begun)
         self._transcript.book(self.messages, readings, self.latest, written)
 
     def follow(self, *, eager: bool) -> Steps:

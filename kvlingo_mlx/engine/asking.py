@@ -55,6 +55,7 @@ class Request:
     options: Mapping[str, Any] = field(default_factory=dict)
     # further switches of the chat template
     template: Mapping[str, Any] = field(default_factory=dict)
+    begun: str = ""  # the text with which the answer begins, which is given
     batch: Place | None = None  # the answers beside which the model decodes this one, or None
 
 
@@ -83,6 +84,7 @@ class Asking:
         else:
             base = self.transcript.copy()
             new = [] if message is None else messages_of(message)
+        base.begun = request.begun
         waiting = any(m.get("role") in ("user", "tool") for m in base.messages[-1:])
         if message is None and messages is None and not waiting:
             messages_of(message)  # message is None: this raises ValueError

@@ -344,10 +344,11 @@ class Conversation(State):
 
     def _finish(self, base: Transcript, turn: Turn, text: str) -> Steps:
         """Add the message and the answer to the conversation, and let the other lines follow."""
+        begun = len(base.begun)
         turn.book(text)
         base.previous, own = self.transcript, self.transcript.switches
         if (characters := turn.stopped_at(text)) is not None:
-            base.cut_answer(characters)
+            base.cut_answer(begun + characters)
         self.transcript = base
         eager = self.eager and self.exchange.rules.switching == "alternated"
         try:

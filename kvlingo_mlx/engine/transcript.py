@@ -50,6 +50,7 @@ class Written:
     message: Message
     text: str  # the text as it was written, marks of reasoning and calls included
     opened: bool = False  # whether the prompt opened a reasoning trace
+    begun: str = ""  # the beginning of the text, if it was given
     # by tokenizer, the answer in the tokens of its models, if they wrote it alone
     segments: Mapping[str, Segment] = field(default_factory=dict)
 
@@ -69,6 +70,7 @@ class Transcript:
     latest: str | None = None  # the tokenizer that wrote last
     # what models wrote, by what the answers and all before them mean; copies share it
     written: dict[str, Written] = field(default_factory=dict)
+    begun: str = ""  # the beginning of the next answer, where it is given
     previous: Transcript | None = None  # the transcript before the last exchange or change, or None
 
     @property
@@ -136,6 +138,8 @@ class Transcript:
             if kept.segments:
                 return self._continued(model, kept, messages)
         rendered, found = self._rendered(self._renderer(model), messages)
+        if self.begun:
+            rendered = self._answered(model, messages).split(MARK, 1)[0] + self.begun
         if fits:
             model.check_text(rendered)
         before = self._of_same_ids(model, before, messages)
@@ -239,14 +243,17 @@ class Transcript:
         place = found.contents[-1]
         return None if place is None else found.cut(place[0])
 
+    def _answered(self, model: LanguageModel, messages: Sequence[Message]) -> str:
+        """The text of messages and an answer to them, in whose place MARK stands."""
+        return self._renderer(model)([*messages, {"role": "assistant", "content": MARK}])
+
     def gap(self, model: LanguageModel, messages: Sequence[Message], header: str) -> str:
         """The white space that the template puts between an answer's header and the answer.
 
         ``header`` is the end of the text up to there.
         """
         try:
-            answered = [*self.messages, *messages, {"role": "assistant", "content": MARK}]
-            text = self._renderer(model)(answered).split(MARK, 1)[0]
+            text = self._answered(model, [*self.messages, *messages]).split(MARK, 1)[0]
         except ValueError:
             return ""
         found = text[len(text.rstrip(" ")) :]
@@ -269,7 +276,7 @@ class Transcript:
         self.messages = [*self.messages, *new, written.message]
         for key, reading in readings.items():
             self.readings[key] = reading.booked(written.message, located=self.several)
-        self.latest = latest
+        self.latest, self.begun = latest, ""
         self._remember(written)
 
     def _remember(self, written: Written) -> None:
@@ -279,7 +286,7 @@ class Transcript:
             own = reading.segments[len(reading.before_answer().segments) :]
             whole = reading.messages and reading.messages[-1] is written.message
             alone = len(own) in (1, 2) and {segment.kind for segment in own} == {WROTE}
-            if whole and alone:
+            if whole and alone and not written.begun:
                 segments[key] = own[0]
         place = _places(self.messages)[-1]
         self.written.pop(place, None)  # what was written last stands last
@@ -314,8 +321,9 @@ class Transcript:
             message = answer_message(tokenizer, left, opened=known.opened)
         self.messages = [*self.messages[:-1], message]
         for key, reading in holding.items():
+            begun = reading.before_answer().text.endswith(known.begun) and known.begun
             cut = reading.shortened(known.text, left, message, located=self.several)
-            self.readings[key] = cut
+            self.readings[key] = reading.before_answer() if begun else cut
         self._remember(Written(message, left, known.opened))
 
     # ---- as JSON --------------------------------------------------------------------------
@@ -355,6 +363,7 @@ class Transcript:
                 "message": each.message,
                 "text": each.text,
                 "opened": each.opened,
+                "begun": each.begun,
                 "segments": {key: number(segment) for key, segment in each.segments.items()},
             }
             for place, each in self.written.items()
@@ -382,7 +391,7 @@ class Transcript:
         written = {}
         for each in data["written"]:
             own = {key: segments[n] for key, n in each["segments"].items()}
-            found = Written(each["message"], each["text"], each["opened"], own)
+            found = Written(each["message"], each["text"], each["opened"], each["begun"], own)
             written[str(each["place"])] = found
         states: list[Self] = []
         for fact in data["states"]:

@@ -72,7 +72,8 @@ class ActiveRequest:
     def said(self) -> dict[str, Any]:
         """The answer so far, as clients send it back."""
         thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
-        return {"role": "assistant", "content": self.content, "tool_calls": self.calls, **thought}
+        content = self.ask.begun + self.content
+        return {"role": "assistant", "content": content, "tool_calls": self.calls, **thought}
 
     @property
     def full(self) -> bool:

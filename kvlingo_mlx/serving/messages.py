@@ -84,7 +84,7 @@ class GenerationRequest:
     sampling: Sampling = field(default_factory=Sampling)
     logprobs: int | None = None  # likeliest tokens to tell with each; 0: of the chosen one alone
     template: Mapping[str, Any] = field(default_factory=dict)  # chat_template_kwargs
-    prefill: bool = False  # whether the last message is the beginning of the answer
+    begun: str = ""  # the beginning of the answer, which is given
     echo: bool = False  # whether a plain completion repeats its prompt
     strategy: str | None = None  # "translate" or "reread"; None: as the server's policy says
     pin: bool = False  # whether the conversation stays in memory

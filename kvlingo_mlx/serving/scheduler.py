@@ -28,6 +28,7 @@ from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.responses import GenerationResponse
 from kvlingo_mlx.engine.routing import Route, load_route
 from kvlingo_mlx.engine.sampling import choice_of
+from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.engine.turn import Decoding, Part, Turn
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.group import Group
@@ -95,11 +96,6 @@ class Scheduler:
     def ask(self, number: int, ask: GenerationRequest, tell: Tell) -> None:
         """Take on a request."""
         try:
-            if ask.prefill and not ask.count:
-                raise ValueError(
-                    "the last message is the beginning of an answer, and going on with one is not "
-                    "supported; end with a user's or a tool's message"
-                )
             name = self._chosen(ask)
             if ask.count:
                 tell(TokenCount(_length(ask, self.pool[name].model)))
@@ -381,6 +377,7 @@ class Scheduler:
         options |= {"tools": _announced(ask, model) or None}
         return Request(
             messages=job.messages,
+            begun=ask.begun,
             max_tokens=ask.max_tokens or self._settings.max_tokens,
             sampler=sampler_of(ask.sampling),
             logits_processors=processors_of(ask, model) or None,
@@ -438,10 +435,10 @@ class Scheduler:
 
 def _length(ask: GenerationRequest, model: LanguageModel) -> int:
     """The number of a prompt's tokens."""
-    prompt: Any = ask.prompt if ask.messages is None else list(map(dict, ask.messages))
-    return len(
-        prompt if isinstance(prompt, tuple) else encode(model, prompt, **_switches(ask, model))
-    )
+    if ask.messages is None:
+        return len(ask.prompt if isinstance(ask.prompt, tuple) else encode(model, ask.prompt or ""))
+    messages = list(map(dict, ask.messages))
+    return len(Transcript(messages, switches=_switches(ask, model), begun=ask.begun).prompt(model))
 
 
 def _switches(ask: GenerationRequest, model: LanguageModel) -> dict[str, Any]:

@@ -61,8 +61,8 @@ def test_a_full_chat_request() -> None:
                 "tool_calls": [CALL],
             },
             {"role": "tool", "content": "9", "tool_call_id": "call_1", "name": "weather"},
-            {"role": "assistant", "content": "It is"},
         ),
+        begun="It is",
         tools=({"type": "function", "function": {**TOOL, "strict": True}},),
         tool_choice="weather",
         parallel_tool_calls=False,
@@ -72,7 +72,6 @@ def test_a_full_chat_request() -> None:
         sampling=Sampling(**{**SAMPLED, "logit_bias": {42: -1.5}}),
         logprobs=3,
         template={"reasoning_effort": "low", "enable_thinking": False},
-        prefill=True,
         strategy="reread",
         pin=True,
     )
@@ -107,13 +106,12 @@ def test_a_full_messages_request() -> None:
         {"role": "tool", "tool_call_id": "t1", "content": "Error: 9"},
         {"role": "user", "content": "Well?"},
         {"role": "system", "content": "Be brief."},
-        {"role": "assistant", "content": "It is"},
     )
     function = {"name": "weather", "description": "Tells the weather.", "parameters": SCHEMA}
     assert told.tools == ({"type": "function", "function": function},)
     assert (told.tool_choice, told.parallel_tool_calls, told.schema) == ("weather", False, SCHEMA)
     assert told.template == {"reasoning_effort": "high", "enable_thinking": False}
-    assert told.prefill and told.max_tokens == 30 and told.stop == ("END",)
+    assert told.begun == "It is" and told.max_tokens == 30 and told.stop == ("END",)
 
 
 def test_a_full_responses_request() -> None:
@@ -345,14 +343,19 @@ def test_formats() -> None:
 
 def test_the_last_message_may_be_begun() -> None:
     begun = [*HI, {"role": "assistant", "content": "So"}]
-    assert not ask("chat", messages=begun).prefill
-    assert ask("chat", messages=begun, continue_final_message=True).prefill
-    assert ask("messages", messages=begun).prefill and not ask("messages").prefill
+    whole = ask("chat", messages=begun)
+    assert (whole.begun, len(whole.messages or ())) == ("", 2)
+    for cut in (
+        ask("chat", messages=begun, continue_final_message=True),
+        ask("messages", messages=begun),
+    ):
+        assert (cut.begun, len(cut.messages or ())) == ("So", 1)
+    assert not ask("messages").begun
     assert "assistant" in refusal("chat", continue_final_message=True).message
     assert refusal("chat", add_generation_prompt=False).param == "add_generation_prompt"
     use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
     called = ask("messages", messages=[*HI, {"role": "assistant", "content": [use]}])
-    assert not called.prefill  # a call is whole; what it came to is not known
+    assert not called.begun  # a call is whole; what it came to is not known
 
 
 # ---- as agents send them ------------------------------------------------------------------------

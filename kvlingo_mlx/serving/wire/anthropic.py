@@ -80,7 +80,6 @@ class CountRequest(Conversing):
         return (*before, *conversation(self.messages, "messages", "\n"))
 
     def goes_on(self) -> bool:
-        """Whether the last message is the beginning of the answer."""
         last = self.conversation()[-1]
         return last["role"] == "assistant" and "tool_calls" not in last
 
@@ -94,7 +93,6 @@ class CountRequest(Conversing):
             {"enable_thinking": thinking.type == "enabled"} if switched and thinking else {},
             parallel_tool_calls=choice.get("disable_parallel_tool_use") is not True,
             count=True,
-            prefill=self.goes_on(),
         )
 
     def answer(self, ask: GenerationRequest) -> Answer:

@@ -82,8 +82,7 @@ class ChatRequest(OpenAIRequest, Conversing):
     def conversation(self) -> tuple[Message, ...]:
         return conversation(self.messages, "messages")
 
-    def prefill(self) -> bool:
-        """Whether the last message is to be gone on with."""
+    def goes_on(self) -> bool:
         message, given = None, self.add_generation_prompt
         if self.continue_final_message:
             param = "continue_final_message"
@@ -110,7 +109,6 @@ class ChatRequest(OpenAIRequest, Conversing):
             max_tokens=self.max_completion_tokens or self.max_tokens,
             stop=tuple(self.stop or ()),
             logprobs=tops(self.logprobs, self.top_logprobs),
-            prefill=self.prefill(),
         )
 
     def answer(self, ask: GenerationRequest) -> Answer:

@@ -123,6 +123,10 @@ class Conversing(Sampled):
         """The messages in the form of OpenAI's chat."""
         raise NotImplementedError
 
+    def goes_on(self) -> bool:
+        """Whether the last message is the beginning of the answer."""
+        return False
+
     def converse(
         self, form: tuple[str, Any], effort: str | None, template: dict[str, Any], **own: Any
     ) -> GenerationRequest:
@@ -137,8 +141,10 @@ class Conversing(Sampled):
         tools = tools_of(self.tools or [])
         effort_is = {"reasoning_effort": effort} if effort else {}
         thinks = {"enable_thinking": False} if effort == "none" else {}
+        messages, goes_on = self.conversation(), self.goes_on()
         return self.request(
-            messages=self.conversation(),
+            messages=messages[:-1] if goes_on else messages,
+            begun=messages[-1]["content"] if goes_on else "",
             tools=tools,
             tool_choice=choice_of(self.tool_choice, tools),
             schema=schema_of(form[1], form[0]),

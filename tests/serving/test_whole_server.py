@@ -13,6 +13,8 @@ openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 httpx = pytest.importorskip("httpx")
 
+from mlx_lm import generate as mlx_generate  # noqa: E402
+
 import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx.embedded import zoo  # noqa: E402
 from tests.support.served import PLAIN, ZOO, Server, served  # noqa: E402
@@ -89,3 +91,30 @@ def test_streams_and_the_other_api_say_the_same(zoo_server: Server) -> None:
     assert text == streamed and final.usage.cache_read_input_tokens > 0
     counted = client.messages.count_tokens(model="large", messages=messages, extra_body=PLAIN)
     assert counted.input_tokens == (final.usage.input_tokens + final.usage.cache_read_input_tokens)
+
+
+def test_an_answer_that_a_client_has_begun_is_gone_on_with(zoo_server: Server) -> None:
+    """As transformers renders it and mlx-lm goes on with it; the conversation keeps all of it."""
+    loaded = kv.load(zoo(ZOO["large"]))
+    messages: list[Any] = [{"role": "user", "content": "Oscar lives in Oslo. Where is Oscar?"}]
+    begun = [*messages, {"role": "assistant", "content": "Oscar"}]
+    prompt = loaded.tokenizer.apply_chat_template(
+        begun, tokenize=False, continue_final_message=True, enable_thinking=False
+    )
+    ids = loaded.tokenizer.encode(prompt, add_special_tokens=False)
+    expected = mlx_generate(loaded.model, loaded.tokenizer, ids, max_tokens=12)
+    client = anthropic.Anthropic(base_url=zoo_server.url, api_key="none", max_retries=0)
+    asked = {"model": "large", "messages": begun, "extra_body": PLAIN}
+    said = client.messages.create(max_tokens=12, **asked)
+    assert said.content[0].text == expected != ""
+    assert client.messages.count_tokens(**asked).input_tokens == len(ids)
+    cut = client.messages.create(max_tokens=12, stop_sequences=[expected[4:8]], **asked)
+    assert cut.content[0].text == expected[:4]
+    whole = [{"role": "assistant", "content": "Oscar" + expected}, {"role": "user", "content": "?"}]
+    for name in ZOO:
+        answer = zoo_server.openai.chat.completions.create(
+            model=name, messages=[*messages, *whole], max_tokens=4, extra_body=PLAIN
+        )
+        told = answer.usage.model_dump()["kvlingo"]
+        # All before the answer's header, whose empty thought the template drops later on.
+        assert told["cached_tokens"] + told["translated_tokens"] > len(ids) // 2, told

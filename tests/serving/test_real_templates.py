@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from tests.support.router_sessions import (  # noqa: E402
 )
 from tests.support.serving import Running, running  # noqa: E402
 
-ANSWERS = 16  # of a session
+ANSWERS = 8  # of a session
 UNMARKED = ("llama3", "gpt-oss")  # whose calls, and thoughts, mlx-lm has no marks for
 WAITS = pytest.mark.xfail(strict=False, reason="tools beside templates without any, cut arguments")
 
@@ -55,6 +56,8 @@ class Served:
 
     def prompt(self, model: str, tokens: int) -> str:
         """The text of what a model held before it wrote its last answer."""
+        while Seen.now.busy:  # it tells the end before it books it
+            time.sleep(0.001)
         session = max(Seen.now.store.sessions, key=lambda session: session.used)
         return self.tokenizers[model].decode(session.line(model).tokens[:tokens])
 
@@ -134,8 +137,6 @@ def test_what_a_model_writes_is_divided(served: Served, family: Family, client: 
             [json.loads(c.arguments) for c in answer.calls],
         )
         calls = [{"place": parts["C"]}] if "C" in parts else []
-        if family.name == "deepseek-r1" and len(session.history) > 3:
-            parts = parts | {"T": ""}  # after results it writes none
         if family.name in UNMARKED:  # told as text, nothing of which is lost
             assert all(part in str(found) for part in parts.values()), found
         else:

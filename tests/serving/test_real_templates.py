@@ -23,6 +23,7 @@ from kvlingo_mlx.serving.settings import Settings  # noqa: E402
 from tests.support import tiny  # noqa: E402
 from tests.support.real_templates import FAMILIES, NAMES, Family, reference, write_real  # noqa: E402
 from tests.support.router_sessions import (  # noqa: E402
+    FACT,
     AgentSession,
     missing,
     new_words,
@@ -30,9 +31,9 @@ from tests.support.router_sessions import (  # noqa: E402
 )
 from tests.support.serving import Running, running  # noqa: E402
 
+CLIENTS = ("openai", "claude", "openai, streaming", "claude, streaming")
 ANSWERS = 8  # of a session
 UNMARKED = ("llama3", "gpt-oss")  # whose calls, and thoughts, mlx-lm has no marks for
-WAITS = pytest.mark.xfail(strict=False, reason="tools beside templates without any, cut arguments")
 
 
 class Seen(Scheduler):
@@ -62,11 +63,11 @@ class Served:
         return self.tokenizers[model].decode(session.line(model).tokens[:tokens])
 
     def ask(self, session: AgentSession, model: str, client: int) -> str:
-        """One answer, booked in the session; the prompt's text."""
+        """One answer, booked in the session; the prompt's text. Odd clients are Anthropic's."""
         if client % 2 == 0:
-            self.usage = session.ask_openai(self.openai, model)
+            self.usage = session.ask_openai(self.openai, model, client % 4 == 2)
             return self.prompt(model, self.usage.prompt_tokens)
-        self.usage = session.ask_claude(self.claude, model)
+        self.usage = session.ask_claude(self.claude, model, client % 4 == 3)
         return self.prompt(model, self.usage.input_tokens + self.usage.cache_read_input_tokens)
 
 
@@ -89,7 +90,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield clients(server, folders)
 
 
-@WAITS
 def test_any_model_takes_over_from_any_other(served: Served) -> None:
     """All ordered pairs: always an answer, and all that was said is in the prompt."""
     steps, faults = walk(NAMES), list[str]()
@@ -106,7 +106,7 @@ def answered(served: Served, models: Sequence[str], words: Iterator[str], start:
     session, faults = AgentSession(words, kind=start), list[str]()
     for number, (before, name) in enumerate(itertools.pairwise(["", *models]), start):
         kind = session.turn(number)
-        where = f"{before} -> {name}, {kind}, {'claude' if number % 2 else 'openai'}"
+        where = f"{before} -> {name}, {kind}, {CLIENTS[number % 4]}"
         try:
             prompt = served.ask(session, name, number)
         except (openai.APIError, anthropic.APIError) as error:
@@ -120,8 +120,7 @@ def answered(served: Served, models: Sequence[str], words: Iterator[str], start:
     return faults
 
 
-@WAITS
-@pytest.mark.parametrize("client", [0, 1], ids=["openai", "claude"])
+@pytest.mark.parametrize("client", range(4), ids=CLIENTS)
 @pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
 def test_what_a_model_writes_is_divided(served: Served, family: Family, client: int) -> None:
     """Thought, text and call, after a question and after a result; no mark is left of any."""
@@ -141,6 +140,22 @@ def test_what_a_model_writes_is_divided(served: Served, family: Family, client: 
             assert all(part in str(found) for part in parts.values()), found
         else:
             assert found == (parts.get("T", ""), parts.get("S", ""), calls)
+
+
+def test_what_a_prompt_lacks_is_noticed() -> None:
+    """The negative control: words are lost, told twice or moved."""
+    session = AgentSession(new_words())
+    session.question()
+    session.foreign(session.arguments(), session.arguments())
+    session.turn(0)
+    texts = [" ".join([s.text, *(c.arguments for c in s.calls)]) for s in session.history]
+    good, words = " ".join(texts), FACT.findall(" ".join(texts))
+    assert not missing(session, good)
+    assert all(missing(session, good.replace(word, "")) for word in words)
+    assert all(missing(session, f"{good} {word}") for word in words)
+    assert missing(session, " ".join([*texts[:-2], texts[-1], texts[-2]]))
+    session.wrote["saidqwen3"] = 1
+    assert missing(session, good) and not missing(session, f"{good} saidqwen3")
 
 
 # ---- what a session keeps ------------------------------------------------------------------------

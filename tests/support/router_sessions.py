@@ -35,14 +35,15 @@ class Call:
     @property
     def chat(self) -> Json:
         function = {"name": TOOL, "arguments": self.arguments}
-        return {"id": self.id, "type": "function", "function": function}
+        more = {"extra_content": {"google": {"thought_signature": "c2ln"}}, "call_id": self.id}
+        return {"id": self.id, "type": "function", "function": function, **more}
 
     @property
     def block(self) -> Json:
         try:
             given = json.loads(self.arguments)
         except ValueError:
-            given = {"raw": self.arguments}
+            given = self.arguments
         return {"type": "tool_use", "id": self.id, "name": TOOL, "input": given}
 
 
@@ -64,6 +65,7 @@ class Said:
         message: Json = {"role": self.role, "content": self.text}
         if self.thought:
             message["reasoning_content"] = self.thought
+            message["reasoning_details"] = [{"type": "reasoning.encrypted", "data": "c2ln"}]
         if self.calls:
             message |= {"content": self.text or None, "tool_calls": [c.chat for c in self.calls]}
         return message
@@ -72,9 +74,10 @@ class Said:
         """As Anthropic's clients send its content."""
         if self.role == "tool":
             return [{"type": "tool_result", "tool_use_id": self.answers, "content": self.text}]
-        thought = {"type": "thinking", "thinking": self.thought, "signature": "abc"}
+        thought = {"type": "thinking", "thinking": self.thought, "signature": "c2ln"}
+        hidden = {"type": "redacted_thinking", "data": "c2ln"}
         text = {"type": "text", "text": self.text}
-        return [*[thought][: bool(self.thought)], *[text][: bool(self.text)],
+        return [*([thought, hidden] if self.thought else []), *([text] if self.text else []),
                 *(call.block for call in self.calls)]  # fmt: skip
 
 
@@ -161,24 +164,31 @@ class AgentSession:
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def ask_openai(self, client: Any, model: str, **more: Any) -> Any:
+    def ask_openai(self, client: Any, model: str, stream: bool) -> Any:
         """One answer of the chat API, booked; its usage."""
-        answer = client.chat.completions.create(
-            model=model, messages=[said.chat() for said in self.history], tools=CHAT_TOOLS,
-            max_tokens=40, temperature=0, **more,
-        )  # fmt: skip
+        asked: Json = {"model": model, "messages": [said.chat() for said in self.history],
+                       "tools": CHAT_TOOLS, "max_tokens": 40, "temperature": 0}  # fmt: skip
+        if stream:
+            usage = {"include_usage": True}
+            with client.chat.completions.stream(**asked, stream_options=usage) as events:
+                answer = events.get_final_completion()
+        else:
+            answer = client.chat.completions.create(**asked)
         message = answer.choices[0].message
         calls = [Call(c.id, c.function.arguments) for c in message.tool_calls or ()]
         thought = getattr(message, "reasoning_content", None) or ""
         self.history.append(Said("assistant", message.content or "", thought, tuple(calls)))
         return answer.usage
 
-    def ask_claude(self, client: Any, model: str, **more: Any) -> Any:
+    def ask_claude(self, client: Any, model: str, stream: bool) -> Any:
         """One answer of the messages API, booked; its usage."""
-        answer = client.messages.create(
-            model=model, tools=CLAUDE_TOOLS, max_tokens=40, extra_body={"temperature": 0},
-            **of_claude(self.history), **more,
-        )  # fmt: skip
+        asked: Json = {"model": model, "tools": CLAUDE_TOOLS, "max_tokens": 40,
+                       "extra_body": {"temperature": 0}, **of_claude(self.history)}  # fmt: skip
+        if stream:
+            with client.messages.stream(**asked) as events:
+                answer = events.get_final_message()
+        else:
+            answer = client.messages.create(**asked)
         kinds = {kind: [b for b in answer.content if b.type == kind] for kind in BLOCKS}
         text = "".join(block.text for block in kinds["text"])
         thought = "".join(block.thinking for block in kinds["thinking"])

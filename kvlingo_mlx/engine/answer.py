@@ -63,8 +63,9 @@ class AnswerInProgress:
         self.latest, self._tokenizer = model.tokenizer_fingerprint, model.tokenizer
         self._said, self._parts = "", 0
         self.prompt = self._readings[self.latest].tokens
-        mark = self.mark()
-        self._open("" if mark is None else self._tokenizer.decode(self.prompt[mark:]))
+        mark, begun = self.mark(), self._transcript.begun  # which has marks of its own
+        header = "" if mark is None else self._tokenizer.decode(self.prompt[mark:])
+        self._open(begun or header)
 
     def _open(self, header: str) -> None:
         """Find out whether the prompt opens a reasoning trace.

@@ -190,7 +190,8 @@ class Session:
         """
         if self.exchange is None:
             return count
-        return min(count, max((self._held(self.line(name)) for name in names), default=0))
+        lines = (self.exchange.lines[name] for name in names if name in self.exchange.lines)
+        return min(count, max(map(self._held, lines), default=0))
 
     def _held(self, line: Line) -> int:
         """The keys up to the last answer that a line has reached, by how its model last read."""

@@ -98,3 +98,16 @@ def test_a_completion_is_the_text_as_it_was_written(
             clients, monkeypatch, chat.COMPLETIONS, text, asked | ({"stop": stop} if stop else {})
         )
         assert body["choices"][0]["text"].lstrip(" ") == expected
+
+
+@pytest.mark.parametrize(
+    "begun, parts", [("<think>so", ("it", "is")), ("<think>a</think>so", (None, "it</think>is"))]
+)
+def test_an_answer_that_was_begun_is_divided_by_its_own_marks(
+    begun: str, parts: tuple[str | None, str], clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": begun}]
+    asked = {"model": "caller", "messages": told, "continue_final_message": True}
+    body, _ = answered(clients, monkeypatch, chat.API, "it</think>is", asked)
+    message = body["choices"][0]["message"]
+    assert (message.get("reasoning_content"), message["content"]) == parts

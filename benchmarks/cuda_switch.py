@@ -5,7 +5,7 @@
     python benchmarks/cuda_switch.py --device cpu --dtype float32 --pairs tiny-s:tiny-l \
         --tokens 40 --gemm 64                                                           # a trial
 
-What is measured, and how, says kvlingo_mlx/cuda/switch.py; with ``--vllm`` also what
+What is measured, and how, says benchmarks/paper/gpu/switch.py; with ``--vllm`` also what
 benchmarks/paper/timing/vllm_serving.py does, for the targets. Random weights at true widths
 (``--layers`` cuts depths).
 """
@@ -20,9 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
+from benchmarks.paper.gpu.switch import ERRORS
 from benchmarks.paper.timing import gpu, vllm_serving
 from benchmarks.paper.timing.widths import PAIRS, TOKENS, ends_of
-from kvlingo_mlx.cuda.switch import ERRORS
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.reporting import measure
 

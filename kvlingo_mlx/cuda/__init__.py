@@ -1,1 +1,1 @@
-"""PyTorch, for a GPU: the models of a training, lm-eval's tasks, and the timing of a switch."""
+"""PyTorch, for a GPU: the models of a training, and lm-eval's tasks."""

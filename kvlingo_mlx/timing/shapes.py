@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvlingo_mlx.format.geometry import LayerGeometry
-
 QWEN3 = {
     "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936,
     "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960,
@@ -56,17 +54,3 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     # No released model: the paper's tables app:tab:vllm and app:tab:budget.
     "gemma-3-12b-4kv": _dense(GEMMA3, 3840, 48, 16, 15360, num_key_value_heads=4),
 }  # fmt: skip
-
-
-def cache_layers(shape: Mapping[str, Any]) -> tuple[LayerGeometry, ...]:
-    """The cache layers of a config."""
-    heads, dim = shape["num_key_value_heads"], shape["head_dim"]
-    period, window = shape.get("sliding_window_pattern", 1), shape.get("sliding_window")
-    found = []
-    for i in range(shape["num_hidden_layers"]):
-        found.append(
-            LayerGeometry(i, heads, dim, dim)
-            if (i + 1) % period == 0
-            else LayerGeometry(i, heads, dim, dim, "sliding", window)
-        )
-    return tuple(found)

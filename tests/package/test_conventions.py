@@ -286,7 +286,7 @@ MANY = {  # functions of more parameters, by the reason
         "evaluation/harness/running.run", "evaluation/harness/adapter.__init__",
     ),
     "a kernel's pointers and strides": (
-        "cuda/kernels._translate",
+        "benchmarks/paper/gpu/kernels._translate",
     ),
 }  # fmt: skip
 

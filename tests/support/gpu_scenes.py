@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.paper.gpu.switch import build_target, source_spec
 from benchmarks.paper.timing.widths import ends_of, shape_of
 from kvlingo_mlx.cuda.model import TorchModel
-from kvlingo_mlx.cuda.switch import build_target, source_spec
 from kvlingo_mlx.format.translator_config import ModelSpec
 
 __all__ = ["ends_of", "made", "read"]

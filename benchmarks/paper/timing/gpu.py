@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.paper.timing.widths import ends_of, nu_of, shape_of
-from kvlingo_mlx.cuda.switch import SwitchSettings, forms_between, seconds, time_pair
+from benchmarks.paper.gpu.switch import SwitchSettings, forms_between, seconds, time_pair
+from benchmarks.paper.timing.widths import cache_layers, ends_of, nu_of, shape_of
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.timing.shapes import cache_layers
 
 ROLES, PERIOD = ("source", "target"), "sliding_window_pattern"
 USES = {  # what each phase has in memory
@@ -82,7 +81,7 @@ def time_pairs(
 
     Raises:
         ValueError: As for :func:`plan`.
-        KVLingoError: As for :func:`~kvlingo_mlx.cuda.switch.time_pair`.
+        KVLingoError: As for :func:`~benchmarks.paper.gpu.switch.time_pair`.
     """
     plans = {pair: plan(pair, settings) for pair in pairs}
     check_gpu(settings)

@@ -137,7 +137,7 @@ def config_of_record(names: Sequence[str], serving: Serving) -> dict[str, Any]:
 
 def write_config(name: str, folder: Path) -> None:
     """A folder that vLLM takes for a model's: its config.json alone."""
-    from kvlingo_mlx.cuda.switch import config_of
+    from benchmarks.paper.gpu.switch import config_of
 
     shape = shape_of(name)
     config = config_of(shape)

@@ -6,8 +6,10 @@ Gemma-4 is in none of them: no table of the paper times it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
+from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.timing.shapes import GEOMETRIES
 from kvlingo_mlx.training.paper_pairs import NU, best_of
 
@@ -91,3 +93,17 @@ def nu_of(source: str, target: str) -> int:
     """The source layers that a target layer reads in the paper's recipe of a pair; 1 for others."""
     best = best_of(released(source), released(target))
     return NU if best is None else best.nu
+
+
+def cache_layers(shape: Mapping[str, Any]) -> tuple[LayerGeometry, ...]:
+    """The cache layers of a config."""
+    heads, dim = shape["num_key_value_heads"], shape["head_dim"]
+    period, window = shape.get("sliding_window_pattern", 1), shape.get("sliding_window")
+    found = []
+    for i in range(shape["num_hidden_layers"]):
+        found.append(
+            LayerGeometry(i, heads, dim, dim)
+            if (i + 1) % period == 0
+            else LayerGeometry(i, heads, dim, dim, "sliding", window)
+        )
+    return tuple(found)

@@ -17,15 +17,15 @@ pytest.importorskip("transformers")
 
 from kvlingo_mlx.backend import mx  # noqa: E402
 
-from kvlingo_mlx import caches  # noqa: E402
-from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
-from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
-from kvlingo_mlx.cuda.switch import FORMS, MapForm, Scene, forms_between, translators  # noqa: E402
-from kvlingo_mlx.cuda.translation import (  # noqa: E402
+from benchmarks.paper.gpu.switch import FORMS, MapForm, Scene, forms_between, translators  # noqa: E402
+from benchmarks.paper.gpu.translation import (  # noqa: E402
     METHODS,
     CacheMemory,
     PrefixTranslation,
 )
+from kvlingo_mlx import caches  # noqa: E402
+from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
+from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.format.assignment import by_depth  # noqa: E402
 from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
 from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
@@ -239,7 +239,7 @@ def test_the_kernel_equals_plain_pytorch(
 def test_the_kernels_pipeline_fits_in_shared_memory(itemsize: int) -> None:
     """For heads of 128 numbers, on Hopper: as Triton compiles it for compute capability 9.0."""
     pytest.importorskip("triton")
-    from kvlingo_mlx.cuda import kernels
+    from benchmarks.paper.gpu import kernels
 
     for tile in (kernels.MIXING, kernels.HEAD_WISE):
         inputs = tile.inputs * 2 // itemsize

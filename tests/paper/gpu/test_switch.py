@@ -15,12 +15,12 @@ from tests.support.fixtures import Patch, Printed
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from benchmarks.paper.gpu import switch  # noqa: E402
+from benchmarks.paper.gpu.switch import FORMS, Scene, translators  # noqa: E402
+from benchmarks.paper.gpu.translation import CacheMemory, PrefixTranslation  # noqa: E402
 from benchmarks.paper.timing import gpu  # noqa: E402
 from benchmarks.paper.timing.widths import PAIRS, shape_of  # noqa: E402
-from kvlingo_mlx.cuda import switch  # noqa: E402
 from kvlingo_mlx.cuda.families import check_agreement  # noqa: E402
-from kvlingo_mlx.cuda.switch import FORMS, Scene, translators  # noqa: E402
-from kvlingo_mlx.cuda.translation import CacheMemory, PrefixTranslation  # noqa: E402
 from kvlingo_mlx.errors import KVLingoError  # noqa: E402
 from tests.support.gpu_scenes import made, read  # noqa: E402
 

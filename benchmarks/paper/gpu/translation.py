@@ -263,7 +263,7 @@ class StackedMaps:
 
     def fused(self, states: torch.Tensor, out: torch.Tensor, start: int) -> None:
         """The same by one kernel."""
-        from kvlingo_mlx.cuda import kernels  # needs Triton
+        from benchmarks.paper.gpu import kernels  # needs Triton
 
         finish = None
         if self.finish is not None:

@@ -29,15 +29,15 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.paper.gpu.translation import CacheMemory, PrefixTranslation, nbytes
+from benchmarks.paper.timing.widths import cache_layers
 from kvlingo_mlx.cuda.families import family_of
 from kvlingo_mlx.cuda.model import TorchModel
-from kvlingo_mlx.cuda.translation import CacheMemory, PrefixTranslation, nbytes
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format.assignment import by_depth
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
-from kvlingo_mlx.timing.shapes import cache_layers
 
 Action = Callable[[], Any]
 Both = tuple[PrefixTranslation, PrefixTranslation]  # a translator, and the same in float32

@@ -43,7 +43,8 @@ SEEN = ("an image", "a video")  # begin the notes of what holds no text at all
 # Where texts, reasoning and arguments stand; the first of them that is given counts.
 CONTENTS = ("content", "value", "output", "outputs", "result", "results", "parts", "text")
 TEXTS = ("text", "refusal", "transcript", "content", "output", "value", "stdout", "stderr")
-DESCRIBED = ("title", "filename", "name", "query", "url", "error_code")
+OPAQUE = ("encrypted", "signature", "cache_control")  # begin names of what nobody can read
+LONGEST = 2000  # characters of a part of an unknown kind that a model is told
 REASONING = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
 THOUGHTS = ("thinking", "text", "content", "summary")
 ARGUMENTS = ("arguments", "input", "action", "operation", "code", "queries")
@@ -115,10 +116,24 @@ def told(part: Any) -> str:
         return text
     if not typed:
         return "" if part in (None, [], {}) else json.dumps(part, ensure_ascii=False, default=str)
-    given = (part.get(name) for name in DESCRIBED)
-    named = [text for text in given if isinstance(text, str) and not text.startswith("data:")]
-    what = NOTES.get(kind_of(part)) or kind_of(part)
-    return f"[{what}: {', '.join(named):.300}]" if named else f"[{what}]"
+    if what := NOTES.get(kind_of(part)):
+        name = _given(part, ("filename", "title"))
+        return f"[{what}: {name:.300}]" if isinstance(name, str) else f"[{what}]"
+    kept = {name: value for name, value in part.items() if not str(name).startswith(OPAQUE)}
+    text = json.dumps(kept, ensure_ascii=False, default=str)
+    return text if len(kept) > 1 and len(text) <= LONGEST else f"[{kind_of(part)}]"
+
+
+def unreadable(content: Any) -> int | None:
+    """The first part of a new message that is not text; None if all are.
+
+    None also in a content of several texts, or with results of tools: a client may have joined
+    earlier messages with a new one.
+    """
+    parts = content if isinstance(content, list) else []
+    texts = [words(part) for part in parts]
+    joined = any(map(is_result, parts)) or len(texts) - texts.count(None) > 1
+    return None if joined or None not in texts else texts.index(None)
 
 
 def content_text(content: Any, between: str = "") -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, Span, TokenAlignment, align, token_ends
-from kvlingo_mlx.tokenization.chat_messages import conversation, words
+from kvlingo_mlx.tokenization.chat_messages import conversation, unreadable
 
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages], str]  # a chat template with its switches set; may raise ValueError
@@ -53,19 +53,17 @@ def with_joined_parts(messages: Messages) -> list[dict[str, Any]]:
     """
     given, joined = list(messages), list[dict[str, Any]]()
     for message in given:
-        content = message.get("content")
-        if not isinstance(content, list):
-            joined.append(dict(message))
-            continue
-        for part in content if message is given[-1] and message.get("role") == "user" else ():
-            if words(part) is None:
-                kind = part.get("type") if isinstance(part, Mapping) else None
-                found = f"of type {kind!r}" if isinstance(kind, str) else repr(part)
-                raise ValueError(
-                    f"a message's content has a part {found:.80}; models read text alone here: "
-                    'give {"type": "text", "text": ...}, and leave other parts out'
-                )
-        joined += conversation([message])
+        content: Any = message.get("content")
+        new = message is given[-1] and message.get("role") == "user"
+        if new and (number := unreadable(content)) is not None:
+            part = content[number]
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            found = f"of type {kind!r}" if isinstance(kind, str) else repr(part)
+            raise ValueError(
+                f"a message's content has a part {found:.80}; models read text alone here: give "
+                '{"type": "text", "text": ...}, and leave other parts out'
+            )
+        joined += conversation([message]) if isinstance(content, list) else [dict(message)]
     return joined
 
 

@@ -17,7 +17,7 @@ from kvlingo_mlx.serving.messages import Message, Tool
 from kvlingo_mlx.serving.wire import BadRequest, shown
 from kvlingo_mlx.serving.wire.oddities import TOOL, UNSUPPORTED
 from kvlingo_mlx.tokenization import chat_messages
-from kvlingo_mlx.tokenization.chat_messages import ROLES, is_call, is_result, kind_of, words
+from kvlingo_mlx.tokenization.chat_messages import ROLES, is_call, is_result, kind_of, unreadable
 
 WORDS = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 
@@ -76,21 +76,12 @@ def _check_last(item: Any, path: str) -> None:
 
 
 def check_text(content: Any, path: str) -> None:
-    """Refuse a content with what no model here can read.
-
-    That of several texts, or with results of tools, may be of earlier messages which a client
-    joined with a new one; it is taken as the past is.
-    """
+    """Refuse a content with what no model here can read."""
     if not isinstance(content, str | list | None):
         raise unread(content, path, "a text or a list of parts")
-    parts = content if isinstance(content, list) else []
-    texts = [words(part) for part in parts]
-    if any(map(is_result, parts)) or len(texts) - texts.count(None) > 1:
-        return
-    for number, text in enumerate(texts):
-        if text is None:
-            expected = 'a part such as {"type": "text", "text": "..."}'
-            raise unread(parts[number], f"{path}.{number}", expected)
+    if content and (number := unreadable(content)) is not None:
+        expected = 'a part such as {"type": "text", "text": "..."}'
+        raise unread(content[number], f"{path}.{number}", expected)
 
 
 # ---- tools and formats --------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvlingo_mlx.engine.answers import Parts, divided
 from kvlingo_mlx.engine.calls import ToolCall
-from kvlingo_mlx.models.prompts import Message
+from kvlingo_mlx.models.prompts import Message, is_message
 from kvlingo_mlx.tokenization.renderings import with_joined_parts
 from kvlingo_mlx.tokenization.templates import with_object
 
@@ -109,9 +109,7 @@ def messages_of(message: object) -> list[Message]:
     if isinstance(message, str):
         return [{"role": "user", "content": message}]
     listed: list[Any] = list(message) if isinstance(message, Sequence | Iterator) else []
-    if not listed or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) for m in listed
-    ):
+    if not listed or not all(map(is_message, listed)):
         raise ValueError(
             f"the message is {message!r:.80}; give text, or a list of messages, each with a "
             '"role" and a "content"'

@@ -71,6 +71,12 @@ def rendering(
     )
 
 
+def is_message(found: Any) -> TypeGuard[Message]:
+    """Whether something is a chat message: what a role says, or which tools it calls."""
+    named = isinstance(found, dict) and isinstance(found.get("role"), str)
+    return named and not found.keys().isdisjoint(("content", "tool_calls"))
+
+
 def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
     """Whether a prompt is chat messages, which a template renders.
 
@@ -84,7 +90,7 @@ def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
         raise _unread(prompt)
     chat = len(prompt) > 0 and isinstance(prompt[0], dict)
     for message in prompt if chat else ():
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        if not is_message(message):
             raise ValueError(
                 f'a message is {message!r:.60}; each needs a "role" and a "content", as in '
                 '{"role": "user", "content": "Hello"}'

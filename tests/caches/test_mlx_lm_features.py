@@ -14,11 +14,7 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
-from mlx_lm.generate import (
-    BatchGenerator,
-    generate_step,
-    speculative_generate_step,
-)
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.generate import generate as mlx_generate
 from mlx_lm.models.cache import (
     QuantizedKVCache,

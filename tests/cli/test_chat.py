@@ -122,13 +122,7 @@ def test_a_model_reads_behind_its_translation(chats: Chats, heal: str, monkeypat
     """Between two lines, or between the tokens of an answer; the answers are there all the same."""
     read = noted(monkeypatch)
     lines = ("the use of an other " * 6, "/use b", "and you", "hi")
-    plain = chats(
-        *lines,
-        options=(
-            "-c",
-            "eager=false",
-        ),
-    )
+    plain = chats(*lines, options=("-c", "eager=false"))
     assert read == []
     healed = ("-c", f"heal={heal}", "-c", "eager=false")
     assert chats(*lines, options=healed) == plain  # one model twice

@@ -357,8 +357,7 @@ def test_another_translator_is_not_replaced_unasked(
 
 @pytest.mark.parametrize("force", [[], ["--force"]])
 @pytest.mark.parametrize(
-    "names",
-    [("head-wise-r2", "head-wise-bias"), ("mlp", "mlp-gated"), ("mlp-bias", "mlp")],
+    "names", [("head-wise-r2", "head-wise-bias"), ("mlp", "mlp-gated"), ("mlp-bias", "mlp")]
 )
 def test_a_translator_with_other_tensors_is_another_one(
     names: tuple[str, str], force: list[str], tmp_path: Path, store: Path, capsys: Printed

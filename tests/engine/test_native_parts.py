@@ -30,6 +30,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
+from tests.support.command_line import fails
 from tests.support.native_caches import native
 from tests.support.parity import WRONG, assert_same, decode, errors, in_order, within_windows
 from tests.support.tiny import Case
@@ -489,13 +490,12 @@ def test_what_cannot_be_kept_is_refused_before_measuring(
     command = ["tune", str(source), str(target), "--translator", str(own), "--data", data,
                "--out", str(tmp_path / "out.jsonl")]  # fmt: skip
     monkeypatch.setattr(tuning, "measure", None)
-    assert run([*command, "--min-recall", "0.5"]) == 2
-    assert "error: --min-recall needs data that mark answers" in capsys.readouterr().err
+    recall = [*command, "--min-recall", "0.5"]
+    fails(recall, "--min-recall needs data that mark answers", capsys)
     (own / "training.log").write_text("mine")
-    assert run([*command, "--max-kl", "1"]) == 2
-    error = capsys.readouterr().err
-    assert "holds training.log, which is no file of a translator" in error
-    assert error.count("\n") == 1 and (own / "training.log").read_text() == "mine"
+    unknown = "holds training.log, which is no file of a translator"
+    fails([*command, "--max-kl", "1"], unknown, capsys)
+    assert (own / "training.log").read_text() == "mine"
     assert not (tmp_path / "out.jsonl").exists()
 
 

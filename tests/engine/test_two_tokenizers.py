@@ -41,14 +41,9 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from tests.support import hybrid_models, plain_models, tiny
+from tests.support.command_line import fails
 from tests.support.identity import identity_of
-from tests.support.two_tokenizers import (
-    TALK,
-    Script,
-    write_mistral,
-    write_qwen,
-    write_translator,
-)
+from tests.support.two_tokenizers import TALK, Script, write_mistral, write_qwen, write_translator
 
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "3"))  # more of them by hand
 FOLLOWING = [7, 30, 41, 9]
@@ -704,10 +699,7 @@ def test_the_verbs(
     assert "canonical" in capsys.readouterr().out
     for verb in (["bench", *pair, "--translator", str(out)],
                  ["tune", *ends, "--translator", str(out), "--data", str(data)]):  # fmt: skip
-        assert run(verb) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1
-        assert "between two tokenizers" in error
+        fails(verb, "between two tokenizers", capsys)
     for each in PAIRS:
         load_translator(root / "-".join(each)).save(store / "-".join(each))
     typed = "is it on?\n/use m\nand you\n/undo\n/use q\nhi\n/stats\n"

@@ -76,9 +76,7 @@ def counted(decoder: MLXDecoder, seen: list[int]) -> MLXDecoder:
 
 
 def test_fewer_at_once_where_memory_is_short(
-    pair: Pair,
-    makers: Makers,
-    monkeypatch: pytest.MonkeyPatch,
+    pair: Pair, makers: Makers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, make = pair[1], makers["translated"]
     contexts = [prompt(target, talk) for talk in TALKS[:6]]

@@ -24,6 +24,7 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.loading.grading import Receipt, receipt_of
 from tests.support import TESTS, translator_folders
+from tests.support.command_line import fails
 from tests.support.fixtures import Patch, Printed
 from tests.support.translator_folders import LAYOUTS
 
@@ -184,26 +185,17 @@ def test_a_translator_of_upper_layers_leaves_a_receipt_of_them(capsys: Printed) 
     assert "native layers" in out and "2, the number in its receipt" in out
 
 
-def refused(capsys: Printed, words: list[str], *texts: str) -> None:
-    assert run(["verify", *words]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    assert all(text in error for text in texts), error
-
-
 def test_what_verify_refuses(embedded: Path, capsys: Printed) -> None:
-    refused(
-        capsys,
-        [str(embedded), "--source", PAIR[0]],
-        "--source has no effect without --target; add --target MODEL",
-    )
-    refused(capsys, [str(embedded.parent / "no")], "does not exist")
-    swapped = [str(embedded), "--source", PAIR[1], "--target", PAIR[0]]
-    refused(capsys, swapped, "goes the other way round")
+    verb = ["verify", str(embedded)]
+    alone = "--source has no effect without --target; add --target MODEL"
+    fails([*verb, "--source", PAIR[0]], alone, capsys)
+    fails(["verify", str(embedded.parent / "no")], "does not exist", capsys)
+    swapped = ["--source", PAIR[1], "--target", PAIR[0]]
+    fails([*verb, *swapped], "goes the other way round", capsys)
     blob = bytearray((embedded / "translator.safetensors").read_bytes())
     blob[-1000:] = bytes(1000)
     (embedded / "translator.safetensors").write_bytes(blob)
-    refused(capsys, [str(embedded)], "self-test failed for")
+    fails(verb, "self-test failed for", capsys)
 
 
 GOOD = Receipt(0.03, 0.95, 0, 0.5)

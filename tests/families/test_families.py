@@ -15,10 +15,7 @@ import pytest
 from mlx_lm.models import rope_utils
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.errors import (
-    MissingModelError,
-    UnsupportedModelError,
-)
+from kvlingo_mlx.errors import MissingModelError, UnsupportedModelError
 from kvlingo_mlx.families import REASONS, base, family_of, known_families
 from kvlingo_mlx.families.base import Finish
 from kvlingo_mlx.format.geometry import RopeSpec, configured_rope
@@ -104,14 +101,7 @@ def test_rotations_are_described_as_they_run(
 
 
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "starcoder2",
-        "deepseek",
-    ],
-)
+@pytest.mark.parametrize("name", ["llama", "starcoder2", "deepseek"])
 def test_dynamic_rope_is_refused(name: str, field: str, families: Models, tmp_path: Path) -> None:
     """By name, where mlx-lm makes it, refuses it, or passes over it without a word."""
     folder = Path(shutil.copytree(families[name].path, tmp_path / "m"))

@@ -292,8 +292,7 @@ def test_answers_need_both_ways(name: str, hybrids: Any, recurrent: ModuleType) 
 
 
 @pytest.mark.parametrize(
-    ("source", "target"),
-    [("tiny-qwen3-s", SMALL), made(SMALL, OTHERS[0]), made(OTHERS[0], SMALL)],
+    ("source", "target"), [("tiny-qwen3-s", SMALL), made(SMALL, OTHERS[0]), made(OTHERS[0], SMALL)]
 )
 def test_a_translation_keeps_more_than_its_controls(
     source: Any, target: Any, hybrids: Any, recurrent: ModuleType

@@ -511,11 +511,7 @@ def test_a_head_map_that_is_needed(tmp_path: Path, heads: tuple[int, int]) -> No
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [
-        (("kind",), "mlp"),
-        (("head_mixing",), False),
-        (("assignment", "values"), [[0, 2], [1, 2]]),
-    ],
+    [(("kind",), "mlp"), (("head_mixing",), False), (("assignment", "values"), [[0, 2], [1, 2]])],
 )
 def test_joint_with_what_it_cannot_be(tmp_path: Path, place: Place, value: Any) -> None:
     layout = LAYOUTS["joint"]

@@ -27,6 +27,7 @@ from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.settings import Settings
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from tests.support import tiny
+from tests.support.command_line import fails
 from tests.support.fixtures import Folders, Models, Patch, Printed
 from tests.support.random_samples import samples
 from tests.support.translator_folders import MIXING, arrays_of, config_json, to_config
@@ -500,9 +501,7 @@ def test_remove(make: Make, store: Path, tmp_path: Path, capsys: Printed) -> Non
         *((name, "comes with the package and stays") for name in (embedded, embedded.name)),
         ("mine", "holds notes.txt, which is no file of a translator"),
     ):
-        assert run(["remove", str(name), "--yes"]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and said in error
+        fails(["remove", str(name), "--yes"], said, capsys)
     (mine / "notes.txt").unlink()
     assert run(["remove", "mine"]) == 2 and "--yes" in capsys.readouterr().err
     assert mine.exists()

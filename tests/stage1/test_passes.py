@@ -202,10 +202,7 @@ def test_chosen_layers_under_other_norms(models: Models) -> None:
         ({"assignment": "best"}, "assignment is 'best'; it must be relative_depth, r2 or greedy"),
         ({"assignment": "r2", "nu": 4}, "nu is 4; it must be 1 to 3"),
         ({"assignment": Assignment(((0,),), ((0,),))}, "assignment.keys has 1 lists for 4 target"),
-        (
-            {"assignment": Assignment(((9,),) * 4, ((0,),) * 4)},
-            "expected distinct layers, 0 to 2",
-        ),
+        ({"assignment": Assignment(((9,),) * 4, ((0,),) * 4)}, "expected distinct layers, 0 to 2"),
     ],
 )
 def test_bad_assignments(models: Models, options: dict, message: str) -> None:

@@ -41,11 +41,7 @@ ROTATION = {
     "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25,
     "mrope_section": [2, 1, 1], "mrope_interleaved": True,
 }  # fmt: skip
-MIXER: dict[str, Any] = {
-    "attention_bias": False,
-    "mamba_proj_bias": False,
-    "num_hidden_layers": 4,
-}
+MIXER: dict[str, Any] = {"attention_bias": False, "mamba_proj_bias": False, "num_hidden_layers": 4}
 SHORT: dict[str, Any] = {
     "num_hidden_layers": 5, "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3,
     "rope_theta": 5000.0,

@@ -26,7 +26,6 @@ from tests.support.translator_folders import page_shapes
 Shape = tuple[int, ...]
 
 SIDES = ("keys", "values")
-DIMS = {"keys": "key_dim", "values": "value_dim"}
 EXPERTS, ACTIVE_EXPERTS = 8, 2
 CONTEXT = 512
 # Large enough that attention and routing shape the logits, small enough that nothing saturates.
@@ -463,17 +462,8 @@ def write_mlp_translator(folder: Path, like: Path, hidden: int = 8) -> Path:
     config = json.loads((like / "translator_config.json").read_text())
     config |= {"kind": "mlp", "provenance": {}}
     rng = np.random.RandomState(SEED)
-    tensors = {}
-    for side in SIDES:
-        widths = [[layer["kv_heads"] * layer[DIMS[side]] for layer in config[end]["layers"]]
-                  for end in ("source", "target")]  # fmt: skip
-        for t, sources in enumerate(config["assignment"][side]):
-            inputs, outputs = sum(widths[0][s] for s in sources), widths[1][t]
-            heads = config["target"]["layers"][t]["kv_heads"]
-            shapes = {"w1": (hidden, inputs), "b1": (hidden,), "w2": (outputs, hidden),
-                      "b2": (outputs,), "gate": (heads,)}  # fmt: skip
-            for name, shape in shapes.items():
-                tensors[f"{side}.{t}.{name}"] = _random_map(rng, shape)
+    shapes = page_shapes(config, lambda *_: hidden, gate=True)
+    tensors = {name: _random_map(rng, shape) for name, shape in shapes.items()}
     folder.mkdir(parents=True)
     (folder / "translator_config.json").write_text(json.dumps(config))
     write_tensors(folder / "translator.safetensors", tensors)
@@ -557,11 +547,7 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray], dtype: str = "floa
     for name, array in sorted(tensors.items()):
         blobs.append(_bytes(array, dtype))
         offsets = [offset, offset := offset + len(blobs[-1])]
-        header[name] = {
-            "dtype": names[dtype],
-            "shape": list(array.shape),
-            "data_offsets": offsets,
-        }
+        header[name] = {"dtype": names[dtype], "shape": list(array.shape), "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))

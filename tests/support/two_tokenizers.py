@@ -24,10 +24,7 @@ MISTRAL_TEMPLATE = (
 TALK = [
     {"role": "system", "content": "You are the ferryman of an unbelievably long river."},
     {"role": "user", "content": "Who is the other passenger, and where is the money?"},
-    {
-        "role": "assistant",
-        "content": "In the house: the money is hers, the rest of it is ours.",
-    },
+    {"role": "assistant", "content": "In the house: the money is hers, the rest of it is ours."},
     {"role": "user", "content": "Summarise this unbelievably long prefix. Then: 1 + 23 = ?"},
 ]
 

@@ -27,7 +27,7 @@ from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.timing import bench, ceilings, geometries, switching
 from kvlingo_mlx.timing.switching import OutOfTime, Stopwatch
 from tests.support import tiny
-from tests.support.command_line import run
+from tests.support.command_line import fails, run
 from tests.support.fixtures import Folders, Models, Patch, Printed
 
 PROMPT = tiny.random_tokens(41)
@@ -246,12 +246,11 @@ def test_a_limit_in_which_nothing_is_measured_is_refused(
     small_geometries: None, monkeypatch: Patch, capsys: Printed
 ) -> None:
     """While models are made, and after it; a line says which of them takes longer."""
-    assert run([*GEOMETRY, "-p", "12", "--time-limit", "1e-9"]) == 2
-    error = capsys.readouterr().err
-    assert "--time-limit is over before the models are ready" in error and error.count("\n") == 1
+    short = [*GEOMETRY, "-p", "12"]
+    over = "--time-limit is over before the models are ready"
+    fails([*short, "--time-limit", "1e-9"], over, capsys)
     monkeypatch.setattr(bench, "run", lambda *_, **__: ([], [12], None))
-    assert run([*GEOMETRY, "-p", "12"]) == 2
-    assert "the shortest measurement takes longer; give more" in capsys.readouterr().err
+    fails(short, "the shortest measurement takes longer; give more", capsys)
 
 
 def test_lengths_are_those_that_both_models_can_hold(

@@ -98,12 +98,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 @pytest.mark.parametrize(
-    ("scaling", "kind"),
-    [
-        ({"type": "linear", "factor": 49}, "linear"),
-        (YARN, "yarn"),
-    ],
-    ids=str,
+    ("scaling", "kind"), [({"type": "linear", "factor": 49}, "linear"), (YARN, "yarn")], ids=str
 )
 def test_both_runtimes_describe_a_scaled_rotation_alike(
     folders: Folders, tmp_path: Path, scaling: dict[str, Any] | None, kind: str

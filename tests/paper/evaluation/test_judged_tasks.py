@@ -212,14 +212,7 @@ def test_a_benchmarks_own_prompts(own_results: dict[str, Any]) -> None:
         judge_answers(own_results, lambda p: "", prompts={"multi": "{answer}"})
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[1, 2]",
-        "{",
-    ],
-)
+@pytest.mark.parametrize("text", ["", "[1, 2]", "{"])
 def test_files_that_hold_no_records(run_native: Callable, data: dict[str, Path], text: str) -> None:
     data["repliqa"].write_text(text)
     with pytest.raises(KVLingoError, match=r"repliqa\.json"):

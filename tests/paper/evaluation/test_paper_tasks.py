@@ -15,15 +15,7 @@ from kvlingo_mlx.errors import KVLingoError
 
 pytest.importorskip("lm_eval")
 
-from benchmarks.paper.tasks import (
-    CHATS,
-    NAMES,
-    QUESTION_AT,
-    choices,
-    memory,
-    scoring,
-    sources,
-)
+from benchmarks.paper.tasks import CHATS, NAMES, QUESTION_AT, choices, memory, scoring, sources
 from tests.support import paper_records
 
 HUB: dict[str, Any] = {"path": "nowhere", "split": "test"}

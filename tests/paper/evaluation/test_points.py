@@ -56,11 +56,7 @@ def question_of(model: LanguageModel, context: str) -> int:
     return len(model.tokenizer.encode(context[: context.rindex(LAST_TURN)]))
 
 
-def test_the_target_reads_the_question_itself(
-    pair: Pair,
-    makers: Makers,
-    marked: None,
-) -> None:
+def test_the_target_reads_the_question_itself(pair: Pair, makers: Makers, marked: None) -> None:
     """As ``hand_over`` does with a native tail; a control shows what the question alone gives."""
     source, target = pair
     translator = kv.load_translator(TRANSLATORS / "--".join(NAMES))
@@ -94,9 +90,7 @@ def test_the_target_reads_the_question_itself(
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_the_source_reasons_and_the_target_answers(
-    pair: Pair,
-    makers: Makers,
-    opened: bool,
+    pair: Pair, makers: Makers, opened: bool
 ) -> None:
     source, target = pair
     contexts = [prompt(target, t, thinking=True) + ("<think>\n" if opened else "") for t in TALKS]
@@ -172,9 +166,7 @@ def test_a_source_that_does_not_reason_leaves_the_prompt(pair: Pair, makers: Mak
     assert len(steps) == 3 and len(model.responses._known) == 6
 
 
-def test_a_needles_question_is_read_by_the_target(
-    pair: Pair,
-) -> None:
+def test_a_needles_question_is_read_by_the_target(pair: Pair) -> None:
     source, target = pair
     options = probes.TaskOptions(limit=12, needles=["single"], style="facts", max_tokens=16)
     task = probes.find_needles(target, [150], options)

@@ -39,8 +39,7 @@ from tests.support.gpu_scenes import ends_of, made, read  # noqa: E402
 # Triton's interpreter runs kernels on a CPU where TRITON_INTERPRET=1 is set, slowly.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = pytest.mark.skipif(
-    not (torch.cuda.is_available() or INTERPRETED),
-    reason="needs a CUDA GPU, or TRITON_INTERPRET=1",
+    not (torch.cuda.is_available() or INTERPRETED), reason="needs a CUDA GPU, or TRITON_INTERPRET=1"
 )
 TARGETS = ("tiny-l", "tiny-moe", "tiny-gemma-s", "tiny-gemma-l")
 PAIRS = (

@@ -9,7 +9,6 @@ import importlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-import kvlingo_mlx as kv
 from kvlingo_mlx.engine.answers import AnswerReader, Parts, divided
-from tests.support import tiny
+from tests.support.fixtures import Models
 from tests.support.responses import response
 
 Arguments = dict[str, str]
@@ -68,11 +66,9 @@ TOOLS = [
 
 
 @pytest.fixture(scope="module")
-def inner(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def inner(families: Models) -> Any:
     """A tokenizer with think marks."""
-    kind, sizes = tiny.FAMILIES["qwen3"]
-    folder = tiny.write_tiny_model(Path(tmp_path_factory.mktemp("m")) / "m", kind, **sizes)
-    return kv.load(folder, lazy=True).tokenizer._tokenizer
+    return families["qwen3"].tokenizer._tokenizer
 
 
 def tokenizer_of(inner: Any, form: str) -> TokenizerWrapper:

@@ -26,6 +26,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
+from tests.support.fixtures import Models
 from tests.support.guards import logs, with_receipt
 from tests.support.healings import in_a_row, noted
 from tests.support.ranks import no_end
@@ -408,12 +409,9 @@ def test_what_a_hand_over_refuses(pair: Ends, good: list[Translator]) -> None:
 
 
 def test_what_a_conversation_refuses(
-    models: dict[str, LanguageModel], poor: list[Translator], twins: list[LanguageModel],
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    pair = {"a": models["dense"], "b": models["wide"]}
-    name, options = tiny.FAMILIES["gemma3"]
-    windowed = kv.load(tiny.write_tiny_model(tmp_path / "g", name, **options))
+    models: Models, families: Models, poor: list[Translator], twins: list[LanguageModel]
+) -> None:
+    pair, windowed = {"a": models["dense"], "b": models["wide"]}, families["gemma3"]
     with pytest.raises(kv.UnsupportedModelError, match="cannot be guarded in a conversation: 4 of"):
         talk_of(windowed, "ab", guard=8)
     with pytest.raises(kv.UnsupportedModelError, match="they predict no tokens in common"):

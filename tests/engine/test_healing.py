@@ -22,7 +22,6 @@ from kvlingo_mlx.engine.spans import Span
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.translators.base import Translator
-from tests.support import tiny
 from tests.support.fixtures import Models, Patch
 from tests.support.healings import in_a_row, noted
 from tests.support.identity import identity_of
@@ -346,10 +345,9 @@ def test_decoding_keeps_its_share(monkeypatch: Patch) -> None:
 
 
 def test_what_cannot_be_healed_is_refused(
-    models: Models, translators: list[Translator], twins: list[LanguageModel], tmp_path: Path
+    models: Models, families: Models, translators: list[Translator], twins: list[LanguageModel]
 ) -> None:
-    name, sizes = tiny.FAMILIES["gemma3"]
-    model = kv.load(tiny.write_tiny_model(tmp_path / "g", name, **sizes))
+    model = families["gemma3"]
     with pytest.raises(kv.UnsupportedModelError, match="cannot be healed while it answers: 4 of"):
         talk_of(model, "ab", heal="interleaved")
     pair = dict(zip("ab", twins, strict=True))

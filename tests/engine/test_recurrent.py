@@ -26,7 +26,7 @@ from kvlingo_mlx.folding import check_foldable
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
-from tests.support import TESTS, hybrid_models, tiny
+from tests.support import TESTS, hybrid_models
 from tests.support.fixtures import Models, Patch
 from tests.support.guards import with_receipt
 from tests.support.identity import TOKENS, identity_of
@@ -369,13 +369,12 @@ def test_reading_behind_a_translation_makes_the_models_own_states(
 # ---- with others --------------------------------------------------------------------------------
 
 
-def test_a_plain_target_reads_the_layers_of_attention(models: Models, tmp_path: Path) -> None:
+def test_a_plain_target_reads_the_layers_of_attention(models: Models, families: Models) -> None:
     """And hands back by text, since it has nothing of which states are made.
 
     Random maps, not fitted ones: those of so few tokens multiply rounding by what the kernel is.
     """
-    kind, sizes = tiny.FAMILIES["qwen3"]
-    plain = kv.load(tiny.write_tiny_model(tmp_path / "plain", kind, **sizes))
+    plain = families["qwen3"]
     there = hybrid_models.random_translator(models["delta"], plain)
     talk = Conversation(
         {"hybrid": models["delta"], "plain": plain}, [there], on_missing="reprefill",

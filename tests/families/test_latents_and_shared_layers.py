@@ -33,18 +33,16 @@ CACHED = {  # (heads, width) of what one layer's cache stores as keys and as val
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4_moe", *tiny.LATENT])
-def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> None:
+def test_transformers_computes_the_same_logits(name: str, families: Models) -> None:
     """The tiny models are what PyTorch takes them for, so mlx-lm's reading is no accident."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("benchmarks.paper.converted_mla.on_torch")  # registered
-    model_type, options = tiny.FAMILIES[name]
-    folder = tiny.write_tiny_model(tmp_path / name, model_type, **options)
-    auto = transformers.AutoModelForCausalLM
-    reference = auto.from_pretrained(folder, dtype=torch.float32).eval()
+    auto, model = transformers.AutoModelForCausalLM, families[name]
+    reference = auto.from_pretrained(model.path, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = reference(torch.tensor([TOKENS])).logits[0].numpy()
-    found = np.array(kv.load(folder).model(mx.array([TOKENS]))[0])
+    found = np.array(model.model(mx.array([TOKENS]))[0])
     assert np.abs(expected).max() > 1  # of a size at which 1e-4 says something
     assert np.abs(found - expected).max() < 1e-4
 

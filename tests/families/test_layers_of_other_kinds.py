@@ -25,6 +25,7 @@ from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import hybrid_models, tiny
 from tests.support.command_line import fails
+from tests.support.fixtures import Models
 from tests.support.native_caches import TOKENS, logits, native
 from tests.support.talks import apart
 
@@ -240,11 +241,9 @@ def test_a_source_of_windows_alone(tmp_path: Path, capsys: pytest.CaptureFixture
     fails(line, told, capsys)
 
 
-def test_an_assignment_of_windows(tmp_path: Path) -> None:
+def test_an_assignment_of_windows(families: Models) -> None:
     """Layers with windows beside others: the others are read, and windows refused."""
-    model_type, options = tiny.FAMILIES["gemma3"]
-    source = kv.load(tiny.write_tiny_model(tmp_path / "g", model_type, **options))
-    target = kv.load(hybrid_models.write_hybrid_model(tmp_path / "h", "qwen3_5"))
+    source, target = families["gemma3"], families["qwen3_5"]
     whole = [i for i, g in enumerate(source.geometry.layers) if g.window is None]
     found = kv.fit(source, target, samples(30)).config.assignment
     assert {s for read in found.keys for s in read} == set(whole)

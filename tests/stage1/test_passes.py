@@ -18,7 +18,6 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.stage1.closed_form import RIDGE
 from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm, grouped
 from kvlingo_mlx.tokenization.samples import Sample
-from tests.support import tiny
 from tests.support.fixtures import Folders, Models, Printed
 
 CUT = 1e-4  # of the largest singular value: 1e-8 of the largest eigenvalue
@@ -228,9 +227,8 @@ def test_the_verb_takes_a_file(folders: Folders, tmp_path: Path, capsys: Printed
     assert "--memory-gb is 0" in capsys.readouterr().err
 
 
-def test_attention_kinds_stay_apart(tmp_path: Path) -> None:
-    model_type, options = tiny.FAMILIES["gemma3"]
-    model = kv.load(tiny.write_tiny_model(tmp_path / "g", model_type, **options))
+def test_attention_kinds_stay_apart(families: Models) -> None:
+    model = families["gemma3"]
     found = kv.fit(model, model, data(3), assignment="greedy", nu=3).config.assignment
     assert found.keys[2] == found.values[2] == (2,)  # the only global layer
     for side in (found.keys, found.values):

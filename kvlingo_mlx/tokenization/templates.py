@@ -156,11 +156,14 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str, *
         tokenizer: A model's, whose template it is.
         messages: A history of any shape.
         name: What errors call the model.
-        given: Options of ``apply_chat_template``, and the template's own.
+        given: Options of ``apply_chat_template``, and the template's own. Tools that it does not
+            tell of are left out.
 
     Raises:
         ValueError: The template takes them in no form.
     """
+    if given.get("tools") and not announces_tools(tokenizer):  # some refuse what they cannot tell
+        given = {**given, "tools": None}
     tools, opens = bool(given.get("tools")), bool(given.get("add_generation_prompt"))
     refusals = []
     for strict, marks in ((False, True), (False, False), (True, False)):

@@ -116,6 +116,22 @@ def test_reading_again_has_its_reason(server: Server) -> None:
         assert not usage["kvlingo"]["translated_tokens"]
 
 
+def test_tools_stay_while_a_model_answers_that_cannot_be_told_of_them(server: Server) -> None:
+    """Its answer brings the other's line up to date, behind the tools as they were read."""
+    function = {"name": "look", "description": "Looks. " * 20, "parameters": {"type": "object"}}
+    tools = {"tools": [{"type": "function", "function": function}]}
+    for name in ("small", "mistral", "moe"):
+        httpx.post(f"{server.url}/v1/models/{name}/load")
+    history, usages = list[Any](), list[Any]()
+    for name in ("small", "mistral", "small"):
+        history.append({"role": "user", "content": f"Rosa lives in Bern. And {name}?"})
+        text, usage = ask(server, name, history, **tools)
+        history.append({"role": "assistant", "content": text})
+        usages.append(usage)
+    assert usages[1]["prompt_tokens"] < usages[0]["prompt_tokens"]  # told of no tools
+    assert usages[2]["cached_tokens"] >= 0.9 * usages[0]["prompt_tokens"]
+
+
 # ---- plain texts ----------------------------------------------------------------------------
 
 

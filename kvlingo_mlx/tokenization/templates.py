@@ -83,6 +83,9 @@ KINDS: Mapping[str, Callable[[str, Any], Message]] = {
     "marked": lambda word, tokenizer: _answer(content=_marked(tokenizer, word, "yes")),
     "call": lambda word, _: _answer(tool_calls=[_call(word)]),
     "spoken-call": lambda word, _: _answer(content=word, tool_calls=[_call("look")]),
+    "pondered-call": lambda word, _: _answer(
+        content=word, reasoning_content="because", tool_calls=[_call("look")]
+    ),
     "calls": lambda word, _: _answer(tool_calls=[_call("look"), _call(word, OWN_ID[::-1])]),
     "foreign-call": lambda word, _: _answer(tool_calls=[_call(word, FOREIGN_ID)]),
     "text-call": lambda word, _: _answer(tool_calls=[_call("look", OWN_ID, f"{{{word}")]),
@@ -364,8 +367,14 @@ def _alone(needs: TemplateNeeds, result: Message) -> Message:
 
 
 def _with_reasoning(needs: TemplateNeeds, answer: Message) -> Message:
-    """An answer with its reasoning in its content, where only there it would be rendered."""
+    """An answer with its reasoning in its content, where only there it would be rendered.
+
+    gpt-oss's template refuses reasoning beside both a text and calls; there it is left out.
+    """
     reasoning = answer.get("reasoning_content")
+    spoken = reasoning and answer["content"] and answer.get("tool_calls")
+    if spoken and needs.takes("spoken-call") and not needs.takes("pondered-call"):
+        return {key: value for key, value in answer.items() if key != "reasoning_content"}
     thinks = getattr(needs.tokenizer, "has_thinking", False)  # a bare tokenizer does not know
     if not isinstance(reasoning, str) or not reasoning or not thinks:
         return answer

@@ -132,10 +132,32 @@ def test_a_history_of_any_order(
     asked = [number for number, m in enumerate(history[:cut]) if m["role"] == "user" and spoken(m)]
     if family.unstable or not asked:
         return
+    if family.forgets:
+        history = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in history]
+        prompt = checked(model, family, history, tools)
     before = checked(model, family, history[:cut], tools)
     common = common_prefix(before, prompt)
     for word in (w for m in history[: asked[-1] + 1] for w in spoken(m)):
         assert re.search(rf"\b{word}\b", prompt[:common]), f"{word}: {before!r}\n{prompt!r}"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_thought_does_not_change_how_a_call_is_told(
+    models: dict[str, LanguageModel], family: Family
+) -> None:
+    """Beside a text, too, which gpt-oss's template refuses in one answer."""
+    function = {"name": TOOL, "arguments": '{"place": "fact0002x"}'}
+    answer = {
+        "role": "assistant", "content": "fact0001x",
+        "tool_calls": [{"id": "call_0", "type": "function", "function": function}],
+    }  # fmt: skip
+    around = [{"role": "user", "content": "fact0000x"}], [_result("call_0", "fact0003x")]
+    told = []
+    for thought in ({}, {"reasoning_content": "Hm."}):
+        history = [*around[0], answer | thought, *around[1]]
+        prompt = checked(models[family.name], family, history, CHAT_TOOLS)
+        told.append(prompt[prompt.index("fact0001x") :])
+    assert told[0] == told[1]
 
 
 def test_a_lost_word_is_noticed() -> None:

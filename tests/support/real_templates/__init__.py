@@ -44,6 +44,7 @@ class Family:
     after_results: str = ""  # the first token after a tool's result, where it is not the first one
     # What a longer history may change in the text of its beginning, by the template's nature.
     unstable: bool = False
+    forgets: bool = False  # thoughts beside calls, once a later answer has none
 
     @property
     def word(self) -> str:
@@ -114,7 +115,7 @@ FAMILIES = (
         ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "assistant"),
         "<|channel|> analysis <|message|> T <|end|> <|start|> "
         "assistant<|channel|>commentary~to=functions.look~json<|message|> C",
-        '{"place": "PLACE"}',
+        '{"place": "PLACE"}', forgets=True,
     ),
     Family(
         "glm4.5", "<|user|>",

@@ -429,13 +429,7 @@ def _in_turn(needs: TemplateNeeds, messages: Iterable[Message], opens: bool) -> 
         role = message["role"]
         if before == "system" and role in ("assistant", "tool") and _first(fitted):
             fitted += [] if needs.takes("no user first") else [dict(GO_ON)]
-        rule = FOLLOWS.get((before, role)) if fitted else None
-        if rule == "several systems" and not _first(fitted):
-            rule = "late system"
-        elif rule == "several answers" and fitted[-1].get("tool_calls"):
-            rule = None
-        elif rule == "several answers" and message.get("tool_calls"):
-            rule = "an answer before a call"
+        rule = _rule(needs, fitted, message)
         if rule is None or needs.takes(rule):
             fitted.append(message)
         elif rule == "an answer before a call":
@@ -448,6 +442,21 @@ def _in_turn(needs: TemplateNeeds, messages: Iterable[Message], opens: bool) -> 
     if opens and last == "assistant" and not needs.takes("an answer last"):
         fitted.append(dict(GO_ON))
     return fitted
+
+
+def _rule(needs: TemplateNeeds, fitted: Sequence[Message], message: Message) -> str | None:
+    """What the template must take so that a message can follow these."""
+    before = fitted[-1] if fitted else {"role": None}
+    rule = FOLLOWS.get((before["role"], message["role"]))
+    if rule == "several systems" and not _first(fitted):
+        return "late system"
+    if rule == "a user after a result" and not needs.takes("calls"):
+        return "a result alone"
+    if rule == "several answers" and before.get("tool_calls"):
+        return None
+    if rule == "several answers" and message.get("tool_calls"):
+        return "an answer before a call"
+    return rule
 
 
 def _with_joined_answers(messages: Sequence[Message]) -> list[Message]:

@@ -446,7 +446,7 @@ def _in_turn(needs: TemplateNeeds, messages: Iterable[Message], opens: bool) -> 
 
 def _rule(needs: TemplateNeeds, fitted: Sequence[Message], message: Message) -> str | None:
     """What the template must take so that a message can follow these."""
-    before = fitted[-1] if fitted else {"role": None}
+    before = fitted[-1] if fitted else {"role": ""}
     rule = FOLLOWS.get((before["role"], message["role"]))
     if rule == "several systems" and not _first(fitted):
         return "late system"

@@ -162,7 +162,8 @@ class AnswerInProgress:
         done = transcript.readings.get(self.latest, self._readings[self.latest])
         wanted: dict[str, Reading | None] = {self.latest: done}
         for line in exchange.lines.values():
-            if (key := line.model.tokenizer_fingerprint) not in wanted:
+            key = line.model.tokenizer_fingerprint
+            if key not in wanted and exchange.can_follow(line.name):
                 wanted[key] = transcript.ahead(line.model)
         others = {key: [reading] for key, reading in transcript.readings.items()}
         if eager:

@@ -380,6 +380,11 @@ class Exchange(LineSet):
         states = hybrid and self.directions.maps_states(source.name, line.name)
         return source.native.reach(begun, most, kept=states)
 
+    def can_follow(self, name: str) -> bool:
+        return any(
+            not self.directions.missing(other, name) for other in self.lines if other != name
+        )
+
     def follow(
         self, wanted: Wanted, others: Mapping[str, Sequence[Reading]], mark: int | None
     ) -> Steps:

@@ -271,10 +271,10 @@ def _first_stop(text: str, stop: Sequence[str], apart: Sequence[bool]) -> int | 
     ``apart`` says of each character, and of what follows, whether it is not part of the answer.
     """
     found = [
-        (match.start() + len(s), match.start())
+        (place + len(s), place)
         for s in stop
-        for match in re.finditer(f"(?={re.escape(s)})", text)
-        if not (apart[match.start()] and apart[match.start() + len(s)])
+        for place in range(len(text) - len(s) + 1)
+        if text.startswith(s, place) and not (apart[place] and apart[place + len(s)])
     ]
     return min(found)[1] if found else None
 

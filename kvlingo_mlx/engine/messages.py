@@ -86,7 +86,9 @@ def _called(call: Any) -> Any:
 
 def recalled(given: Message, ours: Message) -> Message:
     """A message that a client sent back, with what we know of it; its calls keep their ids."""
-    made = {**ours, **{key: given[key] for key in REASONING if given.get(key)}}
+    made = dict(ours)
+    if thought := next((given[key] for key in REASONING if given.get(key)), None):
+        made["reasoning_content"] = thought
     if given.get("tool_calls"):
         made["tool_calls"] = list(map(with_object, given["tool_calls"]))
     return made

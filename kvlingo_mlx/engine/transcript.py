@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from kvlingo_mlx.engine.calls import ID
 from kvlingo_mlx.engine.messages import answer_message, content_of, meaning, recalled
 from kvlingo_mlx.engine.reading import WROTE, Reading, Segment, moved
 from kvlingo_mlx.engine.spans import common_prefix
@@ -38,6 +37,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message, header_of, render_text
 from kvlingo_mlx.tokenization.alignment import Span
 from kvlingo_mlx.tokenization.renderings import content_spans, message_parts
+from kvlingo_mlx.tokenization.templates import TemplateNeeds
 
 MARK = "\u2039answer\u203a"  # a text that no conversation holds, in place of an answer
 NEXT = "\u2039next\u203a"  # stands for the user's next words, which are not known yet
@@ -157,19 +157,8 @@ class Transcript:
         """An earlier reading up to calls that have other ids now, if the template tells ids."""
         pairs = enumerate(zip(before.messages, messages, strict=False))
         other = next((n for n, (one, now) in pairs if _ids(one) != _ids(now)), None)
-        return before if other is None or not self._tells_ids(model) else before.holding(other)
-
-    def _tells_ids(self, model: LanguageModel) -> bool:
-        """Whether a model's template renders the ids of calls."""
-        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-        told = set[str]()
-        for letter in "ab":
-            said = {"role": "assistant", "content": "", "tool_calls": [{**call, "id": letter * ID}]}
-            try:
-                told.add(self._renderer(model)([{"role": "user", "content": "."}, said]))
-            except ValueError:  # it looks at what is asked here, so it may look at ids
-                return True
-        return len(told) > 1
+        needs = TemplateNeeds(model.tokenizer, tools=bool(self.switches.get("tools")))
+        return before if other is None or not needs.takes("ids") else before.holding(other)
 
     def _continued(
         self, model: LanguageModel, kept: Reading, messages: tuple[Message, ...]

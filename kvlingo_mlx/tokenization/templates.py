@@ -40,6 +40,7 @@ TOOL = {
 # or a key of KINDS.
 PROBES = {
     "tools": ["user"],
+    "ids": ["user call tool"],
     "system": ["system user"],
     "system, no user last": ["system user assistant"],
     "several systems": ["system system user"],
@@ -125,7 +126,8 @@ class TemplateNeeds:
         if what == "an answer last":  # the next one needs a header of its own
             bare = self._text(probes[0].split(), add_generation_prompt=False)
             return bare != self._text(probes[0].split())
-        return what != "tools" or ANNOUNCED in self._text(["user"])
+        named = {"tools": ANNOUNCED, "ids": OWN_ID}.get(what, "")  # what it tells of, too
+        return named in self._text(probes[0].split())
 
     def _renders(self, kinds: Sequence[str]) -> bool:
         """Whether all of a probe's messages are in the prompt, in their order."""

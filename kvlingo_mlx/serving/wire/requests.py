@@ -72,7 +72,9 @@ _TEMPLATE_OWN = """
     return_assistant_tokens_mask
 """.split()
 Positive = Annotated[int, Field(ge=1, le=MOST)]
-Stop = Annotated[list[Name], BeforeValidator(_to_list)]
+# Each is looked for at every token.
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+Stop = Annotated[list[StopText], Field(max_length=64), BeforeValidator(_to_list)]
 Tops = Annotated[int, Field(ge=-1, le=20)]  # -1 is mlx-lm's "none"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

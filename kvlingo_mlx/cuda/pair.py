@@ -105,7 +105,7 @@ def _measured(
             for student in (teacher, alone)
         ),
     ]
-    stops = cuts(len(sample.prefix) - 1) if value is not None and sample.aligned is None else []
+    stops = cuts(len(sample.prefix) - 1) if value is not None and sample.source_prefix is sample.prefix else []
     return MeasuredConversation(
         [loss.kl for loss in losses],
         losses[0].agreed,

@@ -102,9 +102,7 @@ class Comparison:
         self.prepare()
         self.named = self._translators()
         self.line = self.line_up(
-            options.named_baselines,
-            ways=self.ways,
-            **options.some("native_layers allow_mismatch"),
+            options.named_baselines, ways=self.ways, **options.some("native_layers allow_mismatch")
         )
 
     def _models(self) -> tuple[LanguageModel, LanguageModel]:

@@ -110,8 +110,7 @@ class EvalFields(Configured):
         "continuation,recall", "continuation, recall, needles, and any that lm-eval has."
     )
     baselines: str = option(
-        "hidden,shuffled",
-        "hidden, shuffled, canonical, text, folded; or none.",
+        "hidden,shuffled", "hidden, shuffled, canonical, text, folded; or none."
     )
     device: str = option(
         "mlx", "Who decodes lm-eval's tasks: mlx; or PyTorch on cuda, cuda:N or cpu."

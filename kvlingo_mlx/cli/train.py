@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvlingo_mlx.cli.command import Configured, TwoModels, numbers, text_of, verb
 from kvlingo_mlx.cli.output import keep, phase, say, table, warn
 from kvlingo_mlx.format.kinds import KINDS, NAMES
-from kvlingo_mlx.options import (
-    COUNT,
-    Need,
-    among,
-    but,
-    is_set,
-    number,
-    off,
-    one_of,
-    option,
-    whole,
-)
+from kvlingo_mlx.options import COUNT, Need, among, but, is_set, number, off, one_of, option, whole
 
 if TYPE_CHECKING:
     from kvlingo_mlx.training import command_line

@@ -75,10 +75,7 @@ class TorchPair(Passes):
         return attention_mass(self.target, sample).cpu().numpy()
 
     def receipt(
-        self,
-        config: TranslatorConfig,
-        arrays: Mapping[str, np.ndarray],
-        own: HeldOut | None = None,
+        self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray], own: HeldOut | None = None
     ) -> dict[str, Any] | None:
         measure = partial(_measured, self, self.trainable(config, arrays))
         found = agreement(self.source, self.target, config.native_layers, measure, own)
@@ -105,7 +102,11 @@ def _measured(
             for student in (teacher, alone)
         ),
     ]
-    stops = cuts(len(sample.prefix) - 1) if value is not None and sample.source_prefix is sample.prefix else []
+    stops = (
+        cuts(len(sample.prefix) - 1)
+        if value is not None and sample.source_prefix is sample.prefix
+        else []
+    )
     return MeasuredConversation(
         [loss.kl for loss in losses],
         losses[0].agreed,

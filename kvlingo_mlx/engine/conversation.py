@@ -25,13 +25,7 @@ from kvlingo_mlx.engine.healing import HEAL_SHARE
 from kvlingo_mlx.engine.line import Steps
 from kvlingo_mlx.engine.responses import GenerationResponse, Heard
 from kvlingo_mlx.engine.rules import Rules, tell_of_templates
-from kvlingo_mlx.engine.sampling import (
-    DecodingOptions,
-    LogitsProcessor,
-    Sampler,
-    choice_of,
-    given,
-)
+from kvlingo_mlx.engine.sampling import DecodingOptions, LogitsProcessor, Sampler, choice_of, given
 from kvlingo_mlx.engine.state import State
 from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.engine.turn import Decoding, Part, Turn, thought_end, tokens_alone

@@ -22,10 +22,7 @@ from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 
 
 def filled_across(
-    plan: Plan,
-    aligned: AlignedPrefix,
-    reader: Source,
-    lap: Callable[[str], None],
+    plan: Plan, aligned: AlignedPrefix, reader: Source, lap: Callable[[str], None]
 ) -> list[Any]:
     """Translate a source's states into the target's cache of a text without its last token.
 

@@ -214,12 +214,7 @@ class Exchange(LineSet):
         return found
 
     def _switch(
-        self,
-        line: Line,
-        plan: Sequence[Step],
-        kept: int,
-        clock: Clock,
-        found: Guarded | None,
+        self, line: Line, plan: Sequence[Step], kept: int, clock: Clock, found: Guarded | None
     ) -> Switch:
         """What was done to bring a line from ``kept`` tokens to the end of a plan."""
         starts = [kept, *(step.stop for step in plan)]
@@ -300,11 +295,7 @@ class Exchange(LineSet):
         return self._reach(source, line, len(line), stop) == stop
 
     def _plan(
-        self,
-        line: Line,
-        tokens: Sequence[int],
-        begun: int,
-        known: Known | None = None,
+        self, line: Line, tokens: Sequence[int], begun: int, known: Known | None = None
     ) -> list[Step]:
         """The steps that bring the line from position ``begun`` to the end of ``tokens``.
 

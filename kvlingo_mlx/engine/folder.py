@@ -25,13 +25,7 @@ from mlx.utils import tree_flatten
 
 from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.line import Line
-from kvlingo_mlx.engine.storage import (
-    by_dtype,
-    from_weights,
-    read_file,
-    to_weights,
-    write_file,
-)
+from kvlingo_mlx.engine.storage import by_dtype, from_weights, read_file, to_weights, write_file
 from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.errors import (
     IncompatibleTranslatorError,

@@ -17,13 +17,7 @@ from kvlingo_mlx.engine import guarding, healing
 from kvlingo_mlx.engine.one_turn import OneTurn
 from kvlingo_mlx.engine.plan import HandoverRequest, Plan, prepare
 from kvlingo_mlx.engine.responses import GenerationResponse, joined
-from kvlingo_mlx.engine.sampling import (
-    DecodingOptions,
-    LogitsProcessor,
-    Sampler,
-    choice_of,
-    given,
-)
+from kvlingo_mlx.engine.sampling import DecodingOptions, LogitsProcessor, Sampler, choice_of, given
 from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt
@@ -62,10 +56,7 @@ def check_max_tokens(max_tokens: int) -> None:
 
 @checked
 def stream_generate(
-    prefill_model: Model,
-    decode_model: Model,
-    prompt: Prompt,
-    **options: Unpack[GenerateOptions],
+    prefill_model: Model, decode_model: Model, prompt: Prompt, **options: Unpack[GenerateOptions]
 ) -> Generator[GenerationResponse, None, None]:
     """Prefill with one model, decode with another; yield one response per token.
 

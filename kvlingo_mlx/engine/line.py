@@ -16,15 +16,7 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.engine import healing, hybrid
 from kvlingo_mlx.engine.clock import Clock
 from kvlingo_mlx.engine.recording import Recording
-from kvlingo_mlx.engine.spans import (
-    Span,
-    common_prefix,
-    cut,
-    exact,
-    grown,
-    healed,
-    unhealed,
-)
+from kvlingo_mlx.engine.spans import Span, common_prefix, cut, exact, grown, healed, unhealed
 from kvlingo_mlx.engine.storage import PUT, Storage
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format.translator_config import TranslatorConfig

@@ -23,11 +23,7 @@ from kvlingo_mlx.group import Group
 from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.models import Model, load, load_pair, reached
 from kvlingo_mlx.loading.notes import tell_of_length
-from kvlingo_mlx.loading.translators import (
-    find_translator,
-    name_of,
-    resolve_translator,
-)
+from kvlingo_mlx.loading.translators import find_translator, name_of, resolve_translator
 from kvlingo_mlx.machines import digest_of, facts_of, group_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt, check_tools, encode, header_of, is_chat, rendering

@@ -251,11 +251,7 @@ class Transcript:
     # ---- answers --------------------------------------------------------------------------
 
     def book(
-        self,
-        new: Sequence[Message],
-        readings: Mapping[str, Reading],
-        latest: str,
-        written: Written,
+        self, new: Sequence[Message], readings: Mapping[str, Reading], latest: str, written: Written
     ) -> None:
         """Book messages and the answer to them, with their ``readings`` by tokenizer.
 

@@ -22,13 +22,7 @@ from kvlingo_mlx.stage1.norms import ATTENTION_NORMS
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.chat_messages import checked_record
 from kvlingo_mlx.tokenization.records import JsonLines, Skipped, open_lines
-from kvlingo_mlx.tokenization.samples import (
-    JUDGES,
-    HeldOut,
-    Sample,
-    other_tokenizer,
-    to_samples,
-)
+from kvlingo_mlx.tokenization.samples import JUDGES, HeldOut, Sample, other_tokenizer, to_samples
 
 Record = Mapping[str, Any] | Sample
 Records = JsonLines | Sequence[Record]

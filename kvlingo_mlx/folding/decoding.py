@@ -216,10 +216,7 @@ def _check_single(prompt: Any) -> None:
 
 @checked
 def folded_stream_generate(
-    prefill_model: Model,
-    decode_model: Model,
-    prompt: Prompt,
-    **options: Unpack[FoldedOptions],
+    prefill_model: Model, decode_model: Model, prompt: Prompt, **options: Unpack[FoldedOptions]
 ) -> Generator[GenerationResponse, None, None]:
     """Prefill with one model, decode from its cache with another; yield one response per token.
 

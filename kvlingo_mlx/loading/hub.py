@@ -22,12 +22,7 @@ from huggingface_hub.errors import (
 )
 
 from kvlingo_mlx.embedded import zoo, zoo_names
-from kvlingo_mlx.errors import (
-    KVLingoError,
-    MissingModelError,
-    MissingTranslatorError,
-    printable,
-)
+from kvlingo_mlx.errors import KVLingoError, MissingModelError, MissingTranslatorError, printable
 from kvlingo_mlx.remote.address import address_of
 
 # A model's files other than its weights, and all of its files.

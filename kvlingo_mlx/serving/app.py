@@ -23,19 +23,9 @@ from starlette.types import ASGIApp
 from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.engine_thread import EngineThread
 from kvlingo_mlx.serving.guard import Gate, Refused, error_handlers, read_json
-from kvlingo_mlx.serving.messages import (
-    Failure,
-    GenerationRequest,
-    ModelInfo,
-)
+from kvlingo_mlx.serving.messages import Failure, GenerationRequest, ModelInfo
 from kvlingo_mlx.serving.metrics import HttpExchange, Metrics, Tally
-from kvlingo_mlx.serving.replies import (
-    FALLBACK,
-    RETRY_S,
-    STRATEGY,
-    Reply,
-    retry_headers,
-)
+from kvlingo_mlx.serving.replies import FALLBACK, RETRY_S, STRATEGY, Reply, retry_headers
 from kvlingo_mlx.serving.settings import AUTO, Settings
 from kvlingo_mlx.serving.wire import BadRequest, openai_error
 from kvlingo_mlx.serving.wire.requests import Api

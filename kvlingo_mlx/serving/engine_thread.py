@@ -24,14 +24,7 @@ from typing import Any
 
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.serving import clock
-from kvlingo_mlx.serving.messages import (
-    LAST,
-    Event,
-    Failure,
-    Progress,
-    Status,
-    TokenCount,
-)
+from kvlingo_mlx.serving.messages import LAST, Event, Failure, Progress, Status, TokenCount
 from kvlingo_mlx.serving.settings import Settings
 
 log = logging.getLogger("kvlingo_mlx.serving")

@@ -12,14 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.engine_thread import ClientGone, EngineThread, EventStream
-from kvlingo_mlx.serving.messages import (
-    LAST,
-    LEFT,
-    Failure,
-    Finished,
-    FirstToken,
-    Usage,
-)
+from kvlingo_mlx.serving.messages import LAST, LEFT, Failure, Finished, FirstToken, Usage
 from kvlingo_mlx.serving.metrics import HttpExchange
 from kvlingo_mlx.serving.wire import Incoming
 from kvlingo_mlx.serving.wire.requests import Api

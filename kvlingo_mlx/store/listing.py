@@ -36,9 +36,7 @@ class Stored:
     problem: str | None = None  # why it cannot be used
 
 
-def stored(
-    suits: Callable[[TranslatorConfig], bool] = lambda config: True,
-) -> Iterator[Stored]:
+def stored(suits: Callable[[TranslatorConfig], bool] = lambda config: True) -> Iterator[Stored]:
     """Yield all translators of the user's store by name, then those that come with the package.
 
     They are described by their configs; the weights are not read. Those that cannot be read are

@@ -96,10 +96,7 @@ class Pair(Rows, Protocol):
         """
 
     def receipt(
-        self,
-        config: TranslatorConfig,
-        arrays: Mapping[str, np.ndarray],
-        own: HeldOut | None = None,
+        self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray], own: HeldOut | None = None
     ) -> dict[str, Any] | None:
         """The quality on the bundled conversations, and on samples of the user's (``own``).
 

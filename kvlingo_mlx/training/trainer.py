@@ -266,11 +266,7 @@ class Trainer:
     # ---- the stages -------------------------------------------------------------------
 
     def _first(
-        self,
-        kept: Checkpoint,
-        config: TranslatorConfig,
-        held_out: Sequence[Sample],
-        at_once: int,
+        self, kept: Checkpoint, config: TranslatorConfig, held_out: Sequence[Sample], at_once: int
     ) -> Start:
         """The starting point of stage 2: computed once, and kept for resumed runs."""
         ready = self.group.firsts(kept.path.exists)

@@ -22,13 +22,7 @@ from kvlingo_mlx.serving.scheduler import Scheduler  # noqa: E402
 from kvlingo_mlx.serving.settings import Settings  # noqa: E402
 from tests.support import tiny  # noqa: E402
 from tests.support.real_templates import FAMILIES, NAMES, Family, reference, write_real  # noqa: E402
-from tests.support.router_sessions import (  # noqa: E402
-    FACT,
-    AgentSession,
-    missing,
-    new_words,
-    walk,
-)
+from tests.support.router_sessions import FACT, AgentSession, missing, new_words, walk  # noqa: E402
 from tests.support.serving import Running, running  # noqa: E402
 
 CLIENTS = ("openai", "claude", "openai, streaming", "claude, streaming")

@@ -79,10 +79,7 @@ def test_options_alone() -> None:
         ("[models]\na=3", "models['a'] is 3; expected a valid string"),
         ("[models]\nauto='x'", "a model is named 'auto'"),
         ("[models]\na='x'\n[pairs.'a:b']", "pairs names 'a:b'; expected SOURCE:TARGET, two of a"),
-        (
-            "[models]\na='x'\n[pairs.'a:b']\nmaxkl=1",
-            "pairs['a:b']['maxkl'] is 1; expected no such",
-        ),
+        ("[models]\na='x'\n[pairs.'a:b']\nmaxkl=1", "pairs['a:b']['maxkl'] is 1; expected no such"),
         ("[models]\na='x'\n[pairs.'a:b']\nmax_kl=-1", "pairs['a:b']['max_kl'] is -1; expected "),
         ("", "no model is given; give --model NAME=MODEL"),
         ("port=", "is not valid TOML: "),

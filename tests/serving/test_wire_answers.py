@@ -13,13 +13,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-from kvlingo_mlx.serving.messages import (
-    Delta,
-    Failure,
-    Finished,
-    FirstToken,
-    Progress,
-)
+from kvlingo_mlx.serving.messages import Delta, Failure, Finished, FirstToken, Progress
 from kvlingo_mlx.serving.wire import anthropic, chat, openai_error, responses
 from tests.support.wire_app import CALL, PLANTED, USAGE, events, frames_of, stream, whole
 

@@ -34,11 +34,7 @@ from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
 from kvlingo_mlx.cuda.gradients import loss_of  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.cuda.translator import TorchTranslator  # noqa: E402
-from kvlingo_mlx.errors import (  # noqa: E402
-    KVLingoError,
-    MissingModelError,
-    UnsupportedModelError,
-)
+from kvlingo_mlx.errors import KVLingoError, MissingModelError, UnsupportedModelError  # noqa: E402
 from kvlingo_mlx.evaluation import conditions  # noqa: E402
 from kvlingo_mlx.format import translator_folder  # noqa: E402
 from kvlingo_mlx.format.geometry import canonical_json, configured_rope  # noqa: E402
@@ -46,11 +42,7 @@ from kvlingo_mlx.group import Group  # noqa: E402
 from kvlingo_mlx.phases import shown  # noqa: E402
 from kvlingo_mlx.stage1.passes import ClosedForm  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
-from kvlingo_mlx.training import (  # noqa: E402
-    checkpoints,
-    command_line,
-    distill,
-)
+from kvlingo_mlx.training import checkpoints, command_line, distill  # noqa: E402
 from kvlingo_mlx.training.distill import Best  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction  # noqa: E402

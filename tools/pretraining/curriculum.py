@@ -14,14 +14,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from pretraining.completep import CompleteP
 from pretraining.losses import losses
 from pretraining.models import GLOBAL, Model
-from pretraining.samples import (
-    ATTENTION,
-    STATES,
-    Stage,
-    draw_batch,
-    plain_english,
-    train_tokenizer,
-)
+from pretraining.samples import ATTENTION, STATES, Stage, draw_batch, plain_english, train_tokenizer
 
 SHARP_RATE = 5.0
 ENERGY = 0.02  # weight of the mean square of keys and values, where they are noisy

@@ -265,11 +265,7 @@ def _align(
 
 
 def closed_form_alignment(
-    source: States,
-    target: States,
-    source_layers: Sequence[int],
-    heads: tuple[int, int],
-    seed: int,
+    source: States, target: States, source_layers: Sequence[int], heads: tuple[int, int], seed: int
 ) -> dict[str, HeadAlignment]:
     """The alignment of the closed-form joint map [K; V] fitted on all tokens, by side.
 

@@ -68,11 +68,7 @@ def check_memory(models: Sequence[LanguageModel], num_tokens: int) -> None:
         )
 
 
-def collect(
-    model: LanguageModel,
-    corpus: Corpus,
-    capture: str,
-) -> States:
+def collect(model: LanguageModel, corpus: Corpus, capture: str) -> States:
     """Run a model over every document, each from an empty cache.
 
     Raises:

@@ -21,10 +21,7 @@ RIDGE = 1e-3  # relative to the mean diagonal of the inputs' Gram matrix (paragr
 # ---- layer correspondence ---------------------------------------------------------------
 
 
-def cka_grid(
-    source: Sequence[np.ndarray],
-    target: Sequence[np.ndarray],
-) -> np.ndarray:
+def cka_grid(source: Sequence[np.ndarray], target: Sequence[np.ndarray]) -> np.ndarray:
     """Linear centred kernel alignment of each target layer (rows) with each source layer (columns).
 
     Of point clouds X and Y over the same tokens it is ||X^T Y||_F^2 / (||X^T X||_F ||Y^T Y||_F),

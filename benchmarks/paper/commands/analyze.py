@@ -23,8 +23,7 @@ class AnalyzeOptions(VerbOptions):
         None, 'JSONL of {"messages": [...]} or {"text": ...}; default: bundled dialogues.'
     )
     capture: str | None = option(
-        None,
-        "pre_norm, post_norm, post_rope or latent (MLA); default: pre_norm, or latent.",
+        None, "pre_norm, post_norm, post_rope or latent (MLA); default: pre_norm, or latent."
     )
     documents: int = option(64, "Read the first N records; a fifth is held out.")
     tokens: int = option(

@@ -102,10 +102,7 @@ class Held:
         self, order: Sequence[str], progress: Callable[[], None] = lambda: None
     ) -> dict[str, list[list[list[str]]]]:
         """The answers by way, seed and conversation; those that are kept are not given again."""
-        wanted, keys = (
-            dict[str, Callable[[], list[str]]](),
-            dict[str, list[list[str]]](),
-        )
+        wanted, keys = (dict[str, Callable[[], list[str]]](), dict[str, list[list[str]]]())
         for way in self.ways:
             keys[way.name] = []
             for seed in range(len(way.seeds)):

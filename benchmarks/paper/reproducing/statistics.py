@@ -35,12 +35,7 @@ def report_of(work: Work, pair: Pair, way: str, **asked: Any) -> Report:
     size = TINY_SIZE if work.tiny else {"documents": DOCUMENTS, "tokens": TOKENS}
     settings = Settings(**{"cka": False, "mlp": False, "heads": False, **size, **asked})
     work.heard.progress(f"reading {source.name} and {target.name}")
-    return analyze(
-        source,
-        target,
-        _records(work, settings.documents),
-        settings,
-    )
+    return analyze(source, target, _records(work, settings.documents), settings)
 
 
 def _records(work: Work, count: int) -> Iterator[Mapping[str, Any]]:

@@ -67,9 +67,7 @@ def plan(pair: str, settings: PairSettings) -> dict[str, Any]:
 
 
 def time_pairs(
-    pairs: Sequence[str],
-    settings: PairSettings,
-    listen: Listener = lambda pair, found: None,
+    pairs: Sequence[str], settings: PairSettings, listen: Listener = lambda pair, found: None
 ) -> dict[str, Any]:
     """Time pairs one after the other; returns the results of a record of kind ``cuda_switch``.
 

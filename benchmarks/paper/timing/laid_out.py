@@ -21,10 +21,7 @@ Times = Mapping[tuple[Any, ...], Any]  # what was measured, by what it is of
 Make = Callable[[Times], Any]  # a cell; KeyError where it was not measured
 Rows = list[list[Any]]  # constants, and cells yet to be made
 # tab:cost: a part of the table, and its pairs into the smaller and into the larger model.
-COST_PAIRS = {
-    "Qwen3-0.6B/1.7B": PAIRS["tab:cost"][:2],
-    "Qwen3-4B/8B": PAIRS["tab:cost"][2:],
-}
+COST_PAIRS = {"Qwen3-0.6B/1.7B": PAIRS["tab:cost"][:2], "Qwen3-4B/8B": PAIRS["tab:cost"][2:]}
 
 FIGURE = ("tab:cost", "app:tab:vllm", "app:tab:moespeed")  # whose records make fig:cost
 

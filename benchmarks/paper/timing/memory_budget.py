@@ -113,9 +113,7 @@ class Cell:
 
 
 def setup(
-    layers: int | None,
-    precision: str = "4bit",
-    progress: Progress = lambda done, total: None,
+    layers: int | None, precision: str = "4bit", progress: Progress = lambda done, total: None
 ) -> Setup:
     """Random models of the table's geometry, and the translator between their caches.
 

@@ -20,14 +20,7 @@ from kvlingo_mlx.serving.messages import (
 from kvlingo_mlx.serving.wire import Answer, anthropic_error, oddities
 from kvlingo_mlx.serving.wire.answers import Gathered, extension, frame
 from kvlingo_mlx.serving.wire.forms import check_text, conversation
-from kvlingo_mlx.serving.wire.requests import (
-    Api,
-    Body,
-    Conversing,
-    Effort,
-    Positive,
-    Stop,
-)
+from kvlingo_mlx.serving.wire.requests import Api, Body, Conversing, Effort, Positive, Stop
 from kvlingo_mlx.tokenization.chat_messages import content_text, repaired
 
 # Thinking is not signed, and comes back unchecked; some clients drop what has no signature.

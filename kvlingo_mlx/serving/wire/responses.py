@@ -12,14 +12,7 @@ from kvlingo_mlx.serving.wire import Answer, oddities, openai_error
 from kvlingo_mlx.serving.wire.answers import Gathered, extension, frame, logprobs_of, new_id
 from kvlingo_mlx.serving.wire.chat import tops
 from kvlingo_mlx.serving.wire.forms import conversation
-from kvlingo_mlx.serving.wire.requests import (
-    Api,
-    Body,
-    Conversing,
-    Effort,
-    Positive,
-    Tops,
-)
+from kvlingo_mlx.serving.wire.requests import Api, Body, Conversing, Effort, Positive, Tops
 
 # A response's error has codes of its own.
 CODES = {

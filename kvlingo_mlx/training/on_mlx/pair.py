@@ -83,10 +83,7 @@ class MLXPair(Passes, DeviceRows):
         return read, whole(self.target, sample.prefix, capture)
 
     def receipt(
-        self,
-        config: TranslatorConfig,
-        arrays: Mapping[str, np.ndarray],
-        own: HeldOut | None = None,
+        self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray], own: HeldOut | None = None
     ) -> dict[str, Any] | None:
         made = build(config, Weights.from_float32(dict(arrays), "float32"))
         layers = config.native_layers

@@ -59,10 +59,7 @@ class MLXTranslator:
         return self._maps.layer(self.tensors if tensors is None else tensors, t, read)
 
     def mapped_state(
-        self,
-        t: int,
-        kept: Mapping[int, mx.array],
-        tensors: Mapping[str, mx.array] | None = None,
+        self, t: int, kept: Mapping[int, mx.array], tensors: Mapping[str, mx.array] | None = None
     ) -> mx.array:
         """The mapped state of target layer ``t`` from the source's by layer.
 

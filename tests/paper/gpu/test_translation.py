@@ -18,11 +18,7 @@ pytest.importorskip("transformers")
 from kvlingo_mlx.backend import mx  # noqa: E402
 
 from benchmarks.paper.gpu.switch import FORMS, MapForm, Scene, forms_between, translators  # noqa: E402
-from benchmarks.paper.gpu.translation import (  # noqa: E402
-    METHODS,
-    CacheMemory,
-    PrefixTranslation,
-)
+from benchmarks.paper.gpu.translation import METHODS, CacheMemory, PrefixTranslation  # noqa: E402
 from kvlingo_mlx import caches  # noqa: E402
 from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402

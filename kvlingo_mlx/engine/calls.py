@@ -86,7 +86,11 @@ def calls_in(
 
 
 def _read(tokenizer: Any, text: str, tools: Sequence[Mapping[str, Any]] | None) -> list[ToolCall]:
-    form, parsed = form_of(tokenizer), tokenizer.tool_parser(text, tools)
+    form = form_of(tokenizer)
+    try:
+        parsed = tokenizer.tool_parser(text, tools)
+    except json.JSONDecodeError:  # small models break lines within JSON's texts
+        parsed = json.loads(text, strict=False)
     calls = [_formatted(call, text) for call in (parsed if isinstance(parsed, list) else [parsed])]
     begun = form.outside(text)[0].count(form.begins[0]) if form.begins else 1
     if form.each and begun != len(calls):  # some were left out, or two taken for one
@@ -104,7 +108,7 @@ def _formatted(call: Mapping[str, Any], text: str) -> ToolCall:
         call = {"id": call.get("id"), **call["function"]}
     name, arguments = call["name"], call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str) and arguments:  # some models write a text that is their JSON
-        arguments = json.loads(arguments)
+        arguments = json.loads(arguments, strict=False)
     arguments = {} if arguments in (None, "", []) else arguments
     if not (re.fullmatch(r"[^\s<>]+", name) and isinstance(arguments, dict)):
         raise ValueError("neither a name nor an object of arguments")

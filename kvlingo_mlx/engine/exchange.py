@@ -393,6 +393,8 @@ class Exchange(LineSet):
             reading = wanted.get(self.key(name))
             if reading is None or line.away or name in self.asleep:
                 continue
+            if reading.tokenizer.chat_template != line.model.tokenizer.chat_template:
+                continue  # it would lose its own prompt's tokens
             tokens = reading.tokens
             if line.trim(line.common(tokens)) == len(tokens):
                 continue

@@ -149,7 +149,8 @@ class Transcript:
                 kept = kept.read(text[len(kept.text) : place])
                 kept = replace(kept, segments=(*kept.segments, segment))
         kept = kept.read(text[len(kept.text) :])
-        return replace(kept, asked=found, messages=messages, rendered=rendered)
+        own = model.tokenizer  # a reading of another template may have been gone on with
+        return replace(kept, tokenizer=own, asked=found, messages=messages, rendered=rendered)
 
     def _of_same_ids(
         self, model: LanguageModel, before: Reading, messages: Sequence[Message]

@@ -20,7 +20,7 @@ from kvlingo_mlx.engine.responses import GenerationResponse
 from kvlingo_mlx.engine.sampling import Choice, LogitsProcessor, Sampler
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
-from kvlingo_mlx.serving.guidance import guided
+from kvlingo_mlx.serving.guidance import calls_in_json, guided
 from kvlingo_mlx.serving.messages import (
     Delta,
     Event,
@@ -169,11 +169,15 @@ def _spelt(tokenizer: Any, token: int) -> str:
     return spaced if spaced.strip() == text.strip() else text
 
 
-def tools_of(ask: GenerationRequest) -> list[dict[str, Any]]:
-    """The tools as chat templates announce them; "strict" is for the server, not for the model."""
+def tools_of(ask: GenerationRequest, model: LanguageModel) -> list[dict[str, Any]]:
+    """The tools as chat templates announce them; "strict" is for the server, not for the model.
+
+    One that must be called stands alone where no grammar can say so.
+    """
+    named = [tool for tool in ask.tools if tool["function"]["name"] == ask.tool_choice]
     return [
         {**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
-        for tool in ask.tools
+        for tool in (ask.tools if calls_in_json(model) else named or ask.tools)
     ]
 
 

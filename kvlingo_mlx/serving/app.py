@@ -89,7 +89,7 @@ class _Endpoints:
 
         return [
             *(post(p, functools.partial(self.answer, api)) for p, api in self._forms.items()),
-            Route("/v1/models", self.models),
+            *(Route(path, self.models) for path in ("/v1/models", "/models")),
             post("/v1/models/{name:path}/load", functools.partial(self.hold, "load")),
             post("/v1/models/{name:path}/unload", functools.partial(self.hold, "unload")),
             Route("/v1/models/{name:path}", self.model),

@@ -22,11 +22,10 @@ NEEDED = (
 )
 
 # Without white space that a grammar would allow: a small model can go on with it for ever.
-COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+# Of a schema's keywords that llguidance does not know, the model alone is told.
+COMPACT = {"x-guidance": {"whitespace_flexible": False, "lenient": True}}
 # Tool calls have that of chat templates, in which models have seen all others.
-SPACED = {
-    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-}
+SPACED = {"x-guidance": COMPACT["x-guidance"] | {"item_separator": ", ", "key_separator": ": "}}
 
 
 def guided(ask: GenerationRequest, model: LanguageModel) -> list[Any]:
@@ -34,7 +33,7 @@ def guided(ask: GenerationRequest, model: LanguageModel) -> list[Any]:
 
     Raises:
         ValueError: llguidance is not installed, the schema is not one that it supports, or the
-            model's tool calls are not JSON.
+            model's tool calls have no mark.
     """
     demanded = ask.tool_choice not in ("auto", "none") and bool(ask.tools)
     if ask.schema is None and not demanded:
@@ -58,14 +57,18 @@ def _text_grammar(ask: GenerationRequest, tokenizer: Any) -> str:
     text = _json(ask.schema, COMPACT)
     if not ask.tools or ask.tool_choice == "none" or not tokenizer.has_tool_calling:
         return f"start: {text}"
+    return (
+        "start: LINES? (text | call (LINES? call)*)\nLINES: /\\n\\n?/\n"
+        f"text: {text}\ncall: {_free_call(tokenizer)}\n"
+    )
+
+
+def _free_call(tokenizer: Any) -> str:
+    """Anything between a model's marks of a call."""
     start, end = _marked(tokenizer, tokenizer.tool_call_start), tokenizer.tool_call_end
     ids = tokenizer.encode(end, add_special_tokens=False) if end else []
     # A mark of several tokens cannot be seen in a free text, which goes on to the answer's end.
-    free = f"<[^{ids[0]}]>* <[{ids[0]}]>" if len(ids) == 1 else "<[*]>*"
-    return (
-        "start: LINES? (text | call (LINES? call)*)\nLINES: /\\n\\n?/\n"
-        f"text: {text}\ncall: {start} {free}\n"
-    )
+    return f"{start} " + (f"<[^{ids[0]}]>* <[{ids[0]}]>" if len(ids) == 1 else "<[*]>*")
 
 
 def _call_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
@@ -74,10 +77,10 @@ def _call_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
     Each tool's parameters are a schema of their own, in which references find their definitions.
     """
     tokenizer = model.tokenizer
-    if tokenizer.tool_parser is not json_tools.parse_tool_call:
+    if not tokenizer.has_tool_calling:
         raise ValueError(
-            f"tool_choice is {ask.tool_choice!r}, which can be demanded of models that call tools "
-            f"in JSON, and {model.name} does not; give 'auto'"
+            f"tool_choice is {ask.tool_choice!r}, but {model.name} has no mark with which a call "
+            "begins, so that none can be demanded of it; give 'auto'"
         )
     names = {tool["function"]["name"]: tool["function"] for tool in ask.tools}
     wanted = list(names) if ask.tool_choice == "required" else [ask.tool_choice]
@@ -85,6 +88,8 @@ def _call_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
         raise ValueError(
             f"tool_choice names {ask.tool_choice!r}, but the tools are {', '.join(names)}"
         )
+    if not calls_in_json(model):  # only the tools that are wanted are announced
+        return f"start: {_free_call(tokenizer)}"
     start, end = (
         _marked(tokenizer, mark) for mark in (tokenizer.tool_call_start, tokenizer.tool_call_end)
     )
@@ -93,6 +98,11 @@ def _call_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
         begun = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
         calls.append(f'{begun} {_json(names[name].get("parameters"), SPACED)} "}}"')
     return f'start: {start} "\\n" call "\\n" {end}\ncall: {" | ".join(calls)}\n'
+
+
+def calls_in_json(model: LanguageModel) -> bool:
+    """Whether a model writes its calls as JSON, whose schema a grammar can have."""
+    return bool(model.tokenizer.tool_parser is json_tools.parse_tool_call)
 
 
 def _json(schema: Mapping[str, Any] | None, options: Mapping[str, Any]) -> str:

@@ -375,7 +375,7 @@ class Scheduler:
         job.batch = batch
         options: dict[str, Any] = {"stop": ask.stop or None, "seed": ask.sampling.seed}
         told = announces_tools(model.tokenizer)
-        options |= {"tools": tools_of(ask) or None if told else None}
+        options |= {"tools": tools_of(ask, model) or None if told else None}
         return Request(
             messages=job.messages,
             begun=ask.begun,
@@ -383,7 +383,7 @@ class Scheduler:
             sampler=sampler_of(ask.sampling),
             logits_processors=processors_of(ask, model) or None,
             options={name: value for name, value in options.items() if value is not None},
-            template=_switches(ask),  # for the lines of models that tell of tools, whoever answers
+            template=_switches(ask, model),  # also for lines of models that tell of tools
             batch=job,
         )
 
@@ -439,12 +439,12 @@ def _length(ask: GenerationRequest, model: LanguageModel) -> int:
     if ask.messages is None:
         return len(ask.prompt if isinstance(ask.prompt, tuple) else encode(model, ask.prompt or ""))
     messages = list(map(dict, ask.messages))
-    return len(Transcript(messages, switches=_switches(ask), begun=ask.begun).prompt(model))
+    return len(Transcript(messages, switches=_switches(ask, model), begun=ask.begun).prompt(model))
 
 
-def _switches(ask: GenerationRequest) -> dict[str, Any]:
+def _switches(ask: GenerationRequest, model: LanguageModel) -> dict[str, Any]:
     """The chat templates' switches for a request; one that cannot tell of tools leaves them out."""
-    return {**ask.template, **({"tools": tools_of(ask)} if ask.tools else {})}
+    return {**ask.template, **({"tools": tools_of(ask, model)} if ask.tools else {})}
 
 
 def _place(error: BaseException) -> tuple[str, str]:

@@ -53,8 +53,8 @@ class Keys:
 
     def of(self, ask: GenerationRequest) -> list[Key]:
         """The keys of what stands before the messages, and of each message."""
-        tools = _json(ask.tools)
-        head = _digest(_json([tools, sorted(ask.template.items())]))
+        tools = _json(ask.tools)  # switches of the template mostly change a prompt's end
+        head = _digest(_json([tools, sorted(ask.template.items()) if self._verbatim else ""]))
         parts = () if self._verbatim else _beginnings("tools", tools)
         return [(head, "", *parts), *map(self.message, ask.messages or ())]
 

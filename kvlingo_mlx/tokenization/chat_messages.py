@@ -44,7 +44,7 @@ SEEN = ("an image", "a video")  # begin the notes of what holds no text at all
 CONTENTS = ("content", "value", "output", "outputs", "result", "results", "parts", "text")
 TEXTS = ("text", "refusal", "transcript", "content", "output", "value", "stdout", "stderr")
 OPAQUE = ("encrypted", "signature", "cache_control")  # begin names of what nobody can read
-LONGEST = 2000  # characters of a part of an unknown kind that a model is told
+LONGEST = 2000  # characters without a space that are data of a part, and no text
 REASONING = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
 THOUGHTS = ("thinking", "text", "content", "summary")
 ARGUMENTS = ("arguments", "input", "action", "operation", "code", "queries")
@@ -119,9 +119,17 @@ def told(part: Any) -> str:
     if what := NOTES.get(kind_of(part)):
         name = _given(part, ("filename", "title"))
         return f"[{what}: {name:.300}]" if isinstance(name, str) else f"[{what}]"
-    kept = {name: value for name, value in part.items() if not str(name).startswith(OPAQUE)}
+    kept = {
+        name: value
+        for name, value in part.items()
+        if not str(name).startswith(OPAQUE) and not _is_data(value)
+    }
     text = json.dumps(kept, ensure_ascii=False, default=str)
-    return text if len(kept) > 1 and len(text) <= LONGEST else f"[{kind_of(part)}]"
+    return text if len(kept) > 1 else f"[{kind_of(part)}]"
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, str) and len(value) > LONGEST and " " not in value[:LONGEST]
 
 
 def unreadable(content: Any) -> int | None:
@@ -337,6 +345,8 @@ class _Reader:
         text = arguments_of(_given(given, ARGUMENTS))
         function = {"name": str(given.get("name") or kind or "unknown"), "arguments": text}
         calls = self._open().setdefault("tool_calls", [])
+        if identity and any(each["id"] == identity for each in calls):
+            return None  # it is told in two forms
         calls.append({"id": identity, "type": "function", "function": function})
         if given is call and (found := _given(call, CONTENTS)) is not None:
             self._result({"id": identity, "output": found})

@@ -24,6 +24,7 @@ Message = dict[str, Any]
 # What a template's own code may raise about messages.
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 GO_ON = {"role": "user", "content": "Go on."}  # stands where a template wants a user's message
+EMPTY = "(nothing)"  # of a message that a template does not take without words
 NO_RESULT = "(no result)"  # of a call that was interrupted
 OWN_ID, FOREIGN_ID = "a1b2c3d4e", "call_0f1e-2d3c_4b5a6978a1b2c3d4"
 ANNOUNCED = "kvlingo_looks"
@@ -46,6 +47,7 @@ PROBES = {
     "several systems": ["system system user"],
     "late system": ["user assistant system user system"],
     "several users": ["user user"],
+    "an empty answer": ["user empty user"],
     "several answers": ["user assistant assistant user"],
     "no user first": ["assistant user", "system"],
     "an answer last": ["user assistant"],
@@ -80,6 +82,7 @@ KINDS: Mapping[str, Callable[[str, Any], Message]] = {
     "tool": lambda word, _: _result(word),
     "other-tool": lambda word, _: _result(word, OWN_ID[::-1]),
     "foreign-tool": lambda word, _: _result(word, FOREIGN_ID),
+    "empty": lambda word, _: _answer(),
     "reasoning": lambda word, _: _answer(content="yes", reasoning_content=word),
     "marked": lambda word, tokenizer: _answer(content=_marked(tokenizer, word, "yes")),
     "call": lambda word, _: _answer(tool_calls=[_call(word)]),
@@ -131,7 +134,7 @@ class TemplateNeeds:
 
     def _renders(self, kinds: Sequence[str]) -> bool:
         """Whether all of a probe's messages are in the prompt, in their order."""
-        words = ".*".join(f"kvlingo{number}n" for number in range(len(kinds)))
+        words = ".*".join(f"kvlingo{n}n" for n, kind in enumerate(kinds) if kind != "empty")
         return re.search(words, self._text(kinds), re.DOTALL) is not None
 
     def _text(self, kinds: Sequence[str], **switches: Any) -> str:
@@ -209,10 +212,11 @@ def fit_to_template(
         ValueError: A part of a content is not text.
     """
     needs = TemplateNeeds(tokenizer, tools, strict=strict)
-    given = [
-        {**message, "content": "" if message.get("content") is None else message["content"]}
-        for message in with_joined_parts(messages)
-    ]
+    given = with_joined_parts(messages)
+    for message in given:
+        if message.get("content") in (None, ""):
+            filled = message.get("tool_calls") or needs.takes("an empty answer")
+            message["content"] = "" if filled else EMPTY
     if not needs.takes("several answers"):
         given = _with_joined_answers(given)
     forms = list(_with_results(needs, given))
@@ -253,13 +257,14 @@ def _identified(call: Any, number: int) -> Message:
 def _matched(calls: Sequence[Message], follow: Iterable[Message]) -> dict[int, Message]:
     """The results that follow an answer, by the number of their call, up to one of no call."""
     results: dict[int, Message] = {}
+    free = dict[str, int]()
+    for number, call in enumerate(calls):
+        free.setdefault(call["id"], number)
     for result in itertools.takewhile(lambda message: message["role"] == "tool", follow):
-        identity = result.get("tool_call_id")
-        free = (n for n in range(len(calls)) if n not in results)
-        number = next((n for n in free if identity in (None, "", calls[n]["id"])), None)
-        if number is None:
+        identity = result.get("tool_call_id") or next(iter(free), None)
+        if identity not in free:
             break
-        results[number] = result
+        results[free.pop(identity)] = result
     return results
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.messages import Message, Tool
 from kvlingo_mlx.serving.wire import BadRequest, shown
-from kvlingo_mlx.serving.wire.oddities import TOOL, UNSUPPORTED
+from kvlingo_mlx.serving.wire.oddities import OPTIONAL, TOOL, UNSUPPORTED
 from kvlingo_mlx.tokenization import chat_messages
 from kvlingo_mlx.tokenization.chat_messages import ROLES, is_call, is_result, kind_of, unreadable
 
@@ -93,7 +93,8 @@ def tools_of(found: list[Any]) -> tuple[Tool, ...]:
     Raises:
         BadRequest: One is not a function, or two have one name.
     """
-    tools = [_tool(tool, f"tools.{number}") for number, tool in enumerate(found)]
+    own = [(n, tool) for n, tool in enumerate(found) if kind_of(tool) not in OPTIONAL]
+    tools = [_tool(tool, f"tools.{number}") for number, tool in own]
     names = Counter(tool["function"]["name"] for tool in tools)
     name, count = names.most_common(1)[0] if names else ("", 0)
     if count > 1:
@@ -122,7 +123,7 @@ def _tool(found: Any, path: str) -> Tool:
     function: dict[str, Any] = {"name": name}
     if isinstance(given.get("description"), str) and given["description"]:
         function["description"] = given["description"]
-    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    function["parameters"] = {"type": "object", "properties": {}, **(parameters or {})}
     if given.get("strict") is True:
         function["strict"] = True
     return {"type": "function", "function": function}
@@ -165,6 +166,8 @@ def schema_of(found: Any, path: str) -> dict[str, Any] | None:
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return schema
         case {"type": "json_schema", "schema": dict(schema)}:
+            return schema
+        case {"type": "json_object", "schema": dict(schema)}:
             return schema
         case {"type": "json_object"}:
             return {}

@@ -66,7 +66,6 @@ def ignored(names: str) -> Rules:
 
 # ---- reasons ------------------------------------------------------------------------------------
 
-_ALIKE = "all requests are served alike"
 _END = "an answer ends where its model ends it, at stop, or at max_tokens"
 _HOSTED = "the server runs no tools itself; declare a function, run it, and send its result"
 _KEPT = "the server keeps no requests; send the whole conversation each time"
@@ -85,11 +84,11 @@ TOOL = {  # other fields of a tool change nothing
     "allowed_callers": only("only the model calls tools", ["direct"], []),
     "input_examples": only("put the examples into the description", []),
 }
-STREAM = ignored("include_obfuscation")
+STREAM = ignored("include_obfuscation continuous_usage_stats")
 EDIT = ignored("keep")  # of thinking, as the chat template says
 THINKING_SETTING = ignored("budget_tokens")  # how long it thinks, a model decides
 OUTPUT_SETTING = {"task_budget": only("give max_tokens")}
-TEXT_SETTING = {"verbosity": only("say in a message how long the answer should be", "medium")}
+TEXT_SETTING = ignored("verbosity")
 REASONING_SETTING = {
     **ignored("summary generate_summary"),
     "context": only("the chat template says which reasoning is shown", "auto"),
@@ -100,9 +99,7 @@ REASONING_SETTING = {
 
 _OPENAI = {
     **ignored("user safety_identifier prompt_cache_key prompt_cache_retention"),
-    **ignored("prompt_cache_options"),
-    "service_tier": only(_ALIKE, "auto", "default"),
-    "store": only("the server keeps no requests; leave it out", False),
+    **ignored("prompt_cache_options service_tier store verbosity"),
     "moderation": only("the server has no such model"),
     "n": only(_ONE, 1),
 }
@@ -130,10 +127,10 @@ CHAT = {
     **_OPENAI,
     **_MLX_LM,
     **_LOCAL,
-    **TEXT_SETTING,
+    **CACHED,
     **ignored("metadata"),
-    "functions": only(_OLD_TOOLS),
-    "function_call": only(_OLD_TOOLS),
+    "functions": only(_OLD_TOOLS, []),
+    "function_call": only(_OLD_TOOLS, "none"),
     "audio": only(_WRITE_TEXT),
     "modalities": only(_WRITE_TEXT, ["text"]),
     "prediction": only("the server drafts from no text; leave it out"),
@@ -156,15 +153,13 @@ RESPONSES = {
     "background": only("an answer is sent as it is made", False),
     "background_options": only("an answer is sent as it is made"),
     "context_management": only("leave out of the input what shall be forgotten", []),
-    "truncation": only("a conversation that is too long is refused", "disabled"),
+    "truncation": only("a conversation that is too long is refused", "disabled", "auto"),
     "access_programs": only("the server has no such programs"),
     "image": only(_WRITE_TEXT),
 }
 MESSAGES = {
     **CACHED,
-    **ignored("metadata user_profile_id workspace_id diagnostics betas"),
-    "service_tier": only(_ALIKE, "auto", "standard_only"),
-    "speed": only(_ALIKE, "standard"),
+    **ignored("metadata user_profile_id workspace_id diagnostics betas service_tier speed"),
     "inference_geo": only("the server answers where it runs"),
     "container": only("the server runs no code; declare a function"),
     "mcp_servers": only("the server calls no other one; declare its functions as tools", []),
@@ -189,12 +184,11 @@ _KINDS = {
     _KEPT: "item_reference compaction compaction_trigger",
     'tools take JSON; declare it with type "function"': "custom",
 }
+# Tools that a client offers by itself and a provider runs; a model answers without them.
+OPTIONAL = "web_search web_search_preview web_fetch image_generation".split()
 UNSUPPORTED = {
     **{name: why for why, names in _KINDS.items() for name in names.split()},
     "namespace": "declare each of its functions in tools",
-    # Codex offers these two by default; a user of it can turn them off.
-    "web_search": f'{_HOSTED}; in Codex, set web_search = "disabled"',
-    "image_generation": f"{_HOSTED}; in Codex, set features.image_generation = false",
     "allowed_tools": "send only the tools that are allowed",
     "grammar": "give a JSON schema instead",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
@@ -51,14 +51,12 @@ class ResponsesRequest(Conversing):
     input: Annotated[Annotated[list[Any], Field(min_length=1)], BeforeValidator(_in_items)]
     instructions: str | None = None
     max_output_tokens: Positive | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
     stream_options: _Stream | None = None
     text: _TextSetting | None = None
     reasoning: _Reasoning | None = None
     top_logprobs: Tops | None = None
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = (
-        None
-    )
+    include: list[str] | None = None
 
     def conversation(self) -> tuple[Message, ...]:
         first = {"role": "system", "content": self.instructions}

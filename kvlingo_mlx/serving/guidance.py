@@ -21,6 +21,7 @@ NEEDED = (
     "server runs; install it there (pip install llguidance), or ask for JSON in words"
 )
 
+LINES = r"/\n\n?/"  # between a trace, a text and calls
 # Without white space that a grammar would allow: a small model can go on with it for ever.
 # Of a schema's keywords that llguidance does not know, the model alone is told.
 COMPACT = {"x-guidance": {"whitespace_flexible": False, "lenient": True}}
@@ -57,10 +58,8 @@ def _text_grammar(ask: GenerationRequest, tokenizer: Any) -> str:
     text = _json(ask.schema, COMPACT)
     if not ask.tools or ask.tool_choice == "none" or not tokenizer.has_tool_calling:
         return f"start: {text}"
-    return (
-        "start: LINES? (text | call (LINES? call)*)\nLINES: /\\n\\n?/\n"
-        f"text: {text}\ncall: {_free_call(tokenizer)}\n"
-    )
+    calls = f"call (LINES? call)*)\nLINES: {LINES}\ncall: {_free_call(tokenizer)}\n"
+    return f"start: LINES? (text | {calls}text: {text}\n"
 
 
 def _free_call(tokenizer: Any) -> str:
@@ -89,7 +88,7 @@ def _call_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
             f"tool_choice names {ask.tool_choice!r}, but the tools are {', '.join(names)}"
         )
     if not calls_in_json(model):  # only the tools that are wanted are announced
-        return f"start: {_free_call(tokenizer)}"
+        return f"start: LINES? call\nLINES: {LINES}\ncall: {_free_call(tokenizer)}\n"
     start, end = (
         _marked(tokenizer, mark) for mark in (tokenizer.tool_call_start, tokenizer.tool_call_end)
     )

@@ -33,7 +33,6 @@ FILES: dict[str, str | bytes] = {
     "cut": '{"role": "user", "content": "a"}\n{"role"',
     "words": '["hi"]',
     "two": json.dumps([{"messages": TALK}] * 2),
-    "bot": '[{"role": "bot", "content": "hi"}]',
     "bytes": b"\xff\xfe",
     "coqa.jsonl": '{"story": "x", "questions": ["a", "b", "c"], "answers": {"input_text": '
     '["d", "e", "f"], "turn_id": [1, 2, 3]}}',
@@ -153,7 +152,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--messages {cut}", "line 2: not JSON"),
         ("--messages {words}", "holds 'hi'; give messages"),
         ("--messages {two}", "2 conversations"),
-        ("--messages {bot}", "does not take these messages"),
         ("--target h:1 --prompt x", OTHER_MACHINE),
     ],
     "chat": [

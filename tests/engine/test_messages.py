@@ -174,3 +174,18 @@ def test_only_the_template_opens_a_trace(template: str, opens: bool, tmp_path: P
                 assert (content, reasoning) == (
                     ("", "the use of it") if opens else ("the use of it", "")
                 )
+
+
+def test_models_of_one_vocabulary_keep_lines_in_their_own_templates(tmp_path: Path) -> None:
+    """What another template makes of the conversation takes nothing from a model's line."""
+    models = {
+        "own": caller(tmp_path / "own", TEMPLATE),
+        "other": caller(tmp_path / "other", BESIDE.replace("<|im_start|>", "<|im_start|># ")),
+    }
+    talk = Conversation(models, on_missing="reprefill", allow_mismatch=True)
+    thought(talk, "own", "is it on?", "it is on and on")
+    held = list(talk.lines["own"].tokens)
+    thought(talk, "other", "are you there?", "here")
+    prompt = talk.transcript.prompt(models["own"], [{"role": "user", "content": "and now?"}])
+    kept = talk.lines["own"].common(prompt)
+    assert kept > len(held) - 3 > 10 and talk.lines["own"].tokens[:kept] == held[:kept]

@@ -183,7 +183,7 @@ def test_a_stream(urls: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"model": "nobody/has-this"}, {"max_tokens": -2}, {"temperature": -1}, {"top_p": 2},
+        {"model": "nobody/has-this"}, {"max_tokens": -3}, {"temperature": -1}, {"top_p": 2},
         {"messages": "none"}, {"seed": "x"}, {"stop": 3}, {"logit_bias": "x"}, {"stream": 1},
     ],
 )  # fmt: skip

@@ -47,13 +47,14 @@ class Served:
     openai: Any
     claude: Any
     tokenizers: dict[str, Any]
+    engine: Scheduler
     usage: Any = None  # of the last answer
 
     def prompt(self, model: str, tokens: int) -> str:
         """The text of what a model held before it wrote its last answer."""
-        while Seen.now.busy:  # it tells the end before it books it
+        while self.engine.busy:  # it tells the end before it books it
             time.sleep(0.001)
-        session = max(Seen.now.store.sessions, key=lambda session: session.used)
+        session = max(self.engine.store.sessions, key=lambda session: session.used)
         return self.tokenizers[model].decode(session.line(model).tokens[:tokens])
 
     def ask(self, session: AgentSession, model: str, client: int) -> str:
@@ -71,6 +72,7 @@ def clients(server: Running, folders: dict[str, Path]) -> Served:
         openai.OpenAI(base_url=f"{server.url}/v1", **own),
         anthropic.Anthropic(base_url=server.url, **own),
         {name: reference(folder) for name, folder in folders.items()},
+        Seen.now,  # the one that was made last
     )
 
 

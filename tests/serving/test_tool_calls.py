@@ -144,6 +144,30 @@ def test_calls_that_cannot_be_demanded(server: Server) -> None:
         chat(server, ASKED, tools=broken, tool_choice="required")
 
 
+def test_keywords_that_no_grammar_knows_are_left_to_the_model(server: Server) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"days": {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True,
+                                "minItems": 1, "maxItems": 1}},
+        "required": ["days"], "additionalProperties": False, "propertyNames": {"maxLength": 9},
+    }  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    answer = server.openai.chat.completions.create(
+        model="a", messages=ASKED, max_tokens=60, response_format=form
+    )
+    assert json.loads(answer.choices[0].message.content)["days"] in ([1], [2])
+
+
+def test_thinking_switched_on_keeps_what_was_read(server: Server) -> None:
+    history = [{"role": "user", "content": "Is it far to the sea from here? " * 5}]
+    for thinks in (False, True):
+        answer = server.openai.chat.completions.create(
+            model="a", messages=history, max_tokens=2,
+            extra_body={"chat_template_kwargs": {"enable_thinking": thinks}},
+        )  # fmt: skip
+    assert answer.usage.prompt_tokens_details.cached_tokens > 20
+
+
 def test_none_forbids_what_auto_allows(server: Server, root: Path) -> None:
     """The mark of a call is made the likeliest token."""
     tokenizer = kv.load(root / "a", lazy=True).tokenizer
@@ -286,6 +310,8 @@ def test_a_schema_holds_for_the_text_alone(
     for told in (answer("It is noon."), answer(call, tool_choice="none"), answer(call, tools=())):
         assert json.loads(told[0])["hour"] in (11, 12) and not told[1]
     assert not answer(f"{call}It is noon.")[0].strip()
+    if form == "xml":
+        assert answer(call, tool_choice="now", schema=None)[1:] == (1, "tool_calls")
 
 
 def test_long_tools_are_shared_without_a_message(root: Path, tmp_path: Path) -> None:

@@ -280,6 +280,9 @@ def test_calls_of_the_past_are_carried() -> None:
             TEXT]}],
          [("assistant", ""), ("tool", '{"type": "web_search_result", "title": "T", "url": "U"}'),
           ("assistant", "t")]),
+        ([{"role": "tool", "content": [
+            {"type": "issue", "body": "long words " * 900, "blob": "A" * 3000}]}],
+         [("tool", '{"type": "issue", "body": "' + "long words " * 900 + '"}')]),
         ([{"type": "mcp_call", "id": "m", "name": "f", "arguments": "{}", "output": "x"}],
          [("assistant", ""), ("tool", "x")]),
         ([{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}], [("tool", "x")]),

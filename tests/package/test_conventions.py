@@ -338,14 +338,14 @@ def test_every_reason_is_still_one() -> None:
 
 # 17 more since rounded fingerprints of norms, which 0.1.0 wrote, are recognised again, and since
 # huggingface-hub brings httpx by either of its names.
-TOTAL, GOAL = 48_388, 36_000  # lines of the package: at most, and where this is going
+TOTAL, GOAL = 48_386, 36_000  # lines of the package: at most, and where this is going
 LINES_OF = {  # a room's lines; it may have a tenth more
     "arguments": 272,
     "caches": 1_274,
     "cli": 4_345,
     "cuda": 1_789,
     "embedded": 532,
-    "engine": 8_592,
+    "engine": 8_599,
     "evaluation": 3_657,
     "families": 1_171,
     "fitting": 573,
@@ -358,12 +358,12 @@ LINES_OF = {  # a room's lines; it may have a tenth more
     "options": 419,
     "remote": 958,
     "reporting": 253,
-    "serving": 5_776,
+    "serving": 5_784,
     "stage1": 898,
     "store": 1_061,
     "threads": 257,
     "timing": 888,
-    "tokenization": 1_983,
+    "tokenization": 1_998,
     "training": 4_548,
     "translators": 847,
     "others": 200,

@@ -40,7 +40,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
 from kvlingo_mlx.version import __version__
 
-FORMAT, VERSION = "kvlingo-conversation", 3  # version 3 has structured messages
+FORMAT, VERSION = "kvlingo-conversation", 4  # 3: structured messages; 4: answers by place
 FACTS = "conversation.json"
 # A line's arrays of two dtypes, its recurrent states being float32, are two files.
 OURS = re.compile(r"line-\d+\.(cache|states|native|kept)\.[0-9a-f]{16}\.safetensors(\.tmp)?")

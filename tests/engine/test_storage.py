@@ -453,7 +453,7 @@ def test_a_damaged_folder_is_refused(model: LanguageModel, tmp_path: Path) -> No
     resume(folder, model)
     facts = json.loads((folder / "conversation.json").read_text())
     changes: tuple[tuple[Callable[[Any], Any], str], ...] = (
-        (lambda f: f.update(version=2), "is of format version 2; this version reads 3"),
+        (lambda f: f.update(version=3), "is of format version 3; this version reads 4"),
         (lambda f: f.update(format="x"), "it is no kvlingo-conversation"),
         (lambda f: f.pop("lines"), "KeyError: 'lines'"),
         (lambda f: f["lines"]["a"]["facts"]["tokens"].pop(), "tokens, but caches of"),

@@ -325,7 +325,8 @@ def _translations(
     """Every form by its fastest method, checked; what is known of each; their names by form."""
     actions, details, names = dict[str, Action](), dict[str, dict[str, Any]](), dict[str, str]()
     for form, both in forms.items():
-        fast, given = both[0], scene.given(FORMS[form])
+        fast: Any = both[0]  # PyTorch's decorators hide that it can be called where it is missing
+        given = scene.given(FORMS[form])
         method = fast.methods[-1]
         error = scene.error(FORMS[form], both, method)
         if not error < ERRORS[settings.dtype]:

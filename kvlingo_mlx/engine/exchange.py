@@ -372,9 +372,8 @@ class Exchange(LineSet):
         return source.native.reach(begun, most, kept=states)
 
     def can_follow(self, name: str) -> bool:
-        return any(
-            not self.directions.missing(other, name) for other in self.lines if other != name
-        )
+        others = (other for other in self.lines if other != name)
+        return not all(self.directions.missing(other, name) for other in others)
 
     def follow(
         self, wanted: Wanted, others: Mapping[str, Sequence[Reading]], mark: int | None
@@ -393,10 +392,11 @@ class Exchange(LineSet):
             reading = wanted.get(self.key(name))
             if reading is None or line.away or name in self.asleep:
                 continue
-            if reading.tokenizer.chat_template != line.model.tokenizer.chat_template:
-                continue  # it would lose its own prompt's tokens
-            tokens = reading.tokens
-            if line.trim(line.common(tokens)) == len(tokens):
+            tokens, common = reading.tokens, line.common(reading.tokens)
+            alike = reading.tokenizer.chat_template == line.model.tokenizer.chat_template
+            if reading.messages and not alike and common < len(line):
+                continue  # by another template: it would lose its own prompt's tokens
+            if line.trim(common) == len(tokens):
                 continue
             known = Known(reading, others) if self.several else None
             try:

@@ -136,7 +136,7 @@ class Transcript:
             both = (list(map(_whole, listed)) for listed in (before.messages, messages))
             kept = before.holding(common_prefix(*both))
             if kept.segments:
-                return self._continued(model, kept, messages)
+                return self._continued(model, kept, messages).read(self.begun)
         rendered, found = self._rendered(self._renderer(model), messages)
         if self.begun:
             rendered = self._answered(model, messages).split(MARK, 1)[0] + self.begun
@@ -222,7 +222,8 @@ class Transcript:
         """
         messages = [*self.messages, *new]
         header = header_of(model, messages, reading.rendered, **self.switches)
-        return reading.place(len(reading.text) - len(header)) if header else None
+        known = header and (reading.rendered or not self.begun)
+        return reading.place(len(reading.text) - len(header)) if known else None
 
     def ahead(self, model: LanguageModel) -> Reading | None:
         """The part that will be read whatever the user says next; None if it is unknown."""
@@ -307,9 +308,8 @@ class Transcript:
             message = answer_message(tokenizer, left, opened=known.opened)
         self.messages = [*self.messages[:-1], message]
         for key, reading in holding.items():
-            begun = reading.before_answer().text.endswith(known.begun) and known.begun
             cut = reading.shortened(known.text, left, message, located=self.several)
-            self.readings[key] = reading.before_answer() if begun else cut
+            self.readings[key] = reading.before_answer() if known.begun else cut
         self._remember(Written(message, left, known.opened))
 
     # ---- as JSON --------------------------------------------------------------------------

@@ -87,13 +87,12 @@ KINDS: Mapping[str, Callable[[str, Any], Message]] = {
     "marked": lambda word, tokenizer: _answer(content=_marked(tokenizer, word, "yes")),
     "call": lambda word, _: _answer(tool_calls=[_call(word)]),
     "spoken-call": lambda word, _: _answer(content=word, tool_calls=[_call("look")]),
-    "pondered-call": lambda word, _: _answer(
-        content=word, reasoning_content="because", tool_calls=[_call("look")]
-    ),
+    "pondered-call": lambda word, _: KINDS["spoken-call"](word, _) | {"reasoning_content": "so"},
     "calls": lambda word, _: _answer(tool_calls=[_call("look"), _call(word, OWN_ID[::-1])]),
     "foreign-call": lambda word, _: _answer(tool_calls=[_call(word, FOREIGN_ID)]),
     "text-call": lambda word, _: _answer(tool_calls=[_call("look", OWN_ID, f"{{{word}")]),
 }
+STRICT = ("system", "system, no user last", "reasoning", "marked reasoning")  # are tried always
 # By tokenizer, what its template has been found to take, without and with tools.
 _found: weakref.WeakKeyDictionary[Any, dict[tuple[str, bool], bool]] = weakref.WeakKeyDictionary()
 
@@ -114,7 +113,7 @@ class TemplateNeeds:
         """Whether the template takes a kind of history: a key of PROBES, or a role."""
         if self.tokenizer is None:
             return what.startswith("system") or what == "an empty answer"
-        if self._strict and "system," not in f"{what}," and "reasoning" not in what:
+        if self._strict and what not in STRICT:
             return False
         known = _found.setdefault(self.tokenizer, {})
         key = what, self._tools
@@ -380,16 +379,15 @@ def _with_reasoning(needs: TemplateNeeds, answer: Message) -> Message:
     """
     reasoning = answer.get("reasoning_content")
     spoken = reasoning and answer["content"] and answer.get("tool_calls")
+    kept = {key: value for key, value in answer.items() if key != "reasoning_content"}
     if spoken and needs.takes("spoken-call") and not needs.takes("pondered-call"):
-        return {key: value for key, value in answer.items() if key != "reasoning_content"}
+        return kept
     thinks = getattr(needs.tokenizer, "has_thinking", False)  # a bare tokenizer does not know
     if not isinstance(reasoning, str) or not reasoning or not thinks:
         return answer
     if needs.takes("reasoning") or not needs.takes("marked reasoning"):
         return answer
-    told = _marked(needs.tokenizer, reasoning.strip(), answer["content"])
-    kept = {key: value for key, value in answer.items() if key != "reasoning_content"}
-    return {**kept, "content": told}
+    return {**kept, "content": _marked(needs.tokenizer, reasoning.strip(), answer["content"])}
 
 
 def _marked(tokenizer: Any, reasoning: str, content: str) -> str:

@@ -189,3 +189,17 @@ def test_models_of_one_vocabulary_keep_lines_in_their_own_templates(tmp_path: Pa
     prompt = talk.transcript.prompt(models["own"], [{"role": "user", "content": "and now?"}])
     kept = talk.lines["own"].common(prompt)
     assert kept > len(held) - 3 > 10 and talk.lines["own"].tokens[:kept] == held[:kept]
+
+
+@pytest.mark.parametrize("verbatim", [False, True])
+def test_an_answer_that_was_begun_is_in_the_prompt(model: LanguageModel, verbatim: bool) -> None:
+    """Also where a conversation goes on from its tokens; without it nothing is added."""
+    talk = talk_of(model, verbatim=verbatim)
+    thought(talk, "a", "is it on?", "it is on")
+    new = [{"role": "user", "content": "and you"}]
+    plain = prompt_of(talk, "a", new)
+    talk.transcript.begun = "I am"
+    found = talk.transcript.reading(model, new)
+    assert found.text.endswith("I am") and not plain.endswith("I am")
+    mark = talk.transcript.header(model, new, found)
+    assert mark is None or "I am" in model.tokenizer.decode(found.tokens[mark:])

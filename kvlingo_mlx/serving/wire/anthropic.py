@@ -72,8 +72,8 @@ class CountRequest(Conversing):
         before = [{"role": "system", "content": system}] if system else []
         return (*before, *conversation(self.messages, "messages", "\n"))
 
-    def goes_on(self) -> bool:
-        last = self.conversation()[-1]
+    def goes_on(self, messages: tuple[Message, ...]) -> bool:
+        last = messages[-1]
         return last["role"] == "assistant" and "tool_calls" not in last
 
     def ask(self) -> GenerationRequest:

@@ -82,11 +82,11 @@ class ChatRequest(OpenAIRequest, Conversing):
     def conversation(self) -> tuple[Message, ...]:
         return conversation(self.messages, "messages")
 
-    def goes_on(self) -> bool:
+    def goes_on(self, messages: tuple[Message, ...]) -> bool:
         message, given = None, self.add_generation_prompt
         if self.continue_final_message:
             param = "continue_final_message"
-            if given or self.conversation()[-1]["role"] != "assistant":
+            if given or messages[-1]["role"] != "assistant":
                 message = (
                     "continue_final_message needs a last message of role assistant, and no "
                     "add_generation_prompt; change one of them"

@@ -118,8 +118,8 @@ class Conversing(Sampled):
         """The messages in the form of OpenAI's chat."""
         raise NotImplementedError
 
-    def goes_on(self) -> bool:
-        """Whether the last message is the beginning of the answer."""
+    def goes_on(self, messages: tuple[Message, ...]) -> bool:
+        """Whether the last of all messages is the beginning of the answer."""
         return False
 
     def converse(
@@ -136,7 +136,8 @@ class Conversing(Sampled):
         tools = tools_of(self.tools or [])
         effort_is = {"reasoning_effort": effort} if effort else {}
         thinks = {"enable_thinking": False} if effort == "none" else {}
-        messages, goes_on = self.conversation(), self.goes_on()
+        messages = self.conversation()
+        goes_on = self.goes_on(messages)
         return self.request(
             messages=messages[:-1] if goes_on else messages,
             begun=messages[-1]["content"] if goes_on else "",

@@ -268,21 +268,6 @@ def test_translators_between_two_converted_models(convert: Convert, tmp_path: Pa
 # ---- real widths, and what is refused ---------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"kv_lora_ranks": [64] * 3}, "kv_lora_ranks of 4 layers"),
-        ({"rotary_slots": [[64] * 32] * 4}, "with 32 pairs each, from 0 to 63"),
-    ],
-)
-def test_a_config_that_does_not_fit_is_refused(
-    convert: Convert, tmp_path: Path, more: dict[str, Any], said: str
-) -> None:
-    folder = rewritten(convert(rank=64, rotary=64), tmp_path / "other", **more)
-    with pytest.raises(kv.MissingModelError, match=said):
-        kv.load(folder)
-
-
 def test_the_package_alone_names_what_to_import(convert: Convert) -> None:
     folder = convert(rank=64, rotary=64)
     for side, code in (
@@ -311,24 +296,6 @@ def test_what_cannot_be_converted(tool: ModuleType, convert: Convert, tmp_path: 
     for folder, kind in ((gemma, "gemma3_text"), (convert(rank=64, rotary=64), "converted_mla")):
         with pytest.raises(UnsupportedModelError, match=f"this model has model_type '{kind}'"):
             tool.shape_of(transformers.AutoConfig.from_pretrained(folder))
-    for settings, said in (
-        ({"rotary": 7}, "--rotary is 7; give an even number from 2 to 128"),
-        ({"rank": 0}, "--rank is 0; give 1 to 128, the full rank"),
-        ({"ranks": "total", "rank": 32, "multiple": 64}, "--multiple is 64, and layers have 32"),
-        ({"shrinkage": -0.1}, "--shrinkage is -0.1; give a number from 0 to 1"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            convert(**settings)
-    other = rewritten(
-        zoo(SMALL), tmp_path / "four-bits", quantization={"bits": 4, "group_size": 64}
-    )
-    with pytest.raises(UnsupportedModelError, match="this model has quantised weights"):
-        tool.shape_of(transformers.AutoConfig.from_pretrained(other))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(zoo(SMALL))
-    with pytest.raises(
-        ValueError, match=r"the data hold \d+ tokens, and 9 sequences of 50 need 450"
-    ):
-        tool.packed([{"text": "the code of Anna"}], tokenizer, 9, 50)
 
 
 def test_a_conversion_that_is_cut_off_leaves_no_model(
@@ -365,19 +332,3 @@ def test_the_tool_runs_from_a_file_of_conversations(
     assert "more than the full rank" not in capsys.readouterr().out
     with pytest.raises(SystemExit, match="out exists; name another folder"):
         tool.main()
-    work = ["--work", str(tmp_path / "out.calibration"), "--rank", "32"]
-    monkeypatch.setattr(sys, "argv", [w.replace(str(out), f"{out}2") for w in words] + work)
-    with monkeypatch.context() as patch:
-        patch.setattr(tool, "calibrate", None)  # it is not read again
-        tool.main()
-    assert kv.load(f"{out}2").geometry.layers[0].value_dim == 32
-    monkeypatch.setattr(sys, "argv", [w.replace(str(out), f"{out}3") for w in words] + work[:2])
-    sys.argv[sys.argv.index("128")] = "64"
-    with pytest.raises(SystemExit, match="was measured with another model or other tokens"):
-        tool.main()
-    monkeypatch.setattr(sys, "argv", [w.replace(str(out), f"{out}3") for w in words])
-    sys.argv[-1] = "1024"
-    tool.main()
-    told = capsys.readouterr().out
-    assert "--rank 1024 is more than the full rank of this model, 128" in told
-    assert kv.load(f"{out}3").geometry.layers[0].value_dim == 128

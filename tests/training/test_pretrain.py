@@ -281,19 +281,3 @@ def test_bad_input_gets_one_line(
     text = str(caught.value.code)
     assert text.startswith("error: ") and told in text and "\n" not in text
     assert not (tmp_path / "out").exists()
-
-
-def test_the_zoo_is_trained_by_one_process(pretrain: ModuleType, tmp_path: Path) -> None:
-    given = pretrain.parsed(["tiny-qwen3-s", "--out", str(tmp_path / "out")])
-    with pytest.raises(ValueError, match="trained by one process; start it without torchrun"):
-        pretrain.training_of(given, pretrain.plan_of(given), Group(0, 2))
-
-
-def test_a_tokenizer_has_to_fit(pretrain: ModuleType, data: Path, tmp_path: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(SMALL)
-    tokenizer.add_tokens(["<one>"])
-    tokenizer.save_pretrained(tmp_path / "larger")
-    asked = words(data, tmp_path / "out")
-    asked[asked.index(str(SMALL))] = str(tmp_path / "larger")
-    with pytest.raises(ValueError, match="has 1025 tokens, and the model 1024; give a smaller one"):
-        training(pretrain, asked)

@@ -242,24 +242,6 @@ def test_text_files_and_conversations_are_read(tmp_path: Path) -> None:
     assert max(map(len, pieces)) < (1 << 14) + 40
 
 
-@pytest.mark.parametrize(
-    ("files", "name", "told"),
-    [
-        ({"notes.md": "text"}, ".", "holds no .jsonl and no .txt file; name a folder that does"),
-        ({}, "none.txt", "none.txt does not exist; give JSONL or text files"),
-        ({"a.txt": ""}, ".", "holds no text to train on; give other --data"),
-    ],
-)
-def test_data_of_no_use_are_refused_in_a_line(
-    tmp_path: Path, files: dict[str, str], name: str, told: str
-) -> None:
-    for file, text in files.items():
-        (tmp_path / file).write_text(text)
-    with pytest.raises(ValueError, match=told) as caught:
-        tool("pretraining.packed").Documents([str(tmp_path / name)], Words(), 0)
-    assert "\n" not in str(caught.value)
-
-
 def test_what_cannot_be_read_is_passed_over_and_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -355,22 +337,6 @@ def test_a_slice_of_a_planted_model_is_the_small_one() -> None:
         found.load_state_dict(sliced(large.state_dict(), large.config, small.config))
         assert torch.equal(found(ids).logits, expected)
         torch.testing.assert_close(large(ids).logits, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"hidden_size": 80}, "hidden_size is 64 there, 80 here"),
-        ({"num_attention_heads": 12}, "queries for a key-value head is 5 there, 6 here"),
-    ],
-)
-def test_what_is_no_slice_is_refused(change: dict[str, Any], told: str) -> None:
-    large = qwen3(0, **L)
-    same = {"vocab_size": 64, "head_dim": 8, "rms_norm_eps": 1e-12, "tie_word_embeddings": True}
-    small = transformers.Qwen3Config(**{**same, **S, **change})
-    with pytest.raises(ValueError, match=told) as caught:
-        tool("pretraining.slicing").sliced(large.state_dict(), large.config, small)
-    assert "\n" not in str(caught.value)
 
 
 # ---- how the zoo's hybrids learn to look back ----------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -195,49 +194,6 @@ def test_the_command_writes_no_diverged_model(
         sys.argv[3] = str(tmp_path / "other")
         with pytest.raises(SystemExit, match=r"process \d+ is writing other in"):
             tool.main()
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (["--steps", "0"], "--steps is 0; give more than 0"),
-        (["{out}", "{small}", "{older}"], "does not say which model it was made of; convert it"),
-        (["{out}", "{small}", "{page}"], "is damaged, or no file of weights"),
-        (["--data", "{data}@2"], "a weight has no effect here; leave it out"),
-        (["{out}", "{small}", "{small}"], "exists; name another folder, or remove it"),
-        (["{out}", "{large}", "{converted}"], "was not converted from"),
-    ],
-)
-def test_what_cannot_be_run_is_one_line(
-    tool: ModuleType, data: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    tmp_path_factory: pytest.TempPathFactory, asked: list[str], said: str,
-) -> None:  # fmt: skip
-    """By the command; it stops before it writes anything."""
-    monkeypatch.setattr(tool, "start", lambda device: None)  # the tests' own group
-    home = tmp_path_factory.mktemp("models")
-    older, page = (shutil.copytree(converted, home / n) for n in ("older", "page"))
-    config = json.loads((older / "config.json").read_text())
-    del config["original"]
-    (older / "config.json").write_text(json.dumps(config))
-    for path in page.glob("model*.safetensors"):
-        path.write_text("<!doctype html>")
-    shutil.copy(page / "model-rest.safetensors", page / "model.safetensors")
-    places = {
-        "older": older, "page": page, "data": data,
-        "small": SMALL, "large": zoo("tiny-qwen3-l"), "converted": converted,
-        "out": converted if "exists;" in said else tmp_path / "out",
-    }  # fmt: skip
-    words = [str(converted), str(SMALL), str(tmp_path / "out")]
-    asked = [word.replace("{data}", str(data)) for word in asked]
-    if asked[0] == "{out}":
-        out, original, model = (word.format(**places) for word in asked)
-        words, asked = [model, original, out], []
-    monkeypatch.setattr(sys, "argv", ["recover", *words, "--data", str(data), *asked])
-    with pytest.raises(SystemExit) as caught:
-        tool.main()
-    text = str(caught.value.code)
-    assert text.startswith("error: ") and said in text and "\n" not in text
-    assert not list(tmp_path.iterdir())
 
 
 def test_two_processes_under_torchrun(

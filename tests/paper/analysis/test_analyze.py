@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from kvlingo_mlx.backend import mx
 
@@ -12,9 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-import kvlingo_mlx as kv
 from benchmarks.paper.analysis import corpus as texts
-from benchmarks.paper.analysis import states as collecting
 from benchmarks.paper.analysis.corpus import Corpus
 from benchmarks.paper.analysis.linearity import fit_layer
 from benchmarks.paper.analysis.network import Recipe
@@ -23,8 +20,7 @@ from benchmarks.paper.analysis.report import Settings, closed_form_alignment, co
 from benchmarks.paper.analysis.states import States, collect
 from benchmarks.paper.commands import run
 from tests.support import tiny
-from tests.support.command_line import fails
-from tests.support.fixtures import Folders, Models, Patch, Printed
+from tests.support.fixtures import Models, Printed
 
 SIDES = ("keys", "values")
 
@@ -100,24 +96,6 @@ def test_states_are_the_models_own_cache(models: Models) -> None:
         normed = heads / size * np.array(attention.k_norm.weight)
         assert middle.keys[layer] == pytest.approx(normed.reshape(14, -1), abs=1e-4)
         assert np.array_equal(middle.values[layer], raw.values[layer])
-
-
-def test_states_that_are_not_finite(folders: Folders) -> None:
-    model = kv.load(folders["dense"])
-    weight = model.attentions[1].v_proj.weight
-    model.attentions[1].v_proj.weight = weight * float("inf")
-    with pytest.raises(kv.KVLingoError, match="values of layer 1 of .* NaN or Inf"):
-        collect(model, corpus_of([4, 4], {0}), "pre_norm")
-
-
-def test_memory_is_checked_first(models: Models, monkeypatch: Patch) -> None:
-    pair = (models["dense"], models["moe"])
-    # 3 and 4 layers of 2 heads of 32, keys and values, float32: 3584 bytes a token.
-    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 2 * 100 * 3584}
-    monkeypatch.setattr(collecting.os, "sysconf", pages.__getitem__)
-    collecting.check_memory(pair, 100)
-    with pytest.raises(ValueError, match="lower --tokens"):
-        collecting.check_memory(pair, 101)
 
 
 def test_random_weights(models: Models, quantised_models: Models) -> None:
@@ -227,14 +205,6 @@ def test_a_permutation_of_heads_is_found() -> None:
     assert found["values"].p == pytest.approx(1 / 24, abs=0.01)
 
 
-def test_heads_that_cannot_be_aligned(models: Models) -> None:
-    settings = Settings(documents=4, tokens=200, mlp=False, cka=False)
-    states = collect(models["dense"], corpus_of([20, 20], {0}), "pre_norm")
-    report = compare(states, states, corpus_of([20, 20], {0}), settings, ({2, 4}, {2}))
-    assert report.heads == {} and any("differ in their KV heads" in n for n in report.notes)
-    assert any("few for inputs 64 wide" in note for note in report.notes)
-
-
 # ---- the verb ---------------------------------------------------------------------------
 
 
@@ -263,18 +233,3 @@ def test_verb_on_the_zoo(capsys: Printed) -> None:
         assert np.shape(results["heads"][side]["grid"]) == (4, 2)
         assert len(results["rank"]["source"][side]) == 4
         assert 1 < results["rank"]["target"][side][5]["effective"] < 128
-
-
-def test_verb_on_a_file(folders: Folders, tmp_path: Path, capsys: Printed) -> None:
-    data, record = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
-    data.write_text((json.dumps({"text": "One two three four five. " * 20}) + "\n") * 5)
-    pair = ["--source", str(folders["dense"]), "--target", str(folders["moe"])]
-    given = ["analyze", *pair, "--data", str(data), "--capture", "post_rope", "--tokens", "500"]
-    parts = ["--no-mlp", "--no-cka", "--no-heads", "--json", str(record), "--random-init"]
-    assert run([*given, *parts]) == 0
-    out = capsys.readouterr().out
-    assert "5 documents of" in out and "random weights" in out and "MLP" not in out
-    results = json.loads(record.read_text())["results"]
-    assert results["cka"] == {} and results["heads"] == {} and results["capture"] == "post_rope"
-    data.write_text(json.dumps({"text": "alone"}) + "\n")
-    fails(["paper analyze", *given[1:]], "hold 1 usable document(s)", capsys)

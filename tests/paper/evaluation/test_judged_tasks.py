@@ -14,18 +14,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from benchmarks.paper.evaluation import judge as judging
 from benchmarks.paper.evaluation.judge import Judge, judge_answers, rating, yes_no
-from benchmarks.paper.evaluation.judge_prompts import TEMPLATES
 from benchmarks.paper.tasks import ADDED
-from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.harness import running
-
-lm_eval = pytest.importorskip("lm_eval")
-
-
-from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, RequestedAnswer  # noqa: E402
-from tests.support.fixtures import Models, Patch  # noqa: E402
-from tests.support.lm_eval_tasks import MT_BENCH, QUAC, offline  # noqa: E402
+from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, RequestedAnswer
+from tests.support.fixtures import Models, Patch
+from tests.support.lm_eval_tasks import MT_BENCH, QUAC, offline
 
 
 @pytest.fixture(autouse=True)
@@ -144,25 +138,6 @@ def test_own_tasks_read_their_records(own_results: dict[str, Any]) -> None:
     assert tasks["longmemeval"]["items"][1]["subset"] == "abstention"
 
 
-def test_the_turn_is_drawn_by_the_seed(run_native: Callable, data: dict[str, Path]) -> None:
-    def prefix(seed: int) -> int:
-        found = run_native("mt_bench_101", data=data, seed=seed, limit=1, max_gen_toks=1)
-        return found["tasks"]["mt_bench_101"]["items"][0]["prefix_tokens"]
-
-    assert prefix(0) == prefix(0)
-    assert len({prefix(seed) for seed in range(8)}) > 1
-
-
-def test_own_tasks_without_a_template(
-    models: Models, run_native: Callable, data: dict[str, Path]
-) -> None:
-    found = run_native("multichallenge", data=data, apply_chat_template=False, max_gen_toks=1)
-    text = "User: Be polite.\n\nAssistant: Gladly.\n\nUser: Bye.\n\nAssistant:"
-    assert found["tasks"]["multichallenge"]["items"][0]["prefix_tokens"] == len(
-        models["dense"].tokenizer.encode(text)
-    )
-
-
 def test_judging(own_results: dict[str, Any]) -> None:
     asked: list[str] = []
     replies = {
@@ -212,15 +187,6 @@ def test_a_benchmarks_own_prompts(own_results: dict[str, Any]) -> None:
         judge_answers(own_results, lambda p: "", prompts={"multi": "{answer}"})
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2]", "{"])
-def test_files_that_hold_no_records(run_native: Callable, data: dict[str, Path], text: str) -> None:
-    data["repliqa"].write_text(text)
-    with pytest.raises(KVLingoError, match=r"repliqa\.json"):
-        run_native("repliqa", data=data)
-    with pytest.raises(KVLingoError, match="cannot be read"):
-        run_native("repliqa", data={"repliqa": "/no/such/file.json"})
-
-
 # ---- the judge ---------------------------------------------------------------------------------
 
 
@@ -239,15 +205,6 @@ def test_files_that_hold_no_records(run_native: Callable, data: dict[str, Path],
 )  # fmt: skip
 def test_ratings(reply: str, number: float | None) -> None:
     assert rating(reply) == number
-
-
-def test_every_prompt_has_a_verdict_and_its_places() -> None:
-    for name, template in TEMPLATES.items():
-        assert template.verdict in judging.VERDICTS
-        assert "answer" in (judging._places(template.text) or ()), name
-        example = {"rating": "Rating: [[n]]", "yes_no": "[[yes]] or [[no]]",
-                   "fraction": "[[conveyed/all]]"}[template.verdict]  # fmt: skip
-        assert example in template.text
 
 
 def test_a_local_judge_is_greedy_and_keeps_its_replies(

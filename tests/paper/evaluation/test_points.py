@@ -7,9 +7,7 @@ are mlx-lm's own decoding, one answer at a time, and this package's ``hand_over`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial, partialmethod
-from pathlib import Path
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -27,7 +25,6 @@ pytest.importorskip("lm_eval")
 
 from benchmarks.paper.evaluation.points import check_tasks, moved
 from benchmarks.paper.evaluation.switching_lm import SwitchingLM
-from kvlingo_mlx.evaluation.harness import running
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
 from kvlingo_mlx.evaluation.journal import Responses
 
@@ -196,26 +193,3 @@ def test_a_needles_question_is_read_by_the_target(pair: Pair) -> None:
         check_tasks([talks], ["prompt", "context"])
     with pytest.raises(ValueError, match="needles has no trace"):
         check_tasks([task], ["trace"])
-
-
-def test_points_that_mean_nothing(pair: Pair, task_folder: Path) -> None:
-    source, target = pair
-    own, writer = conditions.native(target), MLXDecoder(source, conditions.native(source))
-
-    def run(task: str, point: str, **more: Any) -> Callable:
-        options: dict[str, Any] = {"condition": "x", "include_path": task_folder, "limit": 1}
-        view = partial(SwitchingLM, point=point, **more)
-        return running.run(target, own, [task], lm=view, **options)
-
-    with pytest.raises(ValueError, match="where the question of tiny_choice begins is not known"):
-        run("tiny_choice", "context")
-    with pytest.raises(ValueError, match="tiny_choice scores given answers"):
-        run("tiny_choice", "trace", writer=writer)
-    with pytest.raises(ValueError, match="the source writes the trace"):
-        run("tiny_answers", "trace")
-    with pytest.raises(ValueError, match="changes hands at 'end'; give prompt, context, trace"):
-        run("tiny_answers", "end")
-    mute = MLXDecoder(source, conditions.native(source))
-    mute.tokenizer = type("Mute", (), {"think_end": None})()
-    with pytest.raises(ValueError, match="has no marks of reasoning"):
-        run("tiny_answers", "trace", writer=mute)

@@ -57,13 +57,6 @@ def test_reuse_is_between_verbatim_and_native(
     assert not np.array_equal(own[0][0], theirs[0][0])
 
 
-def test_reuse_needs_one_shape(models: dict[str, LanguageModel], twins: tuple) -> None:
-    with pytest.raises(kv.IncompatibleTranslatorError, match="cache layers: 4, expected 3"):
-        reuse.reused(models["dense"], twins[1])
-    with pytest.raises(ValueError, match="recomputed is 5"):
-        reuse.reused(*twins, 5)
-
-
 def test_a_sweep_reads_a_prefix_once(
     twins: tuple[LanguageModel, LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,20 +78,6 @@ def test_what_a_user_chooses() -> None:
     assert suites.without_judge(chosen("base"), "base") == (list(BASE), "")
 
 
-@pytest.mark.parametrize(
-    ("text", "thinking", "told"),
-    [
-        ("papers", False, "--suite is 'papers'; known are paper, base"),
-        ("paper:rulr", False, "has no benchmark 'rulr'; did you mean ruler?"),
-        ("paper:", False, "names no benchmark"),
-        ("base", True, "no row with reasoning on"),
-    ],
-)  # fmt: skip
-def test_what_no_suite_has(text: str, thinking: bool, told: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)):
-        chosen(text, thinking)
-
-
 # ---- one score ------------------------------------------------------------------------------
 
 
@@ -391,25 +377,3 @@ def test_prompts_are_files_of_a_folder_or_one_json(tmp_path: Path) -> None:
     assert "yes or no only" not in memory and memory.endswith("[[yes]] or [[no]].")
     assert memory.startswith("{question} {reference} {answer} So? Explain")
     assert found["multichallenge"].startswith(texts["multichallenge"] + " Explain")
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("{", "cannot be read"),
-        ('{"mt_bench": "{answer}"}', "no judge prompt is called mt_bench; there are mt_bench_101"),
-        ('{"mt_bench_101/CM": "{answer} {reference} [[n]]"}', "other places may be {conversation}"),
-        ('{"mt_bench_101/CM": "rate it [[n]]"}', "it needs {answer}"),
-        ('{"mt_bench_101/CM": "{answer} from 1 to 10"}', "no verdict in double square brackets"),
-    ],
-)  # fmt: skip
-def test_prompts_that_cannot_be_used(tmp_path: Path, text: str, told: str) -> None:
-    (tmp_path / "p.json").write_text(text)
-    with pytest.raises(ValueError) as caught:
-        read_prompts(tmp_path / "p.json")
-    assert told in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="cannot be read"):
-        read_prompts(tmp_path / "absent")
-    (tmp_path / "empty").mkdir(exist_ok=True)
-    with pytest.raises(ValueError, match="holds no judge prompts"):
-        read_prompts(tmp_path / "empty")

@@ -24,7 +24,6 @@ from benchmarks.paper.evaluation.turn_scores import Benchmark, Held
 from benchmarks.paper.evaluation.turns import Manner, Talk, Turn, Way
 from benchmarks.paper.tasks import scoring
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
-from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.evaluation.journal import Responses
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.prompts import encode
@@ -127,40 +126,6 @@ def test_quac_and_multichallenge(tmp_path: Path) -> None:
     lower = {key.lower(): value for key, value in CHALLENGE.items()}
     lower["conversation"] = {"role": [r for r, _ in SAID], "content": [c for _, c in SAID]}
     assert read_talks("multichallenge", written(tmp_path / "h.jsonl", lower))[0] == [talk]
-
-
-@pytest.mark.parametrize(
-    ("name", "record", "told"),
-    [
-        ("coqa", {**COQA, "answers": objects(FIRST[:2])}, "3 questions have 2 answers"),
-        ("coqa", {**COQA, "questions": [*ASKED[:2], 7]}, "found 7 where text is expected"),
-        ("coqa", {"id": "x", "questions": []}, "field 'answers' is missing"),
-        ("multichallenge", {**CHALLENGE, "PASS_CRITERIA": "MAYBE"}, "expected YES or NO"),
-        ("multichallenge", {**CHALLENGE, "CONVERSATION": CHALLENGE["CONVERSATION"][:-1]},
-         "does not end with a user's message"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
-def test_what_is_no_record_is_named(tmp_path: Path, name: str, record: Any, told: str) -> None:
-    good = {"coqa": COQA, "quac": QUAC, "multichallenge": CHALLENGE}[name]
-    file = written(tmp_path / "x.jsonl", good, record)
-    with pytest.raises(KVLingoError, match=f"record 2 of .* is not a record of {name}") as raised:
-        read_talks(name, file, depth=None if name == "multichallenge" else 2)
-    assert told in str(raised.value)
-
-
-def test_short_conversations_are_counted(tmp_path: Path) -> None:
-    shorter = {**COQA, "questions": list(ASKED[:1]), "answers": objects(FIRST[:1]),
-               "additional_answers": {}}  # fmt: skip
-    file = written(tmp_path / "x.jsonl", shorter, COQA, shorter, COQA)
-    talks, short = read_talks("coqa", file, depth=2)
-    assert [talk.name for talk in talks] == ["2 3z", "4 3z"] and short == 2
-    assert [len(talk.turns) for talk in talks] == [2, 2]
-    assert len(read_talks("coqa", file, depth=2, limit=1)[0]) == 1
-    with pytest.raises(ValueError, match="has 10 turns; the longest has 3: give --turns coqa:3"):
-        read_talks("coqa", file)
-    with pytest.raises(ValueError, match="give multichallenge alone"):
-        read_talks("multichallenge", file, depth=2)
 
 
 # ---- scores ----------------------------------------------------------------------------------

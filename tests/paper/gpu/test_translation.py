@@ -185,22 +185,6 @@ def test_a_model_goes_on_from_its_own_translated_states(name: str) -> None:
         assert not torch.allclose(scene.step()[0], wanted, atol=1e-4)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    target, source = made("tiny-l"), read("tiny-s")
-    fast, _ = translators(source, target, 1, 9)["mixing"]
-    scene = Scene.of(source, target, 9)
-    keys, values = scene.states
-    for wrong in ((keys[:1], values), (keys[..., :16], values), (keys, values.double())):
-        with pytest.raises(ValueError, match="do not fit"):
-            fast(wrong, scene.memory)
-    with pytest.raises(ValueError, match="do not fit"):  # memory for fewer tokens
-        fast(scene.states, CacheMemory.allocate(target, 7, torch.float32))
-    with pytest.raises(ValueError, match="positions to 10, but there are cosines for 9"):
-        fast(scene.states, scene.memory, 1)
-    with pytest.raises(ValueError, match="'fused'; here it must be one of torch"):
-        fast(scene.states, scene.memory, method="fused")
-
-
 # ---- the kernel ------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -29,7 +28,6 @@ from benchmarks.paper.reproducing.work import TINY, Heard, Work
 from kvlingo_mlx.embedded import TRANSLATORS, zoo
 from kvlingo_mlx.evaluation.compare import Outcome
 from kvlingo_mlx.evaluation.error_bars import Mean
-from kvlingo_mlx.format.atomic import alone
 from kvlingo_mlx.loading.models import load
 
 S2L = "small to large"
@@ -80,13 +78,6 @@ def test_what_is_there_is_not_made_again(room: Path, monkeypatch: pytest.MonkeyP
     assert record(room, "app:fig:norms")["rows"] == before
     monkeypatch.undo()
     assert run(["reproduce", "app:fig:norms", "--tiny", "--steps", "3", "--room", str(room)]) == 2
-
-
-def test_the_list_tells_what_is_done(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["reproduce", "--list", "--room", str(room), "--json", "-"]) == 0
-    found = {row["label"]: row for row in json.loads(capsys.readouterr().out)["results"]}
-    assert found["fig:prefixhist"]["state"] == "done on tiny models"
-    assert found["tab:qwen3sl"]["state"] == "not done" and len(found) == 75
 
 
 def test_scores_are_those_of_the_suite_and_controls_collapse(work: Work) -> None:
@@ -167,16 +158,6 @@ def test_a_figure_is_drawn_from_its_numbers(tmp_path: Path) -> None:
         path = tmp_path / f"{label.replace(':', '-')}.png"
         draw(BY_LABEL[label], shown, path)
         assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_one_process_works_in_a_room(room: Path, work: Work) -> None:
-    with alone(work.room):
-        words = ["reproduce", "fig:prefixhist", "--tiny", "--room", str(room)]
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.paper", *words], capture_output=True, text=True
-        )
-    assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("error: ")
-    assert str(os.getpid()) in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.paper.timing import paper
 from benchmarks.paper.timing.laid_out import LABELS, laid_out
-from kvlingo_mlx.training.paper_pairs import best_of
 from tests.support import paper_tables
 
 PRINTED = {
@@ -148,42 +146,6 @@ def test_what_was_not_measured_is_none_and_the_later_record_counts() -> None:
     found = laid_out("tab:cost", [first, second])
     assert found.rows[0][2:] == [3.5, 1.7, 29.9, 3.5, 29.0, 30.0]
     assert found.differs == ["nu 1, here 4"]
-
-
-# What a run like the paper's may have otherwise, and how it is told.
-OTHERWISE = {
-    "machine": ("AMD EPYC", "machine Apple M3 Ultra, here AMD EPYC"),
-    "source": ("random qwen3-1.7b", "source Qwen3-4B, here random qwen3-1.7b"),
-    "target": ("Qwen/Qwen3-8B", "target Qwen3-30B-A3B, here Qwen/Qwen3-8B"),
-    "layers": (2, "layers whole, here 2"),
-    "batch": (8, "batch 1, here 8"),
-    "weights": (["4 bits", "4 bits"], "weights bfloat16, here 4 bits"),
-    "translator": ("bfloat16", "translator float32, here bfloat16"),
-    "nu": (1, "nu 3, here 1"),
-    "head_mixing": (False, "head mixing yes, here no"),
-    "decoded": (8, "decoded 256, here 8"),
-}
-
-
-def test_what_a_run_has_otherwise_is_told() -> None:
-    """Each of the fields that the paper states, one by one."""
-    alike = {**bench()["config"], "decoded": 256, "source": "/models/Qwen3-4B"}
-    assert paper.differences("app:tab:moespeed", alike) == []
-    assert set(OTHERWISE) == set(paper.STATED["app:tab:moespeed"])
-    for field, (value, told) in OTHERWISE.items():
-        assert paper.differences("app:tab:moespeed", alike | {field: value}) == [told]
-        silent = {name: of for name, of in alike.items() if name != field}
-        unsaid = told.split(", here")[0] + ", here not said"
-        assert paper.differences("app:tab:moespeed", silent) == [unsaid]
-    best = best_of("Qwen3-4B", "Qwen3-30B-A3B")
-    assert best is not None and best.nu == paper.STATED["app:tab:moespeed"]["nu"]
-
-
-def test_models_of_fewer_layers_stand_beside_no_number_of_the_papers() -> None:
-    shallow = bench()
-    shallow["config"]["layers"] = 2
-    with pytest.raises(ValueError, match="no record holds a number of app:tab:moespeed"):
-        laid_out("app:tab:moespeed", [shallow])
 
 
 @pytest.mark.parametrize("label", LABELS)

@@ -276,18 +276,6 @@ def test_bench_of_healing(tmp_path: Path, capsys: Printed) -> None:
     assert all(r["tokens"] == 0 for r in found["timings"][0]["meanwhile"]["heal_interleaved"])
 
 
-def test_windows_are_refused_before_anything_is_timed(
-    small_geometries: None, tmp_path: Path, monkeypatch: Patch, capsys: Printed
-) -> None:
-    monkeypatch.setattr(tables, "run_table", None)
-    words = ["--table", "healing", "--geometry", "gemma-3-4b:gemma-3-4b", "-p", "12"]
-    status, records = bench(tmp_path, *words)
-    error = capsys.readouterr().err
-    assert status != 0 and not records and error.count("\n") == 1
-    assert "error: --table healing has nothing to time: random gemma-3-4b cannot be heal" in error
-    assert error.rstrip().endswith("give another --table")
-
-
 # ---- what work costs -----------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import types
@@ -17,7 +16,6 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from benchmarks.paper.timing import vllm_serving
-from kvlingo_mlx.errors import MissingExtraError
 
 
 def test_the_tables_rows_are_served() -> None:
@@ -79,20 +77,3 @@ def test_vllm_is_asked_as_the_paper_did(monkeypatch: pytest.MonkeyPatch) -> None
     assert config["requests"] == 3 and config["client"] == "in process"
     defaults = vllm_serving.Serving()
     assert (defaults.requests, defaults.decoded, defaults.dtype) == (16, 128, "bfloat16")
-
-
-def test_vllm_that_cannot_serve_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("vllm") is None:
-        with pytest.raises(MissingExtraError, match="vLLM cannot be imported here .*pip install"):
-            vllm_serving.time_models(["tiny-s"], vllm_serving.Serving(tokens=(9,)))
-    for wrong, told in (
-        ((["gpt"], {"tokens": (9,)}), "the model is 'gpt'; give some of qwen3-0.6b"),
-        ((["qwen3-8b"], {"tokens": (40_900,)}), "41028 tokens are beyond the context of qwen3-8b"),
-        ((["qwen3-8b"], {"tokens": (9,), "requests": 0}), "asked for 0 requests"),
-        ((["qwen3-8b"], {"tokens": ()}), "prompts of none"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            vllm_serving.time_models(wrong[0], vllm_serving.Serving(**wrong[1]))
-    Planted(monkeypatch, short=True)
-    with pytest.raises(RuntimeError, match="vLLM generated 0 tokens for tiny-s where 1 were asked"):
-        vllm_serving.time_models(["tiny-s"], vllm_serving.Serving(tokens=(9,)))

@@ -55,9 +55,6 @@ def translator_between(folders: Folders, folder: Path) -> Path:
     return tiny.write_random_translator(folder, *(folders[name] for name in ENDS))
 
 
-# ---- refusals -----------------------------------------------------------------------------------
-
-
 def test_all_is_summed_before_anything_is_read(
     folders: Folders, tmp_path: Path, limited: Callable[[float], None], reads: list[str]
 ) -> None:
@@ -145,9 +142,6 @@ def test_one_line_on_the_command_line(
         monkeypatch.setenv(memory.LIMIT, text)
         assert run(verbs[0]) == 2
         assert f"{memory.LIMIT} is {text!r}; give a number" in capsys.readouterr().err
-
-
-# ---- limits -------------------------------------------------------------------------------------
 
 
 def test_the_limit_of_metal_and_of_other_gpus(monkeypatch: Patch) -> None:

@@ -100,9 +100,6 @@ def assert_equal(found: Decoded, wanted: Decoded) -> None:
     np.testing.assert_array_equal(found[1], wanted[1])
 
 
-# ---- one cache --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("kind", "length"), CACHES)
 def test_saved_and_trimmed(kind: str, length: int, opened: Opener, tmp_path: Path) -> None:
     """A loaded cache takes a next turn, which a window moves on by; a full one is not trimmed."""
@@ -185,8 +182,6 @@ def test_samplers_and_logits_processors(kind: str, opened: Opener) -> None:
     assert found != mlx_generate(model.model, model.tokenizer, TOKENS, max_tokens=NEW)
 
 
-# ---- several caches ----------------------------------------------------------------------
-
 PROMPTS = [*(TOKENS[:n] for n in LENGTHS), TOKENS[7:8]]
 
 
@@ -222,9 +217,6 @@ def test_prompts_of_many_lengths_in_one_batch(kind: str, left: int, opened: Open
             alone = decode(model, make_prompt_cache(model.model), prompt)
             assert found[0] == alone[0]
             np.testing.assert_allclose(found[1], alone[1], atol=1e-4)
-
-
-# ---- draft models ------------------------------------------------------------------------
 
 
 def speculated(
@@ -320,8 +312,6 @@ def test_windows_take_drafts_until_they_are_full(opened: Opener) -> None:
     with pytest.raises(kv.UnsupportedModelError, match="keeps windows of 16 tokens"):
         ours(opened("plain"), model, TOKENS)  # the draft's own windows
 
-
-# ---- what mlx-lm cannot do ----------------------------------------------------------------
 
 BITS = {"kv_bits": 8, "kv_group_size": 32}
 LEAVE_OUT = r"; leave out kv_bits \(--kv-bits\)$"
@@ -438,9 +428,6 @@ def test_which_families_take_kv_bits(name: str) -> None:
     except (AttributeError, TypeError, ValueError):
         works = False
     assert family_of(name).quantised_cache is works
-
-
-# ---- quantised models ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

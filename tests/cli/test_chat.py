@@ -114,9 +114,6 @@ def two(folders: Folders, monkeypatch: Patch, capsys: Printed) -> Chats:
     return Chats(named, monkeypatch, capsys)
 
 
-# ---- turns ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("heal", ["idle", "interleaved", "layers"])
 def test_a_model_reads_behind_its_translation(chats: Chats, heal: str, monkeypatch: Patch) -> None:
     """Between two lines, or between the tokens of an answer; the answers are there all the same."""
@@ -211,9 +208,6 @@ def test_a_reply_that_fails_leaves_the_conversation(two: Chats, models: Models) 
     assert "the context of" in errors[1] and "not valid Unicode" in errors[2]
 
 
-# ---- routes ---------------------------------------------------------------------------------
-
-
 def test_a_route_chooses_until_the_user_does(
     chats: Chats, one: LanguageModel, tmp_path: Path
 ) -> None:
@@ -229,9 +223,6 @@ def test_a_route_chooses_until_the_user_does(
     route.write_text('default = "c"')
     chats(options=("--route", str(route)), status=2)
     assert "default is 'c'; give one of a, b" in chats.err
-
-
-# ---- commands -------------------------------------------------------------------------------
 
 
 def test_bad_commands_cost_a_line(chats: Chats, one: LanguageModel) -> None:
@@ -350,9 +341,6 @@ def test_stats_whose_measurement_is_skipped(chats: Chats, recorder: type[Recorde
     assert len(re.findall(r"reading all anew .* not measured\n", out)) == 2
 
 
-# ---- at the start ---------------------------------------------------------------------------
-
-
 def test_bad_input(chats: Chats, monkeypatch: Patch, store: Path) -> None:
     bad = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8")
     for given, message in ((None, "is closed"), (bad, "standard input is not UTF-8 text")):
@@ -360,9 +348,6 @@ def test_bad_input(chats: Chats, monkeypatch: Patch, store: Path) -> None:
         assert run(["chat", *chats.models]) == 2
         assert message in chats.capsys.readouterr().err
     assert not (store.parent / "chat_history").exists()
-
-
-# ---- Ctrl-C ---------------------------------------------------------------------------------
 
 
 class Interrupted(Conversation):
@@ -406,8 +391,6 @@ def test_ctrl_c(chats: Chats, one: LanguageModel, moment: int, monkeypatch: Patc
     after = mlx_stream_generate(one.model, one.tokenizer, ids, max_tokens=NEW)
     assert talk.messages[3]["content"] == "".join(response.text for response in after)
 
-
-# ---- a terminal -----------------------------------------------------------------------------
 
 # In a session of its own, whose terminal turns control-C into a signal; answers take their time.
 LAUNCH = """

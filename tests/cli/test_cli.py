@@ -125,9 +125,6 @@ def test_bench(folders: Folders, fitted: Path, tmp_path: Path, capsys: Printed) 
     fails([*arguments, "-p", "9999"], "the context of", capsys)
 
 
-# ---- bad input -------------------------------------------------------------------------
-
-
 def test_bad_prompts(folders: Folders, fitted: Path, capsys: Printed) -> None:
     given = generate_arguments(folders, "--translator", str(fitted))
     fails([*given, "--prompt", ""], "the prompt is empty", capsys)
@@ -279,9 +276,6 @@ def test_debug_shows_the_traceback() -> None:
     command = [sys.executable, "-m", "kvlingo_mlx.cli", "show", "absent", "--debug"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode != 0 and "Traceback" in done.stderr and "absent" in done.stderr
-
-
-# ---- the store --------------------------------------------------------------------------
 
 
 def test_unfinished_folders_block_nobody(
@@ -522,9 +516,6 @@ def test_help_and_version_by_every_spelling(capsys: Printed) -> None:
     assert first.index("First day:") < first.index("Measure:")
     assert run(["help", "no-such"]) == 2
     assert "'no-such'" in capsys.readouterr().err
-
-
-# ---- the first things that a user types ----------------------------------------------------------
 
 
 CHAT = [

@@ -203,8 +203,6 @@ def test_every_pair(verb: str, option: str, begun: None, capsys: Printed) -> Non
         assert any(all(any(n in e for n in names) for names in both) for e in errors), need
 
 
-# ---- as users typed them ---------------------------------------------------------------------
-
 PAIR = ["--source", "/none", "--target", "/none"]
 
 
@@ -214,9 +212,6 @@ TRAIN = ["train", *PAIR, "--data", "/none", "--out", "/none"]
 def test_a_value_equal_to_the_default_counts_where_it_is_typed(capsys: Printed) -> None:
     fails([*TRAIN, "-c", "hidden=2048"], "hidden has no effect with --kind linear", capsys)
     fails(TRAIN, "/none", capsys)  # and the defaults themselves are no fault
-
-
-# ---- keys of --config --------------------------------------------------------------------------
 
 
 def test_the_tables_of_groups_and_keys_name_options() -> None:
@@ -293,9 +288,6 @@ def test_a_flag_goes_over_a_file(asked: list[dict[str, Any]], tmp_path: Path) ->
     assert (found["data"], found["lr"]) == (["x", "y"], "0.0001,0.0003")
 
 
-# ---- bare models -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("verb", ["generate", "pair", "fit", "train", "tune", "eval", "bench"])
 def test_two_models_may_stand_alone(
     verb: str, asked: list[dict[str, Any]], capsys: Printed
@@ -319,9 +311,6 @@ def test_models_of_a_chat_and_a_server_may_stand_alone(asked: list[dict[str, Any
     for verb in ("chat", "serve"):
         assert run([verb, "A", "b=B", "--model", "c=C"]) == 0
         assert asked[-1]["model"] == ["A", "b=B", "c=C"] and not asked[-1]["models"]
-
-
-# ---- public functions ------------------------------------------------------------------------
 
 
 def public() -> dict[str, Callable[..., Any]]:
@@ -477,8 +466,6 @@ def test_native_layers_of_stored_translators(models: Models, store: Path) -> Non
         kv.Conversation(pair, native_layers="auto")
 
 
-# ---- what arguments must be ------------------------------------------------------------------
-
 NOWHERE = Path(os.devnull) / "none"  # not even root can write there
 
 WRONG: tuple[Any, ...] = (
@@ -562,9 +549,6 @@ def test_the_words_of_wrong_types(models: Models, tmp_path: Path) -> None:
         with pytest.raises(ValueError) as caught:
             call()
         assert told in str(caught.value)
-
-
-# ---- errors that misled ----------------------------------------------------------------------
 
 
 def test_parts_of_text_are_one_text(models: Models) -> None:
@@ -655,9 +639,6 @@ def test_a_processor_is_blamed_for_its_own(
     damaged.model.model.norm.weight = damaged.model.model.norm.weight * float("nan")
     with pytest.raises(kv.KVLingoError, match="weights are damaged"):
         ask(damaged, logits_processors=[lambda tokens, logits: logits])
-
-
-# ---- names of verbs and of models ----------------------------------------------------------------
 
 
 OF_ONE_OR_NONE = {"demo", "remove", "publish", "show", "doctor", "serve",

@@ -50,9 +50,6 @@ def test_every_example_has_a_test_and_a_line_in_the_readme() -> None:
         assert f"python examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
 
 
-# ---- a switch, an accelerator ---------------------------------------------------------------
-
-
 def test_a_switch_in_the_middle_of_a_chat(capsys: Printed) -> None:
     main_of("mid_chat_switch")([])
     out = capsys.readouterr().out
@@ -86,9 +83,6 @@ def test_a_pair_is_fitted_and_tuned(tmp_path: Path, capsys: Printed, monkeypatch
     # The closed form alone has ten times the KL that is asked for (docs/results.md).
     assert 1 <= config["provenance"]["native_layers"] <= 3
     assert f"native layers: {config['provenance']['native_layers']} of 4" in capsys.readouterr().out
-
-
-# ---- a translator written by hand -----------------------------------------------------------
 
 
 @pytest.fixture

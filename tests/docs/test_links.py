@@ -242,9 +242,6 @@ def test_docstrings_cite_the_paper_by_title() -> None:
     assert not [file.name for file in files if numbered.search(file.read_text(encoding="utf-8"))]
 
 
-# ---- that the tests can fail ----------------------------------------------------------------
-
-
 def test_what_is_not_there_is_noticed() -> None:
     page = ROOT / "README.md"
     assert not leads(page, "docs/nowhere.md") and not leads(page, "docs/README.md#nothing")

@@ -120,9 +120,6 @@ def run_command(words: list[str], patch: Patch) -> int:
     return 0
 
 
-# ---- the marks ------------------------------------------------------------------------------
-
-
 def test_what_is_not_run_has_a_reason_that_is_known() -> None:
     wrong = [
         f"{page.name}:{block.line}: {block.reason}"
@@ -150,9 +147,6 @@ def test_every_fence_is_seen() -> None:
         text = page.read_text(encoding="utf-8")
         fences = sum(line.lstrip().startswith("```") for line in text.splitlines())
         assert fences == 2 * len(blocks(text)), page.name
-
-
-# ---- that the tests can fail ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

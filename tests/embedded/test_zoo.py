@@ -36,8 +36,6 @@ def test_stored_translators_are_found(pair: tuple[str, str]) -> None:
     assert text.startswith("The ")
 
 
-# ---- other families: trained for the tests, not shipped ----------------------------------------
-
 OTHERS = TESTS / "zoo"
 PAIRS = [path.parent.name for path in OTHERS.glob("translators/*/translator_config.json")]
 
@@ -90,9 +88,6 @@ def test_one_pair_can_be_folded_and_two_cross_tokenizers() -> None:
 def test_unknown_zoo_model() -> None:
     with pytest.raises(ValueError, match="there is no zoo model 'gpt'; there are tiny-qwen3-l"):
         kv.zoo("gpt")
-
-
-# ---- dialogues and the chat template -------------------------------------------------------------
 
 
 TEMPLATE = ROOT / "tools" / "chat_template.jinja"

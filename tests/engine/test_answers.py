@@ -58,9 +58,6 @@ def scripted(model: LanguageModel, text: str) -> Callable[[Any], Any]:
     return lambda _: mx.array([next(listed)])
 
 
-# ---- stop -----------------------------------------------------------------------------------
-
-
 def naive_stop(text: str, stops: list[str], opened: bool = False) -> str | None:
     """What comes before the stop text that is complete first, letter by letter; else None.
 
@@ -170,9 +167,6 @@ def test_a_conversation_goes_on_from_before_the_stop_text(model: LanguageModel) 
     assert model.tokenizer.decode(prompt) == rendered
 
 
-# ---- how tokens are chosen -----------------------------------------------------------------
-
-
 def plain(model: LanguageModel, prompt: list[int], **options: Any) -> list[int]:
     """mlx-lm's own loop over a prompt."""
     stops, answer = model.tokenizer.eos_token_ids, list[int]()
@@ -260,8 +254,6 @@ def test_tools_that_nobody_announces_are_refused(
         kv.generate(models["dense"], models["dense"], question(), tools=TOOLS)
 
 
-# ---- parts ----------------------------------------------------------------------------------
-
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
 
 
@@ -304,9 +296,6 @@ def test_a_trace_that_the_template_opens_is_reasoning(model: LanguageModel) -> N
     responses = list(kv.stream_generate(model, model, opened, strategy="native", sampler=sampler))
     parts = [("".join(getattr(r, n) for r in responses)) for n in ("reasoning", "content")]
     assert parts == ["why", "on"]
-
-
-# ---- what a response tells of the hand-over -------------------------------------------------
 
 
 def test_tokens_and_times_are_told_where_they_belong(
@@ -355,9 +344,6 @@ def test_hand_over_takes_the_templates_switches(
     tools = kv.hand_over(model, model, asked, tools=TOOLS, translator=identity_of(model))
     announced = model.tokenizer.apply_chat_template(asked, tools=TOOLS, add_generation_prompt=True)
     assert tools[0].offset == len(announced) - 1
-
-
-# ---- kv_bits and drafts in a conversation ---------------------------------------------------
 
 
 @pytest.mark.parametrize("start", [0, 30])

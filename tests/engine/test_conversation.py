@@ -63,9 +63,6 @@ def altered(folder: Path, name: str, **facts: Any) -> LanguageModel:
     return kv.load(folder)
 
 
-# ---- any history --------------------------------------------------------------------------------
-
-
 def plain_text(model: LanguageModel, most: int = 9) -> Mask:
     """Only tokens of letters, ``most`` at most, and the stop: what any decoder gives back."""
     mask = np.full(model.geometry.embedding_rows, -np.inf, np.float32)
@@ -286,9 +283,6 @@ def test_any_history_is_answered_as_if_read_anew(
     run()
 
 
-# ---- what a switch costs ------------------------------------------------------------------------
-
-
 def test_only_what_a_line_lacks_is_translated(model: LanguageModel) -> None:
     talk = talk_of(model, eager=False, verbatim=True)
     ask(talk, "a", "the use of an other")
@@ -354,9 +348,6 @@ def test_native_layers_read_what_is_brought(
         assert alike == [True] * 2 * layers + [False] * (len(alike) - 2 * layers)
 
 
-# ---- templates, stops, translators --------------------------------------------------------------
-
-
 def test_a_stop_of_another_model_is_written_once(tmp_path: Path) -> None:
     """A base model stops elsewhere than its chat model, and goes on from what that one wrote."""
     stops = {"chat": "<|im_end|>", "base": "<|endoftext|>"}
@@ -407,9 +398,6 @@ def test_a_switch_without_a_translator_changes_nothing(
     assert talk.last_switch is not None and talk.last_switch.translated == 0
 
 
-# ---- two writers of one answer ------------------------------------------------------------------
-
-
 def test_the_source_writes_the_first_token_or_the_trace(model: LanguageModel) -> None:
     talk = talk_of(model)
     ask(talk, "b", "hi there", prefill="a", first_token="source")
@@ -423,9 +411,6 @@ def test_the_source_writes_the_first_token_or_the_trace(model: LanguageModel) ->
     talk = talk_of(model)
     said = talk.reply("b", "hi there", prefill="a", first_token="source", **scripted)
     assert " " in said and said == talk.messages[-1]["content"]
-
-
-# ---- what clients send back ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verbatim", [True, False])
@@ -464,9 +449,6 @@ def test_parsed_calls_are_the_answer_that_made_them(tmp_path: Path) -> None:
         ]  # fmt: skip
         first = next(iter(talk.branch().stream_reply("b", messages=sent, max_tokens=NEW)))
         assert (first.cached_tokens + first.translated_tokens >= held) is kept
-
-
-# ---- a full context, and what is refused --------------------------------------------------------
 
 
 def test_an_answer_ends_with_its_models_context(
@@ -553,9 +535,6 @@ def test_bad_arguments(families: Models) -> None:
         talk_of(model).undo()
     with pytest.raises(kv.IncompatibleTranslatorError, match="fits no two of this conversation's"):
         Conversation({"a": model, "b": model}, [identity_of(other, capture="latent")])
-
-
-# ---- where a prompt came from --------------------------------------------------------------------
 
 
 SEEDS = int(os.environ.get("KVLINGO_EXAMPLES", "3"))  # more of them by hand

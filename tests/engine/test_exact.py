@@ -33,8 +33,6 @@ def decode(model: LanguageModel, cache: list[Any] | None) -> list[int]:
     return [int(token) for token, _ in steps]
 
 
-# ---- identity maps ------------------------------------------------------------------------------
-
 SETTINGS = [(7, True, "pre_norm"), (2048, False, "pre_norm"), (20, True, "post_norm"),
             (20, True, "post_rope")]  # fmt: skip
 
@@ -65,9 +63,6 @@ def test_taps_leave_no_trace(models: Models) -> None:
     with pytest.raises(RuntimeError, match="captured already"), capture.tap_keys_and_values(model):
         next(capture.prefill(model, TOKENS, 7))
     assert [type(a.k_proj) for a in model.attentions] == before
-
-
-# ---- one model at both ends ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["object", "two loads", "folder", "folder and object"])
@@ -126,9 +121,6 @@ def test_two_names_in_a_conversation(models: Models, store: Path) -> None:
     talk.reply("a", "hi", max_tokens=4)
     with pytest.raises(kv.MissingTranslatorError):
         talk.reply("b", "hi", max_tokens=4)
-
-
-# ---- a target that reads by itself --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step_size", [7, 2048])

@@ -62,9 +62,6 @@ def numbers(found: Any) -> list[float]:
     return [found.divergence, found.source_loss, found.target_loss]
 
 
-# ---- what is measured ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_hand_over_against_two_plain_readings(case: Case, tmp_path: Path) -> None:
     source, target, folder = tiny.write_case(tmp_path, case)
@@ -172,9 +169,6 @@ def test_only_a_switch_to_something_translated_is_guarded(
     last = last_of(few, "b", SHORT)
     assert last.guarded is not None and last.guarded.tokens == (last.prompt_tokens - 1) // 2
     assert last.translated_tokens + last.cached_tokens == last.prompt_tokens // 2
-
-
-# ---- trained models -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -296,9 +290,6 @@ def test_short_prompts(pair: Ends, good: list[Translator], length: int) -> None:
     assert last.guarded is None or last.guarded.tokens == (length - 1) // 2
 
 
-# ---- conversations of trained models ------------------------------------------------------------
-
-
 def held(
     pair: Ends, translators: Sequence[Translator], turns: list[Any], **options: Any
 ) -> tuple[Conversation, list[str], Any]:
@@ -357,9 +348,6 @@ def test_a_doubt_lasts_until_the_line_is_read(pair: Ends, good: list[Translator]
     left = calm.lines["b"].left(answers=False)
     last_of(calm, "b", "Thank you.", max_tokens=12)
     assert left and calm.lines["b"].left(answers=False) >= left  # the control
-
-
-# ---- the verb, and bad input --------------------------------------------------------------------
 
 
 def test_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

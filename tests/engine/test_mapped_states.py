@@ -283,9 +283,6 @@ def test_plain_models_have_no_states(pairs: Any, tmp_path: Path) -> None:
             kv.fit(*ends, [{"text": "a b"}], state_maps=True)
 
 
-# ---- receipts -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rule", PAIRS)
 def test_a_receipt_maps_the_state_at_each_cut(pairs: Any, translators: Any, rule: str) -> None:
     """What a guard would measure where the text is cut short, by a hand-over of that much."""
@@ -303,9 +300,6 @@ def test_a_receipt_maps_the_state_at_each_cut(pairs: Any, translators: Any, rule
         watch.target_read(hidden_states(target, tokens[begun:stop], both[1]))
         wanted.append(watch.measured(tokens[begun + 1 : stop + 1])[0])
     assert len(stops) == 4 and found == pytest.approx(wanted, rel=1e-4)
-
-
-# ---- on another machine -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -128,8 +128,6 @@ def test_what_was_cut_is_divided_again(model: LanguageModel) -> None:
     assert (talk.messages[-1]["reasoning_content"], talk.messages[-1]["content"]) == ("so", "")
 
 
-# ---- what opens the reasoning -----------------------------------------------------------------
-
 TURNS = "{%- for m in messages -%}{{- '[' + m.role + ']' + m.content -}}{%- endfor -%}"
 SHORT = "{%- if add_generation_prompt -%}{{- '[assistant]HEADER' -}}{%- endif -%}"
 HEADERS = {

@@ -257,9 +257,6 @@ def test_times_of_what_the_decode_model_read_itself(root: Path) -> None:
     assert "()" not in summary(dataclasses.replace(whole, native_s=0.0))
 
 
-# ---- what is asked for -------------------------------------------------------------------
-
-
 def tuned(root: Path, layers: int) -> tuple[LanguageModel, LanguageModel, Translator]:
     source, target, folder = opened(root, CASES[0])
     translator = build(*translator_folder.read(folder))
@@ -346,9 +343,6 @@ def test_identity_with_any_part_native_is_the_model_itself(root: Path) -> None:
             pairs = [[arrays(c)[side] for c in caches] for caches in (same, expected, other)]
             assert errors(pairs[0], pairs[1]).max() < 1e-5
             assert errors(pairs[2], pairs[1]).max() > 1e-2
-
-
-# ---- tuning --------------------------------------------------------------------------------
 
 
 def talk_file(folder: Path, **facts: Any) -> str:

@@ -118,9 +118,6 @@ def read(folder: Path) -> tuple[Config, Tensors]:
     return config, load_file(folder / "translator.safetensors")
 
 
-# ---- the reference itself --------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_models_load_alike(name: str, root: Path, reference: ModuleType) -> None:
     """mlx-lm and transformers read a tiny model as the same function."""
@@ -151,9 +148,6 @@ def test_reference_of_identity_is_native(
     parity.assert_same(translated, reference.native(model, tokens))
 
 
-# ---- live ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_hand_over(case: Case, root: Path, reference: ModuleType) -> None:
     """Any chunk size and either layout of the matmuls gives the reference's cache."""
@@ -174,9 +168,6 @@ def test_rotation_counts(case: Case, root: Path, reference: ModuleType) -> None:
     assert rotated.min() > parity.WRONG
     assert rest.max() <= parity.CACHE_TOLERANCE
     assert parity.logits_error(found, shifted) > parity.WRONG
-
-
-# ---- golden files, without PyTorch -----------------------------------------------------
 
 
 def read_golden(name: str, folders: Folders) -> tuple[list[int], parity.Outcome]:
@@ -228,9 +219,6 @@ def test_map_order_counts(
     config, tensors = read(folder)
     tiny.write_translator(tmp_path / "spoiled", config, spoil(config, tensors))
     assert_far(hand_over((source, target, tmp_path / "spoiled"), tokens), expected)
-
-
-# ---- the zoo: both ways -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("folders", ZOO, ids=lambda folders: folders[2].name)

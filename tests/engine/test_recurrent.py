@@ -97,9 +97,6 @@ def ask(talk: Conversation, name: str, message: str) -> None:
     check(talk)
 
 
-# ---- growing and shrinking ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [*NAMES, MAPPED[0]])
 def test_a_state_that_is_ahead_is_noticed(models: Models, name: str) -> None:
     """The control of every comparison here: one token more is not a matter of rounding."""
@@ -246,9 +243,6 @@ def test_without_a_state_nothing_is_taken_over(models: Models, monkeypatch: Patc
         assert talk.last_switch is not None and talk.last_switch.translated == 0
 
 
-# ---- away and on disk ---------------------------------------------------------------------------
-
-
 def parts_of(line: Line) -> dict[str, np.ndarray]:
     """Copies of what a line's caches hold, and its marks."""
     return {name: np.array(a.astype(mx.float32)) for name, a in line.arrays().items()}
@@ -327,9 +321,6 @@ def test_parts_that_do_not_fit_are_refused(model: LanguageModel) -> None:
         Line("a", model, records=False).restore(facts, arrays)
 
 
-# ---- reading behind a translation ---------------------------------------------------------------
-
-
 def test_reading_behind_a_translation_makes_the_models_own_states(
     model: LanguageModel, monkeypatch: Patch
 ) -> None:
@@ -364,9 +355,6 @@ def test_reading_behind_a_translation_makes_the_models_own_states(
     talk.reply("b", "hi there", max_tokens=NEW)  # from a mark that was healed, too
     assert talk.last_switch is not None and talk.last_switch.kept > whole - 20
     assert apart(line) < CLOSE
-
-
-# ---- with others --------------------------------------------------------------------------------
 
 
 def test_a_plain_target_reads_the_layers_of_attention(models: Models, families: Models) -> None:

@@ -106,8 +106,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_route(str(tmp_path / "bytes.toml"), NAMES)
 
 
-# ---- callables ------------------------------------------------------------------------------
-
 CODE = """
 from __future__ import annotations
 import dataclasses

@@ -187,9 +187,6 @@ def test_one_rank_that_lacks_memory_ends_all() -> None:
     assert "rank 1: error: " in told and "MB of memory are needed (weights of tiny-qwen3-s" in told
 
 
-# ---- without ranks ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("count", "shard", "message"),
     [
@@ -310,9 +307,6 @@ def test_others_take_whole_models() -> None:
     part = part_of(small)
     with pytest.raises(ValueError, match="whole models, and tiny-qwen3-s is spread over 2"):
         kv.fit(part, small, [])
-
-
-# ---- conversations -------------------------------------------------------------------------------
 
 
 SMALL, LARGE, MOE = (str(zoo(f"tiny-qwen3-{name}")) for name in ("s", "l", "moe"))

@@ -63,9 +63,6 @@ def resume(folder: Path, model: LanguageModel, **options: Any) -> Conversation:
     return Conversation.resume(folder, {"a": model, "b": model}, [same], **options)
 
 
-# ---- away ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_line_on_disk_comes_back_bit_by_bit(
     families: Models, family: str, files: Callable[[], list[Path]]
@@ -160,9 +157,6 @@ def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
     assert Path(made).parent == root  # and its own went when it ended
 
 
-# ---- memory -------------------------------------------------------------------------------------
-
-
 def active() -> int:
     gc.collect()
     mx.synchronize()
@@ -224,9 +218,6 @@ def test_stats_tell_what_a_branch_shares(model: LanguageModel) -> None:
     assert shared(talk) == {"a": 0, "b": 0}
 
 
-# ---- at the same time ---------------------------------------------------------------------------
-
-
 def test_branches_of_a_line_that_is_still_being_written_are_apart(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,9 +276,6 @@ def test_a_translation_ahead_that_fails_leaves_the_answer(
     ask(talk, "b", "is it on?")
 
 
-# ---- interrupted --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_switch_that_is_interrupted_changes_nothing(
@@ -325,9 +313,6 @@ def test_ctrl_c_while_decoding_changes_nothing(model: LanguageModel) -> None:
         answer.throw(KeyboardInterrupt)
     assert talk.messages == said
     ask(talk, "b", "is it on?")
-
-
-# ---- windows, tools -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verbatim", [True, False])
@@ -374,9 +359,6 @@ def test_tools_and_their_results(model: LanguageModel) -> None:
         assert talk.transcript.tokens[len(prompt) :] == expected(model, prompt)
         turns.append({"role": "assistant", "content": text})
         assert talk.messages == turns
-
-
-# ---- on disk ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -94,9 +94,6 @@ def log_probabilities(rows: np.ndarray) -> np.ndarray:
     return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
 
 
-# ---- a hand-over against PyTorch ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("pair", "options"), [
     *((pair, {"capture": "post_norm"}) for pair in PAIRS),
     (PAIRS[0], {"nu": 2, "bias": True}),
@@ -149,9 +146,6 @@ def test_identical_tokenizers_give_the_same_bits(
         assert type(ours) is type(theirs) is KVCache and ours.offset == theirs.offset
         for a, b in zip(ours.keys_and_values(), theirs.keys_and_values(), strict=True):
             assert np.array_equal(np.array(a), np.array(b))
-
-
-# ---- what families must allow -------------------------------------------------------------------
 
 
 class TruePositions(KVCache):
@@ -236,9 +230,6 @@ def test_every_family_that_is_let_through_is_exact(name: str, tmp_path: Path) ->
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-# ---- what mlx-lm does with such caches ----------------------------------------------------------
-
-
 @pytest.fixture(params=PAIRS, ids="-".join)
 def handed(request: Any, root: Path, opened: Opener) -> tuple[LanguageModel, Callable[[], list]]:
     """A target, and what makes its cache."""
@@ -321,9 +312,6 @@ def test_generate(pair: tuple[str, str], root: Path, opened: Opener, store: Path
     (store / "pair").symlink_to(folder)
     expected_text = kv.generate(source, target, TEXT, max_tokens=3, translator=folder)
     assert kv.generate(source, target, TEXT, max_tokens=3) == expected_text
-
-
-# ---- conversations against PyTorch --------------------------------------------------------------
 
 
 def script(model: LanguageModel, text: str) -> Script:
@@ -430,9 +418,6 @@ def test_an_answer_that_another_model_begins(
     assert (begun + then.text).startswith(streamed) and streamed.startswith(begun + " ")
     assert talk.lines["mistral"].tokens == slow["mistral"].ids
     say(talk, "qwen", ASKED[1], SAID[1])
-
-
-# ---- what is said and done ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(EXAMPLES))
@@ -618,9 +603,6 @@ def test_an_answer_cut_short_is_read_so_by_the_other(
     assert "ouse" not in models[reader].tokenizer.decode(talk.lines[reader].tokens)
 
 
-# ---- refusals -----------------------------------------------------------------------------------
-
-
 def test_what_a_hand_over_refuses(root: Path, opened: Opener) -> None:
     source, target = map(opened, PAIRS[0])
     translator = load_translator(root / "qwen-mistral")
@@ -673,9 +655,6 @@ def test_what_a_conversation_refuses(root: Path, opened: Opener) -> None:
             talk.reply(name, ASKED[1], max_tokens=3)
         reader.reply(name, ASKED[1], max_tokens=3)
     reader.reply("mistral", ASKED[1], max_tokens=3)
-
-
-# ---- the command line ------------------------------------------------------------
 
 
 def test_the_verbs(

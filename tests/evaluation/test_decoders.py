@@ -27,9 +27,6 @@ def lm(model: LanguageModel, make: conditions.CacheMaker, size: int = 5, **more:
     return PrefixLM(MLXDecoder(model, make, size), condition="x", **more)
 
 
-# ---- several at once ------------------------------------------------------------------------
-
-
 def test_answers_written_together_are_those_written_alone(pair: Pair, makers: Makers) -> None:
     """Prompts of 30 to 500 tokens, 5 at once; greedy choices may differ where two are a tie."""
     target, recall = pair[1], {}

@@ -41,9 +41,6 @@ def counted(condition: lineup.Condition, calls: list[int]) -> lineup.Condition:
     return dataclasses.replace(condition, makers=tuple(map(count, condition.makers)))
 
 
-# ---- runs and journals ------------------------------------------------------------------
-
-
 def line_of(model: LanguageModel) -> list[lineup.Condition]:
     same = lineup.translated("same", model, model, [identity_of(model)])
     return [lineup.native(model), same, lineup.baseline("hidden", model, model, [])]
@@ -129,9 +126,6 @@ def test_what_is_no_journal_is_left_alone(tmp_path: Path, text: str) -> None:
     assert path.read_text() == "x\n" + text
 
 
-# ---- baselines --------------------------------------------------------------------------
-
-
 def test_text_reads_what_the_tokens_spell(models: Models) -> None:
     source, target = models["dense"], models["wide"]
     tokens = source.tokenizer.encode("What is the city of Anna? It is a long day.")
@@ -150,8 +144,6 @@ def test_unknown_baselines(models: Models, spec: str) -> None:
     with pytest.raises(ValueError, match="known are hidden, shuffled, .*; reuse and droidspeak:J"):
         lineup.baseline(spec, model, model, [])
 
-
-# ---- the verb ---------------------------------------------------------------------------
 
 ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
 PAIR = ["eval", "--source", ENDS[0], "--target", ENDS[1]]

@@ -93,9 +93,6 @@ def test_shuffled_translator_is_another_one(models: Models, sample: quality.Reca
     assert scores["shuffled"].kl[0] > 10 * scores["fitted"].kl[0]
 
 
-# ---- error bars ----------------------------------------------------------------------------------
-
-
 def test_items() -> None:
     found = over_items([1.0, 0.0, 0.0, 1.0, 1.0])
     variance = (3 * 0.4**2 + 2 * 0.6**2) / 4
@@ -144,9 +141,6 @@ def test_windows_of_one_text_are_one_cluster() -> None:
     assert math.isnan(over_tokens(means, tokens, ["a"] * 9).error)
     with pytest.raises(ValueError, match="no scores"):
         over_tokens([], [], [])
-
-
-# ---- needles -------------------------------------------------------------------------------------
 
 
 def words(messages) -> int:
@@ -212,15 +206,9 @@ def test_recall() -> None:
     assert recall("", ["Oslo"]) == 0.0
 
 
-# ---- windows of plain texts ----------------------------------------------------------------------
-
-
 ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
 PAIR = ["eval", "--source", ENDS[0], "--target", ENDS[1], "--tasks", "continuation"]
 WORDS = "the sun is up and Anna knows the code of Ben or so they say in Paris today "
-
-
-# ---- windows ---------------------------------------------------------------------------------
 
 
 def losses(model: LanguageModel, tokens: list[int], read: int) -> list[float]:

@@ -112,9 +112,6 @@ def run(models: Models, task_folder: Path) -> Run:
     return run
 
 
-# ---- the standing test ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name, chat", [("dense", False), ("moe", True)])
 def test_native_and_identity_equal_mlx_lm(
     models: Models, task_folder: Path, name: str, chat: bool
@@ -165,9 +162,6 @@ def test_long_contexts_lose_their_front_as_in_mlx_lm(
     item = found["tasks"]["tiny_answers"]["items"][-1]
     text = json.loads((task_folder / "tiny_answers.jsonl").read_text().splitlines()[-1])["text"]
     assert item["prefix_tokens"] == len(model.tokenizer.encode(text)) > 24
-
-
-# ---- answers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -232,9 +226,6 @@ def test_a_trace_that_never_ends_is_no_answer(models: Models) -> None:
     ):  # fmt: skip
         response = Ends([], "<think>", "</think>", opened).cut(written)
         assert lm.without_trace(response) == answer
-
-
-# ---- runs -----------------------------------------------------------------------------------
 
 
 def test_one_cache_serves_all_continuations(models: Models, run: Run) -> None:
@@ -306,9 +297,6 @@ def test_numbers_that_are_none_are_refused(models: Models, run: Run) -> None:
     for task in ("tiny_words", "tiny_answers"):
         with pytest.raises(KVLingoError, match="is not a number"):
             run(task, make=make)
-
-
-# ---- what can be wrong ------------------------------------------------------------------------
 
 
 def test_lm_eval_is_missing(run: Run, monkeypatch: Patch) -> None:

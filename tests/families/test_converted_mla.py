@@ -95,9 +95,6 @@ def talks() -> list[Any]:
     return [tokenise(record, tokenizer) for record in records]
 
 
-# ---- references -----------------------------------------------------------------------
-
-
 def slots_of(folder: Path) -> list[list[int]]:
     return json.loads((folder / "config.json").read_text())["rotary_slots"]
 
@@ -108,9 +105,6 @@ def rewritten(folder: Path, out: Path, **more: Any) -> Path:
     config = json.loads((out / "config.json").read_text()) | more
     (out / "config.json").write_text(json.dumps(config))
     return out
-
-
-# ---- what is exact --------------------------------------------------------------------
 
 
 def test_at_full_rank_and_full_rotation_it_is_the_model(
@@ -126,9 +120,6 @@ def test_at_full_rank_and_full_rotation_it_is_the_model(
     other = rewritten(folder, tmp_path / "wrong", rotary_slots=wrong)
     assert np.abs(mlx_logits(other, tokens) - expected).max() > 1
     assert np.abs(torch_logits(on_torch(other), tokens) - expected).max() > 1
-
-
-# ---- the decomposition ----------------------------------------------------------------
 
 
 def test_moments_are_those_of_the_model_as_it_is(tool: ModuleType, tmp_path: Path) -> None:
@@ -192,9 +183,6 @@ def test_the_factors_are_the_svd_in_the_metric_of_the_inputs(
     ).directions.numpy()[:, :rank]
     other = np.linalg.norm(root @ (weights - weights @ plain @ plain.T)) ** 2
     assert rank == 16 or other > 1.05 * lost
-
-
-# ---- both runtimes --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -263,9 +251,6 @@ def test_translators_between_two_converted_models(convert: Convert, tmp_path: Pa
             assert np.linalg.norm(a - b) / np.linalg.norm(b) < 1e-3
     with pytest.raises(kv.IncompatibleTranslatorError, match="latents .* into latents only"):
         kv.fit(source, plain["large"], samples)
-
-
-# ---- real widths, and what is refused ---------------------------------------------------
 
 
 def test_the_package_alone_names_what_to_import(convert: Convert) -> None:

@@ -27,9 +27,6 @@ from tests.support.native_caches import TOKENS
 NAMES = sorted(plain_models.CONFIGS)
 
 
-# ---- which families there are ------------------------------------------------------------
-
-
 def test_the_page_lists_every_family() -> None:
     page = (TESTS.parent / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
     assert page.split("```text\n")[1].split("```")[0].split() == known_families()
@@ -46,9 +43,6 @@ def test_every_family_is_known_by_its_norms(families: Models, tmp_path: Path) ->
     for name in ("phi", "nemotron", "cohere", "llama"):
         other = plain_models.write_plain_model(tmp_path / name, name, seed=2)
         assert kv.load(other).norms_fingerprint != families[name].norms_fingerprint, name
-
-
-# ---- rotations ---------------------------------------------------------------------------
 
 
 ROPES = {
@@ -113,9 +107,6 @@ def test_dynamic_rope_is_refused(name: str, field: str, families: Models, tmp_pa
         kv.load(folder)
 
 
-# ---- configs of transformers 5 -----------------------------------------------------------
-
-
 def in_transformers_5(folder: Path, copy: Path) -> dict:
     """A copy of a model folder whose config is as transformers 5 writes it; its config."""
     transformers = pytest.importorskip("transformers")
@@ -144,9 +135,6 @@ def test_modern_configs_rotate_alike(name: str, families: Models, tmp_path: Path
     ]
     tokens = mx.array([TOKENS[:40]])
     assert np.array_equal(np.array(modern.model(tokens)), np.array(model.model(tokens)))
-
-
-# ---- refusals ----------------------------------------------------------------------------
 
 
 def test_every_family_of_mlx_lm_is_supported_or_refused_for_a_reason() -> None:

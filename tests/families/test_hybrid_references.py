@@ -89,9 +89,6 @@ def single(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32))
 
 
-# ---- whole models ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", hybrid_models.CONFIGS)
 def test_logits_of_a_whole_model(name: str, tmp_path: Path) -> None:
     """They are off by float32's rounding, which PyTorch's own float32 measures."""
@@ -108,9 +105,6 @@ def test_logits_of_a_whole_model(name: str, tmp_path: Path) -> None:
     assert error < min(TOLERANCE, ROUNDING * rounding)
     other = single(model.model(mx.array([[tokens[1], tokens[0], *tokens[2:]]]))[0])
     assert relative(other[2:], expected[2:]) > WRONG  # the order of tokens counts to the end
-
-
-# ---- hand-overs --------------------------------------------------------------------------
 
 
 @dataclass

@@ -67,9 +67,6 @@ def generate(root: Path, *more: str, translator: str = "translator") -> list[str
     return ["generate", *pair, *asked, "--translator", str(root / translator), *more]
 
 
-# ---- what works -------------------------------------------------------------------------
-
-
 def test_show_tells_of_recurrent_layers(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["show", str(room / "small")]) == 0
     told = " ".join(capsys.readouterr().out.split())
@@ -197,9 +194,6 @@ def test_maps_of_states_by_the_other_verbs(
     assert "recurrent states mapped" in " ".join(capsys.readouterr().out.split())
 
 
-# ---- what is refused --------------------------------------------------------------------
-
-
 def test_what_a_state_cannot_do(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     heal = "cannot be healed while it answers: 6 of its 8 cache layers"
     fails(generate(room, "-c", "heal=interleaved"), heal, capsys)
@@ -224,9 +218,6 @@ def test_a_filled_cache_of_a_hybrid_is_not_read_back(room: Path) -> None:
     assert not trim_prompt_cache(cache, 1)  # nor can mlx-lm trim it
 
 
-# ---- work -------------------------------------------------------------------------------
-
-
 def test_an_unlike_state_is_damage(room: Path) -> None:
     """What is checked of every hand-over: the shapes of states, too."""
     model = kv.load(room / "small")
@@ -235,9 +226,6 @@ def test_an_unlike_state_is_damage(room: Path) -> None:
     made[0].cache[1] = made[0].cache[1][:, :1]
     with pytest.raises(CacheError, match="layer 0 of the cache .* its state has shape"):
         validation.validate_cache(made, model, len(TOKENS) - 1)
-
-
-# ---- trained ones --------------------------------------------------------------------------------
 
 
 # In the repository, in bfloat16, is the small one alone: `tools/pretrain.py NAME --out

@@ -226,9 +226,6 @@ def test_a_conversation_of_two_kinds(planted: dict[str, Planted]) -> None:
     assert errors[0] < 1e-3 < 0.1 < errors[1]
 
 
-# ---- what is refused --------------------------------------------------------------------
-
-
 def test_a_source_of_windows_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model_type, options = tiny.FAMILIES["gemma3"]
     none = {"sliding_window_pattern": 9}  # more than there are layers

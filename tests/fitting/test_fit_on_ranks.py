@@ -164,6 +164,3 @@ def test_records_that_cannot_be_read_are_skipped_by_all_ranks(tmp_path: Path, us
     told = done.stdout + done.stderr
     assert told.count("error:") == (not usable) and (tmp_path / "out").exists() == bool(usable)
     assert ("1 record is skipped" if usable else "no record of data.jsonl can be used") in told
-
-
-# ---- kept sums, without ranks -------------------------------------------------------------------

@@ -136,9 +136,6 @@ def apart(
     return difference(found, materialised(source, target, translator, rows, prefix))
 
 
-# ---- exact ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_the_materialised_cache(root: Path, case: Case) -> None:
     """Over 64 tokens, while windows of 8 to 16 turn; one by one, and several at once."""
@@ -218,9 +215,6 @@ def test_one_prefix_serves_several_rows(root: Path, case: Case) -> None:
     assert difference(found, materialised(source, target, translator, rows, 20)) <= TOLERANCE
 
 
-# ---- what must fail ---------------------------------------------------------------------
-
-
 def without(side: str) -> Callable[[FoldedCache], None]:
     """Drop the bias of a side."""
 
@@ -254,9 +248,6 @@ def test_a_window_that_does_not_move_shows(root: Path, monkeypatch: pytest.Monke
     assert apart(*write(root, WINDOWED), prompts(1, 20), sizes=[1]) > WRONG
 
 
-# ---- quantised prefixes -----------------------------------------------------------------
-
-
 def unpacked(cache: Any) -> list[mx.array]:
     """A stock cache's keys and values (B, T, H * D) in floats."""
     *sides, packing = caches.viewed(cache)
@@ -285,9 +276,6 @@ def test_a_quantised_prefix(root: Path, case: Case, bits: int) -> None:
     assert difference(found, logits(target, stock, [[row[40:]]])) <= TOLERANCE
     whole = materialised(source, target, translator, [row], 40)
     assert difference(found, whole) > (1e-3 if bits == 4 else 1e-4)  # it was quantised
-
-
-# ---- memory -----------------------------------------------------------------------------
 
 
 def random_cache(model: LanguageModel, tokens: int) -> list[Any]:
@@ -351,9 +339,6 @@ def test_the_prefix_is_the_sources_own(root: Path) -> None:
     assert np.array_equal(logits(target, twin, pieces_of([row[20:]], [1])), expected)
 
 
-# ---- as mlx-lm's caches -----------------------------------------------------------------
-
-
 def test_new_tokens_can_be_taken_back(root: Path) -> None:
     """As from stock caches; never more than there are."""
     source, target, translator = write(root, BIASED)
@@ -393,9 +378,6 @@ def test_quantised_caches_of_mlx_lm_are_as_they_were(models: dict[str, LanguageM
     assert all(mx.array_equal(a, b) for a, b in zip(steps, again, strict=True))
 
 
-# ---- generation -------------------------------------------------------------------------
-
-
 def test_generates_what_generate_does(root: Path) -> None:
     """Greedy, the same tokens and the same fields of a response."""
     source, target, translator = write(root, WINDOWED)
@@ -408,8 +390,6 @@ def test_generates_what_generate_does(root: Path) -> None:
     text = kv.folded_generate(source, target, mx.array(prompt), **options)
     assert text == "".join(r.text for r in found)
 
-
-# ---- refusals ---------------------------------------------------------------------------
 
 TOKENS = [1, 2, 3]
 PLAIN = Case("dense4x16", "dense2x32")
@@ -516,9 +496,6 @@ def test_identity_maps_fold_to_the_model_itself(models: dict[str, LanguageModel]
     model.model(mx.array([row[:20]]), cache=native)
     rest = pieces_of([row[20:]], [1])
     assert difference(logits(model, cache, rest), logits(model, native, rest)) <= TOLERANCE
-
-
-# ---- where it is used -------------------------------------------------------------------
 
 
 BUDGET = ("-c", "memory_budget=true")

@@ -65,9 +65,6 @@ def test_impossible_nu(num_source: int, nu: int) -> None:
         relative_depth(num_source, 4, nu)
 
 
-# ---- layers of several kinds ------------------------------------------------------------
-
-
 def layers_of(kinds: str) -> list[LayerGeometry]:
     """Layers by letter: (f)ull, (s)liding, (g)ated delta, (m)amba2, (c)onvolution."""
     delta = Recurrence(key_heads=2, value_heads=4, key_dim=3, value_dim=5, kernel=4)

@@ -70,9 +70,6 @@ SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "U16": 2, 
          "BOOL": 1, "F8_E4M3": 1}  # fmt: skip
 
 
-# ---- translators, made from the format's description alone ------------------------------
-
-
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 each_dtype = pytest.mark.parametrize("dtype", CODES)
 
@@ -94,9 +91,6 @@ def refuse(folder: Path, *words: str, names: Path | str = CONFIG) -> None:
     assert str(folder / names) in message
     for word in words:
         assert word in message
-
-
-# ---- reading and writing what is sound --------------------------------------------------
 
 
 @each_dtype
@@ -195,9 +189,6 @@ def test_attention_groups_may_differ_in_nu(tmp_path: Path) -> None:
     assert_same(weights.arrays, arrays)
 
 
-# ---- rounding ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("bits", "expected"),
     [
@@ -233,9 +224,6 @@ def test_what_does_not_fit_is_refused(bits: int, dtype: str) -> None:
     array = np.array([0, bits], np.uint32).view(np.float32)
     with pytest.raises(ValueError, match=r"^keys\.0\.weight "):
         Weights.from_float32({"keys.0.weight": array}, dtype)
-
-
-# ---- tensors that are refused -----------------------------------------------------------
 
 
 def rename(arrays: Arrays, old: str, new: str) -> None:
@@ -335,9 +323,6 @@ def test_other_and_mixed_dtypes(folder: Path, code: str, alone: bool) -> None:
     refuse(folder, code, "F32", names=TENSORS)
 
 
-# ---- safetensors files that are refused -------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [TENSORS, SELFTEST])
 @pytest.mark.parametrize("damage", BROKEN_FILES.values(), ids=BROKEN_FILES)
 def test_broken_safetensors(
@@ -369,8 +354,6 @@ def test_a_header_beyond_100_megabytes(folder: Path) -> None:
     tracemalloc.stop()
     assert peak < 10 * 2**20
 
-
-# ---- configs that are refused -----------------------------------------------------------
 
 GONE = object()
 Place = tuple[str | int, ...]
@@ -555,18 +538,12 @@ def test_broken_config_text(folder: Path, text: bytes, word: str) -> None:
         translator_folder.read_config(folder)
 
 
-# ---- files that are absent, or something else -------------------------------------------
-
-
 def test_what_is_absent_or_something_else(folder: Path, tmp_path: Path) -> None:
     refuse(tmp_path / "nowhere", "does not exist", names="")
     refuse(folder / TENSORS, "is a file", names="")
     for name in (TENSORS, CONFIG):
         (folder / name).unlink()
         refuse(folder, "missing", names=name)
-
-
-# ---- pickles ----------------------------------------------------------------------------
 
 
 class Canary:
@@ -610,9 +587,6 @@ def test_a_pickles_path(folder: Path, tmp_path: Path, suffix: str) -> None:
         (folder / name).unlink()
         refuse(folder, "pickle", "safetensors", names=f"maps{suffix}")
     assert not (tmp_path / "trace").exists()
-
-
-# ---- the self-test ----------------------------------------------------------------------
 
 
 def square(head_mixing: bool, nu: int) -> Json:
@@ -737,9 +711,6 @@ def test_wrong_probes(folder: Path, damage: Probes, word: str) -> None:
     refuse(folder, word, names=SELFTEST)
 
 
-# ---- writing ----------------------------------------------------------------------------
-
-
 FOREIGN = (
     ("notes.txt",),
     (CONFIG, "notes.txt"),
@@ -839,9 +810,6 @@ def test_what_a_training_does_make(tmp_path: Path) -> None:
     config = to_config(config_json(layout))
     translator_folder.write(tmp_path / "t", config, Weights("float32", arrays))
     kv.load_translator(tmp_path / "t")
-
-
-# ---- failures in the middle of writing --------------------------------------------------
 
 
 class Faulty:
@@ -949,9 +917,6 @@ def test_a_full_disk_is_an_os_error_that_names_the_file() -> None:
     with pytest.raises(OSError, match="No space left on device: '/dev/full'") as caught:
         tensor_file.write_tensors(Path("/dev/full"), weights)
     assert caught.value.errno == 28
-
-
-# ---- several writers, and full disks ------------------------------------------------------
 
 
 def test_what_killed_writers_left_goes(tmp_path: Path) -> None:

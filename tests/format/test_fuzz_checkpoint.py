@@ -96,8 +96,6 @@ def test_random_bytes_are_refused(room: Path) -> None:
             assert not try_folder(room, files)
 
 
-# ---- crafted folders that have crashed, hung or filled a reader, in a process of its own -----
-
 SCRIPT = """
 import sys, time
 import kvlingo_mlx as kv

@@ -182,9 +182,6 @@ def verdict(config: dict[str, Any]) -> str | None:
     return f"a window of {window}" if window is not None and window < COUNT else None
 
 
-# ---- both ways --------------------------------------------------------------------------
-
-
 @pytest.fixture
 def unchecked(monkeypatch: Patch) -> Iterator[None]:
     """Models are run whatever the table says."""
@@ -253,9 +250,6 @@ def test_scalings_that_mlx_lm_builds_nothing_of_are_refused(name: str, kind: str
         assert passed_over and "rope_scaling of type" in str(error)
     else:
         assert not passed_over
-
-
-# ---- through the front door -------------------------------------------------------------
 
 
 def test_load_refuses_in_one_line(tmp_path: Path) -> None:
@@ -334,8 +328,6 @@ def test_short_texts_of_longrope_are_told_of(tmp_path: Path, monkeypatch: Patch)
         warnings.simplefilter("error", KVLingoWarning)
         assert error_of(folder) < ALIKE
 
-
-# ---- released models --------------------------------------------------------------------
 
 # The numbers of released config.json files that bear on this, and the context that is left.
 RELEASED: dict[str, tuple[dict[str, Any], int]] = {

@@ -80,9 +80,6 @@ def refuse(folder: Path, *words: str) -> None:
     assert all(word in message for word in words), message
 
 
-# ---- recurrent layers -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_what_the_page_describes_is_read_and_written(rule: str, tmp_path: Path) -> None:
     folders = {2: put(tmp_path / "2", config_json(rule), rule)}
@@ -218,9 +215,6 @@ def test_facts_of_attention_are_those_of_version_1() -> None:
         assert layer.facts["recurrence"] == asdict(recurrence)
         found.add(CacheGeometry("x", (layer,), (None,), 1e-6, 320).fingerprint)
     assert len(found) == 2
-
-
-# ---- maps of states ---------------------------------------------------------------------
 
 
 def probed(arrays: dict[str, np.ndarray]) -> np.ndarray:

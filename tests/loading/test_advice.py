@@ -71,8 +71,6 @@ def test_a_wrong_command_is_found() -> None:
     assert faults(["tune", "--bogus"]) and faults(["nothing"])
 
 
-# ---- pairs ------------------------------------------------------------------------------------
-
 Writer = Callable[[Path], tuple[Path, Path]]
 
 

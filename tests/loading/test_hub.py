@@ -101,8 +101,6 @@ class LoopbackHub:
         self.server.shutdown()
         self.server.server_close()
 
-    # ---- answers ----------------------------------------------------------------------
-
     def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
         path = urllib.parse.urlparse(request.path).path
         self.requests.append(f"{request.command} {path}")
@@ -115,8 +113,6 @@ class LoopbackHub:
             self._file("/".join(parts[:2]), parts[3], name, request)
         else:
             _send(request, 404, b"")
-
-    # ---- uploads ----------------------------------------------------------------------
 
     def receive(self, request: http.server.BaseHTTPRequestHandler) -> None:
         """What an upload asks, in its order: repository, branch, upload modes, blobs, commit."""
@@ -506,9 +502,6 @@ def test_a_revision_of_what_has_none_is_refused(folders: Folders) -> None:
     assert kv.load(model) is model
     with pytest.raises(ValueError, match="revision has no effect on a model that is loaded"):
         kv.load(model, revision="v1")
-
-
-# ---- publish ------------------------------------------------------------------------------------
 
 
 def test_publish_uploads_the_formats_own_files(

@@ -61,9 +61,6 @@ def test_a_folders_name_misspelt(folders: Folders, tmp_path: Path, monkeypatch: 
         assert "did you mean" not in str(caught.value)
 
 
-# ---- what a device cannot run --------------------------------------------------------------------
-
-
 SHAPE = {"seed": 1, "layers": 2, "kv_heads": 2, "head_dim": 32}
 
 
@@ -91,9 +88,6 @@ def test_experts_in_16_bits_are_refused_on_a_cpu(
     assert kv.load(dense).precision == dtype
 
 
-# ---- whose weights they are ----------------------------------------------------------------------
-
-
 RECORD = {"text": "One two three four five six seven eight nine ten. " * 3}
 # One number of a matrix that is no projection of keys or values, and of one that is.
 ELSEWHERE = ("model.layers.1.mlp.down_proj.weight", "model.layers.2.self_attn.o_proj.weight")
@@ -107,9 +101,6 @@ def changed(folder: Path, copy: Path, name: str, add: float = 0.125) -> Path:
     arrays[name].reshape(-1)[7] += add
     tiny.write_tensors(copy / "model.safetensors", arrays)
     return copy
-
-
-# ---- models ---------------------------------------------------------------------------------
 
 
 def expected_sums(array: np.ndarray) -> bytes:
@@ -155,9 +146,6 @@ def test_the_config_is_part_of_it_but_for_its_files_own_facts(
     for more, same in (({"transformers_version": "9"}, True), ({"rms_norm_eps": 0.01}, False)):
         (folder / "config.json").write_text(json.dumps(config | more))
         assert (kv.load(folder).weights_fingerprint == model.weights_fingerprint) == same
-
-
-# ---- translators ------------------------------------------------------------------------
 
 
 def test_eval_tells_apart_a_model_with_other_weights(folders: Folders, tmp_path: Path) -> None:

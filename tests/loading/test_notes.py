@@ -52,9 +52,6 @@ def with_provenance(translator: Translator, **facts: Any) -> Translator:
     return dataclasses.replace(translator, config=config)
 
 
-# ---- row 22: another checkpoint or revision ---------------------------------------------------
-
-
 def test_another_commit_is_told_and_used(models: Models) -> None:
     model = models["dense"]
     old, new = (dataclasses.replace(model, name="me/m", revision=c * 40) for c in "ab")
@@ -88,9 +85,6 @@ def test_another_checkpoint_is_refused_unless_asked(
         check_pair(fitted.config, other, models["moe"])
     check_pair(with_provenance(fitted, projections=None).config, other, models["moe"],
                allow_mismatch=True)  # fmt: skip
-
-
-# ---- row 27: quantised models -----------------------------------------------------------------
 
 
 def test_few_bits_are_told_once(
@@ -133,9 +127,6 @@ def test_show_and_verify_tell_of_precisions(
     assert line.startswith("warning: the translator from tiny-qwen3-s to tiny-qwen3-l is used, ")
     assert "fitted on float32 and" in line and "runs in 4 bits" in line
     assert "in 4 bits, tiny-qwen3-l in float32" in captured.out
-
-
-# ---- row 28: a LoRA fused in, another fine-tune -----------------------------------------------
 
 
 def tuned(model: LanguageModel, folder: Path, size: float) -> LanguageModel:
@@ -185,9 +176,6 @@ def test_rounding_is_no_fine_tune(
     assert slight.difference(numbers) > SAME
 
 
-# ---- row 34: beyond the longest prefix --------------------------------------------------------
-
-
 def test_a_prompt_beyond_what_was_tested_is_told_once(models: Models, fitted: Translator) -> None:
     pair = models["dense"], models["moe"]
     assert fitted.config.provenance["longest_prefix"] == 40
@@ -205,9 +193,6 @@ def test_a_prompt_beyond_what_was_tested_is_told_once(models: Models, fitted: Tr
         assert use(50, with_provenance(fitted, longest_prefix=kept)) == []
     native = {"strategy": "native", "max_tokens": 1}
     assert told(lambda: kv.generate(*pair, TOKENS[:50], **native)) == []
-
-
-# ---- what a translator is worth ---------------------------------------------------------------
 
 
 BAD = Receipt(0.4, 0.5, 0, 1.0).to_json()
@@ -309,9 +294,6 @@ def test_the_command_line_tells_in_a_line(
     kept = translator_folder.read_config(tmp_path / "t")
     assert kept.fitted_on("target") == "float32"
     assert len(kept.provenance["projections"]["source"]) == 24  # keys and values of 3 layers
-
-
-# ---- what transformers says ---------------------------------------------------------------------
 
 
 def test_transformers_advice_about_configs_is_kept_out(tmp_path: Path) -> None:

@@ -38,9 +38,6 @@ PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
 PROMPT = list(range(5, 45))
 
 
-# ---- how much data ------------------------------------------------------------------------------
-
-
 def test_hardly_any_data_is_refused(tmp_path: Path, capsys: Printed) -> None:
     data = tmp_path / "d.jsonl"
     data.write_text('{"text": "short"}\n')
@@ -71,9 +68,6 @@ def test_few_tokens_are_told_with_the_number_that_would_do(
     assert few.startswith(f"only {unknowns:,} tokens for {unknowns:,} inputs")
     assert few.endswith(f": give at least {32 * unknowns:,}")
     assert len(fit(32 * unknowns - 1)) == 1 and fit(32 * unknowns) == []
-
-
-# ---- grades -------------------------------------------------------------------------------------
 
 
 OWN = {"data": "mine.jsonl", "conversations": 8, "hidden_kl": 1.0}
@@ -217,9 +211,6 @@ def test_a_fit_leaves_a_receipt_that_verify_agrees_with(tmp_path: Path, capsys: 
     assert f"Translator: {folder} (sha256 " in captured.out
 
 
-# ---- of several, the best -----------------------------------------------------------------------
-
-
 def receipt(kl: float, **others: Any) -> dict[str, Any]:
     return {"prompts": NAME, "kl": kl, "top1": 0.9, "hidden_kl": 20 * kl, **others}
 
@@ -280,9 +271,6 @@ def test_ties_are_told(make: Make, models: Models, left: Any) -> None:
     assert "of 2 stored translators from " in said[0] and str(newest) in said[0]
 
 
-# ---- which one was used -------------------------------------------------------------------------
-
-
 def test_digests_tell_all_that_is_computed_apart() -> None:
     """Facts or numbers, one changed at a time; where it came from changes nothing."""
     config, weights = to_config(config_json()), Weights("float32", arrays_of(MIXING))
@@ -336,9 +324,6 @@ def test_responses_and_records_name_the_translator(
     (*_, last) = talk.stream_reply("b", "more words", max_tokens=2)
     assert (last.translator, last.translator_digest) == (str(folder), digest)
     assert talk.stats().used == {"a to b": f"{folder} (sha256 {digest[:12]})"}
-
-
-# ---- nothing is replaced unasked ----------------------------------------------------------------
 
 
 def test_save_never_replaces_another(models: Models, tmp_path: Path) -> None:
@@ -404,9 +389,6 @@ def test_a_finished_training_says_so(folders: Folders, tmp_path: Path) -> None:
     assert train(seed=1).finished()
     with pytest.raises(ValueError, match="did not make"):
         train().finished()
-
-
-# ---- list and remove ----------------------------------------------------------------------------
 
 
 def test_list(make: Make, store: Path, capsys: Printed, folders: Folders) -> None:

@@ -161,9 +161,6 @@ def test_bad_arguments(models: Models, tmp_path: Path, options: dict[str, Any], 
     assert not Path("t").exists()
 
 
-# ---- lengths and starts ------------------------------------------------------------------------
-
-
 def paces(
     speed: float, mean: float = 0.6, answer: int = ANSWERS
 ) -> Callable[[int], ConversationCost]:
@@ -308,9 +305,6 @@ def test_source_layers_that_are_named_or_fit(
 
     monkeypatch.setattr(MLXPair, "check_memory", check)
     assert kv.pair(*ends, chats, minutes=MINUTES, out="v").config.nu == 1
-
-
-# ---- the generated conversations -----------------------------------------------------------------
 
 
 def test_the_chats_differ_and_can_be_rendered(models: Models) -> None:

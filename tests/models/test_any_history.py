@@ -34,9 +34,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]
     return {family.name: kv.load(write_real(root / family.name, family)) for family in FAMILIES}
 
 
-# ---- histories ---------------------------------------------------------------------------------
-
-
 @st.composite
 def histories(draw: st.DrawFn) -> list[Json]:
     """Messages in the chat API's form, in any order; each text and argument has its own word."""
@@ -78,9 +75,6 @@ def _call(draw: st.DrawFn, number: str, word: str) -> Json:
 
 def _result(call: str, word: str) -> Json:
     return {"role": "tool", "tool_call_id": call, "content": f"There is {word}."}
-
-
-# ---- what a prompt holds -------------------------------------------------------------------------
 
 
 def spoken(message: Json) -> list[str]:
@@ -174,8 +168,6 @@ def test_a_lost_word_is_noticed() -> None:
         with pytest.raises(AssertionError):
             check(FAMILIES[0], history, bad)
 
-
-# ---- the templates themselves --------------------------------------------------------------------
 
 RELEASED = {"qwen-coder-0.5b": "qwen2.5", "smollm2-135m": "smollm2"}
 

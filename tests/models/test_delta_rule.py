@@ -111,9 +111,6 @@ def test_gates_of_zero_have_a_finite_gradient() -> None:
     assert all(mx.isfinite(each).all().item() for each in gradients)
 
 
-# ---- in place of mlx-lm's --------------------------------------------------------------------
-
-
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The threads in which the rule in chunks has run, a call each."""

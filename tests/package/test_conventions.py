@@ -332,7 +332,6 @@ def test_every_reason_is_still_one() -> None:
     assert {name for names in MANY.values() for name in names} <= found
 
 
-# ---- budgets ---------------------------------------------------------------------------------
 # Whoever makes a room smaller lowers its number here, and TOTAL by as much. Whoever breaks a budget
 # takes something out; a number is raised only with a reason beside it.
 

@@ -64,9 +64,6 @@ def same(one: Path, other: Path) -> bool:
     return all(np.array_equal(array, maps[1][name]) for name, array in maps[0].items())
 
 
-# ---- two translators, imported in turns into one folder -----------------------------------------
-
-
 def given(folder: Path) -> list[Path]:
     return [folder / "given" / name for name in "01"]
 
@@ -100,9 +97,6 @@ def check_import(folder: Path, told: list[str]) -> None:
     assert len([path for path in folder.glob(".imported.*") if path.is_dir()]) <= 1
 
 
-# ---- a conversation that is saved after every turn ----------------------------------------------
-
-
 def talk_on(folder: Path, tell: Connection) -> None:
     models, where = {name: kv.load(zoo(name)) for name in PAIR}, folder / "talk"
     kept = (where / "conversation.json").exists()
@@ -124,9 +118,6 @@ def check_talk(folder: Path, told: list[str]) -> None:
         last.write_text(number)
     if int(last.read_text()) > 12:
         shutil.rmtree(folder / "talk"), last.unlink()
-
-
-# ---- a training with a checkpoint a step --------------------------------------------------------
 
 
 def train(folder: Path, tell: Connection, out: str = "trained") -> None:

@@ -143,9 +143,6 @@ def test_what_is_refused(parsed: Parsed, words: str, said: str, capsys: Printed)
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
-# ---- ways of peers -------------------------------------------------------------------------------
-
-
 sys.path.insert(0, str(ROOT / "benchmarks"))
 ways = pytest.importorskip("peer_ways")
 
@@ -201,9 +198,6 @@ def test_a_mapper_is_applied_by_the_peer(pair: Pair, tokens: list[int]) -> None:
     cache = ways.mapped(source, source, mapper)(tokens)()
     own = logits(source, native(source)(tokens), tokens[-1])
     assert np.allclose(logits(source, cache, tokens[-1]), own, atol=1e-3)
-
-
-# ---- promised ratios -----------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -274,9 +274,6 @@ def test_a_process_ends_in_peace(families: Models, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# ---- memory ------------------------------------------------------------------------------
-
-
 def limited(monkeypatch: Patch, room: int) -> None:
     monkeypatch.setenv(memory.LIMIT, f"{(mx.get_active_memory() + room) / 1e9:.9f}")
 

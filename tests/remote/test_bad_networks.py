@@ -183,9 +183,6 @@ def test_what_is_right_and_was_not_asked_for_is_refused(
     assert equal(hand(ends[0]), hand(kv.connect(server.address)))
 
 
-# ---- servers ----------------------------------------------------------------------------------
-
-
 def test_a_server_that_is_started_again(ends: tuple[Any, Any, Any], hand: Hand) -> None:
     """In the middle: it reads again, and sends only what has not come."""
     own = hand(ends[0])
@@ -351,9 +348,6 @@ def test_a_client_that_leaves_ends_its_job(
     assert not left
 
 
-# ---- keys, versions, translators --------------------------------------------------------------
-
-
 def test_keys(ends: tuple[Any, Any, Any], hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
     with offered(ends[0], api_key="right") as server:
         with pytest.raises(RemoteModelError, match="refuses: no key was given"):
@@ -429,9 +423,6 @@ def test_a_server_that_lacks_the_translator(
             warnings.simplefilter("ignore")
             last = [*kv.stream_generate(server.address, ends[1], PROMPT, **options)][-1]
         assert last.received.sent == "translated" and not last.received.lacking
-
-
-# ---- what is refused --------------------------------------------------------------------------
 
 
 def test_what_needs_more_than_states_is_refused(

@@ -256,9 +256,6 @@ def test_a_draft_of_this_machine_and_any_step(pairs: Any) -> None:
     assert one == kv.generate(pair.source, pair.target, PROMPT[:1], max_tokens=3)
 
 
-# ---- the verb ------------------------------------------------------------------------------------
-
-
 ASK = ["--target", "tiny-qwen3-l", "--no-thinking", "--prompt",
        "The home of Paul is Oslo. What is the home of Paul?"]  # fmt: skip
 VERB = [sys.executable, "-m", "kvlingo_mlx.cli"]

@@ -28,9 +28,6 @@ def lines(response: Any) -> list[str]:
     return [line for line in response.text.split("\n\n") if line]
 
 
-# ---- answers -----------------------------------------------------------------------------------
-
-
 def test_a_whole_answer(server: Running) -> None:
     response = server.ask("begin translate;say one;waiting;say two")
     assert (response.status_code, response.json()) == (200, {"text": "onetwo"})
@@ -69,9 +66,6 @@ def test_keep_alives_come_by_timer(server: Running) -> None:
     assert ": still here" not in lines(server.ask("begin;say one", stream=True))  # control
 
 
-# ---- clients that leave ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("script", ["wait 600", "begin;say a;wait 600"])
 def test_a_client_that_leaves_cancels(script: str, stream: bool, server: Running) -> None:
@@ -83,9 +77,6 @@ def test_a_client_that_leaves_cancels(script: str, stream: bool, server: Running
     server.until(lambda: server.told().count(["cancel"]) == before + 1)
     server.until(lambda: server.engine.waiting == 0)
     server.until(lambda: 'status="499"' in httpx.get(f"{server.url}/metrics").text)
-
-
-# ---- what is refused ---------------------------------------------------------------------------
 
 
 def test_too_many_that_wait_are_refused(server: Running) -> None:
@@ -148,9 +139,6 @@ def test_paths_and_methods_that_do_not_exist(server: Running) -> None:
     assert response.json()["plain"]["message"] == "/v1/plain takes no GET; use POST"
 
 
-# ---- models, health ----------------------------------------------------------------------------
-
-
 def test_models_are_listed(server: Running) -> None:
     listed = httpx.get(f"{server.url}/v1/models").json()
     assert listed["object"] == "list" and not listed["has_more"]
@@ -182,9 +170,6 @@ def test_health_and_status(server: Running) -> None:
     status = httpx.get(f"{server.url}/v1/status").json()
     assert status["ready"] and status["worker"]["lines_bytes"] == 5_000
     assert status["worker"]["pairs"] == [["small", "large", "translate", "receipt 0.95"]]
-
-
-# ---- crashes, starts, ends ---------------------------------------------------------------------
 
 
 def test_an_engine_that_fails_ends_its_requests_and_the_server(
@@ -251,9 +236,6 @@ def test_stopping_refuses_new_requests_on_old_connections(tmp_path: Path) -> Non
         server.engine._stopping = True
         refused = client.post(f"{server.url}/plain", json={"prompt": "begin"})
         assert refused.status_code == 503 and "is stopping" in refused.text
-
-
-# ---- numbers -----------------------------------------------------------------------------------
 
 
 def test_metrics(tmp_path: Path) -> None:

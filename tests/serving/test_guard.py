@@ -42,9 +42,6 @@ def post(server: Running, **more: Any) -> Any:
     return httpx.post(f"{server.url}/v1/plain", **{"json": BODY, "timeout": 30, **more})
 
 
-# ---- keys --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "headers",
     [
@@ -83,9 +80,6 @@ def test_what_needs_no_key(locked: Running) -> None:
         assert httpx.get(f"{locked.url}{path}").status_code == 401, path
 
 
-# ---- browsers that were led here ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8080", "[::1]:8080", "LOCALHOST"])
 def test_this_machines_names(host: str, server: Running) -> None:
     assert post(server, headers={"host": host}).status_code == 200
@@ -117,9 +111,6 @@ def test_cors(server: Running) -> None:
     assert refused.status_code >= 400 and "access-control-allow-origin" not in refused.headers
     exposed = post(server, headers={"origin": "http://listed:3000"}).headers
     assert "x-kvlingo-strategy" in exposed["access-control-expose-headers"]
-
-
-# ---- bodies ------------------------------------------------------------------------------------
 
 
 def test_a_body_that_says_it_is_too_large(server: Running) -> None:
@@ -161,9 +152,6 @@ def test_bodies_as_clients_encode_them(server: Running) -> None:
         refused = post(server, json=None, content=content, headers={"content-encoding": name})
         assert refused.status_code == status, name
         assert refused.json()["plain"]["message"].isprintable()
-
-
-# ---- slow clients ------------------------------------------------------------------------------
 
 
 def connect(server: Running, data: bytes) -> socket.socket:

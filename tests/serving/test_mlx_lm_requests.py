@@ -135,9 +135,6 @@ def chat(urls: tuple[str, str], messages: list[Any], **more: Any) -> Any:
     return answers[0]
 
 
-# ---- the requests ---------------------------------------------------------------------------
-
-
 def test_completions(urls: tuple[str, str]) -> None:
     prompt = {"prompt": "The home of Anna is Rome. The home of Oscar"}
     ours, other = both(urls, "/v1/completions", **prompt, temperature=0.0, top_p=1.0)

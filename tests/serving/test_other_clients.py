@@ -29,9 +29,6 @@ def expected(names: tuple[str, ...]) -> list[str]:
     return [talk.reply(name, question, max_tokens=16).strip() for name, question in asked]
 
 
-# ---- llm ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def terminal(zoo_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs llm's command line, to which the server's models are known."""
@@ -65,6 +62,3 @@ def test_llm_goes_on_with_another_model(terminal: Any) -> None:
 def test_llm_shows_an_error(terminal: Any) -> None:
     told = terminal("Hello", "-m", "kv-none")
     assert told.exit_code == 1 and "offered are large, moe" in told.output
-
-
-# ---- litellm --------------------------------------------------------------------------------

@@ -154,8 +154,6 @@ def test_what_a_prompt_lacks_is_noticed() -> None:
     assert missing(session, good) and not missing(session, f"{good} saidqwen3")
 
 
-# ---- what a session keeps ------------------------------------------------------------------------
-
 STRICT = FAMILIES[NAMES.index("qwen3.5")]
 TWO = ("here", "there")
 

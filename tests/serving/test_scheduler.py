@@ -386,9 +386,6 @@ def test_refusals(clients: Clients) -> None:
     assert not clients.engine.busy
 
 
-# ---- plain texts and grammars ---------------------------------------------------------------
-
-
 def completed(clients: Clients, model: str, prompt: Any, **facts: Any) -> Told:
     return clients.together(
         [GenerationRequest(model=model, prompt=prompt, max_tokens=12, **facts)]
@@ -458,9 +455,6 @@ def test_an_answer_fits_a_schema(clients: Clients) -> None:
     assert beside.text == clients.one("large", [user("Where is Anna?")], max_tokens=60).text
     bad = asked("large", [user("x")], schema={"type": "nonsense"})
     assert "response_format's schema is refused" in clients.together([bad])[0].failed.message
-
-
-# ---- memory and models ----------------------------------------------------------------------
 
 
 def test_conversations_go_to_8_bits_and_to_disk_and_come_back(tmp_path: Path) -> None:

@@ -168,9 +168,6 @@ def test_the_server_ends_with_its_parent(tmp_path: Path) -> None:
     assert json.loads((tmp_path / TOLD).read_text()) == ["stop"]
 
 
-# ---- errors of the command line ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -132,9 +132,6 @@ def test_tools_stay_while_a_model_answers_that_cannot_be_told_of_them(server: Se
     assert usages[2]["cached_tokens"] >= 0.9 * usages[0]["prompt_tokens"]
 
 
-# ---- plain texts ----------------------------------------------------------------------------
-
-
 def completed(server: Server, model: str, prompt: Any, **more: Any) -> tuple[str, Any]:
     answer = server.openai.completions.create(model=model, prompt=prompt, max_tokens=8, **more)
     usage = answer.usage.model_dump()

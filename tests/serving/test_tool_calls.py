@@ -89,9 +89,6 @@ def chat(server: Server, messages: list[Any], **more: Any) -> Any:
     return server.openai.chat.completions.create(messages=messages, **facts)
 
 
-# ---- demanded -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("choice", ["required", "weather", "now"])
 def test_chat(server: Server, choice: str) -> None:
     named = {"type": "function", "function": {"name": choice}}
@@ -179,9 +176,6 @@ def test_none_forbids_what_auto_allows(server: Server, root: Path) -> None:
         assert answer.message.tool_calls is None and answer.finish_reason == "length"
 
 
-# ---- results --------------------------------------------------------------------------------
-
-
 def result(call: Any) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call.id, "content": "rain all day"}
 
@@ -206,9 +200,6 @@ def test_a_chat_with_results_goes_on_from_its_line(server: Server) -> None:
     changed["tool_calls"][0]["function"]["arguments"] = '{"place": {"city": "Rome"}, "days": 9.5}'
     lost = chat(server, [*question, changed, history[-1]], max_tokens=5).usage
     assert lost.prompt_tokens_details.cached_tokens < held - 1
-
-
-# ---- several calls --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -241,8 +232,6 @@ def engine_of(root: Path, tmp_path: Path) -> Clients:
     kept = str(tmp_path / "kept")
     return Clients(Scheduler(Settings(models={"a": str(root / "a")}, conversations=kept)))
 
-
-# ---- beside a schema ------------------------------------------------------------------------
 
 SCHEMA = {
     "type": "object", "properties": {"hour": {"enum": [11, 12]}}, "required": ["hour"],
@@ -332,9 +321,6 @@ def test_long_tools_are_shared_without_a_message(root: Path, tmp_path: Path) -> 
     assert other.usage.cached_tokens > 2000
     short = clients.one("a", other_question)
     assert short.usage.cached_tokens == 0  # negative control: nothing is shared
-
-
-# ---- the models of the package ----------------------------------------------------------------
 
 
 def test_tools_and_json_can_be_tried_with_the_embedded_models(zoo_server: Server) -> None:

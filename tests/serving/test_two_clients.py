@@ -87,9 +87,6 @@ def folders(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {name: write_real(root / name, family) for name, family in models.items()}
 
 
-# ---- what a model may be given -------------------------------------------------------------------
-
-
 def masked(messages: Sequence[Message]) -> str:
     """What of a history decides which answers are its own: not reasoning, nor ids of calls."""
     kept = []
@@ -147,9 +144,6 @@ def as_objects(message: Message) -> Message:
         if isinstance(call["function"]["arguments"], str):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     return made
-
-
-# ---- clients -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -248,9 +242,6 @@ class Client:
         facts["strategy"] = rng.choice([None] * 6 + ["reread"])
         ask = GenerationRequest(model=model, messages=tuple(sent), **facts)
         return Asked(ask, refused, None if refused else history)
-
-
-# ---- sequences -----------------------------------------------------------------------------------
 
 
 class Sequences:

@@ -31,9 +31,6 @@ ALL: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-# ---- the frames of each API ---------------------------------------------------------------------
-
-
 def test_names_of_frames() -> None:
     """Anthropic's clients go by the name; OpenAI's completions have none."""
     for api, body in ALL:
@@ -89,8 +86,6 @@ def test_thinking_may_be_left_out() -> None:
     told = json.dumps(stream(anthropic.API, hidden, PLANTED["thinks"]))
     assert "see." not in told and "Four" in told
 
-
-# ---- streams and whole answers say the same ------------------------------------------------------
 
 TEXTS = st.text(max_size=4)
 PIECES = st.builds(
@@ -179,9 +174,6 @@ def test_completions_streamed_are_completions_whole(pieces: list[Delta]) -> None
     text = "".join(frame["choices"][0]["text"] for frame in frames[:-1])
     assert text == whole(chat.COMPLETIONS, TEXT, events(*pieces))["choices"][0]["text"]
     assert text == "".join(piece.reasoning + piece.content for piece in pieces)
-
-
-# ---- whatever the order --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("api", "body"), ALL)

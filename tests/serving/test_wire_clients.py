@@ -52,9 +52,6 @@ class City(BaseModel):
     city: str
 
 
-# ---- chat completions ---------------------------------------------------------------------------
-
-
 def test_chat_accumulates_reasoning_and_calls(client: Any, server: Running) -> None:
     tools = [{"type": "function", "function": TOOL}]
     with client.chat.completions.stream(model="calls", messages=HI, tools=tools) as stream:
@@ -104,9 +101,6 @@ def test_chat_logprobs(client: Any, server: Running) -> None:
     assert [t.token for t in chunk.choices[0].logprobs.content] == ["Hej", " då"]
 
 
-# ---- completions --------------------------------------------------------------------------------
-
-
 def test_completions(client: Any, server: Running) -> None:
     answer = client.completions.create(model="plain", prompt=[1, 2, 3], max_tokens=9)
     assert answer.choices[0].text == PLAIN and answer.usage.completion_tokens == 7
@@ -114,9 +108,6 @@ def test_completions(client: Any, server: Running) -> None:
     chunks = list(client.completions.create(model="cut", prompt="x", stream=True))
     assert "".join(c.choices[0].text for c in chunks) == "Once upon a"
     assert chunks[-1].choices[0].finish_reason == "length"
-
-
-# ---- responses ----------------------------------------------------------------------------------
 
 
 def test_responses_whole(client: Any) -> None:
@@ -159,9 +150,6 @@ def test_responses_history_comes_back_as_it_went(client: Any, server: Running) -
         {"role": "tool", "tool_call_id": "call_1", "content": "9"},
         {"role": "tool", "tool_call_id": "call_2", "content": "9"},
     )
-
-
-# ---- messages -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["plain", "thinks", "calls", "cut", "stopped", "empty"])
@@ -218,9 +206,6 @@ def test_tokens_are_counted(claude: Any, server: Running) -> None:
     assert Planted.asks[-1].messages == ({"role": "system", "content": "s"}, HI[0])
     with pytest.raises(anthropic.BadRequestError, match="messages: Field required"):
         claude.messages.with_raw_response.count_tokens(model="plain", messages=anthropic.NOT_GIVEN)
-
-
-# ---- failures -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -284,9 +269,6 @@ def test_refusals_name_the_field(client: Any, claude: Any) -> None:
             messages=HI,
             tools=[{"type": "bash_20250124", "name": "bash"}],
         )
-
-
-# ---- streams that wait, models, queues ----------------------------------------------------------
 
 
 def test_streams_that_are_kept_alive(client: Any, claude: Any) -> None:

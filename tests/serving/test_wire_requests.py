@@ -44,9 +44,6 @@ def refusal(api: str, **fields: Any) -> BadRequest:
     return refused.value
 
 
-# ---- what a body asks for -----------------------------------------------------------------------
-
-
 def test_a_full_chat_request() -> None:
     read = chat.API.read(CHAT)
     assert read.stream and read.ask == GenerationRequest(
@@ -368,9 +365,6 @@ def test_the_last_message_may_be_begun() -> None:
     assert not called.begun  # a call is whole; what it came to is not known
 
 
-# ---- as agents send them ------------------------------------------------------------------------
-
-
 def test_a_request_as_codex_sends_it() -> None:
     body = {
         "model": "m",
@@ -440,9 +434,6 @@ def test_a_request_as_claude_code_sends_it() -> None:
     assert told.template == {"reasoning_effort": "high"} and told.sampling.temperature == 1.0
 
 
-# ---- as mlx-lm's server takes them ---------------------------------------------------------------
-
-
 def test_requests_of_mlx_lms_server() -> None:
     """Its own tests' shapes of requests, written anew."""
     told = chat.API.read({"messages": HI, "max_tokens": 10, "top_logprobs": -1, "seed": None}).ask
@@ -506,9 +497,6 @@ def test_numbers_by_which_others_mean_no_limit() -> None:
 def test_log_probabilities_of_a_repeated_prompt_are_refused() -> None:
     assert ask("completions", echo=True).echo
     assert refusal("completions", echo=True, logprobs=1).param == "echo"
-
-
-# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,6 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-# ---- maps that the data determine -------------------------------------------------------
-
-
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (24, 8), (8, 24)])
 def test_a_planted_map_is_recovered(inputs: int, outputs: int) -> None:
     """Exactly of exact data, and as least squares of noisy ones."""
@@ -76,9 +73,6 @@ def test_float32_states_are_summed_in_float64() -> None:
     assert relative(moments.xx, exact.T @ exact) < 1e-13
 
 
-# ---- token weights ----------------------------------------------------------------------
-
-
 def test_weights_are_repeated_rows() -> None:
     rng = np.random.default_rng(8)
     x, y = random_data(60, 5, 4, noise=0.6)
@@ -87,9 +81,6 @@ def test_weights_are_repeated_rows() -> None:
     expected = np.linalg.lstsq(*repeated, rcond=None)[0].T
     solution = solve(Moments.of(x, y, counts.astype(np.float64)))
     assert relative(solution.weight, expected) < 1e-9
-
-
-# ---- data that leave a map open ---------------------------------------------------------
 
 
 def check_least_norm(x: np.ndarray, y: np.ndarray, rank: int) -> None:
@@ -130,9 +121,6 @@ def test_the_tolerance_is_on_eigenvalues() -> None:
     assert solve(Moments.of(x, x), tolerance=1e-6).rank == 1
 
 
-# ---- errors -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("which", ["x", "y", "weights"])
 def test_numbers_that_are_none(which: str, value: float) -> None:
@@ -143,9 +131,6 @@ def test_numbers_that_are_none(which: str, value: float) -> None:
         moments = Moments.of(**data)
     with pytest.raises(ValueError, match="NaN or Inf"):
         solve(moments)
-
-
-# ---- a ridge ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ridge", [1e-3, 0.5])
@@ -210,9 +195,6 @@ def test_no_ridge_is_chosen_blindly() -> None:
     assert solve(Moments.of(x, y), ridge=None).ridge > 0.0
     silent = Moments.of(np.zeros((9, 3)), np.ones((9, 2)))
     assert not solve(silent, ridge=None).weight.any()
-
-
-# ---- maps of states ------------------------------------------------------------------------------
 
 
 def loop(left: np.ndarray, given: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -171,9 +171,6 @@ def test_groups_fit_into_memory(memory: int) -> None:
         assert held + sizes[after[0]] > memory or group is found[-1]
 
 
-# ---- selection -----------------------------------------------------------------------------------
-
-
 def data(count: int, seed: int = 0) -> list[Sample]:
     rng = np.random.default_rng(seed)
     return [

@@ -98,8 +98,6 @@ def test_the_planted_maps_are_read_and_written(
         export(str(tmp_path / "ours"), "veloxquant", tmp_path / "again", models=(ends[1], ends[3]))
 
 
-# ---- what is refused --------------------------------------------------------------------------
-
 Change = Callable[[dict[str, Any]], object]
 CHANGES: dict[str, tuple[Change, str]] = {
     "version": (lambda m: m.update(format_version=2), "format_version is 2, this kvlingo-mlx"),
@@ -230,8 +228,6 @@ def test_what_the_format_cannot_say_is_not_exported(
     fails([*words, "veloxquant"], "it has recurrent layers", capsys)
     assert not out.exists()
 
-
-# ---- memory -----------------------------------------------------------------------------------
 
 PEAK = """
 import pathlib, resource, sys

@@ -57,9 +57,6 @@ def widened(model: Model) -> Model:
     return made.eval()
 
 
-# ---- recurrent layers --------------------------------------------------------------------
-
-
 @dataclass
 class Mixer(ABC):
     """A recurrent layer, one token after another."""
@@ -216,9 +213,6 @@ def mixer_of(module: Model) -> Mixer | None:
     if hasattr(module, "conv1d"):
         return GatedDelta(module) if hasattr(module, "num_k_heads") else Mamba2(module)
     return ShortConv(module) if type(module).__name__.endswith("ShortConv") else None
-
-
-# ---- models ------------------------------------------------------------------------------
 
 
 class Reference:

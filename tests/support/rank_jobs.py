@@ -35,9 +35,6 @@ Case = dict[str, Any]
 Found = dict[str, np.ndarray]
 
 
-# ---- what the ranks tell one another ---------------------------------------------------------
-
-
 def talk(case: Case) -> Found:
     """Sums and values of all ranks; what rank r gives can be written down without any of them."""
     here = ranks.here()
@@ -57,9 +54,6 @@ def talk(case: Case) -> Found:
 def given(rank: int, count: int) -> np.ndarray:
     """Numbers that float32 would round."""
     return np.random.default_rng([rank, count]).normal(size=count)
-
-
-# ---- fits ------------------------------------------------------------------------------------
 
 
 class Kept(ClosedForm):
@@ -102,9 +96,6 @@ def fit(case: Case) -> Found:
     weights = {f"weights/{name}": maps.as_float32(name) for name in maps.arrays}
     facts = {"counts": np.array(counts), "reads": reads, "ridge": np.array(facts["ridge"])}
     return {**weights, **Kept.sums, **facts, "told": np.array([told[-1], *sent])}
-
-
-# ---- trainings -------------------------------------------------------------------------------
 
 
 def training(case: Case) -> Found:

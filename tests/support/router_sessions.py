@@ -97,9 +97,6 @@ def of_claude(history: Sequence[Said]) -> Json:
     return given
 
 
-# ---- the agent -----------------------------------------------------------------------------------
-
-
 @dataclass
 class AgentSession:
     """A growing history; ``kind`` numbers the way in which it began."""
@@ -162,8 +159,6 @@ class AgentSession:
             self.say("system", "Plan mode is on")
         return kind
 
-    # ---- requests --------------------------------------------------------------------------------
-
     def ask_openai(self, client: Any, model: str, stream: bool) -> Any:
         """One answer of the chat API, booked; its usage."""
         asked: Json = {"model": model, "messages": [said.chat() for said in self.history],
@@ -206,9 +201,6 @@ TURNS = (
     "results", "more", "reminder", "pair", "two users", "ends with a reminder", "interrupted",
     "broken", "foreign",
 )  # fmt: skip
-
-
-# ---- what a prompt must hold ---------------------------------------------------------------------
 
 
 def missing(session: AgentSession, prompt: str) -> list[str]:

@@ -29,8 +29,6 @@ from kvlingo_mlx.serving.settings import Settings
 from kvlingo_mlx.serving.wire import Answer, BadRequest, Incoming, openai_error
 from tests.support.scripted_engine import ENGINE, TOLD
 
-# ---- an API ------------------------------------------------------------------------------------
-
 
 class PlainAnswer:
     """Texts as frames."""
@@ -87,9 +85,6 @@ class PlainCount(PlainApi):
 
 API = PlainApi()
 PLAIN = (API, PlainCount())
-
-
-# ---- the server --------------------------------------------------------------------------------
 
 
 class Running:

@@ -50,9 +50,6 @@ CHAT_TEMPLATE = (
 )
 
 
-# ---- models ---------------------------------------------------------------------------
-
-
 def write_tiny_model(
     folder: Path,
     model_type: str,
@@ -367,9 +364,6 @@ LAYERS: dict[str, Callable[[dict[str, Any], int], Shapes]] = {
 }
 
 
-# ---- tokenizer ------------------------------------------------------------------------
-
-
 def byte_tokenizer(special: Sequence[str] = SPECIAL) -> Tokenizer:
     """A byte-level BPE tokenizer: 256 bytes, a few merges, Qwen's special tokens or others."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in MERGES)]
@@ -395,9 +389,6 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-# ---- translators ----------------------------------------------------------------------
 
 
 def write_random_translator(
@@ -536,9 +527,6 @@ def _probe(width: int) -> np.ndarray:
     return ((37 * np.arange(width) + 11) % 17 - 8) / 8
 
 
-# ---- safetensors ----------------------------------------------------------------------
-
-
 def write_tensors(path: Path, tensors: dict[str, np.ndarray], dtype: str = "float32") -> None:
     """Write float32 arrays as a safetensors file of ``dtype``: length, header, data."""
     names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -566,9 +554,6 @@ def _rounded(array: np.ndarray, dtype: str) -> np.ndarray:
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
     bits = bits + 0x7FFF + ((bits >> 16) & 1)  # to nearest, ties to even
     return (bits & np.uint32(0xFFFF0000)).view(np.float32)
-
-
-# ---- pairs that the tests share -------------------------------------------------------
 
 
 @dataclass(frozen=True)

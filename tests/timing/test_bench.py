@@ -60,9 +60,6 @@ def states(cache: Any) -> np.ndarray:
     return np.array(cache.keys_and_values()[0].astype(mx.float32))
 
 
-# ---- what is timed --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layers", [0, 2])
 def test_the_phases_do_what_they_are_called(pair: bench.BenchPair, layers: int) -> None:
     """Those of a hand-over, with the native layers that are tuned; a step may be run again."""
@@ -167,9 +164,6 @@ def test_prompts(models: Models) -> None:
         switching.prompt_of(models["dense"], models["moe"], 600, text=False)
 
 
-# ---- geometries -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision", geometries.PRECISIONS)
 def test_random_models(small_geometries: None, precision: str) -> None:
     model = geometries.random_model("gemma-3-4b", 2, precision)
@@ -214,9 +208,6 @@ def test_what_does_not_fit_into_memory_is_not_made(
     capsys.readouterr()
     assert run([*command, "40000", "-c", f"layers={layers}"]) == 2  # the caches' fault
     assert "caches of 40000 tokens" in capsys.readouterr().err
-
-
-# ---- the command ----------------------------------------------------------------------------
 
 
 def test_bench_of_a_geometry(small_geometries: None, tmp_path: Path, capsys: Printed) -> None:

@@ -38,9 +38,6 @@ def offsets_of(kind: str, text: str, *, special: bool = False) -> Offsets:
     return tokenizer(kind).encode(text, add_special_tokens=special).offsets
 
 
-# ---- the slow reference: plain loops over characters --------------------------------------
-
-
 def slow_owners(offsets: Offsets, text: str) -> list[set[int]]:
     """For each character, the tokens that hold part of it."""
     owners: list[set[int]] = [set() for _ in text]
@@ -103,9 +100,6 @@ def slow_positions(groups: list[tuple[int, int, int, int]]) -> list[int]:
             j = 1 + round((i - 1) * (q - 1) / (p - 1)) if p >= 2 else 1
             positions.append(first + j - 1)
     return positions
-
-
-# ---- what holds for every alignment -------------------------------------------------------
 
 
 def aligned(source: Offsets, target: Offsets, text: str) -> TokenAlignment:
@@ -189,9 +183,6 @@ def test_random_cuts(drawn: tuple[str, Offsets, Offsets]) -> None:
     check(source, target, text)
 
 
-# ---- offsets as tokenizers report them ----------------------------------------------------
-
-
 def test_offsets_beyond_the_text_are_refused() -> None:
     with pytest.raises(ValueError, match="from 0 to 3, but the text has 2 characters"):
         token_ends([(0, 3)], "ab")
@@ -219,9 +210,6 @@ def test_spans_leave_out_what_crosses_their_border() -> None:
     assert found.groups.tolist() == [[2, 3, 1, 2]]
     assert align(source.within((3, 4)), target.within((3, 4))).groups.shape == (0, 4)
     assert NO_END not in found.groups
-
-
-# ---- the rule ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("p", "q", "expected"), [

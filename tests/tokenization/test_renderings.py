@@ -103,9 +103,6 @@ def translated(source: Rendering, target: Rendering) -> list[str]:
     return [said(source, *a.source) for _, _, a in plan(source, target) if a]
 
 
-# ---- where contents stand -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "expected"), [
     ("qwen", [(1, "Be brief."), (3, "user"), (5, "Das Brot ist gut."), (7, "user")]),
     ("gemma", [(1, "Be brief."), (3, "user"), (5, "Das Brot ist gut."), (7, "user")]),
@@ -147,8 +144,6 @@ def test_altered_contents_are_left_to_the_target() -> None:
     marked = [{"role": "user", "content": "a\ufdd00\ufdd1b"}]
     assert content_spans(render("qwen"), marked)[1] == (None,)
 
-
-# ---- the plan ------------------------------------------------------------------------------
 
 short = st.sampled_from([
     "user", "a", "<|im_end|>", "assistant\n", " [INST] hi [/INST]", "\n\nNo.\n", "Yes. ", "", " ",
@@ -205,9 +200,6 @@ def test_renderings_of_different_messages_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"different messages \(4 contents and 3\)"):
         alignments(source, target, 3)
-
-
-# ---- tokenizers as they come ----------------------------------------------------------------
 
 
 def test_tokenizers_of_transformers_and_mlx_lm() -> None:

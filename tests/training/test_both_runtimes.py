@@ -114,9 +114,6 @@ def test_a_quantised_model_learns_as_its_dequantised_weights(
     assert distance(found[0][1], found[1][1]) < 1e-4
 
 
-# ---- steps ------------------------------------------------------------------------------
-
-
 def distillation(pair: Pair, steps: int, checkpoints: Checkpoint | None = None) -> Distillation:
     config = make_config(pair.source, pair.target, TrainingPlan(nu=2))
     runs = start_runs(pair, config, random_arrays(config, 3), (1e-3, 3e-3))
@@ -179,9 +176,6 @@ def test_the_optimizer_is_pytorchs() -> None:
         ours.update(rate, 1.0)
         assert not ours.gradients
         assert np.abs(np.array(ours.tensors["w"]) - tensor.detach().numpy()).max() < 1e-6
-
-
-# ---- whole trainings --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["linear", "joint", "mlp", "linear_mlp", "native"])

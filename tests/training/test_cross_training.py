@@ -71,9 +71,6 @@ def samples(source: Any, target: Any) -> list[Sample]:
     return [tokenise(r, target.tokenizer, source_tokenizer=source.tokenizer) for r in RECORDS]
 
 
-# ---- samples -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_samples(pair: tuple[str, str], loaded: Opener) -> None:
     source, target = map(loaded, pair)
@@ -99,9 +96,6 @@ def test_samples_of_one_tokenizer_are_refused(opened: Callable[[str], LanguageMo
         kv.fit(opened("qwen"), opened("mistral"), [Sample((1, 2, 3), ())])
     with pytest.raises(kv.IncompatibleTranslatorError, match="rotated at the source's; use"):
         kv.fit(opened("qwen"), opened("mistral"), RECORDS, capture="post_rope")
-
-
-# ---- stage 1 ----------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -152,9 +146,6 @@ def test_both_closed_forms_regress_on_group_means(
         assert error > 1e-3  # the data are more than the map can fit
         for found in (device.to_weights().arrays[f"{name}.weight"], fit.weights[f"{name}.weight"]):
             assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
-
-
-# ---- stage 2 ----------------------------------------------------------------------------
 
 
 def torch_translator(folder: Path) -> TorchTranslator:

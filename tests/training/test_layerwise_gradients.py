@@ -152,9 +152,6 @@ def test_nothing_is_kept(models: Models) -> None:
         gc.enable()
 
 
-# ---- targets without a gradient ------------------------------------------------------------------
-
-
 def without_gradient(x: mx.array) -> mx.array:
     """An operation of MLX that has no gradient, with its input unchanged."""
     return x + 0 * mx.linalg.qr(x[0, :2, :2].astype(mx.float32), stream=mx.cpu)[0][0, 0]

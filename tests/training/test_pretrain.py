@@ -82,9 +82,6 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
-# ---- the run ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("learns", ["text", "dialogues"])
 def test_a_run_goes_on_to_the_bit(
     pretrain: ModuleType, data: Path, tmp_path: Path, quick: None,
@@ -176,9 +173,6 @@ def test_two_processes_are_one(data: Path, tmp_path: Path) -> None:
     assert [r["training_tokens"] for r in recipes] == [3 * 4 * 48] * 2
 
 
-# ---- what it ends with ------------------------------------------------------------------
-
-
 def test_the_folder_is_a_plain_model_for_both_libraries(
     pretrain: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,9 +220,6 @@ def test_the_folder_is_a_plain_model_for_both_libraries(
             torch.testing.assert_close(plain[name], factor * expected, rtol=1e-6, atol=0)
 
 
-# ---- the zoo ----------------------------------------------------------------------------
-
-
 def test_the_zoo_sees_what_it_saw() -> None:
     """The tokenizer and the first 20 batches are those of the committed model and its log."""
     samples, models = tool("pretraining.samples"), tool("pretraining.models")
@@ -244,9 +235,6 @@ def test_the_zoo_sees_what_it_saw() -> None:
     results = ROOT / "benchmarks" / "results" / "pretrain-tiny-qwen3-s.jsonl"
     first = json.loads(results.read_text().splitlines()[0])
     assert (first["step"], first["tokens"]) == (20, tokens)
-
-
-# ---- what is refused --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

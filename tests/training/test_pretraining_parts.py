@@ -46,9 +46,6 @@ def empty(models: ModuleType, name: str) -> Any:
         return transformers.AutoModelForCausalLM.from_config(models.MODELS[name].config())
 
 
-# ---- architectures and schedule ---------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", WIDTHS)
 def test_configs_are_the_released_ones(models: ModuleType, name: str) -> None:
     config = models.MODELS[name].config()
@@ -72,9 +69,6 @@ def test_the_rate_rises_stays_and_falls_to_zero(models: ModuleType) -> None:
               29_999: 1 / 9000}  # fmt: skip
     found = {step: paper.learning_rate(step) / 3.79e-3 for step in points}
     assert found == pytest.approx(points)
-
-
-# ---- CompleteP --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -150,9 +144,6 @@ def test_the_forward_pass_and_the_plain_model_agree(models: ModuleType) -> None:
         torch.testing.assert_close(tensor, kept[name], rtol=1e-6, atol=0)
 
 
-# ---- losses -----------------------------------------------------------------------------
-
-
 def test_losses_are_numpys() -> None:
     """In float64, of logits that are far from zero."""
     rng = np.random.default_rng(0)
@@ -165,9 +156,6 @@ def test_losses_are_numpys() -> None:
     )
     assert ce.numpy() == pytest.approx(total - picked, rel=1e-4, abs=1e-4)
     assert z.numpy() == pytest.approx(total**2, rel=1e-4)
-
-
-# ---- packing ----------------------------------------------------------------------------
 
 
 class Words:
@@ -271,9 +259,6 @@ def test_what_cannot_be_read_is_passed_over_and_told(
     assert "b.txt, from byte 0: not UTF-8 text" in capsys.readouterr().err
 
 
-# ---- slices -----------------------------------------------------------------------------
-
-
 def qwen3(seed: int, **shape: int) -> Any:
     """A Qwen3 of random weights, with epsilon far below the mean squares that it is added to."""
     torch.manual_seed(seed)
@@ -337,9 +322,6 @@ def test_a_slice_of_a_planted_model_is_the_small_one() -> None:
         found.load_state_dict(sliced(large.state_dict(), large.config, small.config))
         assert torch.equal(found(ids).logits, expected)
         torch.testing.assert_close(large(ids).logits, expected, rtol=1e-4, atol=1e-4)
-
-
-# ---- how the zoo's hybrids learn to look back ----------------------------------------------------
 
 
 TOLD, ASKED = 30, 10

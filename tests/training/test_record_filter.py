@@ -78,9 +78,6 @@ def write(path: Path, records: Iterable[Any]) -> str:
     return str(path)
 
 
-# ---- the language ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("text", ENGLISH)
 def test_english(text: str) -> None:
     assert reads_english(text)
@@ -151,8 +148,6 @@ def test_a_stream_of_english_records(tmp_path: Path, tokenizer: Any) -> None:
     )
     assert plain.survey.records + plain.reserved == 8
 
-
-# ---- the split ---------------------------------------------------------------------------
 
 QUESTION = "Which of the three ferries leaves the harbour first on a Tuesday?"
 

@@ -30,9 +30,6 @@ STEPS = 8
 FIRST = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
 
 
-# ---- the rates ---------------------------------------------------------------------------
-
-
 def test_windows_are_the_papers() -> None:
     assert window(1e-4) == FIRST
     assert window(3e-6) == (3e-7, 1e-6, 3e-6, 1e-5, 3e-5)
@@ -43,9 +40,6 @@ def test_windows_are_the_papers() -> None:
     for centre in (7e-8, 1e-5, 3e-5, 4.2e-3):
         ratios = np.log10(window(centre)[1:]) - np.log10(window(centre)[:-1])
         assert np.abs(ratios - 0.5).max() < 0.025
-
-
-# ---- planted landscapes, through whole trainings ---------------------------------------
 
 
 class Planted:
@@ -319,9 +313,6 @@ def test_an_mlps_stage_1_is_swept_too(
         assert tuple(each["learning_rate"] for each in found["stage1_sweep"]) == tried
         assert found["stage1_rate"] == best
     assert found["learning_rate"] == best
-
-
-# ---- real trainings, by the verb ---------------------------------------------------------
 
 
 @pytest.fixture

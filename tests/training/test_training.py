@@ -75,9 +75,6 @@ class Signalled(Random):
         return super().sample(index)
 
 
-# ---- the two runtimes describe and fit alike -------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["dense", "wide", "moe"])
 def test_both_runtimes_describe_a_model_alike(
     models: Models, torch_models: dict[str, TorchModel], name: str
@@ -205,9 +202,6 @@ def test_a_joint_closed_form_equals_least_squares(torch_models: dict[str, TorchM
         assert np.abs(arrays[f"joint.{t}.weight"] - best).max() < 1e-4 * np.abs(best).max()
 
 
-# ---- losses and gradients ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "weight"), [("kl", 1.0), ("ce", 1.0), ("mixed", 0.3)])
 def test_objectives_equal_plain_sums(monkeypatch: Patch, name: str, weight: float) -> None:
     """In float64, in blocks of three tokens, against the formulas written out."""
@@ -229,9 +223,6 @@ def test_objectives_equal_plain_sums(monkeypatch: Patch, name: str, weight: floa
     onehot = np.eye(11)[labels]
     slopes = {"kl": q - p, "ce": q - onehot, "mixed": q - p + weight * (q - onehot)}[name] / 8
     assert np.allclose(found.gradient.numpy(), slopes @ head.numpy().T, atol=1e-12)
-
-
-# ---- training ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("assignment", ["relative_depth", "r2"])
@@ -489,9 +480,6 @@ def test_a_full_disk_keeps_what_was_kept_before(
     assert same_result(training(torch_models, tmp_path / "t", RATES).run(), unbroken)
 
 
-# ---- many processes ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_shares_are_fair_and_cover_everything(size: int) -> None:
     rng = np.random.default_rng(size)
@@ -546,9 +534,6 @@ def test_two_processes_give_the_result_of_one(
         assert np.linalg.norm(start[name] - array) > 1e-3 * scale
 
 
-# ---- refusals ----------------------------------------------------------------------------
-
-
 def test_plans_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="kind is 'conv'"):
         TrainingPlan(kind="conv")
@@ -568,9 +553,6 @@ def test_a_destination_that_is_not_ours_is_refused_before_any_work(
     with pytest.raises(ValueError, match="is not a translator folder"):
         training(torch_models, tmp_path / "mine").run()
     assert not (tmp_path / "mine.partial").exists()
-
-
-# ---- the command --------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -129,9 +129,6 @@ def texts(tokenizer: Any, sample: Sample) -> tuple[str, str]:
     return tokenizer.decode(list(sample.prefix)), tokenizer.decode(list(sample.continuation))
 
 
-# ---- reading -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("chunk", [7, 1 << 24])
 def test_jsonl_is_read_by_offset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
@@ -230,9 +227,6 @@ def test_hugging_face_refusals(hub: list[tuple[Any, ...]], monkeypatch: pytest.M
         open_source("nvidia/Chat-v2")
 
 
-# ---- what a record says --------------------------------------------------------------
-
-
 ASK, SAY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
 CALLED = '{"name": "f", "arguments": {}}'
@@ -322,8 +316,6 @@ def test_records_without_an_answer_are_skipped_and_counted(tmp_path: Path, qwen3
     with pytest.raises(ValueError, match="has no chat template"):
         Stream([tmp_path / "some.jsonl"], tokenizer)
 
-
-# ---- how a sample is built -----------------------------------------------------------
 
 ON, OFF = 4, 6  # the turns of TALK with a trace and without
 RENDERED = {
@@ -458,9 +450,6 @@ def test_packed_samples_hold_whole_conversations(
     assert 10 < behind < 118, "the evaluated conversation stands anywhere"
 
 
-# ---- which samples come --------------------------------------------------------------
-
-
 def chi_square(lengths: list[int], low: int, high: int, bins: int = 8) -> float:
     counts, _ = np.histogram(lengths, np.linspace(low, high + 1, bins + 1))
     expected = len(lengths) / bins
@@ -542,9 +531,6 @@ def test_another_process_draws_the_same(data: str) -> None:
         assert done.stdout.split() == [str(hash(scope["stream"].sample(5)))], done.stderr
 
 
-# ---- held-out records ----------------------------------------------------------------
-
-
 def numbers(text: str) -> set[int]:
     """The records whose turns a text holds: each turn begins with #record.turn."""
     return {int(part.split(".")[0]) for part in text.split("#")[1:]}
@@ -588,9 +574,6 @@ def test_held_out_of_little_data(tmp_path: Path, qwen3: Any) -> None:
     assert max(len(sample.prefix) for sample in held) < SMALL.packed[0], "too little to pack"
     with pytest.raises(ValueError, match="no sample in the 0 records held out of .*one.jsonl"):
         Stream([write(tmp_path / "one.jsonl", few[:1])], qwen3, Mixture(packed_share=0)).held_out()
-
-
-# ---- several sources, what does not fit, texts ---------------------------------------
 
 
 def test_what_does_not_fit_is_refused(data: str, tmp_path: Path, qwen3: Any) -> None:

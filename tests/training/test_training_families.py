@@ -150,8 +150,6 @@ def sample_of(length: int, continuation: int = 20) -> Sample:
 # The layers that read each cache, where several do.
 READERS = {"gemma4": ((0,), (1, 3, 4), (2, 5))}
 
-# ---- the two runtimes agree --------------------------------------------------------------
-
 
 @pytest.mark.parametrize("name", [*NAMES, "narrow", "stray", "wrapped", *UNLIKE, "latent_wide"])
 def test_both_runtimes_describe_and_read_alike(
@@ -214,9 +212,6 @@ def test_kl_equals_the_devices(
             theirs = trainings.device_kl(*(models[n] for n in pair), build(config, weights), sample)
             assert theirs > 0.01  # a random translator is a bad one
             assert abs(ours - theirs) < 1e-4
-
-
-# ---- windows -------------------------------------------------------------------------------
 
 
 def decoded(
@@ -304,8 +299,6 @@ def test_attention_mass_is_what_the_model_attends_with(folders: Folders, name: s
         assert bool((mine[: 51 - window] == 0).all()) and bool((mine[51 - window :] > 0).all())
 
 
-# ---- configs -------------------------------------------------------------------------------
-
 # As transformers 5 writes what tiny.py writes in the older way.
 NEWER = {
     "gemma2x32": {
@@ -378,9 +371,6 @@ def test_pairs_that_cannot_be_translated(torch_models: dict[str, TorchModel]) ->
         trainings.linear_config(torch_models["gemma4x16"], torch_models["gemma2x32"])
     with pytest.raises(IncompatibleTranslatorError, match="sliding attention, the source only of"):
         trainings.linear_config(torch_models["llama2x16"], torch_models["gemma2x32"])
-
-
-# ---- gradients on MLX --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,6 @@ def test_reconstruction(hybrids: dict[str, LanguageModel]) -> None:
     assert set(made.gradients) == set(made.tensors)
 
 
-# ---- PyTorch ---------------------------------------------------------------------------------
-
-
 def test_pytorch_refuses_all_of_them(
     hybrids: dict[str, LanguageModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -169,9 +169,6 @@ def test_two_tokenizers(tmp_path: Path) -> None:
     assert any(draw.sample.aligned is not None for draw in draws)
 
 
-# ---- what the run is told of its data ----------------------------------------------------
-
-
 def test_the_survey_counts_what_a_run_will_see(tmp_path: Path, tokenizer: Any) -> None:
     """The fault that this order mends: short chats, and a model that could read long ones."""
     path = write(tmp_path / "chats.jsonl", [10 + i % 60 for i in range(430)])

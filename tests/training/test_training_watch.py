@@ -112,9 +112,6 @@ def test_a_step_in_the_middle_is_kept_and_survives_a_kill(
     assert [line.get("train_kl") for line in lines] == [line.get("train_kl") for line in log]
 
 
-# ---- little time ---------------------------------------------------------------------------------
-
-
 Models = dict[str, LanguageModel]
 
 

@@ -42,9 +42,6 @@ from tests.support.translator_folders import SIDES, Arrays, Layout, to_config
 SPANS = tuple(itertools.product((1, 2), (1, 7)))  # batch and tokens
 
 
-# ---- translators, made from the format's description alone --------------------------------
-
-
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 
 
@@ -53,9 +50,6 @@ def on_device(
 ) -> dict[str, list[np.ndarray]]:
     translator = build(to_config(data), Weights("float32", arrays), batched=batched)
     return layers_of(translator(to_device(states)))
-
-
-# ---- what maps compute ----------------------------------------------------------------------
 
 
 @each_layout
@@ -199,9 +193,6 @@ def test_sixteen_bits_as_on_a_gpu(
     states = random_states(data, 2, 7)
     found = errors(layers_of(translator(to_device(states))), reference(data, exact, states))
     assert max(found) <= TOLERANCE
-
-
-# ---- what a translator says of itself, and what it writes -----------------------------------
 
 
 @each_layout

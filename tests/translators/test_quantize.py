@@ -105,9 +105,6 @@ def affected(data: dict[str, Any], arrays: Arrays) -> list[bool]:
     ]  # fmt: skip
 
 
-# ---- what maps compute -----------------------------------------------------------------------
-
-
 @each_layout
 @each_width
 @each_form
@@ -146,9 +143,6 @@ def test_weights_of_sixteen_bits(name: str, bits: int, dtype: str, monkeypatch: 
     assert 1e-5 < max(errors(found, reference(data, expected, rounded))) < 5e-2
     assert on_gpu.nbytes < on_cpu.nbytes
     assert on_gpu.digest == on_cpu.digest
-
-
-# ---- what is quantised, and what it takes ------------------------------------------------------
 
 
 @each_layout
@@ -224,9 +218,6 @@ def test_a_digest_tells_forms_apart() -> None:
     assert quantised(data, arrays, 8).digest not in set.union(*digests.values())
 
 
-# ---- refusals ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bits", [3, 0, 16, True, 8.0, "8"])
 def test_other_widths_are_refused(bits: Any) -> None:
     with pytest.raises(ValueError, match=f"quantize is {bits!r}; give 8 or 4"):
@@ -251,9 +242,6 @@ def test_a_quantised_translator_is_not_saved(form: Layout, tmp_path: Path) -> No
     with pytest.raises(ValueError, match="quantised to 4 bits"):
         conditions.shuffled(translator)
     assert not list(tmp_path.iterdir())
-
-
-# ---- from end to end ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [2048, 5])
@@ -293,9 +281,6 @@ def test_a_hand_over(
     wrong = kv.hand_over(source, target, tokens, translator=shuffled)
     assert np.linalg.norm(np.array(wrong[0].values[:, :, :17]) - found["values"][0]) > 1
     assert kv.generate(source, target, prompt, translator=shuffled, max_tokens=6) not in texts
-
-
-# ---- the command line --------------------------------------------------------------------------
 
 
 def test_verbs_take_it(folders: Folders, tmp_path: Path, capsys: Printed) -> None:

@@ -40,9 +40,6 @@ def r2_by_hand(predicted: np.ndarray, y: np.ndarray, fitted: np.ndarray) -> floa
     return 1 - residual / variance
 
 
-# ---- text -------------------------------------------------------------------------------
-
-
 def test_documents_are_cut_alike_and_split_whole() -> None:
     words = [list(range(n)) for n in (3, 10, 10, 7, 10, 10, 10, 10, 10, 10)]
     corpus = texts.split(words, seed=3)
@@ -70,9 +67,6 @@ def test_records_are_read_whole(models: Models) -> None:
     assert [len(ids) for ids in short] == [20, 20]
     alone = texts.read(records[:1], tokenizer, documents=64, tokens=120, context_length=512)
     assert len(alone[0]) == 120  # the allowance of documents that are not there
-
-
-# ---- states -----------------------------------------------------------------------------
 
 
 def test_states_are_the_models_own_cache(models: Models) -> None:
@@ -115,9 +109,6 @@ def test_random_weights(models: Models, quantised_models: Models) -> None:
     plain = randomly_initialised(quantised_models["dense"], 1)
     assert plain.geometry == models["dense"].geometry
     assert collect(plain, corpus_of([6, 6], {0}), "post_norm").keys[0].shape == (12, 64)
-
-
-# ---- linearity --------------------------------------------------------------------------
 
 
 def test_linear_r2_is_held_out() -> None:
@@ -183,9 +174,6 @@ def test_an_mlp_never_counts_for_less_than_its_linear_map(noise: int) -> None:
         assert fit.network == pytest.approx(fit.linear)
 
 
-# ---- heads ------------------------------------------------------------------------------
-
-
 def test_a_permutation_of_heads_is_found() -> None:
     """Target head j reads source head order[j]; keys also hold values, in another order."""
     rng = np.random.default_rng(4)
@@ -203,9 +191,6 @@ def test_a_permutation_of_heads_is_found() -> None:
     assert found["keys"].diagonal == pytest.approx(0, abs=1e-6) and found["keys"].p > 0.9
     assert found["values"].grid == pytest.approx(np.eye(heads), abs=1e-6)
     assert found["values"].p == pytest.approx(1 / 24, abs=0.01)
-
-
-# ---- the verb ---------------------------------------------------------------------------
 
 
 ZOO = ["analyze", "--source", "tiny-qwen3-s", "--target", "tiny-qwen3-moe"]

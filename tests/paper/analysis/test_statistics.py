@@ -100,9 +100,6 @@ def test_sign_test() -> None:
         s.sign_test([])
 
 
-# ---- the two-layer MLP of R2 ---------------------------------------------------------------------
-
-
 RECIPE = Recipe(hidden=16, epochs=12, rate=4e-3, batch=128)
 
 

@@ -46,8 +46,6 @@ def responses(found: dict[str, Any], task: str) -> list[list[Any]]:
             for sample in found["samples"][task]]  # fmt: skip
 
 
-# ---- our own tasks ----------------------------------------------------------------------------
-
 SESSION = [{"role": "user", "content": "I moved to Bern.", "has_answer": True},
            {"role": "assistant", "content": "Noted."}]  # fmt: skip
 LONGMEMEVAL = [
@@ -185,9 +183,6 @@ def test_a_benchmarks_own_prompts(own_results: dict[str, Any]) -> None:
             judge_answers(own_results, lambda p: "", prompts={"multichallenge": text})
     with pytest.raises(ValueError, match="no judge prompt is called multi"):
         judge_answers(own_results, lambda p: "", prompts={"multi": "{answer}"})
-
-
-# ---- the judge ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,6 @@ def read(task: Callable[..., Any], **options: Any) -> list[dict[str, Any]]:
     return list(task(**options)["test"])
 
 
-# ---- choices ------------------------------------------------------------------------------
-
-
 def test_multiple_choice_records(files: dict[str, str]) -> None:
     found = read(choices.mmlu_pro, data=files, **HUB)
     assert len(found) == 42 and found[0]["subset"] == "biology"
@@ -103,9 +100,6 @@ def test_a_text_that_two_options_share_is_no_choice() -> None:
     assert choices.letter("The answer is (J)", [f"o{i}" for i in range(10)]) == "J"
 
 
-# ---- conversations and languages ----------------------------------------------------------
-
-
 def test_coqa_asks_the_last_turn_alone(files: dict[str, str]) -> None:
     found = read(sources.coqa, url="x", data=files)
     assert [d["id"] for d in found] == [f"c{i}" for i in range(5)]
@@ -172,9 +166,6 @@ def test_repliqa_with_and_without_unanswerable_questions(files: dict[str, str]) 
     assert len(drawn) == 6
 
 
-# ---- draws --------------------------------------------------------------------------------
-
-
 def test_a_draw_is_even_over_categories_and_always_the_same(files: dict[str, str]) -> None:
     def ids(**options: Any) -> list[str]:
         return [d["id"] for d in read(choices.mmlu_pro, data=files, **options, **HUB)]
@@ -203,9 +194,6 @@ def test_dialogues_are_drawn_whole_and_long(files: dict[str, str]) -> None:
     assert Counter(d["cluster"] for d in read(sources.quac, **options))["d1"] == 2
     drawn = Counter(d["cluster"] for d in read(sources.quac, draw=2, **options))
     assert list(drawn.values()) == [8, 8] and "d1" not in drawn
-
-
-# ---- LongMemEval's rungs ------------------------------------------------------------------
 
 
 def words_of(text: str) -> int:
@@ -263,9 +251,6 @@ def test_only_questions_that_every_rung_has_room_for(files: dict[str, str], coun
     assert Counter(d["cluster"] for d in found) == {q: 3 for q, s in sizes.items() if s <= middle}
     with pytest.raises(KVLingoError, match="no question for the task longmemeval_rungs"):
         read(memory.longmemeval_rungs, data=files, rungs=[5], **FILE)
-
-
-# ---- where the question begins --------------------------------------------------------------
 
 
 def test_the_question_begins_where_it_is_said(files: dict[str, str]) -> None:

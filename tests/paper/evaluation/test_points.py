@@ -35,8 +35,6 @@ def lm(
     return SwitchingLM(MLXDecoder(model, make, size), condition="x", **more)
 
 
-# ---- the context alone ------------------------------------------------------------------------
-
 LAST_TURN = "<|im_start|>user\n"
 
 
@@ -80,9 +78,6 @@ def test_the_target_reads_the_question_itself(pair: Pair, makers: Makers, marked
     }
     assert min(recalled(found), recall["native"]) > 0.8
     assert max(recall["hidden"], recall["shuffled"]) < 0.3
-
-
-# ---- after the reasoning ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("opened", [False, True])

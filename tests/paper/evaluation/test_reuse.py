@@ -26,9 +26,6 @@ PAIR = ["paper eval", "--source", ENDS[0], "--target", ENDS[1], "--tasks", "cont
 WORDS = "the sun is up and Anna knows the code of Ben or so they say in Paris today "
 
 
-# ---- DroidSpeak ------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def twins(tmp_path: Path) -> tuple[LanguageModel, LanguageModel]:
     shape = {"layers": 4, "kv_heads": 2, "head_dim": 32}
@@ -129,9 +126,6 @@ def test_the_profiler_recomputes_no_more_than_it_must(
     kls = droidspeak.profile(source, target, samples)
     assert kls[0] > 1e-4 and kls[:4] == pytest.approx([kls[0]] * 4, rel=1e-3) and kls[4] == 0.0
     assert droidspeak.choose(source, target, samples) == 4
-
-
-# ---- compute ---------------------------------------------------------------------------------
 
 
 def test_a_translations_share_by_hand(models: dict[str, LanguageModel]) -> None:

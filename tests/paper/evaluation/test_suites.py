@@ -40,9 +40,6 @@ def local(tmp_path_factory: pytest.TempPathFactory, monkeypatch: Patch) -> None:
     offline(tmp_path_factory.getbasetemp(), monkeypatch, "gsm8k")
 
 
-# ---- what is in them ------------------------------------------------------------------------
-
-
 def test_the_papers_table() -> None:
     """Budgets off and on, modes and counts, copied by hand from the table of the suite."""
     table = {
@@ -76,9 +73,6 @@ def test_what_a_user_chooses() -> None:
     assert "mt_bench_101, multichallenge, longmemeval" in told and "--judge MODEL" in told
     assert not [r for r in kept if r.judged] and len(kept) == 8
     assert suites.without_judge(chosen("base"), "base") == (list(BASE), "")
-
-
-# ---- one score ------------------------------------------------------------------------------
 
 
 def items(scores: np.ndarray, groups: Sequence[str], metric: str = "f1") -> list[Scored]:
@@ -162,9 +156,6 @@ def test_xquad_is_pooled_and_compared_question_by_question(
     same = suite_runs.summarised(row, outcome("f1", native=items(native, languages), x=shifted))
     assert same.tables["x"]["mean"]["did"].value == pytest.approx(0, abs=1e-14)
     assert same.tables["x"]["mean"]["did"].error == pytest.approx(0, abs=1e-14)
-
-
-# ---- runs -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -314,9 +305,6 @@ def test_a_module_that_a_task_needs_is_missed_before_any_work(monkeypatch: Patch
     suite_runs.check_modules(BASE)
 
 
-# ---- the verb -------------------------------------------------------------------------------
-
-
 def test_the_verb_runs_a_suite(
     tmp_path: Path, files: dict[str, str], asked: list, capsys: Printed, monkeypatch: Patch
 ) -> None:
@@ -354,9 +342,6 @@ def test_what_needs_a_judge_is_said_before_any_work(
     told = capsys.readouterr().err.splitlines()
     assert "left out: a model judges the answers of repliqa," in told[0]
     assert not list(tmp_path.iterdir())
-
-
-# ---- judges' own prompts --------------------------------------------------------------------
 
 
 def test_prompts_are_files_of_a_folder_or_one_json(tmp_path: Path) -> None:

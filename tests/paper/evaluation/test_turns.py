@@ -74,9 +74,6 @@ def written(path: Path, *records: Any, whole: bool = False) -> str:
     return str(path)
 
 
-# ---- records ---------------------------------------------------------------------------------
-
-
 def test_coqa_in_every_form_is_the_same(tmp_path: Path) -> None:
     """The authors' file, its records line by line, and the forms that the Hub has."""
     texts = {**COQA, "questions": list(ASKED), "answers": columns(FIRST)}
@@ -126,9 +123,6 @@ def test_quac_and_multichallenge(tmp_path: Path) -> None:
     lower = {key.lower(): value for key, value in CHALLENGE.items()}
     lower["conversation"] = {"role": [r for r, _ in SAID], "content": [c for _, c in SAID]}
     assert read_talks("multichallenge", written(tmp_path / "h.jsonl", lower))[0] == [talk]
-
-
-# ---- scores ----------------------------------------------------------------------------------
 
 
 def plain_f1(answer: str, references: Sequence[str]) -> float:
@@ -211,9 +205,6 @@ def test_means_errors_seeds_and_bins(models: Models) -> None:
             assert table["mean"]["f1"].error == pytest.approx(each.std(ddof=1) / 2)
 
 
-# ---- ways ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def ends(models: Models) -> turns.Models:
     return turns.names_of([models["dense"], models["dense"]])
@@ -286,8 +277,6 @@ def test_naive_switching_translates_all_anew(models: Models) -> None:
             assert mx.allclose(mine, wanted, rtol=1e-4, atol=1e-4).item()
 
 
-# ---- translators of both directions ----------------------------------------------------------
-
 ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
 THERE, BACK = (str(TRANSLATORS / "--".join(pair)) for pair in itertools.permutations(ENDS))
 PAIR = ["paper eval", "--source", ENDS[0], "--target", ENDS[1], "--turns"]
@@ -305,9 +294,6 @@ def test_translators_are_told_apart_by_their_models() -> None:
     other = str(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-moe")
     with pytest.raises(kv.KVLingoError, match="which are not tiny-qwen3-s and tiny-qwen3-l"):
         turns.directed([other], pair)
-
-
-# ---- the verb --------------------------------------------------------------------------------
 
 
 def zoo_record(index: int, talk: dialogues.Dialogue) -> dict[str, Any]:

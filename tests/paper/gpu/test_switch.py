@@ -28,9 +28,6 @@ TRIAL = {"device": "cpu", "dtype": "float32", "gemm": 16, "trials": 2}
 TARGETS = ("tiny-l", "tiny-moe", "tiny-gemma-s", "tiny-gemma-l")
 
 
-# ---- shapes -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("qwen3-0.6b", 0.596), ("qwen3-1.7b", 1.721), ("qwen3-4b", 4.022), ("qwen3-8b", 8.191),
@@ -52,9 +49,6 @@ def test_transformers_runs_a_shape_as_its_config_says(name: str) -> None:
     assert read(name).layers == target.spec().layers
 
 
-# ---- what is checked --------------------------------------------------------------------------
-
-
 def test_what_is_not_written_is_found() -> None:
     target, source = made("tiny-gemma-l"), read("tiny-gemma-s")
     fast, exact = translators(source, target, 1, 21)["mixing"]
@@ -72,9 +66,6 @@ def test_what_is_not_written_is_found() -> None:
 
     with pytest.raises(RuntimeError, match="some keys of layer 2 were not written"):
         scene.error(form, (lazy, exact), "torch")  # type: ignore[arg-type]
-
-
-# ---- the record -------------------------------------------------------------------------------
 
 
 def test_what_is_measured() -> None:

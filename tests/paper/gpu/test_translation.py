@@ -185,9 +185,6 @@ def test_a_model_goes_on_from_its_own_translated_states(name: str) -> None:
         assert not torch.allclose(scene.step()[0], wanted, atol=1e-4)
 
 
-# ---- the kernel ------------------------------------------------------------------------------
-
-
 @KERNELS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", FORMS)

@@ -58,9 +58,6 @@ def bench(tmp_path: Path, *words: str) -> tuple[int, Sequence[dict[str, Any]]]:
     return status, [json.loads(line) for line in lines]
 
 
-# ---- what is run ----------------------------------------------------------------------------
-
-
 def test_the_phases_do_what_they_are_called(
     models: Models, translator: Translator, made: Paths
 ) -> None:
@@ -142,9 +139,6 @@ def test_work_by_hand(tmp_path: Path) -> None:
     }
 
 
-# ---- what is measured -----------------------------------------------------------------------
-
-
 def test_every_phase_of_every_table(made: Paths) -> None:
     for name, table in tables.TABLES.items():
         timing = tables.measure_length(made, table, tables.Effort(2, Stopwatch(None)))
@@ -219,9 +213,6 @@ def test_a_memory_budget_is_of_the_precision_that_it_names(
     assert memory_budget.default_decoded() == paper.STATED["app:tab:budget"]["decoded"] == 128
 
 
-# ---- the verb -------------------------------------------------------------------------------
-
-
 def test_bench_of_a_geometry(small_geometries: None, tmp_path: Path, capsys: Printed) -> None:
     """The paper's nu where nobody asks for another one."""
     words = ["--geometry", "qwen3-4b:qwen3-30b-a3b", "-n", "2", "--table", "all", "-p", "12,20"]
@@ -274,9 +265,6 @@ def test_bench_of_healing(tmp_path: Path, capsys: Printed) -> None:
     # One token is read after the first of the answer, so none is decoded meanwhile.
     assert found["while_healed"][0] == {}
     assert all(r["tokens"] == 0 for r in found["timings"][0]["meanwhile"]["heal_interleaved"])
-
-
-# ---- what work costs -----------------------------------------------------------------------------
 
 
 def lazy_model(name: str) -> LanguageModel:

@@ -142,9 +142,6 @@ FAMILIES = (
 NAMES = tuple(family.name for family in FAMILIES)
 
 
-# ---- models --------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _pieces() -> str:
     return sentencepiece(legacy=False).to_str()

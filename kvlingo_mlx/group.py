@@ -57,8 +57,6 @@ class Group:
         """The processes that share a closed form."""
         return self
 
-    # ---- who does what --------------------------------------------------------------------
-
     def owns(self, number: int) -> bool:
         """Whether an item of unknown cost is this process's, by its number."""
         return number % self.size == self.rank
@@ -82,8 +80,6 @@ class Group:
             if least == self.rank:
                 mine.append(index)
         return sorted(mine)
-
-    # ---- what they tell one another: each calls these in the same order -------------------------
 
     def total(self, numbers: np.ndarray) -> np.ndarray:
         """The sum of ``numbers`` over all processes."""
@@ -131,8 +127,6 @@ class Group:
 
     def wait(self) -> None:
         """Wait until every process has arrived here."""
-
-    # ---- a model that they hold together --------------------------------------------------------
 
     def firsts_tokens(self, sampler: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
         """A sampler by which the first process's choice counts for all."""

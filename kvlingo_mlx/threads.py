@@ -129,9 +129,6 @@ def finished(steps: Generator[None, None, T]) -> T:
             return found
 
 
-# ---- the GPU's wired memory -----------------------------------------------------------------
-
-
 class _Wired:
     """mlx-lm's ``wired_limit`` for a process that may generate in several threads.
 
@@ -162,9 +159,6 @@ class _Wired:
 wired = _Wired()
 
 
-# ---- arrays that any thread can evaluate ----------------------------------------------------
-
-
 @functools.cache
 def _common_stream(device: mx.DeviceType) -> mx.Stream:
     """A stream shared by all threads: any thread that holds the lock may evaluate its arrays."""
@@ -186,9 +180,6 @@ def for_any_thread() -> Iterator[None]:
     finally:
         for stream in own:
             mx.set_default_stream(stream)
-
-
-# ---- the end of a thread and of the process -------------------------------------------------
 
 
 class _End:

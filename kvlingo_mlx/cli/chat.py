@@ -133,9 +133,6 @@ def command(options: ChatOptions) -> None:
         keep(options.json_file, "chat", {"models": models}, results)
 
 
-# ---- checks before loading -------------------------------------------------------------------
-
-
 def _names(options: ChatOptions) -> dict[str, str]:
     """The models' folders or Hub ids by name: of NAME=MODEL, or of source and target."""
     if options.source is not None and options.target is not None:
@@ -168,9 +165,6 @@ def _check_folder(save: str) -> None:
     nearest = next(p for p in (path, *path.parents) if p.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise ValueError(f"--save is {save!r}; name a folder that can be written")
-
-
-# ---- loading ---------------------------------------------------------------------------------
 
 
 def _models(options: ChatOptions, names: dict[str, str]) -> dict[str, LanguageModel]:

@@ -136,9 +136,6 @@ def _arrived(seconds: float) -> bool:
         return False
 
 
-# ---- history ---------------------------------------------------------------------------------
-
-
 def _readline() -> ModuleType | None:
     """The standard library's readline, if Python has it; it detects pastes where it can."""
     try:
@@ -181,9 +178,6 @@ def history(path: Path | None, readline: ModuleType | None) -> Iterator[None]:
             readline.set_history_length(KEPT_LINES)
             readline.write_history_file(path)
             path.chmod(0o600)
-
-
-# ---- Ctrl-C ----------------------------------------------------------------------------------
 
 
 class Stop:

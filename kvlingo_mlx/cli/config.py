@@ -111,9 +111,6 @@ def _text(where: str, value: Any, multiple: bool = False) -> Any:
     return [text] if multiple else text
 
 
-# ---- help ------------------------------------------------------------------------------------
-
-
 def write_help(command: Any, context: Any, formatter: Any) -> None:
     """Write a verb's arguments and options into its help, by groups."""
     group_of = {name: group for group, names in GROUPS.items() for name in names.split()}

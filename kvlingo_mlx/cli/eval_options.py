@@ -15,9 +15,6 @@ ITEMS = 64
 OWN = ("continuation", "recall", "needles")
 
 
-# ---- which tasks are asked for -----------------------------------------------------------------
-
-
 def asks(*names: str) -> Any:
     """A function that tells whether one of these is among the words of an option."""
     return lambda tasks: any(name in names for name in words(tasks))
@@ -51,9 +48,6 @@ def split_tasks(names: list[str]) -> tuple[list[str], list[str]]:
         if close := difflib.get_close_matches(name, OWN, 1, 0.8):
             raise ValueError(f"--tasks names {name!r}; did you mean {close[0]}?")
     return [name for name in names if name in OWN], others
-
-
-# ---- values ------------------------------------------------------------------------------------
 
 
 def window_of(text: str | None) -> tuple[int, int] | None:

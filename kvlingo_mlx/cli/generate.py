@@ -152,9 +152,6 @@ def _arguments(
     return given
 
 
-# ---- the prompt --------------------------------------------------------------------------------
-
-
 def read_prompt(prompt: str | None, messages_file: str | None) -> str | list[dict[str, Any]]:
     """The text of ``--prompt``, or the messages of ``--messages``.
 

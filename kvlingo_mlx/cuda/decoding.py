@@ -115,8 +115,6 @@ class TorchDecoder(Decoder):
         listed = given if isinstance(given, list) else [given]
         return {*listed, self._target.tokenizer.eos_token_id} - {None}
 
-    # ---- log-likelihoods -----------------------------------------------------------------
-
     def _empty(self) -> DynamicCache:
         return self._target.cache((), 0)
 
@@ -140,8 +138,6 @@ class TorchDecoder(Decoder):
     def _logs(self, tokens: Sequence[int], cache: DynamicCache) -> torch.Tensor:
         """The log probabilities (T, V) after each token."""
         return torch.log_softmax(self._target.logits(self._target.hidden(tokens, cache)), dim=-1)
-
-    # ---- answers -------------------------------------------------------------------------
 
     def write(self, wanted: Sequence[Any]) -> Iterator[Any]:
         waiting, batch = deque(wanted), _Batch(self._target)

@@ -21,14 +21,7 @@ from kvlingo_mlx.cuda import families
 from kvlingo_mlx.cuda.families import POINTS, Positions, TorchFamily, family_of
 from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import KVLingoError, MissingModelError, UnsupportedModelError
-from kvlingo_mlx.format.fingerprints import (
-    SAMPLED,
-    Checked,
-    Sketch,
-    norms_fingerprint,
-    sketch,
-    weights_fingerprint,
-)
+from kvlingo_mlx.format import fingerprints
 from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
@@ -107,7 +100,7 @@ class TorchModel:
 
     @cached_property
     @torch.no_grad()
-    def projections(self) -> Sketch:
+    def projections(self) -> fingerprints.Sketch:
         """A sketch of the projections, as MLX models have it, to detect fine-tuned copies."""
         outputs = []
         for attention in self.attentions:
@@ -115,14 +108,14 @@ class TorchModel:
                 weight = module.weight.float()
                 known = torch.tensor(probe(weight.shape[1]), device=weight.device).float()
                 outputs.append((weight * known).sum(dim=-1).cpu().numpy())
-        return sketch(outputs)
+        return fingerprints.sketch(outputs)
 
     @cached_property
     @torch.no_grad()
     def weights_fingerprint(self) -> str:
         """The sha256 of all weights, by this runtime's names, and the config."""
         arrays = self.model.state_dict().items()
-        return weights_fingerprint((_checked(*item) for item in arrays), self.config)
+        return fingerprints.weights_fingerprint((_checked(*item) for item in arrays), self.config)
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -135,7 +128,7 @@ class TorchModel:
             for name, module in self.family.text(self.model).named_modules()
             if type(module).__name__.endswith("RMSNorm") and hasattr(module, "weight")
         }
-        return norms_fingerprint(norms, self.path)
+        return fingerprints.norms_fingerprint(norms, self.path)
 
     def spec(self) -> ModelSpec:
         """The description of this model that a translator carries."""
@@ -266,13 +259,13 @@ class TorchModel:
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by bytes
 
 
-def _checked(name: str, tensor: torch.Tensor) -> Checked:
+def _checked(name: str, tensor: torch.Tensor) -> fingerprints.Checked:
     """A tensor's bits, summed along its last axis in 64 bits, and a sample of its numbers."""
     bits = torch.atleast_1d(tensor.contiguous()).view(BITS[tensor.element_size()])
     flat = bits.flatten()
     sums = bits.sum(dim=-1, dtype=torch.int64).cpu().numpy().tobytes()
-    sample = flat[:: max(1, flat.numel() // SAMPLED)].cpu().numpy().tobytes()
-    return Checked(name, f"{tensor.dtype} {tuple(tensor.shape)}", sums, sample)
+    sample = flat[:: max(1, flat.numel() // fingerprints.SAMPLED)].cpu().numpy().tobytes()
+    return fingerprints.Checked(name, f"{tensor.dtype} {tuple(tensor.shape)}", sums, sample)
 
 
 def _steps(origin: str, goal: str) -> tuple[str, ...]:

@@ -82,9 +82,6 @@ class TorchPair(Passes):
         return None if found is None else found.to_json(self.target.precision)
 
 
-# ---- the receipt ----------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def _measured(
     pair: TorchPair, translator: TorchTranslator, sample: Sample, value: tuple[int, ...] | None
@@ -132,9 +129,6 @@ def _apart(
     rows = min(own.shape[-1], other.shape[-1])
     p, q = (torch.log_softmax(each[:, :rows].double(), dim=-1) for each in (own, other))
     return float((p.exp() * (p - q)).sum(-1).mean())
-
-
-# ---- the attention of a continuation ----------------------------------------------------------
 
 
 @torch.no_grad()

@@ -52,8 +52,6 @@ class TorchTranslator:
     def _maps(self) -> Maps:
         return Maps(self.config, OPERATIONS)
 
-    # ---- learning -------------------------------------------------------------------------
-
     @cached_property
     def optimizer(self) -> torch.optim.AdamW:
         """The optimizer, without weight decay."""

@@ -132,9 +132,6 @@ def hand_over(
     return healing.HealingCache(turn.target, plan.group)
 
 
-# ---- a cache of the caller's ------------------------------------------------------------------
-
-
 def _holding(plan: Plan, cache: list[Any]) -> Line | None:
     """The source's line with a cache of its own, which may hold the first tokens of the prefix.
 

@@ -31,23 +31,15 @@ HANDED = (WARN, REREAD)  # the same, where the caller decodes
 
 @dataclass(frozen=True)
 class Guarded:
-    """What two models made of a prompt's tokens, the target after a translated cache.
+    """What two models made of a prompt's tokens, the target after a translated cache."""
 
-    Attributes:
-        tokens: The number of these tokens.
-        divergence: KL(source || target) of the next token, in nats, the mean over them.
-        limit: The largest divergence that is nothing unusual, by the translator's receipt.
-        source_loss: Minus the log probability that the source gives to each token that follows, in
-            nats, the mean.
-        target_loss: The same by the target.
-        doubts: Why the translation is in doubt, a phrase for each reason; empty if it is not.
-    """
-
-    tokens: int
-    divergence: float
-    limit: float
+    tokens: int  # the number of these tokens
+    divergence: float  # KL(source || target) of the next token, in nats, the mean over them
+    limit: float  # the largest divergence that is nothing unusual, by the translator's receipt
+    # Minus the log probability that the source gives to each token that follows, in nats, the mean
     source_loss: float
-    target_loss: float
+    target_loss: float  # the same by the target
+    # Why the translation is in doubt, a phrase for each reason; empty if it is not
     doubts: tuple[str, ...] = ()
 
     def __str__(self) -> str:

@@ -27,17 +27,11 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Native:
-    """The part of a prefix that the target reads itself.
+    """The part of a prefix that the target reads itself."""
 
-    Attributes:
-        layers: The number of first cache layers that it runs over all tokens.
-        head: The number of first tokens that it reads in every layer.
-        tail: The number of last tokens that it reads in every layer. They attend to the hybrid
-            cache.
-    """
-
-    layers: int = 0
-    head: int = 0
+    layers: int = 0  # the number of first cache layers that it runs over all tokens
+    head: int = 0  # the number of first tokens that it reads in every layer
+    # The number of last tokens that it reads in every layer. They attend to the hybrid cache.
     tail: int = 0
 
     def translated(self, num_tokens: int, num_layers: int) -> range:

@@ -61,36 +61,25 @@ class Switch:
 
     ``kept``, ``translated``, ``read`` and the prompt's last token, which begins the answer and is
     counted in ``read_tokens`` of a response, are together the whole prompt.
-
-    Attributes:
-        name: The model.
-        kept: Tokens that its line held from before: the model's own, and those that were
-            translated for an earlier answer of this model.
-        translated: Tokens that were translated for this answer: now, or since this model's last
-            answer, as ``eager`` does it.
-        read: Tokens that the model read itself now.
-        seconds: Seconds for all of this.
-        translate_s: The part of them that translation took.
-        read_s: The part of them that reading took.
-        ahead: Those of ``translated`` that were translated before the answer was asked for.
-        native_layers: Cache layers in which the model read the translated tokens itself.
-        guarded: What the guard found, if one was asked for and something is translated.
-        sources: The models whose tokens these translated ones are.
-        prefill_s: The part of the seconds in which another model read for it.
     """
 
-    name: str
+    name: str  # the model
+    # Tokens that its line held from before: the model's own, and those that were translated for an
+    # earlier answer of this model
     kept: int
+    # Tokens that were translated for this answer: now, or since this model's last answer, as
+    # ``eager`` does it
     translated: int
-    read: int
-    seconds: float
-    translate_s: float = 0.0
-    read_s: float = 0.0
-    ahead: int = 0
-    native_layers: int = 0
+    read: int  # tokens that the model read itself now
+    seconds: float  # seconds for all of this
+    translate_s: float = 0.0  # the part of them that translation took
+    read_s: float = 0.0  # the part of them that reading took
+    ahead: int = 0  # those of ``translated`` that were translated before the answer was asked for
+    native_layers: int = 0  # cache layers in which the model read the translated tokens itself
+    # What the guard found, if one was asked for and something is translated
     guarded: Guarded | None = None
-    sources: tuple[str, ...] = ()
-    prefill_s: float = 0.0
+    sources: tuple[str, ...] = ()  # the models whose tokens these translated ones are
+    prefill_s: float = 0.0  # the part of the seconds in which another model read for it
 
 
 class LineSet(ABC):

@@ -74,8 +74,6 @@ class OneTurn(LineSet):
         """The target's line."""
         return self.lines[TARGET]
 
-    # ---- the target's line ----------------------------------------------------------------
-
     @property
     def way(self) -> str:  # type: ignore[override]
         """``accelerator``, ``native`` or ``folded``."""
@@ -165,8 +163,6 @@ class OneTurn(LineSet):
             native_layers=plan.native.layers if number else 0, guarded=guarded,
             prefill_s=seconds["prefill"],
         )  # fmt: skip
-
-    # ---- the answer -----------------------------------------------------------------------
 
     def origin(self, name: str) -> LanguageModel:
         return self.plan.source

@@ -63,39 +63,30 @@ class HandoverRequest(HandoverOptions):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A prompt on its way from one model's cache to another's.
+    """A prompt on its way from one model's cache to another's."""
 
-    Attributes:
-        source: The model that reads the prompt.
-        target: The model whose cache is filled.
-        tokens: The prompt by the target's tokenizer and template; the last token is left for the
-            target to run.
-        translator: The translator from source to target; None where nothing is translated.
-        native: The part of the prefix that the target reads itself.
-        aligned: Between two tokenizers, the prompt as both models read it; else None.
-        step_size: Tokens per prefill chunk.
-        draft: A draft model, which needs a cache of its own.
-        guard: The last tokens of the prefix over which both models are compared. The target reads
-            them itself, and the source too.
-        way: ``accelerator``; ``native`` where the target reads the prompt itself; ``folded``.
-        chat: Whether the target's chat template rendered the prompt.
-        header: What it put before the answer, "" if that is unknown; None for a plain text.
-        loaded_at: When both models were loaded, by ``time.perf_counter``.
-    """
-
-    source: LanguageModel
-    target: LanguageModel
+    source: LanguageModel  # the model that reads the prompt
+    target: LanguageModel  # the model whose cache is filled
+    # The prompt by the target's tokenizer and template; the last token is left for the target to
+    # run
     tokens: list[int]
+    # The translator from source to target; None where nothing is translated
     translator: Translator | None = None
+    # The part of the prefix that the target reads itself
     native: Native = field(default_factory=Native)
+    # Between two tokenizers, the prompt as both models read it; else None
     aligned: AlignedPrefix | None = None
-    step_size: int = 2048
-    draft: LanguageModel | None = None
+    step_size: int = 2048  # tokens per prefill chunk
+    draft: LanguageModel | None = None  # a draft model, which needs a cache of its own
+    # The last tokens of the prefix over which both models are compared. The target reads them
+    # itself, and the source too.
     guard: int = 0
+    # ``accelerator``; ``native`` where the target reads the prompt itself; ``folded``
     way: str = "accelerator"
-    chat: bool = False
+    chat: bool = False  # whether the target's chat template rendered the prompt
+    # What it put before the answer, "" if that is unknown; None for a plain text
     header: str | None = None
-    loaded_at: float | None = None
+    loaded_at: float | None = None  # when both models were loaded, by ``time.perf_counter``
 
     @property
     def group(self) -> Group:

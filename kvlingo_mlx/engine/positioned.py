@@ -54,8 +54,6 @@ class PositionedLine(Line):
             self._entries += range(held + 1, held + 1 + len(self) - counted)
         return self._entries
 
-    # ---- shrinking ------------------------------------------------------------------------
-
     def kept(self, length: int) -> int:
         """The number of tokens that :meth:`trim` to ``length`` leaves: no group is divided."""
         length = min(length, len(self))
@@ -73,8 +71,6 @@ class PositionedLine(Line):
     def _cut(self, length: int) -> None:
         super()._cut(length)
         self._entries = self._entries[: length + 1]
-
-    # ---- growing --------------------------------------------------------------------------
 
     @unit
     def take_across(
@@ -113,8 +109,6 @@ class PositionedLine(Line):
                 self._entries += [INSIDE] * (done - begun - 1) + [held + end - first]
             self.tokens += tokens
             self.spans = grown(self.spans, len(self), source.name, 1)
-
-    # ---- as numbers -----------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
         return super().facts() | {"entries": self.entries}

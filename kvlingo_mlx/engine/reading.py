@@ -17,15 +17,8 @@ import numpy as np
 
 from kvlingo_mlx.engine.messages import meaning, same_answer
 from kvlingo_mlx.models.prompts import Message
+from kvlingo_mlx.tokenization import renderings
 from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, Span
-from kvlingo_mlx.tokenization.renderings import (
-    TEXTS,
-    Rendering,
-    bare,
-    content_parts,
-    message_parts,
-    written,
-)
 
 READ = "read"  # rendered by the template, cut by the tokenizer
 TOLD = "told"  # a part of an answer that a model of another tokenizer wrote
@@ -88,12 +81,12 @@ class Reading:
         """The characters of each part of the contents, the answer's included."""
         if self.answer is None:
             return self.asked
-        return (*self.asked, *moved(content_parts(self.said), self.answer))
+        return (*self.asked, *moved(renderings.content_parts(self.said), self.answer))
 
-    def rendering(self, length: int) -> Rendering:
+    def rendering(self, length: int) -> renderings.Rendering:
         """The rendering of the first ``length`` tokens."""
         ids = np.array(self.tokens[:length], np.int64)
-        return Rendering(self.text, ids, self.ends[:length], self.contents)
+        return renderings.Rendering(self.text, ids, self.ends[:length], self.contents)
 
     def place(self, character: int) -> int | None:
         """The number of tokens up to a character of the last segment; None if none ends there."""
@@ -169,7 +162,7 @@ class Reading:
         for number in range(len(self.segments), 0, -1):
             held = self.segments[number - 1].held
             if held is not None and held <= count:
-                parts = sum(len(message_parts(m)) for m in self.messages[:held])
+                parts = sum(len(renderings.message_parts(m)) for m in self.messages[:held])
                 messages = self.messages[:held]
                 return Reading(self.tokenizer, self.segments[:number], self.asked[:parts], messages)
         return Reading(self.tokenizer)
@@ -214,7 +207,7 @@ class Reading:
         count = len(self.segments)
         while count and self.segments[count - 1].kind != READ:
             count -= 1
-        parts = message_parts(self.messages[-1]) if self.asked else ()
+        parts = renderings.message_parts(self.messages[-1]) if self.asked else ()
         asked = self.asked[: len(self.asked) - len(parts)]
         return replace(
             self, segments=self.segments[:count], asked=asked, messages=self.messages[:-1]
@@ -280,8 +273,8 @@ def _replaced(
 def _found(message: Message, text: str, at: int) -> list[Span | None]:
     """Where the parts of an answer stand in the text in which a model wrote it."""
     found: list[Span | None] = []
-    for key in TEXTS:
-        for start, stop in content_parts(message.get(key)):
+    for key in renderings.TEXTS:
+        for start, stop in renderings.content_parts(message.get(key)):
             part = message[key][start:stop]
             place = text.find(part, at)
             found.append((place, place + len(part)) if place >= 0 else None)
@@ -292,7 +285,7 @@ def _found(message: Message, text: str, at: int) -> list[Span | None]:
 def _spelled(tokenizer: Any, before: str, text: str) -> tuple[list[int], np.ndarray | None]:
     """Ids and ends of a text, as the tokenizer cuts it after the text ``before`` it."""
     try:
-        alone = bare(tokenizer, text)
+        alone = renderings.bare(tokenizer, text)
     except ValueError:  # this tokenizer gives no offsets
         return list(tokenizer.encode(text, add_special_tokens=False)), None
     first = tokenizer.convert_ids_to_tokens(int(alone.ids[0])) if len(alone.ids) else ""
@@ -300,7 +293,7 @@ def _spelled(tokenizer: Any, before: str, text: str) -> tuple[list[int], np.ndar
     if not before or not spaced:
         return alone.ids.tolist(), alone.ends
     # Alone, the text may get a space in front that it does not get in its place.
-    whole = bare(tokenizer, before + text)
+    whole = renderings.bare(tokenizer, before + text)
     cuts = Cuts.of(whole.ends)
     found = int(np.searchsorted(cuts.offsets, len(before)))
     if found == len(cuts.offsets) or cuts.offsets[found] != len(before):
@@ -314,13 +307,13 @@ def _ends(tokenizer: Any, before: Sequence[Segment], segment: Segment) -> np.nda
     """The characters of a segment at which its tokens end, as they are decoded one by one."""
     if (
         segment.kind != WROTE
-        and (alone := bare(tokenizer, segment.text)).ids.tolist() == segment.tokens
+        and (alone := renderings.bare(tokenizer, segment.text)).ids.tolist() == segment.tokens
     ):
         return alone.ends
     context = before[-1].tokens[-1:] if before else []
-    _, ends = written(tokenizer, [*context, *segment.tokens])
+    _, ends = renderings.written(tokenizer, [*context, *segment.tokens])
     if context and ends[0] == NO_END:  # it shares a character with the segment
-        return written(tokenizer, segment.tokens)[1]
+        return renderings.written(tokenizer, segment.tokens)[1]
     begin = int(ends[0]) if context else 0
     return np.where(ends == NO_END, NO_END, ends - begin)[len(context) :]
 
@@ -332,7 +325,7 @@ def _whole_tokens(
 
     The length is in characters. There are no such tokens if the tokens do not spell ``content``.
     """
-    text, ends = written(tokenizer, ids)
+    text, ends = renderings.written(tokenizer, ids)
     # A decoder drops a leading space as a mark, so streamed text begins without it.
     mark = int(text.startswith(" ") and not content.startswith(" "))
     if not text.startswith(content, mark):

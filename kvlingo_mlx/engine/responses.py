@@ -86,17 +86,11 @@ class GenerationResponse(MLXResponse):
 
 @dataclass
 class Heard:
-    """An answer as it comes, and at its end a warning if it gives the user nothing.
+    """An answer as it comes, and at its end a warning if it gives the user nothing."""
 
-    Attributes:
-        model: The model that answers.
-        prompt: Returns the text of the prompt, up to the header of the answer.
-        chat: Whether a chat template rendered the prompt.
-    """
-
-    model: LanguageModel
-    prompt: Callable[[], str]
-    chat: bool
+    model: LanguageModel  # the model that answers
+    prompt: Callable[[], str]  # returns the text of the prompt, up to the header of the answer
+    chat: bool  # whether a chat template rendered the prompt
     said: bool = False
     thought: bool = False
     marks: set[int] = field(default_factory=set)

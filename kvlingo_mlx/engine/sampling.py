@@ -17,60 +17,41 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 class AnswerOptions(TypedDict, total=False):
-    """How an answer's tokens are chosen, and where it ends; None leaves an option out.
+    """How an answer's tokens are chosen, and where it ends; None leaves an option out."""
 
-    Attributes:
-        temperature: 0, the default, takes the likeliest token; above 0, tokens are sampled.
-        top_p: Samples from the likeliest tokens that make up this share; 1 is off.
-        top_k: Samples from this many of the likeliest tokens; 0 is off.
-        min_p: Leaves out tokens with less than this share of the likeliest one's probability; 0
-            is off.
-        repetition_penalty: Makes the last 20 tokens, prompt included, less likely; 1 is off.
-        seed: Seeds the random numbers for sampling, which the whole process shares.
-        stop: A text, or several, before which the answer ends, ``finish_reason`` "stop". Within
-            the reasoning and calls they count for nothing.
-        tools: The tools that the chat template announces, in OpenAI's form.
-    """
-
+    # 0, the default, takes the likeliest token; above 0, tokens are sampled
     temperature: float | None
-    top_p: float | None
-    top_k: int | None
+    top_p: float | None  # samples from the likeliest tokens that make up this share; 1 is off
+    top_k: int | None  # samples from this many of the likeliest tokens; 0 is off
+    # Leaves out tokens with less than this share of the likeliest one's probability; 0 is off
     min_p: float | None
+    # Makes the last 20 tokens, prompt included, less likely; 1 is off
     repetition_penalty: float | None
-    seed: int | None
+    seed: int | None  # seeds the random numbers for sampling, which the whole process shares
+    # A text, or several, before which the answer ends, ``finish_reason`` "stop". Within the
+    # reasoning and calls they count for nothing.
     stop: str | Sequence[str] | None
+    # The tools that the chat template announces, in OpenAI's form
     tools: Sequence[Mapping[str, Any]] | None
 
 
 class DecodingOptions(AnswerOptions, total=False):
-    """The options of an answer, and how mlx-lm quantises the cache while decoding.
+    """The options of an answer, and how mlx-lm quantises the cache while decoding."""
 
-    Attributes:
-        kv_bits: Bits per number of a quantised cache.
-        kv_group_size: Numbers that share a scale in it (64).
-        quantized_kv_start: Number of tokens from which the cache is quantised (mlx-lm: 5000).
-    """
-
-    kv_bits: int | None
-    kv_group_size: int | None
+    kv_bits: int | None  # bits per number of a quantised cache
+    kv_group_size: int | None  # numbers that share a scale in it (64)
+    # Number of tokens from which the cache is quantised (mlx-lm: 5000)
     quantized_kv_start: int | None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How tokens are chosen, and before which texts the answer ends.
+    """How tokens are chosen, and before which texts the answer ends."""
 
-    Attributes:
-        sampler: mlx-lm's sampler; None is greedy.
-        logits_processors: mlx-lm's logits processors.
-        seed: The seed of the random numbers, or None.
-        stop: The stop texts, none of them empty.
-    """
-
-    sampler: Sampler | None
-    logits_processors: list[LogitsProcessor] | None
-    seed: int | None
-    stop: tuple[str, ...]
+    sampler: Sampler | None  # mlx-lm's sampler; None is greedy
+    logits_processors: list[LogitsProcessor] | None  # mlx-lm's logits processors
+    seed: int | None  # the seed of the random numbers, or None
+    stop: tuple[str, ...]  # the stop texts, none of them empty
 
     def begin(self) -> None:
         """Seed the random numbers if a seed is given; called right before the first token."""

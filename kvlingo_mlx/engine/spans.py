@@ -9,21 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Span:
-    """Positions ``start`` to ``stop`` of a line.
+    """Positions ``start`` to ``stop`` of a line."""
 
-    Attributes:
-        start: The first position.
-        stop: One past the last position.
-        writer: The name of the model that ran these tokens.
-        passes: The number of translators between that model and this line: 0 where the line's own
-            model wrote the tokens.
-        mixed: Whether the line's own model ran them after translated entries, to which it attended.
-    """
-
-    start: int
-    stop: int
-    writer: str
+    start: int  # the first position
+    stop: int  # one past the last position
+    writer: str  # the name of the model that ran these tokens
+    # The number of translators between that model and this line: 0 where the line's own model wrote
+    # the tokens
     passes: int = 0
+    # Whether the line's own model ran them after translated entries, to which it attended
     mixed: bool = False
 
 

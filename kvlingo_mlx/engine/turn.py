@@ -43,25 +43,17 @@ def thought_end(model: LanguageModel) -> str:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How an answer is decoded.
+    """How an answer is decoded."""
 
-    Attributes:
-        choice: How tokens are chosen, and where the answer stops.
-        tools: The tools that the chat template has announced.
-        quantised: mlx-lm's ``kv_bits`` and the options that belong to it, if they are given.
-        draft: A separate line for a draft model, or None.
-        num_draft_tokens: How many tokens the draft model drafts at a time.
-        batch: Where the model decodes this answer beside others, or None.
-        divides: Whether the answer has parts; if not, all of it is content.
-    """
-
-    choice: Choice
+    choice: Choice  # how tokens are chosen, and where the answer stops
+    # The tools that the chat template has announced
     tools: Sequence[Mapping[str, Any]] | None = None
+    # mlx-lm's ``kv_bits`` and the options that belong to it, if they are given
     quantised: Mapping[str, Any] = field(default_factory=dict)
-    draft: Line | None = None
-    num_draft_tokens: int = 2
-    batch: Place | None = None
-    divides: bool = True
+    draft: Line | None = None  # a separate line for a draft model, or None
+    num_draft_tokens: int = 2  # how many tokens the draft model drafts at a time
+    batch: Place | None = None  # where the model decodes this answer beside others, or None
+    divides: bool = True  # whether the answer has parts; if not, all of it is content
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,6 @@ Results = dict[str, dict[str, list[Scored]]]  # by task, then by condition
 Table = dict[str, dict[str, Mean]]  # by group, then by metric
 
 
-# ---- scoring ------------------------------------------------------------------------------------
-
-
 def evaluate(
     target: LanguageModel,
     tasks: Sequence[Task],
@@ -90,9 +87,6 @@ def alone(
         scores["gap"] = own.scores["nll"] - theirs.scores["nll"]
         scored.append(replace(own, scores=scores))
     return scored
-
-
-# ---- averages -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -175,9 +169,6 @@ def found(outcomes: Sequence[Outcome], times: Mapping[str, Sequence[float]]) -> 
     }
 
 
-# ---- times --------------------------------------------------------------------------------------
-
-
 def typical(tasks: Sequence[Task]) -> Item:
     """An item of median length, of tasks that have one at least."""
     items = sorted((item for task in tasks for item in task.items), key=lambda i: len(i.prefix))
@@ -205,8 +196,6 @@ def first_tokens(
     actions = {c.name: c.at_switch(read) for c in conditions if c.at_switch is not None}
     return len(prefix), switch_times(target, actions, prefix[-1], trials=trials)
 
-
-# ---- a figure -----------------------------------------------------------------------------------
 
 TIME = "time to first token (ms)"
 

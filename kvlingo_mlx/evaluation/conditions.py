@@ -67,9 +67,6 @@ def prefill_layers(
     return cache
 
 
-# ---- the ways -----------------------------------------------------------------------------------
-
-
 def native(target: LanguageModel, step_size: int = 2048) -> CacheMaker:
     """Make caches that the target prefills itself, which is also a full re-prefill."""
     layers = len(target.attentions)
@@ -137,9 +134,6 @@ def folded(
     return lambda prefix: folded_hand_over(
         source, target, target_ids(prefix), translator=translator, **how
     )
-
-
-# ---- controls -----------------------------------------------------------------------------------
 
 
 def hidden(target: LanguageModel) -> CacheMaker:

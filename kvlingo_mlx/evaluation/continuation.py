@@ -76,9 +76,6 @@ def recall_sample(
     return RecallSample(tuple(prefix), tuple(read.ids.tolist()), recalled, answers, aligned)
 
 
-# ---- predictions ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class PerToken:
     """The predictions at each of M continuation tokens."""
@@ -142,9 +139,6 @@ def comparer(target: LanguageModel, sample: Any) -> Callable[[CacheMaker | None]
         return per_token(reference, predicted(target, make, sample), sample.continuation)
 
     return compare
-
-
-# ---- recall of several samples ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

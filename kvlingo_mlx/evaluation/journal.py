@@ -59,8 +59,6 @@ class Responses:
                 self.add(key, make())
             yield key
 
-    # ---- the file ------------------------------------------------------------------------
-
     def _line(self, key: str, value: Any) -> Mapping[str, Any]:
         return {"key": key, "response": value}
 

@@ -26,16 +26,9 @@ from kvlingo_mlx.evaluation.journal import Scores
 from kvlingo_mlx.loading.pairing import check_tokenizers
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.tokenization import samples
 from kvlingo_mlx.tokenization.records import Skipped
 from kvlingo_mlx.tokenization.renderings import front, opened
-from kvlingo_mlx.tokenization.samples import (
-    Sample,
-    encode_plain,
-    other_tokenizer,
-    read_jsonl,
-    reasons,
-    to_samples,
-)
 
 LENGTHS = (4096, 8192, 16384, 32768)
 Scorer = Callable[[CacheMaker | None], Scores]
@@ -85,31 +78,20 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """The options of our tasks.
+    """The options of our tasks."""
 
-    Attributes:
-        limit: The most items of a task; for needles, of each variant and length.
-        seed: The seed of generated items.
-        data: A JSONL file for ``continuation``; None uses generated dialogues.
-        window: Cut the file's texts into windows of so many tokens of prefix and of continuation.
-        lengths: The lengths of haystacks in tokens; None uses those of ``LENGTHS`` that fit.
-        needles: Names in ``needles.VARIANTS``.
-        style: A name in ``needles.STYLES``.
-        haystack: The text that hides needles; generated sentences by default.
-        max_tokens: The most tokens of an answer.
-        thinking: The chat template's reasoning switch.
-    """
-
-    limit: int = 64
-    seed: int = 0
-    data: str | None = None
+    limit: int = 64  # the most items of a task; for needles, of each variant and length
+    seed: int = 0  # the seed of generated items
+    data: str | None = None  # a JSONL file for ``continuation``; None uses generated dialogues
+    # Cut the file's texts into windows of so many tokens of prefix and of continuation
     window: tuple[int, int] | None = None
-    needles: Sequence[str] = ()
+    needles: Sequence[str] = ()  # names in ``needles.VARIANTS``
+    # The lengths of haystacks in tokens; None uses those of ``LENGTHS`` that fit
     lengths: Sequence[int] | None = None
-    style: str = "magic"
-    haystack: str | None = None
-    max_tokens: int = 128
-    thinking: bool = False
+    style: str = "magic"  # a name in ``needles.STYLES``
+    haystack: str | None = None  # the text that hides needles; generated sentences by default
+    max_tokens: int = 128  # the most tokens of an answer
+    thinking: bool = False  # the chat template's reasoning switch
 
 
 def make(name: str, source: LanguageModel, target: LanguageModel, options: TaskOptions) -> Task:
@@ -125,14 +107,14 @@ def make(name: str, source: LanguageModel, target: LanguageModel, options: TaskO
         lengths = lengths_within(options.lengths, context - options.max_tokens)
         return find_needles(target, lengths, options, source)
     if options.data:
-        records: Records = read_jsonl(options.data)
+        records: Records = samples.read_jsonl(options.data)
     else:
         found = dialogues.held_out(options.limit, seed=options.seed)
         records = [{"messages": dialogue.conversation()} for dialogue in found]
     if options.window is not None:
         check_tokenizers(source, target, "window cuts by one tokenizer; leave it out")
         return windows(target, records, options.limit, options.window, context)
-    other = other_tokenizer(source.tokenizer, target.tokenizer)
+    other = samples.other_tokenizer(source.tokenizer, target.tokenizer)
     return continuation(target, records, options.limit, context, other)
 
 
@@ -173,7 +155,9 @@ def perplexity(scores: Sequence[Scores]) -> float:
     return math.exp(sum(s["nll"] * s["tokens"] for s in scores) / tokens)
 
 
-def _known(name: str, group: str, sample: Sample, spans: tuple[tuple[int, ...], ...] = ()) -> Item:
+def _known(
+    name: str, group: str, sample: samples.Sample, spans: tuple[tuple[int, ...], ...] = ()
+) -> Item:
     """A prefix with its continuation; every record is a question of its own."""
     whole = RecallSample(sample.prefix, sample.continuation, spans, aligned=sample.aligned)
     return Item(name, group, name, whole)
@@ -199,7 +183,7 @@ def continuation(
         if len(items) == limit:
             break
         asked = [record], target.tokenizer, context_length, source_tokenizer, number + 1, skipped
-        for sample in to_samples(*asked):
+        for sample in samples.to_samples(*asked):
             if sample.continuation:
                 items.append(_known(str(number), _kind(record), sample))
     told = (str(skipped),) if skipped else ()
@@ -216,7 +200,7 @@ def _kind(record: Mapping[str, Any]) -> str:
     replies = [m for m in record.get("messages") or () if m["role"] == "assistant"]
     if not replies:
         return "text"
-    return "reasoning" if reasons(replies[-1]) else "no reasoning"
+    return "reasoning" if samples.reasons(replies[-1]) else "no reasoning"
 
 
 def windows(
@@ -271,7 +255,7 @@ def _windows_of(
     begins, text = front(target.tokenizer), record["text"]
     if opened(target.tokenizer, text):
         text = text.removeprefix(target.tokenizer.bos_token)
-    bare = encode_plain(target.tokenizer, text)
+    bare = samples.encode_plain(target.tokenizer, text)
     room = size[0] - len(begins)
     step = room + size[1]
     return [
@@ -289,7 +273,7 @@ def marked(target: LanguageModel, records: Records, limit: int, context_length: 
     items, skipped = list[Item](), Skipped()
     for number, record in enumerate(records[:limit], 1):
         asked = [record], target.tokenizer, context_length, None, number, skipped
-        for sample in to_samples(*asked):
+        for sample in samples.to_samples(*asked):
             spans = _places(target, sample.continuation, record.get("answers"), number)
             items.append(_known(str(number), "marked", sample, spans))
     if not items:
@@ -380,7 +364,7 @@ def find_needles(
         for name in names:
             if name not in known:
                 raise ValueError(f"{name!r} is no needle {what}; known are {', '.join(known)}")
-    two = source if source and other_tokenizer(source.tokenizer, target.tokenizer) else None
+    two = source if source and samples.other_tokenizer(source.tokenizer, target.tokenizer) else None
     items = [
         _needle(target, two, options, length, variant, index)
         for length in lengths

@@ -29,16 +29,12 @@ from kvlingo_mlx.translators.base import LinearMap
 
 @dataclass(frozen=True)
 class FoldedPrefix:
-    """The prefix in one source layer's cache, or in one of its heads; the arrays are never copied.
+    """The prefix in one source layer's cache, or in one of its heads, which is never copied."""
 
-    Attributes:
-        arrays: One float array (B or 1, Hs or 1, T, ds), or MLX's quantised words, scales and
-            biases of such an array.
-        packing: Group size and bits of quantised arrays, else None.
-    """
-
+    # One float array (B or 1, Hs or 1, T, ds), or MLX's quantised words, scales and biases of such
+    # an array
     arrays: tuple[mx.array, ...]
-    packing: tuple[int, int] | None = None
+    packing: tuple[int, int] | None = None  # group size and bits of quantised arrays, else None
 
     def head(self, index: int) -> FoldedPrefix:
         """This part with one source head only."""
@@ -109,16 +105,12 @@ class QueryRows:
     head in turn. A head-wise map pulls it back onto one source head, so target heads are sorted by
     the source head that they read. Where source heads serve different numbers of target heads,
     repeated target heads fill the gaps.
-
-    Attributes:
-        groups: Source heads met at once: Hs, or 1 where maps mix heads.
-        order: For each row of heads, its target head; None where they are in order.
-        back: The row of each target head after that sorting.
     """
 
-    groups: int
+    groups: int  # source heads met at once: Hs, or 1 where maps mix heads
+    # For each row of heads, its target head; None where they are in order
     order: mx.array | None = None
-    back: mx.array | None = None
+    back: mx.array | None = None  # the row of each target head after that sorting
 
     @classmethod
     def of(cls, head_map: Sequence[int] | None, source_heads: int) -> Self:
@@ -153,17 +145,12 @@ class QueryRows:
 
 @dataclass(frozen=True)
 class Side:
-    """The map of one side (keys or values), and the parts of the source's cache that it reads.
+    """The map of one side (keys or values), and the parts of the source's cache that it reads."""
 
-    Attributes:
-        matrices: One matrix per cut, (H, d, in).
-        parts: The parts of each cut, in the order of the matrix's columns.
-        bias: (H, d), or None.
-    """
-
-    matrices: tuple[mx.array, ...]
+    matrices: tuple[mx.array, ...]  # one matrix per cut, (H, d, in)
+    # The parts of each cut, in the order of the matrix's columns
     parts: tuple[tuple[FoldedPrefix, ...], ...]
-    bias: mx.array | None
+    bias: mx.array | None  # (H, d), or None
 
     @classmethod
     def of(
@@ -194,17 +181,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Fold:
-    """One target layer's view of the source's cache. Nothing in it is ever written.
+    """One target layer's view of the source's cache. Nothing in it is ever written."""
 
-    Attributes:
-        keys: The keys' map, and the parts that it reads.
-        values: The values' map, and the parts that it reads.
-        rows: How queries meet source heads.
-    """
-
-    keys: Side
-    values: Side
-    rows: QueryRows
+    keys: Side  # the keys' map, and the parts that it reads
+    values: Side  # the values' map, and the parts that it reads
+    rows: QueryRows  # how queries meet source heads
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # immutable: copies of a cache share its prefix

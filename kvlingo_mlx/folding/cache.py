@@ -20,17 +20,11 @@ from kvlingo_mlx.folding.attention import Fold, attend
 
 @dataclass(frozen=True)
 class Segments:
-    """A handle that stands for a layer's keys and values on their way to its attention.
+    """A handle that stands for a layer's keys and values on their way to its attention."""
 
-    Attributes:
-        fold: The visible part of the prefix; None once all of it has left the window.
-        keys: The new tokens' own keys, (B, H, S, D).
-        values: The new tokens' own values, (B, H, S, D).
-    """
-
-    fold: Fold | None
-    keys: mx.array
-    values: mx.array
+    fold: Fold | None  # the visible part of the prefix; None once all of it has left the window
+    keys: mx.array  # the new tokens' own keys, (B, H, S, D)
+    values: mx.array  # the new tokens' own values, (B, H, S, D)
 
 
 class _Unsaved:

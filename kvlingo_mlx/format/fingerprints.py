@@ -35,9 +35,6 @@ NARROW: tuple[DType, ...] = ("bfloat16", "float16")
 OF_THE_FILE = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
-# ---- projections ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Sketch:
     """The numbers that describe a model's projections, in cache order."""
@@ -77,9 +74,6 @@ def facts_of_models(models: Mapping[str, Any]) -> dict[str, Any]:
         "precision": {role: model.precision for role, model in models.items()},
         "projections": {role: list(s.numbers) for role, s in sketches.items() if s is not None},
     }
-
-
-# ---- all weights, and files -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -131,9 +125,6 @@ def files_fingerprint(folder: Path) -> str:
 def _begun(config: Mapping[str, Any]) -> Any:
     facts = {name: value for name, value in config.items() if name not in OF_THE_FILE}
     return hashlib.sha256(canonical_json(facts).encode())
-
-
-# ---- norms ------------------------------------------------------------------------------------
 
 
 def norms_fingerprint(

@@ -141,9 +141,6 @@ def check(model_type: str, text: Text) -> None:
             )
 
 
-# ---- sliding windows that mlx-lm ignores ----------------------------------------------------
-
-
 def _used(text: Text) -> bool:
     return bool(text.get("use_sliding_window"))
 

@@ -14,18 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from kvlingo_mlx.errors import MalformedTranslatorError, malformed
-from kvlingo_mlx.format import atomic
+from kvlingo_mlx.format import atomic, maps
 from kvlingo_mlx.format.config_reading import parse_config
 from kvlingo_mlx.format.files import PICKLE, PICKLE_SUFFIXES, parse_json, read_json
 from kvlingo_mlx.format.geometry import canonical_json
-from kvlingo_mlx.format.maps import (
-    STATE_AXES,
-    StateMap,
-    axes_in_words,
-    expected_shapes,
-    maps_of,
-    state_maps_of,
-)
 from kvlingo_mlx.format.tensor_file import (
     Shapes,
     Weights,
@@ -56,7 +48,7 @@ def probe(width: int) -> np.ndarray:
 def selftest(config: TranslatorConfig, weights: Weights) -> dict[str, np.ndarray]:
     """Apply every map to its probe in float64; the results are float32."""
     out = {}
-    for m in maps_of(config):
+    for m in maps.maps_of(config):
         tensors = {
             name.removeprefix(f"{m.name}."): weights.as_float32(name).astype(np.float64)
             for name in weights.arrays
@@ -65,7 +57,7 @@ def selftest(config: TranslatorConfig, weights: Weights) -> dict[str, np.ndarray
         with np.errstate(over="ignore", invalid="ignore"):  # a saturated gate may overflow
             found = config.spec.apply(tensors, probe(m.inputs))
         out[f"{m.name}.{config.spec.probe}"] = found.astype(np.float32)
-    for each in state_maps_of(config):
+    for each in maps.state_maps_of(config):
         both = (weights.as_float32(f"{each.name}.{last}") for last in each.shapes)
         left, right = (array.astype(np.float64) for array in both)
         values, keys, query = state_probe(each)
@@ -76,7 +68,7 @@ def selftest(config: TranslatorConfig, weights: Weights) -> dict[str, np.ndarray
     return out
 
 
-def state_probe(m: StateMap) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def state_probe(m: maps.StateMap) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The probe of a map of states: the state of source layer j is the product of two vectors.
 
     Returns:
@@ -170,7 +162,7 @@ def _check_names(path: Path, found: set[str], expected: set[str]) -> None:
 
 
 def _check_shapes(path: Path, config: TranslatorConfig, shapes: Shapes) -> None:
-    wanted = expected_shapes(config, shapes)
+    wanted = maps.expected_shapes(config, shapes)
     _check_names(path, set(shapes), set(wanted))
     for name, expected in wanted.items():
         hidden = _hidden_width(name, shapes) if -1 in expected else None
@@ -179,7 +171,7 @@ def _check_shapes(path: Path, config: TranslatorConfig, shapes: Shapes) -> None:
             raise malformed(
                 path,
                 f"{name} has shape {shapes[name]}, expected {expected} "
-                f"({axes_in_words(name.rsplit('.', 1)[-1], config.head_mixing)})",
+                f"({maps.axes_in_words(name.rsplit('.', 1)[-1], config.head_mixing)})",
             )
 
 
@@ -195,7 +187,7 @@ def check_sizes(folder: str | os.PathLike[str], config: TranslatorConfig, weight
         MalformedTranslatorError: The message names the tensor and what was found in it.
     """
     path = Path(folder) / WEIGHTS_FILE
-    last = (f".{config.spec.nonzero}", *(f".{name}" for name in STATE_AXES))
+    last = (f".{config.spec.nonzero}", *(f".{name}" for name in maps.STATE_AXES))
     for name in weights.arrays:
         largest = float(np.abs(weights.as_float32(name)).max())
         if largest > LARGEST:

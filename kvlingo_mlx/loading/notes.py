@@ -63,9 +63,6 @@ def tell_of_length(config: TranslatorConfig, num_tokens: int, name: str | None =
         )
 
 
-# ---- what to type next ---------------------------------------------------------------------------
-
-
 def command(*words: str) -> str:
     """A command of this package, quoted for a shell."""
     return f"`{shlex.join(['kvlingo-mlx', *words])}`"

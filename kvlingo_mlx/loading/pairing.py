@@ -139,9 +139,6 @@ def _lesser(config: TranslatorConfig, role: str, model: LanguageModel) -> Iterat
         )
 
 
-# ---- parts of it, which others need alone --------------------------------------------------------
-
-
 def check_positions(target: LanguageModel) -> None:
     """Refuse a target whose cache must have exactly one entry per token.
 

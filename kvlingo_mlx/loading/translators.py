@@ -101,9 +101,6 @@ def translator_bytes(
     return 0 if size > MAX_FILE_BYTES else size  # refused when it is loaded
 
 
-# ---- names and places ----------------------------------------------------------------------------
-
-
 def home() -> Path:
     """The folder of the user's data: ``KVLINGO_HOME``, else one in the user's cache folder.
 
@@ -160,9 +157,6 @@ def known_by(path: Path | None) -> tuple[str | None, bool]:
     """A folder's name in commands, and whether it is one of the user's that `tune` may write to."""
     own = path is not None and path.parent != TRANSLATORS and os.access(path, os.W_OK)
     return name_of(path), own
-
-
-# ---- the best of a pair --------------------------------------------------------------------------
 
 
 @checked

@@ -164,9 +164,6 @@ def own_folder(place: str | os.PathLike[str], group: Group) -> Path:
     return folder / f"rank-{group.rank}-of-{group.size}"
 
 
-# ---- messages ------------------------------------------------------------------------------------
-
-
 @unit
 def _exchanged(own: bytes) -> list[bytes]:
     """Every rank's bytes, in the order of the ranks; one message where they are few.

@@ -136,9 +136,6 @@ def group_of(models: Iterable[Any]) -> Group:
     return next((group for group in groups if group.several), ALONE)
 
 
-# ---- what ranks must have in common before they work ---------------------------------------------
-
-
 def versions() -> str:
     """What computes here."""
     others = (f"{name} {metadata.version(name)}" for name in ("mlx", "mlx-lm"))

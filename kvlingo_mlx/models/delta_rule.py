@@ -169,8 +169,6 @@ def _inverse_slope(below: mx.array, cotangent: mx.array, output: mx.array) -> mx
     return -(turned @ cotangent @ turned)
 
 
-# ---- in place of mlx-lm's --------------------------------------------------------------------
-
 _loop: Rule = gated_delta.gated_delta_ops
 
 

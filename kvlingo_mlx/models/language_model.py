@@ -19,16 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families import family_of
 from kvlingo_mlx.families.base import Family, Finish, setting
-from kvlingo_mlx.format import misread
-from kvlingo_mlx.format.fingerprints import (
-    NARROW,
-    SAMPLED,
-    Checked,
-    Sketch,
-    norms_fingerprint,
-    sketch,
-    weights_fingerprint,
-)
+from kvlingo_mlx.format import fingerprints, misread
 from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
@@ -134,14 +125,14 @@ class LanguageModel:
 
     @cached_property
     @unit
-    def projections(self) -> Sketch | None:
+    def projections(self) -> fingerprints.Sketch | None:
         """Numbers that distinguish this model from fine-tuned copies; None if quantised."""
         weights = [module.weight for module in self._projections]
         if self.bits is not None or any(weight.ndim != 2 for weight in weights):
             return None
         # No matmul is used: on some GPUs float32 matmuls are less precise.
         outputs = [(w * mx.array(probe(w.shape[1]), mx.float32)).sum(axis=-1) for w in weights]
-        return sketch([np.array(output) for output in outputs])
+        return fingerprints.sketch([np.array(output) for output in outputs])
 
     @cached_property
     def weights_fingerprint(self) -> str:
@@ -151,7 +142,9 @@ class LanguageModel:
         idle core. ``name`` and ``path`` are not part of it.
         """
         arrays = dict(tree_flatten(self.model.parameters()))
-        return weights_fingerprint((_checked(*item) for item in arrays.items()), self.config)
+        return fingerprints.weights_fingerprint(
+            (_checked(*item) for item in arrays.items()), self.config
+        )
 
     @cached_property
     def _projections(self) -> list[nn.Module]:
@@ -193,14 +186,17 @@ class LanguageModel:
     @unit
     def norms_fingerprint(self) -> str:
         """Sha256 of the stored weights of all norms, which quantisation does not change."""
-        return norms_fingerprint(self._norms(), self.path)
+        return fingerprints.norms_fingerprint(self._norms(), self.path)
 
     @cached_property
     @unit
     def rounded_norms(self) -> dict[str, str]:
         """The 16-bit dtypes by the norms' fingerprints after rounding, which 0.1.0 wrote."""
         norms = self._norms()
-        return {norms_fingerprint(norms, self.path, dtype): dtype for dtype in NARROW}
+        return {
+            fingerprints.norms_fingerprint(norms, self.path, dtype): dtype
+            for dtype in fingerprints.NARROW
+        }
 
     def _norms(self) -> dict[str, np.ndarray]:
         return {
@@ -278,10 +274,10 @@ class LanguageModel:
 BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}  # integer types by their bytes
 
 
-def _checked(name: str, array: mx.array) -> Checked:
+def _checked(name: str, array: mx.array) -> fingerprints.Checked:
     """An array's bits summed along its last axis, and a sample of its numbers."""
     bits = (array if array.ndim else array[None]).view(BITS[array.dtype.size])
     flat = bits.reshape(-1)
-    sums, sample = bits.sum(axis=-1), flat[:: max(1, flat.size // SAMPLED)]
+    sums, sample = bits.sum(axis=-1), flat[:: max(1, flat.size // fingerprints.SAMPLED)]
     kind = f"{array.dtype} {array.shape}"
-    return Checked(name, kind, np.array(sums).tobytes(), np.array(sample).tobytes())
+    return fingerprints.Checked(name, kind, np.array(sums).tobytes(), np.array(sample).tobytes())

@@ -153,8 +153,6 @@ class Transfer:
         self._client.stopped.set()
         self._thread.join(JOIN_S)
 
-    # ---- in the thread ---------------------------------------------------------------------------
-
     def _run(self) -> None:
         order, lost = self._order, 0  # the order that is being carried out now
         try:
@@ -196,8 +194,6 @@ class Transfer:
                 self._arrived.put(found, timeout=0.1)
                 return True
         return False
-
-    # ---- in the thread that translates -----------------------------------------------------------
 
     def _states(
         self, span: range, found: dict[str, np.ndarray], dtype: DType

@@ -100,8 +100,6 @@ class _Endpoints:
             *(Route(path, self.page) for path in PAGE_FILES),
         ]
 
-    # ---- answers -------------------------------------------------------------------------------
-
     async def answer(self, api: Api, request: Request) -> ASGIApp:
         """An answer, as a stream or whole."""
         body = await read_json(request, self.settings)
@@ -127,8 +125,6 @@ class _Endpoints:
             message = f"{waiting} requests wait already, as many as may; try again later"
             raise Refused(Failure("busy", message), {"retry-after": RETRY_S})
         return ask
-
-    # ---- models --------------------------------------------------------------------------------
 
     def _names(self) -> tuple[str, ...]:
         status = self.engine.status
@@ -169,8 +165,6 @@ class _Endpoints:
         info = info and dataclasses.replace(info, loaded=verb == "load")
         return JSONResponse(_model(name, info))
 
-    # ---- the server itself ---------------------------------------------------------------------
-
     async def live(self, request: Request) -> Response:
         """That HTTP answers."""
         return JSONResponse({"status": "ok"})
@@ -201,8 +195,6 @@ class _Endpoints:
     async def page(self, request: Request) -> Response:
         """A file of the chat page."""
         return FileResponse(PAGE / PAGE_FILES[request.url.path], headers=PAGE_HEADERS)
-
-    # ---- errors --------------------------------------------------------------------------------
 
     def refusal(self, path: str, refused: Refused) -> Response:
         """A refusal in the form of the API that the path belongs to."""

@@ -19,8 +19,6 @@ MOST = 2**31 - 1
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 
-# ---- requests -------------------------------------------------------------------------------
-
 
 def _seed(found: Any) -> Any:
     """Negative seeds are taken too: the same bits without a sign."""
@@ -89,9 +87,6 @@ class GenerationRequest:
     strategy: str | None = None  # "translate" or "reread"; None: as the server's policy says
     pin: bool = False  # whether the conversation stays in memory
     count: bool = False  # whether only the prompt's tokens are counted
-
-
-# ---- events of an answer --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -186,8 +181,6 @@ class Failure:
 Event = FirstToken | Delta | Finished | Progress | TokenCount | Failure
 LAST = (Finished, TokenCount, Failure)
 LEFT = 499  # the status by which metrics count a client that left; nobody reads it
-
-# ---- what the engine holds ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -147,9 +147,6 @@ def _labelled(name: str, told: str, numbers: Mapping[str, float], label: str) ->
     return family
 
 
-# ---- counting every request ------------------------------------------------------------------
-
-
 class Tally:
     """Counts every request when it has ended; its endpoint finds it in the scope."""
 

@@ -108,8 +108,6 @@ class PrefillServer(uvicorn.Server):
         self.reader.stop()
         await super().shutdown(sockets)
 
-    # ---- endpoints -------------------------------------------------------------------------------
-
     async def _tell_facts(self, request: Request) -> Response:
         """What a client must know of the model before it asks for states."""
         return _told(self._facts)

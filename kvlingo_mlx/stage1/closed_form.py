@@ -72,9 +72,6 @@ class Moments:
         return Moments(xx, xy, self.yy[columns], self.tokens)
 
 
-# ---- one map -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Solution:
     """A fitted map."""
@@ -159,9 +156,6 @@ def blocks_of(config: TranslatorConfig, m: Map) -> list[tuple[np.ndarray, np.nda
     return blocks
 
 
-# ---- how much text -----------------------------------------------------------------------------
-
-
 def unknowns(config: TranslatorConfig) -> int:
     """The unknowns per output of the map with the most inputs: its input width.
 
@@ -210,9 +204,6 @@ def shortage(config: TranslatorConfig, texts: int, tokens: int, rank: int) -> st
             f"{STATES} would do"
         )
     return None
-
-
-# ---- source layers chosen from data ------------------------------------------------------------
 
 
 def candidates(

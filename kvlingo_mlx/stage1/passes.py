@@ -22,18 +22,8 @@ from kvlingo_mlx.format.maps import StateMap, maps_of, maps_states, reads_of, st
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.phases import phase
+from kvlingo_mlx.stage1 import closed_form
 from kvlingo_mlx.stage1.bilinear import STATES, solve_states
-from kvlingo_mlx.stage1.closed_form import (
-    METHODS,
-    Moments,
-    Solution,
-    blocks_of,
-    candidates,
-    check_tokens,
-    greedy,
-    r2,
-    solve,
-)
 from kvlingo_mlx.stage1.norms import ATTENTION_NORMS, token_weights
 from kvlingo_mlx.tokenization.samples import Sample
 
@@ -136,11 +126,11 @@ class Sums:
         own = (_numpy(self._sums.get(key, np.zeros(n))) for key, n in self.shapes.items())
         self._sums = dict(zip(self.shapes, group.totals(own), strict=True))
 
-    def moments(self, name: str) -> Moments:
+    def moments(self, name: str) -> closed_form.Moments:
         """The moments of a map."""
         keys = self.maps[name].inputs, (name, "xy"), (name, "yy")
         xx, xy, yy = (_numpy(self._sums[key]) for key in keys)
-        return Moments(xx, xy, yy, self.tokens)
+        return closed_form.Moments(xx, xy, yy, self.tokens)
 
 
 def _numpy(array: Any) -> np.ndarray:
@@ -255,10 +245,10 @@ class ClosedForm:
 
     def _to_choose(self) -> list[dict[str, Regression]]:
         """By R2 a regression for each source layer alone; greedily one from all of them."""
-        if self.method not in METHODS:
+        if self.method not in closed_form.METHODS:
             return []
         found = {}
-        every = candidates(self.config.source.layers, self.config.target.layers)
+        every = closed_form.candidates(self.config.source.layers, self.config.target.layers)
         most = max(map(len, every.values()))
         if not 1 <= self.nu <= most:
             raise ValueError(
@@ -330,7 +320,7 @@ class ClosedForm:
                 "the data hold no usable sample: every prefix is empty or too long"
                 + ("" if self._shared else ", or nothing follows it")
             )
-        check_tokens(self.config, self.tokens)
+        closed_form.check_tokens(self.config, self.tokens)
         return sums
 
     def _add(self, sums: Sums, sample: Sample, norm: str) -> None:
@@ -363,12 +353,12 @@ class ClosedForm:
         for name, m in sums.maps.items():
             moments, ((side, t),) = sums.moments(name), m.writes
             if self.method == "r2":
-                yield side, t, m.reads[0][1], r2(moments)
+                yield side, t, m.reads[0][1], closed_form.r2(moments)
                 continue
             widths = [self.config.source.layers[layer].width(side) for side, layer in m.reads]
             owner = np.repeat([layer for _, layer in m.reads], widths)  # of each input column
             columns = {layer: np.flatnonzero(owner == layer) for layer in set(owner.tolist())}
-            for n, layer in enumerate(greedy(moments, columns, self.nu)):
+            for n, layer in enumerate(closed_form.greedy(moments, columns, self.nu)):
                 yield side, t, layer, -float(n)
 
     def _assign(self, scores: Mapping[State, Mapping[int, float]]) -> None:
@@ -382,7 +372,7 @@ class ClosedForm:
 
     def _solve(self, sums: Sums) -> None:
         """Solve these maps; every process some of them."""
-        weights, found = dict[str, np.ndarray](), list[Solution]()
+        weights, found = dict[str, np.ndarray](), list[closed_form.Solution]()
         inputs: Any = None
         own = self.group.stretch(list(sums.maps))
         with phase("solving the maps", len(own)) as step:
@@ -391,7 +381,7 @@ class ClosedForm:
                 if self.config.head_mixing and inputs != sums.maps[name].inputs:
                     inputs, eigen = sums.maps[name].inputs, np.linalg.eigh(parts[0].xx)
                 known = eigen if self.config.head_mixing else None
-                solved = [solve(part, ridge=self.ridge, eigen=known) for part in parts]
+                solved = [closed_form.solve(part, ridge=self.ridge, eigen=known) for part in parts]
                 matrices = [each.weight for each in solved]
                 weights[f"{name}.weight"] = np.stack(matrices) if known is None else matrices[0]
                 found += solved
@@ -402,7 +392,7 @@ class ClosedForm:
             self.ranks += ranks
             self.ridges += ridges
 
-    def _parts(self, sums: Sums, name: str) -> list[Moments]:
+    def _parts(self, sums: Sums, name: str) -> list[closed_form.Moments]:
         """The moments of a map, or of each block of a head-wise one.
 
         Raises:
@@ -417,7 +407,7 @@ class ClosedForm:
         if config.head_mixing:
             return [moments]
         (m,) = (m for m in maps_of(config) if m.name == name)
-        return [moments.block(*block) for block in blocks_of(config, m)]
+        return [moments.block(*block) for block in closed_form.blocks_of(config, m)]
 
     # ---- recurrent states that are mapped --------------------------------------------------
 

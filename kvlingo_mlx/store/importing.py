@@ -130,9 +130,6 @@ def _recognised(folder: Path) -> str:
     raise malformed(folder, f"{expected}; found {which}")
 
 
-# ---- a translator of others -------------------------------------------------------------------
-
-
 def _converted(
     maps: ForeignMaps, models: tuple[Model, Model] | None, allow_mismatch: bool
 ) -> tuple[TranslatorConfig, Weights, dict[str, str]]:
@@ -200,9 +197,6 @@ def _words(rope: RopeSpec | None) -> str:
         return "nothing"
     way = "neighbouring numbers" if rope.traditional else "halves"
     return f"base {rope.base:g} over {rope.dims} numbers ({rope.type}, {way})"
-
-
-# ---- a translator of ours ---------------------------------------------------------------------
 
 
 def _checked(

@@ -76,9 +76,6 @@ def measured_rates() -> Rates:
     return Rates(2 * size**3 / product, bandwidth, str(dtype).rsplit(".", 1)[-1])
 
 
-# ---- work ---------------------------------------------------------------------------------------
-
-
 def read_work(model: LanguageModel, count: int) -> Work:
     """The least work of reading ``count`` tokens: products of linear layers, each weight read once.
 

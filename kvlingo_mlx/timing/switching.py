@@ -27,9 +27,6 @@ MAX_WARM_UP = 5
 LONG = 1.0  # seconds of warming up, after which the extra cost of a first run does not matter
 
 
-# ---- what is run ------------------------------------------------------------------------------
-
-
 def again(cache: Sequence[Any]) -> list[Any]:
     """Shallow copies of caches: a timed step writes where the step before it did."""
     return [copy.copy(c) for c in cache]
@@ -91,9 +88,6 @@ def prompt_of(source: LanguageModel, target: LanguageModel, count: int, *, text:
     for model in (source, target):
         model.check_tokens(tokens[:count])
     return tokens[:count]
-
-
-# ---- timing -----------------------------------------------------------------------------------
 
 
 def switch_times(

@@ -16,7 +16,6 @@ from typing import Any
 
 from kvlingo_mlx.tokenization.records import Source, Spec, open_source
 
-# ---- the language of a record ----------------------------------------------------------
 
 FIELDS = ("language", "lang", "language_code", "locale")
 PLACES = ("metadata", "meta", "extra_info")  # objects in which these fields may stand, too
@@ -95,8 +94,6 @@ def reads_english(text: str) -> bool:
     most = max(sum(word in known for word in words) for known in OTHERS)
     return most < SURE or most <= sum(word in OURS for word in words)
 
-
-# ---- what an evaluation reads ----------------------------------------------------------
 
 LONG = 32  # characters from which a text identifies what it is in; shorter ones are greetings
 

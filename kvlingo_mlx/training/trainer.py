@@ -25,15 +25,8 @@ from kvlingo_mlx.stage1.closed_form import METHODS, shortage
 from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
+from kvlingo_mlx.training import distill
 from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoint, disk_errors, log_of, write_json
-from kvlingo_mlx.training.distill import (
-    Distillation,
-    DivergedError,
-    Report,
-    Samples,
-    postponed,
-    start_runs,
-)
 from kvlingo_mlx.training.initial import initial
 from kvlingo_mlx.training.plan import TrainingPlan, make_config, provenance_of
 from kvlingo_mlx.training.recipe import Recipe
@@ -43,14 +36,14 @@ from kvlingo_mlx.training.watch import complaints
 from kvlingo_mlx.version import __version__
 
 
-class Data(Samples, Protocol):
+class Data(distill.Samples, Protocol):
     """A training stream (``data.Stream``): numbered samples, and held-out ones."""
 
     def held_out(self, count: int = 64) -> Sequence[Sample]: ...
 
 
 SHORT = 16  # tokens of a continuation that serves to see whether there is a gradient
-Progress = Callable[[str, Report], None]
+Progress = Callable[[str, distill.Report], None]
 Start = tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]  # with its provenance
 
 
@@ -335,9 +328,9 @@ class Trainer:
 
         def train(number: int, rates: Sequence[float]) -> Trained:
             kept = self._checkpoint(stage, number, config, recipe)
-            training = Distillation(
+            training = distill.Distillation(
                 self.pair,
-                start_runs(self.pair, config, arrays, rates),
+                distill.start_runs(self.pair, config, arrays, rates),
                 self.data,
                 held_out,
                 recipe,
@@ -349,7 +342,7 @@ class Trainer:
             )
             try:
                 best = training.run(lambda report: self.progress(stage, report))
-            except DivergedError:
+            except distill.DivergedError:
                 if not recipe.sweep or training.best is None:
                     if self.group.leads:  # so that a lower rate may begin here
                         kept.path.unlink(missing_ok=True)
@@ -361,7 +354,7 @@ class Trainer:
             facts = self.group.firsts(self._checkpoint(stage, number, config, recipe).facts)
             return tuple(run["rate"] for run in (facts or {}).get("runs", ()))
 
-        with postponed() as stop:
+        with distill.postponed() as stop:
             if not recipe.sweep:
                 return train(0, recipe.learning_rates)
             say = lambda text: self._tell(self.say, text)  # noqa: E731

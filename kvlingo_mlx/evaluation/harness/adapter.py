@@ -18,13 +18,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.evaluation.harness.answers import (
-    Decoder,
-    Ends,
-    TextToWrite,
-    WrittenAnswer,
-    longest_first,
-)
+from kvlingo_mlx.evaluation.harness import answers
 from kvlingo_mlx.evaluation.journal import Responses, key_of
 
 if TYPE_CHECKING:
@@ -61,7 +55,7 @@ class PrefixLM(LM):
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: answers.Decoder,
         *,
         condition: str,
         use_chat_template: bool | None = None,
@@ -90,8 +84,6 @@ class PrefixLM(LM):
         self._facts = {"condition": condition, "target": decoder.identity, **self.cutting}
         self._done = self._total = 0
 
-    # ---- what a subclass may know of a prompt --------------------------------------------
-
     def check_tasks(self, tasks: Mapping[str, Any]) -> None:
         """Refuse (ValueError) loaded tasks that cannot be asked so."""
 
@@ -102,8 +94,6 @@ class PrefixLM(LM):
     def before_answers(self, asked: Sequence[RequestedAnswer]) -> Mapping[str, list[int]]:
         """Tokens that stand between a prompt and its answer, by the answer's key."""
         return {}
-
-    # ---- lm-eval's interface -------------------------------------------------------------
 
     @property
     def tokenizer_name(self) -> str:
@@ -200,16 +190,16 @@ class PrefixLM(LM):
     def _answers(self, asked: Sequence[RequestedAnswer]) -> Iterator[tuple[RequestedAnswer, str]]:
         """The answers, in the order in which they end."""
         before = self.before_answers(asked)
-        writing: dict[TextToWrite, tuple[RequestedAnswer, WrittenAnswer]] = {}
+        writing: dict[answers.TextToWrite, tuple[RequestedAnswer, answers.WrittenAnswer]] = {}
         for each in asked:
             tokens, more = self.prompt(each), before.get(each.key, [])
-            answer = WrittenAnswer(self.tokenizer, self.ends(each.context, each.options), more)
-            writing[TextToWrite((*tokens, *more), each.most, answer.take)] = each, answer
-        for wanted in self.decoder.write(longest_first(writing)):
+            answer = answers.WrittenAnswer(
+                self.tokenizer, self.ends(each.context, each.options), more
+            )
+            writing[answers.TextToWrite((*tokens, *more), each.most, answer.take)] = each, answer
+        for wanted in self.decoder.write(answers.longest_first(writing)):
             each, answer = writing[wanted]
             yield each, answer.found()
-
-    # ---- shared --------------------------------------------------------------------------
 
     def prompt(self, asked: RequestedAnswer) -> tuple[int, ...]:
         """The prompt of an answer, cut to what the context holds."""
@@ -230,12 +220,12 @@ class PrefixLM(LM):
         ends = self.ends("")
         return "" if ends.reasons(text) and ends.end not in text else text
 
-    def ends(self, context: str, options: Mapping[str, Any] | None = None) -> Ends:
+    def ends(self, context: str, options: Mapping[str, Any] | None = None) -> answers.Ends:
         """Where an answer to a context ends: its stop strings, and the marks of reasoning."""
         stops = (options or {}).get("until") or []
         stops = [stop for stop in ([stops] if isinstance(stops, str) else stops) if stop]
         start, end = self.tokenizer.think_start or "", self.tokenizer.think_end or ""
-        return Ends(stops, start, end, bool(start) and context.rstrip().endswith(start))
+        return answers.Ends(stops, start, end, bool(start) and context.rstrip().endswith(start))
 
     def _respond(
         self, kind: str, compute: Callable[..., Any], asked: Sequence[tuple[Any, ...]]

@@ -14,9 +14,6 @@ BEGINNING = 16  # tokens within which a reasoning trace begins, if there is one
 MARGIN = 8  # tokens that may decode to nothing, or to a part of a character
 
 
-# ---- what decodes -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class TextToWrite:
     """A text to write."""
@@ -103,9 +100,6 @@ class Decoder(abc.ABC):
                 f"a prediction of {self.name} is not a number: the translator's output "
                 "overflows, or the model's weights are damaged"
             )
-
-
-# ---- where answers end --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

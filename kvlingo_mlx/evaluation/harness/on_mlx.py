@@ -33,8 +33,6 @@ class MLXDecoder(Decoder):
     ) -> None:
         super().__init__(target, target.tokenizer, make_cache, batch_size)
 
-    # ---- log-likelihoods -----------------------------------------------------------------
-
     def _empty(self) -> list:
         return conditions.empty(self._target)
 
@@ -55,8 +53,6 @@ class MLXDecoder(Decoder):
             mx.clear_cache()
             start += len(logs)
         return float(mx.sum(mx.concatenate(chosen))), first
-
-    # ---- answers -------------------------------------------------------------------------
 
     def write(self, wanted: Sequence[TextToWrite]) -> Iterator[TextToWrite]:
         waiting, batch = deque(wanted), Batch(self._target, records=False)
@@ -114,8 +110,6 @@ class MLXDecoder(Decoder):
             if response.finish_reason == "stop" or wanted.take(response.token):
                 return True
         return row.over
-
-    # ---- shared --------------------------------------------------------------------------
 
     def read_on(self, cache: list, tokens: Sequence[int]) -> None:
         hybrid.read_layers(self._target, tokens, cache)

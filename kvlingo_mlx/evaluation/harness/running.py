@@ -19,13 +19,7 @@ import numpy as np
 
 from kvlingo_mlx.errors import needs_extra
 from kvlingo_mlx.evaluation.error_bars import Mean, over_items
-from kvlingo_mlx.evaluation.harness.task_loading import (
-    NONE,
-    AddedTasks,
-    check_safe,
-    load_tasks,
-    set_examples,
-)
+from kvlingo_mlx.evaluation.harness import task_loading
 from kvlingo_mlx.evaluation.journal import Responses
 
 if TYPE_CHECKING:
@@ -52,7 +46,7 @@ def run(
     max_gen_toks: int | None = None,
     max_length: int | None = None,
     include_path: str | Path | None = None,
-    added: AddedTasks = NONE,
+    added: task_loading.AddedTasks = task_loading.NONE,
     data: Mapping[str, str | Path] | None = None,
     metadata: Mapping[str, Any] | None = None,
     responses: str | Path | None = None,
@@ -117,8 +111,8 @@ def run(
     with quiet():
         loaded = loaded_tasks(target, tasks, include_path, added, files, seed, metadata)
         model.check_tasks(loaded["tasks"])
-        check_safe(loaded["tasks"], unsafe_code)
-        set_examples(loaded["tasks"], num_fewshot, seed, added.apart(files))
+        task_loading.check_safe(loaded["tasks"], unsafe_code)
+        task_loading.set_examples(loaded["tasks"], num_fewshot, seed, added.apart(files))
         evaluated = evaluate(  # without its bootstrap, which starts processes: our errors are ours
             lm=model, task_dict=loaded, limit=limit, apply_chat_template=model.use_chat_template,
             fewshot_as_multiturn=True, bootstrap_iters=0, confirm_run_unsafe_code=unsafe_code,
@@ -130,7 +124,7 @@ def loaded_tasks(
     target: LanguageModel,
     tasks: Sequence[str],
     include_path: str | Path | None,
-    added: AddedTasks,
+    added: task_loading.AddedTasks,
     files: Mapping[str, str],
     seed: int,
     metadata: Mapping[str, Any] | None,
@@ -142,7 +136,7 @@ def loaded_tasks(
     random.seed(seed)
     np.random.seed(seed)
     facts = {"tokenizer": str(target.path or target.name), **(metadata or {})}
-    return load_tasks(tasks, include_path, added, files, seed, facts)
+    return task_loading.load_tasks(tasks, include_path, added, files, seed, facts)
 
 
 def need_lm_eval() -> None:

@@ -42,20 +42,14 @@ SEGMENT = 512  # tokens of a recurrence whose steps are in memory at once
 
 @dataclass(frozen=True)
 class FrozenPasses:
-    """The results of the two no-gradient passes, which all translators of a pair share.
+    """The results of the two no-gradient passes, which all translators of a pair share."""
 
-    Attributes:
-        sample: The conversation.
-        states: The source's states of ``prefix[:-1]``; with two tokenizers, of its translated
-            tokens. None if there are none.
-        native: The target's own cache entries of ``prefix[:-1]`` in its native layers.
-        teacher: (M, width) the target's final hidden states that predict the continuation, from its
-            own cache.
-    """
-
-    sample: Sample
+    sample: Sample  # the conversation
+    # The source's states of ``prefix[:-1]``; with two tokenizers, of its translated tokens. None if
+    # there are none.
     states: KVStates | None
-    native: list[Entry]
+    native: list[Entry]  # the target's own cache entries of ``prefix[:-1]`` in its native layers
+    # (M, width) the target's final hidden states that predict the continuation, from its own cache
     teacher: mx.array
 
 

@@ -77,8 +77,6 @@ class MLXTranslator:
     def _maps(self) -> Maps:
         return Maps(self.config, OPERATIONS)
 
-    # ---- learning -------------------------------------------------------------------------
-
     @cached_property
     def _optimizer(self) -> AdamW:
         """PyTorch's AdamW, without weight decay."""

@@ -16,7 +16,6 @@ from typing import Any
 
 from kvlingo_mlx.tokenization.records import Source, Spec, open_source
 
-
 FIELDS = ("language", "lang", "language_code", "locale")
 PLACES = ("metadata", "meta", "extra_info")  # objects in which these fields may stand, too
 ENGLISH = frozenset(("english", "en", "eng"))

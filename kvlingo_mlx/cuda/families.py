@@ -379,8 +379,10 @@ class Latent(TorchFamily):
         return LayerGeometry(index, 1, width, attention.kv_lora_rank, "latent")
 
 
+# Read and written here as in mlx-lm, biases, multipliers and scaled rotations among it.
+PLAIN = ("granite", "iquestcoder", "qwen2", "qwen3", "seed_oss")
 FAMILIES: dict[str, TorchFamily] = {
-    "qwen3": TorchFamily("qwen3"),
+    **{name: TorchFamily(name) for name in PLAIN},
     "qwen3_moe": TorchFamily("qwen3_moe", scaled_rope=False),
     "llama": Llama("llama"),
     "mistral": Llama("mistral"),
@@ -412,10 +414,10 @@ def family_of(model_type: str) -> TorchFamily:
             "here: --device mlx"
         )
     if model_type not in FAMILIES:
-        instead = f"supported families: {', '.join(sorted(FAMILIES))}"
+        instead = f"--device mlx, or one of {', '.join(sorted(FAMILIES))}"
         if model_type in ELSEWHERE:
             instead = f"import {ELSEWHERE[model_type]} first"
-        raise UnsupportedModelError(f"model_type {model_type!r} cannot be trained; {instead}")
+        raise UnsupportedModelError(f"model_type {model_type!r} cannot be trained on PyTorch; {instead}")
     return FAMILIES[model_type]
 
 

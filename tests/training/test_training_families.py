@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import tiny
+from tests.support import plain_models, tiny
 from tests.support.fixtures import Folders, Models, Patch
 
 torch = pytest.importorskip("torch")
@@ -25,6 +25,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration  # noqa: E
 import benchmarks.paper.converted_mla.on_torch  # noqa: E402, F401  (registers the family)
 import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
+from kvlingo_mlx.cuda.families import PLAIN  # noqa: E402
 from kvlingo_mlx.cuda.gradients import conversation_loss, read  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.cuda.pair import attention_mass  # noqa: E402
@@ -50,6 +51,7 @@ PAIRS = (
     ("llama2x16", "ministral2x24"),
     ("ministral2x24", "mistral4x24"),
 )
+OTHERS = tuple(name for name in PLAIN if name != "qwen3")
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 KINDS = [LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL, GLOBAL, LOCAL]
 # Tiny models of families whose caches are unlike the common one.
@@ -77,6 +79,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )
     found["stray"] = trainings.altered(found["llama2x16"], root / "stray", sliding_window=8)
     found["wrapped"] = wrapped(root / "wrapped")
+    found |= {n: plain_models.write_plain_model(root / n, n) for n in OTHERS}
     for name in UNLIKE:
         model_type, options = tiny.FAMILIES[name]
         found[name] = tiny.write_tiny_model(root / name, model_type, **options)
@@ -151,7 +154,9 @@ def sample_of(length: int, continuation: int = 20) -> Sample:
 READERS = {"gemma4": ((0,), (1, 3, 4), (2, 5))}
 
 
-@pytest.mark.parametrize("name", [*NAMES, "narrow", "stray", "wrapped", *UNLIKE, "latent_wide"])
+@pytest.mark.parametrize(
+    "name", [*NAMES, *OTHERS, "narrow", "stray", "wrapped", *UNLIKE, "latent_wide"]
+)
 def test_both_runtimes_describe_and_read_alike(
     models: Models, torch_models: dict[str, TorchModel], name: str
 ) -> None:
@@ -232,7 +237,7 @@ def decoded(
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma2x32", "gemma4x16", "gemma1x32", "stray", "wrapped", *UNLIKE, "latent_wide"]
+    "name", ["gemma2x32", "gemma4x16", "gemma1x32", "stray", "wrapped", *OTHERS, *UNLIKE, "latent_wide"]
 )
 def test_a_written_cache_is_read_as_the_models_own(
     folders: Folders, monkeypatch: Patch, name: str

@@ -417,7 +417,9 @@ def family_of(model_type: str) -> TorchFamily:
         instead = f"--device mlx, or one of {', '.join(sorted(FAMILIES))}"
         if model_type in ELSEWHERE:
             instead = f"import {ELSEWHERE[model_type]} first"
-        raise UnsupportedModelError(f"model_type {model_type!r} cannot be trained on PyTorch; {instead}")
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} cannot be trained on PyTorch; {instead}"
+        )
     return FAMILIES[model_type]
 
 

@@ -237,7 +237,8 @@ def decoded(
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma2x32", "gemma4x16", "gemma1x32", "stray", "wrapped", *OTHERS, *UNLIKE, "latent_wide"]
+    "name",
+    ["gemma2x32", "gemma4x16", "gemma1x32", "stray", "wrapped", *OTHERS, *UNLIKE, "latent_wide"],
 )
 def test_a_written_cache_is_read_as_the_models_own(
     folders: Folders, monkeypatch: Patch, name: str

@@ -1,7 +1,7 @@
 """Options and arguments that would do nothing are refused: by one table, over all pairs in it.
 
-Every option of every verb, and every argument of every public function, is in the table or in the
-lists of this file. So whoever adds one decides what it needs.
+Every argument of every public function has a kind, and every row of the table is tried in each
+state of what it names.
 """
 
 from __future__ import annotations
@@ -39,46 +39,6 @@ from tests.support import tiny
 from tests.support.command_line import COMMANDS, NEEDS, PAPER, fails, run
 from tests.support.fixtures import Models, Patch, Printed
 
-# Options that have an effect whatever the others say.
-ALWAYS = {
-    "generate": "models config source target prompt messages_file max_tokens stop "
-                "placement prefill_step_size kv_bits memory_budget verbose json_file",
-    "chat": "models config model system_prompt thinking verbatim on_full resume save max_tokens "
-            "stop prefill_step_size keep_history sharded json_file",
-    "serve": "models model translator config host port api_key cors route memory_limit max_tokens "
-             "max_kl verbatim heal guard on_doubt prefill_step_size max_concurrent queue_limit "
-             "body_limit header_timeout body_timeout write_timeout keep_alive worker_timeout "
-             "stop_timeout conversations keep_conversations allow_anyone volatile log_level "
-             "sharded json_file",
-    "serve-prefill": "source translator host port api_key allow_anyone max_jobs write_timeout "
-                     "log_level json_file",
-    "demo": "every_pair json_file",
-    "pair": "models source target data minutes out max_kl min_recall nu seed plot force json_file",
-    "fit": "models config source target data out norm capture assignment head_mixing "
-    "state_maps ridge memory_gb tokens force json_file",
-    "train": "models config source target data english apart_from plain_text max_prefix "
-    "max_continuation histogram steps json_file",
-    "import": "path_or_hub_id revision out dtype format allow_mismatch force json_file",
-    "list": "source target json_file",
-    "remove": "translator yes json_file",
-    "publish": "folder repo private revision dry_run json_file",
-    "export": "translator to out force json_file",
-    "show": "path_or_hub_id quantize json_file",
-    "verify": "translator json_file",
-    "doctor": "json_file",
-    "eval": "translators config source target native_layers tasks baselines device limit "
-            "out allow_mismatch json_file",
-    "tune": "models config source target translator data max_kl min_recall limit native_layers "
-               "lengths trials out allow_mismatch json_file",
-    "paper eval": "translators config source target native_layers turns baselines limit out "
-                  "allow_mismatch json_file",
-    "paper analyze": "source target data capture documents tokens random_init cka mlp "
-               "heads seed json_file",
-    "bench": "models config geometry nu quantize prompt_tokens num_trials time_limit "
-             "prefill_step_size plot json_file",
-    "paper bench": "models config table_name prompt_tokens num_trials time_limit json_file",
-    "paper reproduce": "listing room json_file",
-}  # fmt: skip
 # Texts that stand for the states of an option; others are tried with TEXTS.
 TEXTS = ("x", "x.json")
 STATES = {
@@ -169,15 +129,11 @@ def begun(monkeypatch: Patch) -> None:
     monkeypatch.setattr(TyperCommand, "invoke", lambda self, ctx: 0)
 
 
-@pytest.mark.parametrize("verb", COMMANDS)
-def test_every_option_is_decided(verb: str) -> None:
-    """In the table or in the list, not in both; neither names what is not there."""
-    options = {p.name for p in COMMANDS[verb].params} - {"help"}
-    needing = {name for need in NEEDS.get(verb, ()) for name in need.options.split()}
-    always = set(ALWAYS[verb].split())
-    assert needing | always == options and not needing & always
-    for need in NEEDS.get(verb, ()):  # a sampler is Python's alone
-        assert set(need.partner.split()) <= options | {"sampler"}
+@pytest.mark.parametrize("verb", NEEDS)
+def test_the_table_names_options_that_there_are(verb: str) -> None:
+    options = {p.name for p in COMMANDS[verb].params}
+    for need in NEEDS[verb]:  # a sampler is Python's alone
+        assert {*need.options.split(), *need.partner.split()} <= options | {"sampler"}
 
 
 @pytest.mark.parametrize(("verb", "option"), ROWS, ids=[" ".join(row) for row in ROWS])
@@ -330,17 +286,6 @@ def public() -> dict[str, Callable[..., Any]]:
 
 
 PUBLIC = public()
-# Arguments that have an effect whatever the others say.
-ALWAYS_ARGUMENTS = set(
-    "path_or_hf_repo quantize name prefill_model decode_model prompt tokens translator strategy "
-    "max_tokens sampler logits_processors prefill_step_size native_layers native_head native_tail "
-    "allow_mismatch draft_model kv_bits verbose prompt_cache source target samples capture norm "
-    "assignment head_mixing state_maps ridge memory say progress models translators system tools "
-    "enable_thinking "
-    "verbatim message messages prefill reasoning where folder eager on_missing offload on_full "
-    "characters overwrite solving suits data minutes out max_kl min_recall "
-    "nu seed force callbacks answers seconds until heal guard address key sent patience".split()
-)
 # They take states, or a server's request, not what users type.
 INNER = (
     "Translator.build",
@@ -365,11 +310,8 @@ def names_of(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", sorted(set(PUBLIC) - set(INNER)))
-def test_every_argument_is_decided(name: str) -> None:
-    """What it needs, and what it must be."""
-    needing = {option for need in FUNCTIONS.get(name, ()) for option in need.options.split()}
+def test_every_argument_is_checked(name: str) -> None:
     for parameter in parameters(name):
-        assert parameter.name in needing | ALWAYS_ARGUMENTS
         assert parameter.name in KINDS or parameter.name in READ_ELSEWHERE
     if parameters(name):
         assert hasattr(PUBLIC[name], "__wrapped__"), "decorate it with @checked"
@@ -641,9 +583,7 @@ def test_a_processor_is_blamed_for_its_own(
         ask(damaged, logits_processors=[lambda tokens, logits: logits])
 
 
-OF_ONE_OR_NONE = {"demo", "remove", "publish", "show", "doctor", "serve",
-                  "serve-prefill"}  # fmt: skip
-OF_TWO = [verb for verb in VERBS if verb not in OF_ONE_OR_NONE]
+OF_TWO = [verb for verb in VERBS if {"source", "target"} <= {p.name for p in COMMANDS[verb].params}]
 TYPED = {
     "fit": ["--data", "x", "--out", "y"], "train": ["--data", "x"], "import": ["t"],
     "verify": ["t"], "eval": ["t"], "export": ["t", "--to", "veloxquant", "--out", "y"],
@@ -660,12 +600,6 @@ def test_source_and_target_in_every_verb(verb: str, asked: list[dict[str, Any]])
     assert len(asked) == 4 and all(each == asked[0] for each in asked)
     assert (asked[0]["source"], asked[0]["target"]) == ("A", "B")
     assert run([verb, *needed, "--from", "A", "--to", "B"]) == 2 and len(asked) == 4
-
-
-def test_the_other_verbs_take_no_pair() -> None:
-    """So the list above is whole."""
-    for verb in OF_ONE_OR_NONE:
-        assert not {"source", "target"} <= {p.name for p in COMMANDS[verb].params}
 
 
 @pytest.mark.parametrize(("old", "new"), MOVED.items())

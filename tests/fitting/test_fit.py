@@ -182,19 +182,6 @@ def test_explicit_assignment_and_progress(models: dict[str, LanguageModel]) -> N
     assert translator.config.provenance["samples"] == 3
 
 
-def test_saved_translator_is_found_and_used(models: dict[str, LanguageModel], store: Path) -> None:
-    source, target = models["dense"], models["wide"]
-    prompt = list(range(5, 45))
-    with pytest.raises(kv.MissingTranslatorError, match="kvlingo-mlx pair .*kvlingo-mlx import"):
-        kv.generate(source, target, prompt)
-    translator = kv.fit(source, target, samples(4, 40))
-    translator.save(store / "mine")
-    given = kv.generate(source, target, prompt, translator=translator, max_tokens=12)
-    assert kv.generate(source, target, prompt, max_tokens=12) == given
-    with pytest.raises(kv.MissingTranslatorError):
-        kv.generate(target, source, prompt)
-
-
 def test_conversation_is_cut_where_its_last_reply_opens(models: dict[str, LanguageModel]) -> None:
     model = models["dense"]
     messages = [

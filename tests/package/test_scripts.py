@@ -125,24 +125,6 @@ def test_records_are_made_once(
         signal.signal(signal.SIGTERM, handler)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", "no pair is given; name one, as SMALL:LARGE, by --pairs or --as-is"),
-        (f"--pairs {SMALL}", f"{SMALL} is not SMALL:LARGE"),
-        ("--as-is tiny-none-s:x", "tiny-none-s --out tests/zoo/models/tiny-none-s"),
-        (f"--pairs {SMALL}:{LARGE} --rotary 16", "rotary was 32, is 16"),
-        (f"--as-is {SMALL}:{LARGE} --maps head-wise-mlp --steps 0", "give --steps 1 or more"),
-    ],
-)
-def test_what_is_refused(parsed: Parsed, words: str, said: str, capsys: Printed) -> None:
-    parsed("--pairs", f"{SMALL}:{LARGE}")
-    with pytest.raises(SystemExit) as stopped:
-        parsed(*words.split())
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
-
-
 sys.path.insert(0, str(ROOT / "benchmarks"))
 ways = pytest.importorskip("peer_ways")
 

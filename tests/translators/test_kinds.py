@@ -150,26 +150,6 @@ def test_gelu_is_the_exact_one(name: str) -> None:
     assert min(errors(found, reference(data, arrays, states, lambda z: max(z, 0.0)))) > WRONG
 
 
-@each_layout
-@each_form
-def test_every_kind_equals_pytorch(form: Layout, batched: bool) -> None:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    from kvlingo_mlx.cuda.model import States
-    from kvlingo_mlx.cuda.translator import TorchTranslator
-
-    data = config_json(form)
-    arrays, states = random_arrays(form, data, True), random_states(data, 1, 7)
-    twin = TorchTranslator.from_arrays(to_config(data), arrays, "cpu")
-    read = States(*(tuple(torch.tensor(array[0]) for array in states[side]) for side in SIDES))
-    expected: dict[str, list[np.ndarray]] = {side: [] for side in SIDES}
-    for t, layer in enumerate(data["target"]["layers"]):
-        for side, array in zip(SIDES, twin.layer(t, read), strict=True):
-            heads = array.detach().numpy().reshape(1, 7, layer["kv_heads"], -1)
-            expected[side].append(heads.swapaxes(1, 2))
-    assert max(errors(on_device(data, arrays, states, batched), expected)) <= TOLERANCE
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @each_form
 def test_sixteen_bits_as_on_a_gpu(

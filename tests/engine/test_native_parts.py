@@ -324,27 +324,6 @@ def test_a_folder_that_asks_for_what_is_not_there(
         kv.load_translator(tmp_path)
 
 
-def test_identity_with_any_part_native_is_the_model_itself(root: Path) -> None:
-    """Negative control beside it: a wrong translation shows, whatever part is native."""
-    from tests.support.identity import identity_of
-
-    source, target, wrong = opened(root, CASES[1])
-    expected = native(target, TOKENS[:-1], 2048)
-    for layers, head, tail, step in ((0, 5, 0, 2048), (1, 0, 7, 2048), (1, 5, 7, 11)):
-        options: dict[str, Any] = {
-            "native_layers": layers,
-            "native_head": head,
-            "native_tail": tail,
-            "prefill_step_size": step,
-        }
-        same = kv.hand_over(target, target, TOKENS, translator=identity_of(target), **options)
-        other = kv.hand_over(source, target, TOKENS, translator=wrong, **options)
-        for side in (0, 1):
-            pairs = [[arrays(c)[side] for c in caches] for caches in (same, expected, other)]
-            assert errors(pairs[0], pairs[1]).max() < 1e-5
-            assert errors(pairs[2], pairs[1]).max() > 1e-2
-
-
 def talk_file(folder: Path, **facts: Any) -> str:
     """A file with one conversation."""
     talk = [{"role": "user", "content": "say it on"}, {"role": "assistant", "content": "it is on"}]

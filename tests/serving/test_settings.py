@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from pathlib import Path
 
@@ -15,15 +14,6 @@ from kvlingo_mlx.serving import settings
 from kvlingo_mlx.serving.settings import PairRule, Settings, read
 
 MODELS = {"small": "a", "large": "b"}
-FILE = """
-port = 9000
-translators = ["t1", "t2"]
-cors = ["http://localhost:3000"]
-memory_limit = "24GB"
-keep_alive = 5
-[models]
-small = "a"
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -37,26 +27,10 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_options_override_the_file(tmp_path: Path) -> None:
-    found = read(write(tmp_path, FILE), {"port": 9001, "host": None, "max_tokens": 7})
-    assert found == Settings(
-        models={"small": "a"}, port=9001, translators=("t1", "t2"), max_tokens=7,
-        cors=("http://localhost:3000",), memory_limit=24_000_000_000, keep_alive=5.0,
-    )  # fmt: skip
-    assert isinstance(found.keep_alive, float) and type(found.memory_limit) is int
-    assert pickle.loads(pickle.dumps(found)) == found
-
-
 def test_pairs_have_rules_of_their_own(tmp_path: Path) -> None:
     text = "max_kl=0.5\n[models]\na='x'\nb='y'\n[pairs.'a:b']\nmax_kl=0.2\nshortest=64"
     found = read(write(tmp_path, text), {})
     assert found.max_kl == 0.5 and found.pairs == {"a:b": PairRule(max_kl=0.2, shortest=64)}
-
-
-def test_options_alone() -> None:
-    assert read(None, {"models": MODELS}) == Settings(models=MODELS)
-    assert Settings(models=MODELS).names == ("small", "large")
-    assert Settings(models=MODELS, routes="r.toml").names == ("small", "large", "auto")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvlingo_mlx.backend import mx
+
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -528,32 +530,18 @@ def _probe(width: int) -> np.ndarray:
 
 
 def write_tensors(path: Path, tensors: dict[str, np.ndarray], dtype: str = "float32") -> None:
-    """Write float32 arrays as a safetensors file of ``dtype``: length, header, data."""
-    names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
-    blobs, offset = [], 0
-    for name, array in sorted(tensors.items()):
-        blobs.append(_bytes(array, dtype))
-        offsets = [offset, offset := offset + len(blobs[-1])]
-        header[name] = {"dtype": names[dtype], "shape": list(array.shape), "data_offsets": offsets}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))
+    """Write float32 arrays as a safetensors file of ``dtype``."""
+    stored = {name: _stored(array, dtype) for name, array in tensors.items()}
+    mx.save_safetensors(str(path), stored, {"format": "pt"})  # transformers asks for it
 
 
-def _bytes(array: np.ndarray, dtype: str) -> bytes:
-    if dtype == "bfloat16":  # NumPy has none: the upper half of the rounded float32
-        return (_rounded(array, dtype).view(np.uint32) >> 16).astype(np.uint16).tobytes()
-    return np.asarray(array, dtype).tobytes()
+def _stored(array: np.ndarray, dtype: str) -> mx.array:
+    return mx.array(array).astype(getattr(mx, dtype))
 
 
 def _rounded(array: np.ndarray, dtype: str) -> np.ndarray:
     """What a float32 array is once stored as ``dtype``, in float32."""
-    if dtype != "bfloat16":
-        return array.astype(dtype).astype(np.float32)
-    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-    bits = bits + 0x7FFF + ((bits >> 16) & 1)  # to nearest, ties to even
-    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
+    return np.array(_stored(array, dtype).astype(mx.float32))
 
 
 @dataclass(frozen=True)

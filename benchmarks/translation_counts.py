@@ -19,6 +19,7 @@ primitive was read in MLX's source, 0.32.2 of 2026-08-22 (``mlx/backend/{cuda,me
   for each outer index.
 - RMSNorm copies what is not dense by rows of its last axis, and keeps its input's layout. RoPE
   keeps the layout on CUDA; on Metal it writes head-major from token-major.
+- A compiled function is one kernel where all in it is elementwise, and writes by rows.
 - A slice update copies all that it updates unless nobody else holds it.
 """
 
@@ -44,6 +45,7 @@ from mlx.utils import tree_flatten
 from translation_cost import model_of_shape
 
 from kvlingo_mlx import caches
+from kvlingo_mlx.models import keys
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.reporting import measure
@@ -54,8 +56,8 @@ BACKENDS = ("cuda", "metal")
 VIEWS = ("Transpose", "Broadcast", "ExpandDims", "Squeeze", "Slice", "Split", "Flatten",
          "Unflatten", "Reshape", "StopGradient")  # fmt: skip
 # A CPU takes fused operations apart where they are called; these stand for them in the graph.
-NORM, ROPE = "ArcCosh", "ArcTanh"
-NAMES = {NORM: "RMSNorm", ROPE: "RoPE"}
+NORM, ROPE, COMPILED = "ArcCosh", "ArcTanh", "ArcSinh"
+NAMES = {NORM: "RMSNorm", ROPE: "RoPE", COMPILED: "Compiled"}
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,9 @@ def primitive(count: Count, event: dict[str, Any]) -> None:
             count.launch(name, each.nbytes, math.prod(each.shape) * size)
     elif name in ("RMSNorm", "RoPE"):
         found = fused(count, name, inputs[0], own)
+    elif name == "Compiled":  # of several inputs, strided ones among them
+        found = Layout.fresh(shape, size, own)
+        count.launch(name, inputs[0].nbytes, found.nbytes)
     elif name in ("Gather", "GatherAxis"):
         found = Layout.fresh(shape, size, own)
         count.launch(name, found.nbytes, found.nbytes)
@@ -303,8 +308,11 @@ def elementwise(count: Count, name: str, inputs: list[Layout], out: Layout) -> L
 
 
 @contextlib.contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """Let the package plan as on a GPU, and fused operations be one primitive each."""
+def as_on_a_gpu() -> Iterator[list[mx.array]]:
+    """Let the package plan as on a GPU, and fused operations be one primitive each.
+
+    Yields what compiled functions read beside their first argument, for their stand-in does not.
+    """
 
     def norm(x: mx.array, weight: mx.array | None, eps: float, **_: Any) -> mx.array:
         return mx.arccosh(x)
@@ -312,13 +320,20 @@ def as_on_a_gpu() -> Iterator[None]:
     def rope(x: mx.array, *_: Any, **__: Any) -> mx.array:
         return mx.arctanh(x)
 
+    def compiled(first: mx.array, *others: mx.array) -> mx.array:
+        beside.extend(others)
+        return mx.arcsinh(first)
+
+    beside: list[mx.array] = []
+
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.startswith("kvlingo_mlx.") and hasattr(module, "on_gpu"):
                 stack.enter_context(mock.patch.object(module, "on_gpu", lambda: True))
+        stack.enter_context(mock.patch.object(keys, "turned_pairs", compiled))
         stack.enter_context(mock.patch.object(mx.fast, "rms_norm", norm))
         stack.enter_context(mock.patch.object(mx.fast, "rope", rope))
-        yield
+        yield beside
 
 
 def count_graph(
@@ -370,9 +385,9 @@ class Translation:
             filled = caches.empty(self.target)
             caches.reserve(filled, self.target, self.tokens)
             caches.append(filled, self.translator(states), self.target)
-            return caches.arrays(filled)
+            return [*caches.arrays(filled), *beside]
 
-        with as_on_a_gpu():
+        with as_on_a_gpu() as beside:
             return count_graph(run, [*sides[0], *sides[1]], backend)
 
     @property

@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvlingo_mlx.backend import mx
+from kvlingo_mlx.backend import mx, on_gpu
 
+import numpy as np
 from mlx_lm.models.cache import (
     ArraysCache,
     KVCache,
@@ -110,6 +111,8 @@ def append(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel
         cache = caches[layer]
         if is_recurrent(cache):
             _follow(cache, model, layer, stored)
+        elif on_gpu() and type(cache) is KVCache and not cache.offset:
+            _begin(cache, stored)
         elif start > cache.offset:
             # Arrays of their own: products are made in blocks, of which these may be a part.
             cache.keys, cache.values = map(mx.contiguous, stored)
@@ -125,6 +128,18 @@ def append(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel
         else:
             cache.update_and_fetch(*stored)
     _put_states(caches, states, model)
+
+
+def _begin(cache: KVCache, stored: Sides) -> None:
+    """Let an empty cache begin with a span, in arrays with room: one kernel each, nothing zeroed.
+
+    What fills the room is overwritten before it is read.
+    """
+    tokens, step = stored[0].shape[2], cache.step
+    room = -(-tokens // step) * step if cache.keys is None else cache.keys.shape[2]
+    rows = mx.array(np.minimum(np.arange(room), tokens - 1))
+    cache.keys, cache.values = (mx.take(array, rows, axis=2) for array in stored)
+    cache.offset = tokens
 
 
 def _begun_late(ring: Any) -> bool:
@@ -218,13 +233,15 @@ def _stored(
     rotations: dict[int, Rotation] = {}
     states = model.own_heads(states)
 
-    def finish_keys(array: mx.array, finishes: Sequence[Finish], start: int) -> mx.array:
-        at = start if positions is None else positions
-        rotation = rotations.setdefault(start, Rotation(at))
-        return advance(array, finishes, rotation, states.capture, "post_rope")
+    def finish_keys(group: LayerGroup, finishes: Sequence[Finish]) -> mx.array:
+        at = group.start if positions is None else positions
+        rotation = rotations.setdefault(group.start, Rotation(at))
+        return advance(
+            group.states, finishes, rotation, states.capture, "post_rope", group.by_token
+        )
 
-    def finish_values(array: mx.array, finishes: Sequence[Finish], start: int) -> mx.array:
-        return normalise_values(array, finishes, states.capture)
+    def finish_values(group: LayerGroup, finishes: Sequence[Finish]) -> mx.array:
+        return normalise_values(group.states, finishes, states.capture, group.by_token)
 
     keys = _finished(states.keys, model, finish_keys)
     values = _finished(states.values, model, finish_values)
@@ -236,13 +253,13 @@ def _stored(
 def _finished(
     groups: Sequence[LayerGroup],
     model: LanguageModel,
-    finish: Callable[[mx.array, Sequence[Finish], int], mx.array],
+    finish: Callable[[LayerGroup, Sequence[Finish]], mx.array],
 ) -> dict[int, tuple[int, mx.array]]:
     """For each layer, the first position and (B, H, T, D) in the cache's dtype."""
     found: dict[int, tuple[int, mx.array]] = {}
     for group in groups:
         finishes = [model.finishes[layer] for layer in group.layers]
-        done = finish(group.states, finishes, group.start).astype(model.cache_dtype)
+        done = finish(group, finishes).astype(model.cache_dtype)
         found |= {layer: (group.start, a) for layer, a in zip(group.layers, done, strict=True)}
     return found
 

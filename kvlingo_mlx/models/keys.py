@@ -7,6 +7,7 @@ norms its values, "pre_norm" is before both norms.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from kvlingo_mlx.backend import mx, on_gpu
@@ -24,9 +25,8 @@ class Rotation:
     ``positions`` is the first position of a span, or an array (T,) with each token's own position.
 
     On a GPU the model's own module is one fused kernel. On a CPU it computes every cosine again for
-    each layer. So on a CPU the module rotates a unit vector once, which gives the cosines and
-    sines, and all layers share these. The arithmetic on the keys is the module's own, so the
-    result is bit-identical.
+    each layer. So on a CPU all layers share the cosines and sines (:meth:`angles`). The arithmetic
+    on the keys is the module's own, so the result is bit-identical.
     """
 
     def __init__(self, positions: int | mx.array) -> None:
@@ -35,22 +35,31 @@ class Rotation:
 
     def __call__(self, keys: mx.array, finish: Finish) -> mx.array:
         """Rotate keys (..., H, T, D)."""
-        spec, (tokens, dim) = finish.rope_spec, keys.shape[-2:]
-        if spec is None:
+        if finish.rope_spec is None:
             return keys
         flat = keys.reshape(-1, *keys.shape[-3:])
-        shared = spec.type in SHARED and not spec.traditional and spec.dims == dim
-        if on_gpu() or not shared or keys.dtype != mx.float32:
+        angles = self.angles(finish, *keys.shape[-2:])
+        if on_gpu() or angles is None or keys.dtype != mx.float32:
             return self._turned(flat, finish).reshape(keys.shape)
-        if spec not in self._tables:
-            unit = mx.repeat(mx.array([1.0, 0.0]), dim // 2)
-            unit = mx.broadcast_to(unit, (1, 1, tokens, dim))
-            cos, sin = mx.split(self._turned(unit, finish), 2, axis=-1)
-            self._tables[spec] = cos, sin
-        cos, sin = self._tables[spec]
+        cos, sin = angles
         first, second = mx.split(flat, 2, axis=-1)
         turned = [first * cos - second * sin, first * sin + second * cos]
         return mx.concatenate(turned, axis=-1).reshape(keys.shape)
+
+    def angles(self, finish: Finish, tokens: int, dim: int) -> tuple[mx.array, mx.array] | None:
+        """Cosines and sines, (1, 1, T, D / 2) each; None where these alone are not the rotation.
+
+        The model's module gives them as it rotates a unit vector.
+        """
+        spec = finish.rope_spec
+        if spec is None or spec.type not in SHARED or spec.traditional or spec.dims != dim:
+            return None
+        if spec not in self._tables:
+            unit = mx.array([1.0] * (dim // 2) + [0.0] * (dim // 2))
+            unit = mx.broadcast_to(unit, (1, 1, tokens, dim))
+            cos, sin = mx.split(self._turned(unit, finish), 2, axis=-1)
+            self._tables[spec] = cos, sin
+        return self._tables[spec]
 
     def _turned(self, heads: mx.array, finish: Finish) -> mx.array:
         """Rotate (F, H, T, D) by the model's own module."""
@@ -70,7 +79,12 @@ def at_positions(rope: Callable[..., mx.array], heads: mx.array, positions: mx.a
 
 
 def advance(
-    keys: mx.array, finishes: Sequence[Finish], rotation: Rotation, origin: str, goal: str
+    keys: mx.array,
+    finishes: Sequence[Finish],
+    rotation: Rotation,
+    origin: str,
+    goal: str,
+    by_token: bool = False,
 ) -> mx.array:
     """Move the keys of G layers from one capture point to a later one.
 
@@ -80,24 +94,29 @@ def advance(
         rotation: RoPE at the span's positions.
         origin: The capture point of ``keys``; keys of latents still need their rotation only.
         goal: The capture point to reach, at or after ``origin``.
+        by_token: Whether a token's heads lie side by side in memory.
 
     Returns:
         (G, B, H, T, D).
     """
     if not all(_alike(finishes[0], finish) for finish in finishes):
         parts = [
-            advance(keys[i : i + 1], [finish], rotation, origin, goal)
+            advance(keys[i : i + 1], [finish], rotation, origin, goal, by_token)
             for i, finish in enumerate(finishes)
         ]
         return mx.concatenate(parts)
     origin = "post_norm" if origin == LATENT else origin
     steps = POINTS[POINTS.index(origin) : POINTS.index(goal)]
-    last = finishes[0].norm_last
+    first, last = finishes[0], finishes[0].norm_last
+    angles = rotation.angles(first, *keys.shape[-2:]) if on_gpu() else None
+    per_head = first.norm_weight is not None and first.norm_weight.size == keys.shape[-1]
+    if len(finishes) > 1 and per_head and angles and steps == POINTS[:2] and not last:
+        return _normed_and_turned(keys, finishes, angles, by_token)
     if "pre_norm" in steps and not last:
-        keys = _normalise(keys, finishes)
+        keys = _normalise(keys, finishes, by_token)
     if "post_norm" in steps:
-        keys = rotation(keys, finishes[0])
-    return _normalise(keys, finishes) if last and steps else keys
+        keys = rotation(keys, first)
+    return _normalise(keys, finishes, False) if last and steps else keys
 
 
 def rotate_back(keys: mx.array, finish: Finish, start: int) -> mx.array:
@@ -114,30 +133,74 @@ def rotate_back(keys: mx.array, finish: Finish, start: int) -> mx.array:
     return (turned / gain**2).astype(keys.dtype)
 
 
-def _normalise(keys: mx.array, finishes: Sequence[Finish]) -> mx.array:
+def _normed_and_turned(
+    keys: mx.array, finishes: Sequence[Finish], angles: tuple[mx.array, mx.array], by_token: bool
+) -> mx.array:
+    """Norm of each head and rotation on a GPU: two kernels, of which the second writes by heads."""
+    halves = mx.unflatten(_rms(keys, None, finishes[0].norm_eps, by_token), -1, (2, -1))
+    cos, sin = (mx.expand_dims(angle, -2) for angle in angles)
+    weights = mx.unflatten(_weights_of(finishes), -1, (2, -1))
+    both = (mx.concatenate([-sin, sin], axis=-2), halves[..., ::-1, :], weights[..., ::-1, :])
+    return mx.flatten(turned_pairs(halves, weights, cos, *both), -2)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def turned_pairs(
+    halves: mx.array, weights: mx.array, cos: mx.array,
+    sin: mx.array, others: mx.array, their_weights: mx.array,
+) -> mx.array:  # fmt: skip
+    """Pairs of numbers (..., 2, D / 2), weighted and turned; ``others`` are the same, swapped.
+
+    A compiled function is one kernel only where it joins nothing, so pairs are not joined here.
+    """
+    own, other = (x.astype(mx.float32) for x in (halves, others))
+    return (own * weights * cos + other * their_weights * sin).astype(halves.dtype)
+
+
+def _rms(array: mx.array, weight: mx.array | None, eps: float, by_token: bool) -> mx.array:
+    """RMSNorm of (G, B, H, T, D), whose axes are put as the numbers lie: a GPU copies otherwise."""
+    if not by_token:
+        return mx.fast.rms_norm(array, weight, eps)
+    return mx.fast.rms_norm(array.swapaxes(2, 3), weight, eps).swapaxes(2, 3)
+
+
+def _normalise(keys: mx.array, finishes: Sequence[Finish], by_token: bool) -> mx.array:
     first = finishes[0]
     if first.norm_weight is None:
         return keys
     if first.norm_weight.size == keys.shape[-1]:
-        return _rms_norm(keys, finishes)
+        return _rms_norm(keys, finishes, by_token)
     groups, batch, heads, tokens, dim = keys.shape  # here one norm covers all heads
     whole = keys.swapaxes(2, 3).reshape(groups, batch, 1, tokens, heads * dim)
-    parts = _rms_norm(whole, finishes).reshape(groups, batch, tokens, heads, dim)
+    parts = _rms_norm(whole, finishes, False).reshape(groups, batch, tokens, heads, dim)
     return parts.swapaxes(2, 3)
 
 
-def _rms_norm(keys: mx.array, finishes: Sequence[Finish]) -> mx.array:
+def _rms_norm(keys: mx.array, finishes: Sequence[Finish], by_token: bool) -> mx.array:
     first = finishes[0]
     if len(finishes) == 1:
-        return mx.fast.rms_norm(keys, first.norm_weight, first.norm_eps)
-    weights = mx.stack([f.norm_weight for f in finishes if f.norm_weight is not None])
-    return mx.fast.rms_norm(keys, None, first.norm_eps) * weights[:, None, None, None]
+        return _rms(keys, first.norm_weight, first.norm_eps, by_token)
+    return _rms(keys, None, first.norm_eps, by_token) * _weights_of(finishes)
 
 
-def normalise_values(values: mx.array, finishes: Sequence[Finish], origin: str) -> mx.array:
+def _weights_of(finishes: Sequence[Finish]) -> mx.array:
+    """The weights of G layers' norms, (G, 1, 1, 1, width)."""
+    return _stacked(tuple(f.norm_weight for f in finishes if f.norm_weight is not None))
+
+
+@functools.lru_cache(maxsize=64)
+def _stacked(weights: tuple[mx.array, ...]) -> mx.array:
+    found = mx.stack(list(weights))[:, None, None, None]
+    mx.eval(found)  # once for all translations: to stack is a launch a layer
+    return found
+
+
+def normalise_values(
+    values: mx.array, finishes: Sequence[Finish], origin: str, by_token: bool = False
+) -> mx.array:
     """Move the values of G layers, (G, B, H, T, D), from a capture point to the cache."""
     (eps,) = {finish.value_eps for finish in finishes}  # layers of one family
-    return values if eps is None or origin != "pre_norm" else mx.fast.rms_norm(values, None, eps)
+    return values if eps is None or origin != "pre_norm" else _rms(values, None, eps, by_token)
 
 
 def _alike(a: Finish, b: Finish) -> bool:

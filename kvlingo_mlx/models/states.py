@@ -80,7 +80,8 @@ class LayerGroup:
 
     layers: tuple[int, ...]  # G target cache layers, in the order of the first axis
     start: int  # position of the first token
-    states: mx.array  # (G, B, H, T, D), head-major as caches store them
+    states: mx.array  # (G, B, H, T, D), the axes of caches
+    by_token: bool = False  # whether a token's heads lie side by side in memory
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Translator:
             )
         keys, values = (
             tuple(
-                LayerGroup(group.layers, start, self._apply(group, states, start))
+                LayerGroup(group.layers, start, self._apply(group, states, start), group.by_token)
                 for group in self.groups[side]
                 if (start := max(states.start, first[group.layers[0]] if first else 0)) < states.end
             )
@@ -134,8 +134,7 @@ class Translator:
         begin = min(start, max(held, states.end - group.needed(states.end - start)))
         split = not (self.config.head_mixing or group.segmented)
         read = partial(self._read, states, begin, split)
-        result = FORMULAS[self.config.kind](group, group.inputs(read))
-        result = result.astype(mx.float32)[..., start - begin :, :]
+        result = FORMULAS[self.config.kind](group, group.inputs(read))[..., start - begin :, :]
         return result + group.vector("bias") if "bias" in group.tensors else result
 
     def _read(self, states: KVStates, start: int, split: bool, read: Read) -> mx.array:

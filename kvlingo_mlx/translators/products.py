@@ -2,15 +2,17 @@
 
 Legend: G layers of a group, B batch, H target heads, T tokens, D head width.
 
-Every product is (G, B, 1 or H, T, in) @ (G, 1, 1 or H, in, rows). A head-mixing map broadcasts a
-token's whole width over the target heads. A head-wise map gives each target head its own source
-head. In both cases the result has the layout of caches, (G, B, H, T, D), so no transpose follows.
-The hidden units of a head-mixing map belong to no head: their axis H has length 1.
+Every product is (G, B, 1 or H, T, in) @ (G, 1, 1 or H, in, rows), and every result has the axes of
+caches, (G, B, H, T, D). A head-mixing map reads a token's whole width for each target head. A
+head-wise map gives each target head its own source head. The hidden units of a head-mixing map
+belong to no head: their axis H has length 1.
 
 How the products are split depends on the machine, and only ``plan`` knows it:
 
 - On a GPU, all target layers of equal shape go through one matmul, with the source layers of each
-  concatenated, because separate matmuls would be launch-bound.
+  concatenated, because separate matmuls would be launch-bound. All heads of a head-mixing map are
+  one matrix, so the batch has one stride, which CUDA's library asks for, and no input is broadcast.
+  A token's heads then lie side by side, and what follows reads them so.
 - On a CPU, each source layer of each target layer has its own matmul, and these are summed in
   place, because stacking the inputs costs more than launching (paper/LOG.md). If each target
   head has its own source head, a head-wise map reads its heads side by side, as segments of one
@@ -61,6 +63,7 @@ class ProductGroup:
             float32.
         in_blocks: Whether products are split into ``BLOCK`` tokens, because layers have a window.
         segmented: Whether products over the source's states read all heads' widths side by side.
+        wide: Whether a product makes all heads of a layer from one input.
         late: Rows that only the last tokens of a span need, and how many tokens those are.
     """
 
@@ -69,7 +72,13 @@ class ProductGroup:
     tensors: dict[str, tuple[mx.array | Quantised, ...]]
     in_blocks: bool = False
     segmented: bool = False
+    wide: bool = False
     late: tuple[range, int] | None = None
+
+    @property
+    def by_token(self) -> bool:
+        """Whether a token's heads lie side by side in what the maps make."""
+        return self.wide and set(self.tensors) == {"weight"}
 
     def above(self, layers: int) -> ProductGroup | None:
         """A group of only the target layers from ``layers`` on, or None; the arrays are shared."""
@@ -91,7 +100,11 @@ class ProductGroup:
         """
         inputs = []
         for cut in self.cuts:
-            layers = [_join([read(r) for r in reads]) for reads in cut]
+            found = {r: read(r) for reads in cut for r in reads}
+            if len(cut) > 1 < len(cut[0]) and len({a.shape for a in found.values()}) == 1:
+                inputs.append(_gathered(found, cut))
+                continue
+            layers = [_join([found[r] for r in reads]) for reads in cut]
             inputs.append(mx.stack(layers) if len(layers) > 1 else layers[0][None])
         return inputs
 
@@ -135,13 +148,21 @@ class ProductGroup:
                 product = part.of_rows(rows).product(array)
                 result = product if result is None else result + product
                 continue
-            matrix = part[..., rows, :].swapaxes(-1, -2)
+            matrix = part[..., rows, :]
+            heads = matrix.shape[2] if self.wide and array.shape[2] == 1 else 1
+            if heads > 1:
+                matrix = mx.flatten(matrix, 2, 3)[:, :, None]
+            matrix = matrix.swapaxes(-1, -2)
             if self.segmented and TENSORS[name].reads_states:
                 product = _segmented(array, matrix)
                 result = product if result is None else result + product
                 continue
             if array.ndim > matrix.ndim:
                 matrix = mx.expand_dims(matrix, 3)
+            if heads > 1:
+                product = mx.unflatten((array @ matrix)[:, :, 0], -1, (heads, -1))
+                result = mx.moveaxis(product, -2, 2)
+                continue
             result = array @ matrix if result is None else mx.addmm(result, array, matrix)
         assert result is not None  # every matrix has at least one part
         return result
@@ -269,8 +290,10 @@ def _group(
         else:
             tensors[name] = tuple(floats(p, weights) for p in parts)
     cuts = (tuple(reads),) if whole else tuple(((read,),) for read in reads[0])
-    in_blocks = first.reach is not None
-    return ProductGroup(tuple(layers), cuts, tensors, in_blocks, segmented, first.late(side))
+    in_blocks = first.reach is not None and not on_gpu()
+    wide = batched and config.head_mixing
+    late = first.late(side)
+    return ProductGroup(tuple(layers), cuts, tensors, in_blocks, segmented, wide, late)
 
 
 def loaded(array: np.ndarray, weights: Weights) -> mx.array:
@@ -283,6 +306,15 @@ def floats(array: np.ndarray, weights: Weights) -> mx.array:
     """An array of some weights; on a CPU in float32, because 16-bit matmuls are slow there."""
     out = loaded(array, weights)
     return out if on_gpu() else out.astype(mx.float32)
+
+
+def _gathered(found: dict[Read, mx.array], cut: Sequence[tuple[Read, ...]]) -> mx.array:
+    """The inputs of layers that read several (B, 1 or H, T, in) each: a stack and one gather."""
+    order, (lead, width) = list(found), (found[cut[0][0]].shape[:-1], found[cut[0][0]].shape[-1])
+    rows = mx.stack(list(found.values())).reshape(len(order), -1, width)
+    picked = mx.array([[order.index(r) for r in reads] for reads in cut])
+    joined = rows[picked[:, None], mx.arange(rows.shape[1])[:, None]]  # (G, rows, nu, width)
+    return joined.reshape(len(cut), *lead, -1)
 
 
 def _join(arrays: Sequence[mx.array]) -> mx.array:

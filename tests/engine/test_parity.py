@@ -23,6 +23,7 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from tests.support import parity, tiny
+from tests.support.as_on_gpu import planned_for_a_gpu
 from tests.support.tiny import GOLDEN, GOLDEN_CASES, MODELS, Case, Folders
 
 TOKENS = 33
@@ -150,11 +151,14 @@ def test_reference_of_identity_is_native(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_hand_over(case: Case, root: Path, reference: ModuleType) -> None:
-    """Any chunk size and either layout of the matmuls gives the reference's cache."""
+    """Any chunk size and either layout of the matmuls gives the reference's cache; a GPU's too."""
     folders, tokens = tiny.write_case(root, case), tiny.random_tokens(TOKENS)
     expected = parity.within_windows(folders[1], reference.hand_over(*folders, tokens))
     for step, batched in WAYS:
         parity.assert_same(hand_over(folders, tokens, batched=batched, step=step), expected)
+    with planned_for_a_gpu():
+        for step in (2048, 16):
+            parity.assert_same(hand_over(folders, tokens, batched=True, step=step), expected)
 
 
 @pytest.mark.parametrize("case", CONTROLS, ids=lambda case: case.name)

@@ -25,7 +25,7 @@ from kvlingo_mlx.serving.engine_thread import EngineThread
 from kvlingo_mlx.serving.guard import Gate, Refused, error_handlers, read_json
 from kvlingo_mlx.serving.messages import Failure, GenerationRequest, ModelInfo
 from kvlingo_mlx.serving.metrics import HttpExchange, Metrics, Tally
-from kvlingo_mlx.serving.replies import FALLBACK, RETRY_S, STRATEGY, Reply, retry_headers
+from kvlingo_mlx.serving.replies import FALLBACK, LEFT_OUT, RETRY_S, STRATEGY, Reply, retry_headers
 from kvlingo_mlx.serving.settings import AUTO, Settings
 from kvlingo_mlx.serving.wire import BadRequest, openai_error
 from kvlingo_mlx.serving.wire.requests import Api
@@ -60,7 +60,7 @@ def build(settings: Settings, engine: EngineThread, spoken: Sequence[Api]) -> AS
     paths = frozenset(route.path for route in routes)
     middleware = [Middleware(Tally, metrics=endpoints.metrics, paths=paths)]
     if settings.cors:
-        exposed = (STRATEGY, FALLBACK, "retry-after")
+        exposed = (STRATEGY, FALLBACK, LEFT_OUT, "retry-after")
         middleware.append(
             Middleware(
                 CORSMiddleware, allow_origins=settings.cors, allow_methods=("GET", "POST"),

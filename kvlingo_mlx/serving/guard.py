@@ -148,6 +148,8 @@ def _unpacked(body: bytearray, encoding: str, limit: int) -> bytearray:
     """A body without its content-encoding; it may unpack to no more than a plain one has."""
     if encoding not in ("gzip", "x-gzip", "deflate"):
         message = f"content-encoding is {encoding!r:.80}, expected gzip, deflate or none; send none"
+        if encoding == "zstd":
+            message += " (in Codex: enable_request_compression = false below [features])"
         raise Refused(Failure("invalid", printable(message)), status=415)
     unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of either format
     try:

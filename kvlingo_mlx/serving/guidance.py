@@ -71,7 +71,7 @@ def _free_call(tokenizer: Any) -> str:
 
 
 def _call_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
-    """The grammar of one call of the demanded tool, or of any.
+    """The grammar of a call of the demanded tool, or of any, and of more if several may be made.
 
     Each tool's parameters are a schema of their own, in which references find their definitions.
     """
@@ -87,16 +87,19 @@ def _call_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
         raise ValueError(
             f"tool_choice names {ask.tool_choice!r}, but the tools are {', '.join(names)}"
         )
+    several = ask.parallel_tool_calls and ask.tool_choice == "required"
+    more = " (LINES? call)*" if several else ""
+    head = f"call{more}\nLINES: {LINES}\ncall:"
     if not calls_in_json(model):  # only the tools that are wanted are announced
-        return f"start: LINES? call\nLINES: {LINES}\ncall: {_free_call(tokenizer)}\n"
+        return f"start: LINES? {head} {_free_call(tokenizer)}\n"
     start, end = (
         _marked(tokenizer, mark) for mark in (tokenizer.tool_call_start, tokenizer.tool_call_end)
     )
-    calls = []
+    bodies = []
     for name in wanted:
         begun = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
-        calls.append(f'{begun} {_json(names[name].get("parameters"), SPACED)} "}}"')
-    return f'start: {start} "\\n" call "\\n" {end}\ncall: {" | ".join(calls)}\n'
+        bodies.append(f'{begun} {_json(names[name].get("parameters"), SPACED)} "}}"')
+    return f'start: {head} {start} "\\n" body "\\n" {end}\nbody: {" | ".join(bodies)}\n'
 
 
 def calls_in_json(model: LanguageModel) -> bool:

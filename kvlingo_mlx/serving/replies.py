@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -25,6 +26,7 @@ STREAM_HEADERS = {
     "x-accel-buffering": "no",  # a proxy before us must not keep frames back
 }
 STRATEGY, FALLBACK = "x-kvlingo-strategy", "x-kvlingo-fallback"
+LEFT_OUT = "x-kvlingo-left-out"  # kinds of tools
 RETRY_S = "2"  # what a client is told to wait where nothing better is known
 
 
@@ -46,7 +48,7 @@ class Reply:
         finally:
             leaving.cancel()
             answering.close()
-            _log(exchanged)
+            _log(exchanged, self._incoming.left_out)
 
     async def _answer(
         self, answering: EventStream, exchanged: HttpExchange, send: Send
@@ -70,11 +72,11 @@ class Reply:
             frames = [answer.keep_alive()] if event is None else answer.take(event)
             if not stream:
                 if isinstance(event, LAST):
-                    return JSONResponse(answer.body(), headers=told_headers(exchanged.usage)), 200
+                    return JSONResponse(answer.body(), headers=self._told(exchanged)), 200
                 continue
             held += frames
             if not started and (event is None or isinstance(event, FirstToken | Finished)):
-                await send(_head(told_headers(exchanged.usage)))
+                await send(_head(self._told(exchanged)))
                 started = True
             if started and held and not answering.more:
                 await send(_part("".join(held)))
@@ -82,6 +84,14 @@ class Reply:
             if isinstance(event, LAST):
                 await send(_part("", more=False))
                 return None, self._api.error(event)[0] if isinstance(event, Failure) else 200
+
+    def _told(self, exchanged: HttpExchange) -> dict[str, str]:
+        """What headers tell: which tools are left out, and how the prompt was taken in."""
+        usage, told = exchanged.usage, {LEFT_OUT: ", ".join(self._incoming.left_out)}
+        if usage is not None:
+            told |= {STRATEGY: usage.strategy, FALLBACK: usage.fallback or ""}
+        ascii_only = ((n, printable(v).encode("ascii", "replace")) for n, v in told.items() if v)
+        return {name: value.decode()[:400] for name, value in ascii_only}
 
     def _failure(self, failed: Failure) -> tuple[Response, int]:
         status, body = self._api.error(failed)
@@ -105,16 +115,6 @@ def retry_headers(failed: Failure) -> dict[str, str]:
     return {"retry-after": RETRY_S} if failed.kind in ("busy", "unready", "memory") else {}
 
 
-def told_headers(usage: Usage | None) -> dict[str, str]:
-    """How the prompt was taken in, as far as it is known."""
-    if usage is None:
-        return {}
-    told = {STRATEGY: usage.strategy}
-    if usage.fallback is not None:
-        told[FALLBACK] = printable(usage.fallback).encode("ascii", "replace").decode()[:400]
-    return told
-
-
 def _head(told: dict[str, str]) -> dict[str, Any]:
     headers = [(k.encode(), v.encode()) for k, v in {**STREAM_HEADERS, **told}.items()]
     return {"type": "http.response.start", "status": 200, "headers": headers}
@@ -124,12 +124,13 @@ def _part(text: str, *, more: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": text.encode(), "more_body": more}
 
 
-def _log(exchanged: HttpExchange) -> None:
-    """Log an answer's numbers; its texts are never logged."""
+def _log(exchanged: HttpExchange, left_out: Sequence[str]) -> None:
+    """Log an answer's numbers, and which tools its model was not shown; texts are never logged."""
     used = exchanged.usage or Usage()
+    without = f"; tools left out, which only a provider runs: {', '.join(left_out)}"
     log.info(
-        "%s: %s, %s; %d tokens of prompt (%d cached, %d translated, %d read), %d of answer",
+        "%s: %s, %s; %d tokens of prompt (%d cached, %d translated, %d read), %d of answer%s",
         exchanged.model, exchanged.status, used.strategy if exchanged.usage else "no token",
         used.prompt_tokens, used.cached_tokens, used.translated_tokens, used.read_tokens,
-        used.completion_tokens,
+        used.completion_tokens, printable(without) if left_out else "",
     )  # fmt: skip

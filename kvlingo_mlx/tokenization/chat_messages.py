@@ -194,6 +194,13 @@ def _shallow(value: Any, levels: int) -> bool:
     return levels > 0 and all(_shallow(each, levels - 1) for each in inner)
 
 
+def joined(namespace: Any, name: str) -> str:
+    """The one name of a function in a namespace; "functions" is that of all which have no other."""
+    if not isinstance(namespace, str) or namespace in ("", "functions"):
+        return name
+    return re.sub(r"[^\w-]", "_", f"{namespace.rstrip('_')}__{name}")
+
+
 def _identity(item: Mapping[str, Any], names: Iterable[str] = IDENTITIES) -> str:
     found = _given(item, names)
     return str(found) if isinstance(found, str | int) else ""
@@ -282,7 +289,7 @@ class _Reader:
 
     def _result(self, item: Mapping[str, Any]) -> None:
         text = content_text(_given(item, CONTENTS), self._between)
-        failed = item.get("is_error") or item.get("status") == "error"
+        failed = item.get("is_error") or item.get("status") in ("error", "failed")
         message = {"role": "tool", "tool_call_id": _identity(item)}
         message["content"] = f"Error: {text}" if failed else text
         self.finish().append({**message, **_name(item)})
@@ -342,8 +349,13 @@ class _Reader:
         given = inner if isinstance(inner, Mapping) else call
         identity = _identity(call, IDENTITIES[::-1] if given is inner else IDENTITIES)
         kind = kind_of(call).removesuffix("_call") if given is call else ""
-        text = arguments_of(_given(given, ARGUMENTS))
-        function = {"name": str(given.get("name") or kind or "unknown"), "arguments": text}
+        found = _given(given, ARGUMENTS)
+        if isinstance(found, str) and kind_of(call).startswith("custom"):
+            found = {"input": found}  # the text of a tool that takes no JSON
+        if given.get("action") is found and isinstance(found, Mapping):
+            found = {n: v for n, v in found.items() if v not in (None, {}, "exec")}
+        name = joined(given.get("namespace"), str(given.get("name") or kind or "unknown"))
+        function = {"name": name, "arguments": arguments_of(found)}
         calls = self._open().setdefault("tool_calls", [])
         if identity and any(each["id"] == identity for each in calls):
             return None  # it is told in two forms

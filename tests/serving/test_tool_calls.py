@@ -85,7 +85,7 @@ def check(name: str, arguments: str) -> None:
 
 
 def chat(server: Server, messages: list[Any], **more: Any) -> Any:
-    facts = {"model": "a", "max_tokens": 150, "tools": CHAT, **more}
+    facts = {"model": "a", "max_tokens": 150, "tools": CHAT, "parallel_tool_calls": False, **more}
     return server.openai.chat.completions.create(messages=messages, **facts)
 
 
@@ -104,7 +104,7 @@ def test_chat(server: Server, choice: str) -> None:
     assert len(drawn) > 1 or choice != "weather"  # seeds are heeded within the grammar
     with server.openai.chat.completions.stream(
         model="a", messages=ASKED, tools=CHAT, tool_choice=wanted, seed=2, temperature=1.0,
-        max_tokens=150,
+        max_tokens=150, parallel_tool_calls=False,
     ) as stream:  # fmt: skip
         (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
     assert (streamed.function.name, streamed.function.arguments) == (
@@ -115,7 +115,8 @@ def test_chat(server: Server, choice: str) -> None:
 
 def test_the_other_apis(server: Server, claude: Any) -> None:
     more: dict[str, Any] = {"model": "a"}
-    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+    one = {"disable_parallel_tool_use": True}
+    for choice in ({"type": "any", **one}, {"type": "tool", "name": "weather"}):
         answer = claude.messages.create(
             messages=ASKED, tools=CLAUDE, tool_choice=choice, max_tokens=150, **more
         )
@@ -125,8 +126,9 @@ def test_the_other_apis(server: Server, claude: Any) -> None:
         check(block.name, json.dumps(block.input))
     for wanted in ("required", {"type": "function", "name": "now"}):
         response = server.openai.responses.create(
-            input="Will it rain?", tools=FLAT, tool_choice=wanted, max_output_tokens=150, **more
-        )
+            input="Will it rain?", tools=FLAT, tool_choice=wanted, max_output_tokens=150,
+            parallel_tool_calls=False, **more,
+        )  # fmt: skip
         (item,) = response.output
         assert item.type == "function_call" and response.status == "completed"
         check(item.name, item.arguments)

@@ -262,12 +262,12 @@ def test_refusals_name_the_field(client: Any, claude: Any) -> None:
     assert refused.value.param == "n" and refused.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
         client.responses.create(model="plain", input="x", previous_response_id="resp_1")
-    with pytest.raises(anthropic.BadRequestError, match="tools.0.type is .bash_20250124"):
-        claude.messages.create(
+    with pytest.raises(anthropic.BadRequestError, match="mcp_servers is a list, expected"):
+        claude.beta.messages.create(
             model="plain",
             max_tokens=3,
             messages=HI,
-            tools=[{"type": "bash_20250124", "name": "bash"}],
+            mcp_servers=[{"type": "url", "url": "u", "name": "n"}],
         )
 
 

@@ -179,7 +179,12 @@ def test_choices_of_tools(api: str) -> None:
     for meant, word in words.items():
         assert ask(api, tools=[tool], tool_choice=word).tool_choice == meant
     assert "no tools" in refusal(api, tool_choice=words["required"]).message
-    assert refusal(api, tools=[tool, tool]).param == "tools"
+    assert len(ask(api, tools=[tool, tool]).tools) == 1
+    other = {
+        **tool,
+        **({"function": TOOL | {"description": "x"}} if api == "chat" else {"description": "x"}),
+    }
+    assert refusal(api, tools=[tool, other]).param == "tools"
     named: dict[str, Any] = {"type": "tool" if api == "messages" else "function", "name": "rain"}
     if api == "chat":
         named = {"type": "function", "function": {"name": "rain"}}
@@ -195,6 +200,57 @@ def test_thinking_is_switched_by_the_template() -> None:
     }
     given = {"reasoning_effort": "high"}
     assert ask("chat", reasoning_effort="low", chat_template_kwargs=given).template == given
+    for api in CHATS:
+        for off in (
+            {"enable_thinking": False},
+            {"thinking": {"type": "disabled"}},
+            {"reasoning": {"enabled": False, "exclude": True}},
+        ):
+            assert ask(api, **off).template == {"enable_thinking": False}
+        assert ask(api, reasoning={"effort": "low", "max_tokens": 9}).template == {
+            "reasoning_effort": "low"
+        }
+        for usual in ("", "auto", "default"):
+            assert ask(api, reasoning_effort=usual).template == {}
+
+
+def test_what_changes_no_answer_is_taken() -> None:
+    """In the spellings of those who send it with every request."""
+    for fields in (
+        {"stop": ["", None, "x"]},
+        {"tool_choice": ""},
+        {"response_format": {}},
+        {"response_format": "text"},
+        {"functions": [], "function_call": "auto"},
+        {"prediction": {"type": "content", "content": "x"}, "cache_control": {"type": "ephemeral"}},
+        {"include_reasoning": True, "usage": {"include": True}, "transforms": ["middle-out"]},
+        {"num_ctx": 4096, "mirostat": 0, "mirostat_tau": 5},
+    ):
+        stop = {"stop": ["x"]} if "stop" in fields else {}
+        assert ask("chat", **fields) == ask("chat", **stop), fields
+    assert ask("completions", suffix="") == ask("completions")
+    kept = [{"type": "compaction", "compact_threshold": 9}]
+    assert ask("responses", context_management=kept) == ask("responses")
+    assert ask("messages", context_management={"edits": [{"type": "of_tomorrow"}]}) == ask(
+        "messages"
+    )
+    text = json.dumps(SCHEMA)
+    for form in (
+        {"type": "json_schema", "json_schema": {"schema": text}},
+        {"type": "json_object", "schema": SCHEMA},
+    ):
+        assert ask("chat", response_format=form).schema == SCHEMA
+    assert ask("chat", response_format="json_object").schema == {}
+    for tool in (
+        {"function": {"name": "look", "parameters": text}},
+        {"type": "function", "name": "look", "parameters": SCHEMA},
+        {"type": "custom", "name": "look", "input_schema": SCHEMA},
+        {"name": "look", "inputSchema": SCHEMA},
+    ):
+        (made,) = ask("chat", tools=[tool]).tools
+        assert made["function"] == {"name": "look", "parameters": SCHEMA}
+    bare = ask("chat", tools=[{"type": "function", "function": {"name": "a", "parameters": []}}])
+    assert bare.tools[0]["function"]["parameters"] == {"type": "object", "properties": {}}
 
 
 def test_what_was_said_before_may_hold_anything_else() -> None:
@@ -398,8 +454,6 @@ def test_a_request_as_codex_sends_it() -> None:
     told = responses.API.read(body).ask
     assert told.messages is not None and len(told.messages) == 3 and not told.parallel_tool_calls
     assert told.tools[0]["function"].keys() == {"name", "description", "parameters"}
-    hosted = [{"type": "web_search", "external_web_access": True}, {"type": "image_generation"}]
-    assert responses.API.read({**body, "tools": hosted}).ask.tools == ()  # offered by default
 
 
 def test_a_request_as_claude_code_sends_it() -> None:
@@ -533,11 +587,13 @@ def test_unknown_fields_are_refused(api: str) -> None:
         ("chat", said("user", 5), "messages.0.content", "a text"),
         ("chat", said("user", [5]), "messages.0.content.0", "a part"),
         ("chat", said("user", [{"type": "input_audio"}]), "messages.0.content.0.type", "alone"),
-        ("chat", {"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type", "JSON"),
+        ("chat", {"tools": [{"type": "custom", "custom": {}}]}, "tools.0", "with its name"),
         ("chat", {"tools": [{"type": "function", "name": ""}]}, "tools.0", "with its name"),
-        ("chat", {"tools": [{**TOOL_CALL["function"], "type": 1}]}, "tools.0", "a function"),
+        ("chat", {"tools": [{"parameters": SCHEMA, "type": 1}]}, "tools.0", "a function"),
+        ("chat", {"tools": ["look"]}, "tools.0", "a function"),
+        ("responses", {"tools": [{"type": "namespace", "name": "n"}]}, "tools.0", "a namespace"),
         ("chat", {"tool_choice": "often"}, "tool_choice", '"often"'),
-        ("chat", {"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "send"),
+        ("chat", {"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "a mode"),
         ("chat", {"response_format": {"type": "grammar"}}, "response_format.type", "JSON schema"),
         (
             "chat",
@@ -558,15 +614,15 @@ def test_unknown_fields_are_refused(api: str) -> None:
         ("messages", said("user", [{"type": "image"}]), "messages.0.content.0.type", "text alone"),
         ("messages", {"thinking": {"type": "maybe"}}, "thinking.type", "'enabled'"),
         ("messages", {"mcp_servers": [{"url": "x"}]}, "mcp_servers", "tools"),
-        (
-            "messages",
-            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
-            "context_management.edits.0.type",
-            "clear_thinking",
-        ),
         ("responses", {"background": True}, "background", "false"),
         ("responses", {"previous_response_id": "r"}, "previous_response_id", "whole conversation"),
-        ("responses", {"tools": [{"type": "code_interpreter"}]}, "tools.0.type", "runs no tools"),
+        (
+            "responses",
+            {"tools": [{"type": "mcp"}], "tool_choice": {"type": "mcp", "server_label": "s"}},
+            "tool_choice",
+            "only a provider runs",
+        ),
+        ("chat", {"guided_json": SCHEMA}, "guided_json", "response_format"),
         ("responses", {"input": []}, "input", "at least 1"),
         ("responses", {"input": [{"type": "item_reference"}]}, "input.0.type", "keeps no"),
     ],

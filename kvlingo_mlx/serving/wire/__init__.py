@@ -44,6 +44,7 @@ class Incoming:
     ask: GenerationRequest
     stream: bool
     answer: Answer
+    left_out: tuple[str, ...] = ()  # kinds of the tools that only a provider runs
 
 
 class FailureKind(NamedTuple):

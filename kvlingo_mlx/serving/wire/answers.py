@@ -21,6 +21,7 @@ from kvlingo_mlx.serving.messages import (
     TokenLogprob,
     Usage,
 )
+from kvlingo_mlx.serving.wire.tools import Toolbox
 
 
 def new_id(prefix: str) -> str:
@@ -64,14 +65,10 @@ def logprobs_of(tokens: list[TokenLogprob]) -> list[dict[str, Any]]:
     ]
 
 
-def sendable_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a call in what UTF-8 can hold; a model may write half of a surrogate pair."""
-    copy: dict[str, Any] = json.loads(json.dumps(call, ensure_ascii=False).encode(errors="replace"))
-    return copy
-
-
 class Gathered:
     """An answer so far; an API's own adds what becomes of each event."""
+
+    toolbox = Toolbox([])  # what may be called
 
     def __init__(self, ask: GenerationRequest, prefix: str) -> None:
         self.id = new_id(prefix)
@@ -105,7 +102,7 @@ class Gathered:
                 self.model, self.usage = event.model, event.usage
             frames = self.begin()
         if isinstance(event, Delta):
-            calls = tuple(map(sendable_call, event.tool_calls))
+            calls = tuple(map(self.call, event.tool_calls))
             self._gather(event := replace(event, tool_calls=calls))
             frames += self.piece(event)
         if isinstance(event, Finished):
@@ -119,6 +116,12 @@ class Gathered:
         self.reasoning += piece.reasoning
         self.calls += [dict(call) for call in piece.tool_calls]
         self.logprobs += piece.logprobs
+
+    def call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of a call in what UTF-8 can hold; a model may write half of a surrogate pair."""
+        text = json.dumps(call, ensure_ascii=False).encode(errors="replace")
+        copy: dict[str, Any] = json.loads(text)
+        return copy
 
     def begin(self) -> list[str]:
         """The frames before the first piece."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -29,27 +29,10 @@ SIGNATURE = "kvlingo-mlx"
 # ---- settings -----------------------------------------------------------------------------------
 
 
-class _Thinking(Body):
-    rules = oddities.THINKING_SETTING
-    type: Literal["enabled", "disabled", "adaptive"]
-    display: Literal["summarized", "omitted"] | None = None
-
-
 class _Output(Body):
     rules = oddities.OUTPUT_SETTING
     effort: Effort | None = None
     format: Any = None
-
-
-class _Edit(Body):
-    rules = oddities.EDIT
-    type: Literal["clear_thinking_20251015"]
-
-
-class _Edits(Body):
-    """What may be asked to be taken out of the context: thinking, which a template does anyway."""
-
-    edits: list[_Edit] = Field(default_factory=list)
 
 
 # ---- requests -----------------------------------------------------------------------------------
@@ -58,13 +41,17 @@ class _Edits(Body):
 class CountRequest(Conversing):
     """A request for the number of a prompt's tokens."""
 
-    rules = oddities.MESSAGES
+    rules = oddities.COUNT
     messages: Annotated[list[Any], Field(min_length=1)]
     system: Any = None
-    thinking: _Thinking | None = None
     output_config: _Output | None = None
     output_format: Any = None
-    context_management: _Edits | None = None
+
+    @property
+    def effort(self) -> str | None:
+        """How much the model reasons."""
+        own = self.output_config.effort if self.output_config else None
+        return own or super().effort
 
     def conversation(self) -> tuple[Message, ...]:
         check_text(self.system, "system")
@@ -77,13 +64,10 @@ class CountRequest(Conversing):
         return last["role"] == "assistant" and "tool_calls" not in last
 
     def ask(self) -> GenerationRequest:
-        output, thinking = self.output_config or _Output(), self.thinking
-        switched = thinking is not None and thinking.type != "adaptive"
+        output = self.output_config or _Output()
         choice = self.tool_choice if isinstance(self.tool_choice, dict) else {}
         return self.converse(
             ("output_format", output.format or self.output_format),
-            output.effort,
-            {"enable_thinking": thinking.type == "enabled"} if switched and thinking else {},
             parallel_tool_calls=choice.get("disable_parallel_tool_use") is not True,
             count=True,
         )
@@ -95,6 +79,7 @@ class CountRequest(Conversing):
 class MessagesRequest(CountRequest):
     """A request for a message."""
 
+    rules = oddities.MESSAGES
     max_tokens: Positive
     stop_sequences: Stop | None = None
 

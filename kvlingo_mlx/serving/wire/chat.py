@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -30,13 +31,13 @@ from kvlingo_mlx.serving.wire.requests import (
     Api,
     Body,
     Conversing,
-    Effort,
     Name,
     Positive,
     Sampled,
     Stop,
     Tops,
 )
+from kvlingo_mlx.serving.wire.tools import CUSTOM
 from kvlingo_mlx.version import __version__
 
 FINGERPRINT = f"kvlingo-mlx-{__version__}"
@@ -75,7 +76,6 @@ class ChatRequest(OpenAIRequest, Conversing):
     max_completion_tokens: Positive | None = None
     response_format: Any = None
     logprobs: bool | None = None
-    reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -104,15 +104,15 @@ class ChatRequest(OpenAIRequest, Conversing):
     def ask(self) -> GenerationRequest:
         return self.converse(
             ("response_format", self.response_format),
-            self.reasoning_effort,
-            {},
             max_tokens=self.max_completion_tokens or self.max_tokens,
             stop=tuple(self.stop or ()),
             logprobs=tops(self.logprobs, self.top_logprobs),
         )
 
     def answer(self, ask: GenerationRequest) -> Answer:
-        return ChatAnswer(ask, "chatcmpl-", self.counted)
+        answer = ChatAnswer(ask, "chatcmpl-", self.counted)
+        answer.toolbox = self.toolbox
+        return answer
 
 
 def tops(wanted: bool | None, top: int | None) -> int | None:
@@ -180,6 +180,14 @@ class ChatAnswer(Gathered):
     def __init__(self, ask: GenerationRequest, prefix: str, counted: bool) -> None:
         super().__init__(ask, prefix)
         self.counted = counted
+
+    def call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        told = super().call(call)
+        called = self.toolbox.called(told["function"]["name"])
+        if called.kind is not CUSTOM:
+            return told
+        text = CUSTOM.arguments(told["function"]["arguments"])
+        return {"id": told["id"], "type": "custom", "custom": {"name": called.name, "input": text}}
 
     def begin(self) -> list[str]:
         return [self._chunk({"delta": {"role": "assistant", "content": ""}})]

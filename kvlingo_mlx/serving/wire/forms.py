@@ -1,25 +1,23 @@
-"""What clients write alike in several forms: messages, tools, choices of tools, schemas.
+"""What clients write alike in several forms: messages, and schemas.
 
 Every form is taken in every API. What was said before is never refused
 (:mod:`~kvlingo_mlx.tokenization.chat_messages`); what asks something of the server now is read
-strictly: the last message, if a user or the system wrote it, tools, and formats.
+strictly: the last message, if a user or the system wrote it, and formats.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvlingo_mlx.errors import printable
-from kvlingo_mlx.serving.messages import Message, Tool
+from kvlingo_mlx.serving.messages import Message
 from kvlingo_mlx.serving.wire import BadRequest, shown
-from kvlingo_mlx.serving.wire.oddities import OPTIONAL, TOOL, UNSUPPORTED
+from kvlingo_mlx.serving.wire.oddities import UNSUPPORTED
 from kvlingo_mlx.tokenization import chat_messages
 from kvlingo_mlx.tokenization.chat_messages import ROLES, is_call, is_result, kind_of, unreadable
-
-WORDS = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 
 
 def sendable(value: Any) -> bool:
@@ -56,7 +54,8 @@ def conversation(
     """
     last = len(items) - 1
     try:
-        _check_last(items[last], f"{path}.{last}")
+        if items:
+            _check_last(items[last], f"{path}.{last}")
         found = chat_messages.conversation(items, between, apart)
     except RecursionError:
         raise BadRequest(f"{path} is nested too deeply; send it flatter", path) from None
@@ -84,93 +83,28 @@ def check_text(content: Any, path: str) -> None:
         raise unread(content[number], f"{path}.{number}", expected)
 
 
-# ---- tools and formats --------------------------------------------------------------------------
+# ---- formats ------------------------------------------------------------------------------------
 
 
-def tools_of(found: list[Any]) -> tuple[Tool, ...]:
-    """Tools in the form of OpenAI's chat; ``strict`` only where it is true.
-
-    Raises:
-        BadRequest: One is not a function, or two have one name.
-    """
-    own = [(n, tool) for n, tool in enumerate(found) if kind_of(tool) not in OPTIONAL]
-    tools = [_tool(tool, f"tools.{number}") for number, tool in own]
-    names = Counter(tool["function"]["name"] for tool in tools)
-    name, count = names.most_common(1)[0] if names else ("", 0)
-    if count > 1:
-        message = f"{count} tools are called {shown(name)}, expected one; rename them"
-        raise BadRequest(printable(message), "tools")
-    return tuple(tools)
-
-
-def _tool(found: Any, path: str) -> Tool:
-    given: dict[str, Any] = {}
-    match found:
-        case {"type": "function", "function": dict()}:
-            path, given = f"{path}.function", found["function"]
-        case {"type": "function"}:
-            given = found
-        case {"input_schema": dict()} if found.get("type") in (None, "custom"):
-            given = {**found, "parameters": found["input_schema"]}
-        case _:
-            raise unread(found, path, "a function with its name and parameters")
-    for field, rule in TOOL.items():
-        if rule and given.get(field) is not None and (why := rule.refusal(given[field])):
-            raise BadRequest(printable(f"{path}.{field} {why}"), f"{path}.{field}")
-    name, parameters = given.get("name"), given.get("parameters")
-    if not (isinstance(name, str) and name and isinstance(parameters, dict | None)):
-        raise unread(given, path, "a function with its name and parameters")
-    function: dict[str, Any] = {"name": name}
-    if isinstance(given.get("description"), str) and given["description"]:
-        function["description"] = given["description"]
-    function["parameters"] = {"type": "object", "properties": {}, **(parameters or {})}
-    if given.get("strict") is True:
-        function["strict"] = True
-    return {"type": "function", "function": function}
-
-
-def choice_of(found: Any, tools: tuple[Tool, ...]) -> str:
-    """``GenerationRequest.tool_choice``: "auto", "none", "required", or the name of a tool.
-
-    Raises:
-        BadRequest: A call is demanded of a tool that is not there.
-    """
-    named: Any = None
-    word = "auto"
-    match found:
-        case {"type": "function", "function": {"name": str(named)}}:
-            pass
-        case {"type": "function" | "tool", "name": str(named)}:
-            pass
-        case str(kind) | {"type": str(kind)} if kind in WORDS:
-            word = WORDS[kind]
-        case None:
-            pass
-        case _:
-            raise unread(found, "tool_choice", "auto, none, required, or the name of a tool")
-    message = ""
-    if named in WORDS:
-        message = f"tool_choice names {shown(named)}, which is also a choice; rename the tool"
-    elif named is not None and all(named != tool["function"]["name"] for tool in tools):
-        message = f"tool_choice names {shown(named)}, which is not in tools; add it there"
-    elif word == "required" and not tools:
-        message = "tool_choice demands a call, but there are no tools; add one"
-    if message:
-        raise BadRequest(printable(message), "tool_choice")
-    return named or word
+def json_object(found: Any) -> dict[str, Any] | None:
+    """An object, perhaps as its JSON text, or empty in the spelling of PHP; None if it is none."""
+    if isinstance(found, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(found)
+    return {} if found == [] else found if isinstance(found, dict) else None
 
 
 def schema_of(found: Any, path: str) -> dict[str, Any] | None:
     """The JSON schema that the answer must fit: {} is any object, None any text."""
-    match found:
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return schema
-        case {"type": "json_schema", "schema": dict(schema)}:
-            return schema
-        case {"type": "json_object", "schema": dict(schema)}:
-            return schema
-        case {"type": "json_object"}:
-            return {}
-        case None | {"type": "text"}:
-            return None
+    if isinstance(found, str):
+        found = {"type": found}
+    kind = found.get("type") if isinstance(found, dict) else None
+    if found in (None, {}) or kind == "text":
+        return None
+    inner = found.get("json_schema") if kind == "json_schema" else None
+    schema = (inner if isinstance(inner, dict) else found).get("schema") if kind else None
+    if kind == "json_object" and schema is None:
+        return {}
+    if kind in ("json_schema", "json_object") and (made := json_object(schema)) is not None:
+        return made
     raise unread(found, path, "text, json_object, or json_schema with its schema")

@@ -37,9 +37,12 @@ ALIASES = {
     "repeat_last_n": "repetition_context_size",
     "n_predict": "max_tokens",
 }
-# Numbers by which clients of other servers mean no limit, all, off, or any.
+# Values by which clients of other servers mean no limit, all, off, any, or what is usual.
 _NO_LIMIT = {-1: MOST, -2: MOST}
-MEANINGS: Mapping[str, Mapping[int, int | None]] = {
+_USUAL = dict.fromkeys(("", "auto", "default"))
+MEANINGS: Mapping[str, Mapping[Any, int | None]] = {
+    **dict.fromkeys(("effort", "reasoning_effort"), _USUAL),
+    "tool_choice": {"": None},
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _NO_LIMIT),
     "repetition_context_size": _NO_LIMIT,
     "top_k": {-1: 0},
@@ -51,7 +54,7 @@ def meaning(name: str, value: Any) -> Any:
     """A field's value, as a client of another server means it; None is as if it were not given."""
     if type(value) is float and value.is_integer():  # some languages write all numbers so
         value = int(value)
-    return MEANINGS.get(name, {}).get(value, value) if type(value) is int else value
+    return MEANINGS.get(name, {}).get(value, value) if type(value) in (int, str) else value
 
 
 def only(why: str, *values: Any) -> Only:
@@ -78,19 +81,13 @@ _WRITE_TEXT = "the models here write text alone"
 # ---- tools and settings within requests ------------------------------------------------------
 
 CACHED = ignored("cache_control")  # the server keeps every conversation's cache by itself
-TOOL = {  # other fields of a tool change nothing
-    "defer_loading": only("all tools are shown to the model", False),
-    "async": only("a call is answered by the client", False),
-    "allowed_callers": only("only the model calls tools", ["direct"], []),
-    "input_examples": only("put the examples into the description", []),
-}
+TOOL = {"async": only("a call is answered by the client", False)}  # others change nothing
 STREAM = ignored("include_obfuscation continuous_usage_stats")
-EDIT = ignored("keep")  # of thinking, as the chat template says
 THINKING_SETTING = ignored("budget_tokens")  # how long it thinks, a model decides
 OUTPUT_SETTING = {"task_budget": only("give max_tokens")}
 TEXT_SETTING = ignored("verbosity")
 REASONING_SETTING = {
-    **ignored("summary generate_summary"),
+    **ignored("summary generate_summary exclude max_tokens"),
     "context": only("the chat template says which reasoning is shown", "auto"),
     "mode": only("models have one mode here", "standard"),
 }
@@ -111,7 +108,12 @@ _MLX_LM = {
 }
 _LOCAL = {  # of llama.cpp, LM Studio, Ollama and vLLM
     **ignored("cache_prompt id_slot slot_id n_keep keep_alive ttl priority request_id cache_salt"),
-    **ignored("timings_per_token return_progress"),
+    **ignored("timings_per_token return_progress num_ctx mirostat_eta mirostat_tau dry_base"),
+    **ignored("dry_allowed_length dry_sequence_breakers dynatemp_exponent thinking_budget"),
+    **dict.fromkeys(
+        "guided_json guided_regex guided_choice guided_grammar structured_outputs grammar".split(),
+        only("give response_format with a JSON schema"),
+    ),
     **dict.fromkeys(("tfs_z", "typical_p", "length_penalty"), only(_OFF, 1)),
     **dict.fromkeys(("mirostat", "top_a", "dynatemp_range", "dry_multiplier"), only(_OFF, 0)),
     "use_beam_search": only(_OFF, False),
@@ -128,12 +130,17 @@ CHAT = {
     **_MLX_LM,
     **_LOCAL,
     **CACHED,
-    **ignored("metadata"),
+    **ignored("metadata prediction"),
+    # of OpenRouter, LiteLLM, Open WebUI and Mistral
+    **ignored("include_reasoning usage transforms provider route models trace timeout"),
+    **ignored("litellm_metadata session_id chat_id"),
+    "plugins": only(_HOSTED, []),
+    "enable_search": only(_HOSTED, False),
+    "safe_prompt": only("a system message says so", False),
     "functions": only(_OLD_TOOLS, []),
-    "function_call": only(_OLD_TOOLS, "none"),
+    "function_call": only(_OLD_TOOLS, "none", "auto"),
     "audio": only(_WRITE_TEXT),
     "modalities": only(_WRITE_TEXT, ["text"]),
-    "prediction": only("the server drafts from no text; leave it out"),
     "web_search_options": only(_HOSTED),
 }
 COMPLETIONS = {
@@ -141,18 +148,17 @@ COMPLETIONS = {
     **_MLX_LM,
     **_LOCAL,
     "best_of": only(_ONE, 1),
-    "suffix": only("the models here write what follows; put it into the prompt"),
+    "suffix": only("the models here write what follows; put it into the prompt", ""),
     "chat_template_kwargs": only("a plain completion has no template", {}),
 }
 RESPONSES = {
     **_OPENAI,
-    **ignored("client_metadata max_tool_calls"),
+    **ignored("client_metadata max_tool_calls context_management"),
     "previous_response_id": only(_KEPT),
     "conversation": only(_KEPT),
     "prompt": only("the server keeps no prompts; send instructions and input"),
     "background": only("an answer is sent as it is made", False),
     "background_options": only("an answer is sent as it is made"),
-    "context_management": only("leave out of the input what shall be forgotten", []),
     "truncation": only("a conversation that is too long is refused", "disabled", "auto"),
     "access_programs": only("the server has no such programs"),
     "image": only(_WRITE_TEXT),
@@ -160,6 +166,7 @@ RESPONSES = {
 MESSAGES = {
     **CACHED,
     **ignored("metadata user_profile_id workspace_id diagnostics betas service_tier speed"),
+    **ignored("context_management anthropic_beta anthropic_version litellm_metadata"),
     "inference_geo": only("the server answers where it runs"),
     "container": only("the server runs no code; declare a function"),
     "mcp_servers": only("the server calls no other one; declare its functions as tools", []),
@@ -169,26 +176,18 @@ MESSAGES = {
     "compaction": only("leave out of the messages what shall be forgotten"),
     "thread": only(_KEPT),
 }
+COUNT = {**MESSAGES, **ignored("max_tokens stop_sequences")}
 
-# ---- kinds of tools, and of content to be read now, without dates that end some names ----------
+# ---- kinds of content to be read now, without dates that end some names -------------------------
 
 _KINDS = {
     _READ_TEXT: """
         image image_url input_image input_audio audio file input_file document video search_result
         container_upload tool_reference video_url""",
-    _HOSTED: """
-        web_search_preview web_fetch file_search computer computer_use computer_use_preview mcp
-        mcp_list_tools mcp_approval_request mcp_approval_response mcp_toolset code_interpreter
-        code_execution local_shell shell apply_patch bash text_editor memory tool_search
-        tool_search_tool_regex tool_search_tool_bm25 advisor""",
+    _HOSTED: "mcp_list_tools mcp_approval_request mcp_approval_response",
     _KEPT: "item_reference compaction compaction_trigger",
-    'tools take JSON; declare it with type "function"': "custom",
 }
-# Tools that a client offers by itself and a provider runs; a model answers without them.
-OPTIONAL = "web_search web_search_preview web_fetch image_generation".split()
 UNSUPPORTED = {
     **{name: why for why, names in _KINDS.items() for name in names.split()},
-    "namespace": "declare each of its functions in tools",
-    "allowed_tools": "send only the tools that are allowed",
     "grammar": "give a JSON schema instead",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.messages import MOST, Failure, GenerationRequest, Message, Sampling
-from kvlingo_mlx.serving.wire import Answer, BadRequest, Incoming, shown
-from kvlingo_mlx.serving.wire.forms import choice_of, schema_of, sendable, tools_of
+from kvlingo_mlx.serving.wire import Answer, BadRequest, Incoming, oddities, shown
+from kvlingo_mlx.serving.wire.forms import schema_of, sendable
 from kvlingo_mlx.serving.wire.oddities import UNSUPPORTED, Rules, meaning
+from kvlingo_mlx.serving.wire.tools import Toolbox
 
 LONGEST = 600  # characters of a refusal
 Name = Annotated[str, Field(min_length=1)]
@@ -50,7 +52,8 @@ class Body(BaseModel):
 
 
 def _to_list(found: Any) -> Any:
-    return ([found] if found else []) if isinstance(found, str) else found
+    listed = [found] if isinstance(found, str) else found
+    return [t for t in listed if t not in ("", None)] if isinstance(listed, list) else listed
 
 
 def _template(found: Any) -> Any:
@@ -70,6 +73,27 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Stop = Annotated[list[StopText], Field(max_length=64), BeforeValidator(_to_list)]
 Tops = Annotated[int, Field(ge=-1, le=20)]  # -1 is mlx-lm's "none"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class Reasoning(Body):
+    """How a model reasons, as OpenAI's responses and OpenRouter have it."""
+
+    rules = oddities.REASONING_SETTING
+    effort: Effort | None = None
+    enabled: bool | None = None
+
+
+class Thinking(Body):
+    """How a model reasons, as Anthropic has it."""
+
+    rules = oddities.THINKING_SETTING
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def on(self) -> bool | None:
+        """Whether it is switched on or off; None: the model decides."""
+        return {"enabled": True, "disabled": False}.get(self.type)
 
 
 class Extension(Body):
@@ -113,6 +137,33 @@ class Conversing(Sampled):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = None
+
+    @functools.cached_property
+    def toolbox(self) -> Toolbox:
+        """The tools."""
+        return Toolbox(self.tools or [])
+
+    @property
+    def effort(self) -> str | None:
+        """How much the model reasons."""
+        return self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
+
+    def template(self) -> dict[str, Any]:
+        """Arguments of the chat template, of which those that it calls so itself count most."""
+        switches = (
+            self.enable_thinking,
+            self.thinking.on if self.thinking else None,
+            self.reasoning.enabled if self.reasoning else None,
+            False if self.effort == "none" else None,
+        )
+        thinks = next((switch for switch in switches if switch is not None), None)
+        asked = {"reasoning_effort": self.effort, "enable_thinking": thinks}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return given | (self.chat_template_kwargs or {})
 
     def conversation(self) -> tuple[Message, ...]:
         """The messages in the form of OpenAI's chat."""
@@ -122,29 +173,23 @@ class Conversing(Sampled):
         """Whether the last of all messages is the beginning of the answer."""
         return False
 
-    def converse(
-        self, form: tuple[str, Any], effort: str | None, template: dict[str, Any], **own: Any
-    ) -> GenerationRequest:
+    def converse(self, form: tuple[str, Any], **own: Any) -> GenerationRequest:
         """The request for the engine.
 
         Args:
             form: What the answer must be, after the name of its field.
-            effort: How much the model reasons.
-            template: Arguments of the chat template, which those that the client gives override.
             own: What else there is of the request.
         """
-        tools = tools_of(self.tools or [])
-        effort_is = {"reasoning_effort": effort} if effort else {}
-        thinks = {"enable_thinking": False} if effort == "none" else {}
+        tools, choice = self.toolbox.choose(self.tool_choice)
         messages = self.conversation()
         goes_on = self.goes_on(messages)
         return self.request(
             messages=messages[:-1] if goes_on else messages,
             begun=messages[-1]["content"] if goes_on else "",
             tools=tools,
-            tool_choice=choice_of(self.tool_choice, tools),
+            tool_choice=choice,
             schema=schema_of(form[1], form[0]),
-            template={**effort_is, **thinks, **template, **(self.chat_template_kwargs or {})},
+            template=self.template(),
             **{"parallel_tool_calls": self.parallel_tool_calls is not False, **own},
         )
 
@@ -168,7 +213,9 @@ class Api:
         """
         request = read_body(self.request, body)
         ask = request.ask()
-        return Incoming(ask, bool(request.stream), request.answer(ask))
+        toolbox = request.toolbox if isinstance(request, Conversing) else Toolbox([])
+        answer, left_out = request.answer(ask), tuple(toolbox.left_out)
+        return Incoming(ask, bool(request.stream), answer, left_out)
 
 
 def read_body(kind: type[Sampled], body: Any) -> Sampled:

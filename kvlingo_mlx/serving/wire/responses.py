@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Annotated, Any
 
@@ -12,7 +13,9 @@ from kvlingo_mlx.serving.wire import Answer, oddities, openai_error
 from kvlingo_mlx.serving.wire.answers import Gathered, extension, frame, logprobs_of, new_id
 from kvlingo_mlx.serving.wire.chat import tops
 from kvlingo_mlx.serving.wire.forms import conversation
-from kvlingo_mlx.serving.wire.requests import Api, Body, Conversing, Effort, Positive, Tops
+from kvlingo_mlx.serving.wire.requests import Api, Body, Conversing, Positive, Tops
+from kvlingo_mlx.serving.wire.tools import CUSTOM, FUNCTION, Toolbox, searched, tools_in
+from kvlingo_mlx.tokenization.chat_messages import kind_of
 
 # A response's error has codes of its own.
 CODES = {
@@ -29,11 +32,6 @@ LOGPROBS = "message.output_text.logprobs"
 class _TextSetting(Body):
     rules = oddities.TEXT_SETTING
     format: Any = None
-
-
-class _Reasoning(Body):
-    rules = oddities.REASONING_SETTING
-    effort: Effort | None = None
 
 
 class _Stream(Body):
@@ -54,37 +52,50 @@ class ResponsesRequest(Conversing):
     metadata: dict[str, Any] | None = None
     stream_options: _Stream | None = None
     text: _TextSetting | None = None
-    reasoning: _Reasoning | None = None
     top_logprobs: Tops | None = None
     include: list[str] | None = None
+
+    @functools.cached_property
+    def toolbox(self) -> Toolbox:
+        """The tools, with those that items add or tell to have been found."""
+        added, found = (
+            [tools_in(item) for item in self.input if kind_of(item) == kind]
+            for kind in ("additional_tools", "tool_search_output")
+        )
+        return Toolbox(self.tools or [], added, found)
 
     def conversation(self) -> tuple[Message, ...]:
         first = {"role": "system", "content": self.instructions}
         before = [first] if self.instructions else []
-        return (*before, *conversation(self.input, "input", apart=True))
+        items = [
+            searched(item) if kind_of(item) == "tool_search_output" else item
+            for item in self.input
+            if kind_of(item) != "additional_tools"
+        ]
+        return (*before, *conversation(items, "input", apart=True))
 
     def ask(self) -> GenerationRequest:
         return self.converse(
             ("text.format", self.text.format if self.text else None),
-            self.reasoning.effort if self.reasoning else None,
-            {},
             max_tokens=self.max_output_tokens,
             logprobs=tops(LOGPROBS in (self.include or []), self.top_logprobs),
         )
 
     def answer(self, ask: GenerationRequest) -> Answer:
-        return ResponsesAnswer(ask, self.echoed())
+        answer = ResponsesAnswer(ask, self.echoed())
+        answer.toolbox = self.toolbox
+        return answer
 
     def echoed(self) -> dict[str, Any]:
         """What a response repeats of its request."""
         choice, form = self.tool_choice or "auto", self.text.format if self.text else None
-        word = choice["type"] if isinstance(choice, dict) and len(choice) == 1 else choice
+        word = choice["type"] if isinstance(choice, dict) and [*choice] == ["type"] else choice
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "reasoning": {"effort": self.reasoning.effort if self.reasoning else None},
+            "reasoning": {"effort": self.effort},
             "temperature": self.temperature,
             "text": {"format": form or {"type": "text"}},
             "tool_choice": word,
@@ -127,7 +138,7 @@ class ResponsesAnswer(Gathered):
         if piece.content or (logprobs and not piece.reasoning):
             frames += self._grow("message", piece.content, {"logprobs": logprobs})
         for each in piece.tool_calls:
-            frames += self._call(each["id"], **each["function"])
+            frames += self._call_item(each["id"], **each["function"])
         return frames
 
     def end(self) -> list[str]:
@@ -218,13 +229,21 @@ class ResponsesAnswer(Gathered):
         index = len(self.items) - 1
         return [*frames, self._event("response.output_item.added", output_index=index, item=item)]
 
-    def _call(self, identity: str, name: str, arguments: str) -> list[str]:
-        item = {"type": "function_call", "id": new_id("fc_"), "call_id": identity, "name": name}
-        frames = self._add(item | {"arguments": "", "status": "in_progress"})
-        kind, place = "response.function_call_arguments", self._place()
-        frames.append(self._event(f"{kind}.delta", **place, delta=arguments))
-        self.items[-1]["arguments"] = arguments
-        frames.append(self._event(f"{kind}.done", **place, name=name, arguments=arguments))
+    def _call_item(self, identity: str, name: str, arguments: str) -> list[str]:
+        called = self.toolbox.called(name)
+        kind, told = called.kind, called.kind.arguments(arguments)
+        named = {"name": called.name} if kind in (FUNCTION, CUSTOM) else {}
+        space = {"namespace": called.namespace} if called.namespace and named else {}
+        prefix = "".join(word[0] for word in kind.item.split("_"))
+        item = {"type": kind.item, "id": new_id(f"{prefix}_"), "call_id": identity, **kind.more}
+        item |= {**named, **space, kind.field: "" if named else told, "status": "in_progress"}
+        frames = self._add(item)
+        if named:
+            event, place = f"response.{kind.item}_{kind.field}", self._place()
+            frames.append(self._event(f"{event}.delta", **place, delta=told))
+            self.items[-1][kind.field] = told
+            done = {"name": called.name, kind.field: told} if kind is FUNCTION else {"input": told}
+            frames.append(self._event(f"{event}.done", **place, **done))
         return frames + self._close("completed")
 
     def _close(self, status: str) -> list[str]:
@@ -235,7 +254,7 @@ class ResponsesAnswer(Gathered):
         item = self.items[-1]
         item["status"] = status
         frames: list[str] = []
-        if item["type"] != "function_call":
+        if "content" in item:
             part = item["content"][0]
             place = {**self._place(), "content_index": 0}
             more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}

@@ -26,7 +26,7 @@ SCHEMAS = ("parameters", "input_schema", "inputSchema")  # names of a function's
 # ---- kinds --------------------------------------------------------------------------------------
 
 
-class Kind(NamedTuple):
+class ToolKind(NamedTuple):
     """A kind of tools that a client runs.
 
     Attributes:
@@ -86,37 +86,37 @@ _EDIT = (
     "behind insert_line."
 )
 _FILES = "path file_text old_str new_str insert_line=whole insert_text view_range=wholes"
-FUNCTION = Kind()
-CUSTOM = Kind("", "input*", "custom_tool_call", "input")
+FUNCTION = ToolKind()
+CUSTOM = ToolKind("", "input*", "custom_tool_call", "input")
 KINDS = {
     "custom": CUSTOM,
     # OpenAI's
-    "local_shell": Kind(
+    "local_shell": ToolKind(
         _RUN, "command*=texts working_directory timeout_ms=whole",
         "local_shell_call", "action", fixed={"type": "exec", "env": {}},
     ),
-    "shell": Kind(
+    "shell": ToolKind(
         _RUN, "commands*=texts timeout_ms=whole max_output_length=whole", "shell_call", "action"
     ),
-    "apply_patch": Kind(
+    "apply_patch": ToolKind(
         "Creates, updates or deletes the file at path. diff has the lines of a new file, each "
         "behind a +, or, behind a line of @@ for each place, lines that begin with a space (kept), "
         "a - (taken out) or a + (put in).",
         "type*=create_file|update_file|delete_file path* diff", "apply_patch_call", "operation",
     ),
-    "tool_search": Kind(
+    "tool_search": ToolKind(
         "Searches for further tools; those that it finds can be called from then on.",
         "query* limit=whole", "tool_search_call", more={"execution": "client"},
     ),
     # Anthropic's
-    "bash": Kind(f"{_RUN} The shell stays open; restart opens another.", "command restart=switch"),
-    "text_editor": Kind(_EDIT, f"command*=view|create|str_replace|insert {_FILES}"),
-    "memory": Kind(
+    "bash": ToolKind(f"{_RUN} It stays open till restart.", "command restart=switch"),
+    "text_editor": ToolKind(_EDIT, f"command*=view|create|str_replace|insert {_FILES}"),
+    "memory": ToolKind(
         f"{_EDIT} Or delete a path, or rename old_path to new_path. The files below /memories stay "
         "from one conversation to the next; view it first.",
         f"command*=view|create|str_replace|insert|delete|rename {_FILES} old_path new_path",
     ),
-    "computer": Kind(
+    "computer": ToolKind(
         "Uses the screen, the mouse and the keyboard. Places are [x, y] in pixels; text is what is "
         "typed, or keys such as ctrl+s; duration is in seconds.",
         "action*=screenshot|left_click|right_click|middle_click|double_click|triple_click|"
@@ -131,7 +131,7 @@ class Called(NamedTuple):
     """How a call of a tool is told: under the name that its client gave it, and as which kind."""
 
     name: str
-    kind: Kind = FUNCTION
+    kind: ToolKind = FUNCTION
     namespace: str | None = None
 
 
@@ -288,7 +288,7 @@ def _unfolded(given: Iterable[Any], path: str) -> Iterator[tuple[Any, str, str |
             yield inner, place, tool["name"]
 
 
-def _function(given: dict[str, Any], kind: Kind, path: str) -> dict[str, Any]:
+def _function(given: dict[str, Any], kind: ToolKind, path: str) -> dict[str, Any]:
     """The function that a model is shown."""
     name = given.get("name") or ("" if kind in (FUNCTION, CUSTOM) else kind_of(given))
     schema = json_object(next((given[n] for n in SCHEMAS if given.get(n)), {}))
@@ -306,7 +306,7 @@ def _function(given: dict[str, Any], kind: Kind, path: str) -> dict[str, Any]:
     return function
 
 
-def _kind_of(given: Mapping[str, Any]) -> Kind | None:
+def _kind_of(given: Mapping[str, Any]) -> ToolKind | None:
     """The kind of a tool; None if only a provider runs it. What has a schema is a function."""
     named, place = kind_of(given), given.get("environment")
     if named == "tool_search":
@@ -318,7 +318,7 @@ def _kind_of(given: Mapping[str, Any]) -> Kind | None:
     return KINDS.get(named)
 
 
-def _told(given: Mapping[str, Any], kind: Kind) -> Iterator[str]:
+def _told(given: Mapping[str, Any], kind: ToolKind) -> Iterator[str]:
     """What a model is told of a tool: what its description says, and what its settings do."""
     described = given.get("description")
     if text := described if isinstance(described, str) and described else kind.description:

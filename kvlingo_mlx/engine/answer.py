@@ -152,7 +152,10 @@ class AnswerInProgress:
         readings = {key: self.reading(names[key]) for key in self._readings}
         begun = self._transcript.begun
         opened = self.opened and not begun  # what opens a trace is then part of the answer
-        message = answer_message(self._tokenizer, begun + text, opened=opened, calls=calls)
+        message = answer_message(
+            self._tokenizer, begun + text, opened=opened, calls=calls,
+            tools=self._transcript.switches.get("tools"),
+        )  # fmt: skip
         written = Written(message, begun + text, opened, begun)
         self._transcript.book(self.messages, readings, self.latest, written)
 

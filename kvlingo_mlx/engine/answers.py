@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from kvlingo_mlx.engine.calls import ToolCall, calls_in, form_of
+from kvlingo_mlx.engine.calls import CallForm, ToolCall, bare_form, calls_in, form_of
 
 # States, with mlx-lm's names for them.
 CONTENT, REASONING, CALL = "normal", "reasoning", "tool"
@@ -47,17 +47,16 @@ class Piece(NamedTuple):
     calls: Sequence[ToolCall] = ()
 
 
-def _edges(tokenizer: Any) -> dict[str, dict[str, str | None]]:
+def _edges(tokenizer: Any, form: CallForm) -> dict[str, dict[str, str | None]]:
     """By state, the marks that end it, and the state after each; None: nothing is told any more."""
     edges: dict[str, dict[str, str | None]] = {CONTENT: {}, REASONING: {}}
     if tokenizer.has_thinking:
         edges[CONTENT][tokenizer.think_start] = REASONING
         edges[REASONING][tokenizer.think_end] = CONTENT
     formats = tokenizer.response_transitions
-    if tokenizer.has_tool_calling:
-        edges[REASONING][tokenizer.tool_call_start] = CALL
-        if not any(state == CALL for marks in formats.values() for _, state in marks):
-            edges[CONTENT][tokenizer.tool_call_start] = CALL
+    edges[REASONING] |= {**form.marks, **dict.fromkeys(form.starts, CALL)}
+    if not any(state == CALL for marks in formats.values() for _, state in marks):
+        edges[CONTENT] |= {**form.marks, **dict.fromkeys(form.starts, CALL)}
     edges[CONTENT] |= dict.fromkeys(tokenizer.structural_markers, CONTENT)
     for state, marks in formats.items():
         edges.setdefault(state, {}).update(marks)
@@ -92,12 +91,18 @@ class Division:
     ) -> None:
         self._state, self._tools, self._held, self._misses = state, tools, "", 0
         self._outer, self._start, self._from = state, "", 0  # of a call: around, mark, place
+        self._said = False  # whether there has been any content
         self.written_by(tokenizer)
 
     def written_by(self, tokenizer: Any) -> None:
         """Go on with the marks of another model's tokenizer."""
-        self._tokenizer, self._edges = tokenizer, _edges(tokenizer)
-        self._form = form_of(tokenizer)
+        self._marked, self._bare = form_of(tokenizer), bare_form(tokenizer, self._tools)
+        self._edges = _edges(tokenizer, self._marked)
+
+    @property
+    def _form(self) -> CallForm:
+        """The form of the call that is being written."""
+        return self._marked if self._start or self._bare is None else self._bare
 
     @property
     def apart(self) -> bool:
@@ -122,28 +127,36 @@ class Division:
         """The next piece, perhaps an empty one; None if more must come first."""
         if self._state == CALL:
             return self._called(ended)
+        begun = self._held.strip() if self._state == CONTENT and not self._said else ""
+        if begun and self._bare is not None and not self._bare.hopeless(begun):
+            return self._begin_call("")
         marks = self._marks()
         if (found := _one_of([*marks]).search(self._held)) is None:
             stop = len(self._held) - (0 if ended else _begun(self._held, [*marks]))
             return self._text(stop) if stop else None
         if found.start():
             return self._text(found.start())
-        mark, before, apart = found.group(), self._state, self.apart
-        self._held, self._state = self._held[len(mark) :], marks[mark]
-        if self._state == CALL:
-            self._outer, self._start, self._from = before, mark, 0
-            return Piece(MARK, "")
+        mark, apart = found.group(), self.apart
+        self._held = self._held[len(mark) :]
+        if marks[mark] == CALL:
+            return self._begin_call(mark)
+        self._state = marks[mark]
         return Piece(MARK, mark, apart)
+
+    def _begin_call(self, mark: str) -> Piece:
+        self._outer, self._start, self._from, self._state = self._state, mark, 0, CALL
+        return Piece(MARK, "")
 
     def _text(self, stop: int) -> Piece:
         """The first ``stop`` characters that are held, as text of this state."""
         told, self._held = self._held[:stop], self._held[stop:]
+        self._said |= self._state == CONTENT and bool(told.strip())
         kind = self._state if self._state in (CONTENT, REASONING) else MARK
         return Piece(kind, told, self.apart)
 
     def _called(self, ended: bool) -> Piece | None:
         """The call that is being written, once its end is there; its mark as text if it is none."""
-        end, marks = self._tokenizer.tool_call_end or "", [*self._marks()]
+        end, marks = self._form.end, [*self._marks()]
         while True:
             found = _one_of([end, *marks]).search(self._held, self._from)
             if found is None:
@@ -163,7 +176,7 @@ class Division:
     def _whole(self, until: int, stop: int) -> Piece:
         """The call whose text goes ``until`` there, and whose mark ends at ``stop``."""
         cut = until == stop and self._form.closed
-        calls = [] if cut else calls_in(self._tokenizer, self._held[:until], self._tools)
+        calls = [] if cut else calls_in(self._form, self._held[:until], self._tools)
         if not calls:
             return self._missed()
         text, self._held = self._start + self._held[:stop], self._held[stop:]
@@ -172,7 +185,7 @@ class Division:
 
     def _missed(self) -> Piece:
         """The mark that began no call, as text; what stands behind it is looked at again."""
-        self._misses, self._state = self._misses + 1, self._outer
+        self._misses, self._state, self._said = self._misses + 1, self._outer, True
         return Piece(REASONING if self.apart else CONTENT, self._start, self.apart)
 
 
@@ -291,6 +304,12 @@ def _up_to(pieces: Sequence[Piece], characters: int) -> list[Piece]:
     return kept
 
 
-def divided(tokenizer: Any, text: str, *, opened: bool = False) -> Parts:
+def divided(
+    tokenizer: Any,
+    text: str,
+    *,
+    opened: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> Parts:
     """The parts of a whole answer; ``opened`` says whether its prompt opened a reasoning trace."""
-    return AnswerReader(tokenizer, opened=opened).whole(text)
+    return AnswerReader(tokenizer, opened=opened, tools=tools).whole(text)

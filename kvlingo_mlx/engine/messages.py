@@ -7,6 +7,7 @@ A message is a dictionary as chat templates take it: ``role``, ``content``, and 
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,12 @@ REASONING = ("reasoning", "reasoning_content")  # where clients put a reasoning 
 
 
 def answer_message(
-    tokenizer: Any, text: str, *, opened: bool = False, calls: Sequence[ToolCall] = ()
+    tokenizer: Any,
+    text: str,
+    *,
+    opened: bool = False,
+    calls: Sequence[ToolCall] = (),
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Message:
     """The message that a model wrote as ``text``.
 
@@ -29,8 +35,9 @@ def answer_message(
         text: The whole text, marks included.
         opened: Whether the prompt opened a reasoning trace.
         calls: Its first calls, as they were given out.
+        tools: The tools that the prompt announced.
     """
-    parts = divided(tokenizer, text, opened=opened)
+    parts = divided(tokenizer, text, opened=opened, tools=tools)
     message: Message = {"role": "assistant", "content": parts.content}
     if parts.reasoning:
         message["reasoning_content"] = parts.reasoning
@@ -40,7 +47,9 @@ def answer_message(
     return message
 
 
-def same_answer(tokenizer: Any, one: str, other: str) -> bool:
+def same_answer(
+    tokenizer: Any, one: str, other: str, tools: Sequence[Mapping[str, Any]] | None = None
+) -> bool:
     """Whether two texts of an answer have the same content, reasoning and calls.
 
     White space around them, and how a call's JSON is written, do not count. An empty reasoning
@@ -49,7 +58,8 @@ def same_answer(tokenizer: Any, one: str, other: str) -> bool:
     marks = [mark for mark in (tokenizer.think_start, tokenizer.think_end) if mark]
     if any((mark in one) != (mark in other) for mark in marks):
         return False
-    return _compared(divided(tokenizer, one)) == _compared(divided(tokenizer, other))
+    parts = (divided(tokenizer, text, tools=tools) for text in (one, other))
+    return operator.eq(*map(_compared, parts))
 
 
 def _compared(parts: Parts) -> tuple[str, str, list[Any]]:

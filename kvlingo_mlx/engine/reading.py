@@ -168,7 +168,11 @@ class Reading:
         return Reading(self.tokenizer)
 
     def agreeing(
-        self, text: str, found: Sequence[Span | None], messages: Sequence[Message]
+        self,
+        text: str,
+        found: Sequence[Span | None],
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
     ) -> tuple[Reading, str, tuple[Span | None, ...]]:
         """As much of this reading as the rendered text of ``messages`` agrees with.
 
@@ -186,7 +190,7 @@ class Reading:
                 stop = text.find(end, at) if end and segment.kind == WROTE else -1
                 if not 0 <= stop - at <= SPELLED * len(segment.text) + SPELLED:
                     break
-                if not same_answer(self.tokenizer, segment.text, text[at:stop]):
+                if not same_answer(self.tokenizer, segment.text, text[at:stop], tools):
                     break
                 found = _replaced(found, text, (at, stop), segment.text)
                 text = text[:at] + segment.text + text[stop:]

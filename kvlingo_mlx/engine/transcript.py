@@ -36,8 +36,8 @@ from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message, header_of, render_text
 from kvlingo_mlx.tokenization.alignment import Span
+from kvlingo_mlx.tokenization.probes import TemplateNeeds
 from kvlingo_mlx.tokenization.renderings import content_spans, message_parts
-from kvlingo_mlx.tokenization.templates import TemplateNeeds
 
 MARK = "\u2039answer\u203a"  # a text that no conversation holds, in place of an answer
 NEXT = "\u2039next\u203a"  # stands for the user's next words, which are not known yet
@@ -143,7 +143,8 @@ class Transcript:
         if fits:
             model.check_text(rendered)
         before = self._of_same_ids(model, before, messages)
-        kept, text, found = before.agreeing(rendered, found, messages)
+        tools = self.switches.get("tools")
+        kept, text, found = before.agreeing(rendered, found, messages, tools)
         for place, segment in self._own_answers(model, messages, kept, text, found):
             if place >= len(kept.text):
                 kept = kept.read(text[len(kept.text) : place])
@@ -305,7 +306,8 @@ class Transcript:
         message = {**last, "content": left}
         if self.latest in holding:
             tokenizer = holding[self.latest].tokenizer
-            message = answer_message(tokenizer, left, opened=known.opened)
+            tools = self.switches.get("tools")
+            message = answer_message(tokenizer, left, opened=known.opened, tools=tools)
         self.messages = [*self.messages[:-1], message]
         for key, reading in holding.items():
             cut = reading.shortened(known.text, left, message, located=self.several)

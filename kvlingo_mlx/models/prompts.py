@@ -9,6 +9,7 @@ from typing import Any, TypeGuard, cast
 
 from kvlingo_mlx.embedded import is_embedded
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.probes import Message, announces_tools
 from kvlingo_mlx.tokenization.renderings import (
     Rendering,
     chat,
@@ -16,7 +17,7 @@ from kvlingo_mlx.tokenization.renderings import (
     text_of,
     with_joined_parts,
 )
-from kvlingo_mlx.tokenization.templates import Message, announces_tools, rendered
+from kvlingo_mlx.tokenization.templates import rendered
 
 Prompt = str | Sequence[int] | Sequence[Message]
 

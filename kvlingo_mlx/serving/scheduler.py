@@ -49,7 +49,7 @@ from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.session_store import SessionStore, conversing, too_large
 from kvlingo_mlx.serving.sessions import Found, Key, Keys, Session, find, keys_of_text
 from kvlingo_mlx.serving.settings import AUTO, Settings
-from kvlingo_mlx.tokenization.templates import announces_tools
+from kvlingo_mlx.tokenization.probes import announces_tools
 
 log = logging.getLogger("kvlingo_mlx.serving")
 

@@ -1,159 +1,37 @@
 """Fit a history to a model's chat template.
 
 A conversation keeps structured messages; its models' templates take them in different forms. Every
-rendering goes through :func:`fit_to_template`, so this is the one place where a history changes its
-form. What a template takes is found by trying it (``PROBES``), not by its family's name. It depends
-on no message's text, so that a longer history begins as a shorter one did, and caches are kept.
+rendering goes through :func:`rendered`, so this is the one place where a history changes its form.
+What a template takes is found by trying it (``probes``). It depends on no message's text, so that a
+longer history begins as a shorter one did, and caches are kept.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 import json
 import re
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
+from kvlingo_mlx.tokenization.announced_tools import forms_of
+from kvlingo_mlx.tokenization.probes import (
+    GO_ON,
+    REFUSALS,
+    Message,
+    TemplateNeeds,
+    led,
+    marked,
+    think_marks,
+)
 from kvlingo_mlx.tokenization.renderings import with_joined_parts
 
-Message = dict[str, Any]
-# What a template's own code may raise about messages.
-REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-GO_ON = {"role": "user", "content": "Go on."}  # stands where a template wants a user's message
 EMPTY = "(nothing)"  # of a message that a template does not take without words
 NO_RESULT = "(no result)"  # of a call that was interrupted
-OWN_ID, FOREIGN_ID = "a1b2c3d4e", "call_0f1e-2d3c_4b5a6978a1b2c3d4"
-ANNOUNCED = "kvlingo_looks"
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": ANNOUNCED,
-        "description": "Look.",
-        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
-    },
-}
-
-# Histories by what a template that renders all their messages takes, in a word a message: a role,
-# or a key of KINDS.
-PROBES = {
-    "tools": ["user"],
-    "ids": ["user call tool"],
-    "system": ["system user"],
-    "system, no user last": ["system user assistant"],
-    "several systems": ["system system user"],
-    "late system": ["user assistant system user system"],
-    "several users": ["user user"],
-    "an empty answer": ["user empty user"],
-    "several answers": ["user assistant assistant user"],
-    "no user first": ["assistant user", "system"],
-    "an answer last": ["user assistant"],
-    "reasoning": ["user reasoning"],
-    "marked reasoning": ["user marked user"],
-    "calls": ["user call tool assistant user"],
-    "a call with content": ["user spoken-call tool assistant user"],
-    "an answer before a call": ["user assistant call tool assistant user"],
-    "several calls": ["user calls tool other-tool assistant user"],
-    "a call without result": ["user call user assistant user"],
-    "a result alone": ["user assistant tool user assistant user", "user assistant tool assistant"],
-    "a user after a result": ["user call tool user assistant user"],
-    "any id": ["user foreign-call foreign-tool"],
-    "text as arguments": ["user text-call tool"],
-}
-
-
-def _call(name: str, identity: str = OWN_ID, arguments: Any = None) -> Message:
-    function = {"name": name, "arguments": {} if arguments is None else arguments}
-    return {"id": identity, "type": "function", "function": function}
-
-
-def _answer(**more: Any) -> Message:
-    return {"role": "assistant", "content": "", **more}
-
-
-def _result(content: str, identity: str = OWN_ID) -> Message:
-    return {"role": "tool", "name": "look", "tool_call_id": identity, "content": content}
-
-
-KINDS: Mapping[str, Callable[[str, Any], Message]] = {
-    "tool": lambda word, _: _result(word),
-    "other-tool": lambda word, _: _result(word, OWN_ID[::-1]),
-    "foreign-tool": lambda word, _: _result(word, FOREIGN_ID),
-    "empty": lambda word, _: _answer(),
-    "reasoning": lambda word, _: _answer(content="yes", reasoning_content=word),
-    "marked": lambda word, tokenizer: _answer(content=_marked(tokenizer, word, "yes")),
-    "call": lambda word, _: _answer(tool_calls=[_call(word)]),
-    "spoken-call": lambda word, _: _answer(content=word, tool_calls=[_call("look")]),
-    "pondered-call": lambda word, _: KINDS["spoken-call"](word, _) | {"reasoning_content": "so"},
-    "calls": lambda word, _: _answer(tool_calls=[_call("look"), _call(word, OWN_ID[::-1])]),
-    "foreign-call": lambda word, _: _answer(tool_calls=[_call(word, FOREIGN_ID)]),
-    "text-call": lambda word, _: _answer(tool_calls=[_call("look", OWN_ID, f"{{{word}")]),
-}
-STRICT = ("system", "system, no user last", "reasoning", "marked reasoning")  # are tried always
-# By tokenizer, what its template has been found to take, without and with tools.
-_found: weakref.WeakKeyDictionary[Any, dict[tuple[str, bool], bool]] = weakref.WeakKeyDictionary()
-
-
-class TemplateNeeds:
-    """What a model's chat template takes.
-
-    Args:
-        tokenizer: The model's; None for a template that takes instructions in front, no more.
-        tools: Whether tools are announced, in whose absence some templates leave out calls.
-        strict: Whether to take for granted that it wants a user's and an assistant's texts in turn.
-    """
-
-    def __init__(self, tokenizer: Any, tools: bool = False, *, strict: bool = False) -> None:
-        self.tokenizer, self._tools, self._strict = tokenizer, tools, strict
-
-    def takes(self, what: str) -> bool:
-        """Whether the template takes a kind of history: a key of PROBES, or a role."""
-        if self.tokenizer is None:
-            return what.startswith("system") or what == "an empty answer"
-        if self._strict and what not in STRICT:
-            return False
-        known = _found.setdefault(self.tokenizer, {})
-        key = what, self._tools
-        if key not in known:
-            known[key] = self._tried(what)
-        return known[key]
-
-    def _tried(self, what: str) -> bool:
-        probes = PROBES.get(what, [f"user assistant {what} user"])
-        if not all(self._renders(probe.split()) for probe in probes):
-            return False
-        if what == "an answer last":  # the next one needs a header of its own
-            bare = self._text(probes[0].split(), add_generation_prompt=False)
-            return bare != self._text(probes[0].split())
-        named = {"tools": ANNOUNCED, "ids": OWN_ID}.get(what, "")  # what it tells of, too
-        return named in self._text(probes[0].split())
-
-    def _renders(self, kinds: Sequence[str]) -> bool:
-        """Whether all of a probe's messages are in the prompt, in their order."""
-        words = ".*".join(f"kvlingo{n}n" for n, kind in enumerate(kinds) if kind != "empty")
-        return re.search(words, self._text(kinds), re.DOTALL) is not None
-
-    def _text(self, kinds: Sequence[str], **switches: Any) -> str:
-        messages = []
-        for number, kind in enumerate(kinds):
-            word = f"kvlingo{number}n"
-            plain = {"role": kind, "content": word}
-            messages.append(KINDS[kind](word, self.tokenizer) if kind in KINDS else plain)
-        if self._tools:
-            switches["tools"] = [TOOL]
-        given = {"tokenize": False, "add_generation_prompt": True, **switches}
-        try:
-            return str(self.tokenizer.apply_chat_template(messages, **given))
-        except REFUSALS:
-            return ""
-
-
-def announces_tools(tokenizer: Any) -> bool:
-    """Whether a model's chat template tells it of tools."""
-    return TemplateNeeds(tokenizer, tools=True).takes("tools")
+# In which form a history is tried: whether its texts alone, and with marks of the tokenizer's own.
+ATTEMPTS = (False, True), (False, False), (True, False)
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str, **given: Any) -> Any:
@@ -169,21 +47,57 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str, *
     Raises:
         ValueError: The template takes them in no form.
     """
-    if given.get("tools") and not announces_tools(tokenizer):  # some refuse what they cannot tell
-        given = {**given, "tools": None}
-    tools, opens = bool(given.get("tools")), bool(given.get("add_generation_prompt"))
-    refusals = []
-    for strict, marks in ((False, True), (False, False), (True, False)):
-        told = messages if marks else without_marks(tokenizer, messages)
-        fitted = fit_to_template(tokenizer, told, tools=tools, strict=strict, opens=opens)
-        try:
-            return tokenizer.apply_chat_template(fitted, **given)
-        except REFUSALS as error:
-            refusals.append(error)
+    needs = TemplateNeeds(tokenizer, bool(given.get("tools")))
+    opens = bool(given.get("add_generation_prompt"))
+    refusal: Exception | None = None
+    for tools in forms_of(needs, given.get("tools")):
+        given = {**given, "tools": tools} if "tools" in given else given
+        needs = TemplateNeeds(tokenizer, bool(tools))
+        for strict, marks in ATTEMPTS:
+            told = messages if marks else without_marks(tokenizer, messages)
+            fitted = fit_to_template(tokenizer, told, tools=bool(tools), strict=strict, opens=opens)
+            if strict:
+                fitted = list(_bare(needs, fitted))
+            try:
+                return tokenizer.apply_chat_template(fitted, **given)
+            except REFUSALS as error:
+                refusal = refusal or error
+    wrong, change = _wrong(needs, messages, given.get("tools") or ())
     raise ValueError(
-        f"the chat template of {name} does not take these messages ({refusals[0]}), nor "
-        f"their texts alone ({refusals[-1]}); give other messages, or a prompt of plain text"
+        f"the chat template of {name} does not take {wrong} ({refusal}); {change}, or give a "
+        "prompt of plain text"
     )
+
+
+def _bare(needs: TemplateNeeds, messages: Iterable[Message]) -> Iterator[Message]:
+    """The messages' roles and texts, and no other field that a template may refuse."""
+    for message in messages:
+        kept = {"role": message["role"], "content": message["content"].strip() or EMPTY}
+        if "reasoning_content" in message and needs.takes("reasoning"):
+            kept["reasoning_content"] = message["reasoning_content"]
+        yield kept
+
+
+def _wrong(
+    needs: TemplateNeeds, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+) -> tuple[str, str]:
+    """What a template does not take in any form, and what to change."""
+    for tool in tools:
+        if not needs.tells_of(tool):
+            named = tool.get("function", tool).get("name")
+            return f"the tool {named!r}", "change its name or leave it out"
+
+    def refused(count: int) -> bool:
+        told = without_marks(needs.tokenizer, messages[:count])
+        fitted = fit_to_template(needs.tokenizer, told, strict=True)
+        return not needs.text_of(list(_bare(needs, fitted)))
+
+    if not messages or not refused(len(messages)):
+        return "these switches", "leave them out"
+    number = bisect.bisect_left(range(len(messages)), True, lo=1, key=refused)
+    said = messages[number - 1]
+    told = f"message {number} of {len(messages)}, of role {said.get('role')!r}"
+    return f"{told}, {str(said.get('content'))!r:.60}", "change or leave out that message"
 
 
 def fit_to_template(
@@ -214,15 +128,76 @@ def fit_to_template(
     given = with_joined_parts(messages)
     for message in given:
         if message.get("content") in (None, ""):
-            filled = message.get("tool_calls") or needs.takes("an empty answer")
+            filled = message.get("tool_calls") or _takes_empty(needs, message["role"])
             message["content"] = "" if filled else EMPTY
+    given = list(_with_names(needs, given))
     if not needs.takes("several answers"):
         given = _with_joined_answers(given)
+    given = [_with_marks(needs, message) for message in given]
     forms = list(_with_results(needs, given))
     fitted = _in_turn(needs, _in_roles(needs, forms, "system"), opens)
     if fitted and fitted[-1]["role"] != "user":  # some show instructions in a last one alone
         fitted = _in_turn(needs, _in_roles(needs, forms, "system, no user last"), opens)
-    return fitted
+    return led(needs, fitted)
+
+
+# ---- texts --------------------------------------------------------------------------------------
+
+
+def _takes_empty(needs: TemplateNeeds, role: str) -> bool:
+    known = role in ("system", "user") or (role == "tool" and needs.takes("calls"))
+    return needs.takes(f"an empty {role if known else 'assistant'}")
+
+
+def _with_names(needs: TemplateNeeds, messages: Iterable[Message]) -> Iterator[Message]:
+    """The messages, users' names in their texts if the template does not show them.
+
+    A name stands where another user begins to speak. So a lone user's is told once, and the texts
+    of a longer history begin as those of a shorter one.
+    """
+    speaker = None
+    for message in messages:
+        name, role = message.get("name"), message["role"]
+        if role == "tool" or needs.takes("names"):
+            yield message
+            continue
+        told = {key: value for key, value in message.items() if key != "name"}
+        if role == "user":
+            before, speaker = speaker, name if str(name).lower() != role else None
+            if speaker and speaker != before:
+                told["content"] = f"{speaker}: {told['content']}"
+        yield told
+
+
+def _with_marks(needs: TemplateNeeds, message: Message) -> Message:
+    """A message; in an answer's text a space is put into each mark of thoughts, if the template
+    would cut the text there.
+
+    A thought with which the text begins stays one.
+    """
+    content, (start, end) = message["content"], think_marks(needs.tokenizer)
+    inner = {start, end, re.sub(r"(?<=>)\w+$", "", start)}  # Gemma's begins with a mark and a word
+    if message["role"] != "assistant" or not any(mark in content for mark in inner):
+        return message
+    if needs.takes("marks in an answer"):
+        return message
+    stop = content.find(end) + len(end) if _thinks_first(content, start, end) else 0
+    return {**message, "content": content[:stop] + _spaced(content[stop:], inner)}
+
+
+def _thinks_first(content: str, start: str, end: str) -> bool:
+    """Whether an answer's text begins with a thought, whose start may be in the prompt."""
+    if end not in content or content.lstrip().startswith(start):
+        return end in content
+    before, after = content.split(end, 1)
+    return start not in content and before.endswith("\n") and after.startswith("\n\n")
+
+
+def _spaced(text: str, marks: Iterable[str]) -> str:
+    """A text with a space in each mark in it."""
+    ordered = sorted(filter(None, marks), key=len, reverse=True)
+    found = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+    return found.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text)
 
 
 # ---- calls and their results --------------------------------------------------------------------
@@ -281,7 +256,7 @@ def _exchange(
         return
     if spoken:
         yield {key: value for key, value in answer.items() if key != "tool_calls"}
-        answer = _answer()
+        answer = {"role": "assistant", "content": ""}
     together = [list(results)] if needs.takes("several calls") else [[n] for n in results]
     for numbers in together:
         fitted = {number: _fitted(needs, calls[number]) for number in sorted(numbers)}
@@ -292,7 +267,7 @@ def _exchange(
                 continue
             named = {"name": call["function"].get("name"), "content": NO_RESULT, **(result or {})}
             yield {**named, "role": "tool", "tool_call_id": call["id"]}
-        answer = _answer()
+        answer = {"role": "assistant", "content": ""}
 
 
 def _fitted(needs: TemplateNeeds, call: Message) -> Message:
@@ -351,11 +326,10 @@ def without_marks(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list
     Some templates refuse a text that holds one of their marks.
     """
     marks = [mark for mark in tokenizer.get_added_vocab() if len(mark) > 2]
-    found = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
     copies = with_joined_parts(messages)
     for message, key in itertools.product(copies, ("content", "reasoning_content")):
         if isinstance(message.get(key), str):
-            message[key] = found.sub(lambda m: f"{m[0][0]} {m[0][1:]}", message[key])
+            message[key] = _spaced(message[key], marks)
     return copies
 
 
@@ -375,23 +349,24 @@ def _alone(needs: TemplateNeeds, result: Message) -> Message:
 def _with_reasoning(needs: TemplateNeeds, answer: Message) -> Message:
     """An answer with its reasoning in its content, where only there it would be rendered.
 
-    gpt-oss's template refuses reasoning beside both a text and calls; there it is left out.
+    Some templates have another name for it. gpt-oss's refuses it beside both a text and calls;
+    there it is left out.
     """
     reasoning = answer.get("reasoning_content")
-    spoken = reasoning and answer["content"] and answer.get("tool_calls")
+    if not isinstance(reasoning, str) or not reasoning:
+        return answer
+    spoken = answer["content"] and answer.get("tool_calls")
     kept = {key: value for key, value in answer.items() if key != "reasoning_content"}
     if spoken and needs.takes("spoken-call") and not needs.takes("pondered-call"):
         return kept
+    if needs.takes("reasoning"):
+        return answer
+    if needs.takes("thinking"):
+        return {**answer, "thinking": reasoning}
     thinks = getattr(needs.tokenizer, "has_thinking", False)  # a bare tokenizer does not know
-    if not isinstance(reasoning, str) or not reasoning or not thinks:
+    if not thinks or not needs.takes("marked reasoning"):
         return answer
-    if needs.takes("reasoning") or not needs.takes("marked reasoning"):
-        return answer
-    return {**kept, "content": _marked(needs.tokenizer, reasoning.strip(), answer["content"])}
-
-
-def _marked(tokenizer: Any, reasoning: str, content: str) -> str:
-    return f"{tokenizer.think_start}\n{reasoning}\n{tokenizer.think_end}\n\n{content}"
+    return {**kept, "content": marked(needs.tokenizer, reasoning.strip(), answer["content"])}
 
 
 # ---- roles --------------------------------------------------------------------------------------

@@ -5,9 +5,11 @@ The writers below put calls into the forms in which models write them, in words 
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,7 +59,48 @@ WRITERS: dict[str, Callable[[str, Arguments], str]] = {
         f"[{f}(" + ", ".join(f"{k}={json.dumps(v)}" for k, v in a.items()) + ")]"
     ),
     "mistral": lambda f, a: f"{f}[ARGS]{json.dumps(a)}",
+    "mistral, ids": lambda f, a: f"{f}[CALL_ID]a1b2c3d4e[ARGS]{json.dumps(a)}",
+    # those that mlx-lm does not know
+    "gpt-oss": lambda f, a: f"functions.{f} <|constrain|>json<|message|>{json.dumps(a)}",
+    "gpt-oss, role": lambda f, a: f"{f}<|channel|>commentary<|message|>{json.dumps(a)}",
+    "deepseek-v3": lambda f, a: (
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{f}\n```json\n{json.dumps(a)}\n```<｜tool▁call▁end｜>"
+    ),
+    "deepseek-v3.1": lambda f, a: (
+        f"<｜tool▁call▁begin｜>{f}<｜tool▁sep｜>{json.dumps(a)}<｜tool▁call▁end｜>"
+    ),
+    "deepseek-v3.2": lambda f, a: f'\n<｜DSML｜invoke name="{f}">\n' + "".join(
+        f'<｜DSML｜parameter name="{k}" string="true">{v}</｜DSML｜parameter>\n'
+        for k, v in a.items()
+    ) + "</｜DSML｜invoke>\n",
+    "granite-3": lambda f, a: json.dumps([{"name": f, "arguments": a}]),
+    "phi-4": lambda f, a: json.dumps([{"name": f, "arguments": a}]),
+    "llama-3": lambda f, a: json.dumps({"name": f, "parameters": a}),
+    "command": lambda f, a: json.dumps([{"tool_call_id": "0", "tool_name": f, "parameters": a}]),
+    "internlm": lambda f, a: json.dumps({"name": f, "parameters": a}),
+    "nemotron": lambda f, a: json.dumps([{"name": f, "arguments": a}]),
+    "jamba": lambda f, a: json.dumps([{"name": f, "arguments": a}]),
+    "hermes": lambda f, a: "\n" + json.dumps({"name": f, "arguments": a}) + "\n",
 }  # fmt: skip
+WRITERS["seed"] = WRITERS["qwen3_coder"]
+# The marks before and behind these calls, and a text of their models' templates.
+MARKS = {
+    "gpt-oss": ("<|channel|>commentary to=", "<|call|>"),
+    "gpt-oss, role": (" to=functions.", "<|call|>"),
+    "deepseek-v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "deepseek-v3.1": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "deepseek-v3.2": ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    "granite-3": ("<|tool_call|>", ""),
+    "phi-4": ("<|tool_call|>", "<|/tool_call|>"),
+    "llama-3": ("<|python_tag|>", ""),
+    "command": ("<|START_ACTION|>", "<|END_ACTION|>"),
+    "internlm": ("<|action_start|><|plugin|>", "<|action_end|>"),
+    "nemotron": ("<TOOLCALL>", "</TOOLCALL>"),
+    "jamba": ("<tool_calls>", "</tool_calls>"),
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "seed": ("<seed:tool_call>", "</seed:tool_call>"),
+}
+OPEN = ("mistral", "mistral, ids", "granite-3", "llama-3")  # which have no mark behind calls
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {
         "type": "object", "properties": {key: {"type": "string"} for key in "pq"}}}}
@@ -71,17 +114,30 @@ def inner(families: Models) -> Any:
     return families["qwen3"].tokenizer._tokenizer
 
 
-def tokenizer_of(inner: Any, form: str) -> TokenizerWrapper:
-    parser = importlib.import_module(f"mlx_lm.tool_parsers.{form}")
+def tokenizer_of(inner: Any, form: str, template: str | None = None) -> TokenizerWrapper:
+    """A tokenizer of a model that writes this form; its marks are mlx-lm's, or a template tells."""
+    if form in MARKS or template is not None:
+        plain = copy.copy(inner)
+        plain.chat_template = template or " and ".join(MARKS[form])
+        return TokenizerWrapper(plain)
+    parser = importlib.import_module(f"mlx_lm.tool_parsers.{form.split(',')[0]}")
     return TokenizerWrapper(
         inner, tool_call_start=parser.tool_call_start, tool_call_end=parser.tool_call_end,
         tool_parser=parser.parse_tool_call,
     )  # fmt: skip
 
 
+def marks_of(tokenizer: Any, form: str) -> tuple[str, str]:
+    return MARKS.get(form) or (tokenizer.tool_call_start, tokenizer.tool_call_end)
+
+
 def marked(tokenizer: Any, form: str, name: str, arguments: Arguments) -> str:
-    written = WRITERS[form](name, arguments)
-    return f"{tokenizer.tool_call_start}{written}{tokenizer.tool_call_end}"
+    return WRITERS[form](name, arguments).join(marks_of(tokenizer, form))
+
+
+def without_channels(text: str) -> str:
+    """What is told of a text that is no call: gpt-oss's marks of channels are none of it."""
+    return re.sub(r"<\|call\|>|<\|channel\|>commentary<\|message\|>", "", text)
 
 
 def found(parts: Sequence[Parts]) -> tuple[str, str, list[Any]]:
@@ -121,7 +177,7 @@ SEGMENTS = st.lists(
 
 def write(tokenizer: Any, form: str, segments: Sequence[Any], place: int) -> tuple[str, list[Any]]:
     """The segments as a model writes them; what they are is added to parts, by ``place``."""
-    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+    start, end = marks_of(tokenizer, form)
     text, parts = "", list[Any]()
 
     def spelled(value: str) -> str:
@@ -153,7 +209,7 @@ def test_all_that_was_written_comes_back(
     """However it is cut into pieces; with marks within arguments, and calls in the reasoning."""
     if form == "longcat":  # whose parser wants an argument
         segments = [s for s in segments if s[0] == "text" or (s[0] == "call" and s[2])]
-    if form == "mistral":  # whose calls end where another one begins, or the answer
+    if form in OPEN:  # calls end where another one begins, or the answer
         segments = sorted((s for s in segments if s[0] != "thought"), key=lambda s: s[0] == "call")
     tokenizer = tokenizer_of(inner, form)
     text, parts = write(tokenizer, form, segments, 0)
@@ -175,11 +231,11 @@ def test_a_call_that_is_cut_is_whole_or_text(form: str, inner: Any) -> None:
     for length in range(len(written) + 1):
         text = written[:length]
         content, _, calls = found([divided(tokenizer, text)])
-        assert (content, calls) in ((text, []), ("", [planted])), text
+        assert (content, calls) in ((without_channels(text), []), ("", [planted])), text
         whole += bool(calls)
         text = f"<think>{text}</think>on"
         content, _, calls = found([divided(tokenizer, text)])
-        assert content == "on" or tokenizer.tool_call_start in content
+        assert content == "on" or marks_of(tokenizer, form)[0] in content or form in MARKS
         assert calls in ([], [planted])
     assert 0 < whole < len(written) // 2
 
@@ -219,6 +275,13 @@ def test_arguments_are_an_object_or_the_call_is_text(
         ("minimax_m2", '<invoke name="look"></invoke><invoke name="look">'),
         ("kimi_k3", '<|open|>call tool="look"<|sep|><|close|>call<|sep|><|open|>call tool="'),
         ("mistral", "look[ARGS]{} and so on"),
+        ("gpt-oss", "functions.look <|message|>{} and so on"),
+        ("gpt-oss, role", "look with a word" + 99 * " more"),
+        ("deepseek-v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{}\n```"),
+        ("deepseek-v3.1", "<｜tool▁call▁begin｜>look<｜tool▁sep｜>{} and<｜tool▁call▁end｜>"),
+        ("deepseek-v3.2", '<｜DSML｜invoke name="look"><｜DSML｜parameter name="p" string="'),
+        ("granite-3", '[{"name": "look", "arguments": {}}] and so on'),
+        ("command", '[{"tool_name": "look", "parameters": {}}, 7]'),
         ("kimi_k2", "<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"),
         ("minicpm5", '"look"><param name="p"><![CDATA[</function>]]></param>'),
         ("pythonic", "[look(at={1, 2})]"),
@@ -228,8 +291,94 @@ def test_what_a_parser_would_leave_out_or_make_up_is_told(
     form: str, written: str, inner: Any
 ) -> None:
     tokenizer = tokenizer_of(inner, form)
-    text = f"{tokenizer.tool_call_start}{written}{tokenizer.tool_call_end}"
-    assert found([divided(tokenizer, text)]) == (text, "", [])
+    text = written.join(marks_of(tokenizer, form))
+    assert found([divided(tokenizer, text)]) == (without_channels(text), "", [])
+
+
+ARG, OTHER = {"p": "</tool_call> <|call|> ; é"}, {"q": 'a "b"\nc'}
+TWO = [["look", ARG], ["write_file", OTHER]]
+
+
+@pytest.mark.parametrize(
+    "form, written",
+    [
+        (form, between.join(WRITERS[form](*call) for call in TWO))  # type: ignore[arg-type]
+        for form, between in [
+            ("hermes", "\n"), ("json_tools", ", "), ("jamba", "\n"), ("granite-3", ""),
+            ("llama-3", "; "), ("minimax_m2", ""), ("kimi_k2", ""), ("deepseek-v3", "\n"),
+            ("deepseek-v3.1", ""), ("deepseek-v3.2", ""), ("mistral, ids", ""),
+        ]
+    ],
+)  # fmt: skip
+def test_two_calls_between_two_marks(form: str, written: str, inner: Any) -> None:
+    text = written.join(marks_of(tokenizer_of(inner, form), form))
+    assert streamed(tokenizer_of(inner, form), f"So. {text}", [9, 30]) == ("So. ", "", TWO)
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>hm, functions.look to=functions.look?<|end|>"
+    "<|start|>assistant<|channel|>commentary<|message|>I look. <|end|>"
+    '<|start|>assistant{0}<|message|>{{"p": "<|end|>"}}<|call|>'
+    "<|start|>assistant<|channel|>final<|message|>So.<|return|>"
+)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>commentary to=functions.look <|constrain|>json",
+        "<|channel|>commentary to=look code",
+        "<|channel|>analysis to=functions.look",
+        " to=functions.look<|channel|>commentary <|constrain|>json",
+        " to=functions.look<|channel|>commentary",
+    ],
+)
+def test_channels_are_parts(header: str, inner: Any) -> None:
+    """Of gpt-oss: the recipient stands in the role or in the channel."""
+    tokenizer, text = tokenizer_of(inner, "gpt-oss"), HARMONY.format(header)
+    told = "I look. So.", "hm, functions.look to=functions.look?", [["look", {"p": "<|end|>"}]]
+    for cuts in ([], [40, 41, 90], range(len(text))):
+        assert streamed(tokenizer, text, cuts) == told
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ('{"name": "look", "parameters": {"p": "a"}}', [["look", {"p": "a"}]]),
+        ('\n{ "name":\n"look", "arguments": "{\\"p\\": 1}"} ', [["look", {"p": 1}]]),
+        ('{"type": "function", "name": "look", "parameters": {}}', [["look", {}]]),
+        ('{"type": "function", "function": {"name": "look", "arguments": {}}}', [["look", {}]]),
+        ('[{"name": "look", "arguments": {"p": "}; {"}}]', [["look", {"p": "}; {"}]]),
+        ('{"name": "look", "parameters": {}}; {"name": "look", "parameters": {"p": 2}}',
+         [["look", {}], ["look", {"p": 2}]]),
+        ('<think>hm</think>\n\n{"name": "look", "parameters": {}}', [["look", {}]]),
+        ('{"name": "leave", "parameters": {}}', None),  # no such tool
+        ('{"name": "look"}', None),
+        ('{"name": "look", "parameters": {}, "colour": "red"}', None),
+        ('{"name": "look", "parameters": {}} and so on', None),
+        ('{"name": "look", "parameters": {}', None),
+        ('{"name": "looking", "parameters": {}}', None),
+        ('I call {"name": "look", "parameters": {}}', None),
+        ('[1, {"name": "look", "parameters": {}}]', None),
+        ('{"look": {"p": "a"}}', None),
+        ("{}", None),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_nothing_but_a_call(text: str, told: Any, inner: Any) -> None:
+    """Llama's, without a mark: of a tool that there is, or it is a text of JSON."""
+    for template in (MARKS["llama-3"][0], "a template without marks"):
+        tokenizer = tokenizer_of(inner, "llama-3", template)
+        for cuts in ([], range(len(text))):
+            content, _, calls = streamed(tokenizer, text, cuts)
+            assert (content.strip(), calls) == (("", told) if told else (text.strip(), []))
+        assert found([divided(tokenizer, text)])[2] == []  # no tools were announced
+    assert found([AnswerReader(tokenizer_of(inner, "hermes"), tools=TOOLS).whole(text)])[2] == []
+
+
+def test_json_that_is_no_call_is_told_at_once(inner: Any) -> None:
+    reader = AnswerReader(tokenizer_of(inner, "llama-3"), tools=TOOLS)
+    taken: list[Any] = [reader.take(response(piece, None)) for piece in ('{"name": "A', "nn", '"')]
+    assert found(taken)[0] == '{"name": "Ann"'
 
 
 def test_types_that_a_value_is_not_of_do_not_lose_the_call(inner: Any) -> None:
@@ -253,9 +402,10 @@ def test_many_marks_cost_no_more_than_as_many_letters(inner: Any) -> None:
             looked += 1
             return parse(text, tools)
 
-        counted.__module__ = parse.__module__
-        tokenizer._tool_parser = counted
-        text = f"{tokenizer.tool_call_start}x" * 2000
+        if parse is not None:
+            counted.__module__ = parse.__module__
+            tokenizer._tool_parser = counted
+        text = f"{marks_of(tokenizer, form)[0]}x" * 2000
         assert found([divided(tokenizer, text)]) == (text, "", [])
     assert looked <= 100 * len(WRITERS)
 

@@ -20,7 +20,15 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import render_text
-from tests.support.real_templates import FAMILIES, TOOL, Family, reference, rendered, write_real
+from tests.support.real_templates import (
+    FAMILIES,
+    NAMES,
+    TOOL,
+    Family,
+    reference,
+    rendered,
+    write_real,
+)
 from tests.support.router_sessions import CHAT_TOOLS, FACT, WORD
 
 Json = dict[str, Any]
@@ -59,7 +67,11 @@ def histories(draw: st.DrawFn) -> list[Json]:
 
 
 def _said(draw: st.DrawFn, word: str) -> Json:
-    content = draw(st.sampled_from([f"It is {word}.", f" {word}\n", f"- {word}", "", None]))
+    marks = st.sampled_from(["<think>", "</think>", "<|channel>", "<channel|>"])
+    content = draw(
+        st.sampled_from([f"It is {word}.", f" {word}\n", f"- {word}", "", None])
+        | st.tuples(marks, marks).map(lambda m: f"The mark {m[0]} is {word}, not {m[1]}, yes.")
+    )
     thought = draw(st.sampled_from([{}, {"reasoning_content": "Hm."}]))
     return {"content": content, **thought}
 
@@ -152,6 +164,86 @@ def test_a_thought_does_not_change_how_a_call_is_told(
         prompt = checked(models[family.name], family, history, CHAT_TOOLS)
         told.append(prompt[prompt.index("fact0001x") :])
     assert told[0] == told[1]
+
+
+# ---- templates that refuse ---------------------------------------------------------------------
+
+TURN = "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}"
+TOLD = "{%- for t in tools or [] -%}{{- t.function.name + '\\n' -}}{%- endfor -%}"
+PROPERTY = (
+    "{%- for t in tools or [] -%}{{- t.function.name + ': ' -}}"
+    "{%- for k in t.function.parameters.properties -%}"
+    "{%- set p = t.function.parameters.properties[k] -%}{{- k + ' ' + p.type + ' ' + "
+    "p.description -}}{%- endfor -%}{%- endfor -%}"
+)
+
+
+def raises(condition: str) -> str:
+    return "{%- if " + condition + " -%}{{- raise_exception('Not this.') -}}{%- endif -%}"
+
+
+# What stands before the messages, and before each of them.
+REFUSING = {
+    "no names": (TOLD, raises("'name' in m")),
+    "no other fields": (TOLD, raises("m | length > 2")),
+    "no empty text": (TOLD, raises("not m.content")),
+    "no white space": (TOLD, raises("m.content != m.content | trim")),
+    "a system message": (TOLD + raises("messages[0].role != 'system'"), ""),
+    "two messages": (TOLD + raises("messages | length < 2"), ""),
+    "no thoughts": (TOLD, raises("'reasoning_content' in m or 'thinking' in m")),
+    "described tools": (TOLD.replace("name +", "name + t.function.description +"), ""),
+    "typed properties": (PROPERTY, ""),
+    "listed properties": (PROPERTY.replace("' ' + p.type", "' ' + p.type | join").replace(
+        "p.description", "''"), ""),
+    "no such parameter": (TOLD.replace("{{- t", raises("'word' in t.function.parameters | string")
+                          + "{{- t").replace("name +", "name + t.function.description +"), ""),
+    "names": (TOLD, "{{- m.name + '\\n' if m.name -}}"),
+}  # fmt: skip
+ODD_TOOLS: list[Json] = [
+    {"name": "plainest"},
+    {"name": "undescribed", "parameters": {"type": "object", "properties": {"a": {}}}},
+    {"name": "unlisted", "description": "", "parameters": {"type": "object"}},
+    {"name": "empty", "description": None, "parameters": {}},
+    {"name": "union", "description": "Deep.", "parameters": {"type": "object", "properties": {
+        "word_b": {"type": ["string", "null"]}, "word_c": {"anyOf": [{"type": "array"}, {}]},
+        "word_d": {"type": "object", "properties": {"word_e": {"enum": [1]}}}}}},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
+    root, family = tmp_path_factory.mktemp("refusing"), FAMILIES[NAMES.index("smollm2")]
+    found = {}
+    for name, (first, each) in REFUSING.items():
+        folder = write_real(root / name, family)
+        text = f"{first}{{%- for m in messages -%}}{each}{TURN}{{%- endfor -%}}"
+        (folder / "chat_template.jinja").write_text(text)
+        found[name] = kv.load(folder)
+    return found
+
+
+@pytest.mark.parametrize("name", REFUSING)
+@settings(max_examples=EXAMPLES // 2, deadline=None, derandomize=True,
+          phases=[Phase.explicit, Phase.generate],
+          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@given(history=histories(), tools=st.lists(st.sampled_from(ODD_TOOLS), unique_by=str),
+       who=st.lists(st.sampled_from(["Ann", "Bob", "user", None]), min_size=9))  # fmt: skip
+def test_a_template_that_refuses(
+    refusing: dict[str, LanguageModel], name: str, history: list[Json], tools: Any, who: list[Any]
+) -> None:
+    """Histories and tools are fitted to it, and no word of theirs is lost."""
+    for message, named in zip(history, who, strict=False):
+        if named and message["role"] != "tool":
+            message["name"] = named
+    given_tools = [{"type": "function", "function": tool} for tool in tools]
+    prompt = checked(refusing[name], FAMILIES[0], history, given_tools or None)
+    for tool in tools:
+        assert tool["name"] in prompt
+    words = {"typed properties": r"word_[b-d]", "no such parameter": r"word_\w"}
+    for word in re.findall(words.get(name, "(?!)"), str(tools)):
+        assert word in prompt
+    said = (m for m in history if m["role"] == "user")
+    assert all(m["name"] in prompt for m in said if m.get("name", "user") != "user")
 
 
 def test_a_lost_word_is_noticed() -> None:

@@ -27,7 +27,6 @@ from tests.support.serving import Running, running  # noqa: E402
 
 CLIENTS = ("openai", "claude", "openai, streaming", "claude, streaming")
 ANSWERS = 8  # of a session
-UNMARKED = ("llama3", "gpt-oss")  # whose calls, and thoughts, mlx-lm has no marks for
 
 
 class Seen(Scheduler):
@@ -132,10 +131,7 @@ def test_what_a_model_writes_is_divided(served: Served, family: Family, client: 
             [json.loads(c.arguments) for c in answer.calls],
         )
         calls = [{"place": parts["C"]}] if "C" in parts else []
-        if family.name in UNMARKED:  # told as text, nothing of which is lost
-            assert all(part in str(found) for part in parts.values()), found
-        else:
-            assert found == (parts.get("T", ""), parts.get("S", ""), calls)
+        assert found == (parts.get("T", ""), parts.get("S", ""), calls)
 
 
 def test_what_a_prompt_lacks_is_noticed() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from jinja2 import TemplateError
 
@@ -19,7 +19,7 @@ REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, A
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 GO_ON = {"role": "user", "content": "Go on."}  # stands where a template wants a user's message
 # What may have to stand in front of every history.
-LEADS: Final = ([], [SYSTEM], [GO_ON, {"role": "assistant", "content": "Yes."}])
+LEADS: tuple[list[Message], ...] = ([], [SYSTEM], [GO_ON, {"role": "assistant", "content": "Yes."}])
 OWN_ID, FOREIGN_ID = "a1b2c3d4e", "call_0f1e-2d3c_4b5a6978a1b2c3d4"
 ANNOUNCED = "kvlingo_looks"
 

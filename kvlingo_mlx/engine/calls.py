@@ -22,11 +22,6 @@ BEGINS = (
     '{"name":%s', '{"type":"function","name":%s', '{"type":"function","function":{"name":%s',
     '{"function":{"name":%s', '[{"name":%s',
 )  # fmt: skip
-TAGS = re.compile(
-    r'<｜DSML｜invoke name="([^"]*)">|'
-    r'<｜DSML｜parameter name="([^"]*)" string="(\w+)">(.*?)</｜DSML｜parameter>',
-    re.DOTALL,
-)
 ID = 9  # letters and digits of a call's id; Mistral's templates take no other number
 ToolCall = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -78,17 +73,6 @@ _mistral_headed = _headed(r"([\w.-]+)(?:\[CALL_ID\][\w-]+)?\s?\[ARGS\]\s?")
 def _mistral(text: str, tools: Tools = None) -> list[Any]:
     """Mistral's calls, of which the older are JSON; mlx-lm takes an id for a name."""
     return (_in_json if text.startswith("[") else _mistral_headed)(text, tools)
-
-
-def _tagged(text: str, tools: Tools = None) -> list[Any]:
-    """DeepSeek V3.2's calls."""
-    found = list[Any]()
-    for name, key, is_text, value in TAGS.findall(text):
-        if name:
-            found.append({"name": name, "arguments": {}})
-        else:
-            found[-1]["arguments"][key] = value if is_text == "true" else json.loads(value)
-    return found
 
 
 def _bare(text: str, tools: Tools) -> list[Any]:
@@ -172,17 +156,11 @@ FORMS = {
 }
 JSON = FORMS["json_tools"]
 # Of gpt-oss's answers, the marks beside those of calls, and the state behind each.
-HARMONY = {
-    "<|channel|>analysis<|message|>": "reasoning",
-    **dict.fromkeys(
-        (
-            "<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>",
-            "<|channel|>commentary<|message|>", "<|start|>assistant", "<|end|>", "<|return|>",
-            "<|call|>",
-        ),
-        "normal",
-    ),
-}  # fmt: skip
+HARMONY = dict.fromkeys(
+    ("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>",
+     "<|channel|>commentary<|message|>", "<|start|>assistant", "<|end|>", "<|return|>", "<|call|>"),
+    "normal",
+) | {"<|channel|>analysis<|message|>": "reasoning"}  # fmt: skip
 # Where mlx-lm knows of no form, by a text that the vocabulary or the chat template has.
 OTHERS = {
     "<|call|>": CallForm(  # gpt-oss
@@ -192,11 +170,6 @@ OTHERS = {
         ),
         starts=("<|channel|>commentary to=", "<|channel|>analysis to=", " to=functions."),
         end="<|call|>", within="<|message|>", marks=HARMONY,
-    ),
-    "｜DSML｜": CallForm(  # DeepSeek V3.2
-        ("<｜DSML｜invoke name=",), ("<｜DSML｜parameter name=", "</｜DSML｜parameter>"),
-        closed=True, parse=_tagged,
-        starts=("<｜DSML｜function_calls>",), end="</｜DSML｜function_calls>",
     ),
     "<｜tool▁calls▁begin｜>": CallForm(  # DeepSeek V3, V3.1, R1
         ("<｜tool▁call▁begin｜>",), each=False, parse=_headed(
@@ -211,12 +184,12 @@ OTHERS = {
     **{
         start: JSON._replace(starts=(start,), end=end, bare="python" in start)
         for start, end in (
-            ("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>"),  # Llama 3 and 4
+            ("<|python_tag|>", ""),  # Llama 3
             ("<|tool_call|>", ""),  # Granite 3
             ("<|START_ACTION|>", "<|END_ACTION|>"),  # Command
             ("<|action_start|><|plugin|>", "<|action_end|>"),  # InternLM
             ("<TOOLCALL>", "</TOOLCALL>"),  # Nemotron
-            ("<tool_calls>", "</tool_calls>"),  # Jamba, MiniMax M1, Hunyuan
+            ("<tool_calls>", "</tool_calls>"),  # Hunyuan
             ("<tool_call>", "</tool_call>"),  # Hermes, SmolLM3, EXAONE, Falcon
         )
     },

@@ -24,24 +24,15 @@ OWN_ID, FOREIGN_ID = "a1b2c3d4e", "call_0f1e-2d3c_4b5a6978a1b2c3d4"
 ANNOUNCED = "kvlingo_looks"
 
 
-def _tool(parameters: Any, **more: Any) -> dict[str, Any]:
-    function = {"name": ANNOUNCED, **more, "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-def _at(**place: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": {"at": place}}
-
-
-TOOL = _tool(_at(type="string", description="A place."), description="Look.")
-# Tools as clients send them, without what a template may join into a text.
-BARE_TOOLS = (
-    _tool(_at(type="string", description="A place.")),
-    _tool({"type": "object"}, description="Look."),
-    _tool(_at(description="A place."), description="Look."),
-    _tool(_at(type=["string", "null"], description="A place."), description="Look."),
-    _tool(_at(type="string"), description="Look."),
-)
+PLACE = {"type": "string", "description": "A place."}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": ANNOUNCED,
+        "description": "Look.",
+        "parameters": {"type": "object", "properties": {"at": PLACE}},
+    },
+}
 
 # Histories by what a template that renders all their messages takes, in a word a message: a role,
 # or a key of KINDS.
@@ -92,9 +83,8 @@ def _result(content: str, identity: str = OWN_ID) -> Message:
 
 def think_marks(tokenizer: Any) -> tuple[str, str]:
     """The marks of a thought: the tokenizer's, else those that most templates look for."""
-    found = (getattr(tokenizer, f"think_{which}", None) for which in ("start", "end"))
-    start, end = found
-    return (start, end) if start and end else ("<think>", "</think>")
+    start = getattr(tokenizer, "think_start", None)
+    return (start, tokenizer.think_end) if start else ("<think>", "</think>")
 
 
 def marked(tokenizer: Any, reasoning: str, content: str) -> str:
@@ -123,15 +113,6 @@ KINDS: Mapping[str, Callable[[str, Any], Message]] = {
     "foreign-call": lambda word, _: _answer(tool_calls=[_call(word, FOREIGN_ID)]),
     "text-call": lambda word, _: _answer(tool_calls=[_call("look", OWN_ID, f"{{{word}")]),
 }
-
-
-def _message(kind: str, word: str, tokenizer: Any) -> Message:
-    if kind in KINDS:
-        return KINDS[kind](word, tokenizer)
-    role = kind.removeprefix("empty-")
-    return {"role": role, "content": word if role == kind else ""}
-
-
 STRICT = ("system", "system, no user last", "reasoning", "marked reasoning")  # are tried always
 # By tokenizer, what its template has been found to take, without and with tools.
 _found: weakref.WeakKeyDictionary[Any, dict[tuple[str, bool], Any]] = weakref.WeakKeyDictionary()
@@ -150,22 +131,18 @@ class TemplateNeeds:
         self.tokenizer, self._tools, self._strict = tokenizer, tools, strict
 
     def takes(self, what: str) -> bool:
-        """Whether the template takes a kind of history: a key of PROBES, or a role; or BARE_TOOLS,
-        in the words ``bare tools``.
-        """
+        """Whether the template takes a kind of history: a key of PROBES, or a role."""
         if self.tokenizer is None:
             return what.startswith(("system", "an empty", "marks"))
         if self._strict and what not in STRICT:
             return False
-        return bool(self._known(what, lambda: self._tried(what)))
+        return bool(self._known(what))
 
-    @property
-    def lead(self) -> list[Message]:
-        """What the template wants in front of any history, with a system's message or without."""
-        if self.tokenizer is None:
-            return []
-        found: list[Message] = self._known("lead", self._tried_leads)
-        return found
+    def led(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, with what the template wants in front of any, mostly nothing."""
+        if self.tokenizer is None or (messages and messages[0]["role"] == "system"):
+            return list(messages)
+        return [*map(dict, self._known("lead")), *messages]
 
     def text_of(self, messages: Sequence[Message], **switches: Any) -> str:
         """What the template makes of messages as they are; "" if it refuses them."""
@@ -179,19 +156,21 @@ class TemplateNeeds:
 
     def tells_of(self, tool: Mapping[str, Any]) -> bool:
         """Whether the template tells of a tool, in the form in which it is given."""
-        function = tool.get("function", tool)
-        return str(function.get("name")) in self._text(["user"], tools=[tool])
+        return str(tool.get("function", tool).get("name")) in self._text(["user"], tools=[tool])
 
-    def _known(self, what: str, find: Callable[[], Any]) -> Any:
+    def _known(self, what: str) -> Any:
         known = _found.setdefault(self.tokenizer, {})
         key = what, self._tools
         if key not in known:
-            known[key] = find()
+            known[key] = self._tried(what)
         return known[key]
 
-    def _tried(self, what: str) -> bool:
-        if what == "bare tools":
-            return all(map(self.tells_of, BARE_TOOLS))
+    def _tried(self, what: str) -> Any:
+        if what == "lead":
+            user = {"role": "user", "content": "kvlingo0n"}
+            return next(
+                (each for each in LEADS if user["content"] in self.text_of([*each, user])), ()
+            )
         probes = PROBES.get(what, [f"user assistant {what} user"])
         if not all(self._renders(probe.split()) for probe in probes):
             return False
@@ -201,10 +180,6 @@ class TemplateNeeds:
         named = {"tools": ANNOUNCED, "ids": OWN_ID}.get(what, "")  # what it tells of, too
         return named in self._text(probes[0].split())
 
-    def _tried_leads(self) -> list[Message]:
-        asked = {"role": "user", "content": "kvlingo0n"}
-        return next((lead for lead in LEADS if "kvlingo0n" in self.text_of([*lead, asked])), [])
-
     def _renders(self, kinds: Sequence[str]) -> bool:
         """Whether all of a probe's messages are in the prompt, in their order."""
         told = (n for n, kind in enumerate(kinds) if not kind.startswith("empty-"))
@@ -212,16 +187,12 @@ class TemplateNeeds:
         return re.search(words, self._text(kinds), re.DOTALL) is not None
 
     def _text(self, kinds: Sequence[str], **switches: Any) -> str:
-        messages = [
-            _message(kind, f"kvlingo{number}n", self.tokenizer) for number, kind in enumerate(kinds)
-        ]
-        return self.text_of(led(self, messages), **switches)
-
-
-def led(needs: TemplateNeeds, messages: Sequence[Message]) -> list[Message]:
-    """The messages with what the template wants in front of them."""
-    begun = bool(messages) and messages[0]["role"] == "system"
-    return list(messages) if begun else [*map(dict, needs.lead), *messages]
+        messages = []
+        for number, kind in enumerate(kinds):
+            word, role = f"kvlingo{number}n", kind.removeprefix("empty-")
+            plain = {"role": role, "content": word if role == kind else ""}
+            messages.append(KINDS[kind](word, self.tokenizer) if kind in KINDS else plain)
+        return self.text_of(self.led(messages), **switches)
 
 
 def announces_tools(tokenizer: Any) -> bool:

@@ -16,13 +16,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvlingo_mlx.tokenization.announced_tools import forms_of
 from kvlingo_mlx.tokenization.probes import (
     GO_ON,
+    PROBES,
     REFUSALS,
     Message,
     TemplateNeeds,
-    led,
+    announces_tools,
     marked,
     think_marks,
 )
@@ -50,54 +50,70 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str, *
     needs = TemplateNeeds(tokenizer, bool(given.get("tools")))
     opens = bool(given.get("add_generation_prompt"))
     refusal: Exception | None = None
-    for tools in forms_of(needs, given.get("tools")):
+    for tools in _forms_of(needs, given.get("tools")):
         given = {**given, "tools": tools} if "tools" in given else given
         needs = TemplateNeeds(tokenizer, bool(tools))
         for strict, marks in ATTEMPTS:
             told = messages if marks else without_marks(tokenizer, messages)
             fitted = fit_to_template(tokenizer, told, tools=bool(tools), strict=strict, opens=opens)
             if strict:
-                fitted = list(_bare(needs, fitted))
+                fitted = _bare(needs, fitted)
             try:
                 return tokenizer.apply_chat_template(fitted, **given)
             except REFUSALS as error:
                 refusal = refusal or error
-    wrong, change = _wrong(needs, messages, given.get("tools") or ())
+    wrong = _wrong(needs, messages, given.get("tools") or ())
     raise ValueError(
-        f"the chat template of {name} does not take {wrong} ({refusal}); {change}, or give a "
-        "prompt of plain text"
+        f"the chat template of {name} says {str(refusal)!r:.200}, and does not take {wrong}, or "
+        "give a prompt of plain text"
     )
 
 
-def _bare(needs: TemplateNeeds, messages: Iterable[Message]) -> Iterator[Message]:
+def _forms_of(needs: TemplateNeeds, tools: Sequence[Any] | None) -> Iterator[Sequence[Any] | None]:
+    """The tools as they are; then, where a template refuses one, this told in its description."""
+    if not tools or not announces_tools(needs.tokenizer):  # some refuse what they cannot tell
+        yield None
+        return
+    yield tools
+    mended = [tool if needs.tells_of(tool) else _described(tool) for tool in tools]
+    if mended != list(tools):
+        yield mended
+
+
+def _described(tool: Mapping[str, Any]) -> Message:
+    """A tool with all fields that templates join into texts; its description has its parameters."""
+    function = tool.get("function", tool)
+    told = json.dumps(function.get("parameters") or {}, ensure_ascii=False, default=str)
+    text = f"{function.get('description') or ''}\nParameters, as JSON schema: {told}".strip()
+    none = {"type": "object", "properties": {}, "required": []}
+    plain = {"name": str(function.get("name")), "description": text, "parameters": none}
+    return {"type": "function", "function": plain}
+
+
+def _bare(needs: TemplateNeeds, messages: Iterable[Message]) -> list[Message]:
     """The messages' roles and texts, and no other field that a template may refuse."""
-    for message in messages:
-        kept = {"role": message["role"], "content": message["content"].strip() or EMPTY}
-        if "reasoning_content" in message and needs.takes("reasoning"):
-            kept["reasoning_content"] = message["reasoning_content"]
-        yield kept
+    keys = ["role", "content", *(["reasoning_content"] if needs.takes("reasoning") else [])]
+    return [{key: m[key].strip() or EMPTY for key in keys if key in m} for m in messages]
 
 
 def _wrong(
     needs: TemplateNeeds, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
-) -> tuple[str, str]:
-    """What a template does not take in any form, and what to change."""
+) -> str:
+    """What a template takes in no form, and what to change."""
     for tool in tools:
         if not needs.tells_of(tool):
-            named = tool.get("function", tool).get("name")
-            return f"the tool {named!r}", "change its name or leave it out"
+            return f"the tool {tool['function']['name']!r}; rename it or leave it out"
 
     def refused(count: int) -> bool:
         told = without_marks(needs.tokenizer, messages[:count])
         fitted = fit_to_template(needs.tokenizer, told, strict=True)
-        return not needs.text_of(list(_bare(needs, fitted)))
+        return not needs.text_of(_bare(needs, fitted))
 
     if not messages or not refused(len(messages)):
-        return "these switches", "leave them out"
+        return "these switches; leave them out"
     number = bisect.bisect_left(range(len(messages)), True, lo=1, key=refused)
-    said = messages[number - 1]
-    told = f"message {number} of {len(messages)}, of role {said.get('role')!r}"
-    return f"{told}, {str(said.get('content'))!r:.60}", "change or leave out that message"
+    role = messages[number - 1].get("role")
+    return f"message {number} of {len(messages)}, of role {role!r}; change it or leave it out"
 
 
 def fit_to_template(
@@ -128,8 +144,9 @@ def fit_to_template(
     given = with_joined_parts(messages)
     for message in given:
         if message.get("content") in (None, ""):
-            filled = message.get("tool_calls") or _takes_empty(needs, message["role"])
-            message["content"] = "" if filled else EMPTY
+            what = f"an empty {message['role']}"
+            what = what if what in PROBES else "an empty assistant"
+            message["content"] = "" if message.get("tool_calls") or needs.takes(what) else EMPTY
     given = list(_with_names(needs, given))
     if not needs.takes("several answers"):
         given = _with_joined_answers(given)
@@ -138,15 +155,10 @@ def fit_to_template(
     fitted = _in_turn(needs, _in_roles(needs, forms, "system"), opens)
     if fitted and fitted[-1]["role"] != "user":  # some show instructions in a last one alone
         fitted = _in_turn(needs, _in_roles(needs, forms, "system, no user last"), opens)
-    return led(needs, fitted)
+    return needs.led(fitted)
 
 
 # ---- texts --------------------------------------------------------------------------------------
-
-
-def _takes_empty(needs: TemplateNeeds, role: str) -> bool:
-    known = role in ("system", "user") or (role == "tool" and needs.takes("calls"))
-    return needs.takes(f"an empty {role if known else 'assistant'}")
 
 
 def _with_names(needs: TemplateNeeds, messages: Iterable[Message]) -> Iterator[Message]:
@@ -158,15 +170,13 @@ def _with_names(needs: TemplateNeeds, messages: Iterable[Message]) -> Iterator[M
     speaker = None
     for message in messages:
         name, role = message.get("name"), message["role"]
-        if role == "tool" or needs.takes("names"):
-            yield message
-            continue
-        told = {key: value for key, value in message.items() if key != "name"}
-        if role == "user":
+        if role != "tool" and not needs.takes("names"):
+            message = {key: value for key, value in message.items() if key != "name"}
+        if role == "user" and "name" not in message:
             before, speaker = speaker, name if str(name).lower() != role else None
             if speaker and speaker != before:
-                told["content"] = f"{speaker}: {told['content']}"
-        yield told
+                message["content"] = f"{speaker}: {message['content']}"
+        yield message
 
 
 def _with_marks(needs: TemplateNeeds, message: Message) -> Message:
@@ -181,16 +191,12 @@ def _with_marks(needs: TemplateNeeds, message: Message) -> Message:
         return message
     if needs.takes("marks in an answer"):
         return message
-    stop = content.find(end) + len(end) if _thinks_first(content, start, end) else 0
+    start, end = map(re.escape, (start, end))
+    thought = re.match(  # the prompt may have opened it
+        rf"(?s)\s*{start}.*?{end}|(?:(?!{start}|{end}).)*\n{end}(?=\n\n)", content
+    )
+    stop = thought.end() if thought else 0
     return {**message, "content": content[:stop] + _spaced(content[stop:], inner)}
-
-
-def _thinks_first(content: str, start: str, end: str) -> bool:
-    """Whether an answer's text begins with a thought, whose start may be in the prompt."""
-    if end not in content or content.lstrip().startswith(start):
-        return end in content
-    before, after = content.split(end, 1)
-    return start not in content and before.endswith("\n") and after.startswith("\n\n")
 
 
 def _spaced(text: str, marks: Iterable[str]) -> str:
@@ -295,16 +301,13 @@ def _digest(text: str) -> str:
 
 def with_object(call: Any) -> Any:
     """A tool call whose arguments are an object, if they are the JSON text of one."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
     try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
+        arguments = json.loads(call["function"]["arguments"])
+    except (ValueError, RecursionError, TypeError, LookupError):
         return call
     if not isinstance(arguments, dict):
         return call
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 # ---- as text ------------------------------------------------------------------------------------
@@ -378,9 +381,7 @@ def _in_roles(needs: TemplateNeeds, messages: Iterable[Message], first: str) -> 
     """
     leading = True
     for message in messages:
-        role = message["role"]
-        if role == "developer":
-            role = "system"
+        role = "system" if message["role"] == "developer" else message["role"]
         leading &= role == "system"
         if role in ("user", "assistant", "tool"):
             yield message

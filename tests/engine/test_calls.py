@@ -69,17 +69,13 @@ WRITERS: dict[str, Callable[[str, Arguments], str]] = {
     "deepseek-v3.1": lambda f, a: (
         f"<｜tool▁call▁begin｜>{f}<｜tool▁sep｜>{json.dumps(a)}<｜tool▁call▁end｜>"
     ),
-    "deepseek-v3.2": lambda f, a: f'\n<｜DSML｜invoke name="{f}">\n' + "".join(
-        f'<｜DSML｜parameter name="{k}" string="true">{v}</｜DSML｜parameter>\n'
-        for k, v in a.items()
-    ) + "</｜DSML｜invoke>\n",
     "granite-3": lambda f, a: json.dumps([{"name": f, "arguments": a}]),
     "phi-4": lambda f, a: json.dumps([{"name": f, "arguments": a}]),
     "llama-3": lambda f, a: json.dumps({"name": f, "parameters": a}),
     "command": lambda f, a: json.dumps([{"tool_call_id": "0", "tool_name": f, "parameters": a}]),
     "internlm": lambda f, a: json.dumps({"name": f, "parameters": a}),
     "nemotron": lambda f, a: json.dumps([{"name": f, "arguments": a}]),
-    "jamba": lambda f, a: json.dumps([{"name": f, "arguments": a}]),
+    "hunyuan": lambda f, a: json.dumps([{"name": f, "arguments": a}]),
     "hermes": lambda f, a: "\n" + json.dumps({"name": f, "arguments": a}) + "\n",
 }  # fmt: skip
 WRITERS["seed"] = WRITERS["qwen3_coder"]
@@ -89,14 +85,13 @@ MARKS = {
     "gpt-oss, role": (" to=functions.", "<|call|>"),
     "deepseek-v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     "deepseek-v3.1": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    "deepseek-v3.2": ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
     "granite-3": ("<|tool_call|>", ""),
     "phi-4": ("<|tool_call|>", "<|/tool_call|>"),
     "llama-3": ("<|python_tag|>", ""),
     "command": ("<|START_ACTION|>", "<|END_ACTION|>"),
     "internlm": ("<|action_start|><|plugin|>", "<|action_end|>"),
     "nemotron": ("<TOOLCALL>", "</TOOLCALL>"),
-    "jamba": ("<tool_calls>", "</tool_calls>"),
+    "hunyuan": ("<tool_calls>", "</tool_calls>"),
     "hermes": ("<tool_call>", "</tool_call>"),
     "seed": ("<seed:tool_call>", "</seed:tool_call>"),
 }
@@ -279,7 +274,6 @@ def test_arguments_are_an_object_or_the_call_is_text(
         ("gpt-oss, role", "look with a word" + 99 * " more"),
         ("deepseek-v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{}\n```"),
         ("deepseek-v3.1", "<｜tool▁call▁begin｜>look<｜tool▁sep｜>{} and<｜tool▁call▁end｜>"),
-        ("deepseek-v3.2", '<｜DSML｜invoke name="look"><｜DSML｜parameter name="p" string="'),
         ("granite-3", '[{"name": "look", "arguments": {}}] and so on'),
         ("command", '[{"tool_name": "look", "parameters": {}}, 7]'),
         ("kimi_k2", "<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"),
@@ -304,9 +298,9 @@ TWO = [["look", ARG], ["write_file", OTHER]]
     [
         (form, between.join(WRITERS[form](*call) for call in TWO))  # type: ignore[arg-type]
         for form, between in [
-            ("hermes", "\n"), ("json_tools", ", "), ("jamba", "\n"), ("granite-3", ""),
+            ("hermes", "\n"), ("json_tools", ", "), ("hunyuan", "\n"), ("granite-3", ""),
             ("llama-3", "; "), ("minimax_m2", ""), ("kimi_k2", ""), ("deepseek-v3", "\n"),
-            ("deepseek-v3.1", ""), ("deepseek-v3.2", ""), ("mistral, ids", ""),
+            ("deepseek-v3.1", ""), ("mistral, ids", ""),
         ]
     ],
 )  # fmt: skip

@@ -171,7 +171,7 @@ def test_a_thought_does_not_change_how_a_call_is_told(
 TURN = "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}"
 TOLD = "{%- for t in tools or [] -%}{{- t.function.name + '\\n' -}}{%- endfor -%}"
 PROPERTY = (
-    "{%- for t in tools or [] -%}{{- t.function.name + ': ' -}}"
+    "{%- for t in tools or [] -%}{{- t.function.name + t.function.description -}}"
     "{%- for k in t.function.parameters.properties -%}"
     "{%- set p = t.function.parameters.properties[k] -%}{{- k + ' ' + p.type + ' ' + "
     "p.description -}}{%- endfor -%}{%- endfor -%}"

@@ -4,8 +4,6 @@ Names are loaded when they are first used: importing this package loads neither 
 Linux, importing it also makes sure that MLX, when imported later, finds a fast BLAS (``blas.py``).
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -4,8 +4,6 @@ An argument that would have no effect is refused, because its user expects an ef
 in groups take and need is said in ``options``; here is what single functions have beside them.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

@@ -12,8 +12,6 @@ All other modules import ``mx`` and ``nn`` from here. Three things must happen a
   program that does not need it sets ``sys.modules["torch"]`` to None before this import.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -8,8 +8,6 @@ does not know of. ``KVLINGO_BLAS=0`` switches all this off; ``KVLINGO_BLAS=path`
 library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

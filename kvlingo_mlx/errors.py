@@ -1,7 +1,5 @@
 """Errors that users can act on: each message says what was found, what was expected, what to do."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -6,8 +6,6 @@ made. Errors name options as Python does; the command line spells the same error
 MLX is loaded here, so the package's own classes are known by their names.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import os

@@ -4,8 +4,6 @@ Any room says so here; the command line shows it (``cli/progress``). In a progra
 nobody listens, and a phase does nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager

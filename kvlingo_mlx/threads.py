@@ -11,8 +11,6 @@ per model would need an order. There is only one GPU anyway, and Metal has crash
 encoded at once. In a server with one MLX thread, the lock costs some hundred nanoseconds per unit.
 """
 
-from __future__ import annotations
-
 import _thread
 import atexit
 import contextlib

@@ -1,7 +1,5 @@
 """The only room that knows mlx-lm's cache classes: it makes, writes and reads caches."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Prefill of tokens that stand between entries that the caches already hold."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Caches, used between two tokenizers, whose entries do not correspond one to one to tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

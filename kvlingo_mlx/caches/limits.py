@@ -1,7 +1,5 @@
 """What mlx-lm cannot do with a model's caches; it is refused before anything is computed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The need is estimated low (weights as stored, caches of the prompt only, no temp
 anything refused could not have run.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Mapping

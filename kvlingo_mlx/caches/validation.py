@@ -5,8 +5,6 @@ another dtype, a model decodes wrongly, perhaps fluently. Only shapes, dtypes an
 checked, which costs microseconds per layer; ``KVLINGO_DEBUG=1`` also checks every number.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

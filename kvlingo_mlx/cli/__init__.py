@@ -4,8 +4,6 @@ A user's error is one line on standard error that begins with "error:", with exi
 ``--debug`` before the verb shows the traceback instead.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The user's input in a chat: lines, and Ctrl-C."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

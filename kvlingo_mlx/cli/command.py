@@ -5,8 +5,6 @@ the fields a class says in ``NEEDS`` which options have no effect without others
 which are keys of ``--config`` and no flags: what a first month does not need.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

@@ -4,8 +4,6 @@ A key is an option that is typed as ``-c KEY=VALUE``. It is checked as a flag is
 both into the same parameter, and may be typed as one, too.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import tomllib

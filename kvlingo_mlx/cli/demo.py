@@ -1,7 +1,5 @@
 """kvlingo-mlx demo: the whole product on the embedded tiny models, no network."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kvlingo_mlx.cli.command import VerbOptions, verb

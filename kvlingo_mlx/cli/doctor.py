@@ -1,7 +1,5 @@
 """kvlingo-mlx doctor: what is installed and stored, and what is wrong with it."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import typer

@@ -1,7 +1,5 @@
 """The options of ``kvlingo-mlx eval``, and the reading of their values."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

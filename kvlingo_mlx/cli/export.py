@@ -1,7 +1,5 @@
 """kvlingo-mlx export: write a translator's maps as other programs read them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Texts, tables and records, the same for every verb."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """kvlingo-mlx pair: from two models to a translator, in the time there is."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kvlingo_mlx.cli.command import TwoModels, verb

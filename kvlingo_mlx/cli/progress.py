@@ -3,8 +3,6 @@
 A thread looks at the clock, so that a step of many minutes is shown, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """kvlingo-mlx publish: upload a translator to the Hugging Face Hub."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kvlingo_mlx.cli.command import VerbOptions, verb

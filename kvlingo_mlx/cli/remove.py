@@ -1,7 +1,5 @@
 """kvlingo-mlx remove: take a translator out of the local store."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """kvlingo-mlx serve: models behind the APIs of OpenAI and Anthropic, with one conversation."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import asdict, dataclass
 from typing import Annotated, ClassVar

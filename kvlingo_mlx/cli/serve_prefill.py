@@ -1,7 +1,5 @@
 """kvlingo-mlx serve-prefill: a model that reads prompts for another machine."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 

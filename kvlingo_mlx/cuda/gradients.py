@@ -6,8 +6,6 @@ receives the gradients of its leaves. So no graph of the translator exists besid
 only one layer's graph of the translator exists at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

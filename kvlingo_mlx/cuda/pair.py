@@ -1,7 +1,5 @@
 """Two PyTorch models in a training, and the attention that weighs the rows of a closed form."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 Data parallelism over conversations is torchrun's: gloo on CPUs, nccl on GPUs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """The zoo: tiny trained models and their translators, shipped for the demo and the tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kvlingo_mlx.arguments import checked

@@ -3,8 +3,6 @@
 They are the same in both runtimes: generated dialogues, tokenised as training data are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

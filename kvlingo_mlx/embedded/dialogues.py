@@ -9,8 +9,6 @@ only so many identities across two independently trained models. There are many 
 (100 codes, 24 cities, 20 names), so that a guess is seldom right.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator, Sequence

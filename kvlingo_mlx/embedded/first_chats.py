@@ -5,8 +5,6 @@ is that many answers can only be read off earlier messages: tables, notes, lists
 user gave some turns before. A translator for real use wants real conversations.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

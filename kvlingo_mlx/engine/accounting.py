@@ -1,7 +1,5 @@
 """The memory that a conversation takes, line by line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Prepare a reply: from a caller's request to a turn over a transcript."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

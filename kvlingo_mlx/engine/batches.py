@@ -4,8 +4,6 @@ mlx-lm's own batch runs the model. Here answers join and leave it at any step, e
 its own, and what the model's projections write is kept apart for each answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

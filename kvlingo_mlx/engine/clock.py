@@ -1,7 +1,5 @@
 """Where the time of a hand-over goes."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Generator

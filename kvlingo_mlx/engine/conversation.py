@@ -5,8 +5,6 @@ spans that its model read or wrote itself, and of spans that another model wrote
 translated once. At a switch only the spans that the incoming model lacks are translated.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import warnings

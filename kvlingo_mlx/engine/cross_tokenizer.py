@@ -4,8 +4,6 @@ Each model renders the prompt by its own template. The source's tokens are trans
 chunk, one cache entry each. The target then prefills all tokens between them in one pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

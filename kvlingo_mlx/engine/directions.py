@@ -1,7 +1,5 @@
 """Which translator serves which direction between a conversation's models."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Hand a prompt over from one model's cache to another's."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ response per token, ``generate`` joins the text. The decode model always runs th
 itself, since a translated cache holds no prediction (section "Cache translation", equation (2.1)).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Unpack

@@ -7,8 +7,6 @@ find facts that got lost in a long prompt, since a prompt's last words seldom de
 prompt longer than those that the translator was made and tested on is in doubt by its length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

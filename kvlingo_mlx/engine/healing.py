@@ -6,8 +6,6 @@ only. Nothing is copied: a cache is ended at the chunk's start while the target 
 goes on to where it ended.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import time

@@ -5,8 +5,6 @@ costs j / N of a prefill. The layers above are translated. The target may also r
 the last tokens itself, in all layers.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Lines from which an answer is decoded, and the steps that bring one of them up to date."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from abc import ABC, abstractmethod

@@ -4,8 +4,6 @@ A message is a dictionary as chat templates take it: ``role``, ``content``, and 
 ``reasoning_content``, ``tool_calls`` (their arguments as objects) and ``tool_call_id``.
 """
 
-from __future__ import annotations
-
 import json
 import operator
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the lines of other tokenizers hold of a conversation, and can offer to one line."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A hand-over as a conversation of one turn: two lines that nobody keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any
 

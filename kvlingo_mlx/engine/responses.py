@@ -1,7 +1,5 @@
 """An answer's responses: mlx-lm's, with the tokens and times of a hand-over."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields

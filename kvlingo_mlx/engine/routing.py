@@ -1,7 +1,5 @@
 """Choose which model answers a turn, by rules in a TOML file or by a user's function."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import re

@@ -1,7 +1,5 @@
 """The rules by which a conversation's models take over from one another, and what these can do."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

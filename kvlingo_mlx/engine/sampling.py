@@ -1,7 +1,5 @@
 """How an answer's tokens are chosen, by checked arguments with the names of mlx-lm's server."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict

@@ -4,8 +4,6 @@ That is a line of the source's own, states that exist already, or those that arr
 machine; each is a :class:`~kvlingo_mlx.engine.line.Source`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which model wrote which positions of a cache line: spans in order and without gaps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

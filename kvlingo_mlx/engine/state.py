@@ -1,7 +1,5 @@
 """A conversation between two answers: its messages and lines, which can be changed and kept."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

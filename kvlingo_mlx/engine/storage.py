@@ -1,7 +1,5 @@
 """Where an idle line's arrays are stored: in memory with 8 bits, or in a file."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

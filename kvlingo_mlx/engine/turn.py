@@ -1,7 +1,5 @@
 """One answer in progress, perhaps by several models one after the other."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence

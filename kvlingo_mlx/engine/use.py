@@ -1,7 +1,5 @@
 """Exclusive use of a conversation: one caller at a time, from any thread, until it is closed."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

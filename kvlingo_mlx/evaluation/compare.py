@@ -1,7 +1,5 @@
 """Scores of every condition on every item of every task, averaged with error bars."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ show whether a measurement means anything: if hiding the prefix, or shuffling th
 layers, costs little, then the data do not need the prefix.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence

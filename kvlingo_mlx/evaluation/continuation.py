@@ -4,8 +4,6 @@ Logits are computed one block of tokens at a time. Only the target's own predict
 whole continuation, (M, V) in float32, since those from every other cache are compared with them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The whole product on two embedded models: answers, recall and time from a translated cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

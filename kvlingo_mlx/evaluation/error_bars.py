@@ -1,7 +1,5 @@
 """Means with standard errors over evaluation items (appendix "Seeds and error bars")."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """JSONL files of scores and responses, kept as soon as they are known and never computed twice."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What is compared: each way to fill a cache, with its name, what tells it apart, and its work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

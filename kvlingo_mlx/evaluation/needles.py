@@ -4,8 +4,6 @@ A prompt hides short statements among unrelated sentences, and asks for some of 
 the share of the wanted values that the answer contains.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import random

@@ -4,8 +4,6 @@ A task is a list of items and a way to score one. Items of one group (a length, 
 are averaged together. A task's mean is over all items; items that share a question count as one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ of an earlier attention step of the target itself: a hybrid has native layers be
 above.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

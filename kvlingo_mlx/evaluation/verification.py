@@ -1,7 +1,5 @@
 """Checks that a translator computes on this machine what it computed when it was made."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial

@@ -4,8 +4,6 @@ A family differs from the default by its row's arguments, or by a class in a fil
 every row.
 """
 
-from __future__ import annotations
-
 import importlib
 
 from kvlingo_mlx.errors import UnsupportedModelError

@@ -1,7 +1,5 @@
 """Families whose attention, or whose config, differs from the common one by more than names."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A family is one ``Family`` object. The defaults describe the common attention bl
 ``k_proj`` and ``v_proj``, an optional per-head RMSNorm named ``k_norm``, then RoPE.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

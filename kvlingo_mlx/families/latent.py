@@ -4,8 +4,6 @@ Whatever mlx-lm's cache stores, here ``values`` are c_KV after kv_a_layernorm an
 before its rotation, with one head each (paper: section "MLA cache translation").
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ are the inputs of its convolution, its "values" those of its gates, and the targ
 makes its state of their translations. Exact inputs give the exact state.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 The ranks of ``mlx.launch`` share the samples and the maps.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import warnings

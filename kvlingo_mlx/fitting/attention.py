@@ -1,7 +1,5 @@
 """The attention that a continuation pays to its prefix, which the attention norms use."""
 
-from __future__ import annotations
-
 from kvlingo_mlx.backend import mx
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a fit reads: as many samples, from all over the data, as its maps can use."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence

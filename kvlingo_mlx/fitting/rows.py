@@ -1,7 +1,5 @@
 """What stage 1 needs of two MLX models: their states, row by row."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The translator is folded into the target's queries and pooled values, so the tar
 the prefix is never made (appendix "Decoding under a memory budget").
 """
 
-from __future__ import annotations
-
 from kvlingo_mlx.folding.cache import FoldedCache
 from kvlingo_mlx.folding.decoding import (
     folded_generate,

@@ -6,8 +6,6 @@ and returns handles. We replace the one function that takes them: ours knows the
 everything else, quantised caches too, to mlx-lm's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ The three layers are those of :mod:`kvlingo_mlx.engine.generation`, but nothing 
 source reads the prompt as usual, and the maps are applied to the target's queries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack

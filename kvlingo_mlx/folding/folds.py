@@ -1,7 +1,5 @@
 """What can be folded, and how a target's folded caches are made over its source's caches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A file or folder is written beside its destination, synced to the disk, and then
 one step. A process killed at any moment leaves either the old one or the new one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

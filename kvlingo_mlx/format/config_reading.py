@@ -1,7 +1,5 @@
 """Strict reading of ``translator_config.json``: all that the format does not allow is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files that strangers wrote: regular ones, and JSON read strictly."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

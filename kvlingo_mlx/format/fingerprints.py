@@ -6,8 +6,6 @@ projection is applied to a known vector, its output is split into four parts, an
 projected on another known vector.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ Both runtimes describe a checkpoint by the same facts, so a translator made in o
 recognised by the other (docs/reference/translator-format.md, "Fingerprints").
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The maps that a config implies: what each reads and writes, its tensors' names and shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ transformers for every family: configs on which they disagree must be listed her
 which they agree must not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A reader refuses what the format does not allow, with one line that names the fi
 and what was expected. Nothing is ever unpickled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """JSON of strangers as dataclasses: every value is of the type that its field declares."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Resolve a name to a folder: a local one, an embedded model's, or a snapshot from the Hub."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import json

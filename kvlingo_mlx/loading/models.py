@@ -1,7 +1,5 @@
 """Load models: one alone, or several after a check that everything fits into memory."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from importlib import metadata

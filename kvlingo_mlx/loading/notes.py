@@ -4,8 +4,6 @@ A warning is shown once a process; a command is advised only where the pair allo
 what commands call a translator (``loading.translators.name_of``).
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 import warnings

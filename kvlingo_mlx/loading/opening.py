@@ -1,7 +1,5 @@
 """Check and open a model's folder; its weights stay in their files until they are needed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Whether a translator fits two models: refusals name what differs, lesser differences are told."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

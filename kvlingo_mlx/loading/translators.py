@@ -1,7 +1,5 @@
 """Load translators, and find the translator of a pair in the local store."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence

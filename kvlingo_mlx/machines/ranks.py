@@ -4,8 +4,6 @@ Messages are waited for, and never within a gradient. All ranks come to them in 
 rank that ends in an error ends the others, by the launcher.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

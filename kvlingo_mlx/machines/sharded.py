@@ -5,8 +5,6 @@ heads; its logits are whole. A translator reads and writes all heads, so a part 
 is a source, and takes its own when it is a target. That is all that lines know of it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace

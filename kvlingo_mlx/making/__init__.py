@@ -1,7 +1,5 @@
 """From two models to a translator worth using, in one call and in a given time."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

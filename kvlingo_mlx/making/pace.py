@@ -1,7 +1,5 @@
 """How fast this machine trains a pair on given data, and which lengths it has time for."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping

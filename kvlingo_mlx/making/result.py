@@ -1,7 +1,5 @@
 """What a call of :func:`kvlingo_mlx.pair` makes, and what it tells on the way."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The folder ``OUT.pair`` stands beside the translator in the making. It keeps wha
 far, each fact once, for the same command.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -5,8 +5,6 @@ quantisation and isinstance checks stay the same, and the class is restored on e
 bit-exact on every family tried.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading

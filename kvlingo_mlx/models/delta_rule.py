@@ -10,8 +10,6 @@ chunk's begin, and A_ij = beta_i G_ij k_i . k_j for j < i, with G_ij the decay f
 i. Results differ from mlx-lm's by rounding, so a hand-over does not use this.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import threading

@@ -4,8 +4,6 @@ mlx-lm's models run a decoder and then their head, with whatever scale or cap be
 the two run apart: the decoder's output is recorded, or given to the head in the decoder's place.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ capture point, and moves translated keys on to what the target's cache stores. I
 norms its values, "pre_norm" is before both norms.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 

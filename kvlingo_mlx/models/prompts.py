@@ -1,7 +1,5 @@
 """Convert prompts to token ids: text, messages rendered by a chat template, or ids."""
 
-from __future__ import annotations
-
 import json
 import operator
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Objects and modules that act otherwise for a while."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator

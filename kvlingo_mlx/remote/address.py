@@ -1,7 +1,5 @@
 """Addresses of other machines: ``host:port``, or a URL of it."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

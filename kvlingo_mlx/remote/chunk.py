@@ -1,7 +1,5 @@
 """A chunk's file: safetensors in memory, written by one side and checked by the other."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A model on another machine: its facts are here, its weights are not."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from importlib import metadata

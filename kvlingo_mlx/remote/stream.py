@@ -4,8 +4,6 @@ A thread downloads and checks the next chunks while the last one is translated. 
 array. Whatever it cannot repair, it hands on as an error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import secrets

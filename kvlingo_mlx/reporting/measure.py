@@ -3,8 +3,6 @@
 Only functions that time MLX import it, so a machine with PyTorch alone can keep records too.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Figures as files, drawn by matplotlib, which is an optional dependency."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Sequence

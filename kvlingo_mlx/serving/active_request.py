@@ -1,7 +1,5 @@
 """One request in the engine: its sampler, its events, and where its prompt came from."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence

@@ -3,8 +3,6 @@
 An API's own form of requests and answers is in :mod:`.wire`; nothing here knows it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import functools

@@ -1,7 +1,5 @@
 """The server's clock. Ranks that serve together go by the first one's."""
 
-from __future__ import annotations
-
 import time
 
 _round: float | None = None

@@ -5,8 +5,6 @@ lock meanwhile. On several machines, each round begins with a message of the fir
 clients sent, and the time. So all decide alike.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import faulthandler

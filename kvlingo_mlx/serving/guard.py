@@ -1,7 +1,5 @@
 """Who may ask, how much, and how slowly: keys, hosts and origins, bodies, slow clients."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

@@ -1,7 +1,5 @@
 """Answers that must fit a grammar: JSON of a schema, or a tool call. llguidance says what fits."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

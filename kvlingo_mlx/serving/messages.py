@@ -5,8 +5,6 @@ events that come back into its own form. Nothing here knows HTTP or MLX; ranks s
 is here, pickled.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

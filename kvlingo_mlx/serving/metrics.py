@@ -3,8 +3,6 @@
 Labels are names that the server itself knows, never texts of a client's.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator, Mapping

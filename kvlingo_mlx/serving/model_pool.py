@@ -1,7 +1,5 @@
 """A server's models: opened at the start, loaded on demand, unloaded when memory is short."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

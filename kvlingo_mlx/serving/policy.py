@@ -1,7 +1,5 @@
 """How each model takes over from each other one: by translation, or by reading anew, and why."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Mapping

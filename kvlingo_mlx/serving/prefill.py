@@ -9,8 +9,6 @@ A chunk has an ``ETag``, its ``Repr-Digest`` (RFC 9530) and honours ``Range`` (R
 wait=SECONDS`` (RFC 7240) says how long a client waits for it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -4,8 +4,6 @@ A chunk is a safetensors file with its digest. It is kept until a later one is a
 has been idle for too long. Jobs are kept in HTTP's thread alone; the other one only reads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

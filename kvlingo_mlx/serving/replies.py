@@ -1,7 +1,5 @@
 """How the engine's events become the response to a request: streamed, or whole."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -4,8 +4,6 @@ A round gives every answer that is being written its next token, and one of thos
 written one more piece of its prompt: so a long prompt holds nobody up for longer than one chunk.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import re

@@ -1,7 +1,5 @@
 """The server as a program: its socket, its two threads, and a graceful end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -6,8 +6,6 @@ file of the same name with the keys by which it is found: so it is found again a
 file is written last and removed first, so a folder without one is rubbish.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -7,8 +7,6 @@ parts; so does a plain text, by its tokens. What really need not be read anew is
 token, by its lines.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """What a server is told: one frozen dataclass, from a TOML file and the options of the verb."""
 
-from __future__ import annotations
-
 import difflib
 import ipaddress
 import os

@@ -3,8 +3,6 @@
 Metal can end a process. Connections that come while none runs wait in the socket's queue.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing

@@ -5,8 +5,6 @@ given, L is a linear regression with a ridge, and R is one with L given. Both ar
 from R = 1 on. States are wanted of many texts and lengths, since one state alone fits anything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The config of a translator that is to be fitted or trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvlingo_mlx.format.assignment import Assignment, by_depth, check_windows

@@ -8,8 +8,6 @@ larger than 1 for the first four positions under ``sink_S``, and the attention t
 continuation pays to the position under ``attention_mass``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -4,8 +4,6 @@ Where the sums of all maps do not fit in memory together, the data are read agai
 maps. A runtime runs the models (:class:`Rows`); all else is the same code for MLX and PyTorch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -3,8 +3,6 @@
 Each step checks one thing and returns findings; a finding with a problem says what to do.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import resource

@@ -1,7 +1,5 @@
 """Import a translator that was made elsewhere into the local store, in our format or another."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

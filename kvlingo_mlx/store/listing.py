@@ -1,7 +1,5 @@
 """List the translators in the local store, and remove one from it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Upload a translator's folder to the Hub: only the files of the format."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a switch costs on this machine: four phases, beside the least time that each could take."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Random models with the widths of released ones; times do not depend on the weights' values."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The widths of models that are timed, for MLX and PyTorch: the paper's, and hybrids."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A source returns one record at a time by its number, and keeps only its index in
 ``conversations`` interprets the records.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

@@ -7,8 +7,6 @@ translated: the target prefills it itself, in place (appendix "Cross-tokenizer c
 ``tokenizers`` library.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -5,8 +5,6 @@ the room ``cuda`` compute: the passes, the gradients, the optimizer's step. ``cu
 extra of that name and imports no MLX.
 """
 
-from __future__ import annotations
-
 from kvlingo_mlx.errors import needs_extra
 
 

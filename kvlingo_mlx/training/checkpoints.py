@@ -5,8 +5,6 @@ The folder ``OUT.partial`` stands beside the translator that is being made. It h
 process that is killed at any point leaves either the previous state or the new one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """The work of ``kvlingo-mlx train`` between parsing its options and printing."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import statistics

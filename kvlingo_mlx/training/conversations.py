@@ -4,8 +4,6 @@ Appendix "Training data and training recipe": how a sample is built, and where t
 goes. ``samples.tokenise`` renders the turns by the family's own chat template.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ no-gradient passes over every conversation. The translator of lowest held-out KL
 steps is kept; the initial translator counts as step 0.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """What a translator's maps compute, on the arrays of either runtime."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 So malformed records are found before training starts, and all later choices rest on known lengths.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

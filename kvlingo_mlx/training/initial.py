@@ -1,7 +1,5 @@
 """The tensors with which a training begins where no closed form gives them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

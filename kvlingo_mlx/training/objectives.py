@@ -8,8 +8,6 @@ hidden states, one block of tokens at a time: with a vocabulary of 150,000, two 
 continuation's logits would not fit.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

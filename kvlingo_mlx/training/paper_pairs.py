@@ -4,8 +4,6 @@ Appendix "Training protocol", table "lrs"; appendix "Dense-to-MoE cache translat
 "moemlp"; appendix on two tokenizers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What to train and how: a plan, the paper's defaults, and the config of the new translator."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The recipe of a stage that is trained by gradient."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ The paper's translators are fitted on the English subset of their data (appendix
 across languages"), and their data share nothing with the benchmarks (appendix "Training data").
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import Counter

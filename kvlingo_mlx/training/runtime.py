@@ -5,8 +5,6 @@ is the same code: data, recipe, stages, checkpoints, log, interruption. What cro
 is NumPy; what a pair hands out as ``Any`` (readings, states, rows) goes back to the same pair only.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol

@@ -5,8 +5,6 @@ records of all lengths in nearly equal numbers, half of them with a reasoning tr
 gets every record equally often.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A whole training: from two models and a stream of conversations to a translator folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import shutil

@@ -1,7 +1,5 @@
 """Warnings from a training's own curve: it overfits, stalls, or gets worse."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers of a model that decodes, whichever library runs it: what is asked, and where they end."""
 
-from __future__ import annotations
-
 import abc
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """lm-eval's tasks under every condition, as :mod:`compare` does for our own tasks."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ tokens. The source has other tokens and another template, so what was rendered i
 context becomes an ``AlignedPrefix`` (section "Cross-tokenizer cache translation").
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """lm-eval's tasks decoded on MLX: answers of one model, several at once."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 

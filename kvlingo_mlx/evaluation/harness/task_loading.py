@@ -1,7 +1,5 @@
 """Loads lm-eval tasks with their data by name: the caller's, the user's, lm-eval's own."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence

@@ -6,8 +6,6 @@ gradients of its keys and values. So no graph of the translator exists beside th
 one layer's graph of the translator exists at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -6,8 +6,6 @@ itself, MLX does not work ahead. mlx-lm's own ``grad_checkpoint`` would give gra
 cache's keys and values, as the cache object hides them; here they are arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The loss of a continuation, and its gradient in the student's hidden states."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ The terms are those of docs/guides/train-a-pair.md. Their factors were measured 
 ``benchmarks/training_memory.py``, on a CPU and dense models.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Two MLX models in a training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version

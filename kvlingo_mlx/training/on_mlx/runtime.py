@@ -1,7 +1,5 @@
 """How a training on MLX opens its models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvlingo_mlx.backend import mx

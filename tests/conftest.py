@@ -1,7 +1,5 @@
 """Tiny random models shared by all tests, written once."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """Row 44: what does not fit into memory is refused before it is read, and nothing else is."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

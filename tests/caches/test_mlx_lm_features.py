@@ -4,8 +4,6 @@ Maps are identities, so the reference is always mlx-lm itself on the cache that 
 the same steps must give the same numbers, to the bit. Where mlx-lm fails, we must say so first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Caches that a model must not go on from, and what else is checked before every hand-over."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

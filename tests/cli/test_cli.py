@@ -1,7 +1,5 @@
 """The command line, run as a user runs it: what it prints, writes and refuses."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -4,8 +4,6 @@ Every argument of every public function has a kind, and every row of the table i
 state of what it names.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

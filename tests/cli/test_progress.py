@@ -1,7 +1,5 @@
 """How far a verb is: never silent for more than a minute, and no message on the bar's own line."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

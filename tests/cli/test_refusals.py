@@ -3,8 +3,6 @@
 A row is what is typed after the words that a group begins with, and a part of the line.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Row 55: locale, clock, HOME, odd paths, disks that cannot be written or synchronised."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

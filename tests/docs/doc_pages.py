@@ -6,8 +6,6 @@ Two invisible comments before a block say what to do with it::
     <!-- file: rules.toml -->          its text is a file that later blocks of the page read
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

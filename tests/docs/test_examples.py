@@ -1,7 +1,5 @@
 """The examples do what they say, with the embedded models and with other ones by name."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """What the pages name exists: files, headings, verbs, options, names of the package."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import subprocess

@@ -4,8 +4,6 @@ Real models' names are served from a Hub cache that holds tiny ones. So what run
 that readers copy; what comes out of it is not looked at.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """The embedded models recall natively, fail blind, and stay small; their dialogues and template."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that several tests of conversations share."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Answers written together beside the same answers alone, and what their model wrote for each."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

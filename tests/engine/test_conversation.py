@@ -1,7 +1,5 @@
 """Conversations: whatever is said and done, an answer is mlx-lm's to the history, read anew."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

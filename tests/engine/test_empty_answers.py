@@ -1,7 +1,5 @@
 """A warning where an answer gives the user nothing, and none where it does."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is mlx-lm's own to the bit: identity maps, one model at both ends, a target that reads."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

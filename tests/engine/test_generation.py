@@ -1,7 +1,5 @@
 """generate and its parts: prompts, clock, memory, synchronisations, processors."""
 
-from __future__ import annotations
-
 import gc
 import time
 from pathlib import Path

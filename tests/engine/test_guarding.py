@@ -1,7 +1,5 @@
 """A guard compares both models where a translation ends: what it measures, and what follows."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import warnings

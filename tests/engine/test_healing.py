@@ -1,7 +1,5 @@
 """Conversations whose models read behind their translations, against a plain prefill."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Translators that map recurrent states, through every function that hands over."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

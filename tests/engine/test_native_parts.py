@@ -1,7 +1,5 @@
 """Hand-overs of which the target reads a part itself: layers, first tokens, last tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

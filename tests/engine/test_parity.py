@@ -1,7 +1,5 @@
 """The MLX hand-over against an independent PyTorch reference, live and from golden files."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools

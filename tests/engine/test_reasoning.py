@@ -1,7 +1,5 @@
 """Conversations in which one model writes the reasoning trace and another one the answer."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 

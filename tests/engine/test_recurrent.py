@@ -5,8 +5,6 @@ is not mapped, has no effect, and through unit matrices every state must be that
 reads all by itself.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Who answers a turn: rules in order, callables, and every refusal of either."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

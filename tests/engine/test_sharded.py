@@ -1,7 +1,5 @@
 """Targets that several ranks of ``mlx.launch`` hold together, beside one process that holds all."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import signal

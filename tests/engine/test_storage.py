@@ -1,7 +1,5 @@
 """Lines that are put away and come back, what they weigh, and conversations on disk."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Two tokenizers, in a hand-over and in conversations: against PyTorch, and one tokenizer."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import json

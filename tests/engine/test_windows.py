@@ -1,7 +1,5 @@
 """Layers with a window take its tokens alone, and lose nothing by it: equal to the bit."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

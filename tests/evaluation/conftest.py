@@ -1,7 +1,5 @@
 """lm-eval tasks that several tests of evaluation share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

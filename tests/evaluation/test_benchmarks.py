@@ -1,7 +1,5 @@
 """lm-eval's tasks across a line-up, and in the verb ``eval``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """lm-eval's tasks decoded with PyTorch: the numbers of MLX, and the texts of transformers."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partialmethod

@@ -1,7 +1,5 @@
 """Evaluation runs: journals that resume, conditions, means, and the verb."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recall and KL against independent values, and controls that must differ."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

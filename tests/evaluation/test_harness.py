@@ -1,7 +1,5 @@
 """lm-eval's tasks behind any condition; with nothing translated, mlx-lm's own evaluation."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """lm-eval's tasks where the two models have tokenizers and chat templates of their own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

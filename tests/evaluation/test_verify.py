@@ -1,7 +1,5 @@
 """kvlingo-mlx verify: the self-test through MLX, and a training's receipt."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

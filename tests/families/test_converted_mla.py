@@ -1,7 +1,5 @@
 """Latent attention made of grouped-query attention: the conversion and the family."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Which families there are, how their rotations and configs are read, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 The reference is ``tests/support/hybrid_reference.py``. Errors are relative, by Frobenius norms.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hybrids by every verb and function that treats them otherwise, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

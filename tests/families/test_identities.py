@@ -1,7 +1,5 @@
 """Every family: what is captured, written and decoded is the model's own, to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

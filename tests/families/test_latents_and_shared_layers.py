@@ -1,7 +1,5 @@
 """Families whose cache is unlike the common one: Gemma-4 and multi-head latent attention."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -6,8 +6,6 @@ those of one source layer. Only the target's last layer adds to it, so its answe
 fit has to find these maps, and the cache has to be the target's own.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

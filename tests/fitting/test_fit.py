@@ -1,7 +1,5 @@
 """fit on the device: planted maps, norms against a plain reference, samples, refusals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a fit reads, and what it says of the time before."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """fit between hybrids: recurrent layers by the same least squares, with every option."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A fit that several ranks of ``mlx.launch`` share, beside one process that makes all of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Folded decoding: what the materialised translated cache decodes, without that cache."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

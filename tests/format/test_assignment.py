@@ -1,7 +1,5 @@
 """Which source layers a target layer reads, against exact fractions and hand-made tables."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 

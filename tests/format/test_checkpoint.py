@@ -1,7 +1,5 @@
 """Translator format version 1: what is read and written, and all that is refused."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

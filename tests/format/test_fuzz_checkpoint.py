@@ -4,8 +4,6 @@ No other exception is allowed, and no hang. What is read must be what the format
 checked here with plain JSON and the safetensors library, and must survive being written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

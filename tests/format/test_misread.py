@@ -1,7 +1,5 @@
 """The table of configs that mlx-lm misreads, against transformers, both ways."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

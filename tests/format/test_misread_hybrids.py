@@ -1,7 +1,5 @@
 """Hybrids' configs: mlx-lm, as this package opens it, against transformers, setting by setting."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

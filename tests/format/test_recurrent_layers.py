@@ -1,7 +1,5 @@
 """Recurrent layers (format version 2) and maps of their states (3), by the format page alone."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Every test begins as in a new process, in which nothing was told yet."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvlingo_mlx.loading import notes

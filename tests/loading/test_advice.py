@@ -1,7 +1,5 @@
 """What a message tells a user to type is allowed for the user's pair."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re

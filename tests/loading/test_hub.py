@@ -1,7 +1,5 @@
 """Models and translators from the Hub: a real client against a server on the loopback."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import http.server

@@ -1,7 +1,5 @@
 """What a loaded model is called, can be run by, and is told from others by."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

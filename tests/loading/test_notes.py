@@ -1,7 +1,5 @@
 """What is told of a pair that fits and yet differs: commit, bits, fine-tune, length; each once."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import re

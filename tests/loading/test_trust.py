@@ -1,7 +1,5 @@
 """Translators that nobody should trust are named, and none is replaced or used unseen."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

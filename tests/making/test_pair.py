@@ -1,7 +1,5 @@
 """From two models to a translator in the store, by one call, interrupted and resumed."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Histories of any order, fitted to templates that behave as those of released models."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

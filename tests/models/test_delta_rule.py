@@ -1,7 +1,5 @@
 """The gated delta rule in chunks, against a loop in float64 and against mlx-lm's."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

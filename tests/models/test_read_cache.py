@@ -1,7 +1,5 @@
 """States read from caches that exist already, against those captured in a prefill."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kvlingo_mlx.backend import mx

@@ -3,8 +3,6 @@
 The planted library is MLX's own reference BLAS under OpenBLAS's name, so none need be installed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

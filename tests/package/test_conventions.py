@@ -1,7 +1,5 @@
 """House rules that a reader should not have to check by eye."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

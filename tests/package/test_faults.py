@@ -1,7 +1,5 @@
 """Faults whose refusals the other files leave out; which row is shown where stands in FAULTS.md."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

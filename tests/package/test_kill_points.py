@@ -3,8 +3,6 @@
 A thousand of them: ``KVLINGO_EXAMPLES=1000 pytest tests/package/test_kill_points.py``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import multiprocessing
 import os

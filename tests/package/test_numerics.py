@@ -3,8 +3,6 @@
 Parity with PyTorch in float32 (1e-5 a tensor, 1e-4 on logits, golden files) is in test_parity.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kvlingo_mlx.backend import mx

@@ -1,7 +1,5 @@
 """The scripts of benchmarks/: records made once, rivals that do what is said, missed promises."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

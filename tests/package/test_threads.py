@@ -2,8 +2,6 @@
 
 # ruff: noqa: B023  (threads end before a loop goes on)
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

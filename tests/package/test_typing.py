@@ -1,7 +1,5 @@
 """What checkers and editors know of the package, seen through mypy."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import subprocess

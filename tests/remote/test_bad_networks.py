@@ -1,7 +1,5 @@
 """What goes wrong between two machines: nothing wrong is accepted, and nothing hangs."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

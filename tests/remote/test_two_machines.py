@@ -1,7 +1,5 @@
 """A source on another machine: its caches are those of a local hand-over, whatever is sent."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

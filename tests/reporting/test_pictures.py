@@ -1,7 +1,5 @@
 """What the figures say: their ticks, their scales, which models they are of."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Stage 1's solver: planted maps, optimality, token weights, and data that leave maps open."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Closed forms over several passes: against least squares on the raw states, in float64."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

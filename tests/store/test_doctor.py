@@ -1,7 +1,5 @@
 """kvlingo-mlx doctor: each fault injected, each told with what to do."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

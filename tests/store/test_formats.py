@@ -1,7 +1,5 @@
 """Translators in the formats of others: numbers laid out by hand, and all that is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Mappers of VeloxQuant-MLX against that package itself: what it computes, and what it writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

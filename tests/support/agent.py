@@ -7,8 +7,6 @@ old call is cleared, as agents do to save room. The models are random, so their 
 One row a request says where its prompt came from.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The verbs and the paper's commands; what one that is refused must print; a record of data."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

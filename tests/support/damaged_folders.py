@@ -1,7 +1,5 @@
 """Damaged translator folders, and what a reader must make of each."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """A server's engine without HTTP: requests in, whole answers out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ The first run is the README's, in an environment that holds nothing else. The se
 extras, and `--extras-only` leaves out of it all that the first has run.
 """
 
-from __future__ import annotations
-
 import pytest
 
 KEPT = "kvlingo/lacking"  # in pytest's cache: ids of tests, and of modules that were skipped whole

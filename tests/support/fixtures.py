@@ -1,7 +1,5 @@
 """What fixtures are, under the short names that signatures of tests use."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Sources and targets of random weights, as switches on a GPU are timed on them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Receipts that say what is usual, and predictions by plain calls of a model in float64."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The chunks that are read behind a translation, noted as they are read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import count
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 No two widths are alike where the family allows it, and no head counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

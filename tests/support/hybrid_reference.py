@@ -8,8 +8,6 @@ format page describes them. Nothing here is of the package.
 Legend: T tokens, H heads, D a head's width, C channels of a convolution, V the vocabulary.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from abc import ABC, abstractmethod

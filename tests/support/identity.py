@@ -1,7 +1,5 @@
 """The identity translator of a model, and the tokens it is tried on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

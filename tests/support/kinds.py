@@ -1,7 +1,5 @@
 """Every translator kind as plain loops, written from the format page alone."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

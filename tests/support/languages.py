@@ -3,8 +3,6 @@
 The languages are XQuAD's, on which the paper measures translation across tokenizers.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Tasks of lm-eval on local files, one of each kind."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

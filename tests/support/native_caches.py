@@ -1,7 +1,5 @@
 """The caches that mlx-lm's own prefill leaves, and what is decoded from them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvlingo_mlx.backend import mx

@@ -1,7 +1,5 @@
 """A server of a source in this process, and a network between it and its client that fails."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct

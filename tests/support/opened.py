@@ -1,7 +1,5 @@
 """Models that are loaded, and copies of them in few bits."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

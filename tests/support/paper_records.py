@@ -1,7 +1,5 @@
 """A few records of each of the paper's benchmarks, in the public data sets' own schemas."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

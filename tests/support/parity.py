@@ -1,7 +1,5 @@
 """How near a hand-over must be to the reference, and how far what is wrong must be."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

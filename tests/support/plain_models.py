@@ -4,8 +4,6 @@ Shapes and names are taken from mlx-lm's own modules, which load nothing else; t
 drawn as ``tiny.py`` draws them.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """Ports of this machine for programs that cannot choose one themselves."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

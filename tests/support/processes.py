@@ -1,7 +1,5 @@
 """Processes of their own, which start in half the time where PyTorch is installed."""
 
-from __future__ import annotations
-
 import sys
 
 # transformers loads PyTorch wherever it finds it, and mlx-lm loads transformers.

@@ -1,7 +1,5 @@
 """Samples of random tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvlingo_mlx.tokenization.samples import Sample

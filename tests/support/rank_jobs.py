@@ -3,8 +3,6 @@
 ``python -m tests.support.rank_jobs JOB.json`` does the job's cases and writes what each rank found.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -3,8 +3,6 @@
 It hands over and decodes with its part of a target, and writes what it holds into the job's folder.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

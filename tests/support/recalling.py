@@ -1,7 +1,5 @@
 """Prompts of the embedded models' facts, what is asked of them in lm-eval, and what is written."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

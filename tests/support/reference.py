@@ -5,8 +5,6 @@ describes them, and takes k_norm, RoPE and decoding from the models' own modules
 Legend: T tokens, H KV heads, D head dim.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -1,7 +1,5 @@
 """The scripts in ``tools/``, as modules."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Responses without a model."""
 
-from __future__ import annotations
-
 from mlx_lm.generate import GenerationResponse as MLXResponse
 
 from kvlingo_mlx.engine.responses import GenerationResponse

@@ -6,8 +6,6 @@ provider with its own ids, two calls at once, arguments that were cut. Each thin
 a word of its own, so that a prompt can be searched for it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -4,8 +4,6 @@ A request's prompt is a script of commands, separated by semicolons, so that a t
 tokens come, what fails, and how the process dies.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The verb `serve` in a process of its own, with real models."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A translator folder with maps of recurrent states, as the format page describes it."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Conversations of one model under several names, held to what mlx-lm answers."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random hybrids made by transformers, in folders that mlx-lm reads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Files are written from their formats' own descriptions and not by the package's 
 so that reading them is tested too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

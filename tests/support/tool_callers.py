@@ -1,7 +1,5 @@
 """Models that call tools as Qwen3 does: single tokens mark a call, which is JSON."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

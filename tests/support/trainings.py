@@ -1,7 +1,5 @@
 """Small trainings in PyTorch on samples of random tokens."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

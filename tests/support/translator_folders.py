@@ -1,7 +1,5 @@
 """Translator folders of every layout, written from the format's description alone."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

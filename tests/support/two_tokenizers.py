@@ -1,7 +1,5 @@
 """A tiny Qwen3 and a tiny Mistral, each with a tokenizer and a chat template of its own."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path

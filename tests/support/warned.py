@@ -1,7 +1,5 @@
 """What an action warns of."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """An engine that answers requests of all APIs with planted events."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Bodies of requests in which every field is used, and changes of them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

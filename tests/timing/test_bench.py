@@ -1,7 +1,5 @@
 """Times of a switch: what is run, what is left out, and the command as a user runs it."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Training on MLX against training on PyTorch: gradients, steps, checkpoints, whole runs."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fitting and training between two tokenizers, on the device and in PyTorch."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The gradient that is taken layer by layer, against one trace of the whole pass."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The learning rates of the paper's pairs, against the paper's own table (label "tab:lrs")."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pretraining by its command: resumed, shared by processes, and the folder that it ends with."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The parts of the paper's pretraining: architectures, CompleteP, losses, packing, slices."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

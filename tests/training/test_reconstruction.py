@@ -4,8 +4,6 @@ The equation for the closed form: the squared Frobenius norm of ``M K_src - K_tg
 prefix, for every layer's keys and values.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from pathlib import Path

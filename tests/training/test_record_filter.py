@@ -1,7 +1,5 @@
 """Which records a training reads: planted ones of many languages, and of an evaluation."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The fine-tune that brings a converted model back towards its original, and the baseline's."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

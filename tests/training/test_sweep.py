@@ -1,7 +1,5 @@
 """The sweep of learning rates, on planted landscapes: where the best rate lies is known."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What `train` writes every other verb takes for the same models, in whatever dtype it ran."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

@@ -1,7 +1,5 @@
 """The PyTorch training path: against MLX, finite differences, plain sums, and itself resumed."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

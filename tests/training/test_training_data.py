@@ -1,7 +1,5 @@
 """The training stream: what it reads, what a sample looks like, and which samples come when."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

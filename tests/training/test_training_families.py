@@ -3,8 +3,6 @@
 Windows, two rotations, no k_norm, shared caches, normed values, latents.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trainings into hybrids, by the front door: the loss falls, and an interrupted one goes on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

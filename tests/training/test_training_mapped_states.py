@@ -1,7 +1,5 @@
 """Maps of recurrent states in training: their gradients, the front door, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

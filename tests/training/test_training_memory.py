@@ -1,7 +1,5 @@
 """What training takes in memory: the sum by hand, the measured peak, the refusal, by the verbs."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

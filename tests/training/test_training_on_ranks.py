@@ -1,7 +1,5 @@
 """A training on MLX that several ranks of ``mlx.launch`` share, beside one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

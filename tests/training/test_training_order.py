@@ -1,7 +1,5 @@
 """The order of the training stream, over data of every shape: no record comes again too soon."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

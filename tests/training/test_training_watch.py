@@ -1,7 +1,5 @@
 """A training watches itself: its curve, the step that is kept, and its rates in little time."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

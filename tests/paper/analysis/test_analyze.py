@@ -1,7 +1,5 @@
 """Analysis of two models' caches: planted relations, mlx-lm's own caches, and the verb."""
 
-from __future__ import annotations
-
 import json
 
 from kvlingo_mlx.backend import mx

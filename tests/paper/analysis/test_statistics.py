@@ -1,7 +1,5 @@
 """Statistics of caches against plain loops, known spectra and planted maps."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

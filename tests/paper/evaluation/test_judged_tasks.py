@@ -1,7 +1,5 @@
 """The paper's own tasks, asked through lm-eval, and the judge of their free answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The paper's benchmarks as tasks: records, draws, rungs, and what is read from an answer."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

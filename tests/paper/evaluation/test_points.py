@@ -4,8 +4,6 @@ The embedded models recall facts and reason in a sentence, so answers are plante
 are mlx-lm's own decoding, one answer at a time, and this package's ``hand_over``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partialmethod
 from typing import Any

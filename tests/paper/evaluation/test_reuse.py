@@ -1,7 +1,5 @@
 """The source's cache unchanged: DroidSpeak on given data, and what each condition computes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

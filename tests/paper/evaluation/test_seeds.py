@@ -1,7 +1,5 @@
 """The spread over seeds beside the error over items: the paper's own rows, NumPy, and the verb."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The paper's suites: what is in them, one score out of many items, and the verb."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Conversations that two models answer in turn: records, ways, scores, and the verb."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A switch on a GPU as it is timed, run on a CPU: what is made, written and recorded."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

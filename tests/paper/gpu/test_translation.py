@@ -1,7 +1,5 @@
 """Whole prefixes translated at once in PyTorch: against plain loops, and against MLX."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

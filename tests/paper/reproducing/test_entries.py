@@ -1,7 +1,5 @@
 """The list of tables and figures against the paper's labels, and what each cell is a score of."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny runs of entries through the verb: trained, measured, laid out, kept, and gone on with."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Entries of statistics, from reports with planted numbers: the paper's rows, to their digits."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

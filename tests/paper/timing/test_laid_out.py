@@ -1,7 +1,5 @@
 """Records laid out as the paper's tables: planted with the paper's values, they give its rows."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tables of a switch, of healing and of a memory budget: what is run, and the verb."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Each template begins with what it does to a history. A model of one layer withou
 the form of its family, a thought, a text and a call: the last token alone decides the next one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

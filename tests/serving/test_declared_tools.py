@@ -353,6 +353,10 @@ def test_only_allowed_tools_are_shown(url: str, api: str) -> None:
     assert names == ["now", "mcp__a__look", "edit", "shell"]
     allowed["mode"] = choice["mode"] = "required"
     assert ask().is_success and Heard.asks[-1].tool_choice == "required"
+    body["tools"].append({"type": "function", "name": "web_search", "parameters": {}})
+    listed[:] = [{"type": "function", "name": "web_search"}]  # the client's, not the provider's
+    assert ask().is_success
+    assert [tool["function"]["name"] for tool in Heard.asks[-1].tools] == ["web_search"]
     listed[:] = [{"type": "function", "name": "never"}]
     refused = ask()
     assert refused.status_code == 400 and "never" in refused.json()["error"]["message"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 from typing import Any
@@ -20,7 +21,15 @@ from kvlingo_mlx.serving.wire import BadRequest, Incoming, anthropic, chat, resp
 from kvlingo_mlx.serving.wire.forms import sendable  # noqa: E402
 from kvlingo_mlx.tokenization.chat_messages import KEPT_ROLES  # noqa: E402
 from tests.support.wire_app import PLANTED, frames_of  # noqa: E402
-from tests.support.wire_bodies import CHAT, COMPLETION, MESSAGES, RESPONSES, changed, places  # noqa: E402
+from tests.support.wire_bodies import (  # noqa: E402
+    CHAT,
+    COMPLETION,
+    DECLARED,
+    MESSAGES,
+    RESPONSES,
+    changed,
+    places,
+)
 
 FULL: list[tuple[Any, dict[str, Any]]] = [
     (chat.API, CHAT),
@@ -28,6 +37,7 @@ FULL: list[tuple[Any, dict[str, Any]]] = [
     (anthropic.API, MESSAGES),
     (anthropic.COUNT, {k: v for k, v in MESSAGES.items() if k not in ("max_tokens", "stream")}),
     (responses.API, RESPONSES),
+    (responses.API, DECLARED),
 ]
 FULL[3][1].pop("stop_sequences")
 SETTINGS = settings(
@@ -154,7 +164,7 @@ def test_any_past_is_read(api: Any, full: dict[str, Any], data: st.DataObject) -
             how = data.draw(st.sampled_from(["replaced", "gone", "doubled", "more"]))
             way = data.draw(st.sampled_from(ways))
             earlier = changed(earlier, way, data.draw(SENDABLE), how)
-    body = {**full, name: [*earlier, last]}
+    body = {**full, name: [*earlier, last], "tool_choice": None}  # which may name a tool of them
     if api is chat.API:
         body |= {"continue_final_message": None, "add_generation_prompt": None}
     read = check(api, body)
@@ -165,9 +175,9 @@ def test_any_past_is_read(api: Any, full: dict[str, Any], data: st.DataObject) -
 def test_answers_with_odd_arguments_can_be_told(api: Any, body: dict[str, Any]) -> None:
     """What a model writes as arguments is not always what JSON may hold."""
     odd = ("{", "[1]", '{"a": NaN}', '{"a": "\\ud800"}', '{"a": "\ud800"}', "[" * 10_000)
-    for text in odd:
+    for text, name in itertools.product(odd, ("f", "weather", "shell", "tool_search")):
         answer = api.read(body).answer
-        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+        call = {"id": "c", "type": "function", "function": {"name": name, "arguments": text}}
         told = "".join(answer.take(Delta(tool_calls=(call,))))
         assert frames_of(told.encode().decode()) or api is chat.COMPLETIONS
         assert json.dumps(answer.body(), ensure_ascii=False, allow_nan=False).encode()

@@ -101,6 +101,33 @@ RESPONSES: dict[str, Any] = {
     "prompt_cache_key": "x",
 }  # fmt: skip
 
+DECLARED: dict[str, Any] = {  # tools of many kinds; some share names with planted calls
+    "model": "large", "stream": True,
+    "input": [
+        {"type": "additional_tools", "role": "developer", "tools": [
+            {"type": "namespace", "name": "functions", "description": "d", "tools": [
+                {"type": "custom", "name": "weather", "description": "d",
+                 "format": {"type": "grammar", "syntax": "lark", "definition": "start: A"}}]}]},
+        {"role": "user", "content": "Hej"},
+        {"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {}},
+        {"type": "tool_search_output", "call_id": "c", "tools": [
+            {"type": "namespace", "name": "a", "tools": [{"type": "function", "name": "now"}]}]},
+        {"type": "custom_tool_call", "call_id": "d", "name": "weather", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "d", "output": "y"},
+        {"type": "local_shell_call", "call_id": "e", "status": "completed",
+         "action": {"type": "exec", "command": ["ls"], "env": {}, "user": None}},
+        {"type": "local_shell_call_output", "id": "e", "output": "z"},
+    ],
+    "tools": [
+        {"type": "tool_search", "execution": "client", "parameters": SCHEMA}, {"type": "shell"},
+        {"type": "shell", "environment": {"type": "local"}}, {"type": "web_search"},
+        {"type": "computer_20251124", "name": "computer", "display_width_px": 9},
+        {"name": "b", "input_schema": SCHEMA, "input_examples": [{"a": 1}], "async": False},
+    ],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+        {"type": "shell"}, {"type": "custom", "name": "weather"}, {"type": "web_search"}]},
+}  # fmt: skip
+
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every place in a body."""

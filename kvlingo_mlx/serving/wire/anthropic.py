@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -21,7 +20,8 @@ from kvlingo_mlx.serving.wire import Answer, anthropic_error, oddities
 from kvlingo_mlx.serving.wire.answers import Gathered, extension, frame
 from kvlingo_mlx.serving.wire.forms import check_text, conversation
 from kvlingo_mlx.serving.wire.requests import Api, Body, Conversing, Effort, Positive, Stop
-from kvlingo_mlx.tokenization.chat_messages import content_text, repaired
+from kvlingo_mlx.serving.wire.tools import object_in
+from kvlingo_mlx.tokenization.chat_messages import content_text
 
 # Thinking is not signed, and comes back unchecked; some clients drop what has no signature.
 SIGNATURE = "kvlingo-mlx"
@@ -183,7 +183,7 @@ class MessagesAnswer(Gathered):
 
     def _call(self, identity: str, name: str, arguments: str) -> list[str]:
         frames = self._start({"type": "tool_use", "id": identity, "name": name, "input": {}})
-        self.blocks[-1]["input"] = _object(arguments)
+        self.blocks[-1]["input"] = object_in(arguments)
         return [*frames, self._delta("input_json_delta", "partial_json", arguments)]
 
     def _start(self, block: dict[str, Any]) -> list[str]:
@@ -206,15 +206,6 @@ class MessagesAnswer(Gathered):
             self.blocks[-1]["signature"] = SIGNATURE
             frames.append(self._delta("signature_delta", "signature", SIGNATURE))
         return [*frames, _event("content_block_stop", index=len(self.blocks) - 1)]
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object that JSON can hold; empty where the model wrote none."""
-    try:
-        found = json.loads(repaired(arguments), parse_constant=str)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _event(kind: str, **data: Any) -> str:

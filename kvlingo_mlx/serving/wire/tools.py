@@ -8,7 +8,7 @@ kind are run by a provider; these are left out.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from kvlingo_mlx.serving.messages import Tool
 from kvlingo_mlx.serving.wire import BadRequest, shown
 from kvlingo_mlx.serving.wire.forms import json_object, unread
 from kvlingo_mlx.serving.wire.oddities import TOOL
-from kvlingo_mlx.tokenization.chat_messages import joined, kind_of
+from kvlingo_mlx.tokenization.chat_messages import joined, kind_of, repaired
 
 WORDS = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 SCHEMAS = ("parameters", "input_schema", "inputSchema")  # names of a function's schema
@@ -58,13 +58,22 @@ class ToolKind(NamedTuple):
         """A call's arguments as the item has them; ``text`` is the JSON of an object."""
         if self.item == "function_call":
             return text
-        given = json.loads(text)
+        given = object_in(text)
         if self.field == "input":
             values = [given["input"]] if "input" in given else [*given.values()]
             return values[0] if len(values) == 1 and isinstance(values[0], str) else text
         lists = [n for n, kind in self.parameters["properties"].items() if kind is TYPES["texts"]]
         listed = {n: [given[n]] for n in lists if isinstance(given.get(n), str)}
         return {**self.fixed, **given, **listed}
+
+
+def object_in(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object that JSON can hold; empty where the model wrote none."""
+    try:
+        found = json.loads(repaired(arguments), parse_constant=str)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _one_of(values: list[str]) -> dict[str, Any]:
@@ -153,7 +162,7 @@ class Toolbox:
             prompt's start stays as it was.
 
     Raises:
-        BadRequest: One has no known form, or two of a list have one name.
+        BadRequest: A declared one has no known form, or two have one name.
     """
 
     def __init__(
@@ -161,20 +170,27 @@ class Toolbox:
     ) -> None:
         self.left_out = list[str]()
         self._called = dict[str, Called]()
-        tools = dict[str, Tool]()
-        for given in (declared, *added):
-            tools |= self._read(given)
+        tools = self._read(declared)
+        for tool in itertools.chain.from_iterable(added):
+            tools |= self._past(tool)
         self.tools = tuple(tools.values())
-        for given in found:
-            with contextlib.suppress(BadRequest):  # it belongs to the past
-                self._read(given)
+        for tool in itertools.chain.from_iterable(found):
+            self._past(tool)
+
+    def _past(self, tool: Any) -> dict[str, Tool]:
+        """A tool that a conversation holds; one of no known form, nobody can mend there."""
+        try:
+            return self._read([tool])
+        except BadRequest:
+            self.left_out.append(kind_of(tool) or "unknown")
+            return {}
 
     def _read(self, listed: list[Any]) -> dict[str, Tool]:
         """The tools of a list by the names under which they are shown."""
         tools = dict[str, Tool]()
-        for tool, path, namespace in _unfolded(listed, "tools"):
-            if (kind := _kind_of(given := _inner(tool))) is None:
-                self.left_out.append(kind_of(tool))
+        for given, path, namespace in _unfolded(listed):
+            if (kind := _kind_of(given)) is None:
+                self.left_out.append(kind_of(given))
                 continue
             function = _function(given, kind, path)
             called = Called(function["name"], kind, namespace)
@@ -214,15 +230,14 @@ class Toolbox:
     def _allowed(self, found: Mapping[str, Any]) -> tuple[tuple[Tool, ...], str]:
         inner = found.get("allowed_tools", found)
         listed = inner.get("tools") if isinstance(inner, dict) else None
-        if not isinstance(listed, list) or inner.get("mode", "auto") not in WORDS:
+        mode = WORDS.get(str(inner.get("mode") or "auto")) if isinstance(inner, dict) else None
+        if not isinstance(listed, list) or mode is None:
             expected = "a mode, auto or required, and a list of tools"
             raise unread(found, "tool_choice", expected)
-        names = {self._named(each, "tool_choice.tools") for each in listed if not self._lacks(each)}
+        own = [each for each in listed if kind_of(each) not in self.left_out]
+        names = {self._named(each, "tool_choice.tools") for each in own}
         tools = tuple(tool for tool in self.tools if tool["function"]["name"] in names)
-        return tools, WORDS[inner.get("mode", "auto")] if tools else "none"
-
-    def _lacks(self, choice: Any) -> bool:
-        return kind_of(choice) in self.left_out
+        return tools, mode if tools else "none"
 
     def _named(self, choice: Any, param: str) -> str:
         """The name under which a model is shown a tool that is chosen."""
@@ -232,24 +247,23 @@ class Toolbox:
         whole = joined(inner.get("namespace"), name) if isinstance(name, str) else ""
         if whole not in self._called:
             whole = {called.name: n for n, called in self._called.items()}.get(whole, "")
+        if whole and whole not in WORDS:
+            return whole
         if not name or (isinstance(choice, str) and not whole):
             raise unread(choice, param, "auto, none, required, or the name of a tool")
-        if name in self.left_out or self._lacks(given):
-            message = f"names {shown(name)}, which only a provider runs; name a tool of the client"
-        elif not whole:
-            message = f"names {shown(name)}, which is not in tools; add it there"
-        elif whole in WORDS:
-            message = f"names {shown(whole)}, which is also a choice; rename the tool"
-        else:
-            return whole
-        raise BadRequest(printable(f"{param} {message}"), param)
+        why = (
+            "which is also a choice; rename the tool" if whole else "which is not in tools; add it"
+        )
+        if name in self.left_out or kind_of(given) in self.left_out:
+            why = "which only a provider runs; name a tool of the client"
+        raise BadRequest(printable(f"{param} names {shown(name)}, {why}"), param)
 
 
 def _inner(found: Any) -> dict[str, Any]:
     """What is declared or chosen, which OpenAI's chat has within a field of its kind."""
     given = found if isinstance(found, dict) else {}
     inner = (
-        {"type": f, **given[f]} for f in ("function", "custom") if isinstance(given.get(f), dict)
+        {**given[f], "type": f} for f in ("function", "custom") if isinstance(given.get(f), dict)
     )
     return next(inner, given)
 
@@ -267,25 +281,23 @@ def searched(item: Mapping[str, Any]) -> dict[str, Any]:
     except BadRequest:
         found = tools_in(item)
     text = "\n".join(json.dumps(function, ensure_ascii=False) for function in found)
-    return {**item, "output": text or "No tool was found."}
+    return {"output": "No tool was found.", **item, **({"output": text} if text else {})}
 
 
-def _unfolded(given: Iterable[Any], path: str) -> Iterator[tuple[Any, str, str | None]]:
-    """Each tool, where it stands, and its namespace, whose first tool tells of it."""
-    for number, tool in enumerate(given):
-        at = f"{path}.{number}"
+def _unfolded(listed: Iterable[Any]) -> Iterator[tuple[dict[str, Any], str, str | None]]:
+    """What is declared, where it stands, and its namespace, whose first tool tells of it."""
+    for number, tool in enumerate(listed):
         if kind_of(tool) != "namespace":
-            yield tool, at, None
+            yield _inner(tool), f"tools.{number}", None
             continue
         if not isinstance(tool.get("name"), str) or not isinstance(tool.get("tools"), list):
-            raise unread(tool, at, "a namespace with its name and tools")
-        about = tool.get("description") if isinstance(tool.get("description"), str) else ""
-        for inner, place, _ in _unfolded(tool["tools"], f"{at}.tools"):
-            if about and isinstance(inner, dict):
-                told = inner.get("description")
-                texts = (about, told) if isinstance(told, str) and told else (about,)
-                inner, about = {**inner, "description": "\n\n".join(texts)}, ""
-            yield inner, place, tool["name"]
+            raise unread(tool, f"tools.{number}", "a namespace with its name and tools")
+        about = [tool.get("description")]
+        for place, given in enumerate(map(_inner, tool["tools"])):
+            texts = [t for t in (*about, given.get("description")) if isinstance(t, str) and t]
+            about = []
+            given = {**given, "description": "\n\n".join(texts)}
+            yield given, f"tools.{number}.tools.{place}", tool["name"]
 
 
 def _function(given: dict[str, Any], kind: ToolKind, path: str) -> dict[str, Any]:
@@ -327,6 +339,8 @@ def _told(given: Mapping[str, Any], kind: ToolKind) -> Iterator[str]:
     grammar = form.get("grammar", form) if isinstance(form, dict) else {}
     if kind is CUSTOM and isinstance(grammar, dict) and grammar.get("definition"):
         yield f"Its input follows this grammar ({grammar.get('syntax')}):\n{grammar['definition']}"
+    if kind is CUSTOM:
+        yield "The argument input is the text that it takes."
     numbers = [f"{n}: {v}" for n, v in given.items() if type(v) is int and kind is not FUNCTION]
     if numbers:
         yield ", ".join(numbers)

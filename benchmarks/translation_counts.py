@@ -5,7 +5,9 @@
 
 Shapes of Qwen3-4B to Qwen3-8B: 36 layers, 8 KV heads of 128, bfloat16, unless said otherwise. A
 translation goes from a span's recorded states to caches that hold it: products, k_norm, RoPE,
-cast, write. Beside it stands the least: each state and each map read once, each entry written once.
+cast, write. States were recorded before: on a GPU each side of a span is put into one array then,
+a copy a layer. Beside it stands the least: each state and each map read once, each entry written
+once.
 
 The graph is traced as on a GPU and nothing of it is computed. What a kernel needs beyond its
 primitive was read in MLX's source, 0.32.2 of 2026-08-22 (``mlx/backend/{cuda,metal,gpu}``):
@@ -47,7 +49,7 @@ from translation_cost import model_of_shape
 from kvlingo_mlx import caches
 from kvlingo_mlx.models import keys
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.models.states import KVStates, Stacked
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.timing.geometries import random_translators
 from kvlingo_mlx.translators.base import Translator
@@ -221,10 +223,7 @@ def primitive(count: Count, event: dict[str, Any]) -> None:
             count.launch(name, each.nbytes, math.prod(each.shape) * size)
     elif name in ("RMSNorm", "RoPE"):
         found = fused(count, name, inputs[0], own)
-    elif name == "Compiled":  # of several inputs, strided ones among them
-        found = Layout.fresh(shape, size, own)
-        count.launch(name, inputs[0].nbytes, found.nbytes)
-    elif name in ("Gather", "GatherAxis"):
+    elif name in ("Compiled", "Gather", "GatherAxis"):
         found = Layout.fresh(shape, size, own)
         count.launch(name, found.nbytes, found.nbytes)
     else:
@@ -289,7 +288,8 @@ def fused(count: Count, name: str, old: Layout, own: str) -> Layout:
         _, heads, tokens, dim = old.shape if len(old.shape) == 4 else (0, 0, 0, 0)
         transposed = (tokens * heads * dim, dim, heads * dim, 1)
         pairs = zip(old.shape, old.strides, transposed, strict=False)
-        if len(old.shape) != 4 or any(n > 1 and a != b for n, a, b in pairs):
+        strided = len(old.shape) != 4 or any(n > 1 and a != b for n, a, b in pairs)
+        if strided and math.prod(old.shape[:-3]) > 1:
             old = count.copy(name, old)
         new = Layout.fresh(old.shape, old.size, own)
     count.launch(name, old.nbytes, new.nbytes)
@@ -308,7 +308,7 @@ def elementwise(count: Count, name: str, inputs: list[Layout], out: Layout) -> L
 
 
 @contextlib.contextmanager
-def as_on_a_gpu() -> Iterator[list[mx.array]]:
+def as_on_a_gpu(backend: str = "cuda") -> Iterator[list[mx.array]]:
     """Let the package plan as on a GPU, and fused operations be one primitive each.
 
     Yields what compiled functions read beside their first argument, for their stand-in does not.
@@ -322,7 +322,11 @@ def as_on_a_gpu() -> Iterator[list[mx.array]]:
 
     def compiled(first: mx.array, *others: mx.array) -> mx.array:
         beside.extend(others)
-        return mx.arcsinh(first)
+        return mx.arcsinh(mx.broadcast_to(first, (*first.shape[:-2], 2, first.shape[-1])))
+
+    def unpack(words: mx.array, scales: mx.array, _: mx.array, __: int, bits: int) -> mx.array:
+        shape = (*words.shape, 32 // bits)
+        return mx.flatten(mx.broadcast_to(words[..., None], shape).astype(scales.dtype), -2)
 
     beside: list[mx.array] = []
 
@@ -331,6 +335,8 @@ def as_on_a_gpu() -> Iterator[list[mx.array]]:
             if name.startswith("kvlingo_mlx.") and hasattr(module, "on_gpu"):
                 stack.enter_context(mock.patch.object(module, "on_gpu", lambda: True))
         stack.enter_context(mock.patch.object(keys, "turned_pairs", compiled))
+        stack.enter_context(mock.patch.object(mx.metal, "is_available", lambda: backend == "metal"))
+        stack.enter_context(mock.patch.object(mx, "dequantize", unpack))
         stack.enter_context(mock.patch.object(mx.fast, "rms_norm", norm))
         stack.enter_context(mock.patch.object(mx.fast, "rope", rope))
         yield beside
@@ -370,25 +376,23 @@ class Translation:
     tokens: int
 
     def count(self, backend: str) -> Count:
-        """The launches from recorded states to filled caches."""
-        sides = tuple(
-            [
-                mx.zeros((1, self.tokens, layer.width(side)), self.source.cache_dtype)
-                for layer in self.source.geometry.layers
-            ]
+        """The launches from states, as a GPU records them, to filled caches."""
+        layers, dtype = self.source.geometry.layers, self.source.cache_dtype
+        sides = [
+            mx.zeros((len(layers), 1, self.tokens, layers[0].width(side)), dtype)
             for side in ("keys", "values")
-        )
-        number = len(sides[0])
+        ]
 
         def run(*arrays: mx.array) -> list[mx.array]:
-            states = KVStates(arrays[:number], arrays[number:], self.translator.config.capture, 0)
+            keys, values = map(Stacked.of, arrays)
+            states = KVStates(keys, values, self.translator.config.capture, 0)
             filled = caches.empty(self.target)
             caches.reserve(filled, self.target, self.tokens)
             caches.append(filled, self.translator(states), self.target)
             return [*caches.arrays(filled), *beside]
 
-        with as_on_a_gpu() as beside:
-            return count_graph(run, [*sides[0], *sides[1]], backend)
+        with as_on_a_gpu(backend) as beside:
+            return count_graph(run, sides, backend)
 
     @property
     def least(self) -> int:

@@ -1,6 +1,7 @@
 """The only room that knows mlx-lm's cache classes: it makes, writes and reads caches."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -135,9 +136,13 @@ def _begin(cache: KVCache, stored: Sides) -> None:
     """
     tokens, step = stored[0].shape[2], cache.step
     room = -(-tokens // step) * step if cache.keys is None else cache.keys.shape[2]
-    rows = mx.array(np.minimum(np.arange(room), tokens - 1))
-    cache.keys, cache.values = (mx.take(array, rows, axis=2) for array in stored)
+    cache.keys, cache.values = (mx.take(array, _rows(tokens, room), axis=2) for array in stored)
     cache.offset = tokens
+
+
+@functools.lru_cache(maxsize=8)
+def _rows(tokens: int, room: int) -> mx.array:
+    return mx.array(np.minimum(np.arange(room), tokens - 1))
 
 
 def _begun_late(ring: Any) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvlingo_mlx.backend import mx, nn
+from kvlingo_mlx.backend import mx, nn, on_gpu
 
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -20,7 +20,7 @@ from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.models.keys import Rotation, advance, normalise_values
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.reclassed import reclassed
-from kvlingo_mlx.models.states import KVStates, flat
+from kvlingo_mlx.models.states import KVStates, flat, stacked
 from kvlingo_mlx.threads import working
 
 
@@ -115,7 +115,8 @@ class Ear:
             else (none, none)
             for attention, modules in zip(self._model.attentions, self._taps, strict=True)
         ]
-        keys, values = zip(*pairs, strict=True)
+        sides = zip(*pairs, strict=True)
+        keys, values = map(stacked, sides) if on_gpu() else sides
         return KVStates(keys, values, self._model.family.points[0], start)
 
 

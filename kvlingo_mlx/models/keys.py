@@ -23,47 +23,54 @@ class Rotation:
     ``positions`` is the first position of a span, or an array (T,) with each token's own position.
 
     On a GPU the model's own module is one fused kernel. On a CPU it computes every cosine again for
-    each layer. So on a CPU all layers share the cosines and sines (:meth:`angles`). The arithmetic
-    on the keys is the module's own, so the result is bit-identical.
+    each layer. So on a CPU all layers share the cosines and sines that :meth:`unit` gives. The
+    arithmetic on the keys is the module's own, so the result is bit-identical.
     """
 
     def __init__(self, positions: int | mx.array) -> None:
         self.positions = positions
-        self._tables: dict[RopeSpec, tuple[mx.array, mx.array]] = {}
+        self._units: dict[tuple[RopeSpec | None, int], mx.array] = {}
 
     def __call__(self, keys: mx.array, finish: Finish) -> mx.array:
         """Rotate keys (..., H, T, D)."""
         if finish.rope_spec is None:
             return keys
         flat = keys.reshape(-1, *keys.shape[-3:])
-        angles = self.angles(finish, *keys.shape[-2:])
-        if on_gpu() or angles is None or keys.dtype != mx.float32:
+        if on_gpu() or not _by_pairs(finish, keys) or keys.dtype != mx.float32:
             return self._turned(flat, finish).reshape(keys.shape)
-        cos, sin = angles
+        cos, sin = mx.split(self.unit(keys, finish, 0), 2, axis=-1)
         first, second = mx.split(flat, 2, axis=-1)
         turned = [first * cos - second * sin, first * sin + second * cos]
         return mx.concatenate(turned, axis=-1).reshape(keys.shape)
 
-    def angles(self, finish: Finish, tokens: int, dim: int) -> tuple[mx.array, mx.array] | None:
-        """Cosines and sines, (1, 1, T, D / 2) each; None where these alone are not the rotation.
+    def unit(self, keys: mx.array, finish: Finish, half: int) -> mx.array:
+        """What becomes of ones in one half of each key and zeros in the other: (1, 1, T, D).
 
-        The model's module gives them as it rotates a unit vector.
+        Of the first half, 0, these are cosines and then sines; of the second negative sines first.
         """
-        spec = finish.rope_spec
-        if spec is None or spec.type not in SHARED or spec.traditional or spec.dims != dim:
-            return None
-        if spec not in self._tables:
-            unit = mx.array([1.0] * (dim // 2) + [0.0] * (dim // 2))
+        name, (tokens, dim) = (finish.rope_spec, half), keys.shape[-2:]
+        if name not in self._units:
+            unit = mx.array([float(i // (dim // 2) == half) for i in range(dim)])
             unit = mx.broadcast_to(unit, (1, 1, tokens, dim))
-            cos, sin = mx.split(self._turned(unit, finish), 2, axis=-1)
-            self._tables[spec] = cos, sin
-        return self._tables[spec]
+            self._units[name] = self._turned(unit, finish)
+        return self._units[name]
 
     def _turned(self, heads: mx.array, finish: Finish) -> mx.array:
         """Rotate (F, H, T, D) by the model's own module."""
         if isinstance(self.positions, int):
             return finish.rope(heads, offset=self.positions)
         return at_positions(finish.rope, heads, self.positions)
+
+
+def _by_pairs(finish: Finish, keys: mx.array) -> bool:
+    """Whether the rotation turns each number of a key's first half with one of the second."""
+    spec = finish.rope_spec
+    return (
+        spec is not None
+        and spec.type in SHARED
+        and not spec.traditional
+        and spec.dims == keys.shape[-1]
+    )
 
 
 def at_positions(rope: Callable[..., mx.array], heads: mx.array, positions: mx.array) -> mx.array:
@@ -106,10 +113,10 @@ def advance(
     origin = "post_norm" if origin == LATENT else origin
     steps = POINTS[POINTS.index(origin) : POINTS.index(goal)]
     first, last = finishes[0], finishes[0].norm_last
-    angles = rotation.angles(first, *keys.shape[-2:]) if on_gpu() else None
     per_head = first.norm_weight is not None and first.norm_weight.size == keys.shape[-1]
-    if len(finishes) > 1 and per_head and angles and steps == POINTS[:2] and not last:
-        return _normed_and_turned(keys, finishes, angles, by_token)
+    whole_way = steps == POINTS[:2] and per_head and not last and _by_pairs(first, keys)
+    if on_gpu() and len(finishes) > 1 and whole_way:
+        return _normed_and_turned(keys, finishes, rotation, by_token)
     if "pre_norm" in steps and not last:
         keys = _normalise(keys, finishes, by_token)
     if "post_norm" in steps:
@@ -132,27 +139,27 @@ def rotate_back(keys: mx.array, finish: Finish, start: int) -> mx.array:
 
 
 def _normed_and_turned(
-    keys: mx.array, finishes: Sequence[Finish], angles: tuple[mx.array, mx.array], by_token: bool
+    keys: mx.array, finishes: Sequence[Finish], rotation: Rotation, by_token: bool
 ) -> mx.array:
     """Norm of each head and rotation on a GPU: two kernels, of which the second writes by heads."""
-    halves = mx.unflatten(_rms(keys, None, finishes[0].norm_eps, by_token), -1, (2, -1))
-    cos, sin = (mx.expand_dims(angle, -2) for angle in angles)
-    weights = mx.unflatten(_weights_of(finishes), -1, (2, -1))
-    both = (mx.concatenate([-sin, sin], axis=-2), halves[..., ::-1, :], weights[..., ::-1, :])
-    return mx.flatten(turned_pairs(halves, weights, cos, *both), -2)
+    normed = _rms(keys, None, finishes[0].norm_eps, by_token)
+    units = (rotation.unit(keys, finishes[0], half) for half in (0, 1))
+    parts = [mx.unflatten(a, -1, (2, -1)) for a in (normed, _weights_of(finishes), *units)]
+    halves = (a[..., half : half + 1, :] for a in parts[:2] for half in (0, 1))
+    return mx.flatten(turned_pairs(*halves, *parts[2:]), -2)
 
 
 @functools.partial(mx.compile, shapeless=True)
 def turned_pairs(
-    halves: mx.array, weights: mx.array, cos: mx.array,
-    sin: mx.array, others: mx.array, their_weights: mx.array,
+    one: mx.array, other: mx.array, weights: mx.array, others: mx.array,
+    turned: mx.array, turned_other: mx.array,
 ) -> mx.array:  # fmt: skip
-    """Pairs of numbers (..., 2, D / 2), weighted and turned; ``others`` are the same, swapped.
+    """Halves of keys (..., 1, D / 2) times their weights, turned: (..., 2, D / 2).
 
-    A compiled function is one kernel only where it joins nothing, so pairs are not joined here.
+    What becomes of each half is (T, 2, D / 2). One kernel, as nothing is joined.
     """
-    own, other = (x.astype(mx.float32) for x in (halves, others))
-    return (own * weights * cos + other * their_weights * sin).astype(halves.dtype)
+    first, second = (half.astype(mx.float32) for half in (one, other))
+    return (first * weights * turned + second * others * turned_other).astype(one.dtype)
 
 
 def _rms(array: mx.array, weight: mx.array | None, eps: float, by_token: bool) -> mx.array:

@@ -12,6 +12,26 @@ from functools import cached_property
 from kvlingo_mlx.backend import mx
 
 
+class Stacked(tuple[mx.array, ...]):
+    """One side's arrays of all layers, as views of one array, which a product reads as a batch."""
+
+    whole: mx.array  # (N, B, T, H * D)
+
+    @classmethod
+    def of(cls, whole: mx.array) -> Stacked:
+        """The layers of an array (N, B, T, H * D)."""
+        made = cls(whole[layer] for layer in range(len(whole)))
+        made.whole = whole
+        return made
+
+
+def stacked(side: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+    """Arrays of equal shape as one array: a copy, made once where it was not made yet."""
+    if isinstance(side, Stacked) or len({array.shape for array in side}) != 1:
+        return side
+    return Stacked.of(mx.stack(list(side)))
+
+
 @dataclass(frozen=True)
 class KVStates:
     """Keys and values as a model's projections write them, one array per cache layer.
@@ -58,13 +78,14 @@ class KVStates:
         if (start, stop) == (self.start, self.end):
             return self
         held = [self.first(layer) for layer in range(len(self.keys))]
-        keys, values = (
-            tuple(
-                array[:, max(0, start - first) : max(0, stop - first)]
-                for array, first in zip(side, held, strict=True)
-            )
-            for side in (self.keys, self.values)
-        )
+
+        def cut(side: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+            places = [slice(max(0, start - first), max(0, stop - first)) for first in held]
+            if isinstance(side, Stacked):
+                return Stacked.of(side.whole[:, :, places[0]])
+            return tuple(array[:, place] for array, place in zip(side, places, strict=True))
+
+        keys, values = map(cut, (self.keys, self.values))
         kept = self.kept if self.kept is None or stop == self.end else {}
         return KVStates(keys, values, self.capture, start, kept)
 

@@ -20,7 +20,7 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import Read, flops_of, head_map_of
 from kvlingo_mlx.format.tensor_file import DType, Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates
+from kvlingo_mlx.models.states import KVStates, LayerGroup, Stacked, TranslatedStates
 from kvlingo_mlx.translators.kinds import FORMULAS, together
 from kvlingo_mlx.translators.products import ProductGroup
 from kvlingo_mlx.translators.quantised import Quantised
@@ -137,22 +137,32 @@ class Translator:
         result = FORMULAS[self.config.kind](group, group.inputs(read))[..., start - begin :, :]
         return result + group.vector("bias") if "bias" in group.tensors else result
 
-    def _read(self, states: KVStates, start: int, split: bool, read: Read) -> mx.array:
-        """States from ``start``, (B, 1, T, Hs * d), by target head if ``split``, (B, H, T, d)."""
-        side, layer = read
-        if start < states.first(layer):
-            raise ValueError(
-                f"source layer {layer} holds nothing before position {states.first(layer)}, "
-                f"and {start} is to be translated; prefill the source, or give windows' starts"
-            )
-        array = states.side(side)[layer][:, start - states.first(layer) :]
+    def _read(self, states: KVStates, start: int, split: bool, reads: Sequence[Read]) -> mx.array:
+        """N states of one side from ``start``, (N, B, 1, T, Hs * d), or (N, B, H, T, d).
+
+        The latter are by target head, if ``split``.
+        """
+        (side, *_), layers = zip(*reads, strict=True)
+        for layer in layers:
+            if start < states.first(layer):
+                raise ValueError(
+                    f"source layer {layer} holds nothing before position {states.first(layer)}, "
+                    f"and {start} is to be translated; prefill the source, or give windows' starts"
+                )
+        held = states.side(side)
+        if isinstance(held, Stacked) and len(layers) > 1:
+            alone = layers == tuple(range(len(held)))
+            array = held.whole if alone else mx.take(held.whole, mx.array(layers), axis=0)
+            array = array[:, :, start - states.first(layers[0]) :]
+        else:
+            arrays = [held[layer][:, start - states.first(layer) :] for layer in layers]
+            array = mx.stack(arrays) if len(arrays) > 1 else arrays[0][None]
         if not split:
-            return array[:, None]
-        batch, tokens, _ = array.shape
-        heads = self.config.source.layers[layer].kv_heads
-        parted = array.reshape(batch, tokens, heads, -1).swapaxes(1, 2)
+            return array[:, :, None]
+        heads = self.config.source.layers[layers[0]].kv_heads
+        parted = mx.unflatten(array, -1, (heads, -1)).swapaxes(2, 3)
         if self._head_index is not None:
-            return mx.take(parted, self._head_index, axis=1)
+            return mx.take(parted, self._head_index, axis=2)
         # A CPU's matmul copies non-contiguous inputs, three times slower than this.
         return parted if on_gpu() else mx.contiguous(parted)
 

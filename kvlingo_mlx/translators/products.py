@@ -93,19 +93,18 @@ class ProductGroup:
         """How many of a span's last tokens must be read to translate the last ``tokens``."""
         return -(-tokens // BLOCK) * BLOCK if self.in_blocks else tokens
 
-    def inputs(self, read: Callable[[Read], mx.array]) -> list[mx.array]:
-        """The input of each cut, (G, B, 1 or H, T, in); ``read`` returns (B, 1 or H, T, in).
+    def inputs(self, read: Callable[[Sequence[Read]], mx.array]) -> list[mx.array]:
+        """The input of each cut, (G, B, 1 or H, T, in); ``read`` returns (N, B, 1 or H, T, in).
 
         If ``segmented``, the inputs are (1, B, 1, T, H * in).
         """
         inputs = []
         for cut in self.cuts:
-            found = {r: read(r) for reads in cut for r in reads}
-            if len(cut) > 1 < len(cut[0]) and len({a.shape for a in found.values()}) == 1:
-                inputs.append(_gathered(found, cut))
-                continue
-            layers = [_join([found[r] for r in reads]) for reads in cut]
-            inputs.append(mx.stack(layers) if len(layers) > 1 else layers[0][None])
+            order = sorted({r for reads in cut for r in reads})
+            if len(cut) > 1 < len(cut[0]) and len({side for side, _ in order}) == 1:
+                inputs.append(_gathered(read(order), order, cut))
+            else:
+                inputs.append(_join([read(place) for place in zip(*cut, strict=True)]))
         return inputs
 
     def project(self, name: str, inputs: Sequence[mx.array]) -> mx.array:
@@ -144,6 +143,8 @@ class ProductGroup:
         """The product for inputs (G, B, 1 or H, T, in), or with an axis of blocks before T."""
         result: mx.array | None = None
         for array, part in zip(inputs, self.tensors[name], strict=True):
+            if isinstance(part, Quantised) and part.is_slow(array):
+                part = part.unpacked()
             if isinstance(part, Quantised):
                 product = part.of_rows(rows).product(array)
                 result = product if result is None else result + product
@@ -308,13 +309,12 @@ def floats(array: np.ndarray, weights: Weights) -> mx.array:
     return out if on_gpu() else out.astype(mx.float32)
 
 
-def _gathered(found: dict[Read, mx.array], cut: Sequence[tuple[Read, ...]]) -> mx.array:
-    """The inputs of layers that read several (B, 1 or H, T, in) each: a stack and one gather."""
-    order, (lead, width) = list(found), (found[cut[0][0]].shape[:-1], found[cut[0][0]].shape[-1])
-    rows = mx.stack(list(found.values())).reshape(len(order), -1, width)
+def _gathered(found: mx.array, order: list[Read], cut: Sequence[tuple[Read, ...]]) -> mx.array:
+    """The inputs of layers that read several of (N, B, 1 or H, T, in), side by side: one gather."""
+    rows = mx.flatten(found, 1, 3)
     picked = mx.array([[order.index(r) for r in reads] for reads in cut])
-    joined = rows[picked[:, None], mx.arange(rows.shape[1])[:, None]]  # (G, rows, nu, width)
-    return joined.reshape(len(cut), *lead, -1)
+    joined = rows[picked[:, None], mx.arange(rows.shape[1])[:, None]]  # (G, rows, nu, in)
+    return joined.reshape(len(cut), *found.shape[1:-1], -1)
 
 
 def _join(arrays: Sequence[mx.array]) -> mx.array:

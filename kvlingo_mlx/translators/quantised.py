@@ -9,16 +9,17 @@ quantised numbers do not depend on how a machine splits its products.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
-from kvlingo_mlx.backend import mx
+from kvlingo_mlx.backend import mx, on_gpu
 
 from kvlingo_mlx.format.kinds import MATRICES
 from kvlingo_mlx.format.tensor_file import Weights
 
 BITS = (8, 4)
 GROUP = 64
+UNPACKED = 128  # tokens from which CUDA multiplies by unpacked matrices
 
 
 def check_bits(bits: int | None) -> None:
@@ -115,11 +116,22 @@ class Quantised:
         out = out.reshape(groups, read, batch, tokens, self.heads // read, -1)
         return out.transpose(0, 2, 1, 4, 3, 5).reshape(groups, batch, self.heads, tokens, -1)
 
-    def floats(self) -> mx.array:
-        """The dequantised matrices, (G, 1, H, rows, in) in float32."""
-        scales, biases = self.scales.astype(mx.float32), self.biases.astype(mx.float32)
-        out = mx.dequantize(self.words, scales, biases, GROUP, self.bits)
+    def is_slow(self, inputs: mx.array) -> bool:
+        """Whether these inputs are multiplied sooner by floats, made for this product alone.
+
+        On CUDA packed products took twice as long as the whole translation by floats.
+        """
+        return on_gpu() and not mx.metal.is_available() and inputs.shape[-2] >= UNPACKED
+
+    def unpacked(self) -> mx.array:
+        """The dequantised matrices, (G, 1, H, rows, in) in the scales' dtype."""
+        out = mx.dequantize(self.words, self.scales, self.biases, GROUP, self.bits)
         return out.reshape(len(out), 1, self.heads, -1, out.shape[-1])
+
+    def floats(self) -> mx.array:
+        """The dequantised matrices in float32."""
+        scales, biases = self.scales.astype(mx.float32), self.biases.astype(mx.float32)
+        return replace(self, scales=scales, biases=biases).unpacked()
 
     @property
     def size(self) -> int:

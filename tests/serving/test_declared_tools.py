@@ -216,7 +216,10 @@ def test_codex_over_many_turns(url: str) -> None:
             held = usage.input_tokens + (usage.output_tokens if model in EXACT else 0)
             facts.append(f"fact{number}{again}")
             history.append(result(item, facts[-1]))
-    history.append({"role": "user", "content": "Well?"})
+    facts.append("fact of another agent")
+    spoken = [{"type": "input_text", "text": facts[-1]}]
+    agent = {"type": "agent_message", "author": "a", "recipient": "b", "content": spoken}
+    history += [{"role": "user", "content": "Well?"}, agent]
     streamed(client, "runs", history)
     ask = Heard.asks[-1]
     assert [tool["function"]["name"] for tool in ask.tools] == SHOWN

@@ -65,7 +65,8 @@ def conversation(
 
 
 def _check_last(item: Any, path: str) -> None:
-    if is_call(item) or is_result(item) or kind_of(item) == "reasoning":
+    # Codex tells so what another agent says; it has no role.
+    if is_call(item) or is_result(item) or kind_of(item) in ("reasoning", "agent_message"):
         return
     role = item.get("role") if isinstance(item, Mapping) else None
     if not isinstance(role, str):

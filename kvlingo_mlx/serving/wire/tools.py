@@ -222,7 +222,9 @@ class Toolbox:
             return self._allowed(found)
         if kind in WORDS:
             if (word := WORDS[kind]) == "required" and not self.tools:
-                message = "tool_choice demands a call, but there are no tools; add one"
+                message = (
+                    "tool_choice demands a call, but there are no tools of the client; add one"
+                )
                 raise BadRequest(message, "tool_choice")
             return self.tools, word
         return self.tools, "auto" if found is None else self._named(found, "tool_choice")

@@ -37,10 +37,10 @@ class Answer:
 class Server:
     """A server in a process of its own."""
 
-    def __init__(self, command: Sequence[str], port: int, log: Path) -> None:
+    def __init__(self, command: Sequence[str], port: int, log: Path, step: int = 2048) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.process = subprocess.Popen(
-            [sys.executable, *command, "--port", str(port), "--prefill-step-size", "2048"],
+            [sys.executable, *command, "--port", str(port), "--prefill-step-size", str(step)],
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
         )

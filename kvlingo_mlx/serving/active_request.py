@@ -12,6 +12,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvlingo_mlx.engine.batches import Batch, Row
+from kvlingo_mlx.engine.calls import form_of
 from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.offers import read_again
 from kvlingo_mlx.engine.responses import GenerationResponse
@@ -170,8 +171,11 @@ def _spelt(tokenizer: Any, token: int) -> str:
 def tools_of(ask: GenerationRequest, model: LanguageModel) -> list[dict[str, Any]]:
     """The tools as chat templates announce them; "strict" is for the server, not for the model.
 
-    One that must be called stands alone where no grammar can say so.
+    One that must be called stands alone where no grammar can say so; where calls cannot be
+    forbidden, there are none.
     """
+    if ask.tool_choice == "none" and not _forbidden(ask, model):
+        return []
     named = [tool for tool in ask.tools if tool["function"]["name"] == ask.tool_choice]
     return [
         {**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
@@ -218,12 +222,12 @@ def processors_of(ask: GenerationRequest, model: LanguageModel) -> list[LogitsPr
 
 
 def _forbidden(ask: GenerationRequest, model: LanguageModel) -> list[int]:
-    """The token that begins a tool call, where none may be called; none where no one does."""
-    if ask.tool_choice != "none" or not ask.tools:
+    """The tokens that begin a tool call, where none may be called; none where no one does."""
+    form = form_of(model.tokenizer)
+    if ask.tool_choice != "none" or not ask.tools or form.bare:
         return []
-    start = getattr(model.tokenizer, "tool_call_start", None)
-    ids = model.tokenizer.encode(start, add_special_tokens=False) if start else []
-    return list(ids) if len(ids) == 1 else []
+    ids = [model.tokenizer.encode(start, add_special_tokens=False) for start in form.starts]
+    return [token for (token,) in ids] if all(len(each) == 1 for each in ids) else []
 
 
 def usage_of(

@@ -1,18 +1,19 @@
 """Answers that must fit a grammar: JSON of a schema, or a tool call. llguidance says what fits."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 import numpy as np
-from mlx_lm.tool_parsers import json_tools
 
 from kvlingo_mlx.engine.answer import LAST
+from kvlingo_mlx.engine.calls import CallForm, form_of
 from kvlingo_mlx.engine.turn import thought_end
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.messages import GenerationRequest
+from kvlingo_mlx.tokenization.probes import announces_tools
 
 NEEDED = (
     "response_format and a demanded tool call need llguidance, which is not installed where the "
@@ -32,7 +33,7 @@ def guided(ask: GenerationRequest, model: LanguageModel) -> list[Any]:
 
     Raises:
         ValueError: llguidance is not installed, the schema is not one that it supports, or the
-            model's tool calls have no mark.
+            model is told of no tools.
     """
     demanded = ask.tool_choice not in ("auto", "none") and bool(ask.tools)
     if ask.schema is None and not demanded:
@@ -44,28 +45,42 @@ def guided(ask: GenerationRequest, model: LanguageModel) -> list[Any]:
     if demanded:
         what, grammar = "the parameters of a tool are", _call_grammar(ask, model)
     else:
-        what, grammar = "response_format's schema is", _text_grammar(ask, model.tokenizer)
+        what, grammar = "response_format's schema is", _text_grammar(ask, model)
     matcher = llguidance.LLMatcher(_tokenizer(model), grammar)
     if matcher.is_error():
         raise ValueError(f"{what} refused: {_line(matcher.get_error())}")
     return [_Guide(matcher, model)]
 
 
-def _text_grammar(ask: GenerationRequest, tokenizer: Any) -> str:
+def _text_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
     """The grammar of a text that fits the schema, or, where tools may be called, of free calls."""
-    text = _json(ask.schema, COMPACT)
-    if not ask.tools or ask.tool_choice == "none" or not tokenizer.has_tool_calling:
+    text, tokenizer = _json(ask.schema, COMPACT), model.tokenizer
+    form = form_of(tokenizer)
+    if not ask.tools or ask.tool_choice == "none" or not announces_tools(tokenizer):
         return f"start: {text}"
-    calls = f"call (LINES? call)*)\nLINES: {LINES}\ncall: {_free_call(tokenizer)}\n"
+    functions = [tool["function"] for tool in ask.tools]
+    call = _bodies(form, functions) if form.bare else _free_call(tokenizer, form)
+    calls = f"call (LINES? call)*)\nLINES: {LINES}\ncall: {call}\n"
     return f"start: LINES? (text | {calls}text: {text}\n"
 
 
-def _free_call(tokenizer: Any) -> str:
+def _free_call(tokenizer: Any, form: CallForm) -> str:
     """Anything between a model's marks of a call."""
-    start, end = _marked(tokenizer, tokenizer.tool_call_start), tokenizer.tool_call_end
+    start, end = _marked(tokenizer, form.starts[0]), form.end
     ids = tokenizer.encode(end, add_special_tokens=False) if end else []
-    # A mark of several tokens cannot be seen in a free text, which goes on to the answer's end.
-    return f"{start} " + (f"<[^{ids[0]}]>* <[{ids[0]}]>" if len(ids) == 1 else "<[*]>*")
+    # A mark of several tokens cannot be seen in a free text, which goes on to the answer's end;
+    # gpt-oss's ends the answer itself.
+    seen = len(ids) == 1 and ids[0] not in tokenizer.eos_token_ids
+    return f"{start} " + (f"<[^{ids[0]}]>* <[{ids[0]}]>" if seen else "<[*]>*")
+
+
+def _bodies(form: CallForm, functions: Sequence[Mapping[str, Any]]) -> str:
+    """Calls of any of some functions in JSON."""
+    found, key = list[str](), "parameters" if form.bare else "arguments"
+    for function in functions:
+        begun = json.dumps(f'{{"name": {json.dumps(function["name"])}, "{key}": ')
+        found.append(f'{begun} {_json(function.get("parameters"), SPACED)} "}}"')
+    return " | ".join(found)
 
 
 def _call_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
@@ -73,11 +88,11 @@ def _call_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
 
     Each tool's parameters are a schema of their own, in which references find their definitions.
     """
-    tokenizer = model.tokenizer
-    if not tokenizer.has_tool_calling:
+    tokenizer, form = model.tokenizer, form_of(model.tokenizer)
+    if not announces_tools(tokenizer):
         raise ValueError(
-            f"tool_choice is {ask.tool_choice!r}, but {model.name} has no mark with which a call "
-            "begins, so that none can be demanded of it; give 'auto'"
+            f"tool_choice is {ask.tool_choice!r}, but the chat template of {model.name} tells of "
+            "no tools, so that no call can be demanded of it; give 'auto'"
         )
     names = {tool["function"]["name"]: tool["function"] for tool in ask.tools}
     wanted = list(names) if ask.tool_choice == "required" else [ask.tool_choice]
@@ -88,21 +103,16 @@ def _call_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
     several = ask.parallel_tool_calls and ask.tool_choice == "required"
     more = " (LINES? call)*" if several else ""
     head = f"call{more}\nLINES: {LINES}\ncall:"
-    if not calls_in_json(model):  # only the tools that are wanted are announced
-        return f"start: LINES? {head} {_free_call(tokenizer)}\n"
-    start, end = (
-        _marked(tokenizer, mark) for mark in (tokenizer.tool_call_start, tokenizer.tool_call_end)
-    )
-    bodies = []
-    for name in wanted:
-        begun = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
-        bodies.append(f'{begun} {_json(names[name].get("parameters"), SPACED)} "}}"')
-    return f'start: {head} {start} "\\n" body "\\n" {end}\nbody: {" | ".join(bodies)}\n'
+    if not form.in_json:  # only the tools that are wanted are announced
+        return f"start: LINES? {head} {_free_call(tokenizer, form)}\n"
+    marks = [_marked(tokenizer, mark) for mark in (*form.starts[:1], form.end) if mark]
+    call = "body" if form.bare else ' "\\n" '.join([marks[0], "body", *marks[1:]])
+    return f"start: {head} {call}\nbody: {_bodies(form, [names[name] for name in wanted])}\n"
 
 
 def calls_in_json(model: LanguageModel) -> bool:
     """Whether a model writes its calls as JSON, whose schema a grammar can have."""
-    return bool(model.tokenizer.tool_parser is json_tools.parse_tool_call)
+    return form_of(model.tokenizer).in_json
 
 
 def _json(schema: Mapping[str, Any] | None, options: Mapping[str, Any]) -> str:

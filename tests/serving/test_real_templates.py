@@ -22,7 +22,7 @@ from kvlingo_mlx.serving.scheduler import Scheduler  # noqa: E402
 from kvlingo_mlx.serving.settings import Settings  # noqa: E402
 from tests.support import tiny  # noqa: E402
 from tests.support.real_templates import FAMILIES, NAMES, Family, reference, write_real  # noqa: E402
-from tests.support.router_sessions import FACT, AgentSession, missing, new_words, walk  # noqa: E402
+from tests.support.router_sessions import CHAT_TOOLS, FACT, AgentSession, missing, new_words, walk  # noqa: E402
 from tests.support.serving import Running, running  # noqa: E402
 
 CLIENTS = ("openai", "claude", "openai, streaming", "claude, streaming")
@@ -132,6 +132,19 @@ def test_what_a_model_writes_is_divided(served: Served, family: Family, client: 
         )
         calls = [{"place": parts["C"]}] if "C" in parts else []
         assert found == (parts.get("T", ""), parts.get("S", ""), calls)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt-oss", "granite4", "qwen3.5"])
+def test_calls_are_demanded_and_forbidden(served: Served, name: str) -> None:
+    """Also where a call begins with no mark, or with one of several tokens."""
+    pytest.importorskip("llguidance")
+    asked: dict[str, Any] = {"model": name, "tools": CHAT_TOOLS, "max_tokens": 40, "temperature": 0}
+    asked["messages"] = [{"role": "user", "content": "Look."}]
+    look = {"type": "function", "function": {"name": "look"}}
+    for choice, most in (("required", 9), (look, 1), ("none", 0), ("auto", 9)):
+        answer = served.openai.chat.completions.create(**asked, tool_choice=choice).choices[0]
+        called = [call.function.name for call in answer.message.tool_calls or ()]
+        assert set(called) == ({"look"} if most else set()) and len(called) <= most
 
 
 def test_what_a_prompt_lacks_is_noticed() -> None:

@@ -134,17 +134,25 @@ def test_what_a_model_writes_is_divided(served: Served, family: Family, client: 
         assert found == (parts.get("T", ""), parts.get("S", ""), calls)
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt-oss", "granite4", "qwen3.5"])
-def test_calls_are_demanded_and_forbidden(served: Served, name: str) -> None:
+@pytest.mark.parametrize(
+    "name, begun",
+    [
+        ("llama3", '{"name": "look", "parameters": {"place": '),
+        ("gpt-oss", "<|channel|>commentary to="),
+        ("granite4", '<tool_call>\n{"name": "look", "arguments": {"place"'),
+    ],
+)
+def test_calls_are_demanded_and_forbidden(served: Served, name: str, begun: str) -> None:
     """Also where a call begins with no mark, or with one of several tokens."""
     pytest.importorskip("llguidance")
     asked: dict[str, Any] = {"model": name, "tools": CHAT_TOOLS, "max_tokens": 40, "temperature": 0}
     asked["messages"] = [{"role": "user", "content": "Look."}]
-    look = {"type": "function", "function": {"name": "look"}}
-    for choice, most in (("required", 9), (look, 1), ("none", 0), ("auto", 9)):
-        answer = served.openai.chat.completions.create(**asked, tool_choice=choice).choices[0]
-        called = [call.function.name for call in answer.message.tool_calls or ()]
-        assert set(called) == ({"look"} if most else set()) and len(called) <= most
+    for choice in ("required", {"type": "function", "function": {"name": "look"}}, "none", "auto"):
+        told = served.openai.chat.completions.create(**asked, tool_choice=choice).choices[0].message
+        if choice == "none" and name == "gpt-oss":  # which calls what it was not told of
+            continue
+        assert bool(told.tool_calls) == (choice == "auto")  # 40 tokens are too few for others
+        assert choice in ("none", "auto") or told.content.startswith(begun)
 
 
 def test_what_a_prompt_lacks_is_noticed() -> None:

@@ -9,6 +9,8 @@ from kvlingo_mlx.backend import mx
 import pytest
 
 from benchmarks.translation_counts import BACKENDS, count_graph, made
+from kvlingo_mlx.models.states import KVStates, Stacked, stacked
+from tests.support.as_on_gpu import planned_for_a_gpu
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 # Bounds for a pair of one shape: launches whatever the depth and for each layer, bytes over least.
@@ -70,3 +72,20 @@ def test_a_translation_keeps_its_bounds(backend: str) -> None:
     assert len(few.kernels) - 3 * each <= LAUNCHES
     translation = made(6, heads=4, dim=64, tokens=1024)
     assert translation.count(backend).nbytes <= BYTES * translation.least
+
+
+@pytest.mark.parametrize(("depth", "nu"), [(4, 1), (6, 1), (3, 2)])
+def test_states_in_one_array_are_the_same_states(depth: int, nu: int) -> None:
+    """Of all tokens and of some; layers read in order, some only, several together."""
+    translator = made(4, heads=2, dim=16, tokens=9, nu=nu, depth=depth).translator
+    sides = [mx.random.normal((depth, 1, 9, 32)) for _ in range(2)]
+    apart = KVStates(*map(tuple, sides), "pre_norm", 0)
+    together = KVStates(*map(stacked, (apart.keys, apart.values)), "pre_norm", 0)
+    for part in (slice(0, 9), slice(2, 7)):
+        one, other = (states.part(part.start, part.stop) for states in (apart, together))
+        assert isinstance(other.keys, Stacked) and not isinstance(one.keys, Stacked)
+        with planned_for_a_gpu():
+            found = [translator(states).states(4) for states in (one, other)]
+        pairs = zip(*(states.arrays for states in found), strict=True)
+        assert all(mx.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in pairs)
+        assert not mx.allclose(found[0].keys[0], found[0].keys[1])

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.error_bars import Mean
     from kvlingo_mlx.evaluation.lineup import Condition
     from kvlingo_mlx.evaluation.probes import Task
-    from kvlingo_mlx.models.language_model import LanguageModel
 
 ALONE = "source alone"
 ANSWER_TOKENS = 128
@@ -40,7 +39,6 @@ class Comparison:
     """
 
     def __init__(self, options: EvalFields, own: list[str], public: list[str]) -> None:
-        parsing.check_device(options.device, own, options.named_baselines)
         self.options, self.public, self._own_names = options, public, own
         self.harness: dict[str, Any] = {  # further arguments of lm-eval's tasks
             "data": parsing.named_files(options.task_data),
@@ -92,12 +90,12 @@ class Comparison:
             pictures.check(options.plot)
         self.journal = Journal(options.out)
         self.haystack = parsing.haystack_text(options.haystack)
-        self.models = self._models()
+        self.models = self.load_models()
         if options.compare and not self._own_names:
             needed = "times are of our own tasks' prompts; add one: --tasks recall"
             check_tokenizers(*self.models, needed)
         self.tasks = self._tasks()
-        self.ways, decoder = self._ways()
+        self.ways, decoder = self.decoders()
         self.harness["decode"] = partial(decoder, batch_size=options.batch_size)
         self.prepare()
         self.named = self._translators()
@@ -105,28 +103,18 @@ class Comparison:
             options.named_baselines, ways=self.ways, **options.some("native_layers allow_mismatch")
         )
 
-    def _models(self) -> tuple[LanguageModel, LanguageModel]:
-        """The source and the target, by MLX or PyTorch."""
-        names, device = (self.options.source, self.options.target), self.options.device
-        if device == "mlx":
-            from kvlingo_mlx.loading.models import load_pair
+    def load_models(self) -> tuple[Any, Any]:
+        """The source and the target."""
+        from kvlingo_mlx.loading.models import load_pair
 
-            return load_pair(*names)
-        from kvlingo_mlx.cuda.runtime import load_as_stored
+        return load_pair(self.options.source, self.options.target)
 
-        loaded: Any = tuple(load_as_stored(name, device) for name in names)
-        return loaded  # with the same facts under the same names
-
-    def _ways(self) -> tuple[Any, Any]:
+    def decoders(self) -> tuple[Any, Any]:
         """The functions that fill caches, and who decodes lm-eval's tasks from these."""
-        if self.options.device == "mlx":
-            from kvlingo_mlx.evaluation import conditions
-            from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
+        from kvlingo_mlx.evaluation import conditions
+        from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
 
-            return conditions, MLXDecoder
-        from kvlingo_mlx.cuda import decoding
-
-        return decoding, decoding.TorchDecoder
+        return conditions, MLXDecoder
 
     def _tasks(self) -> list[Task]:
         from kvlingo_mlx.evaluation import probes
@@ -192,7 +180,7 @@ class Comparison:
             "task_data": self.harness["data"],
             "weights": [model.precision for model in models],
             **options.some("native_layers data window limit seed thinking max_tokens num_shots"),
-            **options.some("quantize device"),
+            **options.some("quantize"),
         }
         return settings, {}
 

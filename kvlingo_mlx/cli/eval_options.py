@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvlingo_mlx.cli.command import COUNTS, Configured, words
-from kvlingo_mlx.options import COUNT, LAYERS, Kind, Need, among, is_set, layers_of, option
+from kvlingo_mlx.options import COUNT, LAYERS, Kind, Need, is_set, layers_of, option
 
 ITEMS = 64
 OWN = ("continuation", "recall", "needles")
@@ -104,9 +104,6 @@ class EvalFields(Configured):
     baselines: str = option(
         "hidden,shuffled", "hidden, shuffled, canonical, text, folded; or none."
     )
-    device: str = option(
-        "mlx", "Who decodes lm-eval's tasks: mlx; or PyTorch on cuda, cuda:N or cpu."
-    )
     data: str | None = option(None, "JSONL for continuation; default: generated dialogues.")
     window: str | None = option(
         None, "Cut the texts of --data into windows of a prefix and a continuation: 256+64.",
@@ -181,7 +178,6 @@ class EvalOptions(EvalFields):
         Need("window", "data", is_set, "FILE", "whose texts it cuts"),
         Need("needles lengths style haystack", "tasks", asks("needles"), "needles"),
         Need("max_tokens thinking", "tasks", written, "needles", "whose tasks write no answer"),
-        Need("compare quantize", "device", among("mlx"), "mlx", "which runs PyTorch"),
         Need("batch_size num_shots chat include_path metadata unsafe_code", "tasks", public,
              "gsm8k", "which lm-eval does not run"),
         Need("task_data", "task_data tasks", _local,
@@ -192,27 +188,6 @@ class EvalOptions(EvalFields):
     KEYS: ClassVar[str] = (
         "window style haystack num_shots chat include_path task_data metadata unsafe_code"
     )
-
-
-def check_device(device: str, own: list[str], baselines: list[str]) -> None:
-    """Refuse what PyTorch does not do.
-
-    Raises:
-        ValueError: There is no such device, or a task or a baseline is for MLX alone.
-        MissingExtraError: PyTorch is not installed.
-    """
-    from kvlingo_mlx.training.command_line import checked_place, runtime_of
-
-    if checked_place(device) == "mlx":
-        return
-    others = [name for name in baselines if name not in ("hidden", "shuffled")]
-    for where, names in (("--tasks", own), ("--baselines", others)):
-        if names:
-            raise ValueError(
-                f"--device {device} decodes lm-eval's tasks from native and translated caches "
-                f"alone; take {', '.join(names)} out of {where}, or use --device mlx"
-            )
-    runtime_of(device).check_device(device)
 
 
 def named_translators(translators: list[str] | None) -> dict[str, list[str | None]]:

@@ -231,7 +231,7 @@ def test_what_runs_on_cuda_needs_no_mlx() -> None:
     here = PACKAGE.parent / "benchmarks"
     names = "cuda_switch, training_throughput, throughput_on_torch"
     code = f"import sys; sys.path.insert(0, {str(here)!r}); import {names}"
-    code += "; import kvlingo_mlx.cuda.decoding"
+    code += "; import benchmarks.paper.gpu.decoding"
     record = "measure.record('x', {}, {}); measure.machine_line()"
     loaded = loaded_after(f"{code}\nfrom kvlingo_mlx.reporting import measure; {record}")
     assert "torch" in loaded and not loaded & {"mlx", "mlx_lm"}

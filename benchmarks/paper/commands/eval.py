@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.paper.commands import eval_options as parsing
 from benchmarks.paper.commands.eval_options import PaperEvalOptions
+from benchmarks.paper.reproducing import decoding
 from benchmarks.paper.tasks import ADDED
 from kvlingo_mlx.cli import eval as packages
 from kvlingo_mlx.cli.command import numbers, verb
@@ -48,7 +49,9 @@ class PaperComparison(packages.Comparison):
     options: PaperEvalOptions
 
     def __init__(self, options: PaperEvalOptions) -> None:
-        super().__init__(options, *parsing.split_tasks(options))
+        own, public = parsing.split_tasks(options)
+        parsing.check_device(options.device, own, options.named_baselines)
+        super().__init__(options, own, public)
         self.rows = benchmarks(options)
         self.points = parsing.points(options.switch_at, options.thinking)
         self.prompts = judge_prompts(options)
@@ -60,6 +63,12 @@ class PaperComparison(packages.Comparison):
             from benchmarks.paper.evaluation.judge import judging
 
             self.harness["judge"] = judging(self._judge, self.prompts)
+
+    def load_models(self) -> tuple[Any, Any]:
+        return decoding.load(self.options.device, self.options.source, self.options.target)
+
+    def decoders(self) -> tuple[Any, Any]:
+        return decoding.ways(self.options.device), decoding.decoder(self.options.device)
 
     def _judge(self) -> Any:
         from benchmarks.paper.evaluation.judge import Judge

@@ -119,10 +119,34 @@ class PaperEvalOptions(eval_options.EvalFields):
         "Where the cache changes hands: after the prompt, after its context, after a trace; "
         "prompt,context,trace compares them.",
     )
+    device: str = option(
+        "mlx", "Who decodes lm-eval's tasks: mlx; or PyTorch on cuda, cuda:N or cpu."
+    )
     judge: str | None = option(None, "A model that judges free answers: a folder or Hub id.")
     judge_prompts: str | None = option(
         None, "The benchmarks' own judge prompts: a folder of texts, or a JSON file."
     )
+
+
+def check_device(device: str, own: list[str], baselines: list[str]) -> None:
+    """Refuse what PyTorch does not do.
+
+    Raises:
+        ValueError: There is no such device, or a task or a baseline is for MLX alone.
+        MissingExtraError: PyTorch is not installed.
+    """
+    from kvlingo_mlx.training.command_line import checked_place, runtime_of
+
+    if checked_place(device) == "mlx":
+        return
+    others = [name for name in baselines if name not in ("hidden", "shuffled")]
+    for where, names in (("--tasks", own), ("--baselines", others)):
+        if names:
+            raise ValueError(
+                f"--device {device} decodes lm-eval's tasks from native and translated caches "
+                f"alone; take {', '.join(names)} out of {where}, or use --device mlx"
+            )
+    runtime_of(device).check_device(device)
 
 
 def split_tasks(options: PaperEvalOptions) -> tuple[list[str], list[str]]:

@@ -1,66 +1,64 @@
-"""Who decodes in an evaluation: MLX, or PyTorch on the machine that trained."""
+"""Who decodes in an evaluation, by its place: MLX, or PyTorch on the machine that trained."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.models.language_model import LanguageModel
 
 Models = tuple[LanguageModel, LanguageModel]
 
 
-def on_mlx(work: Work) -> bool:
-    """Whether MLX decodes."""
-    return work.place == "mlx"
+def on_mlx(place: str) -> bool:
+    """Whether MLX decodes; else PyTorch on a device of that name."""
+    return place == "mlx"
 
 
-def load(work: Work, source: str, target: str) -> Models:
-    """Two models on the run's device; one model alone is opened once."""
-    if on_mlx(work):
+def load(place: str, source: str, target: str) -> Models:
+    """Two models; one model alone is opened once."""
+    if on_mlx(place):
         from kvlingo_mlx.loading.models import load_pair
 
         return load_pair(source, target)
     from kvlingo_mlx.cuda.runtime import load_as_stored
 
-    place = work.place
     opened: Any = {name: load_as_stored(name, place) for name in dict.fromkeys((source, target))}
-    return opened[source], opened[target]
+    return opened[source], opened[target]  # with the same facts under the same names
 
 
-def ways(work: Work) -> Any:
+def ways(place: str) -> Any:
     """The functions that fill caches."""
-    if on_mlx(work):
+    if on_mlx(place):
         from kvlingo_mlx.evaluation import conditions
 
         return conditions
-    from kvlingo_mlx.cuda import decoding
+    from benchmarks.paper.gpu import decoding
 
     return decoding
 
 
-def decoders(work: Work) -> dict[str, Any]:
+def decoder(place: str) -> Any:
     """Who decodes from caches."""
-    room = "evaluation.harness.on_mlx" if on_mlx(work) else "cuda.decoding"
-    module = importlib.import_module(f"kvlingo_mlx.{room}")
-    decoder = module.MLXDecoder if on_mlx(work) else module.TorchDecoder
-    return {"decode": decoder}
+    if on_mlx(place):
+        from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
+
+        return MLXDecoder
+    return ways(place).TorchDecoder
 
 
-def writer(work: Work, models: Models) -> Any:
+def writer(place: str, models: Models) -> Any:
     """The source as a decoder, which writes traces."""
-    return decoders(work)["decode"](models[0], ways(work).native(models[0]))
+    return decoder(place)(models[0], ways(place).native(models[0]))
 
 
-def check_mlx(work: Work, what: str) -> None:
+def check_mlx(place: str, what: str) -> None:
     """Refuse what MLX alone measures.
 
     Raises:
         ValueError: PyTorch decodes in this run.
     """
-    if not on_mlx(work):
+    if not on_mlx(place):
         raise ValueError(
-            f"{what} is measured by MLX alone, and --device is {work.place}; give "
+            f"{what} is measured by MLX alone, and --device is {place}; give "
             "--device mlx where MLX is installed (what was scored already is kept)"
         )

@@ -195,7 +195,7 @@ def _measured(
             for one in needed(cell, work):
                 trained(work, pair, one)
         names = dict(zip(pair, work.models.names(pair), strict=True))
-        models = decoding.load(work, *(work.models.place(names[end]) for end in ends))
+        models = decoding.load(work.place, *(work.models.place(names[end]) for end in ends))
         for (benchmark, thinking), same in _by_benchmark(whole):
             try:
                 yield _asked(benchmark, thinking, same, models, work, entry)
@@ -238,8 +238,8 @@ def _asked(
     """A benchmark's outcome by the reader of each cell."""
     row = row_of(benchmark, entry)
     if row.task == suites.NEEDLES:
-        decoding.check_mlx(work, row.title)
-    ways = decoding.ways(work)
+        decoding.check_mlx(work.place, row.title)
+    ways = decoding.ways(work.place)
     line = {cell: condition_of(cell, models, work) for cell in cells}
     own = lineup.native(models[1], ways)
     conditions = list({c.name: c for c in (own, *line.values())}.values())
@@ -254,7 +254,7 @@ def _asked(
         progress=lambda text, done, total: work.heard.progress(f"{text}: {done} of {total}"),
     )
     shares = {}
-    if decoding.on_mlx(work):
+    if decoding.on_mlx(work.place):
         shares = reuse.shares(*models, conditions, outcome.prefix_tokens)
     return Asked(outcome, {cell: way.name for cell, way in line.items()}, shares)
 
@@ -276,21 +276,22 @@ def settings_of(
         lengths=lengths or None,
         data=given.get("data", {}),
         prompts=given.get("prompts", {}),
-        more={"responses": work.responses, **decoding.decoders(work)},
+        more={"responses": work.responses, "decode": decoding.decoder(work.place)},
     )
 
 
 def condition_of(cell: Cell, models: Models, work: Work) -> Condition:
     """The way in which a cell's reader gets its cache."""
     source, target = models
-    ways, point = decoding.ways(work), POINTS.get(cell.point, cell.point)
+    ways, point = decoding.ways(work.place), POINTS.get(cell.point, cell.point)
     if cell.who in OWN:
         return lineup.native(target, ways)
-    at = partial(points.moved, point=point, models=models, writer=decoding.writer(work, models))
+    writer = decoding.writer(work.place, models)
+    at = partial(points.moved, point=point, models=models, writer=writer)
     if cell.who == "text":
         return at(lineup.native(target, ways))
     if not is_translator(cell.who):
-        decoding.check_mlx(work, cell.who)
+        decoding.check_mlx(work.place, cell.who)
         name, _, layers = cell.who.partition(":")
         if layers and work.tiny:  # the paper's models have more
             layers = str(min(int(layers), len(target.attentions)))

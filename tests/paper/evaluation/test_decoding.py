@@ -20,8 +20,9 @@ torch = pytest.importorskip("torch")
 from lm_eval.api.instance import Instance  # noqa: E402
 
 from benchmarks.paper.evaluation.switching_lm import SwitchingLM  # noqa: E402
-from kvlingo_mlx.cuda import decoding, model  # noqa: E402
-from kvlingo_mlx.cuda.decoding import TorchDecoder  # noqa: E402
+from benchmarks.paper.gpu import decoding  # noqa: E402
+from benchmarks.paper.gpu.decoding import TorchDecoder  # noqa: E402
+from kvlingo_mlx.cuda import model  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.cuda.runtime import load_as_stored  # noqa: E402
 from kvlingo_mlx.evaluation.harness.answers import TextToWrite  # noqa: E402

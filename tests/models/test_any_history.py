@@ -70,8 +70,8 @@ def _said(draw: st.DrawFn, word: str) -> Json:
         st.sampled_from([f"It is {word}.", f" {word}\n", f"- {word}", "", None])
         | st.tuples(marks, marks).map(lambda m: f"The mark {m[0]} is {word}, not {m[1]}, yes.")
     )
-    more: list[Json] = [{}, {}, {"reasoning_content": "Hm."}, {"name": "Ann"}, {"name": "Bob"}]
-    return {"content": content, **draw(st.sampled_from([*more, {"name": "user"}]))}
+    thought = draw(st.sampled_from([{}, {"reasoning_content": "Hm."}]))
+    return {"content": content, "name": draw(st.sampled_from(["user", "Ann", "Bob"])), **thought}
 
 
 def _call(draw: st.DrawFn, number: str, word: str) -> Json:
@@ -145,6 +145,21 @@ def test_a_history_of_any_order(
     common = common_prefix(before, prompt)
     for word in (w for m in history[: asked[-1] + 1] for w in spoken(m)):
         assert re.search(rf"\b{word}\b", prompt[:common]), f"{word}: {before!r}\n{prompt!r}"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_name_is_told_where_its_user_begins_to_speak(
+    models: dict[str, LanguageModel], family: Family
+) -> None:
+    """A lone user's stands once, and none that is but the role."""
+    history: list[Json] = []
+    for number, name in enumerate(("Ann", "Ann", "user", "Bob", "Ann")):
+        history.append({"role": "user", "name": name, "content": f"fact{number}x"})
+        history.append({"role": "assistant", "name": "Helper", "content": "yes"})
+    prompt = checked(models[family.name], family, history[:-1], None)
+    assert re.findall(r"(\w*:?) ?(fact\dx)", prompt) == [
+        ("Ann:", "fact0x"), ("", "fact1x"), ("", "fact2x"), ("Bob:", "fact3x"), ("Ann:", "fact4x"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

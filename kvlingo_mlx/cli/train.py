@@ -19,7 +19,7 @@ HIDDEN = tuple(spec.kind for spec in KINDS if spec.has_hidden)
 UNSOLVED = tuple(spec.kind for spec in KINDS if not spec.solved)  # not solved in closed form
 TRAINING = (  # what a histogram leaves out
     "out kind head_mixing joint capture nu assignment state_maps norm ridge hidden native_layers "
-    "objective ce_weight lr held_out val_every dtype device plot force gated stage1_steps "
+    "whitened objective ce_weight lr held_out val_every dtype device plot force gated stage1_steps "
     "stage1_lr sweep at_once seeds"
 )
 STEPS = whole("a whole number, 0 or more", 0)
@@ -61,20 +61,21 @@ class TrainOptions(Configured, TwoModels):
         Need("ce_weight", "objective", among("mixed"), "mixed"),
         Need("stage1_steps stage1_lr gated", "kind", among(*UNSOLVED), "mlp",
              "whose stage 1 is a closed form"),
-        Need("objective ce_weight lr plot minutes", "steps", but(0), 5000,
+        Need("whitened objective ce_weight lr plot minutes", "steps", but(0), 5000,
              "which leaves stage 2 out"),
         Need("held_out batch_size val_every sweep", "steps kind",
              lambda steps, kind: steps != 0 or kind in UNSOLVED, 5000, "which leaves stage 2 out"),
         Need("packed_share", "plain_text", off, why="which packs nothing"),
         Need("later_turns", "plain_text", off, why="which has no turns"),
         Need("at_once", "sweep", is_set, True),
+        Need("whitened", "kind", among("linear"), "linear", "which has more than solved maps"),
         Need("sweep", "minutes", off, why="in which its rates would not all end"),
         Need("seed", "seeds", off, why="which names them all"),
     )  # fmt: skip
     KEYS: ClassVar[str] = (
         "english apart_from head_mixing joint capture assignment state_maps norm ridge fit_samples "
-        "hidden gated stage1_steps stage1_lr native_layers objective ce_weight sweep at_once "
-        "held_out val_every packed_share later_turns seeds histogram"
+        "hidden gated stage1_steps stage1_lr native_layers whitened objective ce_weight sweep "
+        "at_once held_out val_every packed_share later_turns seeds histogram"
     )
     data: list[str] = option(
         ..., "JSONL file, folder, or Hugging Face dataset; NAME@WEIGHT, may be repeated."
@@ -126,6 +127,11 @@ class TrainOptions(Configured, TwoModels):
     )
     native_layers: int = option(
         0, "How many first cache layers the target reads itself.", kind=STEPS
+    )
+    whitened: bool = option(
+        False,
+        "Steps where states are white, as pair takes them; --lr: 3e-3.",
+        "--whitened",
     )
     objective: str = option("kl", "kl, ce or mixed.")
     ce_weight: float = option(1.0, "Weight of the cross-entropy in mixed.", kind=FROM_0)
@@ -222,7 +228,7 @@ def command(options: TrainOptions) -> None:
         "learning_rates": _rates(options.lr),
         "validate_every": options.val_every,
         "seconds": None if options.minutes is None else 60.0 * options.minutes,
-        **options.some("steps objective ce_weight sweep"),
+        **options.some("steps whitened objective ce_weight sweep"),
     }
     plan = options.some(
         "kind head_mixing joint capture nu assignment state_maps norm ridge fit_samples held_out "

@@ -38,10 +38,10 @@ from kvlingo_mlx.training.checkpoints import (
     read_log,
     write_json,
 )
+from kvlingo_mlx.training.coordinates import RATE
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.distill import Report
 from kvlingo_mlx.training.mixture import Mixture
-from kvlingo_mlx.training.paper_pairs import rate_of
 from kvlingo_mlx.training.plan import TrainingPlan
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Pair, pair_of
@@ -51,7 +51,7 @@ FACTS, CHATS_FILE = "facts.json", "chats.jsonl"
 CHATS = 2000  # generated conversations, where the user has none
 HELD_OUT = 32  # conversations that choose the closed form and the learning rate
 TUNED_ON = 16  # dialogues that choose the native layers
-RATES = (1e-4, 1e-3, 1e-2)  # learning rates, beside the pair's own
+RATES = (RATE / 3, RATE, 3 * RATE)
 LEAST = 1.0  # seconds that stage 2 gets, however little time is left
 WRITING = 0.03  # the share of the time for what is written
 DIALOGUE = 750  # tokens that a dialogue costs with a number of native layers, read by both models
@@ -162,10 +162,11 @@ class Making:
         left = self.find("seconds", lambda: max(LEAST, self.seconds - self.spent - later))
         recipe = Recipe(
             batch=pace.BATCH,
-            learning_rates=self._rates(nu),
+            learning_rates=RATES,
             validate_every=10**9,  # by time
             seconds=left,
             halving=True,
+            whitened=True,
         )
         plan = TrainingPlan(
             nu=nu, norm=norm, fit_samples=lengths.fit_samples, held_out=HELD_OUT,
@@ -227,7 +228,7 @@ class Making:
         stream = self._stream(self._options(MAX_PREFIX, pace.ANSWERS), pace.PROBES * pace.BATCH)
         self.opening = self.spent - before
         nu = self.settings["nu"]
-        rates = len(self._rates(nu or max(starts.NUS)))
+        rates = len(RATES)
         configs = starts.configs(self._pair, nu)
         for each in sorted(configs, reverse=True)[:-1]:
             if not self._fits(configs[each], pace.SHORTEST, rates):
@@ -312,10 +313,6 @@ class Making:
         """The numbers of native layers to try: all up to 4, then ever fewer."""
         depth = len(self.ends[1].attentions)
         return [n for n in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if n < depth]
-
-    def _rates(self, nu: int) -> tuple[float, ...]:
-        source, target = self.ends
-        return tuple(sorted({rate_of(source.name, target.name, {"nu": nu}), *RATES}))
 
     # ---- data -----------------------------------------------------------------------------
 

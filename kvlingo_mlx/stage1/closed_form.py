@@ -34,6 +34,7 @@ RIDGES = (0.0, *(10.0 ** (power / 2) for power in range(-12, 5)))
 # Taken as half as many, the ridge that is chosen is near the best in hindsight, from 1.5 tokens per
 # unknown to 32 (paper/LOG.md, "a ridge").
 ALIKE = 2
+DAMPING = 1e-3
 EXACT = 1e-12  # the share of the squares that counts as no error
 METHODS = ("r2", "greedy")  # by which source layers are chosen from data
 # The paper gives no value for the ridge of the greedy choice; this share of the candidates' mean
@@ -65,6 +66,11 @@ class Moments:
     def finite(self) -> bool:
         """Whether all sums of products are numbers."""
         return bool(np.isfinite(self.xx).all() and np.isfinite(self.xy).all())
+
+    def errors(self, weight: np.ndarray) -> np.ndarray:
+        """The weighted mean square error of a map (output, input), for each output."""
+        left = self.yy - 2 * (weight * self.xy.T).sum(1) + ((weight @ self.xx) * weight).sum(1)
+        return np.maximum(left, 0.0) / self.tokens
 
     def block(self, rows: np.ndarray, columns: Any = slice(None)) -> Moments:
         """The moments of a map that reads only ``rows`` of x and writes only ``columns`` of y."""
@@ -140,6 +146,23 @@ def _chosen(
         if freedom < tokens / ALIKE:
             best = min(best, (error / (1 - ALIKE * freedom / tokens) ** 2, ridge))
     return best[1]
+
+
+def white(squares: np.ndarray) -> np.ndarray:
+    """The symmetric A for which A x is white: E[A x x^T A] = 1, but for what is nearly constant.
+
+    ``squares`` is E[x x^T]; its eigenvalues are raised by ``DAMPING`` of their mean.
+    """
+    eigenvalues, vectors = np.linalg.eigh(squares)
+    raised = np.maximum(eigenvalues, 0.0) + DAMPING * max(eigenvalues.mean(), EXACT)
+    return (vectors / np.sqrt(raised)) @ vectors.T
+
+
+def coordinates(parts: Sequence[Moments], solved: Sequence[Solution]) -> dict[str, np.ndarray]:
+    """In which the blocks of a map learn; ``training.coordinates`` reads them by name."""
+    whites = [white(part.xx / part.tokens) for part in parts]
+    errors = [part.errors(each.weight) for part, each in zip(parts, solved, strict=True)]
+    return {"/white": np.float32(whites), "/size": np.float32(np.sqrt(errors))}
 
 
 def blocks_of(config: TranslatorConfig, m: Map) -> list[tuple[np.ndarray, np.ndarray]]:

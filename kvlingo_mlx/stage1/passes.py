@@ -176,6 +176,7 @@ class ClosedForm:
     # Called after each usable sample with their number over all passes, and what that will be.
     progress: Callable[[int, int], None] = lambda done, total: None
     weights: dict[str, np.ndarray] = field(default_factory=dict)  # float64, by their names
+    coordinates: dict[str, np.ndarray] = field(default_factory=dict)  # in which they learn best
     ranks: list[int] = field(default_factory=list)  # input directions that the data span
     ridges: list[float] = field(default_factory=list)
     used: int = 0  # the usable samples of the latest pass
@@ -218,8 +219,9 @@ class ClosedForm:
 
     @property
     def result(self) -> tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]:
-        """The config, the maps and what a provenance keeps of them."""
-        return self.config, self.weights, {"norm": self.norm, **self.facts()}
+        """The config, the maps with what they learn in, and what a provenance keeps of them."""
+        arrays = self.weights | self.coordinates
+        return self.config, arrays, {"norm": self.norm, **self.facts()}
 
     def facts(self) -> dict[str, float]:
         """What a provenance keeps of the samples and the solution.
@@ -370,7 +372,8 @@ class ClosedForm:
 
     def _solve(self, sums: Sums) -> None:
         """Solve these maps; every process some of them."""
-        weights, found = dict[str, np.ndarray](), list[closed_form.Solution]()
+        weights, learnt = dict[str, np.ndarray](), dict[str, np.ndarray]()
+        found: list[closed_form.Solution] = []
         inputs: Any = None
         own = self.group.stretch(list(sums.maps))
         with phase("solving the maps", len(own)) as step:
@@ -380,13 +383,17 @@ class ClosedForm:
                     inputs, eigen = sums.maps[name].inputs, np.linalg.eigh(parts[0].xx)
                 known = eigen if self.config.head_mixing else None
                 solved = [closed_form.solve(part, ridge=self.ridge, eigen=known) for part in parts]
-                matrices = [each.weight for each in solved]
-                weights[f"{name}.weight"] = np.stack(matrices) if known is None else matrices[0]
+                made = {"": np.stack([each.weight for each in solved])}
+                made |= closed_form.coordinates(parts, solved)
+                for what, blocks in made.items():
+                    array = blocks if known is None else blocks[0]
+                    (learnt if what else weights)[f"{name}.weight{what}"] = array
                 found += solved
                 step()
-        result = weights, [each.rank for each in found], [each.ridge for each in found]
-        for theirs, ranks, ridges in self.group.gathered(result):
+        result = weights, learnt, [each.rank for each in found], [each.ridge for each in found]
+        for theirs, scales, ranks, ridges in self.group.gathered(result):
             self.weights |= theirs
+            self.coordinates |= scales
             self.ranks += ranks
             self.ridges += ridges
 

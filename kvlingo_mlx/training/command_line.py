@@ -15,6 +15,7 @@ from kvlingo_mlx.group import launched
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.tokenization.samples import MAX_CONTINUATION, MAX_PREFIX, other_tokenizer
 from kvlingo_mlx.training.checkpoints import log_of, read_log
+from kvlingo_mlx.training.coordinates import RATE
 from kvlingo_mlx.training.data import Bin, Stream, Survey, prefix_histogram
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.paper_pairs import filled, rate_of
@@ -212,7 +213,8 @@ def _plan(job: Job) -> TrainingPlan:
     """The plan of a job, with what the paper has for its pair."""
     ends = job.options.source, job.options.target
     plan = filled(job.plan, *ends)
-    rates = job.recipe["learning_rates"] or (rate_of(*ends, plan),)
+    usual = RATE if job.recipe.get("whitened") else rate_of(*ends, plan)
+    rates = job.recipe["learning_rates"] or (usual,)
     if job.recipe.get("sweep") and len(rates) == 1:
         rates = window(rates[0])
     stage2 = Recipe(**{**job.recipe, "learning_rates": rates})

@@ -36,6 +36,8 @@ class Recipe:
     seconds: float | None = None
     # Only the better half of the rates goes on after each tenth of the run, until one is left.
     halving: bool = False
+    # Maps learn in the coordinates of ``training.coordinates``; the paper's in their weights.
+    whitened: bool = False
     # Further rates are tried until the best is none of the outermost ones (``training.sweep``); the
     # rate of the lowest final KL wins, and the translator that it ended with.
     sweep: bool = False

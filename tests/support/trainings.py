@@ -177,7 +177,7 @@ def training(
 ) -> Trainer:
     """A tiny training; ``seen`` takes the steps that it reports."""
     recipe = {"steps": 6, "batch": 2, "validate_every": 2, "objective": "kl", "seconds": None}
-    recipe |= {"halving": False}
+    recipe |= {"halving": False, "whitened": False}
     recipe |= {k: options.pop(k) for k in list(options) if k in recipe}
     stage2 = Recipe(learning_rates=learning_rates, **recipe)
     plan = TrainingPlan(fit_samples=6, held_out=3, recipe=stage2, **options)

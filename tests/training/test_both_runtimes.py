@@ -16,7 +16,9 @@ pytest.importorskip("transformers")
 
 import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
+from kvlingo_mlx.cuda.translator import TorchTranslator  # noqa: E402
 from kvlingo_mlx.format import translator_folder  # noqa: E402
+from kvlingo_mlx.format.maps import head_map_of, maps_of  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.training.checkpoints import Checkpoint  # noqa: E402
 from kvlingo_mlx.training.distill import Distillation, start_runs  # noqa: E402
@@ -157,38 +159,94 @@ def test_one_runtime_goes_on_where_the_other_stopped(
             assert np.abs(arrays[name] - array).max() < 1e-4 * np.abs(array).max()
 
 
-def test_the_optimizer_is_pytorchs() -> None:
-    """Ten clipped AdamW steps over planted gradients."""
+COORDINATES: dict[str, dict[str, Any]] = {
+    "own": {},
+    "white": {"w/white": (5, 5), "w/size": (3,)},
+    "white, by head": {"w/white": (2, 5, 5), "w/size": (2, 3)},
+}
+
+
+@pytest.mark.parametrize("case", COORDINATES)
+def test_the_optimizer_is_pytorchs(case: str) -> None:
+    """Ten clipped AdamW steps over planted gradients, on the numbers of which a tensor is made."""
     rng = np.random.default_rng(0)
-    start = rng.normal(size=(3, 4)).astype(np.float32)
-    tensor = torch.tensor(start).requires_grad_()
-    theirs = torch.optim.AdamW([tensor], weight_decay=0.0)
-    ours = MLXTranslator(None, {"w": mx.array(start)})  # type: ignore[arg-type]
+    shape = (2, 3, 5) if "head" in case else (3, 5)
+    start = rng.normal(size=shape).astype(np.float32)
+    learnt = {n: rng.uniform(0.1, 2, size) for n, size in COORDINATES[case].items()}
+    size = learnt.get("w/size", np.ones(shape[:-1]))
+    white = learnt.get("w/white", np.broadcast_to(np.eye(5), (*shape[:-2], 5, 5)))
+    white = white @ white.swapaxes(-1, -2)
+    arrays = {"w": start} | ({"w/white": white, "w/size": size} if learnt else {})
+    arrays = {name: np.float32(array) for name, array in arrays.items()}
+    own = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    theirs = torch.optim.AdamW([own], weight_decay=0.0)
+    both = [
+        made.from_arrays(None, arrays, *place)  # type: ignore[attr-defined]
+        for made, place in ((MLXTranslator, ()), (TorchTranslator, ("cpu",)))
+    ]
     for step in range(10):
-        gradient = rng.normal(size=(3, 4)).astype(np.float32) * 10.0 ** (step % 3 - 1)
-        tensor.grad = torch.tensor(gradient)
-        torch.nn.utils.clip_grad_norm_([tensor], 1.0)
+        gradient = rng.normal(size=shape).astype(np.float32) * 10.0 ** (step % 3 - 1)
+        clipped = torch.tensor(gradient / max(1.0, np.linalg.norm(gradient)))
+        tensor = torch.tensor(start) + torch.tensor(size)[..., None] * (own @ torch.tensor(white))
+        own.grad = None
+        (tensor * clipped).sum().backward()
         theirs.param_groups[0]["lr"] = rate = 1e-2 / (step + 1)
         theirs.step()
-        ours.learn({"w": mx.array(gradient)})
-        ours.update(rate, 1.0)
-        assert not ours.gradients
-        assert np.abs(np.array(ours.tensors["w"]) - tensor.detach().numpy()).max() < 1e-6
+        both[0].learn({"w": mx.array(gradient)})
+        both[1].tensors["w"].grad = torch.tensor(gradient)
+        expected = start + size[..., None] * (own.detach().numpy() @ white)
+        for ours in both:
+            ours.update(rate, 1.0)
+            assert np.abs(ours.arrays()["w"] - expected).max() < 1e-5 * np.abs(expected).max()
+    assert np.abs(expected - start).max() > 1e-2
 
 
-@pytest.mark.parametrize("kind", ["linear", "joint", "mlp", "linear_mlp", "native"])
+@pytest.mark.parametrize("mixing", [True, False])
+def test_states_are_white_in_the_coordinates_of_their_map(models: Models, mixing: bool) -> None:
+    """Against the states themselves; outputs have the size of their error."""
+    pair = pair_of(models["dense"], models["wide"])
+    config = make_config(pair.source, pair.target, TrainingPlan(nu=2, head_mixing=mixing))
+    data = [Random(60, different=99).sample(i) for i in range(24)]
+    fit = trainings.closed_form(config, pair, data)
+    states = [pair.states(sample, config.capture) for sample in data]
+    m = maps_of(config)[1]
+    head = () if mixing else (1,)
+
+    def rows(end: int, layer: int, heads: int) -> np.ndarray:
+        each = [np.array(pair.rows(both[end], "keys", layer), np.float64) for both in states]
+        every = np.concatenate(each)
+        if mixing:
+            return every
+        dim = every.shape[1] // heads
+        source = head_map_of(config)[1] if end == 0 else 1
+        return every[:, source * dim : (source + 1) * dim]
+
+    read = [rows(0, layer, config.source.layers[layer].kv_heads) for _, layer in m.reads]
+    x = np.concatenate(read, axis=1)
+    white = x @ fit.coordinates[f"{m.name}.weight/white"][head]
+    before, found = (np.linalg.eigvalsh(each.T @ each / len(x)) for each in (x, white))
+    assert 0.9 < found[-1] <= 1.0 + 1e-6  # damped where there is next to nothing
+    assert before[-1] / np.median(before) > 2 * found[-1] / np.median(found)
+    y = rows(1, m.layer, config.target.layers[m.layer].kv_heads)
+    wrong = x @ fit.weights[f"{m.name}.weight"][head].T - y
+    size = fit.coordinates[f"{m.name}.weight/size"][head]
+    assert np.abs(np.sqrt((wrong**2).mean(0)) - size).max() < 1e-4 * size.max()
+
+
+@pytest.mark.parametrize("kind", ["linear", "whitened", "joint", "mlp", "linear_mlp", "native"])
 def test_a_whole_training_on_mlx(models: Models, tmp_path: Path, kind: str) -> None:
     first = Recipe(
         steps=12, batch=2, learning_rates=(1e-2,), objective="reconstruction", validate_every=12
     )
-    options = {**KINDS[kind], "hidden": 16, "stage1_recipe": first}
+    options = {**KINDS.get(kind, {}), "hidden": 16, "stage1_recipe": first}
+    options |= {"whitened": kind == "whitened"}
     made = training(models, tmp_path / "t", steps=12, learning_rates=(1e-3,), **options)
     out = made.run()
     log = [json.loads(line) for line in (tmp_path / "t.log.jsonl").read_text().splitlines()]
     assert log[-1]["held_out"][0] < log[0]["held_out"][0]
     config = translator_folder.read_config(out)
     assert {"mlx", "mlx_lm"} <= set(config.provenance) and "torch" not in config.provenance
-    assert config.native_layers == KINDS[kind].get("native_layers", 0)
+    assert config.native_layers == (2 if kind == "native" else 0)
     assert made.finished() and made.run() == out
     pair = models["dense"], models["wide"]
     assert kv.generate(*pair, "hello there", translator=out, max_tokens=4)

@@ -85,8 +85,9 @@ def needs(
         hidden: The hidden units of an MLP.
     """
     models = sum({id(model): weights_bytes(model) for model in (source, target)}.values())
-    # Tensors, two moments of AdamW, and gradients.
-    translators = rates * 4 * FLOAT * _numbers(config, hidden)
+    # Tensors, two moments of AdamW, and gradients, and the coordinates.
+    whites = sum((m.heads or 1) * m.inputs**2 for m in maps_of(config))
+    translators = rates * FLOAT * (4 * _numbers(config, hidden) + whites)
     lengths, kept = (prefix, answer), config.state_maps
     reading = _reading(source, target, *lengths, kept=kept)
     most = max(*reading, _learning(source, target, *lengths, kept=kept))

@@ -15,6 +15,7 @@ from mlx.optimizers import AdamW
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.threads import unit
+from kvlingo_mlx.training.coordinates import Coordinates, apart
 from kvlingo_mlx.training.forward import Maps, Operations, Read
 from kvlingo_mlx.translators.state_maps import mapped
 
@@ -40,14 +41,17 @@ class MLXTranslator:
 
     config: TranslatorConfig
     tensors: dict[str, mx.array]
+    coordinates: Coordinates
     gradients: dict[str, mx.array] = field(default_factory=dict)
 
     @classmethod
     def from_arrays(
         cls, config: TranslatorConfig, arrays: Mapping[str, np.ndarray]
     ) -> MLXTranslator:
-        """Trainable copies of ``arrays``, in float32."""
-        return cls(config, {n: mx.array(np.asarray(a, np.float32)) for n, a in arrays.items()})
+        """Trainable copies of ``arrays``, in float32, and their coordinates."""
+        copies = {n: mx.array(np.asarray(a, np.float32)) for n, a in arrays.items()}
+        tensors, learnt = apart(copies)
+        return cls(config, tensors, Coordinates(learnt))
 
     def layer(
         self, t: int, read: Read, tensors: Mapping[str, mx.array] | None = None
@@ -140,8 +144,9 @@ class MLXTranslator:
         optimizer.learning_rate = rate
         kept["step"] = optimizer.step + 1
         for name, tensor in self.tensors.items():
-            gradient = scale * self.gradients.pop(name)
-            self.tensors[name] = optimizer.apply_single(gradient, tensor, kept[name])
+            gradient = self.coordinates.turned(name, scale * self.gradients.pop(name))
+            step = optimizer.apply_single(gradient, mx.zeros_like(tensor), kept[name])
+            self.tensors[name] = tensor + self.coordinates.turned(name, step)
             mx.eval(self.tensors[name], kept[name])
 
     def forget(self) -> None:

@@ -5,8 +5,6 @@ per-head ``k_norm``, then rotation by halves. A family states the facts as mlx-l
 ``check_agreement`` compares them with what transformers reads from the same files.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence

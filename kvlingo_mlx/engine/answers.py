@@ -5,8 +5,6 @@ its state machine, a call within the reasoning leads back to the reasoning, and 
 call but is none is text: its mark is told, and what stands behind it is divided again.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence

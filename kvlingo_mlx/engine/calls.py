@@ -4,8 +4,6 @@ A call is read whole, or it is text. Each of mlx-lm's parsers has its own idea o
 out of a call that is cut or broken; so what it found is held to the text here.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

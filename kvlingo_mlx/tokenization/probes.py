@@ -4,8 +4,6 @@ A probe is a history of few messages, each with a word of its own. A template th
 history renders all of its words, in their order.
 """
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ What a template takes is found by trying it (``probes``). It depends on no messa
 longer history begins as a shorter one did, and caches are kept.
 """
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 import itertools

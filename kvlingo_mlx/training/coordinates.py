@@ -7,8 +7,6 @@ what a map reads is white, and an output's unit is its error under the closed fo
 rate says by which share of that error a step moves an output (paper/LOG.md, "a real pair").
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Translators on the device: what maps compute, and how their products are cut."""
 
-from __future__ import annotations
-
 from kvlingo_mlx.backend import mx, on_gpu
 
 from kvlingo_mlx.format.kinds import SIDES

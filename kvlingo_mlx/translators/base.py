@@ -1,7 +1,5 @@
 """A translator on the device."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

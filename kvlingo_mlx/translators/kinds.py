@@ -4,8 +4,6 @@ Paper: sections "Linear translator family" (equation 3.1) and "Training protocol
 "Dense-to-MoE cache translation" (a linear map beside an MLP).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from kvlingo_mlx.backend import mx, nn

@@ -1,7 +1,5 @@
 """Maps of recurrent states on the device: one product from each side, head by head."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Mapping

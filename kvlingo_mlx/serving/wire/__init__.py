@@ -4,8 +4,6 @@ Each API has a file with an object ``API``; what they share stands in ``requests
 and what clients send beside it in ``oddities``. Nothing here waits or sends.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol

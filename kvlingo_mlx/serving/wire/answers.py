@@ -1,7 +1,5 @@
 """What answers of all APIs have in common: events gathered, frames, counts, log probabilities."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Anthropic's messages, and the counting of their tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """OpenAI's chat completions and plain completions, with the fields of mlx-lm's server."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Mapping
 from typing import Annotated, Any

@@ -5,8 +5,6 @@ Every form is taken in every API. What was said before is never refused
 strictly: the last message, if a user or the system wrote it, and formats.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping, Sequence

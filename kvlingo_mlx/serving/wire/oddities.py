@@ -4,8 +4,6 @@ A field of a table changes nothing (None), or is taken with some values alone, e
 the server does anyway; a kind of UNSUPPORTED is refused with its reason.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple

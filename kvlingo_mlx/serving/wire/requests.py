@@ -1,7 +1,5 @@
 """What requests of all APIs have in common, and how JSON becomes one: strictly, by name."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import re

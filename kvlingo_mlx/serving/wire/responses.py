@@ -1,7 +1,5 @@
 """OpenAI's responses."""
 
-from __future__ import annotations
-
 import functools
 import time
 from typing import Annotated, Any

@@ -6,8 +6,6 @@ in which Codex wraps those of each MCP server, are shown under a name of both. T
 kind are run by a provider; these are left out.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

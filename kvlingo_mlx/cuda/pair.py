@@ -48,8 +48,9 @@ class TorchPair(Passes):
         """PyTorch has every gradient of the families that it opens."""
 
     def check_memory(
-        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, hidden: int
-    ) -> str:
+        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, hidden: int,
+        whitened: bool,
+    ) -> str:  # fmt: skip
         """Nothing is known here of what a GPU's allocator takes."""
         return ""
 

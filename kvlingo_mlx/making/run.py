@@ -301,7 +301,7 @@ class Making:
         mixture = self._mixture(longest)
         try:
             lengths = mixture.max_prefix, mixture.max_continuation
-            self._pair.check_memory(config, lengths, rates, 0)
+            self._pair.check_memory(config, lengths, rates, 0, True)
         except NotEnoughMemoryError:
             if needed:
                 raise

@@ -160,9 +160,9 @@ def white(squares: np.ndarray) -> np.ndarray:
 
 def coordinates(parts: Sequence[Moments], solved: Sequence[Solution]) -> dict[str, np.ndarray]:
     """In which the blocks of a map learn; ``training.coordinates`` reads them by name."""
-    whites = [white(part.xx / part.tokens) for part in parts]
-    errors = [part.errors(each.weight) for part, each in zip(parts, solved, strict=True)]
-    return {"/white": np.float32(whites), "/size": np.float32(np.sqrt(errors))}
+    whites = np.stack([white(part.xx / part.tokens) for part in parts])
+    errors = np.sqrt([part.errors(each.weight) for part, each in zip(parts, solved, strict=True)])
+    return {"/white": whites.astype(np.float32), "/size": errors.astype(np.float32)}
 
 
 def blocks_of(config: TranslatorConfig, m: Map) -> list[tuple[np.ndarray, np.ndarray]]:

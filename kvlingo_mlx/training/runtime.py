@@ -73,8 +73,9 @@ class Pair(Rows, Protocol):
         """Refuse (UnsupportedModelError) a target through which no gradient reaches its cache."""
 
     def check_memory(
-        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, hidden: int
-    ) -> str:
+        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, hidden: int,
+        whitened: bool,
+    ) -> str:  # fmt: skip
         """A line that says what a training takes; empty where that is not known.
 
         ``lengths`` are the tokens of the longest prefix and continuation.

@@ -101,7 +101,7 @@ def landscape(best: float, highest: float = math.inf) -> type[MLXPair]:
         def check_gradients(self, sample: Sample, config: Any) -> None:
             pass
 
-        def check_memory(self, config: Any, lengths: Any, rates: int, hidden: int) -> str:
+        def check_memory(self, config: Any, lengths: Any, rates: int, *_: Any) -> str:
             if rates > self.room:
                 raise NotEnoughMemoryError(f"{rates} of {self.room}")
             return f"training takes room for {rates}"

@@ -135,10 +135,12 @@ def chats(tmp_path: Path) -> str:
     return str(path)
 
 
-def needed(models: dict[str, LanguageModel], prefix: int, rates: int = 1, nu: int = 1) -> float:
+def needed(
+    models: dict[str, LanguageModel], prefix: int, rates: int = 1, nu: int = 1, **more: bool
+) -> float:
     """Gigabytes, with half a percent to spare."""
     ends = models["dense"], models["wide"]
-    found = memory.needs(*ends, make_config(*ends, TrainingPlan(nu=nu)), prefix, 16, rates)
+    found = memory.needs(*ends, make_config(*ends, TrainingPlan(nu=nu)), prefix, 16, rates, **more)
     return 1.005 * sum(found.values()) / 1e9
 
 
@@ -176,7 +178,7 @@ def test_pair_leaves_out_lengths_that_do_not_fit(
         monkeypatch.setattr(pace, name, value)
     monkeypatch.setattr(pace, "STARTING", 1e9)
     monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 0)
-    monkeypatch.setenv("KVLINGO_MEMORY_LIMIT", f"{needed(models, 300, 4, nu=3):.6f}")
+    monkeypatch.setenv("KVLINGO_MEMORY_LIMIT", f"{needed(models, 300, 3, nu=3, whitened=True):.6f}")
     kv.pair(*ends, chats, minutes=0.3, out="t", callbacks=Callbacks(say=said.append))
     (longest,) = re.findall(r"prefixes of up to (\d+) tokens, which", " ".join(said))
     assert int(longest) == 256

@@ -39,6 +39,7 @@ def check(
     lengths: tuple[int, int],
     rates: int,
     hidden: int,
+    whitened: bool,
 ) -> str:
     """What :func:`needs` tells, for users.
 
@@ -48,7 +49,7 @@ def check(
     prefix, answer = lengths
 
     def parts(prefix: int) -> dict[str, int]:
-        return needs(source, target, config, prefix, answer, rates, hidden)
+        return needs(source, target, config, prefix, answer, rates, hidden, whitened)
 
     found, there = parts(prefix), memory.free()
     weights = next(iter(found.values()))
@@ -72,6 +73,7 @@ def needs(
     answer: int,
     rates: int = 1,
     hidden: int = 0,
+    whitened: bool = False,
 ) -> dict[str, int]:
     """The bytes that training takes at most, by purpose.
 
@@ -83,11 +85,13 @@ def needs(
         answer: The tokens of the longest continuation.
         rates: The number of learning rates, each with a translator of its own.
         hidden: The hidden units of an MLP.
+        whitened: Whether maps learn in coordinates, which have matrices of their own.
     """
     models = sum({id(model): weights_bytes(model) for model in (source, target)}.values())
-    # Tensors, two moments of AdamW, and gradients, and the coordinates.
-    whites = sum((m.heads or 1) * m.inputs**2 for m in maps_of(config))
-    translators = rates * FLOAT * (4 * _numbers(config, hidden) + whites)
+    # Tensors, two moments of AdamW, and gradients.
+    numbers = 4 * _numbers(config, hidden)
+    numbers += sum((m.heads or 1) * m.inputs**2 for m in maps_of(config)) if whitened else 0
+    translators = rates * FLOAT * numbers
     lengths, kept = (prefix, answer), config.state_maps
     reading = _reading(source, target, *lengths, kept=kept)
     most = max(*reading, _learning(source, target, *lengths, kept=kept))

@@ -67,9 +67,10 @@ class MLXPair(Passes, DeviceRows):
                 )
 
     def check_memory(
-        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, hidden: int
-    ) -> str:
-        return memory.check(self.source, self.target, config, lengths, rates, hidden)
+        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, hidden: int,
+        whitened: bool,
+    ) -> str:  # fmt: skip
+        return memory.check(self.source, self.target, config, lengths, rates, hidden, whitened)
 
     @in_chunks(gradient=False)
     def states(self, sample: Sample, capture: str) -> tuple[KVStates, KVStates]:

@@ -43,12 +43,30 @@ SEEN = ("an image", "a video")  # begin the notes of what holds no text at all
 # Where texts, reasoning and arguments stand; the first of them that is given counts.
 CONTENTS = ("content", "value", "output", "outputs", "result", "results", "parts", "text")
 TEXTS = ("text", "refusal", "transcript", "content", "output", "value", "stdout", "stderr")
-OPAQUE = ("encrypted", "signature", "cache_control")  # begin names of what nobody can read
-LONGEST = 2000  # characters without a space that are data of a part, and no text
+ALONE = ("text", "input_text", "output_text", "summary_text", "refusal")  # text is all of these
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+# What nobody reads: base64; codes (texts without spaces) under names that begin so; ids that a
+# provider gave, or that join a result to its call; bytes of media. Other ids are a tool's facts.
+BASE64 = re.compile(
+    r"data:[^,\s]+;base64,\S*|(?=[^\0]{2000})([\w+/=-]{60,}\s{1,2})*[\w+/=-]*\s*", re.ASCII
+)
+CODE = re.compile(r"[\w+/=.:-]*")
+OPAQUE = ("encrypted", "redacted", "signature", "thought_signature")
+GIVEN_ID = re.compile(r"(msg|resp|rs|fc|call|(srv|mcp)?toolu|file|cntr|chatcmpl)[_-]\w{10,}")
+UNREAD = ("cache_control", "tool_call_id", "tool_use_id")
+BYTES = ("data", "bytes", "blob", "file_data", "b64_json", "base64", "result")
+MEDIA_TYPES = ("media_type", "mime_type")
+BINARY = re.compile(r"(?!text/|application/json)\w+/")
+ABOUT_MEDIA = (*MEDIA_TYPES, *"type format detail status quality size background".split())
 REASONING = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
 THOUGHTS = ("thinking", "text", "content", "summary")
 ARGUMENTS = ("arguments", "input", "action", "operation", "code", "queries")
-IDENTITIES = ("tool_call_id", "tool_use_id", "call_id", "id")
+IDENTITIES = ("tool_call_id", "tool_use_id", "call_id", "toolCallId", "id")
+NAMES = ("name", "toolName")
+# What a call or a result says about itself, and not to the model.
+ENVELOPE = (*"type role from namespace status is_error execution".split(), *NAMES, *IDENTITIES)
+# Where a record has what was asked and answered, if not as messages.
+RECORD = _by_name({"user": "instruction prompt input", "assistant": "completion chosen output"})
 
 HALF = "[\ud800-\udfff]"  # of a surrogate pair
 _ESCAPE = re.compile(
@@ -69,10 +87,14 @@ def repaired(text: str) -> str:
 # ---- parts --------------------------------------------------------------------------------------
 
 
+def _snake(name: Any) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|-", "_", str(name)).lower()
+
+
 def kind_of(item: Any) -> str:
-    """An item's ``type`` without the date that ends some; "" if it has none."""
+    """An item's ``type`` in snake_case, without the date that ends some; "" if it has none."""
     kind = item.get("type") if isinstance(item, Mapping) else None
-    return re.sub(r"_2\d{7}$", "", kind) if isinstance(kind, str) else ""
+    return re.sub(r"_2\d{7}$", "", _snake(kind)) if isinstance(kind, str) else ""
 
 
 def is_call(item: Any) -> bool:
@@ -86,8 +108,9 @@ def is_result(item: Any) -> bool:
 
 
 def _given(item: Mapping[str, Any], names: Iterable[str]) -> Any:
-    """The first of some fields that is there, and not null."""
-    return next((item[name] for name in names if item.get(name) is not None), None)
+    """The first of some fields that says something, else the first that is there; or None."""
+    found = [item[name] for name in names if item.get(name) is not None]
+    return next((value for value in found if value not in EMPTY), found[0] if found else None)
 
 
 def words(part: Any) -> str | None:
@@ -99,37 +122,73 @@ def words(part: Any) -> str | None:
         return "".join(found) if found else None
     if not isinstance(part, Mapping) or NOTES.get(kind_of(part), "").startswith(SEEN):
         return None
-    texts = [text for name in TEXTS if (text := words(part.get(name))) is not None]
+    names = (*TEXTS, "data") if kind_of(part) in ("text", "content") else TEXTS
+    texts = [text for name in names if (text := words(part.get(name))) is not None]
     if texts:
         return next(filter(None, texts), "")
-    source = part.get("source")
-    if isinstance(source, Mapping) and source.get("type") in ("text", "content"):
-        return words(_given(source, ("data", "content")))
-    return None
+    source = part.get("source")  # of a document
+    return words(source) if isinstance(source, Mapping) else None
 
 
 def told(part: Any) -> str:
-    """What a model is told of a part: its text, else a short note in its place."""
-    typed = bool(kind_of(part))
-    plain = not isinstance(part, Mapping) or typed or part.keys() == {"text"}
-    if plain and (text := words(part)) is not None:
+    """What a model is told of a part: its text, then its other fields; a note in media's place."""
+    if not isinstance(part, Mapping):
+        return content_text(part) if isinstance(part, list) else _json(part)
+    kind, note = kind_of(part), NOTES.get(kind_of(part), "")
+    shown, text = readable(part), words(part)
+    if text is not None and (kind in ALONE or shown.keys() == {"text"}):
         return text
-    if not typed:
-        return "" if part in (None, [], {}) else json.dumps(part, ensure_ascii=False, default=str)
-    if what := NOTES.get(kind_of(part)):
-        name = _given(part, ("filename", "title"))
-        return f"[{what}: {name:.300}]" if isinstance(name, str) else f"[{what}]"
-    kept = {
-        name: value
-        for name, value in part.items()
-        if not str(name).startswith(OPAQUE) and not _is_data(value)
+    if not kind or not _shallow(part, 10):  # each level below reads all that is in it
+        return _json(shown)
+    main = next((name for name in (*TEXTS, "source", kind) if words(part.get(name))), "")
+    if main and not note.startswith(SEEN):
+        inner = {"type": kind, **part[main]} if isinstance(part[main], Mapping) else part[main]
+        more = {n: v for n, v in shown.items() if n not in ("type", main) and v not in EMPTY}
+        lines = [f"{n}: {_json(v)}" for n, v in more.items() if not note or _leaves({n: v})]
+        return "\n".join([told(inner), *lines])
+    if note:
+        about = ", ".join(_leaves(shown))
+        return f"[{note}: {about}]" if about else f"[{note}]"
+    return _json(shown) if len(shown) > 1 else f"[{kind}]"
+
+
+def _json(value: Any) -> str:
+    if isinstance(value, str) or value in EMPTY:
+        return value or ""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def readable(value: Any, media: bool = False) -> Any:
+    """A value without what nobody reads, at any depth; ``media``: it is a part of media."""
+    if isinstance(value, list):
+        return [readable(each, media) for each in value if not _is_unread("", each, media)]
+    if not isinstance(value, Mapping):
+        return value
+    types = [str(each) for name, each in value.items() if _snake(name) in MEDIA_TYPES]
+    media |= kind_of(value) in NOTES or any(map(BINARY.match, types))
+    return {
+        name: readable(each, media)
+        for name, each in value.items()
+        if not _is_unread(_snake(name), each, media)
     }
-    text = json.dumps(kept, ensure_ascii=False, default=str)
-    return text if len(kept) > 1 else f"[{kind_of(part)}]"
 
 
-def _is_data(value: Any) -> bool:
-    return isinstance(value, str) and len(value) > LONGEST and " " not in value[:LONGEST]
+def _is_unread(name: str, value: Any, media: bool) -> bool:
+    if not isinstance(value, str):
+        return name in UNREAD
+    given = (name == "id" or name.endswith("_id")) and (media or GIVEN_ID.fullmatch(value))
+    code = given or name.startswith(OPAQUE) or (media and name in BYTES)
+    return bool(name in UNREAD or BASE64.fullmatch(value) or (code and CODE.fullmatch(value)))
+
+
+def _leaves(value: Any) -> list[str]:
+    """The texts that say what media show."""
+    if isinstance(value, Mapping):
+        shown = [each for name, each in value.items() if _snake(name) not in ABOUT_MEDIA]
+        return [text for each in shown for text in _leaves(each)]
+    if isinstance(value, list):
+        return [text for each in value for text in _leaves(each)]
+    return [value] if isinstance(value, str) and value else []
 
 
 def unreadable(content: Any) -> int | None:
@@ -147,11 +206,11 @@ def unreadable(content: Any) -> int | None:
 def content_text(content: Any, between: str = "") -> str:
     """The text of a message's content: a text, a list of parts, or anything else.
 
-    A note in the place of a part is a line of its own.
+    A part that is more than a text has lines of its own.
     """
     parts = content if isinstance(content, list) else [content]
-    noted = any(kind_of(part) and words(part) is None for part in parts)
-    return (between or "\n" * noted).join(map(told, parts))
+    more = any(kind_of(part) not in ("", *ALONE) for part in parts)
+    return (between or "\n" * more).join(map(told, parts))
 
 
 def _thoughts(found: Any) -> str:
@@ -241,6 +300,7 @@ class _Reader:
         self._between, self._apart = between, apart
         self._messages = list[Message]()
         self._answer: Message | None = None  # an answer of which more items may come
+        self._begun = 0  # how many messages stood before the item that is read
 
     def finish(self) -> list[Message]:
         """All messages; the answer that is being gathered is complete."""
@@ -251,6 +311,7 @@ class _Reader:
 
     def take(self, item: Any) -> None:
         """Add one item."""
+        self._begun = len(self._messages)
         if not isinstance(item, Mapping):
             if item is not None:
                 self._asked({"content": item}, "user")
@@ -258,10 +319,10 @@ class _Reader:
             answer = self._answer or {}
             if answer.get("content") is not None or "tool_calls" in answer:
                 self.finish()
-            self._think(_thoughts(item.get("content") or item.get("summary")))
+            self._think(_thoughts(_given(item, ("content", "summary"))))
         elif is_call(item):
             self._call(item)
-        elif is_result(item) or (role := role_of(item)) == "tool":
+        elif is_result(item) or ((role := role_of(item)) == "tool" and not _has_results(item)):
             self._result(item)
         elif role == "assistant":
             self._said(item)
@@ -273,7 +334,7 @@ class _Reader:
     def _asked(self, item: Mapping[str, Any], role: str) -> None:
         """A user's message, or instructions; tool results within it are messages of their own."""
         content, before = _given(item, CONTENTS), len(self.finish())
-        unsaid = content is None and not isinstance(item.get("role") or item.get("from"), str)
+        unsaid = content in EMPTY and not isinstance(item.get("role") or item.get("from"), str)
         if unsaid or kind_of(item) in NOTES:
             content = [item]
         parts = content if isinstance(content, list) else [content]
@@ -288,8 +349,11 @@ class _Reader:
             self._messages.append({"role": role, "content": "", **_name(item)})
 
     def _result(self, item: Mapping[str, Any]) -> None:
-        text = content_text(_given(item, CONTENTS), self._between)
-        failed = item.get("is_error") or item.get("status") in ("error", "failed")
+        """A result: its error and what it says; the other fields of one that says nothing."""
+        error = item.get("error") or None  # False is none
+        failed = item.get("is_error") or item.get("status") in ("error", "failed") or error
+        said = [each for each in (error, _given(item, CONTENTS)) if each not in EMPTY]
+        text = "\n".join(content_text(each, self._between) for each in said or [_rest(item)])
         message = {"role": "tool", "tool_call_id": _identity(item)}
         message["content"] = f"Error: {text}" if failed else text
         self.finish().append({**message, **_name(item)})
@@ -310,7 +374,7 @@ class _Reader:
         for name in ("tool_calls", "function_call"):
             calls = item.get(name) or ()
             for call in calls if isinstance(calls, list | tuple) else [calls]:
-                self._call(call)
+                self._call(call, once=name == "function_call")
         if not self._apart:
             self.finish()
 
@@ -341,8 +405,8 @@ class _Reader:
         answer = self._open()
         answer["content"] = (answer["content"] or "") + text
 
-    def _call(self, call: Any) -> None:
-        """A call, and its result where the call holds it."""
+    def _call(self, call: Any, once: bool = False) -> None:
+        """A call, and its result where it holds one; ``once``: perhaps another one's copy."""
         if not isinstance(call, Mapping):
             return self._say(told(call))
         inner = _given(call, ("function", "custom"))
@@ -350,18 +414,23 @@ class _Reader:
         identity = _identity(call, IDENTITIES[::-1] if given is inner else IDENTITIES)
         kind = kind_of(call).removesuffix("_call") if given is call else ""
         found = _given(given, ARGUMENTS)
+        if found is None and given is call:
+            found = _rest(call)  # of a kind that has names of its own
         if isinstance(found, str) and kind_of(call).startswith("custom"):
             found = {"input": found}  # the text of a tool that takes no JSON
         if given.get("action") is found and isinstance(found, Mapping):
             found = {n: v for n, v in found.items() if v not in (None, {}, "exec")}
-        name = joined(given.get("namespace"), str(given.get("name") or kind or "unknown"))
+        name = joined(given.get("namespace"), str(_given(given, NAMES) or kind or "unknown"))
         function = {"name": name, "arguments": arguments_of(found)}
-        calls = self._open().setdefault("tool_calls", [])
-        if identity and any(each["id"] == identity for each in calls):
-            return None  # it is told in two forms
-        calls.append({"id": identity, "type": "function", "function": function})
-        if given is call and (found := _given(call, CONTENTS)) is not None:
-            self._result({"id": identity, "output": found})
+        read = [*self._messages[self._begun :], self._answer or {}]
+        for each in (each for message in read for each in message.get("tool_calls", ())):
+            if each["id"] == identity != "" or (once and each["function"] == function):
+                return None  # it is told in two forms
+        made = {"id": identity, "type": "function", "function": function}
+        self._open().setdefault("tool_calls", []).append(made)
+        result = {n: call[n] for n in (*CONTENTS, "error") if call.get(n) is not None}
+        if given is call and result:
+            self._result({"id": identity, **result})
 
     def _called_in_text(self, item: Mapping[str, Any]) -> None:
         """ShareGPT's turn of calls: JSON of one or several of them."""
@@ -374,11 +443,22 @@ class _Reader:
             self._said({"content": content})
 
 
+def _has_results(item: Mapping[str, Any]) -> bool:
+    parts = _given(item, CONTENTS) if "tool_call_id" not in item else None
+    return isinstance(parts, list) and any(map(is_result, parts))
+
+
+def _rest(item: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an item that are neither about itself nor empty."""
+    own = (*ENVELOPE, *CONTENTS, "error")
+    return {n: v for n, v in readable(item).items() if n not in own and v not in EMPTY}
+
+
 def _name(item: Mapping[str, Any]) -> dict[str, str]:
     """The name of who said it, or its role if that is unknown."""
     role = item.get("role") or item.get("from")
     foreign = isinstance(role, str) and role.lower() not in ROLES and role not in KEPT_ROLES
-    name = item.get("name") or (role if foreign else None)
+    name = _given(item, NAMES) or (role if foreign else None)
     return {"name": name} if name and isinstance(name, str) else {}
 
 
@@ -389,7 +469,9 @@ def checked_record(record: Any, where: str) -> dict[str, Any]:
     """A chat log's record with its messages in this form, or a text; other fields stay.
 
     A record is ``{"messages": [...]}`` or ShareGPT's ``{"conversations": [...]}``, perhaps with
-    Anthropic's ``system`` beside it, a bare list of messages, or ``{"text": ...}``.
+    Anthropic's ``system`` beside it, a bare list of messages, a response's ``input`` (perhaps with
+    its ``instructions`` and ``output``), mlx-lm's ``{"prompt": ..., "completion": ...}`` or
+    ``{"prompt": ..., "chosen": ...}``, both texts or messages, or ``{"text": ...}``.
 
     Raises:
         ValueError: It is nothing of that, or has no message; the message starts with ``where``.
@@ -399,12 +481,17 @@ def checked_record(record: Any, where: str) -> dict[str, Any]:
     turns = _given(fields, ("messages", "conversations"))
     if turns is None and isinstance(fields.get("text"), str):
         return {**fields, "text": re.sub(HALF, "\ufffd", fields["text"])}
+    apart = turns is None
+    turns = _asked_and_answered(fields) if apart else turns
     if not isinstance(turns, list) or not turns:
-        raise ValueError(f'{where}: expected {{"messages": [...]}} or {{"text": ...}}')
-    system = fields.get("system")
+        raise ValueError(
+            f'{where}: expected {{"messages": [...]}}, {{"input": [...]}}, '
+            '{"prompt": ..., "completion": ...} or {"text": ...}'
+        )
+    system = _given(fields, ("system", "instructions"))
     before = [{"role": "system", "content": system}] if isinstance(system, str | list) else []
     try:
-        messages = conversation([*(before if system else []), *turns])
+        messages = conversation([*(before if system else []), *turns], apart=apart)
     except RecursionError:
         raise ValueError(f"{where}: nested too deeply") from None
     if not messages:
@@ -415,3 +502,17 @@ def checked_record(record: Any, where: str) -> dict[str, Any]:
                 message[name] = re.sub(HALF, "\ufffd", message[name])
     kept = {name: value for name, value in fields.items() if name != "conversations"}
     return {**kept, "messages": messages}
+
+
+def _asked_and_answered(fields: Mapping[str, Any]) -> list[Any]:
+    """What was asked and answered, each a text, a message or several; [] if there is no such."""
+    found = list[Any]()
+    for name, role in RECORD.items():
+        said = fields.get(name) or None
+        said = {"content": said} if isinstance(said, str) else said
+        if isinstance(said, Mapping):
+            found.append({"role": role, **said})
+        elif isinstance(said, list) and said:
+            whole = isinstance(said[0], Mapping) and said[0].get("role") in ("system", "user")
+            found = said if whole else [*found, *said]
+    return found if len(found) > 1 or isinstance(fields.get("input"), list) else []

@@ -52,6 +52,20 @@ LOGS: list[tuple[Any, int]] = [
     ({"system": "fact1", "messages": [Q, A]}, 3),
     ([Q, A], 2),
     ({"text": "fact0 and fact9"}, 2),
+    # A request for a response, and what was logged of one.
+    ({"input": [Q, {"type": "function_call", "call_id": "call_1", "name": "look", "arguments":
+                    '{"at": "fact1"}'}, {"type": "function_call_output", "call_id": "call_1",
+                    "output": "fact2"}, A]}, 4),
+    ({"instructions": "fact1", "input": "fact0", "output": [{"type": "message", "role":
+      "assistant", "content": [{"type": "output_text", "text": "fact9"}]}]}, 3),
+    # mlx-lm's, with texts or messages, preferences, and instructions.
+    ({"prompt": "fact0", "completion": "fact9"}, 2),
+    ({"prompt": [{"role": "system", "content": "fact1"}, Q], "completion": [A]}, 3),
+    ({"prompt": "fact2", "chosen": [Q, A], "rejected": [Q, {**A, "content": "fact1"}]}, 2),
+    ({"system": "fact1", "prompt": "fact0", "chosen": "fact9", "rejected": "fact2"}, 3),
+    ({"instruction": "fact0", "input": "fact1", "output": "fact9"}, 3),
+    ({"instruction": "fact0", "input": "", "output": "fact9"}, 2),
+    ({"prompt": "fact0", "completion": "fact9", "messages": None, "text": None}, 2),
 ]  # fmt: skip
 
 
@@ -78,7 +92,10 @@ def test_every_log_becomes_a_sample_of_every_template(
     assert not skipped
 
 
-FIELDS = "messages conversations role content text tool_calls from value type function system"
+FIELDS = (
+    "messages conversations input prompt completion output"
+    " chosen instruction role content text tool_calls from value type function system"
+)
 JSON = st.recursive(
     st.none() | st.integers() | st.text(max_size=5) | st.sampled_from(["messages", "text", "user"]),
     lambda inner: (

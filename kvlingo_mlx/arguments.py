@@ -44,9 +44,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-# ---- arguments that need others ---------------------------------------------------------------
-
-
 def _rendered(prompt: Any) -> bool:
     """Whether a chat template renders the prompt: it is messages, neither text nor token ids."""
     first = prompt[:1] if isinstance(prompt, Sequence) else ()
@@ -101,9 +98,6 @@ FUNCTIONS: dict[str, tuple[Need, ...]] = {
         Need("first_token", "prefill", is_set, "a name"),
     ),
 }  # fmt: skip
-
-
-# ---- values that arguments accept ---------------------------------------------------------------
 
 
 def _all(values: object, fits: Callable[[Any], bool]) -> bool:

@@ -24,9 +24,6 @@ Entry = tuple[torch.Tensor, torch.Tensor]  # one layer's keys and values in the 
 Head = Callable[[torch.Tensor], torch.Tensor]  # hidden states (B, width) to logits (B, vocabulary)
 
 
-# ---- reading ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class TorchReading:
     """The results of the two no-gradient passes, which all translators of a pair share."""
@@ -92,9 +89,6 @@ def _means(array: torch.Tensor, aligned: AlignedPrefix) -> torch.Tensor:
     counts = torch.tensor(aligned.groups[:, 1] - aligned.groups[:, 0], device=array.device)
     sums = torch.zeros(len(aligned.rows), array.shape[1], dtype=dtype, device=array.device)
     return sums.index_add_(0, entries, array[tokens].to(dtype)) / counts[:, None]
-
-
-# ---- a conversation -----------------------------------------------------------------------------
 
 
 def conversation_loss(
@@ -204,9 +198,6 @@ def reconstruction_loss(
                 (loss * scale).backward()
             total += loss.item()
     return total
-
-
-# ---- a continuation's loss ----------------------------------------------------------------------
 
 
 def loss_of(

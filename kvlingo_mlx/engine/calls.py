@@ -26,9 +26,6 @@ Tools = Sequence[Mapping[str, Any]] | None
 Parser = Callable[[str, Any], Any]  # a text and the tools to one call or several, or any error
 
 
-# ---- parsers beside mlx-lm's ---------------------------------------------------------------------
-
-
 _DECODER = json.JSONDecoder(strict=False)  # small models break lines within JSON's texts
 
 
@@ -92,9 +89,6 @@ def _names(tools: Tools) -> list[str]:
 
 def _qwen3_coder(text: str, tools: Tools = None) -> Any:
     return importlib.import_module("mlx_lm.tool_parsers.qwen3_coder").parse_tool_call(text, tools)
-
-
-# ---- forms ---------------------------------------------------------------------------------------
 
 
 class CallForm(NamedTuple):

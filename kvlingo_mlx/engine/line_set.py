@@ -112,8 +112,6 @@ class LineSet(ABC):
         """The fingerprint of a model's tokenizer."""
         return self.line(name).model.tokenizer_fingerprint
 
-    # ---- growing a line -------------------------------------------------------------------
-
     @abstractmethod
     def bring(
         self,
@@ -217,8 +215,6 @@ class LineSet(ABC):
         """Whether a line can take over exactly up to ``stop``."""
         return True
 
-    # ---- a guard --------------------------------------------------------------------------
-
     def _judged(self, line: Line, look: Look, tokens: Sequence[int], clock: Clock) -> Guarded:
         """What a guard finds; warns, or lets the line read behind its translation, as asked."""
         config = self.translator(look.source, line).config
@@ -242,8 +238,6 @@ class LineSet(ABC):
 
     def gave_up(self) -> None:  # noqa: B027
         """Note that a line reads what was translated for it."""
-
-    # ---- an answer ------------------------------------------------------------------------
 
     def healing(self, line: Line) -> Interleaved:
         """What a line reads between two steps of its answer."""

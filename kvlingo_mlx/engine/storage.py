@@ -187,9 +187,6 @@ class File:
 PUT: dict[str, Callable[[Arrays], Storage]] = {"8bit": EightBits, "disk": File}
 
 
-# ---- files ------------------------------------------------------------------------------
-
-
 def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)

@@ -45,9 +45,6 @@ from kvlingo_mlx.translators.state_maps import StateMapped
 Ends = tuple[LanguageModel, LanguageModel, Translator]  # the source, the target, the translator
 
 
-# ---- the maps alone -----------------------------------------------------------------------
-
-
 def devices() -> list[mx.Device]:
     """The CPU, and the default device if it is another one."""
     return list({str(d): d for d in (mx.Device(mx.cpu), mx.default_device())}.values())
@@ -113,9 +110,6 @@ def _expected(
 def _relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     one, other = found.astype(np.float64), expected.astype(np.float64)
     return float(np.linalg.norm(one - other) / max(float(np.linalg.norm(other)), 1e-30))
-
-
-# ---- with both models -----------------------------------------------------------------------
 
 
 def agreement(
@@ -199,9 +193,6 @@ def usual(
         take_over(plan, [span], watch=watch)
         found.append(watch.measured(tokens[stop - GUARD + 1 : stop + 1])[0])
     return found
-
-
-# ---- receipts -------------------------------------------------------------------------------
 
 
 def receipt(

@@ -113,8 +113,6 @@ class Client:
             f"{self.address} {what}; is it a `kvlingo-mlx serve-prefill` of version {__version__}?"
         )
 
-    # ---- one request -----------------------------------------------------------------------------
-
     def _json(self, method: str, gone: str, body: Any = None) -> Any:
         given = {} if body is None else {"json": body}
         try:

@@ -100,8 +100,6 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="kvlingo-engine", daemon=True)
         self._shown = 0.0
 
-    # ---- in HTTP's thread ---------------------------------------------------------------------
-
     def start(self) -> None:
         """Start the engine; its models can answer when there is a status."""
         self._loop = asyncio.get_running_loop()
@@ -177,8 +175,6 @@ class EngineThread:
         self.cut(Failure("crashed", f"the server crashed ({why}) and is started again"))
         if not self.ended.done():
             self.ended.set_result(why)
-
-    # ---- in the engine's thread ---------------------------------------------------------------
 
     def follow(self) -> None:
         """Serve on a machine that is not the first, which tells it all that clients ask.

@@ -104,9 +104,6 @@ def _host_name(host: str) -> str:
     return ""
 
 
-# ---- bodies ----------------------------------------------------------------------------------
-
-
 async def read_json(request: Request, settings: Settings) -> Any:
     """The parsed JSON of a request's body, as :func:`read_body`, whatever its encoding.
 
@@ -186,9 +183,6 @@ def _too_large(limit: int) -> Refused:
     return Refused(Failure("too_large", f"{message}, or start with -c body_limit=64MB"), CLOSE)
 
 
-# ---- errors ----------------------------------------------------------------------------------
-
-
 def error_handlers(refuse: Refuse, instead: str) -> dict[Any, Any]:
     """Starlette's handlers of what an endpoint raises; ``instead`` says which paths there are."""
 
@@ -212,9 +206,6 @@ def error_handlers(refuse: Refuse, instead: str) -> dict[Any, Any]:
         return refuse(request.url.path, Refused(Failure("internal", message)))
 
     return {Refused: refused, HTTPException: no_such, ClientDisconnect: left, Exception: broken}
-
-
-# ---- slow clients ----------------------------------------------------------------------------
 
 
 def protocol(settings: Settings) -> type[H11Protocol]:

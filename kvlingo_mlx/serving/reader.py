@@ -132,8 +132,6 @@ class Reader:
         self._most = 0
         self._thread.shutdown(wait=False)
 
-    # ---- what a job needs ------------------------------------------------------------------------
-
     def _checked(self, order: Order) -> tuple[Translator | None, Sequence[LayerGeometry]]:
         """The translator of an order, and the layers of which it wants states."""
         translator, layers = None, self.model.geometry.layers
@@ -196,8 +194,6 @@ class Reader:
         steps, loop = self._steps(order, translator), asyncio.get_running_loop()
         chunks = [loop.create_future() for _ in spans]
         self._jobs[order.id] = PrefillJob(order, steps, needs, [*chunks])
-
-    # ---- reading ---------------------------------------------------------------------------------
 
     def _go_on(self, job: PrefillJob) -> None:
         """Somebody asks for a job: it is no longer idle, and may be read further."""

@@ -164,9 +164,6 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-# ---- results ------------------------------------------------------------------------------------
-
-
 def collect(model: PrefixLM, loaded: Any, evaluated: Mapping[str, Any]) -> dict[str, Any]:
     """The result of ``lm_eval.evaluate`` as plain data: ``tasks``, and ``groups`` that it
     aggregates.

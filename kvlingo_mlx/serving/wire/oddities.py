@@ -65,8 +65,6 @@ def ignored(names: str) -> Rules:
     return dict.fromkeys(names.split())
 
 
-# ---- reasons ------------------------------------------------------------------------------------
-
 _END = "an answer ends where its model ends it, at stop, or at max_tokens"
 _HOSTED = "the server runs no tools itself; declare a function, run it, and send its result"
 _KEPT = "the server keeps no requests; send the whole conversation each time"
@@ -75,8 +73,6 @@ _OLD_TOOLS = "use tools and tool_choice"
 _ONE = "a request gets one answer; send it again for another"
 _READ_TEXT = "the models here read text alone; leave this part out, or describe it in words"
 _WRITE_TEXT = "the models here write text alone"
-
-# ---- tools and settings within requests ------------------------------------------------------
 
 CACHED = ignored("cache_control")  # the server keeps every conversation's cache by itself
 TOOL = {"async": only("a call is answered by the client", False)}  # others change nothing
@@ -89,8 +85,6 @@ REASONING_SETTING = {
     "context": only("the chat template says which reasoning is shown", "auto"),
     "mode": only("models have one mode here", "standard"),
 }
-
-# ---- requests -----------------------------------------------------------------------------------
 
 _OPENAI = {
     **ignored("user safety_identifier prompt_cache_key prompt_cache_retention"),
@@ -175,8 +169,6 @@ MESSAGES = {
     "thread": only(_KEPT),
 }
 COUNT = {**MESSAGES, **ignored("max_tokens stop_sequences")}
-
-# ---- kinds of content to be read now, without dates that end some names -------------------------
 
 _KINDS = {
     _READ_TEXT: """

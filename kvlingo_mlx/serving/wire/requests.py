@@ -192,9 +192,6 @@ class Conversing(Sampled):
         )
 
 
-# ---- reading ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Api:
     """An API: where it is asked, what requests are, and how it tells of a failure."""

@@ -147,7 +147,7 @@ def told(part: Any) -> str:
         lines = [f"{n}: {_json(v)}" for n, v in more.items() if not note or _leaves({n: v})]
         return "\n".join([told(inner), *lines])
     if note:
-        about = ", ".join(_leaves(shown))
+        about = ", ".join(text for text in _leaves(shown) if "://" not in text)  # signed anew
         return f"[{note}: {about}]" if about else f"[{note}]"
     return _json(shown) if len(shown) > 1 else f"[{kind}]"
 

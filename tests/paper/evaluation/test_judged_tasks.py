@@ -12,14 +12,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 pytest.importorskip("lm_eval")
 
-from benchmarks.paper.evaluation import judge as judging  # noqa: E402
-from benchmarks.paper.evaluation.judge import Judge, judge_answers, rating, yes_no  # noqa: E402
-from benchmarks.paper.tasks import ADDED  # noqa: E402
-from kvlingo_mlx.evaluation import conditions  # noqa: E402
-from kvlingo_mlx.evaluation.harness import running  # noqa: E402
-from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, RequestedAnswer  # noqa: E402
-from tests.support.fixtures import Models, Patch  # noqa: E402
-from tests.support.lm_eval_tasks import MT_BENCH, QUAC, offline  # noqa: E402
+from benchmarks.paper.evaluation import judge as judging
+from benchmarks.paper.evaluation.judge import Judge, judge_answers, rating, yes_no
+from benchmarks.paper.tasks import ADDED
+from kvlingo_mlx.evaluation import conditions
+from kvlingo_mlx.evaluation.harness import running
+from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, RequestedAnswer
+from tests.support.fixtures import Models, Patch
+from tests.support.lm_eval_tasks import MT_BENCH, QUAC, offline
 
 
 @pytest.fixture(autouse=True)

@@ -66,7 +66,7 @@ def judged(
 ) -> Start:  # fmt: skip
     """A closed form of a number of source layers and a norm, judged, and kept in ``path``."""
     nu, norm = way
-    fit = ClosedForm(configs(pair, nu)[nu], pair, lambda: samples, norm)
+    fit = ClosedForm(configs(pair, nu)[nu], pair, lambda: samples, norm, learns=True)
     try:
         fit.run()
     except ValueError as problem:

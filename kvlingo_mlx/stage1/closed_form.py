@@ -34,7 +34,7 @@ RIDGES = (0.0, *(10.0 ** (power / 2) for power in range(-12, 5)))
 # Taken as half as many, the ridge that is chosen is near the best in hindsight, from 1.5 tokens per
 # unknown to 32 (paper/LOG.md, "a ridge").
 ALIKE = 2
-DAMPING = 1e-3
+DAMPING = 1e-3  # by this share of their mean eigenvalues are raised to be divided by
 EXACT = 1e-12  # the share of the squares that counts as no error
 METHODS = ("r2", "greedy")  # by which source layers are chosen from data
 # The paper gives no value for the ridge of the greedy choice; this share of the candidates' mean
@@ -148,19 +148,18 @@ def _chosen(
     return best[1]
 
 
-def white(squares: np.ndarray) -> np.ndarray:
-    """The symmetric A for which A x is white: E[A x x^T A] = 1, but for what is nearly constant.
-
-    ``squares`` is E[x x^T]; its eigenvalues are raised by ``DAMPING`` of their mean.
-    """
-    eigenvalues, vectors = np.linalg.eigh(squares)
-    raised = np.maximum(eigenvalues, 0.0) + DAMPING * max(eigenvalues.mean(), EXACT)
-    return (vectors / np.sqrt(raised)) @ vectors.T
+def white(moments: Moments, eigen: Eigen | None = None) -> np.ndarray:
+    """The symmetric A for which A x is white: E[A x x^T A] = 1, but for what is nearly constant."""
+    eigenvalues, vectors = eigen or np.linalg.eigh(moments.xx)
+    found = np.maximum(eigenvalues, 0.0) / moments.tokens
+    return (vectors / np.sqrt(found + DAMPING * max(found.mean(), EXACT))) @ vectors.T
 
 
-def coordinates(parts: Sequence[Moments], solved: Sequence[Solution]) -> dict[str, np.ndarray]:
+def coordinates(
+    parts: Sequence[Moments], solved: Sequence[Solution], eigen: Eigen | None = None
+) -> dict[str, np.ndarray]:
     """In which the blocks of a map learn; ``training.coordinates`` reads them by name."""
-    whites = np.stack([white(part.xx / part.tokens) for part in parts])
+    whites = np.stack([white(part, eigen) for part in parts])
     errors = np.sqrt([part.errors(each.weight) for part, each in zip(parts, solved, strict=True)])
     return {"/white": whites.astype(np.float32), "/size": errors.astype(np.float32)}
 

@@ -176,7 +176,8 @@ class ClosedForm:
     # Called after each usable sample with their number over all passes, and what that will be.
     progress: Callable[[int, int], None] = lambda done, total: None
     weights: dict[str, np.ndarray] = field(default_factory=dict)  # float64, by their names
-    coordinates: dict[str, np.ndarray] = field(default_factory=dict)  # in which they learn best
+    learns: bool = False  # whether ``coordinates`` are wanted
+    coordinates: dict[str, np.ndarray] = field(default_factory=dict)  # in which maps learn
     ranks: list[int] = field(default_factory=list)  # input directions that the data span
     ridges: list[float] = field(default_factory=list)
     used: int = 0  # the usable samples of the latest pass
@@ -384,7 +385,8 @@ class ClosedForm:
                 known = eigen if self.config.head_mixing else None
                 solved = [closed_form.solve(part, ridge=self.ridge, eigen=known) for part in parts]
                 made = {"": np.stack([each.weight for each in solved])}
-                made |= closed_form.coordinates(parts, solved)
+                if self.learns:
+                    made |= closed_form.coordinates(parts, solved, known)
                 for what, blocks in made.items():
                     array = blocks if known is None else blocks[0]
                     (learnt if what else weights)[f"{name}.weight{what}"] = array

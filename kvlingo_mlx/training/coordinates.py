@@ -1,10 +1,10 @@
 """The coordinates in which a solved map learns.
 
 AdamW gives every weight steps of one size. The numbers of a model's keys and values differ in size
-by hundreds (the biases of Qwen2.5's keys), and many go together, so in a map's own weights one rate
-is far too high for some directions of its input and far too low for others. In these coordinates
-what a map reads is white, and an output's unit is its error under the closed form: a
-rate says by which share of that error a step moves an output (paper/LOG.md, "a real pair").
+by hundreds (the biases of Qwen2.5's keys), and many go together, so one rate is far too high for
+some directions of a map's input and far too low for others. In these coordinates what a map reads
+is white, and an output's unit is its error under the closed form: a rate is a share of that error
+(paper/LOG.md, "a real pair").
 """
 
 from collections.abc import Mapping

@@ -287,8 +287,6 @@ class Trainer:
             fitted, arrays, provenance = self.start or self._closed_form(config)
             config = dataclasses.replace(config, assignment=fitted.assignment)
             arrays = dict(arrays) if spec.solved else {}
-            if not plan.recipe.whitened or spec.learnt:
-                arrays = apart(arrays)[0]
         arrays |= initial(config, plan.hidden, plan.seed, gated=plan.gated)
         if not spec.solved:
             start = config, arrays, provenance
@@ -316,6 +314,7 @@ class Trainer:
             ridge=plan.ridge,
             group=group,
             count=plan.fit_samples,
+            learns=plan.recipe.whitened and not config.spec.learnt,
         )
         fit.run()
         few = shortage(fit.config, fit.used, fit.tokens, fit.lowest)

@@ -77,7 +77,7 @@ def closed_form(
     ridge: float | None = None,
 ) -> ClosedForm:
     """A finished fit of ``data``."""
-    made = ClosedForm(config, pair, lambda: data, norm_named(norm), ridge=ridge)
+    made = ClosedForm(config, pair, lambda: data, norm_named(norm), ridge=ridge, learns=True)
     made.run()
     return made
 

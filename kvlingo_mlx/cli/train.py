@@ -129,7 +129,7 @@ class TrainOptions(Configured, TwoModels):
         0, "How many first cache layers the target reads itself.", kind=STEPS
     )
     whitened: bool = option(
-        False, "Steps by the spread of states, as pair does; --lr is then 3e-3.", "--whitened"
+        False, "Steps where states are made white, as pair does; --lr is then 3e-3.", "--whitened"
     )
     objective: str = option("kl", "kl, ce or mixed.")
     ce_weight: float = option(1.0, "Weight of the cross-entropy in mixed.", kind=FROM_0)

@@ -61,9 +61,8 @@ class Side:
         mx.synchronize()
         return time.perf_counter() - started
 
-    def counted(self, action: Callable[[], object]) -> int | None:
-        action()
-        return None
-
     def facts(self) -> dict[str, Any]:
-        return {"peak_bytes": mx.get_peak_memory()}
+        found = {"peak_bytes": mx.get_peak_memory()}
+        if mx.default_device() == mx.gpu:
+            found["gpu"] = mx.device_info()["device_name"]
+        return found

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 import kvlingo_mlx.making.pace as pace
 import kvlingo_mlx.making.starts as starts
 from kvlingo_mlx.embedded.bundled import receipt_rows
-from kvlingo_mlx.embedded.first_chats import first_chats
+from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.errors import NotEnoughMemoryError
 from kvlingo_mlx.evaluation import probes, tuning
 from kvlingo_mlx.evaluation.journal import Journal
@@ -320,7 +320,7 @@ class Making:
         chats = self.kept / CHATS_FILE
         seed = self.settings["seed"]
         if not self.data and not chats.exists():  # generated, as a file to be read and hashed
-            lines = (json.dumps({"messages": chat}) for chat in first_chats(CHATS, seed=seed))
+            lines = (json.dumps({"messages": chat}) for chat in lookback(CHATS, seed=seed))
             chats.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return command_line.Options(
             source=self.ends[0].name,

@@ -14,7 +14,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import making as made_here
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import bundled, dialogues
-from kvlingo_mlx.embedded.first_chats import first_chats
+from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.translator_config import TranslatorConfig
@@ -53,7 +53,7 @@ def home(tmp_path: Path, monkeypatch: Patch) -> Path:
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
-    lines = (json.dumps({"messages": chat}) for chat in first_chats(200))
+    lines = (json.dumps({"messages": chat}) for chat in lookback(200))
     path.write_text("\n".join(lines))
     return str(path)
 
@@ -306,8 +306,8 @@ def test_source_layers_that_are_named_or_fit(
 
 
 def test_the_chats_differ_and_can_be_rendered(models: Models) -> None:
-    found = list(first_chats(200))
-    assert found == list(first_chats(200)) and found[0] != next(first_chats(1, seed=1))
+    found = list(lookback(200))
+    assert found == list(lookback(200)) and found[0] != next(lookback(1, seed=1))
     assert len({json.dumps(chat) for chat in found}) == 200
     for chat in found:
         roles = [message["role"] for message in chat if message["role"] != "system"]

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import dialogues
-from kvlingo_mlx.embedded.first_chats import first_chats
+from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.mixture import Mixture, PlainText
@@ -188,7 +188,7 @@ def test_by_the_verb(
 ) -> None:
     """Both options; a resumed training keeps them; what is left of nothing is refused."""
     monkeypatch.setattr(MLXPair, "receipt", lambda *rest: None)
-    chats = [{"messages": chat} for chat in first_chats(120)]
+    chats = [{"messages": chat} for chat in lookback(120)]
     german = [talk(f"{n}: {LANGUAGES['de']}", LANGUAGES["de"]) for n in range(20)]
     data = write(tmp_path / "d.jsonl", [*chats, *german])
     judged = write(tmp_path / "judged.jsonl", chats[:30])
@@ -214,4 +214,4 @@ def test_by_the_verb(
     assert run([*line, "--out", str(tmp_path / "v"), "-c", "apart_from=absent.jsonl"]) == 2
     assert "absent.jsonl does not exist" in capsys.readouterr().err
     assert run([*line, "--out", str(tmp_path / "v"), "-c", f"apart_from={data}"]) == 2
-    assert " records evaluated on" in capsys.readouterr().out
+    assert "120 records evaluated on, of 140" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.embedded.first_chats import first_chats
+from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.tokenization.samples import Sample
@@ -317,7 +317,7 @@ def test_an_mlps_stage_1_is_swept_too(
 def command(folders: Folders, tmp_path: Path, monkeypatch: Patch) -> list[str]:
     monkeypatch.setattr(MLXPair, "receipt", lambda *rest: None)  # which takes longer than the rest
     path = tmp_path / "chats.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in first_chats(200)))
+    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in lookback(200)))
     line = ["train", "--source", str(folders["dense"]), "--target", str(folders["wide"])]
     line += ["--data", str(path), "--steps", "4", "--batch-size", "1", "-c", "val_every=2"]
     return [*line, "-c", "fit_samples=8", "-c", "held_out=2", "--device", "mlx",

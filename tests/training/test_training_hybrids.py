@@ -13,7 +13,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import families
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.cuda.families import HYBRIDS, family_of
-from kvlingo_mlx.embedded.first_chats import first_chats
+from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.recurrent import Recurrent
 from kvlingo_mlx.format import translator_folder
@@ -114,7 +114,7 @@ def test_pytorch_refuses_all_of_them(
             family_of(name)
     source, target = (str(hybrids[name].path) for name in PAIRS[2])
     data = tmp_path / "chats.jsonl"
-    data.write_text("\n".join(json.dumps({"messages": chat}) for chat in first_chats(20)))
+    data.write_text("\n".join(json.dumps({"messages": chat}) for chat in lookback(20)))
     line = ["train", "--source", source, "--target", target, "--data", str(data)]
     assert run([*line, "--out", str(tmp_path / "t"), "--device", "cpu"]) == 2
     assert "'lfm2' keeps recurrent states" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.embedded.first_chats import first_chats
+from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.making import Callbacks, pace
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
@@ -131,7 +131,7 @@ def peak(model: LanguageModel, prefix: int, answer: int, plan: TrainingPlan = PL
 @pytest.fixture
 def chats(tmp_path: Path) -> str:
     path = tmp_path / "chats.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in first_chats(200)))
+    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in lookback(200)))
     return str(path)
 
 

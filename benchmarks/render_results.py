@@ -75,9 +75,8 @@ def source(record: Mapping[str, Any]) -> str:
     listed = [machine.get("cuda"), machine["chip"], f"{machine['cores']} cores", machine["system"],
               machine.get("fast_blas")]  # fmt: skip
     program = "" if command.startswith(("kvlingo-mlx ", "python ")) else "python benchmarks/"
-    return (
-        f"`{program}{command}`, {record['date']}; {', '.join(filter(None, listed))}; {versions}.\n"
-    )
+    whole = f"{program}{command}".replace("benchmarks/__main__.py", "-m benchmarks.paper")
+    return f"`{whole}`, {record['date']}; {', '.join(filter(None, listed))}; {versions}.\n"
 
 
 def main(kinds: Sequence[str]) -> None:

@@ -31,6 +31,7 @@ class Shown:
     began: float = field(default_factory=lambda: time.monotonic())
     moved: float = field(init=False)
     first: tuple[float, float] | None = None  # the number after the first step, and when
+    steps: int = 0  # since then; one may be many of the number, or a part of one
 
     def __post_init__(self) -> None:
         self.moved = self.began
@@ -44,8 +45,9 @@ class Shown:
         if done is None and text is not None:
             return
         count = self.done + 1 if done is None else done
+        self.steps += 1
         if self.first is None or count < self.done:
-            self.first = count, self.moved
+            self.first, self.steps = (count, self.moved), 0
         self.done = count
 
     @property
@@ -53,9 +55,9 @@ class Shown:
         """The seconds that it will take yet, at the pace since its first step."""
         if not self.total or self.first is None or self.done <= self.first[0]:
             return None
-        (done, since), still = self.first, time.monotonic() - self.moved
+        (begun, since), still = self.first, time.monotonic() - self.moved
         # A step that takes longer than those before says that those to come will, too.
-        pace = max((self.moved - since) / (self.done - done), still)
+        pace = max(self.moved - since, still * self.steps) / (self.done - begun)
         return max(0.0, pace * (self.total - self.done) - still) or None
 
     @property

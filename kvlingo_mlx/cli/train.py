@@ -19,8 +19,8 @@ HIDDEN = tuple(spec.kind for spec in KINDS if spec.has_hidden)
 UNSOLVED = tuple(spec.kind for spec in KINDS if not spec.solved)  # not solved in closed form
 TRAINING = (  # what a histogram leaves out
     "out kind head_mixing joint capture nu assignment state_maps norm ridge hidden native_layers "
-    "whitened objective ce_weight lr held_out val_every dtype device plot force gated stage1_steps "
-    "stage1_lr sweep at_once seeds"
+    "reads whitened objective ce_weight lr held_out val_every dtype device plot force gated "
+    "stage1_steps stage1_lr sweep at_once seeds"
 )
 STEPS = whole("a whole number, 0 or more", 0)
 ABOVE_0 = number("a number above 0", lambda value: 0 < value < float("inf"))
@@ -61,7 +61,7 @@ class TrainOptions(Configured, TwoModels):
         Need("ce_weight", "objective", among("mixed"), "mixed"),
         Need("stage1_steps stage1_lr gated", "kind", among(*UNSOLVED), "mlp",
              "whose stage 1 is a closed form"),
-        Need("whitened objective ce_weight lr plot minutes", "steps", but(0), 5000,
+        Need("reads whitened objective ce_weight lr plot minutes", "steps", but(0), 5000,
              "which leaves stage 2 out"),
         Need("held_out batch_size val_every sweep", "steps kind",
              lambda steps, kind: steps != 0 or kind in UNSOLVED, 5000, "which leaves stage 2 out"),
@@ -74,8 +74,8 @@ class TrainOptions(Configured, TwoModels):
     )  # fmt: skip
     KEYS: ClassVar[str] = (
         "english apart_from head_mixing joint capture assignment state_maps norm ridge fit_samples "
-        "hidden gated stage1_steps stage1_lr native_layers whitened objective ce_weight sweep "
-        "at_once held_out val_every packed_share later_turns seeds histogram"
+        "hidden gated stage1_steps stage1_lr native_layers reads whitened objective ce_weight "
+        "sweep at_once held_out val_every packed_share later_turns seeds histogram"
     )
     data: list[str] = option(
         ..., "JSONL file, folder, or Hugging Face dataset; NAME@WEIGHT, may be repeated."
@@ -128,6 +128,10 @@ class TrainOptions(Configured, TwoModels):
     native_layers: int = option(
         0, "How many first cache layers the target reads itself.", kind=STEPS
     )
+    reads: int | None = option(
+        None, "Conversations to read once, and to learn from in turn; default: ever new ones.",
+        kind=COUNT,
+    )  # fmt: skip
     whitened: bool = option(
         False, "Steps where states are made white, as pair does; --lr is then 3e-3.", "--whitened"
     )
@@ -226,7 +230,7 @@ def command(options: TrainOptions) -> None:
         "learning_rates": _rates(options.lr),
         "validate_every": options.val_every,
         "seconds": None if options.minutes is None else 60.0 * options.minutes,
-        **options.some("steps whitened objective ce_weight sweep"),
+        **options.some("steps reads whitened objective ce_weight sweep"),
     }
     plan = options.some(
         "kind head_mixing joint capture nu assignment state_maps norm ridge fit_samples held_out "
@@ -237,14 +241,15 @@ def command(options: TrainOptions) -> None:
     if options.kind in UNSOLVED:
         steps = 5000 if options.stage1_steps is None else options.stage1_steps
         stage1 = {"steps": steps, "rates": _rates(options.stage1_lr)}
-    with phase("training", options.steps) as step:
+    total, unit = (options.minutes, "minute") if options.minutes else (options.steps, "step")
+    with phase("training", total) as step:
 
         def show(stage: str, report: Any) -> None:
             text = "stage 1"
             if stage == "stage2":
                 speed = f"{report.tokens_per_second:.0f} tokens/s"
-                text = f"KL {report.kl:.4f}, held out {report.held_out:.4f}, {speed}"
-            step(round(report.share * options.steps), text=text)
+                text = f"KL {report.kl:.4f}, held out {report.held_out:.4f}, {speed}, {unit}"
+            step(report.share * total, text=text)
 
         listeners = command_line.Listeners(show, warn, say)
         job = command_line.Job(asked, plan, recipe, options.out, stage1, options.force)

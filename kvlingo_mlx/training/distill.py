@@ -166,6 +166,7 @@ class Distillation:
     best: Best | None = None
     curve: list[Mapping[str, Any]] = field(default_factory=list)  # the log's lines
     warned: list[str] = field(default_factory=list)  # the names of complaints
+    readings: dict[Sample, Any] = field(default_factory=dict)  # that are learned from again
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0  # of all steps
@@ -217,8 +218,9 @@ class Distillation:
 
     def advance(self) -> None:
         """One optimizer step of every run."""
-        first = self.step * self.recipe.batch
-        batch = [self.stream.sample(first + i) for i in range(self.recipe.batch)]
+        first, every = self.step * self.recipe.batch, self.recipe.reads
+        numbers = range(first, first + self.recipe.batch)
+        batch = [self.stream.sample(n if every is None else n % every) for n in numbers]
         costs = [len(s.prefix) + len(s.continuation) for s in batch]
         sums = np.zeros((len(self.live), 2))
         for index in self.group.share(costs):
@@ -237,12 +239,19 @@ class Distillation:
             states = pair.states(sample, self._config.capture)
             errors = [pair.reconstruction(run.translator, states, scale) for run in runs]
             return np.array([errors, errors]).T
-        reading = pair.read(sample, self._config)
+        reading = self._reading(sample)
         goal = (
             objective_named(recipe.objective, recipe.ce_weight) if scale else objective_named("kl")
         )
         found = [pair.loss(run.translator, reading, goal, scale) for run in runs]
         return np.array([[loss.value, loss.kl] for loss in found])
+
+    def _reading(self, sample: Sample) -> Any:
+        """Both models' passes over a conversation; kept if the recipe learns from it again."""
+        found = self.readings.get(sample) or self.pair.read(sample, self._config)
+        if self.recipe.reads is not None:
+            self.readings[sample] = found
+        return found
 
     @property
     def _config(self) -> TranslatorConfig:

@@ -116,6 +116,7 @@ def provenance_of(
             "objective": plan.recipe.objective,
             "steps": curve[-1]["step"],  # fewer than planned where the time was limited
             "batch": plan.recipe.batch,
+            "reads": plan.recipe.reads,
             "whitened": plan.recipe.whitened,
             "learning_rate": best.rate,
             "best_step": best.step,

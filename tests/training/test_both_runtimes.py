@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,30 @@ def test_a_quantised_model_learns_as_its_dequantised_weights(
     assert distance(found[0][1], found[1][1]) < 1e-4
 
 
-def distillation(pair: Pair, steps: int, checkpoints: Checkpoint | None = None) -> Distillation:
+@dataclass
+class Counted:
+    """A function, and how often it was called."""
+
+    function: Any
+    calls: int = 0
+
+    def __call__(self, *asked: Any) -> Any:
+        self.calls += 1
+        return self.function(*asked)
+
+
+def distillation(
+    pair: Pair,
+    steps: int,
+    checkpoints: Checkpoint | None = None,
+    different: int = 40,
+    reads: int | None = None,
+) -> Distillation:
     config = make_config(pair.source, pair.target, TrainingPlan(nu=2))
     runs = start_runs(pair, config, random_arrays(config, 3), (1e-3, 3e-3))
-    recipe = Recipe(steps=steps, batch=2, validate_every=10, learning_rates=(1e-3, 3e-3))
-    stream = Random(different=40)
+    rates = (1e-3, 3e-3)
+    recipe = Recipe(steps=steps, batch=2, validate_every=10, learning_rates=rates, reads=reads)
+    stream = Random(different=different)
     return Distillation(pair, runs, stream, stream.held_out(3), recipe, checkpoints)
 
 
@@ -130,6 +150,23 @@ def test_fifty_steps_give_the_same_losses(models: Models, torch_models: TorchMod
         losses.append(np.array(seen))
     assert len(losses[0]) == 100 and losses[0][-1] < 0.8 * losses[0][0]
     assert np.abs(losses[0] / losses[1] - 1).max() < 1e-4
+
+
+def test_what_is_learned_from_again_is_read_once(
+    models: Models, torch_models: TorchModels, monkeypatch: Patch
+) -> None:
+    """As a stream that repeats its first six samples, at a pass for each of them."""
+    for pair in both(models, torch_models, ("dense", "wide")):
+        repeated = distillation(pair, 12, different=6)
+        repeated.run()
+        read = Counted(type(pair).read)
+        monkeypatch.setattr(type(pair), "read", lambda *asked, read=read: read(*asked))
+        once = distillation(pair, 12, reads=6)
+        once.run()
+        assert read.calls == 6  # the three that are held out are among these samples
+        for found, expected in zip(once.runs, repeated.runs, strict=True):
+            wanted = expected.translator.arrays()
+            assert distance(found.translator.arrays(), wanted) < 1e-6
 
 
 @pytest.mark.parametrize("first", ["mlx", "torch"])

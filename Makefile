@@ -6,7 +6,9 @@ PYTEST = -m pytest --numprocesses 2 --dist worksteal
 # Processes that the tests start would compile the package anew, each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-extras check clean
+REAL = Qwen/Qwen2.5-Coder-0.5B-Instruct Qwen/Qwen2.5-Coder-1.5B-Instruct
+MINUTES = 90
+.PHONY: demo test test-extras check real clean
 
 demo: .venv/ready
 	.venv/bin/kvlingo-mlx demo
@@ -25,6 +27,18 @@ check: $(VENV)/ready
 	    "python -m pytest tests/package/test_conventions.py"; do \
 	  echo "$$tool"; $(VENV)/bin/$$tool || failed="$$failed '$$tool'"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+# By hand: a translator of two real models, made and judged against the record of docs/real-pairs.md.
+# REAL="A B" names the models by folders; it takes three hours on one core, and goes on if stopped.
+real: .venv-extras/ready
+	mkdir -p build/real
+	test -f build/real/chats.jsonl || .venv-extras/bin/python benchmarks/real_pair.py write --out build/real/chats.jsonl
+	.venv-extras/bin/kvlingo-mlx train $(REAL) --device cpu --data build/real/chats.jsonl --out build/real/translator \
+	  --minutes $(MINUTES) --nu 4 --lr 2e-3 --batch-size 4 --max-prefix 1024 --max-continuation 160 -c whitened=true \
+	  -c reads=160 -c packed_share=0 -c later_turns=true -c fit_samples=60 -c held_out=12 -c val_every=20
+	.venv-extras/bin/python benchmarks/real_pair.py read $(REAL) --out build/real/readings
+	.venv-extras/bin/python benchmarks/real_pair.py judge $(REAL) trained=build/real/translator \
+	  --readings build/real/readings --scores build/real/scores.jsonl --against benchmarks/results/real_pair.jsonl
 
 # pip is upgraded first: old ones do not read the markers that choose MLX's build.
 %/ready: pyproject.toml

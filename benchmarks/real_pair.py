@@ -1,23 +1,29 @@
 """A pair of real models judged: what translators keep, beside controls and native parts.
 
-    python benchmarks/real_pair.py read A B --held HELD.jsonl --out FOLDER
-    python benchmarks/real_pair.py judge A B --readings FOLDER --json FILE NAME=TRANSLATOR...
+    python benchmarks/real_pair.py write --out CHATS
+    kvlingo-mlx train A B --data CHATS --device cpu ...
+    python benchmarks/real_pair.py read A B --out FOLDER
+    python benchmarks/real_pair.py judge A B --readings FOLDER --scores FILE NAME=TRANSLATOR...
 
-``read`` keeps what both models make of held-out conversations (a prefix of 384 tokens, 64 more)
-and of needles (one of four codes, named amid other conversations' text): 15 MB an item of 384
-tokens. ``judge`` decodes each item's continuation behind every cache of :data:`WAYS`, with the
-target's own predictions as the measure. A way's work is the share of the target's own reading: of
-layers that it reads itself, and of rows at the front or at the end in all others. Both run on the
-CPU with PyTorch in bfloat16; `judge` goes on where it was stopped.
+``write`` makes the conversations that ``pair`` trains on where no data are given.
+``read`` keeps what both models make of items that no training reads: generated conversations that
+must be looked back at, needles (one of four codes named amid the manual of Python), and with
+``--held`` conversations of yours, 64 tokens after a prefix of 384. An item of 384 tokens is 15 MB.
+``judge`` decodes each item's continuation behind every cache of :data:`WAYS`, with the target's own
+predictions as the measure. A way's work is the share of the target's own reading: of layers that it
+reads itself, and of rows at the front or at the end in all others. Both run on the CPU with PyTorch
+in bfloat16, and go on where they were stopped. With ``--against`` the figures are compared with a
+record's. ``make real`` does all of it.
 """
 
 import argparse
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -27,12 +33,16 @@ from kvlingo_mlx.cuda import gradients, model
 from kvlingo_mlx.cuda.gradients import Entry
 from kvlingo_mlx.cuda.model import States, TorchModel
 from kvlingo_mlx.cuda.translator import TorchTranslator
+from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.tokenization.samples import Sample
 
-CHATS, PREFIX, FOLLOWING = 24, 384, 64  # held-out conversations; tokens of each
+CHATS, PREFIX, FOLLOWING = 24, 384, 64  # conversations of each kind; tokens of each
+TRAINING_CHATS, JUDGING_SEED = 6000, 1  # `pair` trains on the conversations of seed 0
 DISTANCES = (1, 9, 17, 33)  # first tokens after the switch of what is told apart
 HIDING = "archive garage cellar office boat studio museum kitchen".split()
+Message = Mapping[str, str]
 
 
 # ---- what is read -------------------------------------------------------------------------------
@@ -43,33 +53,32 @@ class Texts:
     """What judges, of conversations that no training reads."""
 
     tokenizer: Any
-    held: Sequence[list[dict[str, str]]]
+    held: Sequence[Sequence[Message]]
 
     def items(self, needles: int, lengths: Sequence[int]) -> Iterator[tuple[str, Sample, Any]]:
         """Name, sample, and the places of a code in the continuation."""
-        rng = random.Random("held")
-        for number in range(CHATS):
-            yield f"chat{number:03d}", self.chat(rng, PREFIX, FOLLOWING), []
+        for kind, chats in (("chat", self.held), ("lookback", self._generated())):
+            rng = random.Random("held")
+            for number in range(CHATS if chats else 0):
+                yield f"{kind}-{number:03d}", self.chat(rng, chats), []
         for length in lengths:
             rng = random.Random(f"needle {length}")
             for number in range(needles):
                 yield f"needle{length}-{number:03d}", *self.needle(rng, length)
 
-    def chat(self, rng: random.Random, prefix: int, following: int) -> Sample:
-        """A conversation, cut after ``prefix`` tokens."""
+    def chat(self, rng: random.Random, chats: Sequence[Sequence[Message]]) -> Sample:
+        """A conversation, cut after its prefix."""
         while True:
-            tokens = self._tokens(self._rendered(rng.choice(self.held))[:16000])
-            if len(tokens) >= prefix + following + 8:
-                return Sample(tuple(tokens[:prefix]), tuple(tokens[prefix : prefix + following]))
+            tokens = self._tokens(self._rendered(rng.choice(chats))[:16000])
+            if len(tokens) >= PREFIX + FOLLOWING + 8:
+                return Sample(tuple(tokens[:PREFIX]), tuple(tokens[PREFIX : PREFIX + FOLLOWING]))
 
     def needle(self, rng: random.Random, length: int) -> tuple[Sample, list[int]]:
-        """Four codes a third before the end of other conversations' text, one asked for."""
+        """Four codes in the first third of the manual's text, one asked for at the end."""
         places, codes = rng.sample(HIDING, 4), [rng.randint(1000, 9999) for _ in range(4)]
         text = ""
         while len(self._tokens(text)) < length - 80:
-            text += self.tokenizer.decode(self.chat(rng, 240, 8).prefix) + "\n\n"
-        for mark in ("<|im_end|>", "<|im_start|>"):
-            text = text.replace(mark, "")
+            text += topics[rng.choice(sorted(topics))]
         text = self.tokenizer.decode(self._tokens(text)[: length - 80])
         both = zip(places, codes, strict=True)
         facts = " ".join(f"The code for the {place} is {code}." for place, code in both)
@@ -82,10 +91,13 @@ class Texts:
         digits = [i for i in range(len(first), len(whole) - 1) if self._digit(whole[i])]
         return Sample(tuple(prefix), tuple(whole)), digits
 
+    def _generated(self) -> Sequence[Sequence[Message]]:
+        return list(lookback(8 * CHATS, seed=JUDGING_SEED))
+
     def _digit(self, token: int) -> bool:
         return any(c.isdigit() for c in self.tokenizer.decode([token]))
 
-    def _rendered(self, messages: Sequence[Any], asks: bool = False) -> str:
+    def _rendered(self, messages: Sequence[Message], asks: bool = False) -> str:
         return self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=asks
         )
@@ -94,10 +106,17 @@ class Texts:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
+def write(args: argparse.Namespace) -> None:
+    """Write conversations to train on."""
+    lines = (json.dumps({"messages": chat}) for chat in lookback(TRAINING_CHATS))
+    args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def read(args: argparse.Namespace) -> None:
     """Read with both models what is not there yet."""
     source, target = opened(args)
-    held = [json.loads(line)["messages"] for line in args.held.read_text("utf-8").splitlines()]
+    lines = args.held.read_text("utf-8").splitlines() if args.held else ()
+    held = [json.loads(line)["messages"] for line in lines]
     args.out.mkdir(parents=True, exist_ok=True)
     items = Texts(target.tokenizer, held).items(args.needles, args.lengths)
     for name, sample, places in items:
@@ -231,32 +250,54 @@ def scored(
 
 
 def judge(args: argparse.Namespace) -> None:
-    """Score what is not scored yet, and print a table of each kind of item."""
+    """Score what is not scored yet, print a table, and keep a record of it."""
     _, target = opened(args)
     done = {}
-    if args.json.exists():
-        lines = map(json.loads, args.json.read_text().splitlines())
+    if args.scores.exists():
+        lines = map(json.loads, args.scores.read_text().splitlines())
         done = {(line["translator"], line["way"], line["item"]): line for line in lines}
     paths = sorted(args.readings.glob("*.pt"))
-    chats = [path for path in paths if path.stem.startswith("chat")]
     for name, folder in (each.split("=", 1) for each in args.translators):
         made = opened_translator(Path(folder))
         for way in [way for way in WAYS if not args.ways or way.name in args.ways]:
+            plain = way.rest in ("native", "hidden")  # no translator
             for number, path in enumerate(paths):
-                if not path.stem.startswith(tuple(args.items)):
-                    continue
-                plain = way.rest in ("native", "hidden")  # no translator
                 key = ("" if plain else name, way.name, path.stem)
-                if key in done:
+                if key in done or not path.stem.startswith(tuple(args.items)):
                     continue
-                began, other = time.perf_counter(), Item(chats[(number + 1) % len(chats)])
+                began, other = time.perf_counter(), Item(paths[number - 1])
                 found = scored(way, Item(path), other, target, None if plain else made)
                 facts = dict(zip(("translator", "way", "item"), key, strict=True))
                 seconds = round(time.perf_counter() - began, 2)
                 done[key] = {**facts, "work": way.work, **found, "seconds": seconds}
-                with args.json.open("a") as file:
+                with args.scores.open("a") as file:
                     file.write(json.dumps(done[key]) + "\n")
-    print(table(list(done.values())))
+    found = summary(list(done.values()))
+    print(table(found))
+    if args.json:
+        asked = {"a": Path(args.a).name, "b": Path(args.b).name, "readings": len(paths)}
+        measure.append_json(args.json, measure.record("real_pair", asked, found))
+    if args.against:
+        (*_, last) = args.against.read_text().splitlines()
+        if worse := strays(found, json.loads(last)["results"]):
+            raise SystemExit("not as the record says:\n" + "\n".join(worse))
+        print(f"as the record says: {args.against}")
+
+
+def strays(found: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
+    """The figures that differ from a record's by more than a tenth and three standard errors."""
+    lines = []
+    for kind, ways in found.items():
+        for name, way in ways.items():
+            for measured in ("kl", "nll", "recall"):
+                known = record.get(kind, {}).get(name, {}).get(measured)
+                if known is None or measured not in way:
+                    continue
+                (ours, spread), (theirs, their_spread) = way[measured], known
+                margin = 0.1 * theirs + 3 * (spread**2 + their_spread**2) ** 0.5
+                if abs(ours - theirs) > margin:
+                    lines.append(f"{kind}, {name}: {measured} {ours}, the record has {theirs}")
+    return lines
 
 
 def opened_translator(folder: Path) -> TorchTranslator:
@@ -266,57 +307,70 @@ def opened_translator(folder: Path) -> TorchTranslator:
     )
 
 
-def table(lines: Sequence[dict[str, Any]]) -> str:
-    """Means over items with their standard errors, a row a translator and way."""
-    found = [
-        f"| | work | items | KL | NLL | KL from token {DISTANCES} | recall |",
-        "|" + "---|" * 7,
-    ]
-    kinds = dict.fromkeys(line["item"].rpartition("-")[0] or "chat" for line in lines)
-    for kind in kinds:
-        own = [line for line in lines if (line["item"].rpartition("-")[0] or "chat") == kind]
-        for name, way in dict.fromkeys((line["translator"], line["way"]) for line in own):
-            some = [line for line in own if (line["translator"], line["way"]) == (name, way)]
-            kls, nlls = (np.array([np.mean(line[of]) for line in some]) for of in ("kl", "nll"))
-            far = [
-                np.mean(np.concatenate([line["kl"][a - 1 : b - 1] for line in some]))
-                for a, b in zip(DISTANCES, (*DISTANCES[1:], 1000), strict=True)
-                if kind == "chat"
-            ]
-            told = [line["told"] for line in some if line["told"] is not None]
-            found.append(
-                f"| {kind}: {name} {way} | {some[0]['work']:.2f} | {len(some)} | {error(kls)} "
-                f"| {error(nlls)} | {', '.join(f'{each:.3f}' for each in far)} "
-                f"| {error(np.array(told, float)) if told else ''} |"
-            )
-    return "\n".join(found)
+def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """For each kind of item, translator and way: means over items, and their standard errors."""
+    groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for line in lines:
+        kind, name = line["item"].rpartition("-")[0], f"{line['translator']} {line['way']}".strip()
+        groups.setdefault(kind, {}).setdefault(name, []).append(line)
+    return {
+        kind: {name: of_items(some) for name, some in ways.items()} for kind, ways in groups.items()
+    }
 
 
-def error(values: np.ndarray) -> str:
+def of_items(some: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of one translator and way on items of one kind."""
+    found: dict[str, Any] = {"work": round(some[0]["work"], 3), "items": len(some)}
+    for measured in ("kl", "nll"):
+        found[measured] = error([float(np.mean(line[measured])) for line in some])
+    ends = zip(DISTANCES, (*DISTANCES[1:], 1000), strict=True)
+    far = [np.concatenate([line["kl"][a - 1 : b - 1] for line in some]) for a, b in ends]
+    found["kl_by_distance"] = [round(float(part.mean()), 4) for part in far if len(part)]
+    told = [float(line["told"]) for line in some if line["told"] is not None]
+    return found | ({"recall": error(told)} if told else {})
+
+
+def error(values: Sequence[float]) -> list[float]:
     """The mean and its standard error."""
-    spread = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return f"{values.mean():.3f} ± {spread:.3f}"
+    spread = float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return [round(float(np.mean(values)), 4), round(spread, 4)]
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """A row for each kind of item, translator and way."""
+    columns = ["", "work", "items", "KL", "NLL", f"KL from token {DISTANCES}", "recall"]
+    rows = [columns, ["---"] * len(columns)]
+    for kind, ways in found.items():
+        for name, way in ways.items():
+            both = [f"{way[of][0]:.3f} ± {way[of][1]:.3f}" for of in ("kl", "nll")]
+            far = ", ".join(f"{each:.3f}" for each in way["kl_by_distance"])
+            told = "{:.2f} ± {:.2f}".format(*way["recall"]) if "recall" in way else ""
+            first = f"{kind}: {name}", f"{way['work']:.2f}", str(way["items"])
+            rows.append([*first, *both, far, told])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("step", choices=("read", "judge"))
-    parser.add_argument("a", help="the source, a folder")
-    parser.add_argument("b", help="the target, a folder")
+    parser.add_argument("step", choices=("write", "read", "judge"))
+    parser.add_argument("a", nargs="?", help="the source, a folder or Hub id")
+    parser.add_argument("b", nargs="?", help="the target, a folder or Hub id")
     parser.add_argument("translators", nargs="*", help="NAME=FOLDER")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--held", type=Path, help="read: JSONL of conversations")
-    parser.add_argument("--out", type=Path, help="read: the folder of readings")
+    parser.add_argument("--out", type=Path, help="write: the file; read: the folder")
     parser.add_argument("--needles", type=int, default=32, help="read: of each length")
     parser.add_argument("--lengths", type=int, nargs="*", default=[320, 1024])
     parser.add_argument("--readings", type=Path, help="judge: the folder of readings")
-    parser.add_argument("--json", type=Path, help="judge: the items' scores, a line each")
+    parser.add_argument("--scores", type=Path, help="judge: the items' scores, a line each")
     parser.add_argument("--ways", nargs="*", help="judge: some of the ways, by name")
-    parser.add_argument("--items", nargs="*", default=["chat", "needle"], help="judge: by name")
+    parser.add_argument("--items", nargs="*", default=["chat", "lookback", "needle"])
+    parser.add_argument("--json", help="judge: append the record to this file")
+    parser.add_argument("--against", type=Path, help="judge: the record to compare with")
     args = parser.parse_args()
-    {"read": read, "judge": judge}[args.step](args)
+    {"write": write, "read": read, "judge": judge}[args.step](args)
 
 
 if __name__ == "__main__":

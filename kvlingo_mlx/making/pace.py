@@ -23,6 +23,8 @@ PROBING = 0.02  # the share of the time that one length may take, but for its la
 SOME = 4  # tokens per unknown from which a closed form begins, since its ridge is chosen
 MORE = 1.1  # times as long as was measured: a machine is not always as quick
 STARTING, DISTILLING = 0.2, 0.7  # the shares of closed forms and of stage 2
+READING = 1 / 3  # the share of stage 2 in which both models read; what they read is used again
+FEWEST_READS = 40  # conversations: fewer are learned by heart
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,18 @@ class Lengths:
     most: int  # source layers that there is time to fit
     steps: int  # about
     seconds_per_token: float  # in which both models read a token of a prefix
+    prefix: float  # tokens of a prefix, on average
+
+    def reads(self, seconds: float, most: float) -> int | None:
+        """The conversations that all steps take in turn; None where each step has new ones.
+
+        Args:
+            seconds: The time of stage 2.
+            most: As many fit into memory.
+        """
+        count = READING * seconds / (self.seconds_per_token * self.prefix)
+        count = max(FEWEST_READS, min(count, most))
+        return int(count) if count < BATCH * self.steps else None
 
 
 def lengths(
@@ -127,4 +141,4 @@ def lengths(
     most = max(nu for nu, config in configs.items() if SOME * unknowns(config) <= there)
     # As many as the fewest source layers want: with a ridge they do for more, whose sums cost most.
     fits = min(400, max(1, math.ceil(min(there, 2 * ENOUGH * smallest) / pace.prefix)))
-    return Lengths(longest, ANSWERS, fits, most, int(steps), per_token)
+    return Lengths(longest, ANSWERS, fits, most, int(steps), per_token, pace.prefix)

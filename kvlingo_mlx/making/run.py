@@ -6,6 +6,7 @@ far, each fact once, for the same command.
 
 import itertools
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file
 
 import kvlingo_mlx.making.pace as pace
 import kvlingo_mlx.making.starts as starts
+from kvlingo_mlx.caches.memory import cache_bytes, free
 from kvlingo_mlx.embedded.bundled import receipt_rows
 from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.errors import NotEnoughMemoryError
@@ -53,6 +55,7 @@ HELD_OUT = 32  # conversations that choose the closed form and the learning rate
 TUNED_ON = 16  # dialogues that choose the native layers
 RATES = (RATE / 3, RATE, 3 * RATE)
 LEAST = 1.0  # seconds that stage 2 gets, however little time is left
+KEPT = 0.25  # the share of free memory for what the source has read
 WRITING = 0.03  # the share of the time for what is written
 DIALOGUE = 750  # tokens that a dialogue costs with a number of native layers, read by both models
 
@@ -160,7 +163,10 @@ class Making:
         nu, norm = chosen["nu"], chosen["norm"]
         later = self._later(lengths.seconds_per_token)
         left = self.find("seconds", lambda: max(LEAST, self.seconds - self.spent - later))
+        each = cache_bytes(self.ends[0], round(lengths.prefix))
+        room = KEPT * (free() or math.inf) / each
         recipe = Recipe(
+            reads=self.find("reads", lambda: lengths.reads(left, room)),
             batch=pace.BATCH,
             learning_rates=RATES,
             validate_every=10**9,  # by time

@@ -237,7 +237,11 @@ class Transcript:
 
     def _answered(self, model: LanguageModel, messages: Sequence[Message]) -> str:
         """The text of messages and an answer to them, in whose place MARK stands."""
-        return self._renderer(model)([*messages, {"role": "assistant", "content": MARK}])
+        both = [*map(dict, messages), {"role": "assistant", "content": MARK}]
+        try:  # a question behind it could draw instructions to itself
+            return render_text(model, both, **self.switches, add_generation_prompt=False)
+        except ValueError:
+            return self._renderer(model)(both)
 
     def gap(self, model: LanguageModel, messages: Sequence[Message], header: str) -> str:
         """The white space that the template puts between an answer's header and the answer.

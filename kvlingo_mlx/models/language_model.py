@@ -264,10 +264,11 @@ class LanguageModel:
                 raise self._too_long(f"more than {self.context_length}")
 
     def _too_long(self, count: str) -> ValueError:
+        # Coding agents look for the words of Anthropic's API, and then shorten a conversation.
         window = ", its sliding window, which mlx-lm leaves out" if self.ignored_window else ""
         return ValueError(
-            f"the prompt has {count} tokens, the context of {self.name} "
-            f"is {self.context_length}{window}; shorten the prompt"
+            f"the prompt is too long: {count} tokens > {self.context_length} maximum, the context "
+            f"of {self.name} is {self.context_length}{window}; shorten the prompt"
         )
 
 

@@ -19,7 +19,7 @@ from kvlingo_mlx.engine.responses import GenerationResponse
 from kvlingo_mlx.engine.sampling import Choice, LogitsProcessor, Sampler
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
-from kvlingo_mlx.serving.guidance import calls_in_json, guided
+from kvlingo_mlx.serving.guidance import guided
 from kvlingo_mlx.serving.messages import (
     Delta,
     Event,
@@ -179,7 +179,7 @@ def tools_of(ask: GenerationRequest, model: LanguageModel) -> list[dict[str, Any
     named = [tool for tool in ask.tools if tool["function"]["name"] == ask.tool_choice]
     return [
         {**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
-        for tool in (ask.tools if calls_in_json(model) else named or ask.tools)
+        for tool in (ask.tools if form_of(model.tokenizer).in_json else named or ask.tools)
     ]
 
 

@@ -20,6 +20,8 @@ NEEDED = (
     "server runs; install it there (pip install llguidance), or ask for JSON in words"
 )
 
+# Keywords that llguidance refuses with some values; of these, too, the model alone is told then.
+REFUSED = ("$ref", "multipleOf", "pattern", "patternProperties", "type")
 LINES = r"/\n\n?/"  # between a trace, a text and calls
 # Without white space that a grammar would allow: a small model can go on with it for ever.
 # Of a schema's keywords that llguidance does not know, the model alone is told.
@@ -48,7 +50,7 @@ def guided(ask: GenerationRequest, model: LanguageModel) -> list[Any]:
         what, grammar = "response_format's schema is", _text_grammar(ask, model)
     matcher = llguidance.LLMatcher(_tokenizer(model), grammar)
     if matcher.is_error():
-        raise ValueError(f"{what} refused: {_line(matcher.get_error())}")
+        raise ValueError(f"{what} refused: {' '.join(matcher.get_error().split()):.200}")
     return [_Guide(matcher, model)]
 
 
@@ -110,14 +112,29 @@ def _call_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
     return f"start: {head} {call}\nbody: {_bodies(form, [names[name] for name in wanted])}\n"
 
 
-def calls_in_json(model: LanguageModel) -> bool:
-    """Whether a model writes its calls as JSON, whose schema a grammar can have."""
-    return form_of(model.tokenizer).in_json
-
-
 def _json(schema: Mapping[str, Any] | None, options: Mapping[str, Any]) -> str:
     """JSON of a schema in a grammar; none or an empty one: any object."""
-    return f"%json {json.dumps({**(schema or {'type': 'object'}), **options})}"
+    made = {**(schema or {"type": "object"}), **options}
+    known = {name: {key: {} for key in made.get(name) or ()} for name in ("$defs", "definitions")}
+    return f"%json {json.dumps(made if _taken(made) else _mended(made, known | options))}"
+
+
+def _taken(schema: Mapping[str, Any]) -> bool:
+    from llguidance import LLMatcher
+
+    return not LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}")
+
+
+def _mended(found: Any, known: Mapping[str, Any]) -> Any:
+    """A part of a schema without the keywords that are refused; ``known``: what must be there."""
+    if isinstance(found, list):
+        return [_mended(each, known) for each in found]
+    if not isinstance(found, dict):
+        return found
+    # A property may have the name of a keyword.
+    tried = {n for n in REFUSED if n == "patternProperties" or not isinstance(found.get(n), dict)}
+    left_out = {n for n in tried & found.keys() if not _taken({**known, n: found[n]})}
+    return {n: _mended(value, known) for n, value in found.items() if n not in left_out}
 
 
 def _marked(tokenizer: Any, mark: str) -> str:
@@ -184,7 +201,3 @@ def _only(allowed: np.ndarray, logits: mx.array) -> mx.array:
     padded = np.zeros(logits.shape[-1], bool)
     padded[: len(allowed)] = allowed
     return mx.where(mx.array(padded), logits, -float("inf"))
-
-
-def _line(error: object) -> str:
-    return str(error).strip().splitlines()[0][:200]

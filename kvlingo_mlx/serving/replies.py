@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.engine_thread import ClientGone, EngineThread, EventStream
-from kvlingo_mlx.serving.messages import LAST, LEFT, Failure, Finished, FirstToken, Usage
+from kvlingo_mlx.serving.messages import LAST, LEFT, Failure, FirstToken, Usage
 from kvlingo_mlx.serving.metrics import HttpExchange
 from kvlingo_mlx.serving.wire import Incoming
 from kvlingo_mlx.serving.wire.requests import Api
@@ -65,7 +65,8 @@ class Reply:
                 return None, LEFT
             if event is not None:
                 exchanged.take(event)
-            if isinstance(event, Failure) and not started:
+            within = isinstance(event, Failure) and stream and event.kind in self._api.streamed
+            if isinstance(event, Failure) and not (started or within):
                 return self._failure(event)
             frames = [answer.keep_alive()] if event is None else answer.take(event)
             if not stream:
@@ -73,7 +74,7 @@ class Reply:
                     return JSONResponse(answer.body(), headers=self._told(exchanged)), 200
                 continue
             held += frames
-            if not started and (event is None or isinstance(event, FirstToken | Finished)):
+            if not started and (event is None or isinstance(event, (FirstToken, *LAST))):
                 await send(_head(self._told(exchanged)))
                 started = True
             if started and held and not answering.more:

@@ -372,9 +372,9 @@ class _Reader:
         if not content and isinstance(item.get("audio"), Mapping):
             self._say(told({**item["audio"], "type": "audio"}))
         for name in ("tool_calls", "function_call"):
-            calls = item.get(name) or ()
+            calls, copied = item.get(name) or (), self._calls()
             for call in calls if isinstance(calls, list | tuple) else [calls]:
-                self._call(call, once=name == "function_call")
+                self._call(call, copied)
         if not self._apart:
             self.finish()
 
@@ -405,8 +405,8 @@ class _Reader:
         answer = self._open()
         answer["content"] = (answer["content"] or "") + text
 
-    def _call(self, call: Any, once: bool = False) -> None:
-        """A call, and its result where it holds one; ``once``: perhaps another one's copy."""
+    def _call(self, call: Any, copied: Iterable[Message] = ()) -> None:
+        """A call, and its result where it holds one; ``copied``: calls told in another form."""
         if not isinstance(call, Mapping):
             return self._say(told(call))
         inner = _given(call, ("function", "custom"))
@@ -422,15 +422,20 @@ class _Reader:
             found = {n: v for n, v in found.items() if v not in (None, {}, "exec")}
         name = joined(given.get("namespace"), str(_given(given, NAMES) or kind or "unknown"))
         function = {"name": name, "arguments": arguments_of(found)}
-        read = [*self._messages[self._begun :], self._answer or {}]
-        for each in (each for message in read for each in message.get("tool_calls", ())):
-            if each["id"] == identity != "" or (once and each["function"] == function):
-                return None  # it is told in two forms
+        own = (each for each in self._calls() if each["id"] == identity != "")
+        again = any(each["function"] == function or each in copied for each in own)
+        if again or (not identity and function in [each["function"] for each in copied]):
+            return None  # it is told twice, or in two forms
         made = {"id": identity, "type": "function", "function": function}
         self._open().setdefault("tool_calls", []).append(made)
         result = {n: call[n] for n in (*CONTENTS, "error") if call.get(n) is not None}
         if given is call and result:
             self._result({"id": identity, **result})
+
+    def _calls(self) -> list[Message]:
+        """The calls of the item that is read, and of the answer to which it belongs."""
+        read = [*self._messages[self._begun :], self._answer or {}]
+        return [each for message in read for each in message.get("tool_calls", ())]
 
     def _called_in_text(self, item: Mapping[str, Any]) -> None:
         """ShareGPT's turn of calls: JSON of one or several of them."""

@@ -168,7 +168,7 @@ def test_an_answer_ends_with_the_context(tmp_path: Any) -> None:
             )
         )  # fmt: skip
         assert len(responses) == expected and responses[-1].finish_reason == "length"
-    with pytest.raises(ValueError, match=r"54 tokens, the context of .* is 53; shorten"):
+    with pytest.raises(ValueError, match=r"54 tokens > 53 maximum, the context of .* is 53"):
         kv.generate(model, model, [*TOKENS, 1, 2, 3, 4], translator=identity_of(model))
 
 

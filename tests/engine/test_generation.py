@@ -237,7 +237,7 @@ def test_first_token_time_counts_the_translators_reading(
         ("", {}, "the prompt is empty"),
         ([], {}, "the prompt is empty"),
         ([5, 99999], {}, "token id 99999 is outside the 320 ids"),
-        ([5] * 513, {}, "513 tokens, the context of .* is 512"),
+        ([5] * 513, {}, "513 tokens > 512 maximum, the context of .* is 512"),
         ([5, 6], {"max_tokens": 0}, "max_tokens is 0"),
         ([5, 6], {"prefill_step_size": 0}, "prefill_step_size is 0"),
         ([5, 6], {"max_kv_size": 8}, "max_kv_size is no argument of "),

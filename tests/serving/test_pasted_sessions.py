@@ -100,6 +100,17 @@ def test_a_session_is_read_as_openais(prompt: Prompt, answer: list[Item]) -> Non
         assert prompt([OPENAI[0], *answer, *OPENAI[3:]], model) == prompt(OPENAI, model)
 
 
+def test_calls_of_one_id_are_two_calls(prompt: Prompt) -> None:
+    """Some servers number the calls of each answer from 0, or give all of them one id."""
+    other = {"name": "look", "arguments": json.dumps({"place": AGAIN})}
+    calls = [{"id": CALL_ID, "type": "function", "function": each} for each in (FUNCTION, other)]
+    result = {**OPENAI[2], "content": ASKED}
+    told = [*OPENAI[:1], {**OPENAI[1], "tool_calls": calls}, OPENAI[2], result, OPENAI[3]]
+    for model in MODELS:
+        text = prompt([*told, {"role": "user", "content": "?"}], model)
+        assert [text.count(fact) for fact in (PLACE, AGAIN, FOUND, ASKED)] == [1, 1, 1, 2]
+
+
 # ---- parts of any kind --------------------------------------------------------------------------
 
 FACT, SECRET = re.compile(r"fact\d{4}x"), re.compile(r"secret\w*|QUJD")

@@ -21,7 +21,7 @@ from kvlingo_mlx.serving.app import apis  # noqa: E402
 from kvlingo_mlx.serving.scheduler import Scheduler  # noqa: E402
 from kvlingo_mlx.serving.settings import Settings  # noqa: E402
 from tests.support import tiny  # noqa: E402
-from tests.support.real_templates import FAMILIES, NAMES, Family, reference, write_real  # noqa: E402
+from tests.support.real_templates import FAMILIES, NAMES, Family, reference, rendered, write_real  # noqa: E402
 from tests.support.router_sessions import CHAT_TOOLS, FACT, AgentSession, missing, new_words, walk  # noqa: E402
 from tests.support.serving import Running, running  # noqa: E402
 
@@ -132,6 +132,22 @@ def test_what_a_model_writes_is_divided(served: Served, family: Family, client: 
         )
         calls = [{"place": parts["C"]}] if "C" in parts else []
         assert found == (parts.get("T", ""), parts.get("S", ""), calls)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_is_told_before_an_answer_that_is_begun(served: Served, name: str) -> None:
+    """Also where a template shows instructions and tools with the last message alone."""
+    first, second, third = itertools.islice(new_words(), 3)
+    history = [("system", first), ("user", second), ("assistant", third)]
+    messages: list[Any] = [{"role": role, "content": word} for role, word in history]
+    messages[-1]["prefix"] = True
+    usage = served.openai.chat.completions.create(
+        model=name, messages=messages, tools=CHAT_TOOLS, max_tokens=1
+    ).usage
+    prompt = served.prompt(name, usage.prompt_tokens)
+    assert FACT.findall(prompt) == [first, second, third] and prompt.endswith(third)
+    alone = rendered(served.tokenizers[name], messages[1:2], tools=CHAT_TOOLS)
+    assert ("Looks at a place." in prompt) is ("Looks at a place." in alone)
 
 
 @pytest.mark.parametrize(

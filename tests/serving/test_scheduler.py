@@ -381,6 +381,8 @@ def test_refusals(clients: Clients) -> None:
     assert "there is no model 'none'; there are large, moe, small" in failed.message
     failed = clients.one("large", [user("Anna " * 3000)]).failed
     assert failed.kind == "too_long" and "the context of large is" in failed.message
+    # By these words coding agents know that they have to shorten a conversation.
+    assert re.search(r"prompt is too long[^0-9]*\d+ tokens > 2048 maximum", failed.message)
     failed = clients.one("large", [user("x")], sampling=Sampling(logit_bias={10**7: 1.0})).failed
     assert "logit_bias names token 10000000" in failed.message
     assert not clients.engine.busy
@@ -404,7 +406,7 @@ def test_errors_name_models_by_whole_paths_alone(
     clients = Clients(Scheduler(settings(tmp_path, models=models)))
     for name, shown in {"word": "the", "short": "short", "long": "long"}.items():
         message = clients.one(name, [user("Anna " * 3000)]).failed.message
-        assert message.startswith("the prompt has ") and f"context of {shown} is " in message
+        assert message.startswith("the prompt is too") and f"context of {shown} is " in message
 
 
 def test_a_plain_text_is_gone_on_with(clients: Clients) -> None:

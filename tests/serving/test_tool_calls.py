@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -138,23 +139,40 @@ def test_the_other_apis(server: Server, claude: Any) -> None:
 def test_calls_that_cannot_be_demanded(server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="names .nobody., which is not in tools"):
         chat(server, ASKED, tool_choice={"type": "function", "function": {"name": "nobody"}})
-    broken = [{"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}]
+    never = {"type": "object", "properties": {"a": False}, "required": ["a"]}
+    broken = [{"type": "function", "function": {"name": "f", "parameters": never}}]
     with pytest.raises(openai.BadRequestError, match="parameters of a tool are refused"):
         chat(server, ASKED, tools=broken, tool_choice="required")
 
 
-def test_keywords_that_no_grammar_knows_are_left_to_the_model(server: Server) -> None:
+# What llguidance refuses, among it JavaScript's patterns, in a schema or in one of its properties.
+REFUSED: dict[str, Any] = {
+    "": {},
+    "names": {"type": "object", "patternProperties": {"^(?!x)": {"type": "string"}}},
+    "lookahead": {"type": "string", "pattern": r"^(?!\.)(?!.*\.\.)\w+@\w+$"},
+    "pattern": {"type": "array", "items": {"pattern": r"\bfoo\b"}},
+    "type": {"anyOf": [{"type": "file"}, {"type": "string", "multipleOf": 0}]},
+    "reference": {"$ref": "#/$defs/unknown"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_keywords_that_no_grammar_knows_are_left_to_the_model(server: Server, name: str) -> None:
     schema = {
         "type": "object",
-        "properties": {"days": {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True,
-                                "minItems": 1, "maxItems": 1}},
-        "required": ["days"], "additionalProperties": False, "propertyNames": {"maxLength": 9},
+        "properties": {
+            "days": {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True,
+                     "minItems": 1, "maxItems": 1},
+            "known": {"$ref": "#/$defs/known"}, name: REFUSED[name],
+        },
+        "required": ["days", "known"], "propertyNames": {"maxLength": 9},
+        "$defs": {"known": {"const": "k"}, "other": REFUSED[name]},
     }  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
     answer = server.openai.chat.completions.create(
         model="a", messages=ASKED, max_tokens=60, response_format=form
     )
-    assert json.loads(answer.choices[0].message.content)["days"] in ([1], [2])
+    assert re.match(r'{"days":\[[12]\],"known":"k"', answer.choices[0].message.content)
 
 
 def test_thinking_switched_on_keeps_what_was_read(server: Server) -> None:

@@ -249,6 +249,8 @@ def test_failures_in_the_middle_of_a_stream(client: Any, claude: Any) -> None:
     assert last.type == "response.failed" and last.response.status == "failed"
     assert last.response.error.message.startswith("the worker stopped")
     assert last.response.output_text == "Well"
+    last = list(client.responses.create(model="long", input="x", stream=True))[-1]
+    assert last.response.error.code == "context_length_exceeded"  # Codex looks for it in streams
 
 
 def test_refusals_name_the_field(client: Any, claude: Any) -> None:

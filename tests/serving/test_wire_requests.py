@@ -410,6 +410,8 @@ def test_the_last_message_may_be_begun() -> None:
     assert (whole.begun, len(whole.messages or ())) == ("", 2)
     for cut in (
         ask("chat", messages=begun, continue_final_message=True),
+        ask("chat", messages=[*HI, {**begun[-1], "prefix": True}]),  # DeepSeek's, Mistral's
+        ask("chat", messages=[*HI, {**begun[-1], "partial": True}]),  # Moonshot's, Qwen's
         ask("messages", messages=begun),
     ):
         assert (cut.begun, len(cut.messages or ())) == ("So", 1)

@@ -60,6 +60,7 @@ class PlainApi:
     """A body of model, prompt and stream."""
 
     paths: tuple[str, ...] = ("/v1/plain", "/plain")
+    streamed: tuple[str, ...] = ()
 
     def read(self, body: Any) -> Incoming:
         if not isinstance(body, dict) or not isinstance(body.get("prompt"), str):

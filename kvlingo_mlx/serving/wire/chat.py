@@ -81,23 +81,17 @@ class ChatRequest(OpenAIRequest, Conversing):
         return conversation(self.messages, "messages")
 
     def goes_on(self, messages: tuple[Message, ...]) -> bool:
-        message, given = None, self.add_generation_prompt
-        if self.continue_final_message:
-            param = "continue_final_message"
-            if given or messages[-1]["role"] != "assistant":
-                message = (
-                    "continue_final_message needs a last message of role assistant, and no "
-                    "add_generation_prompt; change one of them"
-                )
-        elif given is False:
-            param = "add_generation_prompt"
-            message = (
-                "add_generation_prompt is false, expected true; give continue_final_message "
-                "to go on with the last message"
-            )
-        if message is not None:
-            raise BadRequest(message, param)
-        return bool(self.continue_final_message)
+        last, given = self.messages[-1], self.add_generation_prompt
+        begun = isinstance(last, dict) and True in (last.get("prefix"), last.get("partial"))
+        answers = messages[-1]["role"] == "assistant"
+        if self.continue_final_message and (given or not answers):
+            told = "needs a last message of role assistant, no add_generation_prompt; change one"
+            raise BadRequest(f"continue_final_message {told}", "continue_final_message")
+        if given is False and not self.continue_final_message:
+            told = "add_generation_prompt is false, expected true; give continue_final_message "
+            raise BadRequest(f"{told}to go on with the last message", "add_generation_prompt")
+        begun = begun and answers and "tool_calls" not in messages[-1]
+        return bool(begun or self.continue_final_message)
 
     def ask(self) -> GenerationRequest:
         return self.converse(

@@ -29,11 +29,12 @@ class Only(NamedTuple):
 
 
 Rules = Mapping[str, Only | None]
-# Fields that other servers call otherwise (llama.cpp).
+# Fields that other servers call otherwise (llama.cpp, Mistral).
 ALIASES = {
     "repeat_penalty": "repetition_penalty",
     "repeat_last_n": "repetition_context_size",
     "n_predict": "max_tokens",
+    "random_seed": "seed",
 }
 # Values by which clients of other servers mean no limit, all, off, any, or what is usual.
 _NO_LIMIT = {-1: MOST, -2: MOST}
@@ -157,7 +158,7 @@ RESPONSES = {
 }
 MESSAGES = {
     **CACHED,
-    **ignored("metadata user_profile_id workspace_id diagnostics betas service_tier speed"),
+    **ignored("user metadata user_profile_id workspace_id diagnostics betas service_tier speed"),
     **ignored("context_management anthropic_beta anthropic_version litellm_metadata"),
     "inference_geo": only("the server answers where it runs"),
     "container": only("the server runs no code; declare a function"),

@@ -199,6 +199,7 @@ class Api:
     paths: tuple[str, ...]
     request: type[Sampled]
     error: Callable[[Failure], tuple[int, dict[str, Any]]]  # status and body
+    streamed: tuple[str, ...] = ()  # kinds of failures that a stream tells, whose status is 200
 
     def read(self, body: Any) -> Incoming:
         """What a parsed JSON body of any shape asks for.
@@ -210,7 +211,7 @@ class Api:
         ask = request.ask()
         toolbox = request.toolbox if isinstance(request, Conversing) else Toolbox([])
         answer, left_out = request.answer(ask), tuple(toolbox.left_out)
-        return Incoming(ask, bool(request.stream), answer, left_out)
+        return Incoming(ask, bool(request.stream) and not ask.count, answer, left_out)
 
 
 def read_body(kind: type[Sampled], body: Any) -> Sampled:

@@ -275,4 +275,4 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-API = Api(("/v1/responses", "/responses"), ResponsesRequest, openai_error)
+API = Api(("/v1/responses", "/responses"), ResponsesRequest, openai_error, ("too_long",))  # Codex

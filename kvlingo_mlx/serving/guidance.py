@@ -115,8 +115,9 @@ def _call_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
 def _json(schema: Mapping[str, Any] | None, options: Mapping[str, Any]) -> str:
     """JSON of a schema in a grammar; none or an empty one: any object."""
     made = {**(schema or {"type": "object"}), **options}
-    known = {name: {key: {} for key in made.get(name) or ()} for name in ("$defs", "definitions")}
-    return f"%json {json.dumps(made if _taken(made) else _mended(made, known | options))}"
+    defined = [n for n in ("$defs", "definitions") if isinstance(made.get(n), dict)]
+    known: dict[str, Any] = {name: {key: {} for key in made[name]} for name in defined}
+    return f"%json {json.dumps(made if _taken(made) else _mended(made, {**known, **options}))}"
 
 
 def _taken(schema: Mapping[str, Any]) -> bool:

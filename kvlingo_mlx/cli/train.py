@@ -17,15 +17,9 @@ if TYPE_CHECKING:
 
 HIDDEN = tuple(spec.kind for spec in KINDS if spec.has_hidden)
 UNSOLVED = tuple(spec.kind for spec in KINDS if not spec.solved)  # not solved in closed form
-TRAINING = (  # what a histogram leaves out
-    "out kind head_mixing joint capture nu assignment state_maps norm ridge hidden native_layers "
-    "reads whitened objective ce_weight lr held_out val_every dtype device plot force gated "
-    "stage1_steps stage1_lr sweep at_once seeds"
-)
 STEPS = whole("a whole number, 0 or more", 0)
 ABOVE_0 = number("a number above 0", lambda value: 0 < value < float("inf"))
 FROM_0 = number("a number, 0 or more", lambda value: 0 <= value < float("inf"))
-TITLES = {"stage1": "Stage 1: prefix lengths", "stage2": "Stage 2: prefix lengths"}
 
 
 LEAST_RATE = 5e-324  # any above 0
@@ -52,7 +46,6 @@ RATES = text_of(_rates, "a number above 0, or several: 1e-4,3e-4")
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Configured, TwoModels):
     NEEDS: ClassVar[tuple[Need, ...]] = (
-        Need(TRAINING, "histogram", off, why="which only shows the data's prefix lengths"),
         Need("hidden", "kind", among(*HIDDEN), "mlp", "which has no hidden units"),
         Need("ridge", "kind", but(*UNSOLVED), "linear", "which has no closed form"),
         Need("norm fit_samples", "kind assignment",
@@ -75,7 +68,7 @@ class TrainOptions(Configured, TwoModels):
     KEYS: ClassVar[str] = (
         "english apart_from head_mixing joint capture assignment state_maps norm ridge fit_samples "
         "hidden gated stage1_steps stage1_lr native_layers reads whitened objective ce_weight "
-        "sweep at_once held_out val_every packed_share later_turns seeds histogram"
+        "sweep at_once held_out val_every packed_share later_turns seeds"
     )
     data: list[str] = option(
         ..., "JSONL file, folder, or Hugging Face dataset; NAME@WEIGHT, may be repeated."
@@ -194,7 +187,6 @@ class TrainOptions(Configured, TwoModels):
         None, "mlx, or PyTorch's cuda, cuda:N or cpu; default: cuda where it is, else mlx."
     )
     plot: str | None = option(None, "Draw the held-out KL into this file (the [plot] extra).")
-    histogram: bool = option(False, "Train nothing; show the prefix lengths that a run would read.")
     force: bool = option(
         False, "Train anew what is finished; replace another translator at --out.", "--force"
     )
@@ -209,7 +201,7 @@ def command(options: TrainOptions) -> None:
     """
     from kvlingo_mlx.reporting import pictures
 
-    if options.out is None and not options.histogram:
+    if options.out is None:
         raise ValueError("--out is missing; name the translator folder to write")
 
     from kvlingo_mlx.training import command_line
@@ -220,9 +212,6 @@ def command(options: TrainOptions) -> None:
     )
     apart = tuple(options.apart_from or ())
     asked = command_line.Options(data=tuple(options.data), apart_from=apart, **options.some(names))
-    if options.out is None or options.histogram:
-        _histogram(options, asked)
-        return
     if options.plot:
         pictures.check(options.plot)
     recipe = {
@@ -314,21 +303,3 @@ def _print_stage2(
         title = pictures.pair(options.source, options.target)
         command_line.draw(log, str(path), title)
         say(f"drew {path}")
-
-
-def _histogram(options: TrainOptions, asked: command_line.Options) -> None:
-    """Show the prefix lengths that a run would read."""
-    from kvlingo_mlx.training import command_line
-
-    found = command_line.histogram(asked, options.steps, options.batch_size, options.fit_samples)
-    results: dict[str, Any] = {"survey": vars(found.survey)}
-    for stage, rows in (("stage1", found.stage1), ("stage2", found.stage2)):
-        names = ("from", "below", "reasoning", "without")
-        results[stage] = [dict(zip(names, row, strict=True)) for row in rows]
-        cells = [[f"{a} to {b - 1}", str(on), str(off)] for a, b, on, off in rows]
-        if cells:
-            table(TITLES[stage], ["tokens", "reasoning", "without"], cells)
-    say(str(found.survey))
-    if asked.accepts:
-        say(f"data: left out {asked.accepts}")
-    keep(options.json_file, "prefix_lengths", asdict(asked), results)

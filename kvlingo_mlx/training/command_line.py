@@ -16,7 +16,7 @@ from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.tokenization.samples import MAX_CONTINUATION, MAX_PREFIX, other_tokenizer
 from kvlingo_mlx.training.checkpoints import log_of, read_log
 from kvlingo_mlx.training.coordinates import RATE
-from kvlingo_mlx.training.data import Bin, Stream, Survey, prefix_histogram
+from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.paper_pairs import filled, rate_of
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
@@ -24,8 +24,6 @@ from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.record_filter import RecordFilter
 from kvlingo_mlx.training.sweep import window
 from kvlingo_mlx.training.trainer import Progress, Trainer
-
-SHOWN = 480  # the number of samples that a run's histogram is made of
 
 
 def checked_place(place: str) -> str:
@@ -280,30 +278,6 @@ def _train(job: Job, listeners: Listeners) -> tuple[Done, bool]:
 def samples_of(steps: int, batch: int, fit_samples: int) -> int:
     """The number of samples that a training draws; stage 1 reads the first samples of stage 2."""
     return max(steps * batch, fit_samples)
-
-
-@dataclass(frozen=True)
-class SampleLengths:
-    """The lengths of the samples that :func:`train` would read."""
-
-    survey: Survey
-    stage1: list[Bin]  # of the first samples, which stage 1 reads
-    stage2: list[Bin]
-
-
-def histogram(options: Options, steps: int, batch: int, fit_samples: int) -> SampleLengths:
-    """Prefix lengths of the stream that :func:`train` would read (figure "prefixhist")."""
-    (read, theirs), (written, tokenizer) = (
-        options.runtime.facts(name) for name in (options.source, options.target)
-    )
-    context = min(read, written)
-    planned = samples_of(steps, batch, fit_samples)
-    stream = options.stream(tokenizer, context, planned, other_tokenizer(theirs, tokenizer))
-    stage1 = prefix_histogram(stream, fit_samples)
-    # A few evenly spaced samples stand for the whole run.
-    drawn = steps * batch
-    stage2 = prefix_histogram(stream, min(drawn, SHOWN), every=max(1, drawn // SHOWN))
-    return SampleLengths(stream.survey, stage1, stage2)
 
 
 def draw(log: Path, picture: str, title: str) -> None:

@@ -33,8 +33,6 @@ from kvlingo_mlx.training.mixture import Kind, Mixture, PlainText, reach
 from kvlingo_mlx.training.record_filter import RecordFilter
 from kvlingo_mlx.training.schedule import Schedule, parts_of
 
-Bin = tuple[int, int, int, int]
-
 LIFTED = 6  # most exchanges at the end of a pack whose continuation goes on
 TRIES = {"natural": 16, "text": 16, "packed": 64}  # records tried for one sample before it fails
 PACK_TRIES = 4  # attempts to fill one pack; each gives a better estimate of its tokens
@@ -455,23 +453,3 @@ def _filled(
             chosen.append(row)
             used += tokens[row]
     return chosen
-
-
-def prefix_histogram(stream: Stream, count: int = 240, bins: int = 12, every: int = 1) -> list[Bin]:
-    """Prefix lengths of ``count`` samples, in bins of equal logarithmic width.
-
-    ``every`` is the distance between two samples; the first is sample 0.
-
-    Returns:
-        For each bin its shortest length (tokens), its exclusive upper bound, and the number of
-        samples with a reasoning trace and without (figure "prefixhist").
-    """
-    draws = [stream.draw(index * every) for index in range(count)]
-    if not draws:
-        return []
-    lengths = np.array([len(draw.sample.prefix) for draw in draws])
-    reasoning = np.array([draw.reasoning for draw in draws])
-    edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, bins + 1).round().astype(int))
-    on, off = (np.histogram(lengths[kept], edges)[0] for kept in (reasoning, ~reasoning))
-    columns = (edges[:-1], edges[1:], on, off)
-    return [(a, b, c, d) for a, b, c, d in zip(*(x.tolist() for x in columns), strict=True)]

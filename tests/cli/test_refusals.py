@@ -69,7 +69,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("-c seeds=1 --seed 2", "--seed has no effect with -c seeds=1"),
         ("-c at_once=2", "at_once has no effect without sweep; add -c sweep=true"),
         ("-c sweep=true --minutes 1", "sweep has no effect with --minutes 1.0"),
-        ("-c histogram=true --plot x", "--out, --plot have no effect with"),
         ("-c hiden=2", "--config: unknown key 'hiden'; did you mean hidden?"),
         ("-c {c.toml}", "c.toml: unknown key 'qwertz'; known are "),
         ("-c {list.json}", "list.json holds no keys"),

@@ -40,7 +40,7 @@ from kvlingo_mlx.group import Group  # noqa: E402
 from kvlingo_mlx.phases import shown  # noqa: E402
 from kvlingo_mlx.stage1.passes import ClosedForm  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
-from kvlingo_mlx.training import checkpoints, command_line, distill  # noqa: E402
+from kvlingo_mlx.training import checkpoints, distill  # noqa: E402
 from kvlingo_mlx.training.distill import Best  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction  # noqa: E402
@@ -573,8 +573,6 @@ def jsonl(tmp_path: Path) -> Path:
 def arguments(folders: Folders, data: Path, *more: str) -> list[str]:
     pair = ["--source", str(folders["dense"]), "--target", str(folders["wide"])]
     small = {"fit_samples": "4", "held_out": "3", "batch-size": "2", "dtype": "float32"}
-    if "histogram=true" in more:
-        small = {}
     if "mlp" in more:  # which has no closed form
         del small["fit_samples"]
     if ("--steps", "0") in itertools.pairwise(more):  # no stage 2
@@ -674,25 +672,6 @@ def test_the_command_does_not_resume_on_other_data(
     jsonl.write_text(jsonl.read_text().replace("a b", "b a"))
     assert run(command) == 2
     assert f"contents of {jsonl} was '80 records of" in capsys.readouterr().err
-
-
-def test_the_command_shows_prefix_lengths_of_an_embedded_pair(
-    jsonl: Path, monkeypatch: Patch, capsys: Printed
-) -> None:
-    rows = {400: [(1, 2, 345, 678)], 480: [(3, 4, 5, 6)]}
-    monkeypatch.setattr(
-        command_line, "prefix_histogram", lambda stream, count, every=1: rows[count]
-    )
-    pair = {"dense": "tiny-qwen3-s", "wide": "tiny-qwen3-l"}
-    words = arguments(pair, jsonl, "-c", "histogram=true", "--json", "-")
-    assert run([*words, "--steps", "5000"]) == 0
-    said = capsys.readouterr()
-    assert "678" in said.err
-    found = json.loads(said.out)["results"]
-    assert found["stage1"] == [{"from": 1, "below": 2, "reasoning": 345, "without": 678}]
-    assert found["stage2"] == [{"from": 3, "below": 4, "reasoning": 5, "without": 6}]
-    survey = found["survey"]
-    assert survey["records"] == 72 and survey["samples"] == 40_000 and survey["packed_share"] == 0
 
 
 def test_rotated_keys_of_two_vocabularies_are_refused(

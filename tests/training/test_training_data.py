@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks.paper.reproducing.lengths import prefix_histogram
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.errors import MissingExtraError
 from kvlingo_mlx.tokenization import records as records_room
 from kvlingo_mlx.tokenization.records import open_source
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.conversations import keeps_system, normalise, to_sample, until
-from kvlingo_mlx.training.data import Stream, prefix_histogram
+from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 
 MODEL = Path(dialogues.__file__).parent / "models" / "tiny-qwen3-s"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from benchmarks.paper.reproducing.entries import Entry
 from benchmarks.paper.reproducing.results import Line, Result
 from benchmarks.paper.reproducing.work import Work
+from kvlingo_mlx.tokenization.samples import other_tokenizer
 from kvlingo_mlx.training import command_line
+from kvlingo_mlx.training.data import Stream
 
 SAMPLES = 240  # of the paper's probe
-BATCH = 8
+Bin = tuple[int, int, int, int]
 
 
 def make(entry: Entry, work: Work) -> Result:
@@ -22,10 +26,30 @@ def make(entry: Entry, work: Work) -> Result:
         seed=entry.seeds[0],
         max_prefix=work.size.max_prefix,
     )
-    found = command_line.histogram(asked, SAMPLES // BATCH, BATCH, SAMPLES)
+    (read, theirs), (written, tokenizer) = (asked.runtime.facts(name) for name in (source, target))
+    other = other_tokenizer(theirs, tokenizer)
+    stream = asked.stream(tokenizer, min(read, written), SAMPLES, other)
     lines = [
         Line((f"{low} to {high - 1}",), (float(reasoning), float(without)))
-        for low, high, reasoning, without in found.stage2
+        for low, high, reasoning, without in prefix_histogram(stream, SAMPLES)
     ]
     columns = ("with reasoning", "without")
-    return Result(("tokens",), columns, tuple(lines), (str(found.survey),))
+    return Result(("tokens",), columns, tuple(lines), (str(stream.survey),))
+
+
+def prefix_histogram(stream: Stream, count: int = 240, bins: int = 12) -> list[Bin]:
+    """Prefix lengths of the first ``count`` samples, in bins of equal logarithmic width.
+
+    Returns:
+        For each bin its shortest length (tokens), its exclusive upper bound, and the number of
+        samples with a reasoning trace and without (figure "prefixhist").
+    """
+    draws = [stream.draw(index) for index in range(count)]
+    if not draws:
+        return []
+    lengths = np.array([len(draw.sample.prefix) for draw in draws])
+    reasoning = np.array([draw.reasoning for draw in draws])
+    edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, bins + 1).round().astype(int))
+    on, off = (np.histogram(lengths[kept], edges)[0] for kept in (reasoning, ~reasoning))
+    columns = (edges[:-1], edges[1:], on, off)
+    return [(a, b, c, d) for a, b, c, d in zip(*(x.tolist() for x in columns), strict=True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx.models.hidden import hidden_states, logits_of
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.timing.geometries import random_model
 from kvlingo_mlx.tokenization.samples import Sample
 
@@ -55,11 +55,7 @@ class Side:
         mx.eval(mx.value_and_grad(loss)(self._native) if backward else loss(self._native))
 
     def timed(self, action: Callable[[], object]) -> float:
-        mx.synchronize()
-        started = time.perf_counter()
-        action()
-        mx.synchronize()
-        return time.perf_counter() - started
+        return measure.seconds(action)
 
     def facts(self) -> dict[str, Any]:
         found = {"peak_bytes": mx.get_peak_memory()}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks.paper.gpu.switch import build_target
+from benchmarks.paper.gpu.switch import build_target, seconds
 from benchmarks.paper.timing.widths import shape_of
 from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.tokenization.samples import Sample
@@ -34,8 +33,8 @@ class Side:
             [torch.randn(shape, device=target.device, dtype=target.dtype) for _ in range(2)]
             for _ in target.attentions
         ]
-        self._gpu = args.device != "cpu"
-        if self._gpu:
+        self._device = args.device
+        if args.device != "cpu":
             torch.cuda.reset_peak_memory_stats()
 
     @torch.no_grad()
@@ -54,18 +53,10 @@ class Side:
             loss.backward()
 
     def timed(self, action: Callable[[], object]) -> float:
-        if self._gpu:
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        action()
-        if self._gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
+        return seconds(action, self._device)
 
     def facts(self) -> dict[str, Any]:
-        if not self._gpu:
+        if self._device == "cpu":
             return {}
-        return {
-            "gpu": torch.cuda.get_device_name(),
-            "peak_bytes": torch.cuda.max_memory_allocated(),
-        }
+        peak = torch.cuda.max_memory_allocated()
+        return {"gpu": torch.cuda.get_device_name(), "peak_bytes": peak}

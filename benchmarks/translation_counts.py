@@ -1,7 +1,7 @@
 """What a translation launches and moves on a GPU, counted from MLX's graph; no GPU is needed.
 
     python benchmarks/translation_counts.py [--tokens 2048] [--layers 36] [--nu 1] [--head-wise]
-        [--bits 8] [--ops] [--json FILE]
+        [--bits 8] [--ops] [--timed 7] [--json FILE]
 
 Shapes of Qwen3-4B to Qwen3-8B: 36 layers, 8 KV heads of 128, bfloat16, unless said otherwise. A
 translation goes from a span's recorded states to caches that hold it: products, k_norm, RoPE,
@@ -23,6 +23,8 @@ primitive was read in MLX's source, 0.32.2 of 2026-08-22 (``mlx/backend/{cuda,me
   keeps the layout on CUDA; on Metal it writes head-major from token-major.
 - A compiled function is one kernel where all in it is elementwise, and writes by rows.
 - A slice update copies all that it updates unless nobody else holds it.
+
+``--timed`` also runs what was counted, on MLX's device here, and the bare products beside it.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from kvlingo_mlx.backend import mx
 
 from mlx.utils import tree_flatten
-from translation_cost import model_of_shape
+from translation_cost import alternated, model_of_shape
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.models import keys
@@ -375,24 +377,41 @@ class Translation:
     target: LanguageModel
     tokens: int
 
-    def count(self, backend: str) -> Count:
-        """The launches from states, as a GPU records them, to filled caches."""
+    def sides(self) -> list[mx.array]:
+        """The states, as a GPU records them."""
         layers, dtype = self.source.geometry.layers, self.source.cache_dtype
-        sides = [
-            mx.zeros((len(layers), 1, self.tokens, layers[0].width(side)), dtype)
-            for side in ("keys", "values")
-        ]
+        shapes = (
+            (len(layers), 1, self.tokens, layers[0].width(side)) for side in ("keys", "values")
+        )
+        return [mx.zeros(shape, dtype) for shape in shapes]
 
-        def run(*arrays: mx.array) -> list[mx.array]:
-            keys, values = map(Stacked.of, arrays)
-            states = KVStates(keys, values, self.translator.config.capture, 0)
-            filled = caches.empty(self.target)
-            caches.reserve(filled, self.target, self.tokens)
-            caches.append(filled, self.translator(states), self.target)
-            return [*caches.arrays(filled), *beside]
+    def run(self, *sides: mx.array) -> list[mx.array]:
+        """Caches filled from states."""
+        keys, values = map(Stacked.of, sides)
+        states = KVStates(keys, values, self.translator.config.capture, 0)
+        filled = caches.empty(self.target)
+        caches.reserve(filled, self.target, self.tokens)
+        caches.append(filled, self.translator(states), self.target)
+        return caches.arrays(filled)
 
+    def count(self, backend: str) -> Count:
+        """The launches from states to filled caches."""
         with as_on_a_gpu(backend) as beside:
-            return count_graph(run, sides, backend)
+            return count_graph(lambda *sides: [*self.run(*sides), *beside], self.sides(), backend)
+
+    def timed(self, trials: int) -> dict[str, Any]:
+        """A translation and as many bare products of its widths by turns, on MLX's device."""
+        config, layer = self.translator.config, self.target.geometry.layers[0]
+        sides, parts = self.sides(), 1 if config.head_mixing else layer.kv_heads
+        batch, dtype = 2 * len(self.target.geometry.layers) * parts, sides[0].dtype
+        reads, width = config.nu * sides[0].shape[-1] // parts, layer.key_width // parts
+        shapes = (batch, self.tokens, reads), (batch, reads, width)
+        left, right = (mx.random.normal(shape).astype(dtype) for shape in shapes)
+        actions = {
+            "translation": lambda: mx.eval(self.run(*sides)),
+            "bare products": lambda: mx.eval(left @ right),
+        }
+        return alternated(actions, trials)
 
     @property
     def least(self) -> int:
@@ -433,9 +452,10 @@ def main() -> None:
     parser.add_argument("--bits", type=int, choices=(8, 4))
     parser.add_argument("--head-wise", action="store_true")
     parser.add_argument("--ops", action="store_true", help="also list launches by primitive")
+    parser.add_argument("--timed", type=int, default=0, metavar="TRIALS")
     parser.add_argument("--json", help="append the record to this file")
     args = parser.parse_args()
-    results = []
+    results: list[dict[str, Any]] = []
     for tokens in args.tokens:
         translation = made(
             args.layers, tokens=tokens, nu=args.nu, bits=args.bits, head_mixing=not args.head_wise
@@ -453,6 +473,16 @@ def main() -> None:
             )
             for name, number, moved in count.by_ops() if args.ops else ():
                 print(f"    {name:24s} {number:4d} {moved / 1e6:8.0f} MB")
+        if args.timed:
+            found = translation.timed(args.timed)
+            results.append({"tokens": tokens, **found})
+            took = measure.median(found["samples_s"]["translation"])
+            print(
+                f"{tokens:5d} tokens, {mx.default_device()}: {took * 1e3:.2f} ms, "
+                f"{measure.median(found['ratios']):.2f} of the bare products, "
+                f"{took / len(count.kernels) * 1e6:.0f} us for each kernel counted, "
+                f"{translation.least / took / 1e9:.1f} GB/s of the least"
+            )
     if args.json:
         config = {key: value for key, value in vars(args).items() if key not in ("json", "ops")}
         measure.append_json(args.json, measure.record("translation_counts", config, results))

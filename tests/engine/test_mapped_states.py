@@ -27,7 +27,7 @@ from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from tests.support import hybrid_models, tiny
 from tests.support.identity import identity_of
-from tests.support.native_caches import TOKENS, native
+from tests.support.native_caches import TOKENS, alike, native
 from tests.support.network import Offered
 
 pytestmark = pytest.mark.filterwarnings("ignore::kvlingo_mlx.errors.KVLingoWarning")
@@ -144,7 +144,7 @@ def test_unit_matrices_leave_a_state_as_it_is(pairs: Any, rule: str) -> None:
         if caches.is_recurrent(each):
             each.cache[0] = theirs.cache[0]
     last = mx.array([TOKENS[-1:]])
-    assert mx.array_equal(model.model(last, cache=found), model.model(last, cache=own)).item()
+    assert alike(model.model(last, cache=found), model.model(last, cache=own), 1e-4)
 
 
 WAYS: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""Layers with a window take its tokens alone, and lose nothing by it: equal to the bit."""
+"""Layers with a window take its tokens alone, and lose nothing by it: on a CPU, to the bit."""
 
 import functools
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from kvlingo_mlx.translators import products
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.products import BLOCK
 from tests.support import tiny
+from tests.support.native_caches import alike
 from tests.support.tiny import Case
 
 CASES = (
@@ -92,8 +93,8 @@ def assert_nothing_is_lost(root: Path, case: Case, step: int, translator: Transl
     for mine, theirs, layer in zip(found, expected, layers, strict=True):
         assert layer.window is None or mine.keys.shape[2] == window  # no more is kept
         pairs = zip(window_of(mine, layer), window_of(theirs, layer), strict=True)
-        assert all(np.array_equal(a, b) for a, b in pairs)
-    assert np.array_equal(logits(target, found), logits(target, expected))
+        assert all(alike(a, b) for a, b in pairs)
+    assert alike(logits(target, found), logits(target, expected), 1e-4)
 
 
 @pytest.mark.parametrize(("step", "block", "batched"), SETTINGS)

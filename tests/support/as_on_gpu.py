@@ -21,8 +21,7 @@ def planned_for_a_gpu() -> Iterator[None]:
     """Products, norms, rotation and writes as on a GPU; compiled functions run uncompiled."""
     with pytest.MonkeyPatch.context() as patch:
         for module in MODULES:
-            if hasattr(module, "on_gpu"):
-                patch.setattr(module, "on_gpu", lambda: True)
+            patch.setattr(module, "on_gpu", lambda: True)
         mx.disable_compile()
         try:
             yield

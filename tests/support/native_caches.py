@@ -7,6 +7,7 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from kvlingo_mlx import backend
 from kvlingo_mlx.models.language_model import LanguageModel
 
 TOKENS = [(7 * i * i + 3 * i + 5) % 280 for i in range(60)]
@@ -41,3 +42,9 @@ def logits(model: LanguageModel, cache: list[Any], first: int, steps: int = STEP
         rows.append(np.array(row.astype(mx.float32)))
         token = int(rows[-1].argmax())
     return np.stack(rows)
+
+
+def alike(found: Any, expected: Any, rounding: float = 1e-5) -> bool:
+    """Equal to the bit; on a GPU, whose sums go by shape and layout, to a share of the largest."""
+    most = rounding * np.abs(np.array(expected)).max() if backend.on_gpu() else 0
+    return found.shape == expected.shape and np.allclose(found, expected, rtol=0, atol=most)

@@ -131,6 +131,7 @@ def test_weights_of_sixteen_bits(name: str, bits: int, dtype: str, monkeypatch: 
     arrays = {n: weights.as_float32(n) for n in weights.arrays}
     low = getattr(mx, dtype)
     states, expected = random_states(data, 1, 3), by_hand(arrays, bits, low)
+    monkeypatch.setattr(products, "on_gpu", lambda: False)
     on_cpu = build(to_config(data), weights, quantize=bits)
     found = layers_of(on_cpu(to_device(states)))
     assert max(errors(found, reference(data, expected, states))) <= TOLERANCE

@@ -147,7 +147,7 @@ class Way:
     """A cache to decode from: what the target has of its own, and what the rest is."""
 
     name: str
-    rest: str = "translated"  # or native, hidden, shuffled, other: of another conversation
+    rest: str = "translated"  # or native, hidden, shuffled (maps at wrong layers), other (a prefix)
     layers: float = 0.0  # the share of the first layers that the target reads itself
     front: float = 0.0  # the share of rows that it reads itself, of the first ones
     tail: float = 0.0  # and of the last ones, behind whatever is before them
@@ -216,9 +216,6 @@ def entries_of(
     if way.rest == "other":
         strange = other.reading().states.first(rows)
         reading = replace(reading, states=strange)
-    if way.rest == "shuffled":
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
-        reading = replace(reading, states=reading.states.map(lambda rows: rows[order]))
     front = round(way.front * rows)
     found = gradients.entries(target, made, reading)
     return [
@@ -258,15 +255,16 @@ def judge(args: argparse.Namespace) -> None:
         done = {(line["translator"], line["way"], line["item"]): line for line in lines}
     paths = sorted(args.readings.glob("*.pt"))
     for name, folder in (each.split("=", 1) for each in args.translators):
-        made = opened_translator(Path(folder))
+        made, shuffled = (opened_translator(Path(folder), wrong) for wrong in (False, True))
         for way in [way for way in WAYS if not args.ways or way.name in args.ways]:
             plain = way.rest in ("native", "hidden")  # no translator
+            used = None if plain else shuffled if way.rest == "shuffled" else made
             for number, path in enumerate(paths):
                 key = ("" if plain else name, way.name, path.stem)
                 if key in done or not path.stem.startswith(tuple(args.items)):
                     continue
                 began, other = time.perf_counter(), Item(paths[number - 1])
-                found = scored(way, Item(path), other, target, None if plain else made)
+                found = scored(way, Item(path), other, target, used)
                 facts = dict(zip(("translator", "way", "item"), key, strict=True))
                 seconds = round(time.perf_counter() - began, 2)
                 done[key] = {**facts, "work": way.work, **found, "seconds": seconds}
@@ -300,11 +298,15 @@ def strays(found: Mapping[str, Any], record: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def opened_translator(folder: Path) -> TorchTranslator:
+def opened_translator(folder: Path, wrong: bool) -> TorchTranslator:
+    """A translator, or one whose maps are half the layers away from theirs."""
     config, weights = translator_folder.read(folder)
-    return TorchTranslator.from_arrays(
-        config, {name: weights.as_float32(name) for name in weights.arrays}, "cpu"
-    )
+    depth, arrays = len(config.target.layers), {}
+    for name in weights.arrays:
+        side, layer, what = name.split(".")
+        place = (int(layer) + depth // 2) % depth if wrong else int(layer)
+        arrays[f"{side}.{place}.{what}"] = weights.as_float32(name)
+    return TorchTranslator.from_arrays(config, arrays, "cpu")
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -183,7 +183,9 @@ class Division:
 
     def _missed(self) -> Piece:
         """The mark that began no call, as text; what stands behind it is looked at again."""
-        self._misses, self._state, self._said = self._misses + 1, self._outer, True
+        self._misses, self._state = self._misses + 1, self._outer
+        # What may yet be the mark of a reasoning is not content.
+        self._said |= bool(self._start) or not self._form.hopeless(self._held)
         return Piece(REASONING if self.apart else CONTENT, self._start, self.apart)
 
 

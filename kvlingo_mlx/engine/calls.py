@@ -20,6 +20,8 @@ BEGINS = (
     '{"name":%s', '{"type":"function","name":%s', '{"type":"function","function":{"name":%s',
     '{"function":{"name":%s', '[{"name":%s',
 )  # fmt: skip
+# What Qwen2.5's models put around them, as others do around code.
+WRAPS = {"```json": "```", "```": "```", "<tools>": "</tools>"}
 ID = 9  # letters and digits of a call's id; Mistral's templates take no other number
 ToolCall = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -72,6 +74,9 @@ def _mistral(text: str, tools: Tools = None) -> list[Any]:
 
 def _bare(text: str, tools: Tools) -> list[Any]:
     """Calls in JSON of tools that there are, with arguments; any error if it is anything else."""
+    for opening, closing in WRAPS.items():
+        if text.startswith(opening):
+            text = text.removeprefix(opening).removesuffix(closing).strip()
     found, names = _in_json(text), _names(tools)
     for call in found:
         function = call.get("function")
@@ -103,7 +108,8 @@ class CallForm(NamedTuple):
     end: str = ""  # the mark behind calls
     marks: Mapping[str, str] = {}  # an answer's other marks, and the state behind each
     within: str = ""  # the mark behind a call's name, before which all others are part of it
-    bare: bool = False  # whether an answer may be nothing but calls, without a mark
+    bare: bool = False  # whether there is no mark, and calls are all of an answer
+    wraps: tuple[str, ...] = ()  # what may stand before what a call begins with
 
     @property
     def in_json(self) -> bool:
@@ -131,6 +137,10 @@ class CallForm(NamedTuple):
         begins = ["".join(begin.split()) for begin in self.begins or [begun]]
         if len(text) > LONGEST and self.within not in text[:LONGEST]:
             return True
+        for wrap in self.wraps:
+            if wrap.startswith(begun):
+                return False
+            begun = begun.removeprefix(wrap)
         return not any(begun.startswith(begin) or begin.startswith(begun) for begin in begins)
 
 
@@ -210,14 +220,15 @@ def form_of(tokenizer: Any) -> CallForm:
 
 
 def bare_form(tokenizer: Any, tools: Tools) -> CallForm | None:
-    """The form of an answer that is nothing but calls, as models without marks for them write.
+    """The form of an answer that is nothing but calls in JSON, without the marks for them.
 
-    Since other answers may be JSON, too, only tools that there are can be called.
+    Models that have no marks write so, and small ones that forget theirs. Since other answers may
+    be JSON, too, only tools that there are can be called.
     """
-    if not tools or not form_of(tokenizer).bare:
+    if not tools or not form_of(tokenizer).in_json:
         return None
     begins = [begin % json.dumps(name) for name in _names(tools) for begin in BEGINS]
-    return CallForm(tuple(begins), each=False, parse=_bare)
+    return CallForm(tuple(begins), each=False, parse=_bare, wraps=tuple(WRAPS))
 
 
 def calls_in(form: CallForm, text: str, tools: Tools) -> list[ToolCall]:
@@ -243,7 +254,7 @@ def _read(form: CallForm, text: str, tools: Tools) -> list[ToolCall]:
         raise ValueError(f"{begun} calls begin, and {len(calls)} were found")
     if form.hopeless(text):
         raise ValueError("other text stands before the call")
-    if not form.end and text[-1] not in "}]":
+    if not form.end and text[-1] not in "}]" and not form.wraps:
         raise ValueError("other text stands behind the call")
     return calls
 

@@ -346,6 +346,10 @@ def test_channels_are_parts(header: str, inner: Any) -> None:
         ('{"name": "look", "parameters": {}}; {"name": "look", "parameters": {"p": 2}}',
          [["look", {}], ["look", {"p": 2}]]),
         ('<think>hm</think>\n\n{"name": "look", "parameters": {}}', [["look", {}]]),
+        ('```json\n{"name": "look", "arguments": {"p": "```"}}\n```', [["look", {"p": "```"}]]),
+        ('<tools>\n{"name": "look", "arguments": {}}\n</tools>', [["look", {}]]),
+        ('```python\nlook("a")\n```', None),
+        ('```json\n{"name": "look", "arguments": {}}\n```\nThat is it.', None),
         ('{"name": "leave", "parameters": {}}', None),  # no such tool
         ('{"name": "look"}', None),
         ('{"name": "look", "parameters": {}, "colour": "red"}', None),
@@ -359,14 +363,21 @@ def test_channels_are_parts(header: str, inner: Any) -> None:
     ],
 )  # fmt: skip
 def test_an_answer_that_is_nothing_but_a_call(text: str, told: Any, inner: Any) -> None:
-    """Llama's, without a mark: of a tool that there is, or it is a text of JSON."""
-    for template in (MARKS["llama-3"][0], "a template without marks"):
-        tokenizer = tokenizer_of(inner, "llama-3", template)
+    """Without a mark, as Llama and small Qwen2.5 write: of a tool that there is, or text."""
+    forms = (
+        ("llama-3", None),
+        ("llama-3", "a template without marks"),
+        ("hermes", None),
+        ("json_tools", None),
+    )
+    for form, template in forms:
+        tokenizer = tokenizer_of(inner, form, template)
         for cuts in ([], range(len(text))):
             content, _, calls = streamed(tokenizer, text, cuts)
             assert (content.strip(), calls) == (("", told) if told else (text.strip(), []))
         assert found([divided(tokenizer, text)])[2] == []  # no tools were announced
-    assert found([AnswerReader(tokenizer_of(inner, "hermes"), tools=TOOLS).whole(text)])[2] == []
+    other = tokenizer_of(inner, "qwen3_coder")  # whose calls are no JSON
+    assert found([AnswerReader(other, tools=TOOLS).whole(text)])[2] == []
 
 
 def test_json_that_is_no_call_is_told_at_once(inner: Any) -> None:

@@ -110,7 +110,7 @@ async def read_json(request: Request, settings: Settings) -> Any:
     Bytes and halves of surrogate pairs that are no character are U+FFFD.
     """
     body = await read_body(request, settings)
-    encoding = request.headers.get("content-encoding", "identity").lower()
+    encoding = request.headers.get("content-encoding", "").lower() or "identity"
     if encoding != "identity":
         body = _unpacked(body, encoding, settings.body_limit)
     text = body.decode(json.detect_encoding(body), "replace")

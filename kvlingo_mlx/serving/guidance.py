@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -20,8 +21,9 @@ NEEDED = (
     "server runs; install it there (pip install llguidance), or ask for JSON in words"
 )
 
-# Keywords that llguidance refuses with some values; of these, too, the model alone is told then.
-REFUSED = ("$ref", "multipleOf", "pattern", "patternProperties", "type")
+# What is kept of a schema that llguidance refuses, and dropped: of that the model alone is told.
+TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
+DROPPED = ("pattern", "patternProperties", "multipleOf")
 LINES = r"/\n\n?/"  # between a trace, a text and calls
 # Without white space that a grammar would allow: a small model can go on with it for ever.
 # Of a schema's keywords that llguidance does not know, the model alone is told.
@@ -44,14 +46,14 @@ def guided(ask: GenerationRequest, model: LanguageModel) -> list[Any]:
         import llguidance
     except ImportError:
         raise ValueError(NEEDED) from None
-    if demanded:
-        what, grammar = "the parameters of a tool are", _call_grammar(ask, model)
-    else:
-        what, grammar = "response_format's schema is", _text_grammar(ask, model)
-    matcher = llguidance.LLMatcher(_tokenizer(model), grammar)
-    if matcher.is_error():
-        raise ValueError(f"{what} refused: {' '.join(matcher.get_error().split()):.200}")
-    return [_Guide(matcher, model)]
+    mended = replace(ask, schema=_mended(ask.schema), tools=_mended(list(ask.tools)))
+    for each in (ask, mended):
+        grammar = (_call_grammar if demanded else _text_grammar)(each, model)
+        matcher = llguidance.LLMatcher(_tokenizer(model), grammar)
+        if not matcher.is_error():
+            return [_Guide(matcher, model)]
+    what = "the parameters of a tool are" if demanded else "response_format's schema is"
+    raise ValueError(f"{what} refused: {' '.join(matcher.get_error().split()):.200}")
 
 
 def _text_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
@@ -114,28 +116,26 @@ def _call_grammar(ask: GenerationRequest, model: LanguageModel) -> str:
 
 def _json(schema: Mapping[str, Any] | None, options: Mapping[str, Any]) -> str:
     """JSON of a schema in a grammar; none or an empty one: any object."""
-    made = {**(schema or {"type": "object"}), **options}
-    defined = [n for n in ("$defs", "definitions") if isinstance(made.get(n), dict)]
-    known: dict[str, Any] = {name: {key: {} for key in made[name]} for name in defined}
-    return f"%json {json.dumps(made if _taken(made) else _mended(made, {**known, **options}))}"
+    return f"%json {json.dumps({**(schema or {'type': 'object'}), **options})}"
 
 
-def _taken(schema: Mapping[str, Any]) -> bool:
-    from llguidance import LLMatcher
-
-    return not LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}")
-
-
-def _mended(found: Any, known: Mapping[str, Any]) -> Any:
-    """A part of a schema without the keywords that are refused; ``known``: what must be there."""
+def _mended(found: Any, refs: frozenset[str] = frozenset({"#"})) -> Any:
+    """What holds schemas, without what is refused in any; ``refs``: what they may refer to."""
     if isinstance(found, list):
-        return [_mended(each, known) for each in found]
+        return [_mended(each, refs) for each in found]
     if not isinstance(found, dict):
         return found
-    # A property may have the name of a keyword.
-    tried = {n for n in REFUSED if n == "patternProperties" or not isinstance(found.get(n), dict)}
-    left_out = {n for n in tried & found.keys() if not _taken({**known, n: found[n]})}
-    return {n: _mended(value, known) for n, value in found.items() if n not in left_out}
+    for defined in ("$defs", "definitions"):
+        if isinstance(found.get(defined), dict):
+            refs |= {f"#/{defined}/{name}" for name in found[defined]}
+    taken = {"type": TYPES, "$ref": refs, **dict.fromkeys(DROPPED, ())}
+
+    def kept(name: str, value: Any) -> bool:
+        values = value if isinstance(value, list) else [value]
+        of_property = isinstance(value, dict) and name != "patternProperties"
+        return name not in taken or of_property or all(str(v) in taken[name] for v in values)
+
+    return {name: _mended(value, refs) for name, value in found.items() if kept(name, value)}
 
 
 def _marked(tokenizer: Any, mark: str) -> str:

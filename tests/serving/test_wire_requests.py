@@ -415,7 +415,7 @@ def test_the_last_message_may_be_begun() -> None:
         ask("messages", messages=begun),
     ):
         assert (cut.begun, len(cut.messages or ())) == ("So", 1)
-    assert not ask("messages").begun
+    assert not ask("messages").begun and not ask("chat", messages=[{**HI[0], "prefix": True}]).begun
     assert "assistant" in refusal("chat", continue_final_message=True).message
     assert refusal("chat", add_generation_prompt=False).param == "add_generation_prompt"
     use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}

@@ -83,15 +83,14 @@ class ChatRequest(OpenAIRequest, Conversing):
     def goes_on(self, messages: tuple[Message, ...]) -> bool:
         last, given = self.messages[-1], self.add_generation_prompt
         begun = isinstance(last, dict) and True in (last.get("prefix"), last.get("partial"))
-        answers = messages[-1]["role"] == "assistant"
+        answers = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
         if self.continue_final_message and (given or not answers):
             told = "needs a last message of role assistant, no add_generation_prompt; change one"
             raise BadRequest(f"continue_final_message {told}", "continue_final_message")
         if given is False and not self.continue_final_message:
             told = "add_generation_prompt is false, expected true; give continue_final_message "
             raise BadRequest(f"{told}to go on with the last message", "add_generation_prompt")
-        begun = begun and answers and "tool_calls" not in messages[-1]
-        return bool(begun or self.continue_final_message)
+        return bool(self.continue_final_message) or (begun and answers)
 
     def ask(self) -> GenerationRequest:
         return self.converse(

@@ -67,7 +67,8 @@ def main() -> None:
     parser.add_argument("out", type=Path, nargs="?", default=Path("machine-results"))
     parser.add_argument("--real", nargs=3, metavar=("SOURCE", "TARGET", "DATA"))
     parser.add_argument("--tiny", action="store_true")
-    run_all(parser.parse_args())
+    with contextlib.suppress(KeyboardInterrupt):
+        run_all(parser.parse_args())
 
 
 def steps_of(args: argparse.Namespace) -> list[tuple[float, str, list[str]]]:

@@ -124,15 +124,11 @@ class Talk:
         lines = ["| item | count | price | store |", "|---|---|---|---|"]
         lines += [f"| {thing} | {count} | {price} | {city} |" for thing, count, price, city in rows]
         for thing, count, price, city in self.rng.sample(rows, 3):
+            where = f"There are {count} {thing} in {city}."
+            worth = f"{count} {thing} at {price} each are worth {count * price}."
             self.questions += [
-                (
-                    f"How many {thing} are there, and where?",
-                    f"There are {count} {thing} in {city}.",
-                ),
-                (
-                    f"What are all {thing} worth together?",
-                    f"{count} {thing} at {price} each are worth {count * price}.",
-                ),
+                (f"How many {thing} are there, and where?", where),
+                (f"What are all {thing} worth together?", worth),
             ]
         total = sum(count for _, count, _, _ in rows)
         text = "Here is our stock list. Please keep it in mind.\n\n" + "\n".join(lines)

@@ -77,12 +77,7 @@ class Lengths:
     prefix: float  # tokens of a prefix, on average
 
     def reads(self, seconds: float, most: float) -> int | None:
-        """The conversations that all steps take in turn; None where each step has new ones.
-
-        Args:
-            seconds: The time of stage 2.
-            most: As many fit into memory.
-        """
+        """Conversations that all steps of so many ``seconds`` take in turn; None: new ones each."""
         count = READING * seconds / (self.seconds_per_token * self.prefix)
         count = max(FEWEST_READS, min(count, most))
         return int(count) if count < BATCH * self.steps else None

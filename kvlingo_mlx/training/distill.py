@@ -21,6 +21,7 @@ import numpy as np
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
+from kvlingo_mlx.phases import counted
 from kvlingo_mlx.reporting.measure import plain
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoint
@@ -379,7 +380,8 @@ class Distillation:
         runs = [run for run in self.runs if run.dropped_at is None]
         measured = runs if self.step else runs[:1]  # all begin alike
         sums = np.zeros(len(measured))
-        for index in self.group.share([len(s.prefix) + len(s.continuation) for s in self.held_out]):
+        own = self.group.share([len(s.prefix) + len(s.continuation) for s in self.held_out])
+        for index in counted("scoring held-out conversations", own):
             sums += self._losses(self.held_out[index], measured)[:, 1]
         found = (self.group.total(sums) / len(self.held_out)).tolist()
         for run, value in zip(runs, found if self.step else found * len(runs), strict=True):

@@ -163,8 +163,7 @@ class Making:
         nu, norm = chosen["nu"], chosen["norm"]
         later = self._later(lengths.seconds_per_token)
         left = self.find("seconds", lambda: max(LEAST, self.seconds - self.spent - later))
-        each = cache_bytes(self.ends[0], round(lengths.prefix))
-        room = KEPT * (free() or math.inf) / each
+        room = KEPT * (free() or math.inf) / cache_bytes(self.ends[0], round(lengths.prefix))
         recipe = Recipe(
             reads=self.find("reads", lambda: lengths.reads(left, room)),
             batch=pace.BATCH,

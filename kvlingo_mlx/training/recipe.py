@@ -36,9 +36,7 @@ class Recipe:
     seconds: float | None = None
     # Only the better half of the rates goes on after each tenth of the run, until one is left.
     halving: bool = False
-    # Conversations that both models read once, and that all steps learn from in turn; None: each
-    # step has new ones, as the paper's. Reading is most of a step.
-    reads: int | None = None
+    reads: int | None = None  # conversations that all steps learn from in turn; None: ever new ones
     # Maps learn in the coordinates of ``training.coordinates``; the paper's in their weights.
     whitened: bool = False
     # Further rates are tried until the best is none of the outermost ones (``training.sweep``); the

@@ -194,11 +194,11 @@ def test_lengths_follow_the_pace(
     assert found.steps >= 2000 or found.max_prefix == 512
     assert found.max_prefix == most or steps(2 * found.max_prefix) < 2000, "longer was too slow"
     assert Lengths(**vars(found)) == found
-    # Reading takes a third of the time, unless there is time to read all that the steps take.
+    # Reading takes half the time, unless there is time to read all that the steps take.
     reading = (1.2 * found.max_prefix + ANSWERS) * speed
     for room in (1e9, 60):
         reads = found.reads(2000.0, room)
-        wanted = max(40, min(2000 / 3 / reading, room))
+        wanted = max(40, min(2000 / 2 / reading, room))
         assert reads is None if wanted >= 4 * found.steps else abs(reads - wanted) <= 1
 
 

@@ -122,9 +122,8 @@ class TrainOptions(Configured, TwoModels):
         0, "How many first cache layers the target reads itself.", kind=STEPS
     )
     reads: int | None = option(
-        None, "Conversations to read once, and to learn from in turn; default: ever new ones.",
-        kind=COUNT,
-    )  # fmt: skip
+        None, "Conversations read once, then learned from in turn; default: new ones.", kind=COUNT
+    )
     whitened: bool = option(
         False, "Steps where states are made white, as pair does; --lr is then 3e-3.", "--whitened"
     )

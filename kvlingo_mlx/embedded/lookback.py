@@ -1,9 +1,8 @@
 """Generated conversations whose answers can only be read off earlier messages.
 
-A translator learns to recall from text that must be looked back at (paper/LOG.md, "a real pair").
-So conversations are made of what every machine with this package has, the source code and the
-manual of Python's own library: excerpts with a few facts strewn in, functions with what they do,
-tables, notes and settings, and questions about all of them. The same Python makes the same ones.
+From text that must be looked back at a translator learns to recall (paper/LOG.md, "a real pair").
+These are made of the source code and the manual of Python's own library, which every machine has:
+excerpts with a few facts strewn in, functions, tables, notes, settings, and questions about them.
 """
 
 import ast
@@ -72,6 +71,18 @@ def _files() -> Sequence[Path]:
     return [library / file for file in sorted(kept)]
 
 
+@cache
+def _functions(file: Path) -> Sequence[tuple[str, str, str]]:
+    """A file's functions that say what they do: name, what they say, and code."""
+    source = file.read_text("utf-8", errors="ignore")
+    nodes, lines = ast.walk(ast.parse(source)), source.split("\n")
+    found = ((n, ast.get_docstring(n) or "") for n in nodes if isinstance(n, ast.FunctionDef))
+    parts = ((n.name, doc, lines[n.lineno - 1 : n.end_lineno]) for n, doc in found if len(doc) > 40)
+    return [
+        (name, doc, textwrap.dedent("\n".join(own))[:1200].rstrip()) for name, doc, own in parts
+    ]
+
+
 @dataclass
 class Talk:
     """A conversation in the making: its random numbers, and what can be asked about."""
@@ -81,7 +92,7 @@ class Talk:
 
     def excerpt(self) -> Turn:
         """Lines of a file or of the manual with facts among them, and questions about both."""
-        lines, size = self._lines(), self.rng.randint(250, 1600)
+        lines, size = self._whole(), self.rng.randint(250, 1600)
         first = self.rng.randrange(len(lines))
         last = first + 1
         while last < len(lines) and sum(map(len, lines[first:last])) < size:
@@ -99,18 +110,11 @@ class Talk:
 
     def function(self) -> Turn:
         """A function of the library: what it does, and its code."""
-        while True:
-            file = self.rng.choice(_files())
-            source = file.read_text("utf-8", errors="ignore")
-            named = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
-            told = [(n, doc) for n in named if (doc := ast.get_docstring(n)) and len(doc) > 40]
-            if told:
-                break
-        node, doc = self.rng.choice(told)
-        code = ast.get_source_segment(source, node, padded=True) or ""
-        code = textwrap.dedent(code)[:1200].rstrip()
-        does = f"What does `{node.name}` do?", doc[:600]
-        shows = f"Show me the code of `{node.name}` in `{file.stem}`.", f"```python\n{code}\n```"
+        while not (told := _functions(file := self.rng.choice(_files()))):
+            pass
+        name, doc, code = self.rng.choice(told)
+        does = f"What does `{name}` do?", doc[:600]
+        shows = f"Show me the code of `{name}` in `{file.stem}`.", f"```python\n{code}\n```"
         asked, later = (does, shows) if self.rng.random() < 0.5 else (shows, does)
         self.questions.append(later)
         return asked
@@ -167,14 +171,14 @@ class Talk:
         text = "This is our configuration:\n\n```toml\n" + "\n\n".join(lines) + "\n```"
         return text, f"I see {len(names)} services: {', '.join(names)}."
 
-    def _lines(self) -> Sequence[str]:
+    def _whole(self) -> Sequence[str]:
         """A whole text: of a source file, or of the manual."""
         if self.rng.random() < 0.3:
             return topics[self.rng.choice(sorted(topics))].splitlines()
-        while True:
+        lines: list[str] = []
+        while not lines:
             lines = self.rng.choice(_files()).read_text("utf-8", errors="ignore").splitlines()
-            if lines:
-                return lines
+        return lines
 
     def _fact(self) -> dict[str, str]:
         code = f"{self.rng.randrange(16**6):06x}"
@@ -213,10 +217,7 @@ def lookback(count: int, *, seed: int = 0) -> Iterator[list[dict[str, str]]]:
                 turn = talk.questions.pop(talk.rng.randrange(len(talk.questions)))
             else:
                 own = talk.rng.choice(makers)
-                maker = talk.rng.choice((Talk.excerpt, Talk.excerpt, Talk.function, own))
-                turn = maker(talk)
-            messages += [
-                {"role": role, "content": text}
-                for role, text in zip(("user", "assistant"), turn, strict=True)
-            ]
+                turn = talk.rng.choice((Talk.excerpt, Talk.excerpt, Talk.function, own))(talk)
+            both = zip(("user", "assistant"), turn, strict=True)
+            messages += [{"role": role, "content": text} for role, text in both]
         yield messages

@@ -23,7 +23,7 @@ PROBING = 0.02  # the share of the time that one length may take, but for its la
 SOME = 4  # tokens per unknown from which a closed form begins, since its ridge is chosen
 MORE = 1.1  # times as long as was measured: a machine is not always as quick
 STARTING, DISTILLING = 0.2, 0.7  # the shares of closed forms and of stage 2
-READING = 0.5  # the share of stage 2 in which both models read; a third turn over it brings nothing
+READING = 0.5  # the share of stage 2 in which both models read; a third turn over it brings little
 FEWEST_READS = 40  # conversations: fewer are learned by heart
 
 
@@ -78,8 +78,8 @@ class Lengths:
 
     def reads(self, seconds: float, most: float) -> int | None:
         """Conversations that all steps of so many ``seconds`` take in turn; None: new ones each."""
-        count = READING * seconds / (self.seconds_per_token * self.prefix)
-        count = max(FEWEST_READS, min(count, most))
+        reading = self.seconds_per_token * self.prefix
+        count = max(FEWEST_READS, min(READING * seconds / reading, most))
         return int(count) if count < BATCH * self.steps else None
 
 

@@ -4,6 +4,7 @@ A probe is a history of few messages, each with a word of its own. A template th
 history renders all of its words, in their order.
 """
 
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +21,6 @@ GO_ON = {"role": "user", "content": "Go on."}  # stands where a template wants a
 LEADS: tuple[list[Message], ...] = ([], [SYSTEM], [GO_ON, {"role": "assistant", "content": "Yes."}])
 OWN_ID, FOREIGN_ID = "a1b2c3d4e", "call_0f1e-2d3c_4b5a6978a1b2c3d4"
 ANNOUNCED = "kvlingo_looks"
-
-
 PLACE = {"type": "string", "description": "A place."}
 TOOL = {
     "type": "function",
@@ -142,13 +141,21 @@ class TemplateNeeds:
             return list(messages)
         return [*map(dict, self._known("lead")), *messages]
 
-    def text_of(self, messages: Sequence[Message], **switches: Any) -> str:
+    def shaped(self, messages: Sequence[Message], parts: bool | None = None) -> list[Message]:
+        """The messages, each text a list of one part if the template reads ``parts`` alone."""
+        if not (self._known("parts") if parts is None else parts):
+            return list(messages)
+        return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+
+    def text_of(
+        self, messages: Sequence[Message], parts: bool | None = None, **switches: Any
+    ) -> str:
         """What the template makes of messages as they are; "" if it refuses them."""
         if self._tools:
             switches = {"tools": [TOOL], **switches}
         given = {"tokenize": False, "add_generation_prompt": True, **switches}
         try:
-            return str(self.tokenizer.apply_chat_template(messages, **given))
+            return str(self.tokenizer.apply_chat_template(self.shaped(messages, parts), **given))
         except REFUSALS:
             return ""
 
@@ -164,11 +171,11 @@ class TemplateNeeds:
         return known[key]
 
     def _tried(self, what: str) -> Any:
-        if what == "lead":
+        if what in ("parts", "lead"):
             user = {"role": "user", "content": "kvlingo0n"}
-            return next(
-                (each for each in LEADS if user["content"] in self.text_of([*each, user])), ()
-            )
+            forms = itertools.product((False, True), LEADS)
+            told = (f for f in forms if user["content"] in self.text_of([*f[1], user], f[0]))
+            return next(told, (False, ()))[what == "lead"]
         probes = PROBES.get(what, [f"user assistant {what} user"])
         if not all(self._renders(probe.split()) for probe in probes):
             return False

@@ -57,7 +57,7 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str, *
             if strict:
                 fitted = _bare(needs, fitted)
             try:
-                return tokenizer.apply_chat_template(fitted, **given)
+                return tokenizer.apply_chat_template(needs.shaped(fitted), **given)
             except REFUSALS as error:
                 refusal = refusal or error
     wrong = _wrong(needs, messages, given.get("tools") or ())

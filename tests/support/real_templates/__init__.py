@@ -127,6 +127,7 @@ FAMILIES = (
     ),
     Family("smollm3", "<|im_end|>", (*IM, *THINK), "<think> T </think> S"),
     Family("smollm2", "<|im_end|>", IM, "S"),
+    Family("smolvlm", "<end_of_utterance>", IM, "S"),
     Family(
         "granite4", "<|end_of_text|>", ("<|start_of_role|>", "<|end_of_role|>", *CALL),
         "S <tool_call> C </tool_call>",

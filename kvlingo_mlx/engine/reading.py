@@ -212,10 +212,8 @@ class Reading:
         while count and self.segments[count - 1].kind != READ:
             count -= 1
         parts = renderings.message_parts(self.messages[-1]) if self.asked else ()
-        asked = self.asked[: len(self.asked) - len(parts)]
-        return replace(
-            self, segments=self.segments[:count], asked=asked, messages=self.messages[:-1]
-        )
+        kept, asked = self.segments[:count], self.asked[: len(self.asked) - len(parts)]
+        return replace(self, segments=kept, asked=asked, messages=self.messages[:-1])
 
     def shortened(self, content: str, left: str, message: Message, *, located: bool) -> Reading:
         """This reading with its last answer, written as ``content``, shortened to ``left``.

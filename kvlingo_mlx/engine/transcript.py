@@ -376,9 +376,7 @@ class Transcript:
             ValueError, KeyError, TypeError, IndexError: The data are not a transcript.
         """
         tokenizers = {model.tokenizer_fingerprint: model.tokenizer for model in models}
-        segments = [
-            Segment(str(text), list(ids), kind, n) for text, ids, kind, n in data["segments"]
-        ]
+        segments = [Segment(str(t), list(ids), kind, n) for t, ids, kind, n in data["segments"]]
         numbers = {id(segment): number for number, segment in enumerate(segments)}
         written = {}
         for each in data["written"]:
@@ -396,14 +394,10 @@ class Transcript:
                 readings[key] = made = Reading(
                     tokenizers[key],
                     tuple(segments[n] for n in _more(known["segments"], numbered)),
-                    tuple(
-                        span and (span[0], span[1]) for span in _more(known["asked"], after.asked)
-                    ),
+                    tuple(s and (s[0], s[1]) for s in _more(known["asked"], after.asked)),
                     tuple(_more(known["messages"], messages)),
                 )
-                if any(
-                    span and not 0 <= span[0] <= span[1] <= len(made.text) for span in made.asked
-                ):
+                if any(s and not 0 <= s[0] <= s[1] <= len(made.text) for s in made.asked):
                     raise ValueError("contents stand where there is no text")
             several = len(tokenizers) > 1
             own = dict(data["switches"])

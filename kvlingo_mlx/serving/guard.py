@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,7 @@ from kvlingo_mlx.serving.settings import API_KEY, Settings, is_loopback
 from kvlingo_mlx.tokenization.chat_messages import repaired
 
 OPEN = ("/", "/page/chat.js", "/page/chat.css", "/health", "/health/live")  # without a key
+CHARSET = re.compile(r"charset=\W?(iso-8859-1|windows-1252)\b", re.IGNORECASE)
 DRAIN_S = 1.0  # how long a body that is too large is still taken, so that its sender hears why
 
 
@@ -105,15 +107,22 @@ def _host_name(host: str) -> str:
 
 
 async def read_json(request: Request, settings: Settings) -> Any:
-    """The parsed JSON of a request's body, as :func:`read_body`, whatever its encoding.
+    """The parsed JSON of a request's body, as :func:`read_body`, in any encoding of Unicode.
 
-    Bytes and halves of surrogate pairs that are no character are U+FFFD.
+    If it is in none, one of CHARSET counts that its headers name. Halves of surrogate pairs are
+    U+FFFD.
     """
     body = await read_body(request, settings)
     encoding = request.headers.get("content-encoding", "").lower() or "identity"
     if encoding != "identity":
         body = _unpacked(body, encoding, settings.body_limit)
-    text = body.decode(json.detect_encoding(body), "replace")
+    try:
+        text = body.decode(json.detect_encoding(body))
+    except UnicodeDecodeError as error:
+        if (named := CHARSET.search(request.headers.get("content-type", ""))) is None:
+            how = "send UTF-8 (in PowerShell: -ContentType 'application/json; charset=utf-8')"
+            raise Refused(Failure("invalid", f"the body is not UTF-8 ({error}); {how}")) from None
+        text = body.decode(named[1], "replace")
     try:
         return from_json(repaired(text), allow_inf_nan=False)
     except ValueError as error:

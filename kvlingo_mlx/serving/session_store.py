@@ -166,9 +166,7 @@ class SessionStore:
 
     def make_room(self, needed: int = 0, spared: Session | None = None) -> bool:
         """Put idle conversations away until so many bytes are free; return whether they are."""
-        idle = [
-            session for session in self.sessions if self._may_go(session) and session is not spared
-        ]
+        idle = [each for each in self.sessions if self._may_go(each) and each is not spared]
         for step in (self._to_8bit, self._away):
             for session in sorted(idle, key=lambda session: session.used):
                 if self._fits(needed):

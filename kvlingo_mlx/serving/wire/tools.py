@@ -220,9 +220,7 @@ class Toolbox:
             return self._allowed(found)
         if kind in WORDS:
             if (word := WORDS[kind]) == "required" and not self.tools:
-                message = (
-                    "tool_choice demands a call, but there are no tools of the client; add one"
-                )
+                message = "tool_choice demands a call, but the client declares no tool; add one"
                 raise BadRequest(message, "tool_choice")
             return self.tools, word
         return self.tools, "auto" if found is None else self._named(found, "tool_choice")
@@ -251,9 +249,7 @@ class Toolbox:
             return whole
         if not name or (isinstance(choice, str) and not whole):
             raise unread(choice, param, "auto, none, required, or the name of a tool")
-        why = (
-            "which is also a choice; rename the tool" if whole else "which is not in tools; add it"
-        )
+        why = "which is also a choice; rename it" if whole else "which is not in tools; add it"
         if name in self.left_out or kind_of(given) in self.left_out:
             why = "which only a provider runs; name a tool of the client"
         raise BadRequest(printable(f"{param} names {shown(name)}, {why}"), param)
@@ -262,10 +258,8 @@ class Toolbox:
 def _inner(found: Any) -> dict[str, Any]:
     """What is declared or chosen, which OpenAI's chat has within a field of its kind."""
     given = found if isinstance(found, dict) else {}
-    inner = (
-        {**given[f], "type": f} for f in ("function", "custom") if isinstance(given.get(f), dict)
-    )
-    return next(inner, given)
+    fields = (f for f in ("function", "custom") if isinstance(given.get(f), dict))
+    return next(({**given[f], "type": f} for f in fields), given)
 
 
 def tools_in(item: Any) -> list[Any]:

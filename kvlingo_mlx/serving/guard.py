@@ -24,7 +24,7 @@ from kvlingo_mlx.serving.settings import API_KEY, Settings, is_loopback
 from kvlingo_mlx.tokenization.chat_messages import repaired
 
 OPEN = ("/", "/page/chat.js", "/page/chat.css", "/health", "/health/live")  # without a key
-CHARSET = re.compile(r"charset=\W?(iso-8859-1|windows-1252)\b", re.IGNORECASE)
+CHARSET = re.compile(r"charset=\W?(iso-8859-1|latin-?1|cp1252)\b", re.IGNORECASE)
 DRAIN_S = 1.0  # how long a body that is too large is still taken, so that its sender hears why
 
 

@@ -220,7 +220,7 @@ class Toolbox:
             return self._allowed(found)
         if kind in WORDS:
             if (word := WORDS[kind]) == "required" and not self.tools:
-                message = "tool_choice demands a call, but the client declares no tool; add one"
+                message = "tool_choice demands a call, but the client has no tools; add one"
                 raise BadRequest(message, "tool_choice")
             return self.tools, word
         return self.tools, "auto" if found is None else self._named(found, "tool_choice")

@@ -234,8 +234,7 @@ def recipe_of(steps: int, rates: Sequence[float], args: argparse.Namespace) -> R
     """Stage 2; of several rates the best one wins."""
     if not steps:
         return Recipe(steps=0)
-    many = len(rates) > 1
-    return Recipe(steps=steps, batch=args.batch, learning_rates=tuple(rates), halving=many)
+    return Recipe(steps=steps, batch=args.batch, learning_rates=tuple(rates))
 
 
 def plan_of(pair: Pair, maps: str, seed: int, steps: int, args: argparse.Namespace) -> TrainingPlan:

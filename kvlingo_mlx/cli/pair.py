@@ -34,8 +34,8 @@ class PairOptions(TwoModels):
 def command(options: PairOptions) -> None:
     """Make a translator of two models in the time there is, on this machine.
 
-    It chooses lengths by how fast this machine is, tries closed forms, distils the best one, and
-    puts the result into the local store. The same command resumes a stopped run.
+    It chooses lengths by how fast this machine is, fits a closed form, trains it, and puts the
+    result into the local store. The same command resumes a stopped run.
     """
     from kvlingo_mlx.reporting import pictures
 
@@ -67,10 +67,6 @@ def command(options: PairOptions) -> None:
         say(f"drew {options.plot}")
     for line in made.lines:
         say(line)
-    results = {
-        "provenance": dict(made.config.provenance),
-        "starts": list(made.starts),
-        "curve": list(made.curve),
-    }
+    results = {"provenance": dict(made.config.provenance), "curve": list(made.curve)}
     asked = options.some("source target data minutes out max_kl min_recall seed")
     keep(options.json_file, "pair", asked, results)

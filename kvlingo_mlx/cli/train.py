@@ -54,7 +54,7 @@ class TrainOptions(Configured, TwoModels):
         Need("ce_weight", "objective", among("mixed"), "mixed"),
         Need("stage1_steps stage1_lr gated", "kind", among(*UNSOLVED), "mlp",
              "whose stage 1 is a closed form"),
-        Need("reads whitened objective ce_weight lr plot minutes", "steps", but(0), 5000,
+        Need("reads matching whitened objective ce_weight lr plot minutes", "steps", but(0), 5000,
              "which leaves stage 2 out"),
         Need("held_out batch_size val_every sweep", "steps kind",
              lambda steps, kind: steps != 0 or kind in UNSOLVED, 5000, "which leaves stage 2 out"),
@@ -67,8 +67,8 @@ class TrainOptions(Configured, TwoModels):
     )  # fmt: skip
     KEYS: ClassVar[str] = (
         "english apart_from head_mixing joint capture assignment state_maps norm ridge fit_samples "
-        "hidden gated stage1_steps stage1_lr native_layers reads whitened objective ce_weight "
-        "sweep at_once held_out val_every packed_share later_turns seeds"
+        "hidden gated stage1_steps stage1_lr native_layers reads matching whitened objective "
+        "ce_weight sweep at_once held_out val_every packed_share later_turns seeds"
     )
     data: list[str] = option(
         ..., "JSONL file, folder, or Hugging Face dataset; NAME@WEIGHT, may be repeated."
@@ -123,6 +123,12 @@ class TrainOptions(Configured, TwoModels):
     )
     reads: int | None = option(
         None, "Conversations read once, then learned from in turn; default: new ones.", kind=COUNT
+    )
+    matching: float = option(
+        0.0,
+        "Share of the steps or minutes that learn what the target's attention gathers, before the "
+        "KL.",
+        kind=number("a share from 0 to below 1", lambda value: 0 <= value < 1),
     )
     whitened: bool = option(
         False, "Steps where states are made white, as pair does; --lr is then 3e-3.", "--whitened"
@@ -222,7 +228,7 @@ def command(options: TrainOptions) -> None:
     }
     plan = options.some(
         "kind head_mixing joint capture nu assignment state_maps norm ridge fit_samples held_out "
-        "hidden native_layers"
+        "hidden native_layers matching"
     )
     plan["gated"] = options.gated is not False
     stage1 = None  # of maps in closed form
@@ -233,7 +239,7 @@ def command(options: TrainOptions) -> None:
     with phase("training", total) as step:
 
         def show(stage: str, report: Any) -> None:
-            text = "stage 1"
+            text = "attention" if stage == "matching" else "stage 1"
             if stage == "stage2":
                 speed = f"{report.tokens_per_second:.0f} tokens/s"
                 text = f"KL {report.kl:.4f}, held out {report.held_out:.4f}, {speed}, {unit}"

@@ -6,6 +6,7 @@ receives the gradients of its leaves. So no graph of the translator exists besid
 only one layer's graph of the translator exists at a time.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from torch.nn.functional import log_softmax
 from transformers import DynamicCache
 
+from kvlingo_mlx.cuda.attention import TorchAttended, attended, match  # noqa: F401
 from kvlingo_mlx.cuda.model import States, TorchModel
 from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
@@ -32,24 +34,36 @@ class TorchReading:
     states: States  # the source's, of ``prefix[:-1]``; with two tokenizers of translated tokens
     native: States  # the target's own in its native layers
     teacher: torch.Tensor  # (M, width) final hidden states that predict the continuation
+    # Of the whole text, where attention is matched: the source's states, and what is gathered.
+    whole: States | None = None
+    attended: Sequence[Sequence[TorchAttended]] = ()
 
 
 @torch.no_grad()
 def read(
-    source: TorchModel, target: TorchModel, sample: Sample, capture: str, native_layers: int = 0
-) -> TorchReading:
+    source: TorchModel, target: TorchModel, sample: Sample, capture: str, native_layers: int = 0,
+    *, attends: bool = False,
+) -> TorchReading:  # fmt: skip
     """Read a conversation with both models (about 80 % of a step's work).
 
     Without a continuation this is what a hand-over reads (one tokenizer): there is no teacher.
+    With ``attends`` also what :func:`.attention.match` needs (one tokenizer).
     """
     tokens, num_read = (*sample.prefix, *sample.continuation[:-1]), len(sample.prefix) - 1
     tokens = tokens if sample.continuation else tokens[:-1]
-    teacher = torch.empty(0)
-    with target.tapped(native_layers) as taken:
+    teacher, own = torch.empty(0), list[list[TorchAttended]]()
+    with contextlib.ExitStack() as stack:
+        taken = stack.enter_context(target.tapped(native_layers))
+        own = stack.enter_context(attended(target, len(tokens))) if attends else own
         if sample.continuation or native_layers:
             teacher = target.hidden(tokens)[num_read:].clone()
     native = target.states_of(taken, target.family.points[0], native_layers).first(num_read)
-    return TorchReading(sample, _source_states(source, target, sample, capture), native, teacher)
+    if not attends:
+        states = _source_states(source, target, sample, capture)
+        return TorchReading(sample, states, native, teacher)
+    whole = source.states(tokens, capture).map(lambda a: a.to(target.device, target.dtype))
+    states = whole.map(lambda array: array[:num_read])
+    return TorchReading(sample, states, native, teacher, whole, own)
 
 
 def _source_states(source: TorchModel, target: TorchModel, sample: Sample, capture: str) -> States:

@@ -40,18 +40,18 @@ def pair(
 ) -> PairResult:
     """Make a translator from ``source`` to ``target`` in the time there is, on MLX.
 
-    It measures how fast this machine is and chooses lengths accordingly. It tries closed forms and
-    keeps one. It distils from that one at several learning rates, of which the better half goes on.
-    If a quality is asked for, it chooses native layers. The result goes into the local
-    store. The same call resumes after an interruption.
+    It measures how fast this machine is and chooses lengths accordingly. It begins with a closed
+    form, learns what the target's attention gathers (with one tokenizer), then what it predicts. If
+    a quality is asked for, it chooses native layers. The result goes into the local store. The same
+    call resumes after an interruption.
 
     Args:
         source: The model whose cache is translated.
         target: The model that decodes from it.
         data: JSONL files, folders or Hugging Face datasets of conversations, one or several; none
             for generated ones, which do for a first try.
-        minutes: The time for everything: reading the models, the closed forms, self-distillation,
-            the receipt. Too few are refused once this machine's speed is measured.
+        minutes: The time for everything: reading the models, the closed form, both trainings, the
+            receipt. Too few are refused once this machine's speed is measured.
         out: The folder to write; default: SOURCE-to-TARGET, their names, here.
         max_kl: Tune to the fewest native layers with at most this KL, in nats per token.
         min_recall: Tune to the fewest that recall this share of the dialogues' answers.

@@ -22,8 +22,8 @@ PROBES = 8  # conversations of each length that the pace is measured with
 PROBING = 0.02  # the share of the time that one length may take, but for its last conversation
 SOME = 4  # tokens per unknown from which a closed form begins, since its ridge is chosen
 MORE = 1.1  # times as long as was measured: a machine is not always as quick
-STARTING, DISTILLING = 0.2, 0.7  # the shares of closed forms and of stage 2
-READING = 0.5  # the share of stage 2 in which both models read; a third turn over it brings little
+FITTING, TRAINING = 0.1, 0.8  # the shares of the closed form and of the training
+READING = 0.5  # the share of it in which both models read; a third turn over it brings little
 FEWEST_READS = 40  # conversations: fewer are learned by heart
 
 
@@ -33,13 +33,11 @@ class ConversationCost:
 
     prefix: float  # the tokens of its prefix
     reading: float  # the seconds in which both models read it, with its continuation
-    learning: float  # the seconds of one learning rate's loss and gradient
+    learning: float  # the seconds of its loss and gradient
 
-    def steps(self, seconds: float, rates: int) -> float:
-        """The steps that ``seconds`` of stage 2 allow; after each tenth half the rates go on."""
-        left = [max(1, -(-rates // 2**tenth)) for tenth in range(10)]
-        step = (BATCH * (self.reading + count * self.learning) for count in left)
-        return (1 - VALIDATING) * seconds / 10 * sum(1 / each for each in step)
+    def steps(self, seconds: float) -> float:
+        """The steps of stage 2 that ``seconds`` allow; those that match attention cost less."""
+        return (1 - VALIDATING) * seconds / (BATCH * (self.reading + self.learning))
 
 
 def measured(
@@ -71,6 +69,7 @@ class Lengths:
     max_prefix: int  # tokens, before it is scaled to the models' context
     max_continuation: int  # tokens to which answers are cut
     fit_samples: int  # conversations for a closed form
+    fitting: float  # the seconds in which both models read these
     most: int  # source layers that there is time to fit
     steps: int  # about
     seconds_per_token: float  # in which both models read a token of a prefix
@@ -87,7 +86,6 @@ def lengths(
     pace_of: Callable[[int], ConversationCost | None],
     seconds: float,
     context: int,
-    rates: int,
     configs: Mapping[int, TranslatorConfig],
     besides: Callable[[ConversationCost], float] = lambda pace: 0.0,
 ) -> Lengths:
@@ -95,7 +93,7 @@ def lengths(
 
     ``pace_of`` measures conversations of a longest prefix; it is None where the data hold none so
     short, or memory none so long. ``configs`` may be fitted, by their source layers. ``besides``
-    are the seconds of all but closed forms and stage 2, at a pace.
+    are the seconds of all but the closed form and training, at a pace.
 
     Raises:
         ValueError: There is no time for a closed form, or for steps that would change it; or the
@@ -105,7 +103,7 @@ def lengths(
     while longest == SHORTEST or (longest <= MAX_PREFIX and longest // 2 + ANSWERS < context):
         if (pace := pace_of(longest)) is not None:
             room = max(0.0, seconds - besides(pace))
-            steps = pace.steps(DISTILLING * room, rates)
+            steps = pace.steps(TRAINING * room)
             if chosen is None or steps >= MANY_STEPS:
                 chosen = longest, pace, steps, room
         if steps < MANY_STEPS:
@@ -118,13 +116,13 @@ def lengths(
         )
     longest, pace, steps, room = chosen
     per_token = pace.reading / pace.prefix
-    # A closed form is about half of the start's time; there is time for so many tokens.
-    there, smallest = STARTING / 2 * room / per_token, unknowns(configs[min(configs)])
+    # There is time for so many tokens of a closed form.
+    there, smallest = FITTING * room / per_token, unknowns(configs[min(configs)])
     if steps < FEWEST_STEPS or there < SOME * smallest:
-        fitting = 2 / STARTING * SOME * smallest * per_token
-        distilling = 1 / pace.steps(DISTILLING, rates)
+        fitting = SOME * smallest * per_token / FITTING
+        training = 1 / pace.steps(TRAINING)
         few, some = (
-            math.ceil(MORE * (besides(pace) + max(fitting, distilling * count)) / 60)
+            math.ceil(MORE * (besides(pace) + max(fitting, training * count)) / 60)
             for count in (FEWEST_STEPS, STEPS)
         )
         raise ValueError(
@@ -136,4 +134,5 @@ def lengths(
     most = max(nu for nu, config in configs.items() if SOME * unknowns(config) <= there)
     # As many as the fewest source layers want: with a ridge they do for more, whose sums cost most.
     fits = min(400, max(1, math.ceil(min(there, 2 * ENOUGH * smallest) / pace.prefix)))
-    return Lengths(longest, ANSWERS, fits, most, int(steps), per_token, pace.prefix)
+    reading = fits * pace.reading
+    return Lengths(longest, ANSWERS, fits, reading, most, int(steps), per_token, pace.prefix)

@@ -28,7 +28,6 @@ class PairResult:
     # this form is there, which is left as it is.
     stored: Path | None
     config: TranslatorConfig  # with receipt and tuning in the provenance
-    starts: Sequence[Mapping[str, Any]] = field(default=(), repr=False)  # closed forms, their KL
     curve: Sequence[Mapping[str, Any]] = field(default=(), repr=False)  # the log of stage 2
     bundled_data: bool = False  # trained on the package's generated conversations
 

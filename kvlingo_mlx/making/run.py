@@ -1,4 +1,4 @@
-"""One call's work: lengths, a start, stage 2, native layers, a place in the store.
+"""One call's work: lengths, a closed form, training, native layers, a place in the store.
 
 The folder ``OUT.pair`` stands beside the translator in the making. It keeps what was found out so
 far, each fact once, for the same command.
@@ -15,10 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors.numpy import load_file
-
 import kvlingo_mlx.making.pace as pace
-import kvlingo_mlx.making.starts as starts
 from kvlingo_mlx.caches.memory import cache_bytes, free
 from kvlingo_mlx.embedded.bundled import receipt_rows
 from kvlingo_mlx.embedded.lookback import lookback
@@ -33,29 +30,24 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.store.importing import import_translator, place_of
 from kvlingo_mlx.tokenization.samples import MAX_PREFIX, other_tokenizer
 from kvlingo_mlx.training import command_line
-from kvlingo_mlx.training.checkpoints import (
-    check_settings,
-    log_of,
-    read_facts,
-    read_log,
-    write_json,
-)
+from kvlingo_mlx.training.checkpoints import check_settings, log_of, read_log, write_json
 from kvlingo_mlx.training.coordinates import RATE
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.distill import Report
 from kvlingo_mlx.training.mixture import Mixture
-from kvlingo_mlx.training.plan import TrainingPlan
+from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Pair, pair_of
 from kvlingo_mlx.training.trainer import Trainer
 
 FACTS, CHATS_FILE = "facts.json", "chats.jsonl"
 CHATS = 2000  # generated conversations, where the user has none
-HELD_OUT = 32  # conversations that choose the closed form and the learning rate
+HELD_OUT = 32  # conversations that choose the step whose translator is kept
 TUNED_ON = 16  # dialogues that choose the native layers
-RATES = (RATE / 3, RATE, 3 * RATE)
-LEAST = 1.0  # seconds that stage 2 gets, however little time is left
-KEPT = 0.25  # the share of free memory for what the source has read
+NUS = (1, 2, 3)  # source layers that a target layer may read; the most there is time for are taken
+MATCHING = 0.5  # the share of the training in which attention is matched
+LEAST = 1.0  # seconds that a training gets, however little time is left
+KEPT = 0.25  # the share of free memory for what both models have read
 WRITING = 0.03  # the share of the time for what is written
 DIALOGUE = 750  # tokens that a dialogue costs with a number of native layers, read by both models
 
@@ -148,7 +140,7 @@ class Making:
     # ---- the steps ------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Choose lengths and a start, and distil."""
+        """Choose lengths, and train."""
         self.resume()
         if not self.data:
             self.callbacks.say(NO_DATA)
@@ -159,25 +151,23 @@ class Making:
             f"prefixes of up to {self._mixture(lengths.max_prefix).max_prefix:,} tokens, which "
             f"leaves time for about {lengths.steps:,} steps of {pace.BATCH} conversations"
         )
-        chosen = self.find("chosen", lambda: self._chosen(stream, lengths))
-        nu, norm = chosen["nu"], chosen["norm"]
-        later = self._later(lengths.seconds_per_token)
-        left = self.find("seconds", lambda: max(LEAST, self.seconds - self.spent - later))
-        room = KEPT * (free() or math.inf) / cache_bytes(self.ends[0], round(lengths.prefix))
+        besides = self._later(lengths.seconds_per_token) + lengths.fitting
+        left = self.find("seconds", lambda: max(LEAST, self.seconds - self.spent - besides))
+        text = round(lengths.prefix) + lengths.max_continuation
+        kept = sum(cache_bytes(model, text) for model in (*self.ends, self.ends[1]))  # and queries
+        room = KEPT * (free() or math.inf) / kept
         recipe = Recipe(
             reads=self.find("reads", lambda: lengths.reads(left, room)),
             batch=pace.BATCH,
-            learning_rates=RATES,
+            learning_rates=(RATE,),
             validate_every=10**9,  # by time
             seconds=left,
-            halving=True,
             whitened=True,
         )
         plan = TrainingPlan(
-            nu=nu, norm=norm, fit_samples=lengths.fit_samples, held_out=HELD_OUT,
-            seed=self.settings["seed"], recipe=recipe,
+            nu=lengths.most, fit_samples=lengths.fit_samples, held_out=HELD_OUT,
+            seed=self.settings["seed"], recipe=recipe, matching=0.0 if self._other else MATCHING,
         )  # fmt: skip
-        path = self._fit_path(nu, norm)
         Trainer(
             *self.ends,
             stream,
@@ -188,7 +178,6 @@ class Making:
             warn=self.callbacks.warn,
             notes=stream.notes,
             force=self.force,
-            start=(starts.configs(self._pair, nu)[nu], load_file(path), read_facts(path)),
             lengths=stream.longest,
             say=self.callbacks.say,
         ).run()
@@ -222,8 +211,7 @@ class Making:
         log = log_of(self.folder)
         curve = read_log(log) if log.exists() else ()
         generated = config.provenance.get("data") == [GENERATED]
-        tried = self.facts.get("starts", ())
-        return PairResult(self.folder, stored, config, tried, curve, generated)
+        return PairResult(self.folder, stored, config, curve, generated)
 
     # ---- choices --------------------------------------------------------------------------
 
@@ -232,16 +220,14 @@ class Making:
         before = self.spent
         stream = self._stream(self._options(MAX_PREFIX, pace.ANSWERS), pace.PROBES * pace.BATCH)
         self.opening = self.spent - before
-        nu = self.settings["nu"]
-        rates = len(RATES)
-        configs = starts.configs(self._pair, nu)
+        configs = self._configs()
         for each in sorted(configs, reverse=True)[:-1]:
-            if not self._fits(configs[each], pace.SHORTEST, rates):
+            if not self._fits(configs[each], pace.SHORTEST):
                 del configs[each]
         widest = configs[max(configs)]
 
         def pace_of(longest: int) -> pace.ConversationCost | None:
-            if not self._fits(widest, longest, rates, needed=longest == pace.SHORTEST):
+            if not self._fits(widest, longest, needed=longest == pace.SHORTEST):
                 return None
             said = f"how fast this machine trains on prefixes of up to {longest:,} tokens"
             self._tell("looking", said)
@@ -252,61 +238,49 @@ class Making:
                 return None
             return pace.measured(self._pair, widest, samples, pace.PROBING * self.seconds)
 
-        asked = self.seconds, self._context, rates, configs, self._besides
+        asked = self.seconds, self._context, configs, self._besides
         try:
             return vars(pace.lengths(pace_of, *asked))
         except ValueError:
             shutil.rmtree(self.kept)  # so that what is advised is no other settings
             raise
 
-    def _chosen(self, stream: Stream, lengths: pace.Lengths) -> dict[str, Any]:
-        """Fit closed forms, and choose the one to begin with."""
-        began, last = self.spent, 0.0
-        samples = [stream.sample(number) for number in range(lengths.fit_samples)]
-        held_out = list(stream.held_out(HELD_OUT))
+    def _configs(self) -> dict[int, TranslatorConfig]:
+        """The config of each number of source layers that this pair allows, or of the one asked.
 
-        def judge(nu: int, norm: str) -> starts.Start:
-            nonlocal last
-            self._tell("trying closed forms", f"nu = {nu}, {norm}")
-            now, path = self.spent, self._fit_path(nu, norm)
-            kept = self.find(
-                f"start {nu} {norm}",
-                lambda: vars(starts.judged(self._pair, (nu, norm), samples, held_out, path)),
-            )
-            last = self.spent - now
-            self.callbacks.say(f"closed form, held-out KL: {starts.Start(**kept)}")
-            return starts.Start(**kept)
-
-        def goes_on() -> bool:
-            return self.spent + last - began < pace.STARTING * self.seconds
-
-        configs = starts.configs(self._pair, self.settings["nu"])
-        best, found = starts.choose([nu for nu in configs if nu <= lengths.most], judge, goes_on)
-        self.facts["starts"] = list(map(vars, found))
-        return vars(best)
+        Raises:
+            ValueError: The source has fewer layers of a kind.
+        """
+        found: dict[int, TranslatorConfig] = {}
+        for nu in NUS if self.settings["nu"] is None else (self.settings["nu"],):
+            try:
+                found[nu] = make_config(*self.ends, TrainingPlan(nu=nu))
+            except ValueError:
+                if not found:
+                    raise
+                break  # the source has fewer layers of a kind
+        return found
 
     def _later(self, seconds_per_token: float) -> float:
-        """The seconds of all that follows stage 2: the receipt, native layers, writing."""
+        """The seconds of all that follows the training: the receipt, native layers, writing."""
         rows = receipt_rows(self.ends[1].tokenizer, self._context, self._other)
         if self.task is not None:
             rows += TUNED_ON * len(self._depths) * DIALOGUE
         return WRITING * self.seconds + rows * seconds_per_token
 
     def _besides(self, measured: pace.ConversationCost) -> float:
-        """The seconds of all but closed forms and stage 2, those that are over among them.
+        """The seconds of all but the closed form and training, those that are over among them.
 
         The data are read once more, for the lengths that were chosen.
         """
         return self.spent + self.opening + self._later(measured.reading / measured.prefix)
 
-    def _fits(
-        self, config: TranslatorConfig, longest: int, rates: int, needed: bool = False
-    ) -> bool:
+    def _fits(self, config: TranslatorConfig, longest: int, needed: bool = False) -> bool:
         """Whether training on prefixes of a length fits into memory; raises where it is needed."""
         mixture = self._mixture(longest)
         try:
             lengths = mixture.max_prefix, mixture.max_continuation
-            self._pair.check_memory(config, lengths, rates, 0, True)
+            self._pair.check_memory(config, lengths, 1, 0, True)
         except NotEnoughMemoryError:
             if needed:
                 raise
@@ -345,9 +319,6 @@ class Making:
         whole = Mixture(later_turns=True)
         return whole.limited(longest, pace.ANSWERS).scaled(self._context)
 
-    def _fit_path(self, nu: int, norm: str) -> Path:
-        return self.kept / f"nu{nu}-{norm}.safetensors"
-
     @property
     def _other(self) -> Any:
         """The source's tokenizer, where it differs from the target's."""
@@ -367,4 +338,7 @@ class Making:
         self.callbacks.progress(stage, self.spent / self.seconds, text)
 
     def _show(self, stage: str, report: Report) -> None:
-        self._tell("distilling", f"KL {report.kl:.4f}, held out {report.held_out:.4f}")
+        if stage == "matching":
+            self._tell("matching attention", f"{report.kl:.0%} of what it gathers is wrong")
+        else:
+            self._tell("distilling", f"KL {report.kl:.4f}, held out {report.held_out:.4f}")

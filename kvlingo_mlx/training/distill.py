@@ -26,17 +26,14 @@ from kvlingo_mlx.reporting.measure import plain
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoint
 from kvlingo_mlx.training.objectives import objective_named
-from kvlingo_mlx.training.recipe import Recipe
+from kvlingo_mlx.training.recipe import MATCHING, Recipe
 from kvlingo_mlx.training.runtime import Pair, Trainable
 from kvlingo_mlx.training.watch import complaints
 
 # The share of the time that validations take, where the time is limited.
 VALIDATING = 0.1
-# Learning rates whose held-out KL is at most so many times the lowest are taken for equal, and the
-# highest goes on: what it is behind is noise, which goes as rates fall towards the end.
-CLOSE = 1.3
 COUNTERS = ("step", "tokens", "seconds", "validating", "warned")  # kept of a distillation
-RUN_FACTS = ("rate", "held_out", "diverged_at", "dropped_at", "kl_sum", "kl_steps")
+RUN_FACTS = ("rate", "held_out", "diverged_at", "kl_sum", "kl_steps")
 
 
 class DivergedError(KVLingoError):
@@ -57,7 +54,6 @@ class Run:
     translator: Trainable
     held_out: float = math.inf  # its KL (or reconstruction error) on the held-out conversations
     diverged_at: int | None = None  # the step at which a loss stopped being finite
-    dropped_at: int | None = None  # the step at which it was behind the others
     loss: float = math.nan
     kl: float = math.nan
     kl_sum: float = 0.0  # over the steps since the last validation
@@ -240,16 +236,20 @@ class Distillation:
             states = pair.states(sample, self._config.capture)
             errors = [pair.reconstruction(run.translator, states, scale) for run in runs]
             return np.array([errors, errors]).T
-        reading = self._reading(sample)
+        matches = bool(scale) and recipe.objective == MATCHING
+        reading = self._reading(sample, matches)
+        if matches:
+            errors = [pair.match(run.translator, reading, scale) for run in runs]
+            return np.array([errors, errors]).T
         goal = (
             objective_named(recipe.objective, recipe.ce_weight) if scale else objective_named("kl")
         )
         found = [pair.loss(run.translator, reading, goal, scale) for run in runs]
         return np.array([[loss.value, loss.kl] for loss in found])
 
-    def _reading(self, sample: Sample) -> Any:
+    def _reading(self, sample: Sample, attends: bool) -> Any:
         """Both models' passes over a conversation; kept if the recipe learns from it again."""
-        found = self.readings.get(sample) or self.pair.read(sample, self._config)
+        found = self.readings.get(sample) or self.pair.read(sample, self._config, attends)
         if self.recipe.reads is not None:
             self.readings[sample] = found
         return found
@@ -271,8 +271,8 @@ class Distillation:
 
     @property
     def live(self) -> list[Run]:
-        """The runs that have neither diverged nor been dropped."""
-        return [run for run in self.runs if run.diverged_at is None and run.dropped_at is None]
+        """The runs that have not diverged."""
+        return [run for run in self.runs if run.diverged_at is None]
 
     def _require_live(self) -> None:
         """Raise DivergedError if every run has diverged."""
@@ -329,16 +329,12 @@ class Distillation:
         self.validating, self.latest = self.validating + took, (self.latest[0], took)
         self.judged = self.step, self._agreed([self.spent])[0]
         self.group.agree(self._digests)
-        if self.recipe.halving:
-            self._halve()
         leading = self.leading()
         ended = self.step == self.recipe.steps or not self.recipe.sweep  # a sweep goes by its ends
         if self.best is None or (ended and leading.held_out < self.best.held_out):
             arrays = leading.translator.arrays()
             self.best = Best(leading.rate, self.step, leading.held_out, arrays)
-        values = [
-            run.held_out if run.dropped_at in (None, self.step) else None for run in self.runs
-        ]
+        values = [run.held_out for run in self.runs]
         self.curve.append({**entry, "held_out": values, "spent": round(self.spent, 3)})
         for run in self.runs:
             run.kl_sum, run.kl_steps = 0.0, 0
@@ -358,33 +354,21 @@ class Distillation:
                 found.update(array.tobytes())
         return {f"translator at step {self.step}": found.hexdigest()}
 
-    def _halve(self) -> None:
-        """Drop the worse half of the runs, once for each tenth of the training."""
-        share = self.recipe.place(self.step, self.judged[1]) / max(1, self.recipe.steps)
-        left = max(1, -(-len(self.runs) // 2 ** int(10 * share)))
-        close = CLOSE * min(run.held_out for run in self.live)
-
-        def place(run: Run) -> tuple[bool, float]:
-            near = run.held_out <= close
-            return not near, -run.rate if near else run.held_out
-
-        for run in sorted(self.live, key=place)[left:]:
-            run.dropped_at = self.step
-
     def validate(self) -> None:
         """Measure every run's KL (or reconstruction error) on the held-out conversations.
 
         Raises:
             KVLingoError: The result is not finite for any run.
         """
-        runs = [run for run in self.runs if run.dropped_at is None]
-        measured = runs if self.step else runs[:1]  # all begin alike
+        measured = self.runs if self.step else self.runs[:1]  # all begin alike
         sums = np.zeros(len(measured))
         own = self.group.share([len(s.prefix) + len(s.continuation) for s in self.held_out])
         for index in counted("scoring held-out conversations", own):
             sums += self._losses(self.held_out[index], measured)[:, 1]
         found = (self.group.total(sums) / len(self.held_out)).tolist()
-        for run, value in zip(runs, found if self.step else found * len(runs), strict=True):
+        for run, value in zip(
+            self.runs, found if self.step else found * len(self.runs), strict=True
+        ):
             run.held_out = value if math.isfinite(value) else math.inf
             if run.held_out == math.inf and run.diverged_at is None:
                 run.diverged_at = self.step

@@ -12,9 +12,10 @@ from kvlingo_mlx.stage1.closed_form import METHODS
 from kvlingo_mlx.stage1.config import config_of_pair
 from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training.coordinates import RATE
 from kvlingo_mlx.training.distill import Best
 from kvlingo_mlx.training.objectives import objective_named
-from kvlingo_mlx.training.recipe import Recipe
+from kvlingo_mlx.training.recipe import MATCHING, Recipe
 from kvlingo_mlx.training.runtime import Model, Pair
 from kvlingo_mlx.training.watch import complaints
 from kvlingo_mlx.version import __version__
@@ -46,6 +47,9 @@ class TrainingPlan:
     # above them learn to work with them.
     native_layers: int = 0
     recipe: Recipe = STAGE2  # of stage 2; with 0 steps stage 1 is kept
+    # The share of its steps, or of its time, in which a translator first learns what the target's
+    # attention gathers (``runtime.Pair.match``). The paper does without.
+    matching: float = 0.0
     # The recipe of stage 1 for an MLP without a linear map.
     stage1_recipe: Recipe = STAGE1
     seed: int = 0  # of an MLP's initial tensors
@@ -55,6 +59,12 @@ class TrainingPlan:
         spec = kind_named(self.kind, self.joint, self.head_mixing)
         norm_named(self.norm)
         objective_named(self.recipe.objective, self.recipe.ce_weight)
+        if self.matching and self.state_maps:
+            raise ValueError(
+                "matching is of attention, and state_maps of what has none; leave it out"
+            )
+        if not 0 <= self.matching < 1:
+            raise ValueError(f"matching is {self.matching:g}; give a share from 0 to below 1")
         if self.state_maps and not spec.solved:
             raise ValueError(
                 "maps of states (state_maps) begin with a closed form, and a translator of kind "
@@ -75,6 +85,20 @@ class TrainingPlan:
                 "neither stage has steps (stage1_steps, --steps), and an MLP starts at random: "
                 "give one of them some"
             )
+
+    @property
+    def matched(self) -> Recipe | None:
+        """The recipe by which attention is matched, at the first rate; None if it is not."""
+        recipe = self.recipe
+        own = {"learning_rates": (RATE,)} if recipe.whitened else {}
+        facts = {"objective": MATCHING, "sweep": False}
+        one = {"learning_rates": recipe.learning_rates[:1], **own, **facts}
+        return recipe.part(self.matching, **one) if self.matching and recipe.steps else None
+
+    @property
+    def stage2(self) -> Recipe:
+        """The recipe of the steps through the target's predictions."""
+        return self.recipe.part(1 - self.matching) if self.matching else self.recipe
 
 
 def reconstruction(recipe: Recipe, rates: tuple[float, ...], steps: int) -> Recipe:
@@ -152,6 +176,11 @@ def make_config(source: Model, target: Model, plan: TrainingPlan) -> TranslatorC
         raise ValueError(
             f"native_layers is {own}, but between two tokenizers every layer is translated; leave "
             "it out"
+        )
+    if plan.matching and config.alignment is not None:
+        raise ValueError(
+            f"matching is {plan.matching:g}, but with two tokenizers entries stand for no one "
+            "position that a query sees; leave it out"
         )
     most = len(config.target.layers) - 1
     if own > most:

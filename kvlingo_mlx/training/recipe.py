@@ -1,7 +1,10 @@
 """The recipe of a stage that is trained by gradient."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+MATCHING = "attention"  # the objective that matches what the target's attention gathers
 
 
 def require(
@@ -25,7 +28,8 @@ class Recipe:
     steps: int = 5000  # of the optimizer
     batch: int = 8  # conversations per step
     learning_rates: tuple[float, ...] = (1e-4,)  # one translator is trained for each
-    objective: str = "kl"  # kl, ce, mixed, or reconstruction (an MLP's stage 1)
+    # kl, ce, mixed, attention (before the KL), or reconstruction (an MLP's stage 1)
+    objective: str = "kl"
     ce_weight: float = 1.0  # the weight of the cross-entropy in mixed
     warmup: float = 0.05  # the share of steps over which the rate rises
     clip: float = 1.0  # the largest norm of a step's gradient
@@ -34,14 +38,17 @@ class Recipe:
     # the time, whichever is further on, so a run that has too little time for its steps ends with
     # the rates of a whole one.
     seconds: float | None = None
-    # Only the better half of the rates goes on after each tenth of the run, until one is left.
-    halving: bool = False
     reads: int | None = None  # conversations that all steps learn from in turn; None: ever new ones
     # Maps learn in the coordinates of ``training.coordinates``; the paper's in their weights.
     whitened: bool = False
     # Further rates are tried until the best is none of the outermost ones (``training.sweep``); the
     # rate of the lowest final KL wins, and the translator that it ended with.
     sweep: bool = False
+
+    def part(self, share: float, **changes: Any) -> Self:
+        """The recipe of a share of the steps and of the time."""
+        seconds = None if self.seconds is None else share * self.seconds
+        return replace(self, steps=round(share * self.steps), seconds=seconds, **changes)
 
     def place(self, step: int, spent: float) -> float:
         """How far a run is, in steps, after ``step`` steps and ``spent`` seconds."""

@@ -6,11 +6,13 @@ is NumPy; what a pair hands out as ``Any`` (readings, states, rows) goes back to
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.stage1.passes import Rows
@@ -21,6 +23,27 @@ from kvlingo_mlx.training.objectives import Loss, Objective
 # revision, path, family, tokenizer, geometry, context_length, precision, projections,
 # weights_fingerprint and spec().
 Model = Any
+
+
+QUERIES = 128  # of a text, whose attention is matched
+
+
+def matched_positions(tokens: int) -> np.ndarray:
+    """The positions of the queries that are matched, evenly spaced over a text."""
+    return np.linspace(0, tokens - 1, min(tokens, QUERIES)).round().astype(int)
+
+
+def check_entries(target: Model, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
+    """Refuse (UnsupportedModelError) a target whose attention is given other entries than ours."""
+    if [tuple(a.shape) for a in ours] != [tuple(a.shape) for a in theirs]:
+        raise _unmatched(target)
+
+
+def _unmatched(target: Model) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the attention of {target.name} does not read its cache's entries as they are, so what it "
+        "gathers cannot be matched; leave matching out"
+    )
 
 
 class Trainable(Protocol):
@@ -60,8 +83,19 @@ class Pair(Rows, Protocol):
     def trainable(self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray]) -> Trainable:
         """A translator that begins with ``arrays``."""
 
-    def read(self, sample: Sample, config: TranslatorConfig) -> Any:
-        """Both no-gradient passes over a conversation, which all translators share."""
+    def read(self, sample: Sample, config: TranslatorConfig, attends: bool = False) -> Any:
+        """Both no-gradient passes over a conversation, which all translators share.
+
+        With ``attends`` it can be matched.
+        """
+
+    def match(self, translator: Any, reading: Any, scale: float = 0.0) -> float:
+        """The share of what the target's attention gathers that is wrong if every entry is
+        translated: the squared error of the heads' outputs, a mean over layers.
+
+        Every position of a text stands for a switch there, and each layer learns by itself, from
+        the target's own queries. So a step costs a tenth of one through the model.
+        """
 
     def loss(self, translator: Any, reading: Any, objective: Objective, scale: float = 0.0) -> Loss:
         """The loss of one conversation decoded from its translated cache (equation for L).
@@ -110,10 +144,22 @@ class Passes:
     target: Any
     gradients: ClassVar[Any]
 
-    def read(self, sample: Sample, config: TranslatorConfig) -> Any:
-        kept = {"kept": True} if config.state_maps else {}  # which PyTorch does not know
-        ends = self.source, self.target
-        return self.gradients.read(*ends, sample, config.capture, config.native_layers, **kept)
+    def read(self, sample: Sample, config: TranslatorConfig, attends: bool = False) -> Any:
+        more = {"kept": True} if config.state_maps else {}  # which PyTorch does not know
+        read = partial(self.gradients.read, self.source, self.target, sample, config.capture)
+        found = read(config.native_layers, attends=attends, **more)
+        if attends:
+            layers = zip(self.target.geometry.layers, found.attended, strict=True)
+            if any(not heard and layer.recurrence is None for layer, heard in layers):
+                raise _unmatched(self.target)
+        return found
+
+    def match(self, translator: Any, reading: Any, scale: float = 0.0) -> float:
+        found: float = self.gradients.match(
+            *(self.target, translator, reading.whole, reading.attended),
+            native_layers=translator.config.native_layers, scale=scale,
+        )  # fmt: skip
+        return found
 
     def loss(self, translator: Any, reading: Any, objective: Objective, scale: float = 0.0) -> Loss:
         return self.gradients.conversation_loss(  # type: ignore[no-any-return]

@@ -70,6 +70,7 @@ class Trainer:
     lengths: tuple[int, int] | None = None  # tokens of the longest prefix and continuation
     say: Callable[[str], None] = lambda text: None
     at_once: int | None = None  # the most rates of a sweep trained together; None: what fits
+    readings: dict[Sample, Any] = field(default_factory=dict)  # that stages learn from in turn
 
     def finished(self) -> bool:
         """Whether ``out`` holds the finished result of this same training.
@@ -121,7 +122,7 @@ class Trainer:
             raise
 
     def _run(self, config: TranslatorConfig) -> Path:
-        recipe, curve = self.plan.recipe, list[Mapping[str, Any]]()
+        recipe, curve = self.plan.stage2, list[Mapping[str, Any]]()
         settings = self._settings(config)
         versions = {"kvlingo-mlx": __version__, **self.pair.versions}
         facts = settings | dataclasses.asdict(recipe) | versions
@@ -218,6 +219,8 @@ class Trainer:
         """All that stage 1 depends on: the plan, the data and both models."""
         plan = dataclasses.asdict(self.plan)
         del plan["recipe"]
+        if not self.plan.matching:  # so that a run's identity is that of before
+            del plan["matching"]
         found = {**plan, **self.settings}
         for role, spec in (("source", config.source), ("target", config.target)):
             model: Model = getattr(self, role)
@@ -271,7 +274,8 @@ class Trainer:
                 tensors = {n: np.asarray(a, np.float32) for n, a in arrays.items()}
                 assignment = made.assignment.to_json()
                 kept.write("stage 1", tensors, {"provenance": provenance, "assignment": assignment})
-                (self.partial / "stage1.safetensors").unlink(missing_ok=True)
+                for stage in ("stage1", "matching"):
+                    (self.partial / f"{stage}.safetensors").unlink(missing_ok=True)
             self.group.wait()
         state = self.group.firsts(kept.read)
         assert state is not None, "it was written, or was there"
@@ -295,6 +299,12 @@ class Trainer:
             provenance = {"stage1_rate": found.best.rate, "stage1_error": found.best.held_out}
             if plan.stage1_recipe.sweep:
                 provenance["stage1_sweep"] = found.tried
+        if recipe := plan.matched:
+            arrays = {n: np.asarray(a, np.float32) for n, a in arrays.items()}
+            start = config, arrays, provenance
+            found = self._distill("matching", start, recipe, held_out, at_once)
+            arrays |= found.best.tensors
+            provenance = {**provenance, "matching": plan.matching, "matched": found.best.held_out}
         return config, arrays, provenance
 
     def _closed_form(self, config: TranslatorConfig) -> Start:
@@ -341,6 +351,7 @@ class Trainer:
                 self.keep_every,
                 stop,
                 (lambda text: None) if recipe.sweep else self.warn,
+                readings=self.readings,
             )
             try:
                 best = training.run(lambda report: self.progress(stage, report))

@@ -18,11 +18,11 @@ from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.making import pace, starts
+from kvlingo_mlx.making import pace
 from kvlingo_mlx.making import run as making
 from kvlingo_mlx.making.pace import ANSWERS, ConversationCost, Lengths, lengths
 from kvlingo_mlx.making.run import Making
-from kvlingo_mlx.making.starts import Start, choose
+from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import distill
 from kvlingo_mlx.training.distill import Distillation
@@ -31,14 +31,14 @@ from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from tests.support.fixtures import Folders, Models, Patch, Printed
 
 MINUTES = 0.05
-STARTING, BESIDES = pace.STARTING, Making._besides
+FITTING, BESIDES = pace.FITTING, Making._besides
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setenv("KVLINGO_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pace, "STARTING", 1e9)  # however slow this machine is
+    monkeypatch.setattr(pace, "FITTING", 1e9)  # however slow this machine is
     monkeypatch.setattr(pace, "FEWEST_STEPS", 0)
     monkeypatch.setattr(Making, "_besides", lambda self, measured: 0.0)
     for name, few in (("CHATS", 200), ("HELD_OUT", 8), ("TUNED_ON", 2)):
@@ -81,7 +81,7 @@ def test_two_models_in_a_translator_out(
     (stored,) = (home / "translators").iterdir()
     assert translator_folder.read_config(stored).provenance["native_layers"] == 3
     found = json.loads(record.read_text())["results"]
-    assert [start["nu"] for start in found["starts"]][:2] == [3, 2] and found["curve"]
+    assert config.nu == 3 and facts["matching"] == 0.5 and found["curve"]
     left = {path.name for path in tmp_path.iterdir()}
     made = {folder.name, f"{folder.name}.log.jsonl", "home", "record.jsonl"}
     assert left == made
@@ -111,35 +111,28 @@ def test_what_a_refusal_advises_is_taken(models: Models, chats: str, monkeypatch
 def test_stopped_anywhere_it_goes_on(
     models: Models, chats: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Killed after the first closed form and in stage 2: no length or fit is made again."""
-    ends, made = (models["dense"], models["wide"]), []
-    judged = starts.judged
+    """Killed in either stage: no length or fit is made again, and other minutes are refused."""
+    ends, fits, run = (models["dense"], models["wide"]), [], ClosedForm.run
+    monkeypatch.setattr(ClosedForm, "run", lambda self: (fits.append(self), run(self))[1])
+    judge = Distillation._judge
+    for stage in ("matching", "stage2"):
 
-    def counted(*arguments: Any) -> Start:
-        if len(made) == 1:
-            made.append("killed")
-            raise KeyboardInterrupt
-        made.append(arguments[1])
-        return judged(*arguments)
+        def stop(self: Distillation, entry: Any, stage: str = stage) -> None:
+            if self.checkpoint is not None and self.checkpoint.path.stem == stage:
+                raise KeyboardInterrupt
+            judge(self, entry)
 
-    monkeypatch.setattr(starts, "judged", counted)
-    with pytest.raises(KeyboardInterrupt):
-        kv.pair(*ends, [chats], minutes=MINUTES, out="t")
-    monkeypatch.setattr(Making, "_lengths", None)
-    with monkeypatch.context() as patch:
-        patch.setattr(Distillation, "_judge", lambda self, entry: (_ for _ in ()).throw(
-            KeyboardInterrupt
-        ))  # fmt: skip
-        with pytest.raises(KeyboardInterrupt):
-            kv.pair(*ends, [chats], minutes=MINUTES, out="t")
-    fits = [each for each in made if each != "killed"]
-    assert len(fits) == len(set(fits)), "each closed form was fitted once"
-    monkeypatch.setattr(starts, "judged", None)
+        with monkeypatch.context() as patch:
+            patch.setattr(Distillation, "_judge", stop)
+            with pytest.raises(KeyboardInterrupt):
+                kv.pair(*ends, [chats], minutes=MINUTES, out="t")
+        monkeypatch.setattr(Making, "_lengths", None)
+    assert len(fits) == 2, "a first stage that is stopped is made anew, and kept where it ended"
     with pytest.raises(ValueError, match=r"minutes was 0\.05, is 5.*remove the folder"):
         kv.pair(*ends, [chats], minutes=5, out="t")
     result = kv.pair(*ends, [chats], minutes=MINUTES, out="t")
+    assert len(fits) == 2
     assert result.config.provenance["stage"] == 2 and not result.bundled_data
-    assert [start["nu"] for start in result.starts] == [nu for nu, _ in fits]
     assert not Path("t.pair").exists() and not Path("t.partial").exists()
     assert kv.load_translator("t").config == result.config
 
@@ -179,7 +172,7 @@ def test_lengths_follow_the_pace(
     """An hour of a fast machine and of slow ones, for a long context and a short one."""
     monkeypatch.undo()
     config = make_config(models["dense"], models["wide"], TrainingPlan())
-    found = lengths(paces(speed), 3600.0, context, 1, {1: config})
+    found = lengths(paces(speed), 3600.0, context, {1: config})
     assert found.max_continuation == ANSWERS and 1 <= found.fit_samples <= 400
     most = 16_384 if context == 40_960 else 512  # more would only cut the answers
     assert found.max_prefix in [most >> n for n in range(6)]
@@ -188,7 +181,7 @@ def test_lengths_follow_the_pace(
 
     def steps(longest: int) -> int:
         prefix = 0.6 * longest
-        return int(0.9 * 0.7 * 3600 / (4 * (2 * prefix + 4 * ANSWERS) * speed))
+        return int(0.9 * 0.8 * 3600 / (4 * (2 * prefix + 4 * ANSWERS) * speed))
 
     assert abs(found.steps - steps(found.max_prefix)) <= 1 and found.steps >= 20
     assert found.steps >= 2000 or found.max_prefix == 512
@@ -206,11 +199,11 @@ def test_all_conversations_are_long(models: Models) -> None:
     """An agent's logs: none fits into the shorter lengths, which are left out."""
     config, pace_of = make_config(models["dense"], models["wide"], TrainingPlan()), paces(1e-3)
     found = lengths(
-        lambda longest: None if longest < 4096 else pace_of(longest), 3600, 40_960, 1, {1: config}
+        lambda longest: None if longest < 4096 else pace_of(longest), 3600, 40_960, {1: config}
     )
     assert found.max_prefix == 4096
     with pytest.raises(ValueError, match="no conversation of the data fits into a context of 512"):
-        lengths(lambda longest: None, 3600, 512, 1, {1: config})
+        lengths(lambda longest: None, 3600, 512, {1: config})
 
 
 @pytest.mark.parametrize(("speed", "besides"), [(0.07, 0.0), (3.0, 5000.0)])
@@ -225,7 +218,7 @@ def test_too_little_time_is_refused(
     config = make_config(models["dense"], models["wide"], TrainingPlan())
 
     def steps(minutes: float) -> int:
-        rest = 60.0 * minutes, 40_960, 4, {1: config}, lambda pace: besides
+        rest = 60.0 * minutes, 40_960, {1: config}, lambda pace: besides
         return lengths(paces(speed), *rest).steps
 
     with pytest.raises(ValueError, match=r"4 minutes are too few here: .*`fit`") as told:
@@ -241,7 +234,7 @@ def test_it_ends_within_its_minutes(models: Models, chats: str, monkeypatch: Pat
     """By a clock of planted speed: reading, learning and the receipt are all that takes time."""
     short = functools.partial(dialogues.held_out, facts=(2, 3), questions=1)
     for place, name, value in (
-        (pace, "STARTING", STARTING), (Making, "_besides", BESIDES), (bundled, "held_out", short),
+        (pace, "FITTING", FITTING), (Making, "_besides", BESIDES), (bundled, "held_out", short),
     ):  # fmt: skip
         monkeypatch.setattr(place, name, value)
     now, receipts = [0.0], []
@@ -260,7 +253,7 @@ def test_it_ends_within_its_minutes(models: Models, chats: str, monkeypatch: Pat
 
         monkeypatch.setattr(MLXPair, name, slowly)
 
-    for name, seconds in (("read", 0.001), ("loss", 0.002), ("spans", 0.001)):
+    for name, seconds in (("read", 0.001), ("loss", 0.002), ("match", 0.001), ("spans", 0.001)):
         slow(name, seconds)
     receipt = MLXPair.receipt
 
@@ -275,30 +268,12 @@ def test_it_ends_within_its_minutes(models: Models, chats: str, monkeypatch: Pat
     assert 0.6 * 120 < now[0] <= 120
 
 
-@pytest.mark.parametrize(
-    ("kls", "nu", "norm", "tried"),
-    [
-        ([1.0, 0.95, 0.91, 0.99], 3, "attention_mass", 4),
-        ([1.0, 0.8, 0.75, 0.81], 2, "frobenius", 4),
-        ([1.0, None, 0.5, 0.4], 1, "attention_mass", 4),
-    ],
-)
-def test_most_source_layers_unless_fewer_are_clearly_better(
-    kls: list[float | None], nu: int, norm: str, tried: int
-) -> None:
-    left = iter(kls)
-    best, found = choose((1, 2, 3), lambda nu, norm: Start(nu, norm, next(left)))
-    assert (best.nu, best.norm, len(found)) == (nu, norm, tried)
-    with pytest.raises(ValueError, match="no closed form can be made: too few tokens"):
-        choose((1, 2), lambda nu, norm: Start(nu, norm, None, "too few tokens"), lambda: False)
-
-
 def test_source_layers_that_are_named_or_fit(
     models: Models, chats: str, monkeypatch: Patch
 ) -> None:
     ends = models["dense"], models["wide"]
     made = kv.pair(*ends, chats, minutes=MINUTES, nu=2, out="t")
-    assert made.config.nu == 2 and {start["nu"] for start in made.starts} == {2}
+    assert made.config.nu == 2
     with pytest.raises(ValueError, match="nu"):
         kv.pair(*ends, chats, minutes=MINUTES, nu=4, out="u")  # they have three layers
 
@@ -345,7 +320,7 @@ def test_another_translator_in_the_store_is_left_alone(
     first = kv.pair(*ends, chats, minutes=MINUTES, out="t")
     assert first.stored is not None and not first.bundled_data
     digest = kv.load_translator(first.stored).digest
-    monkeypatch.setattr(starts, "NUS", (first.config.nu,))  # the same form again
+    monkeypatch.setattr(making, "NUS", (first.config.nu,))  # the same form again
     other = kv.pair(*ends, chats, minutes=MINUTES, seed=1, out="u")
     assert other.stored is None and "left as it is" in other.lines[-1]
     assert "kvlingo-mlx import u --force" in other.lines[-1]

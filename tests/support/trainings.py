@@ -30,7 +30,7 @@ from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
 from kvlingo_mlx.training import distill  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
-from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
+from kvlingo_mlx.training.recipe import MATCHING, Recipe  # noqa: E402
 from kvlingo_mlx.training.runtime import Pair  # noqa: E402
 from kvlingo_mlx.training.trainer import Trainer  # noqa: E402
 from tests.support.reference import rms_norm  # noqa: E402
@@ -136,14 +136,17 @@ def learnt(
 ) -> tuple[float, dict[str, np.ndarray]]:
     """A conversation's loss, and its gradient by tensor."""
     made = pair.trainable(config, random_arrays(config, 3))
-    goal = objective_named(objective, 0.3)
-    loss = pair.loss(made, pair.read(sample, config), goal, 0.5)
+    reading = pair.read(sample, config, attends := objective == MATCHING)
+    if attends:
+        loss = pair.match(made, reading, 0.5)
+    else:
+        loss = pair.loss(made, reading, objective_named(objective, 0.3), 0.5).value
     assert made.gather(Group())
     if pair.runtime == "mlx":
         found = {name: np.array(g) for name, g in made.gradients.items()}
     else:
         found = {name: t.grad.numpy() for name, t in made.tensors.items()}
-    return loss.value, found
+    return loss, found
 
 
 Gradients = dict[str, np.ndarray]
@@ -177,7 +180,7 @@ def training(
 ) -> Trainer:
     """A tiny training; ``seen`` takes the steps that it reports."""
     recipe = {"steps": 6, "batch": 2, "validate_every": 2, "objective": "kl", "seconds": None}
-    recipe |= {"halving": False, "whitened": False}
+    recipe |= {"whitened": False}
     recipe |= {k: options.pop(k) for k in list(options) if k in recipe}
     stage2 = Recipe(learning_rates=learning_rates, **recipe)
     plan = TrainingPlan(fit_samples=6, held_out=3, recipe=stage2, **options)

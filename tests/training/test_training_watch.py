@@ -197,20 +197,3 @@ def test_what_more_time_may_bring() -> None:
     assert said is not None and "1 %" in said and "little" in said
     assert outlook(curve_of(1.0)) is None
     assert outlook(curve_of(0.3, 0.5, 0.6)) is None, "it got worse, which is said elsewhere"
-
-
-def test_the_better_half_of_the_rates_goes_on(models: Models, tmp_path: Path) -> None:
-    """Of four rates two are left after a tenth, and one after two; it learns as if alone."""
-    rates = (1e-5, 1e-2, 1e-3, 30.0)
-    options: dict[str, Any] = {"steps": 20, "validate_every": 2, "seconds": None}
-    many = training(models, tmp_path / "many", rates, halving=True, **options).run()
-    lines = log_of(tmp_path / "many.log.jsonl")
-    left = [sum(kl is not None for kl in line["held_out"]) for line in lines]
-    assert left == [4, 4, 2, *[1] * 8]
-    judged = lines[1]["held_out"]
-    assert lines[2]["held_out"][3] is None and max(judged) == judged[3]
-    won = [index for index, kl in enumerate(lines[-1]["held_out"]) if kl is not None]
-    alone = training(models, tmp_path / "alone", (rates[won[0]],), **options).run()
-    (config, a), (_, b) = (translator_folder.read(folder) for folder in (many, alone))
-    assert config.provenance["learning_rate"] == rates[won[0]]
-    assert all(np.array_equal(array, b.arrays[name]) for name, array in a.arrays.items())

@@ -30,6 +30,7 @@ from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import Loss, Objective
+from kvlingo_mlx.training.on_mlx.attention import Attended, attended, match  # noqa: F401
 from kvlingo_mlx.training.on_mlx.layers import Entry, Pass
 from kvlingo_mlx.training.on_mlx.losses import loss_of
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
@@ -49,6 +50,9 @@ class FrozenPasses:
     native: list[Entry]  # the target's own cache entries of ``prefix[:-1]`` in its native layers
     # (M, width) the target's final hidden states that predict the continuation, from its own cache
     teacher: mx.array
+    # Of the whole text, where attention is matched: the source's states, and what is gathered.
+    whole: KVStates | None = None
+    attended: Sequence[Sequence[Attended]] = ()
 
 
 @in_chunks(gradient=False)
@@ -59,13 +63,27 @@ def read(
     capture: str,
     native_layers: int = 0,
     kept: bool = False,
+    attends: bool = False,
 ) -> FrozenPasses:
     """Read a conversation with both models.
 
-    ``kept`` keeps the source's recurrent states in the place of what went into them.
+    ``kept`` keeps the source's recurrent states in the place of what went into them. With
+    ``attends`` the target reads the text in one pass, and :func:`.attention.match` can learn of it.
     """
     prefix, continuation = sample.prefix, sample.continuation
     cache = make_prompt_cache(target.model)
+    more: dict[str, Any] = {}
+    if attends:
+        tokens, num_read = (*prefix, *continuation[:-1]), len(prefix) - 1
+        with working(), attended(target, len(tokens)) as gathered:
+            hidden = hidden_states(target, tokens, cache)
+            mx.eval(hidden)
+        every = whole(source, tokens, capture)
+        more = {"whole": every, "attended": gathered}
+        if not native_layers:
+            first = every.part(0, num_read) if num_read else None
+            return FrozenPasses(sample, first, [], hidden[num_read:], **more)
+        cache = make_prompt_cache(target.model)
     for start in range(0, len(prefix) - 1, STEP):
         with working():
             target.model(
@@ -85,7 +103,8 @@ def read(
         mx.eval(teacher)
     del cache
     reads = capture, kept
-    return FrozenPasses(sample, _source_states(source, target, sample, reads), own, teacher)
+    states = _source_states(source, target, sample, reads)
+    return FrozenPasses(sample, states, own, teacher, **more)
 
 
 def _content(cache: Any) -> Entry:

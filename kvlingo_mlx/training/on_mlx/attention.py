@@ -1,0 +1,121 @@
+"""What a target's attention gathers from its cache, and how a translation changes it."""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from mlx_lm.models.base import scaled_dot_product_attention
+
+from kvlingo_mlx import caches
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.reclassed import Call, calling
+from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.threads import working
+from kvlingo_mlx.training.on_mlx.layers import Entry
+from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
+from kvlingo_mlx.training.runtime import check_entries, matched_positions
+
+HOOK = scaled_dot_product_attention.__name__  # which the modules of mlx-lm's models import
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Some queries of a text in one attention module, and the entries that they gather from."""
+
+    queries: mx.array  # (1, Hq, M, D), normed and rotated
+    entry: Entry  # keys and values (1, H, T, D)
+    visible: mx.array  # (M, T)
+    options: dict[str, Any]  # of mlx-lm's attention: scale and sinks
+
+    def gathered(self, *entry: mx.array) -> mx.array:
+        """What the queries gather from keys and values, (1, Hq, M, D) in float32."""
+        given: Any = {"cache": None, "mask": self.visible, **self.options}
+        keys, values = entry
+        found: mx.array = scaled_dot_product_attention(self.queries, keys, values, **given)
+        return found.astype(mx.float32)
+
+
+@contextlib.contextmanager
+def attended(target: LanguageModel, tokens: int) -> Iterator[list[list[Attended]]]:
+    """For each cache layer, what its attention modules gather in the one pass over a text.
+
+    A recurrent layer has none. See :func:`.runtime.matched_positions` for the queries.
+    """
+    readers, layers = target.family.readers(target.model), target.geometry.layers
+    at = mx.array(matched_positions(tokens))
+    behind = at[:, None] - mx.arange(tokens)
+    found, calls, running = list[list[Attended]](), dict[int, Attended](), list[int]()
+
+    def within(call: Call, number: int) -> Call:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            running.append(number)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                running.pop()
+
+        return run
+
+    def attention(queries: Any, keys: Any, values: Any, *args: Any, **more: Any) -> Any:
+        given = dict(zip(("cache", "scale", "mask", "sinks"), args, strict=False)) | more
+        if running and keys.shape[2] == tokens:
+            window = windows[running[-1]] or tokens
+            options = {name: given.get(name) for name in ("scale", "sinks")}
+            visible = (behind >= 0) & (behind < window)
+            entry = keys, values
+            calls[running[-1]] = Attended(queries[:, :, at], entry, visible, options)
+        return scaled_dot_product_attention(queries, keys, values, **given)
+
+    modules = [each for group in readers for each in group]
+    windows = [g.window for group, g in zip(readers, layers, strict=True) for _ in group]
+    rooms = {sys.modules[type(each).__module__] for each in modules}
+    with contextlib.ExitStack() as stack:
+        for number, module in enumerate(modules):
+            stack.enter_context(calling([module], partial(within, number=number)))
+        for room in rooms:
+            if hasattr(room, HOOK):
+                setattr(room, HOOK, attention)
+                stack.callback(setattr, room, HOOK, scaled_dot_product_attention)
+        yield found
+    numbers = iter(range(len(modules)))
+    for group in readers:
+        found.append([calls[n] for n in [next(numbers) for _ in group] if n in calls])
+        mx.eval([(each.queries, each.entry) for each in found[-1]])
+
+
+def match(
+    target: LanguageModel,
+    translator: MLXTranslator,
+    states: KVStates,
+    own: Sequence[Sequence[Attended]],
+    *,
+    native_layers: int = 0,
+    scale: float = 0.0,
+) -> float:
+    """See :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
+    layers = [t for t in range(native_layers, len(own)) if own[t]]
+    total, capture = 0.0, translator.config.capture
+    read = lambda side, s: states.side(side)[s][0].astype(target.cache_dtype)  # noqa: E731
+    for t in layers:
+
+        def error(tensors: dict[str, mx.array], t: int = t) -> mx.array:
+            entry = caches.entry(target, t, *translator.layer(t, read, tensors), capture)
+            errors = mx.zeros(())
+            for each in own[t]:
+                check_entries(target, entry, each.entry)
+                wanted = each.gathered(*each.entry)
+                wrong = (each.gathered(*entry) - wanted).square().sum() / wanted.square().sum()
+                errors = errors + wrong / len(own[t]) / len(layers)
+            return errors
+
+        with working():
+            value, gradients = mx.value_and_grad(error)(translator.of_layer(t))
+            if scale != 0.0:
+                translator.learn({name: scale * g for name, g in gradients.items()})
+            total += float(value.item())  # type: ignore[arg-type]
+    return total

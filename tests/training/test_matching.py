@@ -1,0 +1,186 @@
+"""Matching what a target's attention gathers: against plain loops, and what it brings."""
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.group import Group
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training.plan import TrainingPlan, make_config
+from kvlingo_mlx.training.recipe import MATCHING, Recipe
+from kvlingo_mlx.training.runtime import matched_positions, pair_of
+from kvlingo_mlx.training.trainer import Trainer
+from tests.support.fixtures import Folders, Models
+from tests.support.trainings import Random, random_arrays
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+RUNTIMES = ["mlx", pytest.param("torch", marks=pytest.mark.skipif(not HAS_TORCH, reason="torch"))]
+
+
+def pair_on(runtime: str, folders: Folders, names: tuple[str, str]) -> Any:
+    if runtime == "mlx":
+        return pair_of(*(kv.load(folders[name]) for name in names))
+    from kvlingo_mlx.cuda import model as torch_model
+
+    return pair_of(*(torch_model.load(str(folders[name]), dtype="float32") for name in names))
+
+
+def rotated(head: np.ndarray, place: int, base: float) -> np.ndarray:
+    """One head's key or query at a place, by halves, number after number."""
+    half, found = len(head) // 2, head.copy()
+    for i in range(half):
+        angle = place * base ** (-i / half)
+        a, b = head[i], head[i + half]
+        found[i] = a * math.cos(angle) - b * math.sin(angle)
+        found[i + half] = b * math.cos(angle) + a * math.sin(angle)
+    return found
+
+
+def normed(head: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return head / math.sqrt(float(np.mean(head * head)) + eps) * weight
+
+
+def gathered(query: np.ndarray, keys: list[np.ndarray], values: list[np.ndarray]) -> np.ndarray:
+    scores = np.array([query @ key for key in keys]) / math.sqrt(len(query))
+    weights = np.exp(scores - scores.max())
+    return sum(w * v for w, v in zip(weights / weights.sum(), values, strict=True))
+
+
+def wrong_share(
+    source: LanguageModel, target: LanguageModel, config: Any, arrays: Any, tokens: list[int]
+) -> float:
+    """The error in float64 by loops over layers, queries and heads (Qwen3)."""
+    read, own = (capture.whole(m, tokens, "pre_norm") for m in (source, target))
+    modules = [a.q_proj for a in target.attentions]
+    with capture.tap(modules) as recorder:
+        target.model(kv.backend.mx.array([tokens]))
+        projected = recorder.take()
+    eps, base = target.config["rms_norm_eps"], target.config["rope_theta"]
+    total = 0.0
+    for t, attention in enumerate(target.attentions):
+        dim = target.geometry.layers[t].key_dim
+        scales = {
+            name: np.array(attention[name].weight, np.float64) for name in ("q_norm", "k_norm")
+        }
+
+        def heads(rows: Any, name: str = "", dim: int = dim, scales: Any = scales) -> Any:
+            """By head, the vectors of all places."""
+            rows = np.array(rows, np.float64).reshape(len(tokens), -1, dim)
+            return [
+                [
+                    rotated(normed(row[h], scales[name], eps), place, base) if name else row[h]
+                    for place, row in enumerate(rows)
+                ]
+                for h in range(rows.shape[1])
+            ]
+
+        def mapped(side: str, t: int = t) -> np.ndarray:
+            states = [np.array(read.side(side)[s][0], np.float64) for s in
+                      config.assignment.side(side)[t]]  # fmt: skip
+            return np.concatenate(states, -1) @ arrays[f"{side}.{t}.weight"].astype(np.float64).T
+
+        queries = heads(projected[t][0], "q_norm")
+        entries = [
+            (heads(keys, "k_norm"), heads(values))
+            for keys, values in (
+                (own.keys[t][0], own.values[t][0]), (mapped("keys"), mapped("values"))
+            )
+        ]  # fmt: skip
+        wrong = whole = 0.0
+        for place in matched_positions(len(tokens)):
+            for h, each in enumerate(queries):
+                kv_head = h * len(entries[0][0]) // len(queries)
+                right, ours = (
+                    gathered(each[place], k[kv_head][: place + 1], v[kv_head][: place + 1])
+                    for k, v in entries
+                )
+                wrong += float(((ours - right) ** 2).sum())
+                whole += float((right**2).sum())
+        total += wrong / whole / len(target.attentions)
+    return total
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_the_error_is_that_of_plain_loops(
+    models: Models, folders: Folders, runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvlingo_mlx.training.runtime.QUERIES", 7)
+    tokens = np.random.default_rng(0).integers(5, 280, 24).tolist()
+    pair = pair_on(runtime, folders, ("dense", "wide"))
+    config = make_config(pair.source, pair.target, TrainingPlan(nu=2))
+    arrays = random_arrays(config, 3)
+    made = pair.trainable(config, arrays)
+    reading = pair.read(Sample(tuple(tokens[:15]), (*tokens[15:], 7)), config, attends=True)
+    expected = wrong_share(models["dense"], models["wide"], config, arrays, tokens)
+    assert pair.match(made, reading) == pytest.approx(expected, rel=1e-4) and expected > 0.1
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_model_of_its_own_has_nothing_to_learn(folders: Folders, runtime: str) -> None:
+    pair = pair_on(runtime, folders, ("dense", "dense"))
+    config = make_config(pair.source, pair.target, TrainingPlan())
+    arrays = random_arrays(config)
+    arrays = {name: np.eye(len(array), dtype=np.float32) for name, array in arrays.items()}
+    made, reading = pair.trainable(config, arrays), pair.read(Random().sample(1), config, True)
+    assert pair.match(made, reading, 1.0) < 1e-9
+    arrays["values.1.weight"] *= 1.1  # every value a tenth too large, so the outputs are as well
+    made = pair.trainable(config, arrays)
+    share = 0.01 / len(config.target.layers)
+    assert pair.match(made, reading, 1.0) == pytest.approx(share, rel=1e-4)
+    assert made.gather(Group())
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("native", [0, 2])
+def test_a_training_that_matches_lowers_the_error_and_goes_on(
+    folders: Folders, tmp_path: Path, runtime: str, native: int
+) -> None:
+    """Both stages learn of the same readings, whatever the runtime; the paper's has one stage."""
+    pair = pair_on(runtime, folders, ("dense", "wide"))
+    sizes = {"steps": 40, "batch": 2, "validate_every": 10, "reads": 6, "whitened": True}
+    recipe, data = Recipe(**sizes, learning_rates=(3e-3,)), Random(different=6)
+    plan = TrainingPlan(
+        recipe=recipe, matching=0.5, held_out=2, fit_samples=20, native_layers=native
+    )
+    ends = pair.source, pair.target
+    stages: list[tuple[str, float]] = []
+    trainer = Trainer(
+        *ends, data, plan, tmp_path / "made",
+        progress=lambda stage, report: stages.append((stage, report.loss)),
+    )  # fmt: skip
+    read: list[int] = []
+    whole = type(pair).read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(pair), "read", lambda *asked: (read.append(1), whole(*asked))[1], raising=True
+        )
+        trainer.run()
+    names = [stage for stage, _ in stages]
+    assert names == ["matching"] * 20 + ["stage2"] * 20
+    losses = [loss for stage, loss in stages if stage == "matching"]
+    assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
+    provenance = kv.load_translator(str(tmp_path / "made")).config.provenance
+    assert provenance["matching"] == 0.5 and provenance["steps"] == 20
+    assert len(read) <= 6 + 2  # each conversation once, the held-out ones too
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"matching": 1.0}, "give a share from 0 to below 1"),
+        ({"matching": 0.5, "state_maps": True}, "leave it out"),
+    ],
+)
+def test_what_cannot_be_matched_is_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        TrainingPlan(**options)
+    assert TrainingPlan(matching=0.25).matched == Recipe(
+        steps=1250, objective=MATCHING, learning_rates=(1e-4,)
+    )

@@ -133,7 +133,7 @@ def main() -> None:
             folder, facts = made(pair, minutes, seed, args)
             folder = folder if args.max_kl is None else tuned(pair, folder, args)
             scores = judge(pair, folder, args)
-            told = {name: facts[name] for name in ("starts", "seconds")}
+            told = {name: facts[name] for name in ("seconds",)}
             told |= {"curve": curve_of(facts), "scores": scores}
             told["native_layers"] = load_translator(folder).config.native_layers
             told["form"] = {

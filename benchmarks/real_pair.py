@@ -11,9 +11,9 @@ must be looked back at, needles (one of four codes named amid the manual of Pyth
 ``--held`` conversations of yours, 64 tokens after a prefix of 384. An item of 384 tokens is 15 MB.
 ``judge`` decodes each item's continuation behind every cache of :data:`WAYS`, with the target's own
 predictions as the measure. A way's work is the share of the target's own reading: of layers that it
-reads itself, and of rows at the front or at the end in all others. Both run on the CPU with PyTorch
-in bfloat16, and go on where they were stopped. With ``--against`` the figures are compared with a
-record's. ``make real`` does all of it.
+reads itself, and of rows in all others: at the front, at the end, or spread amid translated ones.
+Both run on the CPU with PyTorch in bfloat16, and go on where they were stopped. With ``--against``
+the figures are compared with a record's. ``make real`` does all of it.
 """
 
 import argparse
@@ -151,11 +151,12 @@ class Way:
     layers: float = 0.0  # the share of the first layers that the target reads itself
     front: float = 0.0  # the share of rows that it reads itself, of the first ones
     tail: float = 0.0  # and of the last ones, behind whatever is before them
+    spread: float = 0.0  # and of others, evenly spaced amid those that are translated
 
     @property
     def work(self) -> float:
         """The share of the target's own reading."""
-        rows = 1.0 if self.rest == "native" else self.front + self.tail
+        rows = 1.0 if self.rest == "native" else self.front + self.tail + self.spread
         return self.layers + (1 - self.layers) * rows
 
 
@@ -168,8 +169,11 @@ WAYS = (
     *(Way(f"layers {n}/28", layers=n / 28) for n in (2, 4, 7)),
     *(Way(f"tail {share:g}", tail=share) for share in (0.05, 0.125, 0.25)),
     *(Way(f"front {share:g}", front=share) for share in (0.125, 0.25)),
+    *(Way(f"spread {share:g}", spread=share) for share in (0.125, 0.25, 0.5)),
+    Way("spread 0.125, tail 0.125", spread=0.125, tail=0.125),
     Way("layers 4/28, tail 0.125", layers=4 / 28, tail=0.125),
     Way("hidden, tail 0.25", "hidden", tail=0.25),
+    Way("hidden, spread 0.25", "hidden", spread=0.25),
 )
 
 
@@ -211,6 +215,7 @@ def entries_of(
         return native
     if way.rest == "hidden":
         return [(keys[:, :, :0], values[:, :, :0]) for keys, values in native]
+    rest = rows_of(way, item)[1]
     assert made is not None
     reading = item.reading(round(way.layers * depth))
     if way.rest == "other":
@@ -220,10 +225,21 @@ def entries_of(
     found = gradients.entries(target, made, reading)
     return [
         tuple(
-            torch.cat([n[:, :, :front], f[:, :, front:stop]], 2) for n, f in zip(*pair, strict=True)
+            torch.cat([n[:, :, :front], f[:, :, front:stop]], 2)[:, :, rest]
+            for n, f in zip(*pair, strict=True)
         )
         for pair in zip(native, found, strict=True)
     ]
+
+
+def rows_of(way: Way, item: Item) -> tuple[list[int], list[int]]:
+    """The rows before the tail that the target reads amid the others, and these others."""
+    if way.rest == "native":
+        return [], list(range(item.rows))
+    stop = item.rows - round(way.tail * item.rows)
+    count = round(way.spread * item.rows)
+    own = sorted({int((n + 0.5) * stop / count) for n in range(count)})
+    return own, sorted(set(range(stop)) - set(own))
 
 
 @torch.no_grad()
@@ -232,14 +248,18 @@ def scored(
 ) -> dict[str, Any]:
     """KL and NLL of each token of the continuation (nats), and whether a code is told."""
     entries = entries_of(way, item, other, target, made)
-    stop = item.rows - (0 if way.rest == "native" else round(way.tail * item.rows))
-    prefix, continuation = item.kept["p"], item.kept["c"]
-    following = (*prefix[stop:], *continuation[:-1])
-    hidden = target.hidden(following, target.cache(entries, stop))[-len(continuation) :]
-    ours, own = (
+    own, rest = rows_of(way, item)
+    text, continuation = (*item.kept["p"], *item.kept["c"][:-1]), item.kept["c"]
+    held = rest[: entries[0][0].shape[2]]  # none where the rest is hidden
+    at = torch.tensor([*own, *range(len(own) + len(rest), len(text))])
+    visible = torch.cat([torch.tensor(held, dtype=at.dtype), at]) <= at[:, None]
+    places = {"position_ids": at[None], "attention_mask": visible[None, None]}
+    cache = target.cache(entries, len(held))
+    hidden = target.hidden([text[n] for n in at], cache, **places)[-len(continuation) :]
+    ours, theirs = (
         target.logits(each).log_softmax(-1) for each in (hidden, item.kept["teacher"].clone())
     )
-    kl = (own.exp() * (own - ours)).sum(-1)
+    kl = (theirs.exp() * (theirs - ours)).sum(-1)
     nll = -ours[torch.arange(len(continuation)), torch.tensor(continuation)]
     told = ours.argmax(-1).tolist()
     found = [told[k] == continuation[k] for k in item.kept["extra"]]

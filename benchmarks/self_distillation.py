@@ -56,9 +56,9 @@ class Lockstep(TorchPair):
 
     shared: dict[Sample, TorchReading] = field(default_factory=dict)
 
-    def read(self, sample: Sample, config: TranslatorConfig) -> TorchReading:
+    def read(self, sample: Sample, config: TranslatorConfig, attends: bool = False) -> TorchReading:
         if sample not in self.shared:
-            self.shared[sample] = super().read(sample, config)
+            self.shared[sample] = super().read(sample, config, attends)
         return self.shared[sample]
 
 

@@ -239,11 +239,17 @@ def command(options: TrainOptions) -> None:
     with phase("training", total) as step:
 
         def show(stage: str, report: Any) -> None:
-            text = "attention" if stage == "matching" else "stage 1"
-            if stage == "stage2":
+            text, share = "stage 1", report.share
+            if stage == "matching":
+                text, share = (
+                    f"attention, {report.kl:.1%} of it wrong, {unit}",
+                    share * options.matching,
+                )
+            elif stage == "stage2":
                 speed = f"{report.tokens_per_second:.0f} tokens/s"
                 text = f"KL {report.kl:.4f}, held out {report.held_out:.4f}, {speed}, {unit}"
-            step(report.share * total, text=text)
+                share = options.matching + (1 - options.matching) * share
+            step(share * total, text=text)
 
         listeners = command_line.Listeners(show, warn, say)
         job = command_line.Job(asked, plan, recipe, options.out, stage1, options.force)

@@ -19,6 +19,7 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.grading import GUARD, MeasuredConversation, agreement, cuts
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.objectives import objective_named
+from kvlingo_mlx.training.plan import TrainingPlan
 from kvlingo_mlx.training.runtime import Passes
 
 
@@ -45,9 +46,8 @@ class TorchPair(Passes):
         """PyTorch has every gradient of the families that it opens."""
 
     def check_memory(
-        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, hidden: int,
-        whitened: bool,
-    ) -> str:  # fmt: skip
+        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, plan: TrainingPlan
+    ) -> str:
         """Nothing is known here of what a GPU's allocator takes."""
         return ""
 

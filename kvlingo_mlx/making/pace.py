@@ -76,10 +76,13 @@ class Lengths:
     prefix: float  # tokens of a prefix, on average
 
     def reads(self, seconds: float, most: float) -> int | None:
-        """Conversations that all steps of so many ``seconds`` take in turn; None: new ones each."""
+        """Conversations that all steps of so many ``seconds`` take in turn; None: new ones each.
+
+        There is memory for at most ``most`` of them.
+        """
         reading = self.seconds_per_token * self.prefix
-        count = max(FEWEST_READS, min(READING * seconds / reading, most))
-        return int(count) if count < BATCH * self.steps else None
+        count = min(max(FEWEST_READS, READING * seconds / reading), most)
+        return int(count) if FEWEST_READS <= count < BATCH * self.steps else None
 
 
 def lengths(

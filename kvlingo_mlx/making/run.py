@@ -10,13 +10,13 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import kvlingo_mlx.making.pace as pace
-from kvlingo_mlx.caches.memory import cache_bytes, free
+from kvlingo_mlx.caches.memory import free
 from kvlingo_mlx.embedded.bundled import receipt_rows
 from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.errors import NotEnoughMemoryError
@@ -35,6 +35,7 @@ from kvlingo_mlx.training.coordinates import RATE
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.distill import Report
 from kvlingo_mlx.training.mixture import Mixture
+from kvlingo_mlx.training.on_mlx.memory import kept_bytes
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Pair, pair_of
@@ -47,7 +48,7 @@ TUNED_ON = 16  # dialogues that choose the native layers
 NUS = (1, 2, 3)  # source layers that a target layer may read; the most there is time for are taken
 MATCHING = 0.5  # the share of the training in which attention is matched
 LEAST = 1.0  # seconds that a training gets, however little time is left
-KEPT = 0.25  # the share of free memory for what both models have read
+KEPT = 0.4  # the share of free memory for what both models have read
 WRITING = 0.03  # the share of the time for what is written
 DIALOGUE = 750  # tokens that a dialogue costs with a number of native layers, read by both models
 
@@ -153,20 +154,11 @@ class Making:
         )
         besides = self._later(lengths.seconds_per_token) + lengths.fitting
         left = self.find("seconds", lambda: max(LEAST, self.seconds - self.spent - besides))
-        text = round(lengths.prefix) + lengths.max_continuation
-        kept = sum(cache_bytes(model, text) for model in (*self.ends, self.ends[1]))  # and queries
-        room = KEPT * (free() or math.inf) / kept
-        recipe = Recipe(
-            reads=self.find("reads", lambda: lengths.reads(left, room)),
-            batch=pace.BATCH,
-            learning_rates=(RATE,),
-            validate_every=10**9,  # by time
-            seconds=left,
-            whitened=True,
-        )
-        plan = TrainingPlan(
-            nu=lengths.most, fit_samples=lengths.fit_samples, held_out=HELD_OUT,
-            seed=self.settings["seed"], recipe=recipe, matching=0.0 if self._other else MATCHING,
+        usual = self._plan
+        reads = self.find("reads", lambda: self._reads(lengths, left))
+        recipe = replace(usual.recipe, reads=reads, seconds=left)
+        plan = replace(
+            usual, recipe=recipe, nu=lengths.most, fit_samples=lengths.fit_samples,
         )  # fmt: skip
         Trainer(
             *self.ends,
@@ -245,6 +237,27 @@ class Making:
             shutil.rmtree(self.kept)  # so that what is advised is no other settings
             raise
 
+    def _reads(self, lengths: pace.Lengths, seconds: float) -> int | None:
+        """Conversations that all steps take in turn; None: new ones each, or they do not fit."""
+        plan, longest = self._plan, self._mixture(lengths.max_prefix)
+        text = longest.max_prefix + longest.max_continuation
+        kept = kept_bytes(*self.ends, text, matches=plan.matching > 0)
+        reads = lengths.reads(seconds, KEPT * (free() or math.inf) / kept)
+        plan = replace(plan, recipe=replace(plan.recipe, reads=reads))
+        fits = self._fits(self._configs()[lengths.most], lengths.max_prefix, plan=plan)
+        return reads if fits else None
+
+    @property
+    def _plan(self) -> TrainingPlan:
+        """The plan but for what depends on the pace."""
+        recipe = Recipe(
+            batch=pace.BATCH, learning_rates=(RATE,), whitened=True,
+            validate_every=10**9,  # by time
+        )  # fmt: skip
+        matching = 0.0 if self._other else MATCHING
+        seed = self.settings["seed"]
+        return TrainingPlan(recipe=recipe, held_out=HELD_OUT, seed=seed, matching=matching)
+
     def _configs(self) -> dict[int, TranslatorConfig]:
         """The config of each number of source layers that this pair allows, or of the one asked.
 
@@ -275,12 +288,15 @@ class Making:
         """
         return self.spent + self.opening + self._later(measured.reading / measured.prefix)
 
-    def _fits(self, config: TranslatorConfig, longest: int, needed: bool = False) -> bool:
+    def _fits(
+        self, config: TranslatorConfig, longest: int, needed: bool = False,
+        plan: TrainingPlan | None = None,
+    ) -> bool:  # fmt: skip
         """Whether training on prefixes of a length fits into memory; raises where it is needed."""
         mixture = self._mixture(longest)
         try:
             lengths = mixture.max_prefix, mixture.max_continuation
-            self._pair.check_memory(config, lengths, 1, 0, True)
+            self._pair.check_memory(config, lengths, 1, plan or self._plan)
         except NotEnoughMemoryError:
             if needed:
                 raise

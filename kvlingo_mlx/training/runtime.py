@@ -5,10 +5,12 @@ is the same code: data, recipe, stages, checkpoints, log, interruption. What cro
 is NumPy; what a pair hands out as ``Any`` (readings, states, rows) goes back to the same pair only.
 """
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -18,6 +20,9 @@ from kvlingo_mlx.group import Group
 from kvlingo_mlx.stage1.passes import Rows
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.objectives import Loss, Objective
+
+if TYPE_CHECKING:
+    from kvlingo_mlx.training.plan import TrainingPlan
 
 # A frozen model and its tokenizer: a LanguageModel, or the TorchModel of ``cuda``. Both have name,
 # revision, path, family, tokenizer, geometry, context_length, precision, projections,
@@ -90,11 +95,13 @@ class Pair(Rows, Protocol):
         """
 
     def match(self, translator: Any, reading: Any, scale: float = 0.0) -> float:
-        """The share of what the target's attention gathers that is wrong if every entry is
-        translated: the squared error of the heads' outputs, a mean over layers.
+        """The share of what the target's attention gathers that is wrong: a mean over layers.
+
+        It is the squared error of the heads' outputs where every entry is translated. Like
+        ``loss``, it adds ``scale`` times its gradient.
 
         Every position of a text stands for a switch there, and each layer learns by itself, from
-        the target's own queries. So a step costs a tenth of one through the model.
+        the target's own queries: no gradient goes through the model.
         """
 
     def loss(self, translator: Any, reading: Any, objective: Objective, scale: float = 0.0) -> Loss:
@@ -107,9 +114,8 @@ class Pair(Rows, Protocol):
         """Refuse (UnsupportedModelError) a target through which no gradient reaches its cache."""
 
     def check_memory(
-        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, hidden: int,
-        whitened: bool,
-    ) -> str:  # fmt: skip
+        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, plan: TrainingPlan
+    ) -> str:
         """A line that says what a training takes; empty where that is not known.
 
         ``lengths`` are the tokens of the longest prefix and continuation.

@@ -170,9 +170,7 @@ class Trainer:
         most = min(rates, self.at_once or rates) if recipe.sweep else rates
         while recipe.steps and self.lengths is not None:
             try:
-                needed = self.pair.check_memory(
-                    config, self.lengths, most, self.plan.hidden, recipe.whitened
-                )
+                needed = self.pair.check_memory(config, self.lengths, most, self.plan)
                 break
             except NotEnoughMemoryError:
                 if not recipe.sweep or most == 1:

@@ -82,7 +82,7 @@ def landscape(best: float, highest: float = math.inf) -> type[MLXPair]:
         def trainable(self, config: Any, arrays: Mapping[str, np.ndarray]) -> Any:
             return Planted(config, arrays)
 
-        def read(self, sample: Sample, config: Any) -> Any:
+        def read(self, sample: Sample, config: Any, attends: bool = False) -> Any:
             return None
 
         def loss(self, translator: Any, *rest: Any, **more: Any) -> Loss:

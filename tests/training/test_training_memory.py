@@ -66,13 +66,21 @@ def test_the_sum_of_released_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(16_384, 64, gpu=False)[2] == reading
 
 
+@pytest.mark.parametrize("matches", [False, True])
 @pytest.mark.parametrize(("prefix", "answer"), [(1900, 40), (600, 700)])
-def test_the_measured_peak(tmp_path: Path, prefix: int, answer: int) -> None:
+def test_the_measured_peak(tmp_path: Path, prefix: int, answer: int, matches: bool) -> None:
     """A model whose arrays are larger than what else there is: reading, then learning counts."""
     facts = dict(seed=1, layers=3, kv_heads=4, head_dim=64, hidden=512, heads=8)
     context = {"max_position_embeddings": 4096}
     model = kv.load(tiny.write_tiny_model(tmp_path / "m", "qwen3", **facts, **context))
-    assert said(model, prefix, answer) == pytest.approx(peak(model, prefix, answer), rel=0.25)
+    measured = peak(model, prefix, answer, matches=matches)
+    assert said(model, prefix, answer, matches=matches) == pytest.approx(measured, rel=0.25)
+    once, kept = (
+        memory.needs(model, model, make_config(model, model, PLAN), prefix, answer, reads=reads)
+        for reads in (0, 7)
+    )
+    one = 2 * 3 * 4 * 64 * 4 * (prefix + answer)  # keys and values, layers, heads, numbers, bytes
+    assert sum(kept.values()) - sum(once.values()) == 7 * one
 
 
 PLAN = TrainingPlan()
@@ -103,13 +111,17 @@ def test_the_measured_peak_of_hybrids(
     assert told == pytest.approx(measured, rel=0.15)
 
 
-def said(model: LanguageModel, prefix: int, answer: int, plan: TrainingPlan = PLAN) -> float:
+def said(
+    model: LanguageModel, prefix: int, answer: int, plan: TrainingPlan = PLAN, matches: bool = False
+) -> float:
     """What a conversation takes by the formula."""
     config = make_config(model, model, plan)
-    return list(memory.needs(model, model, config, prefix, answer).values())[-1]
+    return list(memory.needs(model, model, config, prefix, answer, matches=matches).values())[-1]
 
 
-def peak(model: LanguageModel, prefix: int, answer: int, plan: TrainingPlan = PLAN) -> float:
+def peak(
+    model: LanguageModel, prefix: int, answer: int, plan: TrainingPlan = PLAN, matches: bool = False
+) -> float:
     """What it takes by MLX's own count, beside weights and translator."""
     pair, config = pair_of(model, model), make_config(model, model, plan)
     tokens = np.random.default_rng(0).integers(0, 300, prefix + answer).tolist()
@@ -120,7 +132,7 @@ def peak(model: LanguageModel, prefix: int, answer: int, plan: TrainingPlan = PL
     # There is no optimizer yet: of its four parts the translator has tensors, then gradients too.
     mx.clear_cache()
     mx.reset_peak_memory()
-    reading = pair.read(sample, config)
+    reading = pair.read(sample, config, matches)
     read = mx.get_peak_memory() - before - translators / 4
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -173,12 +185,12 @@ def test_pair_leaves_out_lengths_that_do_not_fit(
 ) -> None:
     ends, said = (models["dense"], models["wide"]), list[str]()
     monkeypatch.chdir(tmp_path)
-    small = {"SHORTEST": 64, "ANSWERS": 16, "FEWEST_STEPS": 0, "MANY_STEPS": 0, "ENOUGH": 1}
+    small = {"SHORTEST": 64, "ANSWERS": 16, "FEWEST_STEPS": 0, "MANY_STEPS": 0, "ENOUGH": 4}
     for name, value in small.items():
         monkeypatch.setattr(pace, name, value)
-    monkeypatch.setattr(pace, "STARTING", 1e9)
+    monkeypatch.setattr(pace, "FITTING", 1e9)
     monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 0)
-    monkeypatch.setenv("KVLINGO_MEMORY_LIMIT", f"{needed(models, 300, 3, nu=3, whitened=True):.6f}")
+    monkeypatch.setenv("KVLINGO_MEMORY_LIMIT", f"{needed(models, 300, 1, nu=3, whitened=True):.6f}")
     kv.pair(*ends, chats, minutes=0.3, out="t", callbacks=Callbacks(say=said.append))
     (longest,) = re.findall(r"prefixes of up to (\d+) tokens, which", " ".join(said))
     assert int(longest) == 256

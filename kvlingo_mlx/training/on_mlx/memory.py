@@ -17,6 +17,7 @@ from kvlingo_mlx.models.delta_rule import CHUNK
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.training.on_mlx import gradients
 from kvlingo_mlx.training.on_mlx.losses import LOGITS
+from kvlingo_mlx.training.plan import TrainingPlan
 
 SHORTEST = 64  # tokens: the shortest prefix that is proposed
 FLOAT = 4  # bytes of the numbers of translators and logits
@@ -38,18 +39,18 @@ def check(
     config: TranslatorConfig,
     lengths: tuple[int, int],
     rates: int,
-    hidden: int,
-    whitened: bool,
+    plan: TrainingPlan,
 ) -> str:
     """What :func:`needs` tells, for users.
 
     Raises:
         NotEnoughMemoryError: There is less; the message says what would fit.
     """
-    prefix, answer = lengths
+    (prefix, answer), recipe = lengths, plan.recipe
+    ways = recipe.whitened, plan.matching > 0, recipe.reads or 0
 
     def parts(prefix: int) -> dict[str, int]:
-        return needs(source, target, config, prefix, answer, rates, hidden, whitened)
+        return needs(source, target, config, prefix, answer, rates, plan.hidden, *ways)
 
     found, there = parts(prefix), memory.free()
     weights = next(iter(found.values()))
@@ -74,6 +75,8 @@ def needs(
     rates: int = 1,
     hidden: int = 0,
     whitened: bool = False,
+    matches: bool = False,
+    reads: int = 0,
 ) -> dict[str, int]:
     """The bytes that training takes at most, by purpose.
 
@@ -86,6 +89,8 @@ def needs(
         rates: The number of learning rates, each with a translator of its own.
         hidden: The hidden units of an MLP.
         whitened: Whether maps learn in coordinates, which have matrices of their own.
+        matches: Whether attention is matched, for which the target reads a text in one pass.
+        reads: The number of conversations that are kept, and learned from in turn.
     """
     models = sum({id(model): weights_bytes(model) for model in (source, target)}.values())
     # Tensors, two moments of AdamW, and gradients.
@@ -93,13 +98,22 @@ def needs(
     numbers += sum((m.heads or 1) * m.inputs**2 for m in maps_of(config)) if whitened else 0
     translators = rates * FLOAT * numbers
     lengths, kept = (prefix, answer), config.state_maps
-    reading = _reading(source, target, *lengths, kept=kept)
+    reading = _reading(source, target, *lengths, kept=kept, matches=matches)
     most = max(*reading, _learning(source, target, *lengths, kept=kept))
-    return {
+    found = {
         "weights of both models": models,
         f"{rates} translator{'s'[: rates > 1]} in training": translators,
         f"a conversation of {prefix:,} + {answer:,} tokens": int(most),
     }
+    if reads:
+        bytes_kept = reads * kept_bytes(source, target, prefix + answer, matches)
+        found[f"{reads:,} such conversations that are learned from in turn"] = bytes_kept
+    return found
+
+
+def kept_bytes(source: LanguageModel, target: LanguageModel, tokens: int, matches: bool) -> int:
+    """The bytes of a conversation that is kept: queries take as much as the target's cache."""
+    return cache_bytes(source, tokens) + (2 * cache_bytes(target, tokens) if matches else 0)
 
 
 def _numbers(config: TranslatorConfig, hidden: int) -> int:
@@ -109,8 +123,9 @@ def _numbers(config: TranslatorConfig, hidden: int) -> int:
 
 
 def _reading(
-    source: LanguageModel, target: LanguageModel, prefix: int, answer: int, *, kept: bool
-) -> Iterator[float]:
+    source: LanguageModel, target: LanguageModel, prefix: int, answer: int, *, kept: bool,
+    matches: bool,
+) -> Iterator[float]:  # fmt: skip
     """The bytes beside weights while each model reads a conversation without gradient.
 
     ``kept`` says that recurrent states are kept, and not what goes into them.
@@ -121,6 +136,7 @@ def _reading(
         (source, 2 * cache_bytes(source, prefix) + inputs),
     ):
         chunk = min(prefix, gradients.STEP)
+        chunk = prefix + answer if matches and model is target else chunk
         # A GPU's attention writes no scores; a CPU writes those of a chunk and all before it.
         scores = 0 if on_gpu() else _heads(model) * chunk * prefix
         rule, steps = _steps(model)

@@ -24,6 +24,7 @@ from kvlingo_mlx.training.initial import drawn
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.on_mlx import gradients, memory
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
+from kvlingo_mlx.training.plan import TrainingPlan
 from kvlingo_mlx.training.runtime import Passes
 from kvlingo_mlx.translators import build
 
@@ -67,10 +68,9 @@ class MLXPair(Passes, DeviceRows):
                 )
 
     def check_memory(
-        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, hidden: int,
-        whitened: bool,
-    ) -> str:  # fmt: skip
-        return memory.check(self.source, self.target, config, lengths, rates, hidden, whitened)
+        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, plan: TrainingPlan
+    ) -> str:
+        return memory.check(self.source, self.target, config, lengths, rates, plan)
 
     @in_chunks(gradient=False)
     def states(self, sample: Sample, capture: str) -> tuple[KVStates, KVStates]:

@@ -167,13 +167,14 @@ class Job:
 
 
 def train_seeds(job: Job, seeds: Sequence[int], listeners: Listeners) -> list[Done]:
-    """Train a translator for each seed, in ``OUT-seed42`` and so on, or one in ``OUT``.
+    """Train, or resume, a translator for each seed, in ``OUT-seed42`` and so on, or one in ``OUT``.
 
     All have the learning rates that the first one's training chose (appendix "Training protocol").
     The list is empty in a process that does not lead.
 
     Raises:
-        ValueError, KVLingoError: As :func:`train` does.
+        ValueError: A bad option, unusable data, or a destination that holds something else.
+        KVLingoError: A model cannot be used, training diverged, or the disk is full.
     """
     jobs = [
         replace(job, options=replace(job.options, seed=seed), out=f"{job.out}-seed{seed}")
@@ -220,17 +221,6 @@ def _plan(job: Job) -> TrainingPlan:
     if job.stage1 is not None:
         first["stage1_recipe"] = reconstruction(stage2, **job.stage1)
     return TrainingPlan(**plan, **first, seed=job.options.seed, recipe=stage2)
-
-
-def train(job: Job, listeners: Listeners) -> Done | None:
-    """Train, or resume a training; returns None in a process that does not lead.
-
-    Raises:
-        ValueError: A bad option, unusable data, or a destination that holds something else.
-        KVLingoError: A model cannot be used, training diverged, or the disk is full.
-    """
-    done = train_seeds(job, (), listeners)
-    return done[0] if done else None
 
 
 def _train(job: Job, listeners: Listeners) -> tuple[Done, bool]:

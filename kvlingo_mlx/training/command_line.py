@@ -234,7 +234,8 @@ def _train(job: Job, listeners: Listeners) -> tuple[Done, bool]:
     stream = options.stream(
         target.tokenizer,
         min(source.context_length, target.context_length),
-        samples_of(stage2.steps, stage2.batch, plan.fit_samples),
+        # Stage 1 reads the first samples of stage 2.
+        max(stage2.steps * stage2.batch, plan.fit_samples),
         other_tokenizer(source.tokenizer, target.tokenizer),
     )
     group = options.runtime.join(options.place)
@@ -263,11 +264,6 @@ def _train(job: Job, listeners: Listeners) -> tuple[Done, bool]:
     finally:
         options.runtime.leave(group)
     return Done(folder, found, before), group.leads
-
-
-def samples_of(steps: int, batch: int, fit_samples: int) -> int:
-    """The number of samples that a training draws; stage 1 reads the first samples of stage 2."""
-    return max(steps * batch, fit_samples)
 
 
 def draw(log: Path, picture: str, title: str) -> None:

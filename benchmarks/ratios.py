@@ -112,8 +112,8 @@ def eager(trials: int, tokens: int = 2048) -> Found:
 
 def switch(trials: int, tokens: int = 512, layers: int = 4) -> Found:
     """A switch over the sum of its translation and the target's step, Qwen3-0.6B widths."""
-    source, target = (
-        geometries.random_model("qwen3-0.6b", layers, "float32", seed) for seed in (0, 1)
+    source, target = geometries.make(
+        [geometries.unmade_model("qwen3-0.6b", layers, "float32", seed) for seed in (0, 1)]
     )
     form = {"float32": translation_cost.random_translator(source, target, 1)}
     paths = Paths(source, target, form, prompt_of(source, target, tokens, text=False))

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from kvlingo_mlx.loading.models import load
-from kvlingo_mlx.timing.geometries import random_model, random_translators
+from kvlingo_mlx.timing.geometries import make, random_translators, unmade_model
 
 CONTEXT, VOCABULARY = 40960, 151936
 TURN = "{{ '<|start|> ' + m.role + m.content + '<|end|>' }}"
@@ -51,7 +51,7 @@ def write_model(folder: Path, geometry: str, layers: int, precision: str, seed: 
     """A model's folder as users have them."""
     folder.mkdir()
     write_tokenizer(folder)
-    model = random_model(geometry, layers, precision, seed)
+    (model,) = make([unmade_model(geometry, layers, precision, seed)])
     config = {**model.config, "max_position_embeddings": CONTEXT, "eos_token_id": 1}
     if precision.endswith("bit"):
         config["quantization"] = {"group_size": 64, "bits": int(precision[0])}

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx.models.hidden import hidden_states, logits_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing.geometries import random_model
+from kvlingo_mlx.timing.geometries import make, unmade_model
 from kvlingo_mlx.tokenization.samples import Sample
 
 CHUNK = 2048  # tokens that mlx-lm reads at once
@@ -24,7 +24,7 @@ class Side:
 
     def __init__(self, args: argparse.Namespace, sample: Sample) -> None:
         names = enumerate((args.source, args.target))
-        made = [random_model(name, args.layers, args.dtype, seed) for seed, name in names]
+        made = make([unmade_model(name, args.layers, args.dtype, seed) for seed, name in names])
         self.ends, self.sample = (made[0], made[1]), sample
         spec, count = made[1].geometry.layers[0], len(sample.prefix) - 1
         shape = (1, spec.kv_heads, count, spec.key_dim)

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing.geometries import random_model
+from kvlingo_mlx.timing.geometries import make, unmade_model
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.initial import drawn
 from kvlingo_mlx.training.objectives import objective_named
@@ -73,10 +73,11 @@ def main() -> None:
     parser.add_argument("--continuations", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--json", help="append the record to this file")
     args = parser.parse_args()
-    ends = [
-        random_model(name, args.layers, args.precision, seed)
+    unmade = [
+        unmade_model(name, args.layers, args.precision, seed)
         for seed, name in enumerate(args.geometries)
     ]
+    ends = make(unmade)
     pair, results = MLXPair(*ends), []
     for prefix in args.lengths:
         for continuation in args.continuations:

@@ -6,11 +6,14 @@ made. Errors name options as Python does; the command line spells the same error
 MLX is loaded here, so the package's own classes are known by their names.
 """
 
+import json
 import math
 import operator
 import os
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 Spell = Callable[[str, Any], str]  # (name, value) -> the option as a user types it
@@ -415,3 +418,17 @@ class HandoverOptions(TranslatorOptions, NativeOptions, HealOptions, GuardOption
 
 
 GROUPS = (SamplingOptions, CacheOptions, DraftOptions, HandoverOptions)
+
+
+def read_table(path: str, what: str, hint: str = "") -> dict[str, Any]:
+    """The keys of a TOML file, or of JSON's where it is called so; ValueError if it has none."""
+    form, read = ("JSON", json.loads) if path.endswith(".json") else ("TOML", tomllib.loads)
+    try:
+        found = read(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{what} {path} cannot be read ({error.strerror}){hint}") from None
+    except (ValueError, RecursionError) as error:  # broken, or not UTF-8
+        raise ValueError(f"{path} is not valid {form}: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no keys; give KEY = VALUE, a line each")
+    return found

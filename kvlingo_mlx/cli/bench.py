@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from kvlingo_mlx.cli.command import BOTH, LENGTHS, Configured, numbers, text_of, verb, words
+from kvlingo_mlx.cli.command import BOTH, LENGTHS, Configured, numbers, verb, words
 from kvlingo_mlx.cli.output import draw, keep, ms, phase, say, table, tell_of_machine, warn
-from kvlingo_mlx.options import COUNT, Need, is_set, number, off, option
+from kvlingo_mlx.options import COUNT, Kind, Need, is_set, number, off, option
 
 if TYPE_CHECKING:
     from kvlingo_mlx.timing.bench import BenchPair, PhaseTimes
@@ -21,21 +21,13 @@ ROWS = {"source_prefill": "source reads", "target_step": "first step", "native":
 
 
 def bits_of(text: str) -> list[int]:
-    """The widths of a list such as ``8,4``; empty for ``none``.
-
-    Raises:
-        ValueError: One is neither 8 nor 4.
-    """
-    if text == "none":
-        return []
-    found = [{"8": 8, "4": 4}.get(word, 0) for word in words(text)]
-    if not found or not all(found):
-        raise ValueError
-    return found
+    """The widths of a list such as ``8,4``; empty for ``none``."""
+    return [] if text == "none" else [*map(int, words(text))]
 
 
 TIME_LIMIT = number("seconds above 0", lambda value: value > 0)
-FORMS = text_of(bits_of, "8, 4, 8,4 or none")
+LISTS = (["8"], ["4"], ["8", "4"], ["4", "8"])
+FORMS = Kind(lambda text: text == "none" or words(text) in LISTS, "8, 4, 8,4 or none")
 
 
 @dataclass(frozen=True, kw_only=True)

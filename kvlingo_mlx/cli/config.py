@@ -5,13 +5,13 @@ both into the same parameter, and may be typed as one, too.
 """
 
 import difflib
-import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
+
+from kvlingo_mlx.options import read_table
 
 # Where an option stands in --help, the same in every verb; others are in the first group.
 GROUPS = {
@@ -23,6 +23,7 @@ GROUPS = {
     "Output and settings": "json_file plot log_level conversations keep_conversations force config",
 }
 HEADING = "Keys of --config (-c KEY=VALUE, or a TOML or JSON file of KEY = VALUE)"
+HINT = "; give a TOML or JSON file, or KEY=VALUE"
 OWN_FILE = ("serve",)  # whose file has tables, too: serving/settings reads it
 
 
@@ -66,7 +67,7 @@ def read_config(context: typer.Context, given: list[str] | None) -> list[str] | 
         elif context.command.name in OWN_FILE:
             left.append(text)
         else:
-            for key, value in _file(text).items():
+            for key, value in read_table(text, "--config", HINT).items():
                 parameter = _known(key, known, text)
                 values[parameter.name] = _text(f"{text}: {key}", value, parameter.multiple)
     context.default_map = values
@@ -80,22 +81,6 @@ def _known(key: str, known: Mapping[str, Any], where: str) -> Any:
     close = difflib.get_close_matches(key, known, 1, 0.6)
     expected = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
     raise ValueError(f"{where}: unknown key {key!r}; {expected}")
-
-
-def _file(path: str) -> dict[str, Any]:
-    read = json.loads if path.endswith(".json") else tomllib.loads
-    try:
-        found = read(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(
-            f"--config {path} cannot be read ({error.strerror}); give a TOML or JSON file, or "
-            "KEY=VALUE"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid TOML or JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no keys; give KEY = VALUE, a line each")
-    return found
 
 
 def _text(where: str, value: Any, multiple: bool = False) -> Any:

@@ -20,6 +20,8 @@ class PublishOptions(VerbOptions):
 @verb(PublishOptions)
 def command(options: PublishOptions) -> None:
     """Check a translator and upload it with its card."""
+    from huggingface_hub import get_token
+
     from kvlingo_mlx.loading.grading import GRADES, receipt_of, said_of
     from kvlingo_mlx.store import publishing
 
@@ -30,7 +32,7 @@ def command(options: PublishOptions) -> None:
         warn(f"the grade of {folder} is {said_of(upload.config)}")
     if upload.left_out:
         warn(f"left out, since they are no files of a translator: {', '.join(upload.left_out)}")
-    ready = publishing.has_token() and not options.dry_run
+    ready = get_token() is not None and not options.dry_run
     place = repo + (f", branch {revision}" if revision else "")
     say(printable(f"{'uploading' if ready else 'would upload'} to {place}:"))
     facts({name: f"{size:,} bytes" for name, size in upload.sizes().items()})

@@ -5,7 +5,6 @@ Data parallelism over conversations is torchrun's: gloo on CPUs, nccl on GPUs.
 
 import os
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,17 +18,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def load(name: str, dtype: str | None, device: str) -> model.TorchModel:
     """A model on this process's device, in bfloat16 unless ``dtype`` says otherwise."""
     return model.load(name, dtype=DTYPES[dtype or "bfloat16"], device=local_device(device))
-
-
-def load_as_stored(name: str, device: str) -> model.TorchModel:
-    """A model on this process's device, in the precision of its files."""
-    return model.load(name, dtype="auto", device=local_device(device))
-
-
-def facts(name: str) -> tuple[int, Any]:
-    """A model's context in tokens, and its tokenizer."""
-    config, tokenizer = model.read_config(name)
-    return config["max_position_embeddings"], tokenizer
 
 
 def check_device(device: str) -> None:

@@ -26,12 +26,13 @@ from kvlingo_mlx.engine.rules import Rules, tell_of_templates
 from kvlingo_mlx.engine.sampling import DecodingOptions, LogitsProcessor, Sampler, choice_of, given
 from kvlingo_mlx.engine.state import State
 from kvlingo_mlx.engine.transcript import Transcript
-from kvlingo_mlx.engine.turn import Decoding, Part, Turn, thought_end, tokens_alone
+from kvlingo_mlx.engine.turn import Decoding, Part, Turn, tokens_alone
 from kvlingo_mlx.engine.use import claiming
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.loading.models import Model, load_together
 from kvlingo_mlx.machines import digest_of, facts_of, group_of, own_folder
 from kvlingo_mlx.models.prompts import Message, check_json, check_tools, render_text
+from kvlingo_mlx.tokenization.probes import think_marks
 
 __all__ = ["Conversation", "Stats", "Switch"]
 
@@ -309,7 +310,7 @@ class Conversation(State):
         turn = asking.turn(base, named, new, request.max_tokens, decoding)
         parts = [Part(name)]
         if reasoning is not None:
-            mark = thought_end(self.exchange.line(reasoning).model)
+            mark = think_marks(self.exchange.line(reasoning).model.tokenizer)[1]
             parts.insert(0, Part(reasoning, until=mark))
         if request.prefill is not None and first == "source":
             parts.insert(0, Part(request.prefill, most=1))

@@ -57,13 +57,9 @@ class Watch:
         self.tokens, self._models = tokens, (source, target)
         self._hidden: dict[str, mx.array] = {}
 
-    def source_read(self, hidden: mx.array) -> None:
-        """Keep the source's hidden states, which are evaluated."""
-        self._hidden["source"] = hidden
-
-    def target_read(self, hidden: mx.array) -> None:
-        """Keep the target's hidden states, which are evaluated."""
-        self._hidden["target"] = hidden
+    def keep(self, role: str, hidden: mx.array) -> None:
+        """Keep the hidden states of the ``"source"`` or ``"target"``, which are evaluated."""
+        self._hidden[role] = hidden
 
     def measured(self, following: Sequence[int]) -> tuple[float, float, float]:
         """The divergence, the source's loss and the target's; ``following`` are the true tokens."""

@@ -42,15 +42,12 @@ class Healing(Protocol):
     @property
     def cache(self) -> list[Any]:
         """The model's caches."""
-        ...
 
     def heal(self, most: int, *, answers: bool) -> int:
         """Read at most ``most`` tokens; return how many were read."""
-        ...
 
     def left(self, answers: bool) -> int:
         """The number of tokens that are yet to be read."""
-        ...
 
 
 @unit

@@ -54,7 +54,6 @@ class Source(Protocol):
         self, tokens: Sequence[int], start: int, step_size: int, config: TranslatorConfig
     ) -> Iterator[KVStates | TranslatedStates | None]:
         """What its model writes of ``tokens`` from ``start`` on; see :meth:`Line.written`."""
-        ...
 
 
 class Line:

@@ -188,7 +188,7 @@ class LineSet(ABC):
     def take(self, line: Line, step: Step, tokens: Sequence[int], clock: Clock | None) -> Steps:
         """Append one step to a line; with a ``clock``, it is waited for and timed."""
         if step.source is None:
-            hidden = None if step.watch is None else step.watch.target_read
+            hidden = functools.partial(step.watch.keep, "target") if step.watch else None
             yield from line.read(tokens[len(line) : step.stop], self.step_size, hidden)
             if clock is not None:
                 clock.lap(self.own_phase)
@@ -234,7 +234,7 @@ class LineSet(ABC):
     def source_reads(self, look: Look, tokens: Sequence[int], clock: Clock) -> None:
         """Let a guard's source read the compared tokens; its line stays what it is."""
         found = look.source.hidden_beside(tokens[look.start : look.stop], look.start)
-        look.watch.source_read(found)
+        look.watch.keep("source", found)
 
     def gave_up(self) -> None:  # noqa: B027
         """Note that a line reads what was translated for it."""

@@ -1,5 +1,6 @@
 """A hand-over as a conversation of one turn: two lines that nobody keeps."""
 
+import functools
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -96,7 +97,8 @@ class OneTurn(LineSet):
         """Let the source read on, since nobody keeps its line."""
         source, size = look.source, look.stop - look.start
         finished(source.read(tokens[len(source) : look.start], self.step_size))
-        finished(source.read(tokens[look.start : look.stop], size, look.watch.source_read))
+        keep = functools.partial(look.watch.keep, "source")
+        finished(source.read(tokens[look.start : look.stop], size, keep))
         clock.lap("prefill")
 
     def steps(self, watch: Watch | None = None) -> list[Step]:

@@ -4,13 +4,12 @@ import importlib
 import math
 import re
 import runpy
-import tomllib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from kvlingo_mlx.engine.transcript import Message
+from kvlingo_mlx.options import read_table
 
 # A route takes the messages, the newest last, and the models' names; it returns one of the names.
 Route = Callable[[Sequence[Message], Sequence[str]], str]
@@ -35,22 +34,17 @@ def load_route(text: str, names: Sequence[str]) -> Route:
             callable fails or returns no model's name.
     """
     if text.endswith(".toml"):
-        return _rules(Path(text), names)
+        return _rules(text, names)
     return _checked(_function(text), text)
 
 
-def _rules(path: Path, names: Sequence[str]) -> Route:
+def _rules(path: str, names: Sequence[str]) -> Route:
     """The route of a TOML file: the first rule that holds, or the default."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"the route {path} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:  # broken TOML, or not UTF-8
-        raise ValueError(f"{path} is not valid TOML: {error}") from None
+    data = read_table(path, "the route")
     tables = data.pop("rule", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ValueError(f"{path}: rule is {tables!r:.80}; write each rule under [[rule]]")
-    default = _entries(data, {"default": str}, "default", names, str(path))["default"]
+    default = _entries(data, {"default": str}, "default", names, path)["default"]
     rules = []
     for number, table in enumerate(tables, start=1):
         where = f"{path}, rule {number}"

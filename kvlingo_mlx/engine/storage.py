@@ -20,6 +20,7 @@ from kvlingo_mlx.caches import PARTS
 from kvlingo_mlx.errors import KVLingoError, MalformedTranslatorError
 from kvlingo_mlx.format.tensor_file import DType, Weights, read_tensors, write_tensors
 from kvlingo_mlx.loading.translators import store
+from kvlingo_mlx.translators.products import loaded
 
 PLACES = ("8bit", "disk")
 GROUP = 64  # numbers that share a scale, as mlx-lm quantises a cache
@@ -28,7 +29,6 @@ DTYPES: dict[mx.Dtype, DType] = {
     mx.float16: "float16",
     mx.bfloat16: "bfloat16",
 }
-NAMES = {name: dtype for dtype, name in DTYPES.items()}
 Arrays = Mapping[str, mx.array]
 
 
@@ -214,11 +214,7 @@ def to_weights(arrays: Arrays) -> Weights:
 
 def from_weights(weights: Weights) -> dict[str, mx.array]:
     """The MLX arrays of :func:`to_weights`, with two axes."""
-    dtype = NAMES[weights.dtype]
-    return {
-        name: mx.array(a).view(dtype) if dtype == mx.bfloat16 else mx.array(a)
-        for name, a in weights.arrays.items()
-    }
+    return {name: loaded(array, weights.dtype) for name, array in weights.arrays.items()}
 
 
 def write_file(path: Path, weights: Weights) -> str:

@@ -27,16 +27,8 @@ from kvlingo_mlx.engine.responses import (
 )
 from kvlingo_mlx.engine.sampling import Choice, LogitsProcessor
 from kvlingo_mlx.engine.use import Use
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished, stepping, wired, working
 from kvlingo_mlx.translators.base import Translator
-
-THOUGHT = "</think>"  # the end of a reasoning trace where a tokenizer has no mark of its own
-
-
-def thought_end(model: LanguageModel) -> str:
-    """The text that ends a model's reasoning trace."""
-    return getattr(model.tokenizer, "think_end", None) or THOUGHT
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.format.geometry import canonical_json
+from kvlingo_mlx.format.geometry import digest_of
 
 Scores = dict[str, float]
 Seeds = tuple[Scores, ...]  # an item's scores for each seed of a condition
@@ -114,7 +114,7 @@ class Journal(Responses):
 
     def run(self, settings: Mapping[str, Any]) -> str:
         """The key of a run with these settings."""
-        key = hashlib.sha256(canonical_json(settings).encode()).hexdigest()[:KEY_LENGTH]
+        key = digest_of(settings)[:KEY_LENGTH]
         if key not in self._runs:
             self._append({"run": key, "settings": settings})
             self._runs.add(key)

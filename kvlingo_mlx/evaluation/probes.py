@@ -17,6 +17,7 @@ from mlx_lm.generate import stream_generate
 
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.engine.plan import align
+from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.evaluation import needles
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
 from kvlingo_mlx.evaluation.continuation import RecallSample, comparer, recall_sample
@@ -401,15 +402,9 @@ def _needle(
         both = align(source, target, list(made.messages), enable_thinking=options.thinking)
     cluster = f"{variant}/{options.seed}/{index}"
     name, group = f"{cluster}/{length}", f"{variant}, {length}"
-    question = shared_start(prefix, tokens(made.context))
+    question = common_prefix(prefix, tokens(made.context))
     sample = RecallSample(prefix, (), (), aligned=both)
     return Item(name, group, cluster, sample, made.references, question)
-
-
-def shared_start(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """The number of first tokens that two sequences share."""
-    both = zip(tokens, others, strict=False)
-    return next((i for i, (a, b) in enumerate(both) if a != b), min(len(tokens), len(others)))
 
 
 def _answer_scorer(target: LanguageModel, item: Item, most: int) -> Scorer:

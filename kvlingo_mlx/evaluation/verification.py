@@ -185,7 +185,7 @@ def usual(
         plan = Plan(source, target, list(tokens[: stop + 1]), translator, native, guard=GUARD)
         watch = plan.watch()
         assert watch is not None
-        watch.source_read(hidden[0, stop - GUARD : stop])
+        watch.keep("source", hidden[0, stop - GUARD : stop])
         span = states.part(0, stop - GUARD)
         if translator.config.state_maps:  # after a longer text they are others
             read = tokens[: stop - GUARD]

@@ -235,7 +235,7 @@ class CacheGeometry:
     @property
     def fingerprint(self) -> str:
         """Sha256 of the canonical JSON of these facts."""
-        return _sha256(canonical_json(self.facts))
+        return digest_of(self.facts)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -263,10 +263,15 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
+def digest_of(value: Any) -> str:
+    """Sha256 of a value's canonical JSON."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
 def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
     """Sha256 of a vocabulary (token to id, added tokens included), sorted by id."""
     entries = sorted((index, token) for token, index in vocabulary.items())
-    return _sha256(canonical_json(entries))
+    return digest_of(entries)
 
 
 def layer_differences(
@@ -283,7 +288,3 @@ def layer_differences(
                 told = f"{name} of layer {index}: {value}, expected {wanted[name]}"
                 differences[name] = told
     return list(differences.values())
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,6 +1,5 @@
 """A model on another machine: its facts are here, its weights are not."""
 
-import hashlib
 import os
 from importlib import metadata
 from typing import Any
@@ -10,7 +9,7 @@ from kvlingo_mlx.backend import mx
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import RemoteModelError, printable
 from kvlingo_mlx.format.fingerprints import Sketch
-from kvlingo_mlx.format.geometry import CacheGeometry, LayerGeometry, RopeSpec, canonical_json
+from kvlingo_mlx.format.geometry import CacheGeometry, LayerGeometry, RopeSpec, digest_of
 from kvlingo_mlx.format.tensor_file import STORAGE
 from kvlingo_mlx.format.typed import read
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -148,11 +147,6 @@ def facts_of(model: LanguageModel) -> dict[str, Any]:
         "bits": model.bits,
         "precision": model.precision,
     }
-
-
-def digest_of(facts: dict[str, Any]) -> str:
-    """A digest of a model's facts, by which an order names it."""
-    return hashlib.sha256(canonical_json(facts).encode()).hexdigest()
 
 
 def geometry_of(data: dict[str, Any]) -> CacheGeometry:

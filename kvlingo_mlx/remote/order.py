@@ -5,14 +5,13 @@ Both sides compute from it what each chunk holds, so that nothing else has to be
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
-from kvlingo_mlx.format.geometry import LayerGeometry, canonical_json
+from kvlingo_mlx.format.geometry import LayerGeometry, digest_of
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import maps_of, maps_states, state_maps_of
 from kvlingo_mlx.format.tensor_file import STORAGE, DType, Shapes
@@ -45,7 +44,7 @@ class Order:
     @property
     def id(self) -> str:
         """The job's name: a digest of all that is asked."""
-        return hashlib.sha256(canonical_json(asdict(self)).encode()).hexdigest()[:32]
+        return digest_of(asdict(self))[:32]
 
     @property
     def start(self) -> int:

@@ -34,6 +34,7 @@ from kvlingo_mlx.remote.order import (
 )
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.translators.products import loaded
 
 Arrived = tuple[range, dict[str, np.ndarray], DType]  # of one chunk
 AHEAD = 2  # chunks that have come and wait to be translated
@@ -196,7 +197,7 @@ class Transfer:
     def _states(
         self, span: range, found: dict[str, np.ndarray], dtype: DType
     ) -> KVStates | TranslatedStates:
-        arrays = {name: _array(array, dtype) for name, array in found.items()}
+        arrays = {name: loaded(array, dtype) for name, array in found.items()}
         if self._order.translator is None:
             return self._own(span, arrays)
         keys, values = (
@@ -233,8 +234,3 @@ def _kept(arrays: Mapping[str, mx.array]) -> dict[int, mx.array]:
     """The recurrent states among a chunk's arrays, by layer."""
     named = {split(name): array for name, array in arrays.items()}
     return {layer: array[None] for (side, layer), array in named.items() if side == KEPT}
-
-
-def _array(array: np.ndarray, dtype: DType) -> mx.array:
-    made = mx.array(array)
-    return made.view(mx.bfloat16) if dtype == "bfloat16" else made

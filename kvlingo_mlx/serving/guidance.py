@@ -11,10 +11,9 @@ import numpy as np
 
 from kvlingo_mlx.engine.answer import LAST
 from kvlingo_mlx.engine.calls import CallForm, form_of
-from kvlingo_mlx.engine.turn import thought_end
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.messages import GenerationRequest
-from kvlingo_mlx.tokenization.probes import announces_tools
+from kvlingo_mlx.tokenization.probes import announces_tools, think_marks
 
 NEEDED = (
     "response_format and a demanded tool call need llguidance, which is not installed where the "
@@ -192,7 +191,7 @@ class _Guide:
             self._seen, waits = len(ids), self.opened
         else:
             last = self._model.tokenizer.decode(ids[max(self._seen, len(ids) - LAST) :])
-            waits = thought_end(self._model) not in last
+            waits = think_marks(self._model.tokenizer)[1] not in last
         if not waits:
             self._begun = self._seen = len(ids)
         return not waits

@@ -28,9 +28,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvlingo_mlx.errors import printable
+from kvlingo_mlx.format.geometry import digest_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.remote.client import PATH
-from kvlingo_mlx.remote.model import digest_of, facts_of
+from kvlingo_mlx.remote.model import facts_of
 from kvlingo_mlx.remote.order import Order
 from kvlingo_mlx.serving.guard import Gate, Refused, error_handlers, read_body
 from kvlingo_mlx.serving.messages import Failure

@@ -324,7 +324,8 @@ class Scheduler:
         resident = self.pool[job.name]
         if not job.told:
             job.usage = usage_of(job, exchange, resident, response)
-            self._learn(resident, exchange)
+            if (switch := exchange.last) is not None:
+                resident.took(switch.read, switch.read_s)
         job.take(response, resident.model.tokenizer)
         return job.ended or job.ready
 
@@ -384,11 +385,6 @@ class Scheduler:
             template=_switches(ask, model),  # also for lines of models that tell of tools
             batch=job,
         )
-
-    def _learn(self, resident: PooledModel, exchange: Exchange) -> None:
-        """Note how fast a model reads its prompts."""
-        if (switch := exchange.last) is not None:
-            resident.took(switch.read, switch.read_s)
 
     # ---- what others ask --------------------------------------------------------------------
 

@@ -3,14 +3,14 @@
 import difflib
 import ipaddress
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import field, fields
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ByteSize, Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+
+from kvlingo_mlx.options import read_table
 
 API_KEY = "KVLINGO_API_KEY"  # the environment variable, which other users' `ps` does not show
 AUTO = "auto"  # the model's name by which a client lets the rules choose
@@ -145,7 +145,7 @@ def read(config: str | None, options: Mapping[str, Any]) -> Settings:
     Raises:
         ValueError: The file cannot be read, or a setting is unknown or out of range.
     """
-    given = {} if config is None else _file(config)
+    given = {} if config is None else read_table(config, "--config")
     for name in given:
         if name not in NAMES:
             raise ValueError(f"{config}: unknown setting {name!r}; {_nearest(name)}")
@@ -182,16 +182,6 @@ def _refusal(error: ValidationError, given: dict[str, Any], wheres: dict[str, st
             spelled, inner = f"{spelled}[{part!r}]", inner[part]
     shown = "not what it can be" if name == "api_key" else f"{first['input']!r:.80}"
     return f"{where}{spelled} is {shown}; {told[:1].lower()}{told[1:]}"
-
-
-def _file(config: str) -> dict[str, Any]:
-    try:
-        with Path(os.path.expanduser(config)).open("rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise ValueError(f"--config {config} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:  # broken TOML, or not UTF-8
-        raise ValueError(f"{config} is not valid TOML: {error}") from None
 
 
 def _nearest(name: str) -> str:

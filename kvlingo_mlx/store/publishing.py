@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import huggingface_hub
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
@@ -54,11 +53,6 @@ def prepare(folder: str | os.PathLike[str], repo: str) -> Upload:
         files[CARD_FILE] = translator_folder.model_card(config, weights, said_of(config)).encode()
     left_out = tuple(sorted(set(os.listdir(path)) - set(OUR_FILES)))
     return Upload(path, config, translator_folder.digest(config, weights), files, left_out)
-
-
-def has_token() -> bool:
-    """Whether the Hub's client has a token to upload with."""
-    return huggingface_hub.get_token() is not None
 
 
 def publish(

@@ -29,7 +29,7 @@ Progress = Callable[[int, int], object]  # takes how many steps are done, and of
 
 
 def check(name: str, layers: int | None, precision: str | None) -> None:
-    """Raise ValueError for what :func:`random_model` cannot make; a None precision is any."""
+    """Raise ValueError for what :func:`unmade_model` cannot be; a None precision is any."""
     if name not in GEOMETRIES:
         raise ValueError(f"--geometry names {name!r}; there are {', '.join(GEOMETRIES)}")
     if precision is not None and precision not in PRECISIONS:
@@ -45,21 +45,6 @@ def check(name: str, layers: int | None, precision: str | None) -> None:
 
 def _period(config: Mapping[str, Any]) -> int:
     return int(config.get("sliding_window_pattern", config.get("full_attention_interval", 1)))
-
-
-def random_model(
-    name: str,
-    layers: int | None,
-    precision: str,
-    seed: int = 0,
-    *,
-    activations: mx.Dtype | None = None,
-    progress: Progress = lambda done, total: None,
-) -> LanguageModel:
-    """A model of :func:`unmade_model`, made."""
-    model = unmade_model(name, layers, precision, seed, activations=activations)
-    make([model], progress=progress)
-    return model
 
 
 def unmade_model(
@@ -124,8 +109,8 @@ def make(
     models: Sequence[LanguageModel],
     more: Mapping[str, int] | None = None,
     progress: Progress = lambda done, total: None,
-) -> None:
-    """Compute the weights of random models, after a check that they fit into memory.
+) -> Sequence[LanguageModel]:
+    """The same random models with computed weights, after a check that these fit into memory.
 
     ``more`` are bytes that are needed beside the weights, by purpose. ``progress`` is called after
     each layer.
@@ -143,6 +128,7 @@ def make(
     for done, part in enumerate(parts, start=1):
         mx.eval(part.parameters())
         progress(done, len(parts))
+    return models
 
 
 def _less(models: Sequence[LanguageModel], more: int) -> str:

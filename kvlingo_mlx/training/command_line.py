@@ -167,13 +167,14 @@ class Job:
 
 
 def train_seeds(job: Job, seeds: Sequence[int], listeners: Listeners) -> list[Done]:
-    """Train a translator for each seed, in ``OUT-seed42`` and so on, or one in ``OUT``.
+    """Train, or resume, a translator for each seed, in ``OUT-seed42`` and so on, or one in ``OUT``.
 
     All have the learning rates that the first one's training chose (appendix "Training protocol").
     The list is empty in a process that does not lead.
 
     Raises:
-        ValueError, KVLingoError: As :func:`train` does.
+        ValueError: A bad option, unusable data, or a destination that holds something else.
+        KVLingoError: A model cannot be used, training diverged, or the disk is full.
     """
     jobs = [
         replace(job, options=replace(job.options, seed=seed), out=f"{job.out}-seed{seed}")
@@ -222,17 +223,6 @@ def _plan(job: Job) -> TrainingPlan:
     return TrainingPlan(**plan, **first, seed=job.options.seed, recipe=stage2)
 
 
-def train(job: Job, listeners: Listeners) -> Done | None:
-    """Train, or resume a training; returns None in a process that does not lead.
-
-    Raises:
-        ValueError: A bad option, unusable data, or a destination that holds something else.
-        KVLingoError: A model cannot be used, training diverged, or the disk is full.
-    """
-    done = train_seeds(job, (), listeners)
-    return done[0] if done else None
-
-
 def _train(job: Job, listeners: Listeners) -> tuple[Done, bool]:
     """What was made, and whether this process leads."""
     options, plan = job.options, _plan(job)  # bad options are refused before any model is loaded
@@ -244,7 +234,8 @@ def _train(job: Job, listeners: Listeners) -> tuple[Done, bool]:
     stream = options.stream(
         target.tokenizer,
         min(source.context_length, target.context_length),
-        samples_of(stage2.steps, stage2.batch, plan.fit_samples),
+        # Stage 1 reads the first samples of stage 2.
+        max(stage2.steps * stage2.batch, plan.fit_samples),
         other_tokenizer(source.tokenizer, target.tokenizer),
     )
     group = options.runtime.join(options.place)
@@ -273,11 +264,6 @@ def _train(job: Job, listeners: Listeners) -> tuple[Done, bool]:
     finally:
         options.runtime.leave(group)
     return Done(folder, found, before), group.leads
-
-
-def samples_of(steps: int, batch: int, fit_samples: int) -> int:
-    """The number of samples that a training draws; stage 1 reads the first samples of stage 2."""
-    return max(steps * batch, fit_samples)
 
 
 def draw(log: Path, picture: str, title: str) -> None:

@@ -40,7 +40,7 @@ import numpy as np
 
 from kvlingo_mlx.format.kinds import TENSORS
 from kvlingo_mlx.format.maps import Read, head_map_of, maps_of
-from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.tensor_file import DType, Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.quantised import Quantised, fits
 
@@ -287,7 +287,9 @@ def _group(
             tensors[name] = tuple(made)
         elif bits is not None and fits(stacked.shape[-1]):
             how: Any = {"stack_heads": config.head_mixing, "wide": not on_gpu()}
-            tensors[name] = tuple(Quantised.of(loaded(p, weights), bits, **how) for p in parts)
+            tensors[name] = tuple(
+                Quantised.of(loaded(p, weights.dtype), bits, **how) for p in parts
+            )
         else:
             tensors[name] = tuple(floats(p, weights) for p in parts)
     cuts = (tuple(reads),) if whole else tuple(((read,),) for read in reads[0])
@@ -297,15 +299,15 @@ def _group(
     return ProductGroup(tuple(layers), cuts, tensors, in_blocks, segmented, wide, late)
 
 
-def loaded(array: np.ndarray, weights: Weights) -> mx.array:
-    """An array of some weights, in their dtype."""
+def loaded(array: np.ndarray, dtype: DType) -> mx.array:
+    """MLX's array of a file's, whose bfloat16 numbers are bits."""
     out = mx.array(np.ascontiguousarray(array))
-    return out.view(mx.bfloat16) if weights.dtype == "bfloat16" else out
+    return out.view(mx.bfloat16) if dtype == "bfloat16" else out
 
 
 def floats(array: np.ndarray, weights: Weights) -> mx.array:
     """An array of some weights; on a CPU in float32, because 16-bit matmuls are slow there."""
-    out = loaded(array, weights)
+    out = loaded(array, weights.dtype)
     return out if on_gpu() else out.astype(mx.float32)
 
 

@@ -73,7 +73,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("-c {c.toml}", "c.toml: unknown key 'qwertz'; known are "),
         ("-c {list.json}", "list.json holds no keys"),
         ("-c {null.json}", "null.json: hidden is None; give a text"),
-        ("-c {broken.toml}", "broken.toml is not valid TOML or JSON"),
+        ("-c {broken.toml}", "broken.toml is not valid TOML"),
         ("-c absent.toml", "--config absent.toml cannot be read"),
         ("--kind mlp -c hidden=many", "should be a valid integer"),
         ("--kind mlp -c {float.toml}", "should be a valid integer"),

@@ -18,6 +18,7 @@ pytest.importorskip("starlette")
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.errors import RemoteModelError
+from kvlingo_mlx.format.geometry import digest_of
 from kvlingo_mlx.remote import client, model
 from kvlingo_mlx.remote.order import Order
 from tests.support import tiny
@@ -489,7 +490,7 @@ def test_orders_that_make_no_sense(ends: tuple[Any, Any, Any], server: Offered) 
 
     from kvlingo_mlx.remote.order import Order
 
-    digest = model.digest_of(model.facts_of(ends[0]))
+    digest = digest_of(model.facts_of(ends[0]))
     good = Order(digest, "s", (1, 2, 3), 2, "pre_norm", {"keys.0": 0}).to_json()
     for changed in (
         {"more": 1}, {"tokens": [1, "2"]}, {"tokens": []}, {"tokens": [10**9] * 3},

@@ -164,12 +164,12 @@ def test_prompts(models: Models) -> None:
 
 @pytest.mark.parametrize("precision", geometries.PRECISIONS)
 def test_random_models(small_geometries: None, precision: str) -> None:
-    model = geometries.random_model("gemma-3-4b", 2, precision)
+    made = [geometries.unmade_model("gemma-3-4b", 2, precision) for _ in range(2)]
+    model, again = geometries.make(made)
     assert len(model.geometry.layers) == 2
     kinds = {type(module).__name__ for _, module in model.model.named_modules()}
     assert ("QuantizedLinear" in kinds) == precision.endswith("bit")
     assert model.cache_dtype == (mx.float32 if precision == "float32" else mx.bfloat16)
-    again = geometries.random_model("gemma-3-4b", 2, precision)
     for a, b in zip(*(m.model.layers[0].self_attn.q_proj.parameters().values()
                       for m in (model, again)), strict=True):  # fmt: skip
         assert mx.array_equal(a, b)
@@ -179,7 +179,7 @@ def test_random_models(small_geometries: None, precision: str) -> None:
         ("gpt", None, "--geometry names 'gpt'; there are qwen3-0.6b, "),
     ):
         with pytest.raises(ValueError, match=said):
-            geometries.random_model(name, layers, precision)
+            geometries.unmade_model(name, layers, precision)
 
 
 def test_what_does_not_fit_into_memory_is_not_made(

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.training.command_line import Job, Listeners, Options
-from kvlingo_mlx.training.command_line import train as train_command
+from kvlingo_mlx.training.command_line import Job, Listeners, Options, train_seeds
 from kvlingo_mlx.training.paper_pairs import PAIRS, filled, rate_of
 from tests.support import paper_tables
 
@@ -117,7 +116,7 @@ def test_a_training_takes_them(
     plan = {"nu": None, "norm": None, "kind": "linear", "fit_samples": 20, "held_out": 2}
     recipe = {"learning_rates": (), "steps": 1, "batch": 1, "validate_every": 1}
     heard = Listeners(lambda *report: None, lambda text: None, lambda text: None)
-    done = train_command(Job(options, plan, recipe, str(tmp_path / "t")), heard)
+    (done,) = train_seeds(Job(options, plan, recipe, str(tmp_path / "t")), (), heard)
     assert done is not None
     assert [line["learning_rates"] for line in (json.loads(text) for text in
             (tmp_path / "t.log.jsonl").read_text().splitlines()[1:])] == [[3e-6]]  # fmt: skip

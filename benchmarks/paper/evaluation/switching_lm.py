@@ -9,6 +9,7 @@ from typing import Any
 from lm_eval.api.instance import Instance
 
 from benchmarks.paper.evaluation.points import CONTEXT, POINTS, PROMPT, TRACE
+from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, RequestedAnswer
 from kvlingo_mlx.evaluation.harness.answers import (
@@ -18,7 +19,6 @@ from kvlingo_mlx.evaluation.harness.answers import (
     longest_first,
 )
 from kvlingo_mlx.evaluation.journal import key_of
-from kvlingo_mlx.evaluation.probes import shared_start
 
 
 class SwitchingLM(PrefixLM):
@@ -98,7 +98,7 @@ class SwitchingLM(PrefixLM):
                     "question begins; leave out context"
                 )
             before = self.tokens(context[:place])
-            self._questions[context] = shared_start(self.tokens(context), before)
+            self._questions[context] = common_prefix(self.tokens(context), before)
 
     def last(self, context: str, tokens: Sequence[int], most: int) -> tuple[int, ...]:
         found = super().last(context, tokens, most)

@@ -20,9 +20,10 @@ def load(place: str, source: str, target: str) -> Models:
         from kvlingo_mlx.loading.models import load_pair
 
         return load_pair(source, target)
-    from kvlingo_mlx.cuda.runtime import load_as_stored
+    from kvlingo_mlx.cuda import model, runtime
 
-    opened: Any = {name: load_as_stored(name, place) for name in dict.fromkeys((source, target))}
+    here = {"dtype": "auto", "device": runtime.local_device(place)}
+    opened: Any = {name: model.load(name, **here) for name in dict.fromkeys((source, target))}
     return opened[source], opened[target]  # with the same facts under the same names
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from benchmarks.paper.reproducing.entries import Entry
@@ -26,7 +28,7 @@ def make(entry: Entry, work: Work) -> Result:
         seed=entry.seeds[0],
         max_prefix=work.size.max_prefix,
     )
-    (read, theirs), (written, tokenizer) = (asked.runtime.facts(name) for name in (source, target))
+    (read, theirs), (written, tokenizer) = (_facts(asked.place, n) for n in (source, target))
     other = other_tokenizer(theirs, tokenizer)
     stream = asked.stream(tokenizer, min(read, written), SAMPLES, other)
     lines = [
@@ -35,6 +37,19 @@ def make(entry: Entry, work: Work) -> Result:
     ]
     columns = ("with reasoning", "without")
     return Result(("tokens",), columns, tuple(lines), (str(stream.survey),))
+
+
+def _facts(place: str, name: str) -> tuple[int, Any]:
+    """A model's context in tokens, and its tokenizer, without its weights."""
+    if place == "mlx":
+        from kvlingo_mlx.loading.models import load
+
+        model = load(name, lazy=True)
+        return model.context_length, model.tokenizer
+    from kvlingo_mlx.cuda.model import read_config
+
+    config, tokenizer = read_config(name)
+    return config["max_position_embeddings"], tokenizer
 
 
 def prefix_histogram(stream: Stream, count: int = 240, bins: int = 12) -> list[Bin]:

@@ -98,7 +98,7 @@ def trained(work: Work, pair: tuple[str, str], one: Wanted) -> Path:
     )
     work.heard.progress(f"training {folder.name}")
     job = command_line.Job(options, plan, recipe, str(folder), stage1)
-    command_line.train(job, heard)
+    command_line.train_seeds(job, (), heard)
     work.write(str(_asked_file(folder).relative_to(work.room)), json.dumps(asked) + "\n")
     return folder
 
@@ -131,7 +131,7 @@ def _is_done(folder: Path, asked: dict[str, Any]) -> bool:
 def settings(
     work: Work, one: Wanted
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]:
-    """The plan, the recipe and an MLP's first stage, as ``command_line.train`` takes them."""
+    """The plan, the recipe and an MLP's first stage, as ``command_line.train_seeds`` takes them."""
     found, size = form(one.form), work.size
     plan = {"nu": None, "norm": None, **found.plan}
     plan |= {name: value for name, value in size.training.items() if name in PLAN}

@@ -29,8 +29,9 @@ from kvlingo_mlx.timing.geometries import (
     FLOATS,
     GEOMETRIES,
     Progress,
+    make,
     random_maps,
-    random_model,
+    unmade_model,
     untrained,
 )
 from kvlingo_mlx.timing.switching import OutOfTime, Stopwatch
@@ -119,11 +120,12 @@ def setup(
 
     Args:
         layers: The number of the 48 layers to use; None for all.
-        precision: As for :func:`random_model`; on a CPU quantised weights compute in float32.
-        progress: As for :func:`random_model`.
+        precision: As for :func:`unmade_model`; on a CPU quantised weights compute in float32.
+        progress: As for :func:`make`.
     """
     dtype = FLOATS.get(precision, mx.bfloat16 if on_gpu() else mx.float32)
-    full = random_model(FULL, layers, precision, activations=dtype, progress=progress)
+    unmade = unmade_model(FULL, layers, precision, activations=dtype)
+    (full,) = make([unmade], progress=progress)
     narrowed = _narrowed(full, GEOMETRIES[NARROW]["num_key_value_heads"], precision, dtype)
     ends, same = (narrowed.spec(), full.spec()), relative_depth(*2 * (len(full.attentions),))
     config = TranslatorConfig(*ends, same, head_mixing=False, capture="post_rope")

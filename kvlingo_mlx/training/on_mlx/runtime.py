@@ -1,7 +1,5 @@
 """How a training on MLX opens its models."""
 
-from typing import Any
-
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.group import Group
@@ -28,12 +26,6 @@ def load(name: str, dtype: str | None, device: str) -> LanguageModel:
             )
         model.model.set_dtype(DTYPES[dtype])
     return model
-
-
-def facts(name: str) -> tuple[int, Any]:
-    """A model's context in tokens, and its tokenizer."""
-    model = models.load(name, lazy=True)
-    return model.context_length, model.tokenizer
 
 
 def check_device(device: str) -> None:

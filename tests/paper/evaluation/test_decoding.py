@@ -24,7 +24,7 @@ from benchmarks.paper.gpu import decoding  # noqa: E402
 from benchmarks.paper.gpu.decoding import TorchDecoder  # noqa: E402
 from kvlingo_mlx.cuda import model  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
-from kvlingo_mlx.cuda.runtime import load_as_stored  # noqa: E402
+from kvlingo_mlx.cuda.model import load as load_on_torch  # noqa: E402
 from kvlingo_mlx.evaluation.harness.answers import TextToWrite  # noqa: E402
 from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder  # noqa: E402
 from tests.support import tiny  # noqa: E402
@@ -40,7 +40,7 @@ Ends = tuple[tuple[LanguageModel, LanguageModel], tuple[TorchModel, TorchModel]]
 @pytest.fixture(scope="module")
 def ends() -> Ends:
     mlx = tuple(kv.load(zoo(name)) for name in NAMES)
-    return mlx, tuple(load_as_stored(name, "cpu") for name in NAMES)  # type: ignore[return-value]
+    return mlx, tuple(load_on_torch(name, dtype="auto", device="cpu") for name in NAMES)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")

@@ -33,12 +33,12 @@ MOVING = ("offset", "_idx", "entries")  # a cache's numbers that change as it is
 Sides = tuple[mx.array, mx.array]
 
 
-def allocate(model: LanguageModel, num_tokens: int, batch: int = 1) -> list[Any]:
+def allocate(model: LanguageModel, num_tokens: int) -> list[Any]:
     """Stock mlx-lm caches with ``num_tokens`` positions for :func:`write`, and room to grow.
 
-    ``batch`` prompts of that length lie side by side. The room is allocated once, so that neither
-    writing in chunks nor the first decoding step copies the content. A ring has room for its
-    window only. Recurrent layers begin with nothing, and are written in order.
+    The room is allocated once, so that neither writing in chunks nor the first decoding step
+    copies the content. A ring has room for its window only. Recurrent layers begin with nothing,
+    and are written in order.
 
     Raises:
         UnsupportedModelError: A layer uses a cache that translation cannot write.
@@ -50,7 +50,7 @@ def allocate(model: LanguageModel, num_tokens: int, batch: int = 1) -> list[Any]
             continue
         room = min(capacity, layer.window or capacity)
         cache.keys, cache.values = (
-            mx.zeros((batch, heads, room, dim), model.cache_dtype)
+            mx.zeros((1, heads, room, dim), model.cache_dtype)
             for heads, dim in stored_shape(model, index)
         )
         cache.offset = num_tokens

@@ -56,25 +56,9 @@ def placed(
 
     ``visible`` is (1, 1, T, E): whether a token sees an entry, those of the pass included.
     """
-    with _rotated_at(model, positions), _masked(cache, visible):
-        yield
 
-
-def _rotated_at(
-    model: LanguageModel, positions: mx.array
-) -> contextlib.AbstractContextManager[None]:
-    """Rotate each token of a forward pass at its own position, whatever the cache's length."""
-
-    def moved(call: Call) -> Call:
+    def moved(call: Call) -> Call:  # at its own position, whatever the cache's length
         return lambda x, *args, **kwargs: at_positions(call, x, positions)
-
-    ropes = {id(r): r for r in map(model.family.rotary, model.attentions)}.values()
-    return calling(ropes, moved)
-
-
-@contextlib.contextmanager
-def _masked(caches: Sequence[Any], visible: mx.array) -> Iterator[None]:
-    """Replace the caches' attention masks by ``visible``, (1, 1, B, E)."""
 
     def masked(cls: type) -> type:
         class Masked(cls):  # type: ignore[misc, valid-type]
@@ -83,5 +67,6 @@ def _masked(caches: Sequence[Any], visible: mx.array) -> Iterator[None]:
 
         return Masked
 
-    with reclassed(caches, masked):
+    ropes = {id(r): r for r in map(model.family.rotary, model.attentions)}.values()
+    with calling(ropes, moved), reclassed(cache, masked):
         yield

@@ -5,7 +5,7 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx.models.capture import move, tap, tap_keys_and_values, to_heads
+from kvlingo_mlx.models.capture import Ear, move, tap, to_heads
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 
@@ -26,11 +26,12 @@ def attention_mass(target: LanguageModel, sample: Sample, step_size: int = 2048)
     prefix, continuation = sample.prefix, sample.continuation
     family, readers = target.family, target.family.readers(target.model)
     keys: list[list[mx.array]] = [[] for _ in target.attentions]
-    with tap_keys_and_values(target) as take:
+    ear = Ear(target)
+    with ear.listening():
 
         def read(tokens: tuple[int, ...], start: int) -> None:
             target.model(mx.array(tokens)[None], cache=cache)
-            states = move(take(start), target, "post_rope")
+            states = move(ear.take(start), target, "post_rope")
             met = [
                 family.attended(attention, *(to_heads(a, layer)[0] for a in pair))
                 if layer.recurrence is None

@@ -120,16 +120,6 @@ class Ear:
         return KVStates(keys, values, self._model.family.points[0], start)
 
 
-@contextlib.contextmanager
-def tap_keys_and_values(
-    model: LanguageModel, inputs: bool = True
-) -> Iterator[Callable[[int], KVStates]]:
-    """Tap a model's key and value projections; yields :meth:`Ear.take`."""
-    ear = Ear(model, inputs=inputs)
-    with ear.listening():
-        yield ear.take
-
-
 def prefill(
     model: LanguageModel,
     tokens: Sequence[int],
@@ -149,13 +139,14 @@ def prefill(
     for start in range(begun, len(tokens), step_size):
         chunk = mx.array(list(tokens[start : start + step_size]))
         with working():
-            with tap_keys_and_values(model, inputs=not kept) as take:
+            ear = Ear(model, inputs=not kept)
+            with ear.listening():
                 model.model(chunk[None], cache=cache)
-                states = take(start)
+                states = ear.take(start)
             if kept:
                 states = replace(states, kept=recurrent_states(model, cache))
             mx.eval([c.state for c in cache], states.arrays)
-            del take
+            del ear
         yield states  # the caller may run the model before it asks for the next chunk
         del states
         mx.clear_cache()

@@ -15,14 +15,9 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.reclassed import Call, calling
 
 
-def text_of(model: LanguageModel) -> Any:
-    """The text model, without any model that wraps it."""
-    return text_model(model.model)
-
-
 def decoder_of(model: LanguageModel) -> Any:
     """The text model without its head."""
-    text = text_of(model)
+    text: Any = text_model(model.model)
     return text.get("model") or text.backbone  # the latter in nemotron_h
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.format.assignment import attention_groups
-from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.maps import Map, head_map_of, maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.stage1.bilinear import STATES
@@ -226,17 +224,6 @@ def shortage(config: TranslatorConfig, texts: int, tokens: int, rank: int) -> st
             f"{STATES} would do"
         )
     return None
-
-
-def candidates(
-    source: Sequence[LayerGeometry], target: Sequence[LayerGeometry]
-) -> dict[int, list[int]]:
-    """For each target layer, all source layers of its kind, or all that it can read without them.
-
-    Raises:
-        IncompatibleTranslatorError: The source has no layer that a target layer can read.
-    """
-    return {t: theirs for theirs, ours in attention_groups(source, target) for t in ours}
 
 
 def r2(moments: Moments) -> float:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from kvlingo_mlx.format.assignment import Assignment
+from kvlingo_mlx.format.assignment import Assignment, attention_groups
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import StateMap, maps_of, maps_states, reads_of, state_maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
@@ -249,7 +249,8 @@ class ClosedForm:
         if self.method not in closed_form.METHODS:
             return []
         found = {}
-        every = closed_form.candidates(self.config.source.layers, self.config.target.layers)
+        groups = attention_groups(self.config.source.layers, self.config.target.layers)
+        every = {t: theirs for theirs, ours in groups for t in ours}
         most = max(map(len, every.values()))
         if not 1 <= self.nu <= most:
             raise ValueError(

@@ -17,7 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.models.hidden import decoder_of, text_of
+from kvlingo_mlx.families.base import text_model
+from kvlingo_mlx.models.hidden import decoder_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import seconds
 from kvlingo_mlx.translators.base import Translator
@@ -88,7 +89,7 @@ def read_work(model: LanguageModel, count: int) -> Work:
 
 def step_work(model: LanguageModel, before: int) -> Work:
     """The least work of one token after ``before`` others: linear layers, caches, the head."""
-    text, decoder = text_of(model), decoder_of(model)
+    text, decoder = text_model(model.model), decoder_of(model)
     head = text.lm_head if "lm_head" in text else decoder.embed_tokens
     seen = (min(before, layer.window or before) for layer in model.geometry.layers)
     read = sum(map(operator.mul, caches.bytes_by_layer(model), seen)) + caches.state_bytes(model)

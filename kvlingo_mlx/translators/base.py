@@ -80,7 +80,8 @@ class Translator:
         index = group.layers.index(layer)
         bias = group.vector("bias")[index, 0, :, 0] if "bias" in group.tensors else None
         reads = tuple(cut[index] for cut in group.cuts)
-        return LinearMap(reads, group.layer_matrices(layer, "weight"), bias)
+        matrices = tuple(part[index, 0] for part in group.floats_of("weight"))
+        return LinearMap(reads, matrices, bias)
 
     def __call__(self, states: KVStates, first: Sequence[int] | None = None) -> TranslatedStates:
         """Translate a span whose keys are at ``config.capture``; nothing is evaluated.

@@ -174,16 +174,11 @@ class ProductGroup:
         assert isinstance(array, mx.array)  # only matrices are quantised
         return array
 
-    def layer_matrices(self, layer: int, name: str) -> tuple[mx.array, ...]:
-        """A target layer's matrices, (H, rows, in) per cut; float ones are shared, not copied."""
-        index = self.layers.index(layer)
-        return tuple(array[index, 0] for array in self._floats(name))
-
     def stored(self, head_mixing: bool) -> dict[tuple[int, str], np.ndarray]:
         """Float32 arrays by layer and last part of the name, with the shapes of the format."""
         out = {}
         for name in self.tensors:
-            joined = _join(self._floats(name)).astype(mx.float32)
+            joined = _join(self.floats_of(name)).astype(mx.float32)
             for index, layer in enumerate(self.layers):
                 array = np.array(joined[index, 0])  # (heads, rows, in) or (heads, 1, numbers)
                 if not TENSORS[name].is_matrix:
@@ -194,7 +189,8 @@ class ProductGroup:
                 out[layer, name] = array
         return out
 
-    def _floats(self, name: str) -> list[mx.array]:
+    def floats_of(self, name: str) -> list[mx.array]:
+        """The parts of a tensor, quantised ones as floats; others are shared, not copied."""
         return [p.floats() if isinstance(p, Quantised) else p for p in self.tensors[name]]
 
 

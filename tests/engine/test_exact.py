@@ -58,7 +58,7 @@ def test_taps_leave_no_trace(models: Models) -> None:
     next(spans)
     assert [type(a.k_proj) for a in model.attentions] == before  # between two chunks, too
     spans.close()
-    with pytest.raises(RuntimeError, match="captured already"), capture.tap_keys_and_values(model):
+    with pytest.raises(RuntimeError, match="captured already"), capture.Ear(model).listening():
         next(capture.prefill(model, TOKENS, 7))
     assert [type(a.k_proj) for a in model.attentions] == before
 

@@ -144,9 +144,10 @@ class NaiveConversation:
         model = self.models[self._holder]
         while True:
             with working():
-                with capture.tap_keys_and_values(model) as take:
+                ear = capture.Ear(model)
+                with ear.listening():
                     logits = model.model(mx.array([[token]]), cache=self._cache)
-                    states = take(len(self._held))
+                    states = ear.take(len(self._held))
                 found = int(mx.argmax(logits[0, -1]))
                 self._append(states, [token])
             yield found

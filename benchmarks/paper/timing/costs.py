@@ -9,10 +9,11 @@ from collections.abc import Iterable, Sequence
 from kvlingo_mlx.backend import mx, nn
 
 from kvlingo_mlx import caches
+from kvlingo_mlx.families.base import text_model
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import Read, flops_of, maps_states
-from kvlingo_mlx.models.hidden import decoder_of, text_of
+from kvlingo_mlx.models.hidden import decoder_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing.ceilings import DENSE, EXPERTS, Work, is_in, nbytes, shape_of
 from kvlingo_mlx.translators.base import Translator
@@ -23,7 +24,7 @@ class Costs:
 
     def __init__(self, model: LanguageModel) -> None:
         self.model, facts = model, model.facts
-        text, decoder = text_of(model), decoder_of(model)
+        text, decoder = text_model(model.model), decoder_of(model)
         modules = [module for _, module in decoder.named_modules()]
         self.dense = [module for module in modules if isinstance(module, DENSE)]
         self.experts = [module for module in modules if isinstance(module, EXPERTS)]

@@ -22,8 +22,9 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.engine.fill import bring, take_over
 from kvlingo_mlx.engine.hybrid import Native, native_part
 from kvlingo_mlx.engine.plan import Plan
+from kvlingo_mlx.families.base import text_model
 from kvlingo_mlx.models import capture
-from kvlingo_mlx.models.hidden import decoder_of, text_of
+from kvlingo_mlx.models.hidden import decoder_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.timing.switching import again, first_token
@@ -202,5 +203,5 @@ class Paths:
 
 def head(model: LanguageModel) -> Callable[[mx.array], mx.array]:
     """A text model's output head, tied or not."""
-    text = text_of(model)
+    text = text_model(model.model)
     return text.lm_head if "lm_head" in text else decoder_of(model).embed_tokens.as_linear

@@ -66,18 +66,12 @@ class TrainOptions(Configured, TwoModels):
         Need("seed", "seeds", off, why="which names them all"),
     )  # fmt: skip
     KEYS: ClassVar[str] = (
-        "english apart_from head_mixing joint capture assignment state_maps norm ridge fit_samples "
+        "head_mixing joint capture assignment state_maps norm ridge fit_samples "
         "hidden gated stage1_steps stage1_lr native_layers reads matching whitened objective "
         "ce_weight sweep at_once held_out val_every packed_share later_turns seeds"
     )
     data: list[str] = option(
         ..., "JSONL file, folder, or Hugging Face dataset; NAME@WEIGHT, may be repeated."
-    )
-    english: bool = option(
-        False, "Only English records, by their language field or their words.", "--english"
-    )
-    apart_from: list[str] | None = option(
-        None, "Evaluation data, named like --data: records that ask the same are left out."
     )
     out: str | None = option(None, "The translator folder to write.")
     kind: str = option("linear", f"What the maps are: {', '.join(NAMES)}.")
@@ -213,10 +207,9 @@ def command(options: TrainOptions) -> None:
 
     names = (
         "source target dtype device seed plain_text packed_share max_prefix max_continuation "
-        "at_once english later_turns"
+        "at_once later_turns"
     )
-    apart = tuple(options.apart_from or ())
-    asked = command_line.Options(data=tuple(options.data), apart_from=apart, **options.some(names))
+    asked = command_line.Options(data=tuple(options.data), **options.some(names))
     if options.plot:
         pictures.check(options.plot)
     recipe = {

@@ -82,11 +82,11 @@ def match(
     states: States,
     own: Sequence[Sequence[TorchAttended]],
     *,
-    native_layers: int = 0,
+    first: int = 0,
     scale: float = 0.0,
 ) -> float:
     """See :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
-    total, layers = 0.0, [t for t in range(native_layers, len(own)) if own[t]]
+    total, layers = 0.0, [t for t in range(first, len(own)) if own[t]]
     for t in layers:
         with torch.set_grad_enabled(scale != 0.0):
             keys, values = translator.layer(t, states)

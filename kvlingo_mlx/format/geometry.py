@@ -176,6 +176,11 @@ class LayerGeometry:
     recurrence: Recurrence | None = None
 
     @property
+    def attends(self) -> bool:
+        """Whether queries gather from the layer's entries."""
+        return self.recurrence is None
+
+    @property
     def reach(self) -> int | None:
         """The last tokens of a text on which the layer's cache depends; None for all of them."""
         if self.recurrence is not None and len(self.recurrence.parts) == 1:

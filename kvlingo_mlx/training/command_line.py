@@ -5,7 +5,6 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.paper_pairs import filled, rate_of
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
 from kvlingo_mlx.training.recipe import Recipe
-from kvlingo_mlx.training.record_filter import RecordFilter
 from kvlingo_mlx.training.sweep import window
 from kvlingo_mlx.training.trainer import Progress, Trainer
 
@@ -56,8 +54,8 @@ class Options:
     """The models, the data and the device of a training.
 
     ``at_once`` is the most learning rates of a sweep that are trained together; None: what fits.
-    ``english`` and ``apart_from`` are those of a :class:`RecordFilter`, ``later_turns`` is that of
-    a :class:`Mixture`.
+    ``accepts`` leaves out records (the laboratory's ``RecordFilter``), ``later_turns`` is that of a
+    :class:`Mixture`.
     """
 
     source: str
@@ -71,8 +69,7 @@ class Options:
     max_prefix: int | None = None
     max_continuation: int | None = None
     at_once: int | None = None
-    english: bool = False
-    apart_from: tuple[str, ...] = ()
+    accepts: Any = None
     later_turns: bool = False
 
     def __post_init__(self) -> None:
@@ -110,11 +107,6 @@ class Options:
             self.data, tokenizer, mixture, self.seed, source_tokenizer, planned, self.accepts
         )
 
-    @cached_property
-    def accepts(self) -> RecordFilter:
-        """Which records of the data are left out."""
-        return RecordFilter(self.english, self.apart_from)
-
     def settings(self, stream: Stream) -> dict[str, Any]:
         """The settings, beside plan and models, that must not change when a training is resumed."""
         names = ("plain_text", "packed_share", "max_prefix", "max_continuation")
@@ -123,7 +115,7 @@ class Options:
         if self.later_turns:
             own["later_turns"] = True
         if self.accepts:
-            own |= {"english": self.english, "apart_from": self.accepts.contents}
+            own |= self.accepts.settings
         # The order of samples depends on their planned number.
         return {"data": list(self.data), **own, **contents, "samples": stream.survey.samples}
 

@@ -30,7 +30,6 @@ from kvlingo_mlx.training.conversations import (
 )
 from kvlingo_mlx.training.index import Place, RecordIndex
 from kvlingo_mlx.training.mixture import Kind, Mixture, PlainText, reach
-from kvlingo_mlx.training.record_filter import RecordFilter
 from kvlingo_mlx.training.schedule import Schedule, parts_of
 
 LIFTED = 6  # most exchanges at the end of a pack whose continuation goes on
@@ -121,7 +120,7 @@ class Stream:
         seed: int = 0,
         source_tokenizer: Any = None,
         planned: int = 40_000,
-        accepts: RecordFilter | None = None,
+        accepts: Any = None,
     ) -> None:
         """Open ``sources`` (see ``records.open_source``) for models that share ``tokenizer``.
 
@@ -146,7 +145,7 @@ class Stream:
         both = [tokenizer] if source_tokenizer is None else [tokenizer, source_tokenizer]
         self._fold = not texts and not all(map(keeps_system, both))
         template = None if texts else boilerplate(*both)
-        self._index = RecordIndex(sources, both, template, seed, accepts or RecordFilter())
+        self._index = RecordIndex(sources, both, template, seed, accepts)
         self.skipped, self.contents = self._index.skipped, self._index.contents
         self.reserved = int(self._index.reserved["last"].sum())
         self._mix(mixture or Mixture())

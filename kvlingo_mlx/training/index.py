@@ -13,7 +13,6 @@ from kvlingo_mlx.phases import counted
 from kvlingo_mlx.tokenization.records import Skipped, Source, Spec, open_source
 from kvlingo_mlx.tokenization.samples import encode_plain
 from kvlingo_mlx.training.conversations import normalise, replies
-from kvlingo_mlx.training.record_filter import RecordFilter
 
 Place = tuple[int, int]  # a source and one of its records, both numbered from 0
 # A reply, or a plain text. The last reply of a record stands for the record.
@@ -50,7 +49,7 @@ class RecordIndex:
         tokenizers: Sequence[Any],
         template: tuple[float, float] | None,
         seed: int,
-        accepts: RecordFilter,
+        accepts: Any = None,
     ) -> None:
         """Read all records.
 
@@ -59,7 +58,7 @@ class RecordIndex:
             tokenizers: The target's tokenizer, and the source's where it differs.
             template: The result of ``conversations.boilerplate``; None for plain texts.
             seed: Chooses the reserved records.
-            accepts: Refuses some of the records.
+            accepts: Refuses some of the records (the laboratory's ``RecordFilter``).
         """
         if not specs:
             raise ValueError("no training data; name a JSONL file, a folder or a dataset")
@@ -90,7 +89,8 @@ class RecordIndex:
             found = {} if record is None else normalise(record, where)
         usable = found.get("text" if self._template is None else "messages")
         said = record if isinstance(record, dict) else {}
-        return found if usable and self._filter.accepts(said, found) else None
+        refused = usable and self._filter and not self._filter.accepts(said, found)
+        return found if usable and not refused else None
 
     def _replies(self, number: int) -> np.ndarray:
         """A row of :data:`REPLY` for each reply of a source.
@@ -147,7 +147,8 @@ class RecordIndex:
             tokens, met = tokens + self._count(text), met + 1
             if met == MEASURED:
                 break
-        self._filter.left_out.clear()  # counted when all records are read
+        if self._filter:
+            self._filter.left_out.clear()  # counted when all records are read
         self.malformed = malformed
         return characters / tokens, size / tokens
 
@@ -174,9 +175,8 @@ class RecordIndex:
         name, count = source.name, len(source.sizes)
         if self.malformed.count == count:
             return ValueError(f"no record of {name} can be used; {self.malformed}")
-        if self._filter.left_out.total():
-            text = f"no record of {name} is left: {self._filter}, of {count}; give other data, or "
-            return ValueError(f"{text}leave out english or apart_from")
+        if self._filter and self._filter.left_out.total():
+            return ValueError(f"no record of {name} is left: {self._filter}, of {count}")
         if self._template is None:
             return ValueError(f'no text in {name}: none of {count} records is {{"text": ...}}')
         return ValueError(

@@ -5,12 +5,10 @@ is the same code: data, recipe, stages, checkpoints, log, interruption. What cro
 is NumPy; what a pair hands out as ``Any`` (readings, states, rows) goes back to the same pair only.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -20,9 +18,6 @@ from kvlingo_mlx.group import Group
 from kvlingo_mlx.stage1.passes import Rows
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.objectives import Loss, Objective
-
-if TYPE_CHECKING:
-    from kvlingo_mlx.training.plan import TrainingPlan
 
 # A frozen model and its tokenizer: a LanguageModel, or the TorchModel of ``cuda``. Both have name,
 # revision, path, family, tokenizer, geometry, context_length, precision, projections,
@@ -114,11 +109,12 @@ class Pair(Rows, Protocol):
         """Refuse (UnsupportedModelError) a target through which no gradient reaches its cache."""
 
     def check_memory(
-        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, plan: TrainingPlan
+        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, plan: Any
     ) -> str:
         """A line that says what a training takes; empty where that is not known.
 
-        ``lengths`` are the tokens of the longest prefix and continuation.
+        ``lengths`` are the tokens of the longest prefix and continuation, ``plan`` is a
+        :class:`.plan.TrainingPlan`.
 
         Raises:
             NotEnoughMemoryError: The message says what would fit.
@@ -156,14 +152,14 @@ class Passes:
         found = read(config.native_layers, attends=attends, **more)
         if attends:
             layers = zip(self.target.geometry.layers, found.attended, strict=True)
-            if any(not heard and layer.recurrence is None for layer, heard in layers):
+            if any(layer.attends and not heard for layer, heard in layers):
                 raise _unmatched(self.target)
         return found
 
     def match(self, translator: Any, reading: Any, scale: float = 0.0) -> float:
         found: float = self.gradients.match(
             *(self.target, translator, reading.whole, reading.attended),
-            native_layers=translator.config.native_layers, scale=scale,
+            first=translator.config.native_layers, scale=scale,
         )  # fmt: skip
         return found
 

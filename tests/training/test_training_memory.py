@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.on_mlx import memory
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
+from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import pair_of
 from tests.support import hybrid_models, tiny
 from tests.support.trainings import random_arrays
@@ -76,8 +78,8 @@ def test_the_measured_peak(tmp_path: Path, prefix: int, answer: int, matches: bo
     measured = peak(model, prefix, answer, matches=matches)
     assert said(model, prefix, answer, matches=matches) == pytest.approx(measured, rel=0.25)
     once, kept = (
-        memory.needs(model, model, make_config(model, model, PLAN), prefix, answer, reads=reads)
-        for reads in (0, 7)
+        memory.needs(model, model, make_config(model, model, PLAN), prefix, answer, plan=plan)
+        for plan in (PLAN, TrainingPlan(recipe=Recipe(reads=7)))
     )
     one = 2 * 3 * 4 * 64 * 4 * (prefix + answer)  # keys and values, layers, heads, numbers, bytes
     assert sum(kept.values()) - sum(once.values()) == 7 * one
@@ -116,7 +118,8 @@ def said(
 ) -> float:
     """What a conversation takes by the formula."""
     config = make_config(model, model, plan)
-    return list(memory.needs(model, model, config, prefix, answer, matches=matches).values())[-1]
+    plan = replace(plan, matching=0.5 if matches else 0.0)
+    return list(memory.needs(model, model, config, prefix, answer, plan=plan).values())[-1]
 
 
 def peak(
@@ -148,11 +151,11 @@ def chats(tmp_path: Path) -> str:
 
 
 def needed(
-    models: dict[str, LanguageModel], prefix: int, rates: int = 1, nu: int = 1, **more: bool
+    models: dict[str, LanguageModel], prefix: int, rates: int = 1, nu: int = 1, **recipe: bool
 ) -> float:
     """Gigabytes, with half a percent to spare."""
-    ends = models["dense"], models["wide"]
-    found = memory.needs(*ends, make_config(*ends, TrainingPlan(nu=nu)), prefix, 16, rates, **more)
+    ends, plan = (models["dense"], models["wide"]), TrainingPlan(nu=nu, recipe=Recipe(**recipe))
+    found = memory.needs(*ends, make_config(*ends, plan), prefix, 16, rates, plan)
     return 1.005 * sum(found.values()) / 1e9
 
 

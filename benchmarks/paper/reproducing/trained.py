@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.forms import form, is_translator
 from benchmarks.paper.reproducing.models import FEW
+from benchmarks.paper.reproducing.record_filter import RecordFilter
 from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.training import command_line
@@ -79,14 +80,15 @@ def trained(work: Work, pair: tuple[str, str], one: Wanted) -> Path:
         seed=one.seed,
         plain_text=one.plain,
         # The paper reads the English subset of its data.
-        english=not (work.tiny or work.data or one.plain),
+        accepts=RecordFilter(english=not (work.tiny or work.data or one.plain)),
         max_prefix=_smaller(form_of.stream.get("max_prefix"), work.size.max_prefix),
         max_continuation=work.size.answer,
     )
     plan, recipe, stage1 = settings(work, one)
     if work.tiny and plan["nu"] is not None:
         plan["nu"] = _smaller(plan["nu"], FEW.get(names[0]))
-    facts = {name: value for name, value in asdict(options).items() if name != "device"}
+    facts = {n: v for n, v in vars(options).items() if n not in ("device", "accepts")}
+    facts["english"] = options.accepts.english
     asked = {"options": facts, "plan": plan, "recipe": recipe, "stage1": stage1}
     if _is_done(folder, asked):
         return folder

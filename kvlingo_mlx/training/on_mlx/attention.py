@@ -64,15 +64,14 @@ def attended(target: LanguageModel, tokens: int) -> Iterator[list[list[Attended]
     def attention(queries: Any, keys: Any, values: Any, *args: Any, **more: Any) -> Any:
         given = dict(zip(("cache", "scale", "mask", "sinks"), args, strict=False)) | more
         if running and keys.shape[2] == tokens:
-            window = windows[running[-1]] or tokens
             options = {name: given.get(name) for name in ("scale", "sinks")}
-            visible = (behind >= 0) & (behind < window)
+            visible = (behind >= 0) & (behind < (reaches[running[-1]] or tokens))
             entry = keys, values
             calls[running[-1]] = Attended(queries[:, :, at], entry, visible, options)
         return scaled_dot_product_attention(queries, keys, values, **given)
 
     modules = [each for group in readers for each in group]
-    windows = [g.window for group, g in zip(readers, layers, strict=True) for _ in group]
+    reaches = [g.reach for group, g in zip(readers, layers, strict=True) for _ in group]
     rooms = {sys.modules[type(each).__module__] for each in modules}
     with contextlib.ExitStack() as stack:
         for number, module in enumerate(modules):
@@ -94,11 +93,11 @@ def match(
     states: KVStates,
     own: Sequence[Sequence[Attended]],
     *,
-    native_layers: int = 0,
+    first: int = 0,
     scale: float = 0.0,
 ) -> float:
     """See :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
-    layers = [t for t in range(native_layers, len(own)) if own[t]]
+    layers = [t for t in range(first, len(own)) if own[t]]
     total, capture = 0.0, translator.config.capture
     read = lambda side, s: states.side(side)[s][0].astype(target.cache_dtype)  # noqa: E731
     for t in layers:

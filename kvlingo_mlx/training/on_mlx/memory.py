@@ -19,6 +19,7 @@ from kvlingo_mlx.training.on_mlx import gradients
 from kvlingo_mlx.training.on_mlx.losses import LOGITS
 from kvlingo_mlx.training.plan import TrainingPlan
 
+PLAN = TrainingPlan()
 SHORTEST = 64  # tokens: the shortest prefix that is proposed
 FLOAT = 4  # bytes of the numbers of translators and logits
 MLP = 6  # arrays as wide as the MLP that a pass without gradient has at once
@@ -46,11 +47,10 @@ def check(
     Raises:
         NotEnoughMemoryError: There is less; the message says what would fit.
     """
-    (prefix, answer), recipe = lengths, plan.recipe
-    ways = recipe.whitened, plan.matching > 0, recipe.reads or 0
+    prefix, answer = lengths
 
     def parts(prefix: int) -> dict[str, int]:
-        return needs(source, target, config, prefix, answer, rates, plan.hidden, *ways)
+        return needs(source, target, config, prefix, answer, rates, plan)
 
     found, there = parts(prefix), memory.free()
     weights = next(iter(found.values()))
@@ -73,10 +73,7 @@ def needs(
     prefix: int,
     answer: int,
     rates: int = 1,
-    hidden: int = 0,
-    whitened: bool = False,
-    matches: bool = False,
-    reads: int = 0,
+    plan: TrainingPlan = PLAN,
 ) -> dict[str, int]:
     """The bytes that training takes at most, by purpose.
 
@@ -87,15 +84,17 @@ def needs(
         prefix: The tokens of the longest prefix.
         answer: The tokens of the longest continuation.
         rates: The number of learning rates, each with a translator of its own.
-        hidden: The hidden units of an MLP.
-        whitened: Whether maps learn in coordinates, which have matrices of their own.
-        matches: Whether attention is matched, for which the target reads a text in one pass.
-        reads: The number of conversations that are kept, and learned from in turn.
+        plan: What else a training takes: an MLP's hidden units, white coordinates, which have
+            matrices of their own, attention that is matched, for which the target reads a text in
+            one pass, and conversations that are kept.
     """
+    matches, reads = plan.matching > 0, plan.recipe.reads
     models = sum({id(model): weights_bytes(model) for model in (source, target)}.values())
     # Tensors, two moments of AdamW, and gradients.
-    numbers = 4 * _numbers(config, hidden)
-    numbers += sum((m.heads or 1) * m.inputs**2 for m in maps_of(config)) if whitened else 0
+    numbers = 4 * _numbers(config, plan.hidden)
+    numbers += (
+        sum((m.heads or 1) * m.inputs**2 for m in maps_of(config)) if plan.recipe.whitened else 0
+    )
     translators = rates * FLOAT * numbers
     lengths, kept = (prefix, answer), config.state_maps
     reading = _reading(source, target, *lengths, kept=kept, matches=matches)

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from kvlingo_mlx.cli import run
+from benchmarks.paper.reproducing.record_filter import RecordFilter, is_english, reads_english
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.embedded.lookback import lookback
-from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.training import command_line
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.on_mlx.pair import MLXPair
-from kvlingo_mlx.training.record_filter import RecordFilter, is_english, reads_english
 from tests.support.languages import LANGUAGES
 
 MODEL = Path(dialogues.__file__).parent / "models" / "tiny-qwen3-s"
@@ -177,39 +176,38 @@ def test_what_is_evaluated_on_is_left_out(
     drawn += [tokenizer.decode(sample.prefix) for sample in stream.held_out(8)]
     if left_out:
         assert not any("ferries" in text for text in drawn)
-    assert list(accepts.contents) == [judged]
+    assert list(accepts.settings["apart_from"]) == [judged]
 
 
-def test_by_the_verb(
-    folders: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_training_keeps_what_it_leaves_out(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both options; a resumed training keeps them; what is left of nothing is refused."""
+    """It is told, stays in the provenance, and a command without it is another one."""
     monkeypatch.setattr(MLXPair, "receipt", lambda *rest: None)
     chats = [{"messages": chat} for chat in lookback(120)]
     german = [talk(f"{n}: {LANGUAGES['de']}", LANGUAGES["de"]) for n in range(20)]
     data = write(tmp_path / "d.jsonl", [*chats, *german])
-    judged = write(tmp_path / "judged.jsonl", chats[:30])
-    line = ["train", "--source", str(folders["dense"]), "--target", str(folders["wide"]), "--data",
-            data, "--steps", "1", "--batch-size", "1", "-c", "fit_samples=4", "--max-continuation",
-            "8", "-c", "english=true"]  # fmt: skip
-    out = ["-c", "held_out=2", "--device", "mlx", "--out", str(tmp_path / "t")]
-    assert run([*line, *out, "-c", f"apart_from={judged}"]) == 0
-    told = capsys.readouterr().out
-    assert "data: left out 20 records not English, " in told and "evaluated on" in told
-    (count,) = [int(word) for word in told.split("not English, ")[1].split()[:1]]
-    assert count >= 30  # several chats may open alike
-    found = translator_folder.read_config(tmp_path / "t").provenance
+    judged, said = write(tmp_path / "judged.jsonl", chats[:30]), list[str]()
+
+    def train(out: str, data: str, accepts: RecordFilter) -> command_line.Done:
+        options = command_line.Options(
+            str(folders["dense"]), str(folders["wide"]), (data,), device="mlx", packed_share=0.0,
+            max_continuation=8, accepts=accepts,
+        )  # fmt: skip
+        plan = {"nu": None, "norm": None, "fit_samples": 4, "held_out": 2}
+        job = command_line.Job(options, plan, {"steps": 1, "batch": 1, "learning_rates": ()}, out)
+        heard = command_line.Listeners(lambda *_: None, lambda _: None, said.append)
+        return command_line.train_seeds(job, (), heard)[0]
+
+    found = train(str(tmp_path / "t"), data, RecordFilter(True, (judged,))).provenance
+    told = next(text for text in said if text.startswith("data: left out"))
+    (count,) = [int(word) for word in told.split("20 records not English, ")[1].split()[:1]]
+    assert count >= 30 and "evaluated on" in told  # several chats may open alike
     assert found["english"] is True and list(found["apart_from"]) == [judged]
-    assert run([*line, *out]) == 2  # the same folder, other data
-    assert "that this command did not make" in capsys.readouterr().err
-    only = [*line[:6], write(tmp_path / "de.jsonl", german), *line[7:], "--out"]
-    assert run([*only, str(tmp_path / "u")]) == 2
-    told = capsys.readouterr().err
-    assert "is left: 20 records not English, of 20; give other data, or leave out" in told
-    assert run([*line, "--out", str(tmp_path / "v"), "-c", "apart_from=absent.jsonl"]) == 2
-    assert "absent.jsonl does not exist" in capsys.readouterr().err
-    assert run([*line, "--out", str(tmp_path / "v"), "-c", f"apart_from={data}"]) == 2
-    assert "120 records evaluated on, of 140" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="that this command did not make"):
+        train(str(tmp_path / "t"), data, RecordFilter(True))
+    with pytest.raises(ValueError, match="is left: 20 records not English, of 20"):
+        german_alone = write(tmp_path / "de.jsonl", german)
+        train(str(tmp_path / "u"), german_alone, RecordFilter(True))
+    with pytest.raises(ValueError, match="absent.jsonl does not exist"):
+        train(str(tmp_path / "v"), data, RecordFilter(apart_from=("absent.jsonl",)))

@@ -149,9 +149,10 @@ class RecordFilter:
         return ""
 
     @property
-    def contents(self) -> dict[str, str]:
-        """The evaluation's data by name, with their hash."""
-        return {source.name: source.digest for source in self._sources}
+    def settings(self) -> dict[str, Any]:
+        """What a resumed training must keep; the evaluation's data by name, with their hash."""
+        known = {source.name: source.digest for source in self._sources}
+        return {"english": self.english, "apart_from": known}
 
     @cached_property
     def _sources(self) -> tuple[Source, ...]:

@@ -223,6 +223,7 @@ def entries_of(
         reading = replace(reading, states=strange)
     front = round(way.front * rows)
     found = gradients.entries(target, made, reading)
+    rest = [row for row in rest if row < found[0][0].shape[2]]  # the other one may be shorter
     return [
         tuple(
             torch.cat([n[:, :, :front], f[:, :, front:stop]], 2)[:, :, rest]

@@ -19,7 +19,7 @@ import kvlingo_mlx.making.pace as pace
 from kvlingo_mlx.caches.memory import free
 from kvlingo_mlx.embedded.bundled import receipt_rows
 from kvlingo_mlx.embedded.lookback import lookback
-from kvlingo_mlx.errors import NotEnoughMemoryError
+from kvlingo_mlx.errors import NotEnoughMemoryError, UnsupportedModelError
 from kvlingo_mlx.evaluation import probes, tuning
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.evaluation.probes import Task
@@ -28,12 +28,13 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.making.result import GENERATED, NO_DATA, Callbacks, PairResult
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.store.importing import import_translator, place_of
-from kvlingo_mlx.tokenization.samples import MAX_PREFIX, other_tokenizer
+from kvlingo_mlx.tokenization.samples import MAX_PREFIX, Sample, other_tokenizer
 from kvlingo_mlx.training import command_line
 from kvlingo_mlx.training.checkpoints import check_settings, log_of, read_log, write_json
 from kvlingo_mlx.training.coordinates import RATE
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.distill import Report
+from kvlingo_mlx.training.initial import drawn
 from kvlingo_mlx.training.mixture import Mixture
 from kvlingo_mlx.training.on_mlx.memory import kept_bytes
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
@@ -254,9 +255,21 @@ class Making:
             batch=pace.BATCH, learning_rates=(RATE,), whitened=True,
             validate_every=10**9,  # by time
         )  # fmt: skip
-        matching = 0.0 if self._other else MATCHING
-        seed = self.settings["seed"]
+        seed, matching = self.settings["seed"], self.find("matching", self._matching)
         return TrainingPlan(recipe=recipe, held_out=HELD_OUT, seed=seed, matching=matching)
+
+    def _matching(self) -> float:
+        """The share of the training in which attention is matched; 0 where it cannot be."""
+        if self._other:
+            return 0.0
+        config = next(iter(self._configs().values()))
+        sample = Sample(tuple(range(8)), (8, 9))  # any tokens show it
+        try:
+            reading = self._pair.read(sample, config, attends=True)
+            self._pair.match(self._pair.trainable(config, drawn(config)), reading)
+        except UnsupportedModelError:  # `check_gradients` refuses what cannot be trained at all
+            return 0.0
+        return MATCHING
 
     def _configs(self) -> dict[int, TranslatorConfig]:
         """The config of each number of source layers that this pair allows, or of the one asked.

@@ -93,12 +93,16 @@ class TrainingPlan:
         own = {"learning_rates": (RATE,)} if recipe.whitened else {}
         facts = {"objective": MATCHING, "sweep": False}
         one = {"learning_rates": recipe.learning_rates[:1], **own, **facts}
-        return recipe.part(self.matching, **one) if self.matching and recipe.steps else None
+        found = recipe.part(self.matching, **one)
+        return found if found.steps else None
 
     @property
     def stage2(self) -> Recipe:
         """The recipe of the steps through the target's predictions."""
-        return self.recipe.part(1 - self.matching) if self.matching else self.recipe
+        before = self.matched
+        if before is None:
+            return self.recipe
+        return replace(self.recipe.part(1 - self.matching), steps=self.recipe.steps - before.steps)
 
 
 def reconstruction(recipe: Recipe, rates: tuple[float, ...], steps: int) -> Recipe:

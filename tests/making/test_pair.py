@@ -28,6 +28,7 @@ from kvlingo_mlx.training import distill
 from kvlingo_mlx.training.distill import Distillation
 from kvlingo_mlx.training.on_mlx.pair import MLXPair
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
+from tests.support import tiny
 from tests.support.fixtures import Folders, Models, Patch, Printed
 
 MINUTES = 0.05
@@ -284,6 +285,19 @@ def test_source_layers_that_are_named_or_fit(
 
     monkeypatch.setattr(MLXPair, "check_memory", check)
     assert kv.pair(*ends, chats, minutes=MINUTES, out="v").config.nu == 1
+
+
+def test_a_target_that_cannot_be_matched_is_distilled(
+    models: Models, chats: str, tmp_path: Path
+) -> None:
+    """The attention of DeepSeek-V3 is given other entries than its cache holds."""
+    model_type, facts = tiny.FAMILIES["deepseek_v3"]
+    ends = [
+        kv.load(tiny.write_tiny_model(tmp_path / f"{seed}", model_type, **{**facts, "seed": seed}))
+        for seed in (1, 2)
+    ]
+    made = kv.pair(*ends, chats, minutes=MINUTES, out="t").config.provenance
+    assert made["stage"] == 2 and "matching" not in made
 
 
 def test_the_chats_differ_and_can_be_rendered(models: Models) -> None:

@@ -184,3 +184,9 @@ def test_what_cannot_be_matched_is_refused(options: dict[str, Any], why: str) ->
     assert TrainingPlan(matching=0.25).matched == Recipe(
         steps=1250, objective=MATCHING, learning_rates=(1e-4,)
     )
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_no_step_is_lost_between_the_stages(steps: int) -> None:
+    plan = TrainingPlan(matching=0.5, recipe=Recipe(steps=steps))
+    assert (plan.matched.steps if plan.matched else 0) + plan.stage2.steps == steps

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.paper.evaluation.baselines import canonical, folded
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
@@ -57,10 +58,10 @@ def run_pair(pair: str, args: argparse.Namespace) -> dict[str, dict]:
         makers[name] = conditions.translated(source, target, translator)
         makers[f"{name}, shuffled"] = conditions.translated(source, target, control)
         if translator.config.alignment is not None:
-            makers[f"{name}, canonical positions"] = conditions.canonical(makers[name])
+            makers[f"{name}, canonical positions"] = canonical(makers[name])
         if unfoldable(translator.config) is None:
-            makers[f"{name}, folded"] = conditions.folded(source, target, translator)
-            makers[f"{name}, shuffled, folded"] = conditions.folded(source, target, control)
+            makers[f"{name}, folded"] = folded(source, target, translator)
+            makers[f"{name}, shuffled, folded"] = folded(source, target, control)
     scores = quality.score(target, samples, makers)
     lengths = [len(sample.prefix) for sample in samples]
     print(

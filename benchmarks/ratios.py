@@ -27,14 +27,13 @@ import translation_cost
 import window_cost
 from mlx_lm.generate import generate_step
 
-from benchmarks.paper.timing import memory_budget
+from benchmarks.paper.timing import geometries, memory_budget
 from benchmarks.paper.timing.memory import grown_bytes
 from benchmarks.paper.timing.paths import Paths
 from kvlingo_mlx import caches
 from kvlingo_mlx.engine import fill
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing import geometries
 from kvlingo_mlx.timing.switching import prompt_of
 from kvlingo_mlx.translators.base import Translator
 

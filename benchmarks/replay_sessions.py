@@ -41,9 +41,10 @@ from kvlingo_mlx.backend import mx
 from http_servers import Server
 from mlx.utils import tree_flatten
 
+from benchmarks.paper.timing.geometries import untrained
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing.geometries import random_translators, untrained
+from kvlingo_mlx.timing.random_maps import random_translators
 
 PORT, CONTEXT, TURNS = 8194, 262144, 3  # turns of one model before the other one's
 TOOL = re.compile(r"\[Tool: (\w+)\((.*)\)\]", re.DOTALL)

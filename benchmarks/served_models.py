@@ -11,8 +11,9 @@ from kvlingo_mlx.backend import mx
 from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.paper.timing.geometries import make, unmade_model
 from kvlingo_mlx.loading.models import load
-from kvlingo_mlx.timing.geometries import make, random_translators, unmade_model
+from kvlingo_mlx.timing.random_maps import random_translators
 
 CONTEXT, VOCABULARY = 40960, 151936
 TURN = "{{ '<|start|> ' + m.role + m.content + '<|end|>' }}"

@@ -10,10 +10,10 @@ from kvlingo_mlx.backend import mx, nn
 
 from mlx_lm.models.cache import make_prompt_cache
 
+from benchmarks.paper.timing.geometries import make, unmade_model
 from kvlingo_mlx.models.hidden import hidden_states, logits_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing.geometries import make, unmade_model
 from kvlingo_mlx.tokenization.samples import Sample
 
 CHUNK = 2048  # tokens that mlx-lm reads at once

@@ -19,9 +19,9 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 
+from benchmarks.paper.timing.geometries import make, unmade_model
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing.geometries import make, unmade_model
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.initial import drawn
 from kvlingo_mlx.training.objectives import objective_named

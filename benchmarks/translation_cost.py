@@ -28,7 +28,7 @@ from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing.geometries import random_translators
+from kvlingo_mlx.timing.random_maps import random_translators
 from kvlingo_mlx.translators.base import Translator
 
 HEAD_DIM = 128

@@ -53,7 +53,7 @@ from kvlingo_mlx.models import keys
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates, Stacked
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing.geometries import random_translators
+from kvlingo_mlx.timing.random_maps import random_translators
 from kvlingo_mlx.translators.base import Translator
 
 BACKENDS = ("cuda", "metal")

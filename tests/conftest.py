@@ -23,11 +23,11 @@ from kvlingo_mlx.backend import mx
 import pytest
 
 import kvlingo_mlx as kv
+from benchmarks.paper.timing import geometries
 from kvlingo_mlx.cli import progress
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.timing import geometries
 
 pytest.register_assert_rewrite("tests.support")  # before it is imported
 

@@ -46,8 +46,9 @@ def _in_checkout(verb: str, options: str) -> dict[str, str]:
 MOVED = {
     "reproduce": PAPER,
     "analyze": f"{PAPER} analyze",
-    **_in_checkout("eval", "suite turns switch-at judge judge-prompts"),
-    **_in_checkout("bench", "batch-sizes table decode-tokens"),
+    **_in_checkout("eval", "suite turns switch-at judge judge-prompts window"),
+    "eval -c window": f"{PAPER} eval --window",
+    **_in_checkout("bench", "batch-sizes table decode-tokens geometry"),
     "bench -c decode_tokens": f"{PAPER} bench --decode-tokens",
     "tune --droidspeak": f"{PAPER} eval --baselines",
     "tune -c droidspeak": f"{PAPER} eval --baselines",

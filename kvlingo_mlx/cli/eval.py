@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.compare import Outcome
     from kvlingo_mlx.evaluation.error_bars import Mean
     from kvlingo_mlx.evaluation.lineup import Condition
-    from kvlingo_mlx.evaluation.probes import Task
+    from kvlingo_mlx.evaluation.probes import Task, TaskOptions
 
-ALONE = "source alone"
 ANSWER_TOKENS = 128
 MOST_COLUMNS = 4
 
@@ -126,10 +125,9 @@ class Comparison:
             haystack=self.haystack,
             max_tokens=options.max_tokens or ANSWER_TOKENS,
             limit=options.count,
-            window=parsing.window_of(options.window),
             **options.some("seed data style thinking"),
         )
-        return [probes.make(name, *self.models, asked) for name in self._own_names]
+        return [self.task(name, asked) for name in self._own_names]
 
     def _translators(self) -> dict[str, list[Any]]:
         """The translators by name."""
@@ -144,6 +142,12 @@ class Comparison:
         return named
 
     # ---- what the paper's command adds to -------------------------------------------------------
+
+    def task(self, name: str, options: TaskOptions) -> Task:
+        """One of our own tasks."""
+        from kvlingo_mlx.evaluation import probes
+
+        return probes.make(name, *self.models, options)
 
     def prepare(self) -> None:
         """Look at the models before any work."""
@@ -179,7 +183,7 @@ class Comparison:
             "apply_chat_template": options.chat,
             "task_data": self.harness["data"],
             "weights": [model.precision for model in models],
-            **options.some("native_layers data window limit seed thinking max_tokens num_shots"),
+            **options.some("native_layers data limit seed thinking max_tokens num_shots"),
             **options.some("quantize"),
         }
         return settings, {}
@@ -211,18 +215,13 @@ class Comparison:
             )
 
     def _of_probes(self) -> list[Outcome]:
-        """The outcomes of our own tasks; of windows, the source's own perplexity too."""
+        """The outcomes of our own tasks."""
         from kvlingo_mlx.evaluation import compare
 
-        source, target = self.models
         with phase("evaluating", sum(len(task.items) for task in self.tasks)) as step:
             results = compare.evaluate(
-                target, self.tasks, self.line, self.journal, lambda name: step()
+                self.models[1], self.tasks, self.line, self.journal, lambda name: step()
             )
-        if self.options.window:
-            (task,) = (task for task in self.tasks if task.name == "continuation")
-            found = results[task.name]
-            found[ALONE] = compare.alone(source, task, found[compare.NATIVE], self.journal)
         return [compare.outcome(task, results[task.name]) for task in self.tasks]
 
     def _times(self, outcomes: list[Outcome]) -> dict[str, list[float]]:

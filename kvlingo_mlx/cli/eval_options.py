@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvlingo_mlx.cli.command import COUNTS, Configured, words
-from kvlingo_mlx.options import COUNT, LAYERS, Kind, Need, is_set, layers_of, option
+from kvlingo_mlx.options import COUNT, LAYERS, Kind, Need, layers_of, option
 
 ITEMS = 64
 OWN = ("continuation", "recall", "needles")
@@ -48,14 +48,6 @@ def split_tasks(names: list[str]) -> tuple[list[str], list[str]]:
     return [name for name in names if name in OWN], others
 
 
-def window_of(text: str | None) -> tuple[int, int] | None:
-    """The numbers of tokens of a prefix and of its continuation: ``256+64``."""
-    if text is None:
-        return None
-    prefix, continuation = map(int, text.split("+"))
-    return prefix, continuation
-
-
 def named_files(texts: list[str] | None) -> dict[str, str]:
     """Files by name, from NAME=FILE."""
     return dict(text.split("=", 1) for text in texts or [])  # type: ignore[misc]
@@ -68,10 +60,6 @@ def _is_object(text: str) -> bool:
         return False
 
 
-WINDOW = Kind(
-    lambda text: bool(re.fullmatch(r"\s*0*[1-9]\d*\s*\+\s*0*[1-9]\d*\s*", text)),
-    "two numbers of tokens: 256+64",
-)
 FILES = Kind(
     lambda texts: all(re.fullmatch(r"[^=]+=.+", text) for text in texts),
     "NAME=FILE, such as quac=quac.jsonl",
@@ -101,14 +89,8 @@ class EvalFields(Configured):
     tasks: str = option(
         "continuation,recall", "continuation, recall, needles, and any that lm-eval has."
     )
-    baselines: str = option(
-        "hidden,shuffled", "hidden, shuffled, canonical, text, folded; or none."
-    )
+    baselines: str = option("hidden,shuffled", "hidden, shuffled, text; or none.")
     data: str | None = option(None, "JSONL for continuation; default: generated dialogues.")
-    window: str | None = option(
-        None, "Cut the texts of --data into windows of a prefix and a continuation: 256+64.",
-        kind=WINDOW,
-    )  # fmt: skip
     limit: int | None = option(
         None, "Items a task; of needles, a variant and length; default: 64.", kind=COUNT
     )
@@ -174,8 +156,7 @@ def _local(files: list[str] | None, tasks: str) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(EvalFields):
     NEEDS: ClassVar[tuple[Need, ...]] = (
-        Need("data window", "tasks", asks("continuation"), "continuation"),
-        Need("window", "data", is_set, "FILE", "whose texts it cuts"),
+        Need("data", "tasks", asks("continuation"), "continuation"),
         Need("needles lengths style haystack", "tasks", asks("needles"), "needles"),
         Need("max_tokens thinking", "tasks", written, "needles", "whose tasks write no answer"),
         Need("batch_size num_shots chat include_path metadata unsafe_code", "tasks", public,
@@ -186,7 +167,7 @@ class EvalOptions(EvalFields):
         Need("plot", "compare", bool, True, "which measures the times that the plot shows"),
     )  # fmt: skip
     KEYS: ClassVar[str] = (
-        "window style haystack num_shots chat include_path task_data metadata unsafe_code"
+        "style haystack num_shots chat include_path task_data metadata unsafe_code"
     )
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvlingo_mlx.cli.command import Configured, TwoModels, numbers, text_of, verb
-from kvlingo_mlx.cli.output import keep, phase, say, table, warn
+from kvlingo_mlx.cli.output import keep, phase, say, warn
 from kvlingo_mlx.format.kinds import KINDS, NAMES
-from kvlingo_mlx.options import COUNT, Need, among, but, is_set, number, off, one_of, option, whole
+from kvlingo_mlx.options import COUNT, Need, among, but, number, off, one_of, option, whole
 
 if TYPE_CHECKING:
     from kvlingo_mlx.training import command_line
@@ -30,16 +30,6 @@ def _rates(text: str | None) -> tuple[float, ...]:
     return tuple(numbers(text, LEAST_RATE, float)) if text else ()
 
 
-def _seeds(text: str | None) -> tuple[int, ...]:
-    """Different seeds such as ``42,43,44``; empty for the default."""
-    if text is None:
-        return ()
-    seeds = tuple(numbers(text, 0))
-    if len(seeds) < len(text.split(",")):
-        raise ValueError
-    return seeds
-
-
 RATES = text_of(_rates, "a number above 0, or several: 1e-4,3e-4")
 
 
@@ -56,19 +46,16 @@ class TrainOptions(Configured, TwoModels):
              "whose stage 1 is a closed form"),
         Need("reads matching whitened objective ce_weight lr plot minutes", "steps", but(0), 5000,
              "which leaves stage 2 out"),
-        Need("held_out batch_size val_every sweep", "steps kind",
+        Need("held_out batch_size val_every", "steps kind",
              lambda steps, kind: steps != 0 or kind in UNSOLVED, 5000, "which leaves stage 2 out"),
         Need("packed_share", "plain_text", off, why="which packs nothing"),
         Need("later_turns", "plain_text", off, why="which has no turns"),
-        Need("at_once", "sweep", is_set, True),
         Need("whitened", "kind", among("linear"), "linear", "which has more than solved maps"),
-        Need("sweep", "minutes", off, why="in which its rates would not all end"),
-        Need("seed", "seeds", off, why="which names them all"),
     )  # fmt: skip
     KEYS: ClassVar[str] = (
         "head_mixing joint capture assignment state_maps norm ridge fit_samples "
         "hidden gated stage1_steps stage1_lr native_layers reads matching whitened objective "
-        "ce_weight sweep at_once held_out val_every packed_share later_turns seeds"
+        "ce_weight held_out val_every packed_share later_turns"
     )
     data: list[str] = option(
         ..., "JSONL file, folder, or Hugging Face dataset; NAME@WEIGHT, may be repeated."
@@ -82,9 +69,7 @@ class TrainOptions(Configured, TwoModels):
         "pre_norm (the default), post_norm or post_rope; latents have one point.",
         kind=one_of("pre_norm", "post_norm", "post_rope", "latent"),
     )
-    nu: int | None = option(
-        None, "Source layers per target layer; default: the pair's, mostly 1.", kind=COUNT
-    )
+    nu: int = option(1, "Source layers per target layer.", kind=COUNT)
     assignment: str = option(
         "relative_depth",
         "How they are chosen: relative_depth, r2 or greedy.",
@@ -93,9 +78,7 @@ class TrainOptions(Configured, TwoModels):
     state_maps: bool = option(
         False, "Map recurrent states, not what goes into them: much cheaper.", "--state-maps"
     )
-    norm: str | None = option(
-        None, "Norm of the closed form: frobenius (mostly the default), attention, sink_8."
-    )
+    norm: str = option("frobenius", "Norm of the closed form: frobenius, attention, sink_8.")
     ridge: float | None = option(
         None,
         "Its ridge, as a share of the inputs' mean square; default: chosen for each map.",
@@ -135,18 +118,7 @@ class TrainOptions(Configured, TwoModels):
     )
     batch_size: int = option(8, "Conversations per step, of an MLP's stage 1 too.", kind=COUNT)
     lr: str | None = option(
-        None,
-        "Learning rate; several as a,b,c: the best one wins. Default: the pair's, else 1e-4.",
-        kind=RATES,
-    )
-    sweep: bool = option(
-        False,
-        "Five rates, half a decade apart, around --lr, and further ones until the best is not the "
-        "outermost; of an MLP's stage 1, too.",
-        "--sweep",
-    )
-    at_once: int | None = option(
-        None, "With sweep: rates trained together; default: what fits.", kind=COUNT
+        None, "Learning rate; several as a,b,c: the best one wins. Default: 1e-4.", kind=RATES
     )
     held_out: int = option(64, "Conversations that choose the learning rate.", kind=COUNT)
     val_every: int = option(250, "Steps between two scores of these.", kind=COUNT)
@@ -173,11 +145,6 @@ class TrainOptions(Configured, TwoModels):
         0,
         "Seed of the data and of an MLP's start.",
         kind=whole("a whole number from 0 to 2^63 - 1", 0, 2**63 - 1),
-    )
-    seeds: str | None = option(
-        None,
-        "Several, as 42,43,44: a translator each, OUT-seed42 and so on, all at the first's rate.",
-        kind=text_of(_seeds, "different whole numbers: 42,43,44"),
     )
     dtype: str | None = option(
         None, "The frozen models': bfloat16 or float32; default: as stored, with PyTorch bfloat16."
@@ -207,7 +174,7 @@ def command(options: TrainOptions) -> None:
 
     names = (
         "source target dtype device seed plain_text packed_share max_prefix max_continuation "
-        "at_once later_turns"
+        "later_turns"
     )
     asked = command_line.Options(data=tuple(options.data), **options.some(names))
     if options.plot:
@@ -217,7 +184,7 @@ def command(options: TrainOptions) -> None:
         "learning_rates": _rates(options.lr),
         "validate_every": options.val_every,
         "seconds": None if options.minutes is None else 60.0 * options.minutes,
-        **options.some("steps reads whitened objective ce_weight sweep"),
+        **options.some("steps reads whitened objective ce_weight"),
     }
     plan = options.some(
         "kind head_mixing joint capture nu assignment state_maps norm ridge fit_samples held_out "
@@ -246,32 +213,19 @@ def command(options: TrainOptions) -> None:
 
         listeners = command_line.Listeners(show, warn, say)
         job = command_line.Job(asked, plan, recipe, options.out, stage1, options.force)
-        done = command_line.train_seeds(job, _seeds(options.seeds), listeners)
-    _report(options, done, asdict(asked) | plan | recipe | {"stage1": stage1})
+        done = command_line.train(job, listeners)
+    if done is not None:  # this process leads
+        config = asdict(asked) | plan | recipe | {"stage1": stage1}
+        keep(options.json_file, "train", config, _print_result(options, done))
 
 
-def _report(options: TrainOptions, done: Sequence[command_line.Done], config: Any) -> None:
-    """Print what was trained, and keep the record; a process that does not lead has nothing."""
-    from kvlingo_mlx.training import command_line
-    from kvlingo_mlx.training.checkpoints import read_log
-
-    results = {}
-    for each in done:
-        curve = [] if each.log is None else read_log(each.log)
-        _print_result(options, each, curve)
-        results[str(each.folder)] = {"provenance": dict(each.provenance), "curve": curve}
-    if len(done) > 1 and (said := command_line.seeds_told(done)):
-        say(said)
-    if done:
-        (first, *_) = results.values()
-        keep(options.json_file, "train", config, results if options.seeds else first)
-
-
-def _print_result(options: TrainOptions, done: command_line.Done, curve: Sequence[Any]) -> None:
-    """Print the result of one training, and draw its curve."""
+def _print_result(options: TrainOptions, done: command_line.Done) -> dict[str, Any]:
+    """Print the result of a training, and draw its curve; returns what is recorded."""
     from kvlingo_mlx.format.translator_folder import read_config
     from kvlingo_mlx.loading.grading import NO_RECEIPT, said_of
+    from kvlingo_mlx.training.checkpoints import read_log
 
+    curve = [] if done.log is None else read_log(done.log)
     if done.before:
         say(f"{done.folder} is finished already, and was left as it is; --force trains it anew")
     elif done.log is None:
@@ -280,6 +234,7 @@ def _print_result(options: TrainOptions, done: command_line.Done, curve: Sequenc
         _print_stage2(options, done, done.log, curve)
     config = read_config(done.folder)
     say(f"grade: {said_of(config) if 'receipt' in done.provenance else NO_RECEIPT}")
+    return {"provenance": dict(done.provenance), "curve": curve}
 
 
 def _print_stage2(
@@ -289,21 +244,11 @@ def _print_stage2(
     from kvlingo_mlx.training import command_line
     from kvlingo_mlx.training.watch import outlook
 
-    made, tried = done.provenance, done.provenance.get("sweep", ())
-    first, best = made["held_out_kl_at_first"], made["held_out_kl"]
-    ending = "at the end" if tried else "at best"
-    say(f"wrote {done.folder}: held-out KL {first:.4f} at first, {best:.4f} {ending}")
-    if tried:
-        final = ["diverged" if t["held_out"] is None else f"{t['held_out']:.4f}" for t in tried]
-        rows = [[f"{t['learning_rate']:g}", kl] for t, kl in zip(tried, final, strict=True)]
-        title = f"The sweep, which chose {made['learning_rate']:g}"
-        table(title, ["learning rate", "final KL"], rows)
-    elif more := outlook(curve):
+    first, best = done.provenance["held_out_kl_at_first"], done.provenance["held_out_kl"]
+    say(f"wrote {done.folder}: held-out KL {first:.4f} at first, {best:.4f} at best")
+    if more := outlook(curve):
         say(more)
     say(f"the log is {log}")
     if options.plot:
-        path = Path(options.plot)  # of several seeds, with their folders' names
-        path = path.with_stem(f"{path.stem}-{done.folder.name}") if options.seeds else path
-        title = pictures.pair(options.source, options.target)
-        command_line.draw(log, str(path), title)
-        say(f"drew {path}")
+        command_line.draw(log, options.plot, pictures.pair(options.source, options.target))
+        say(f"drew {options.plot}")

@@ -76,7 +76,7 @@ def command(options: TuneOptions) -> None:
     line = tuning.line_up(*models, found, layers, **options.some("allow_mismatch"))
     results, chosen = dict[str, Any](), dict[int | None, int]()
     for longest, task in tasks.items():
-        points = _points(options, models, found, task, line)
+        points = _points(options, models[1], task, line)
         _print(task, points, longest)
         results[str(longest)] = {"points": [point.as_json() for point in points]}
         if keeps:
@@ -116,17 +116,14 @@ def _tasks(options: TuneOptions, models: Models) -> Mapping[int | None, Task]:
     return tasks
 
 
-def _points(
-    options: TuneOptions, models: Models, translator: Any, task: Task, line: Any
-) -> list[Point]:
+def _points(options: TuneOptions, target: LanguageModel, task: Task, line: Any) -> list[Point]:
     """The measured ways to take over the prefixes of a task."""
     from kvlingo_mlx.evaluation import tuning
     from kvlingo_mlx.evaluation.journal import Journal
 
     journal, trials = Journal(options.out), options.trials
     with phase("tuning", len(task.items)) as step:
-        points = tuning.measure(models[1], task, line, journal, trials=trials, progress=step)
-    return tuning.with_healing(points, *models, translator, task, trials)
+        return tuning.measure(target, task, line, journal, trials=trials, progress=step)
 
 
 def _say_what_is_kept(folder: Path, shorter: Mapping[int, int], last: int, depth: int) -> None:
@@ -146,8 +143,6 @@ def _say_what_is_kept(folder: Path, shorter: Mapping[int, int], last: int, depth
 
 
 def _print(task: Task, points: list[Point], longest: int | None) -> None:
-    from kvlingo_mlx.reporting.measure import median
-
     whole = next(point.time for point in points if point.way == "native")
     cells = {  # by column
         "cache": lambda point: point.way,
@@ -159,10 +154,6 @@ def _print(task: Task, points: list[Point], longest: int | None) -> None:
             None if point.time is None or not whole else f"{point.time / whole:.2f}"
         ),
     }
-    if any(point.until_native for point in points):
-        cells["then until native, ms"] = lambda point: (
-            ms(median(point.until_native)) if point.until_native else None
-        )
     found = ([cell(point) for cell in cells.values()] for point in points)
     rows = [["" if value is None else str(value) for value in row] for row in found]
     of = "" if longest is None else f", prefixes of at most {longest} tokens"

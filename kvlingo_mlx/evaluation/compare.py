@@ -9,7 +9,7 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-from kvlingo_mlx.evaluation import lineup, probes
+from kvlingo_mlx.evaluation import probes
 from kvlingo_mlx.evaluation.error_bars import NOTHING, Mean, over_clusters, over_tokens
 from kvlingo_mlx.evaluation.journal import Journal, Scores, Seeds, averaged
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
@@ -71,20 +71,6 @@ def evaluate(
                 place = item.name, item.group, item.cluster
                 found[c.name].append(Scored(*place, averaged(seeds), several))
     return results
-
-
-def alone(
-    source: LanguageModel, task: Task, native: Sequence[Scored], journal: Journal
-) -> list[Scored]:
-    """The log loss of a source with the same tokenizer, beside that of the target's own cache."""
-    condition = lineup.native(source)
-    found = evaluate(source, [task], [condition], journal)[task.name][condition.name]
-    scored = []
-    for own, theirs in zip(found, native, strict=True):
-        scores = {name: own.scores[name] for name in ("nll", "tokens")}
-        scores["gap"] = own.scores["nll"] - theirs.scores["nll"]
-        scored.append(replace(own, scores=scores))
-    return scored
 
 
 @dataclass(frozen=True)

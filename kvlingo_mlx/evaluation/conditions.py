@@ -9,7 +9,6 @@ layers, costs little, then the data do not need the prefix.
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
@@ -20,7 +19,6 @@ from kvlingo_mlx.engine import hybrid
 from kvlingo_mlx.engine.fill import bring
 from kvlingo_mlx.engine.hybrid import Native, native_part
 from kvlingo_mlx.engine.plan import Plan, check_tokens
-from kvlingo_mlx.folding import check_foldable, folded_hand_over
 from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.loading.pairing import check_pair
@@ -111,37 +109,9 @@ def text(source: LanguageModel, target: LanguageModel) -> CacheMaker:
     return make
 
 
-def folded(
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    *,
-    allow_mismatch: bool = False,
-) -> CacheMaker:
-    """Make caches with which the target reads the source's own cache (folded decoding).
-
-    The translator must be linear and post-RoPE. It serves every layer, whatever native layers it
-    was tuned to.
-
-    Raises:
-        IncompatibleTranslatorError, UnsupportedModelError: Folding is not possible; the message
-            says why.
-    """
-    check_foldable(source, target, translator, allow_mismatch=allow_mismatch)
-    how: dict[str, Any] = {"native_layers": 0, "allow_mismatch": allow_mismatch}
-    return lambda prefix: folded_hand_over(
-        source, target, target_ids(prefix), translator=translator, **how
-    )
-
-
 def hidden(target: LanguageModel) -> CacheMaker:
     """Control: make empty caches, so that the prefix is hidden."""
     return lambda prefix: empty(target)
-
-
-def canonical(make: CacheMaker) -> CacheMaker:
-    """Control: rotate translated keys by their entries' order in the text, not as assigned."""
-    return lambda prefix: make(prefix.canonical() if isinstance(prefix, AlignedPrefix) else prefix)
 
 
 def shuffled(translator: Translator, seed: int = 0) -> Translator:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvlingo_mlx import folding
 from kvlingo_mlx.engine.hybrid import AUTO, Native, native_part
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, target_ids
@@ -14,7 +13,7 @@ from kvlingo_mlx.timing.switching import translation
 from kvlingo_mlx.translators.base import Translator
 
 Action = Callable[[], list]
-BASELINES = ("hidden", "shuffled", "canonical", "text", "folded")
+BASELINES = ("hidden", "shuffled", "text")
 
 
 @dataclass(frozen=True)
@@ -158,51 +157,25 @@ def baseline(
 ) -> Condition:
     """A control or an alternative, by name.
 
-    ``hidden``; ``shuffled`` (the first translator's maps at wrong layers); ``canonical`` (between
-    two tokenizers: its keys at their entries' own places, not at assigned positions); ``text`` (the
-    target reads the text of the source's tokens); ``folded`` (folded decoding). A shuffled one has
-    the native layers of what it controls.
+    ``hidden``; ``shuffled`` (the first translator's maps at wrong layers, with the native layers of
+    what it controls); ``text`` (the target reads the text of the source's tokens).
 
     Raises:
-        ValueError: There is no such baseline, or ``canonical`` is asked for with one tokenizer.
-        IncompatibleTranslatorError, UnsupportedModelError: Folding is not possible.
+        ValueError: There is no such baseline.
     """
     if spec not in BASELINES:
         raise ValueError(
-            f"--baselines names {spec!r}; known are {', '.join(BASELINES)}; reuse and droidspeak:J "
-            "are `python -m benchmarks.paper eval --baselines` in a checkout"
+            f"--baselines names {spec!r}; known are {', '.join(BASELINES)}; canonical, folded, "
+            "reuse and droidspeak:J are `python -m benchmarks.paper eval --baselines` in a checkout"
         )
-    match: dict[str, Any] = {"allow_mismatch": allow_mismatch}
     if spec == "hidden":
         return Condition("prefix hidden", (ways.hidden(target),), {"hidden": True})
     if spec == "text":
         return _reading(spec, conditions.text(source, target), {"source": identity_of(source)})
-    if spec == "folded":
-        folding.check_whole(translators[0].config, native_layers)
-        return _folded(source, target, translators[0], **match)
-    if spec == "shuffled":
-        control = conditions.shuffled(translators[0])
-        found = translated(spec, source, target, [control], native_layers, ways=ways, **match)
-        return replace(found, at_switch=None, translator=None)
-    if translators[0].config.alignment is None:
-        raise ValueError("--baselines names 'canonical', which needs a pair of two tokenizers")
-    found = translated(spec, source, target, translators[:1], **match)
-    make = conditions.canonical(found.makers[0])
-    return Condition(spec, (make,), found.identity | {"canonical": True})
-
-
-def _folded(
-    source: LanguageModel, target: LanguageModel, translator: Translator, **match: Any
-) -> Condition:
-    """Folded decoding: nothing is translated, and the target reads the source's own cache."""
-
-    def at_switch(prefix: Prefix) -> Action:
-        theirs = folding.prefill(source, [target_ids(prefix)[:-1]], 2048)
-        return lambda: folding.fold_caches(theirs, source, target, translator, **match)
-
-    make = conditions.folded(source, target, translator, **match)
-    identity = {"source": identity_of(source), "translators": [translator.digest], "folded": True}
-    return Condition("folded", (make,), identity, at_switch)
+    control = [conditions.shuffled(translators[0])]
+    match: dict[str, Any] = {"allow_mismatch": allow_mismatch}
+    found = translated(spec, source, target, control, native_layers, ways=ways, **match)
+    return replace(found, at_switch=None, translator=None)
 
 
 def identity_of(model: LanguageModel) -> dict[str, Any]:

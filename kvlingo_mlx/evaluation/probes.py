@@ -22,12 +22,10 @@ from kvlingo_mlx.evaluation import needles
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
 from kvlingo_mlx.evaluation.continuation import RecallSample, comparer, recall_sample
 from kvlingo_mlx.evaluation.journal import Scores
-from kvlingo_mlx.loading.pairing import check_tokenizers
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.tokenization import samples
 from kvlingo_mlx.tokenization.records import Skipped
-from kvlingo_mlx.tokenization.renderings import front, opened
 
 LENGTHS = (4096, 8192, 16384, 32768)
 Scorer = Callable[[CacheMaker | None], Scores]
@@ -82,8 +80,6 @@ class TaskOptions:
     limit: int = 64  # the most items of a task; for needles, of each variant and length
     seed: int = 0  # the seed of generated items
     data: str | None = None  # a JSONL file for ``continuation``; None uses generated dialogues
-    # Cut the file's texts into windows of so many tokens of prefix and of continuation
-    window: tuple[int, int] | None = None
     needles: Sequence[str] = ()  # names in ``needles.VARIANTS``
     # The lengths of haystacks in tokens; None uses those of ``LENGTHS`` that fit
     lengths: Sequence[int] | None = None
@@ -110,9 +106,6 @@ def make(name: str, source: LanguageModel, target: LanguageModel, options: TaskO
     else:
         found = dialogues.held_out(options.limit, seed=options.seed)
         records = [{"messages": dialogue.conversation()} for dialogue in found]
-    if options.window is not None:
-        check_tokenizers(source, target, "window cuts by one tokenizer; leave it out")
-        return windows(target, records, options.limit, options.window, context)
     other = samples.other_tokenizer(source.tokenizer, target.tokenizer)
     return continuation(target, records, options.limit, context, other)
 
@@ -125,7 +118,7 @@ def fingerprint(item: Item) -> str:
 # ---- a known continuation ---------------------------------------------------------------
 
 
-def _teacher_forced(target: LanguageModel, item: Item) -> Scorer:
+def teacher_forced(target: LanguageModel, item: Item) -> Scorer:
     """Score by KL, log loss (alone, and less native), agreement with the target's own first choice,
     and recall.
     """
@@ -191,7 +184,7 @@ def continuation(
             "; ".join(["no record of the data has a prefix that fits and a continuation", *told])
         )
     return Task(
-        "continuation", ("kl", "perplexity", "agreement"), items, _teacher_forced, notes=told
+        "continuation", ("kl", "perplexity", "agreement"), items, teacher_forced, notes=told
     )
 
 
@@ -200,67 +193,6 @@ def _kind(record: Mapping[str, Any]) -> str:
     if not replies:
         return "text"
     return "reasoning" if samples.reasons(replies[-1]) else "no reasoning"
-
-
-def windows(
-    target: LanguageModel, records: Records, limit: int, size: tuple[int, int], context_length: int
-) -> Task:
-    """Predict continuations within windows of plain texts, as the paper does for base models.
-
-    Each ``{"text": ...}`` is cut into windows that do not overlap, of ``size`` tokens of prefix and
-    of continuation, from its first token on. Each text gives its first window, then each its
-    second, so that no text counts more than it must. Windows of one text are one cluster. Where the
-    tokenizer puts a token at a text's beginning, every window's prefix begins with it.
-
-    Raises:
-        ValueError: A record is no text, or none is long enough; or the windows do not fit.
-    """
-    whole, asked = sum(size), f"-c window={size[0]}+{size[1]}"
-    if whole > context_length:
-        raise ValueError(
-            f"{asked} takes {whole} tokens, and the shorter of the two contexts has "
-            f"{context_length}; give smaller numbers"
-        )
-    cut = [(str(n), found) for n, record in enumerate(records)
-           if (found := _windows_of(target, record, n, size))]  # fmt: skip
-    if not cut:
-        raise ValueError(
-            f"no text of the data has the {whole} tokens of {asked}; give longer texts, or smaller "
-            "numbers"
-        )
-    every = ((n, name, one) for name, found in cut for n, one in enumerate(found))
-    rounds = sorted(every, key=lambda each: each[0])  # stable: each text's first window, then ...
-    items = [Item(f"{name}/{n}", "text", name, one) for n, name, one in rounds]
-    short = len(records) - len(cut)
-    note = f"continuation: {short} of {len(records)} texts are shorter than a window, and left out"
-    return Task(
-        "continuation",
-        ("perplexity", "gap", "kl"),
-        items[:limit],
-        _teacher_forced,
-        {"window": list(size)},
-        (note,) if short else (),
-    )
-
-
-def _windows_of(
-    target: LanguageModel, record: Mapping[str, Any], number: int, size: tuple[int, int]
-) -> list[RecallSample]:
-    if not isinstance(record.get("text"), str):
-        raise ValueError(
-            f"record {number + 1} of the data is a conversation, and window cuts plain texts; "
-            'give {"text": ...}, or leave window out'
-        )
-    begins, text = front(target.tokenizer), record["text"]
-    if opened(target.tokenizer, text):
-        text = text.removeprefix(target.tokenizer.bos_token)
-    bare = samples.encode_plain(target.tokenizer, text)
-    room = size[0] - len(begins)
-    step = room + size[1]
-    return [
-        RecallSample((*begins, *bare[at : at + room]), bare[at + room : at + step], ())
-        for at in range(0, len(bare) - step + 1, step)
-    ]
 
 
 def marked(target: LanguageModel, records: Records, limit: int, context_length: int) -> Task:
@@ -278,7 +210,7 @@ def marked(target: LanguageModel, records: Records, limit: int, context_length: 
     if not items:
         raise ValueError("no record of the data has a prefix that fits")
     told = (str(skipped),) if skipped else ()
-    return Task("marked answers", ("recall", "kl"), items, _teacher_forced, notes=told)
+    return Task("marked answers", ("recall", "kl"), items, teacher_forced, notes=told)
 
 
 def _places(
@@ -320,7 +252,7 @@ def recall(
         Item(f"{seed}/{n}", "dialogues", f"{seed}/{n}", recall_sample(target, dialogue, source))
         for n, dialogue in enumerate(dialogues.held_out(limit, seed=seed, **more))
     ]
-    return Task("recall", ("recall", "kl"), items, _teacher_forced)
+    return Task("recall", ("recall", "kl"), items, teacher_forced)
 
 
 # ---- needles ----------------------------------------------------------------------------

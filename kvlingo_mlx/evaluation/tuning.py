@@ -11,17 +11,11 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
-from kvlingo_mlx.engine.fill import take_over
-from kvlingo_mlx.engine.healing import HealingCache, check_models
-from kvlingo_mlx.engine.hybrid import Native
-from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.evaluation import compare, lineup, probes
-from kvlingo_mlx.evaluation.conditions import plan_of
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.evaluation.lineup import Condition
@@ -32,8 +26,7 @@ from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import by_name, find_translator, resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import pictures
-from kvlingo_mlx.reporting.measure import median, seconds
-from kvlingo_mlx.timing.switching import recorded
+from kvlingo_mlx.reporting.measure import median
 from kvlingo_mlx.tokenization.samples import read_jsonl
 from kvlingo_mlx.translators.base import Translator
 
@@ -54,9 +47,6 @@ class Point:
     recall: Mean | None = None
     # The times to the first token of a prefix of median length, after the source has read it.
     seconds: tuple[float, ...] = ()
-    # Of a hybrid, the seconds after that in which the target reads the rest of the prefix behind
-    # it, if nothing is decoded meanwhile; empty where it cannot.
-    until_native: tuple[float, ...] = ()
 
     @property
     def time(self) -> float | None:
@@ -72,8 +62,8 @@ class Point:
     def as_json(self) -> dict[str, Any]:
         """All fields as JSON values, including every time."""
         recall = None if self.recall is None else self.recall.as_json()
-        times = {"seconds": list(self.seconds), "until_native": list(self.until_native)}
-        return {**vars(self), "kl": self.kl.as_json(), "recall": recall, **times}
+        found = {"kl": self.kl.as_json(), "recall": recall, "seconds": list(self.seconds)}
+        return {**vars(self), **found}
 
 
 # ---- what to tune ------------------------------------------------------------------------------
@@ -239,43 +229,6 @@ def measure(
         took = tuple(times.get(condition.name, ()))
         points.append(Point(way, layers, means["kl"], means.get("recall"), took))
     return points
-
-
-def with_healing(
-    points: Sequence[Point],
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    task: Task,
-    trials: int = 5,
-) -> list[Point]:
-    """The points, each hybrid with the seconds until its cache is native, timed in turns.
-
-    The prefix is the one of which the first token is timed. Points stay as they are for a pair that
-    cannot be healed: the target keeps windows.
-    """
-    prefix = compare.typical([task]).read
-    numbers = [point.layers or 0 for point in points if point.way == HYBRID]
-    plans = {j: plan_of(source, target, translator, prefix, Native(j)) for j in numbers}
-    found: dict[int | None, list[float]] = {j: [] for j in numbers}
-    try:
-        check_models(source, target)
-        states = recorded(plan_of(source, target, translator, prefix))
-        for trial in range(-1, trials):
-            for layers, plan in plans.items():
-                took = seconds(partial(_read_on, HealingCache(take_over(plan, states))))
-                found[layers] += [took] if trial >= 0 else []  # the first one warms up
-    except UnsupportedModelError:
-        return list(points)
-    return [
-        dataclasses.replace(p, until_native=tuple(found[p.layers])) if p.way == HYBRID else p
-        for p in points
-    ]
-
-
-def _read_on(healing: HealingCache) -> None:
-    while healing.left:
-        healing.heal()
 
 
 def check_bounds(task: Task, min_recall: float | None) -> None:

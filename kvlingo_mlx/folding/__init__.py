@@ -11,12 +11,11 @@ from kvlingo_mlx.folding.decoding import (
     folded_stream_generate,
     prefill,
 )
-from kvlingo_mlx.folding.folds import check_foldable, check_whole, fold_caches
+from kvlingo_mlx.folding.folds import check_foldable, fold_caches
 
 __all__ = [
     "FoldedCache",
     "check_foldable",
-    "check_whole",
     "fold_caches",
     "folded_generate",
     "folded_hand_over",

@@ -43,7 +43,7 @@ def check_foldable(
     if why is not None:
         raise IncompatibleTranslatorError(
             f"{target.name} cannot decode from the cache of {source.name} by this translator: "
-            f"{why}; leave out memory_budget (generate), or folded (eval --baselines)"
+            f"{why}; leave out memory_budget (generate)"
         )
     for model in (source, target):
         if LATENT in model.family.points:

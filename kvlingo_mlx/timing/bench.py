@@ -21,8 +21,9 @@ from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import pictures
-from kvlingo_mlx.timing import ceilings, geometries, switching
+from kvlingo_mlx.timing import ceilings, switching
 from kvlingo_mlx.timing.ceilings import Rates, measured_rates
+from kvlingo_mlx.timing.random_maps import random_translators
 from kvlingo_mlx.timing.switching import OutOfTime, Stopwatch
 from kvlingo_mlx.translators.base import Translator
 
@@ -67,35 +68,6 @@ class BenchPair:
         return native_part(self.translator.config, tokens=count - 1)
 
 
-def of_geometry(
-    names: Sequence[str], layers: int | None, precision: str | None, nu: int, bits: Sequence[int],
-    *, tokens: int = 0, progress: geometries.Progress = lambda done, total: None,
-) -> BenchPair:  # fmt: skip
-    """Random models of released widths, and random maps that read ``nu`` source layers.
-
-    ``layers`` are those of each model (None is all), ``precision`` its weights' (None is this
-    machine's usual one); each of ``bits`` adds a form of the maps; both caches will hold ``tokens``
-    at most.
-
-    Raises:
-        NotEnoughMemoryError, UnsupportedModelError: As for :func:`geometries.make`.
-    """
-    precision = precision or ("bfloat16" if on_gpu() else "float32")
-    source, target = models = [
-        geometries.unmade_model(name, layers, precision, seed) for seed, name in enumerate(names)
-    ]
-    needs = {
-        "maps": geometries.least_maps_bytes(source.geometry.layers, target.geometry.layers, nu),
-        memory.caches_of(tokens): sum(memory.cache_bytes(model, tokens) for model in models),
-    }
-    geometries.make(models, {name: size for name, size in needs.items() if size}, progress)
-    weights = f"random weights in {precision}"
-    if layers is not None:
-        whole = [str(geometries.GEOMETRIES[name]["num_hidden_layers"]) for name in names]
-        weights += f", {layers} layer{'s' * (layers > 1)} of {' and '.join(whole)}"
-    return BenchPair(source, target, *_random_maps((source, target), nu, bits, weights), text=False)
-
-
 def of_models(
     source: str | None, target: str | None, translator: str | None, nu: int | None,
     bits: Sequence[int],
@@ -113,7 +85,7 @@ def of_models(
     except MissingTranslatorError:
         if translator is not None:
             raise
-        return BenchPair(*models, *_random_maps(models, nu or 1, bits))
+        return BenchPair(*models, *random_forms(models, nu or 1, bits))
     check_one_tokenizer(found.config, "bench", "give two models of one tokenizer")
     if nu not in (None, found.config.nu):
         raise ValueError(
@@ -124,7 +96,7 @@ def of_models(
     return BenchPair(*models, {found.dtype: found, **forms})
 
 
-def _random_maps(
+def random_forms(
     ends: tuple[LanguageModel, LanguageModel], nu: int, bits: Sequence[int], *notes: str
 ) -> tuple[dict[str, Translator], tuple[str, ...]]:
     """Random maps by form, and what to note; 16-bit maps only on a GPU: a CPU widens them."""
@@ -132,7 +104,7 @@ def _random_maps(
     if on_gpu():
         forms["bfloat16"] = ("bfloat16", None)
     forms |= {f"{number} bits": ("float32", number) for number in bits}
-    maps = geometries.random_translators(*ends, nu, forms)
+    maps = random_translators(*ends, nu, forms)
     return maps, (*notes, f"random maps, nu = {nu}")
 
 

@@ -2,9 +2,8 @@
 
 import importlib
 import re
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from kvlingo_mlx.training.checkpoints import log_of, read_log
 from kvlingo_mlx.training.coordinates import RATE
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.mixture import Mixture, PlainText
-from kvlingo_mlx.training.paper_pairs import filled, rate_of
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
 from kvlingo_mlx.training.recipe import Recipe
-from kvlingo_mlx.training.sweep import window
 from kvlingo_mlx.training.trainer import Progress, Trainer
 
 
@@ -53,7 +50,6 @@ def runtime_of(place: str) -> Any:
 class Options:
     """The models, the data and the device of a training.
 
-    ``at_once`` is the most learning rates of a sweep that are trained together; None: what fits.
     ``accepts`` leaves out records (the laboratory's ``RecordFilter``), ``later_turns`` is that of a
     :class:`Mixture`.
     """
@@ -68,7 +64,6 @@ class Options:
     packed_share: float = 0.5
     max_prefix: int | None = None
     max_continuation: int | None = None
-    at_once: int | None = None
     accepts: Any = None
     later_turns: bool = False
 
@@ -148,75 +143,32 @@ class Job:
     """What to train, as the verb's options say it."""
 
     options: Options
-    # The arguments of a TrainingPlan; where nu or norm are None, they are the paper's for the pair.
-    plan: Mapping[str, Any]
-    # Those of a Recipe; without learning_rates it is the paper's for the pair. In a sweep one rate
-    # is the centre of the first window.
-    recipe: Mapping[str, Any]
+    plan: Mapping[str, Any]  # the arguments of a TrainingPlan
+    recipe: Mapping[str, Any]  # those of a Recipe; without learning_rates there is one, the usual
     out: str
     stage1: Mapping[str, Any] | None = None  # rates and steps of an MLP's stage 1; None for others
     force: bool = False  # train again what is finished, replace another translator
 
 
-def train_seeds(job: Job, seeds: Sequence[int], listeners: Listeners) -> list[Done]:
-    """Train, or resume, a translator for each seed, in ``OUT-seed42`` and so on, or one in ``OUT``.
+def _plan(job: Job) -> TrainingPlan:
+    """The plan of a job."""
+    whitened = job.recipe.get("whitened")
+    rates = job.recipe["learning_rates"] or ((RATE,) if whitened else Recipe.learning_rates)
+    stage2 = Recipe(**{**job.recipe, "learning_rates": rates})
+    plan = dict(job.plan)
+    if job.stage1 is not None:
+        plan["stage1_recipe"] = reconstruction(stage2, **job.stage1)
+    return TrainingPlan(**plan, seed=job.options.seed, recipe=stage2)
 
-    All have the learning rates that the first one's training chose (appendix "Training protocol").
-    The list is empty in a process that does not lead.
+
+def train(job: Job, listeners: Listeners, trainer: type[Trainer] = Trainer) -> Done | None:
+    """Train, or resume a training; None in a process that does not lead.
 
     Raises:
         ValueError: A bad option, unusable data, or a destination that holds something else.
         KVLingoError: A model cannot be used, training diverged, or the disk is full.
     """
-    jobs = [
-        replace(job, options=replace(job.options, seed=seed), out=f"{job.out}-seed{seed}")
-        for seed in seeds
-    ] or [job]
-    for each in jobs:
-        translator_folder.check_destination(each.out)
-    made: list[tuple[Done, bool]] = []
-    for each in jobs:
-        made.append(_train(_at_rates_of(made[0][0].provenance if made else {}, each), listeners))
-    return [done for done, leads in made if leads]
-
-
-def _at_rates_of(found: Mapping[str, Any], job: Job) -> Job:
-    """The job at the learning rates of another translator, by its provenance."""
-    if "stage1_rate" in found and job.stage1 is not None:
-        job = replace(job, stage1={**job.stage1, "rates": (found["stage1_rate"],)})
-    if "learning_rate" in found:
-        own = {"learning_rates": (found["learning_rate"],), "sweep": False}
-        job = replace(job, recipe={**job.recipe, **own})
-    return job
-
-
-def seeds_told(done: Sequence[Done]) -> str:
-    """The mean of the seeds' held-out KL, and its standard deviation; empty without a stage 2."""
-    found = (each.provenance.get("held_out_kl") for each in done)
-    values = [kl for kl in found if kl is not None]
-    if len(values) < 2:
-        return ""
-    mean, deviation = statistics.mean(values), statistics.stdev(values)
-    return f"{len(values)} seeds: held-out KL {mean:.4f}, standard deviation {deviation:.4f}"
-
-
-def _plan(job: Job) -> TrainingPlan:
-    """The plan of a job, with what the paper has for its pair."""
-    ends = job.options.source, job.options.target
-    plan = filled(job.plan, *ends)
-    usual = RATE if job.recipe.get("whitened") else rate_of(*ends, plan)
-    rates = job.recipe["learning_rates"] or (usual,)
-    if job.recipe.get("sweep") and len(rates) == 1:
-        rates = window(rates[0])
-    stage2 = Recipe(**{**job.recipe, "learning_rates": rates})
-    first: dict[str, Any] = {}
-    if job.stage1 is not None:
-        first["stage1_recipe"] = reconstruction(stage2, **job.stage1)
-    return TrainingPlan(**plan, **first, seed=job.options.seed, recipe=stage2)
-
-
-def _train(job: Job, listeners: Listeners) -> tuple[Done, bool]:
-    """What was made, and whether this process leads."""
+    translator_folder.check_destination(job.out)
     options, plan = job.options, _plan(job)  # bad options are refused before any model is loaded
     stage2 = plan.recipe
     source, target = (
@@ -234,7 +186,7 @@ def _train(job: Job, listeners: Listeners) -> tuple[Done, bool]:
     try:
         if options.accepts and group.leads:
             listeners.say(f"data: left out {options.accepts}")
-        trainer = Trainer(
+        made = trainer(
             source,
             target,
             stream,
@@ -248,14 +200,13 @@ def _train(job: Job, listeners: Listeners) -> tuple[Done, bool]:
             force=job.force,
             lengths=stream.longest,
             say=listeners.say,
-            at_once=options.at_once,
         )
-        before = trainer.finished()
-        folder = trainer.run()
+        before = made.finished()
+        folder = made.run()
         found = group.firsts(lambda: dict(translator_folder.read_config(folder).provenance))
     finally:
         options.runtime.leave(group)
-    return Done(folder, found, before), group.leads
+    return Done(folder, found, before) if group.leads else None
 
 
 def draw(log: Path, picture: str, title: str) -> None:

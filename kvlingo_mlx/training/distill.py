@@ -330,7 +330,7 @@ class Distillation:
         self.judged = self.step, self._agreed([self.spent])[0]
         self.group.agree(self._digests)
         leading = self.leading()
-        ended = self.step == self.recipe.steps or not self.recipe.sweep  # a sweep goes by its ends
+        ended = self.step == self.recipe.steps or not self.recipe.sweep
         if self.best is None or (ended and leading.held_out < self.best.held_out):
             arrays = leading.translator.arrays()
             self.best = Best(leading.rate, self.step, leading.held_out, arrays)

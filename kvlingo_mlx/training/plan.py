@@ -21,7 +21,6 @@ from kvlingo_mlx.training.watch import complaints
 from kvlingo_mlx.version import __version__
 
 MLP_STAGE1_RATE = 3e-3
-MLP_STAGE1_SWEEP = (1e-3, 3e-3, 1e-2, 3e-2)
 STAGE1 = Recipe(objective="reconstruction", learning_rates=(MLP_STAGE1_RATE,))
 STAGE2 = Recipe()
 
@@ -108,17 +107,15 @@ class TrainingPlan:
 def reconstruction(recipe: Recipe, rates: tuple[float, ...], steps: int) -> Recipe:
     """The recipe of an MLP's stage 1: that of stage 2 with other steps and rates.
 
-    In a sweep one rate alone is the one that is used, and none are the paper's four. Appendix
-    "Training protocol", MLP translators.
+    Appendix "Training protocol", MLP translators.
     """
-    sweep = recipe.sweep and len(rates) != 1
     return replace(
         recipe,
         objective="reconstruction",
         ce_weight=1.0,
         steps=steps,
-        learning_rates=rates or (MLP_STAGE1_SWEEP if sweep else (MLP_STAGE1_RATE,)),
-        sweep=sweep,
+        learning_rates=rates or (MLP_STAGE1_RATE,),
+        sweep=recipe.sweep and len(rates) > 1,
     )
 
 

@@ -41,8 +41,8 @@ class Recipe:
     reads: int | None = None  # conversations that all steps learn from in turn; None: ever new ones
     # Maps learn in the coordinates of ``training.coordinates``; the paper's in their weights.
     whitened: bool = False
-    # Further rates are tried until the best is none of the outermost ones (``training.sweep``); the
-    # rate of the lowest final KL wins, and the translator that it ended with.
+    # The translator of the last step is kept, not the best one on the way: the laboratory's sweep
+    # compares rates by it, and tries further ones.
     sweep: bool = False
 
     def part(self, share: float, **changes: Any) -> Self:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvlingo_mlx.errors import MalformedTranslatorError, NotEnoughMemoryError
+from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.assignment import Assignment, narrow_groups
 from kvlingo_mlx.format.fingerprints import files_fingerprint
@@ -30,8 +30,6 @@ from kvlingo_mlx.training.initial import initial
 from kvlingo_mlx.training.plan import TrainingPlan, make_config, provenance_of
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Model, Pair, pair_of
-from kvlingo_mlx.training.sweep import Sweep, Trained, chosen
-from kvlingo_mlx.training.watch import complaints
 from kvlingo_mlx.version import __version__
 
 
@@ -69,7 +67,6 @@ class Trainer:
     start: Start | None = None  # the closed form of this plan and data, if it is made
     lengths: tuple[int, int] | None = None  # tokens of the longest prefix and continuation
     say: Callable[[str], None] = lambda text: None
-    at_once: int | None = None  # the most rates of a sweep trained together; None: what fits
     readings: dict[Sample, Any] = field(default_factory=dict)  # that stages learn from in turn
 
     def finished(self) -> bool:
@@ -122,27 +119,27 @@ class Trainer:
             raise
 
     def _run(self, config: TranslatorConfig) -> Path:
-        recipe, curve = self.plan.stage2, list[Mapping[str, Any]]()
+        recipe = self.plan.stage2
+        curve: Sequence[Mapping[str, Any]] = ()
         settings = self._settings(config)
         versions = {"kvlingo-mlx": __version__, **self.pair.versions}
         facts = settings | dataclasses.asdict(recipe) | versions
         self.group.agree(lambda: {name: canonical_json({name: facts[name]}) for name in facts})
         kept = Checkpoint(self.partial / "initial.safetensors", settings)
         # Checked even if this plan has no stage 2: unfinished work on one must not be lost.
-        for each in (kept, self._checkpoint("stage2", 0, config, recipe)):
+        for each in (kept, self.checkpoint("stage2", config, recipe)):
             self.group.firsts(each.facts)
         trains = bool(recipe.steps) or not config.spec.solved
         held_out = self._held_out() if trains else []
-        at_once = self._at_once(config)
+        if recipe.steps:
+            self._tell(self.say, self.needed(config))
         if recipe.steps and (sample := _short(held_out)):
             self.pair.check_gradients(sample, config)
-        config, arrays, provenance = self._first(kept, config, held_out, at_once)
+        config, arrays, provenance = self._first(kept, config, held_out)
         best = None
         if recipe.steps:
-            found = self._distill("stage2", (config, arrays, {}), recipe, held_out, at_once)
-            best, curve, arrays = found.best, list(found.curve), dict(found.best.tensors)
-            if recipe.sweep:
-                provenance = {**provenance, "sweep": found.tried}
+            best, curve = self.distilled("stage2", (config, arrays, {}), recipe, held_out)
+            arrays = dict(best.tensors)
         if self.group.leads:
             names = ("data", "english", "apart_from")
             own = {name: self.settings[name] for name in names if name in self.settings}
@@ -155,36 +152,19 @@ class Trainer:
         return self.out
 
     def _tell(self, listener: Callable[[str], None], text: str) -> None:
-        """Tell the user something, in the leading process."""
-        if self.group.leads:
+        """Tell the user something, if there is anything to tell, in the leading process."""
+        if text and self.group.leads:
             listener(text)
 
-    def _at_once(self, config: TranslatorConfig) -> int:
-        """How many translators are trained together: all of a run, of a sweep those that fit.
+    def needed(self, config: TranslatorConfig) -> str:
+        """A line that says what the training takes; empty where that is not known.
 
         Raises:
-            NotEnoughMemoryError: There is too little for one step.
+            NotEnoughMemoryError: There is too little.
         """
-        recipe, needed = self.plan.recipe, ""
-        rates = len(recipe.learning_rates)
-        most = min(rates, self.at_once or rates) if recipe.sweep else rates
-        while recipe.steps and self.lengths is not None:
-            try:
-                needed = self.pair.check_memory(config, self.lengths, most, self.plan)
-                break
-            except NotEnoughMemoryError:
-                if not recipe.sweep or most == 1:
-                    raise
-                most -= 1
-        if needed:
-            self._tell(self.say, needed)
-        if most < rates:
-            self._tell(
-                self.say,
-                f"sweep: of {rates} learning rates at most {most} are trained at a time; each "
-                "group reads the same samples again",
-            )
-        return most
+        rates = len(self.plan.recipe.learning_rates)
+        known = self.lengths
+        return self.pair.check_memory(config, known, rates, self.plan) if known else ""
 
     @cached_property
     def pair(self) -> Pair:
@@ -250,24 +230,21 @@ class Trainer:
             return False
         return there.get("run") == self._identity(config)
 
-    def _checkpoint(
-        self, stage: str, number: int, config: TranslatorConfig, recipe: Recipe
-    ) -> Checkpoint:
-        """The checkpoint of a stage's group of rates."""
-        name = stage if number == 0 else f"{stage}-{number + 1}"
+    def checkpoint(self, stage: str, config: TranslatorConfig, recipe: Recipe) -> Checkpoint:
+        """The checkpoint of a stage."""
         settings = {**self._settings(config), **dataclasses.asdict(recipe)}
-        return Checkpoint(self.partial / f"{name}.safetensors", settings)
+        return Checkpoint(self.partial / f"{stage}.safetensors", settings)
 
     # ---- the stages -------------------------------------------------------------------
 
     def _first(
-        self, kept: Checkpoint, config: TranslatorConfig, held_out: Sequence[Sample], at_once: int
+        self, kept: Checkpoint, config: TranslatorConfig, held_out: Sequence[Sample]
     ) -> Start:
         """The starting point of stage 2: computed once, and kept for resumed runs."""
         ready = self.group.firsts(kept.path.exists)
         self.group.wait()  # a late process must not see the file that the leading one writes next
         if not ready:
-            made, arrays, provenance = self._stage1(config, held_out, at_once)
+            made, arrays, provenance = self._stage1(config, held_out)
             if self.group.leads:
                 tensors = {n: np.asarray(a, np.float32) for n, a in arrays.items()}
                 assignment = made.assignment.to_json()
@@ -281,7 +258,7 @@ class Trainer:
         config = dataclasses.replace(config, assignment=Assignment.from_json(facts["assignment"]))
         return config, arrays, facts["provenance"]
 
-    def _stage1(self, config: TranslatorConfig, held_out: Sequence[Sample], at_once: int) -> Start:
+    def _stage1(self, config: TranslatorConfig, held_out: Sequence[Sample]) -> Start:
         plan, spec = self.plan, config.spec
         arrays: dict[str, np.ndarray] = {}
         provenance: dict[str, Any] = {}
@@ -292,17 +269,15 @@ class Trainer:
         arrays |= initial(config, plan.hidden, plan.seed, gated=plan.gated)
         if not spec.solved:
             start = config, arrays, provenance
-            found = self._distill("stage1", start, plan.stage1_recipe, held_out, at_once)
-            arrays = dict(found.best.tensors)
-            provenance = {"stage1_rate": found.best.rate, "stage1_error": found.best.held_out}
-            if plan.stage1_recipe.sweep:
-                provenance["stage1_sweep"] = found.tried
+            best, _ = self.distilled("stage1", start, plan.stage1_recipe, held_out)
+            arrays = dict(best.tensors)
+            provenance = {"stage1_rate": best.rate, "stage1_error": best.held_out}
         if recipe := plan.matched:
             arrays = {n: np.asarray(a, np.float32) for n, a in arrays.items()}
             start = config, arrays, provenance
-            found = self._distill("matching", start, recipe, held_out, at_once)
-            arrays |= found.best.tensors
-            provenance = {**provenance, "matching": plan.matching, "matched": found.best.held_out}
+            best, _ = self.distilled("matching", start, recipe, held_out)
+            arrays |= best.tensors
+            provenance = {**provenance, "matching": plan.matching, "matched": best.held_out}
         return config, arrays, provenance
 
     def _closed_form(self, config: TranslatorConfig) -> Start:
@@ -330,54 +305,37 @@ class Trainer:
             self._tell(self.warn, few)
         return fit.result
 
-    def _distill(
-        self, stage: str, start: Start, recipe: Recipe, held_out: Sequence[Sample], at_once: int
-    ) -> Trained:
-        """The best translator of a stage, over all learning rates of a run or a sweep."""
-        config, arrays, _ = start
-
-        def train(number: int, rates: Sequence[float]) -> Trained:
-            kept = self._checkpoint(stage, number, config, recipe)
-            training = distill.Distillation(
-                self.pair,
-                distill.start_runs(self.pair, config, arrays, rates),
-                self.data,
-                held_out,
-                recipe,
-                kept,
-                self.group,
-                self.keep_every,
-                stop,
-                (lambda text: None) if recipe.sweep else self.warn,
-                readings=self.readings,
-            )
-            try:
-                best = training.run(lambda report: self.progress(stage, report))
-            except distill.DivergedError:
-                if not recipe.sweep or training.best is None:
-                    if self.group.leads:  # so that a lower rate may begin here
-                        kept.path.unlink(missing_ok=True)
-                    raise
-                best = training.best
-            return Trained.of(best, training.runs, training.curve)
-
-        def begun(number: int) -> tuple[float, ...]:
-            facts = self.group.firsts(self._checkpoint(stage, number, config, recipe).facts)
-            return tuple(run["rate"] for run in (facts or {}).get("runs", ()))
-
+    def distilled(
+        self, stage: str, start: Start, recipe: Recipe, held_out: Sequence[Sample]
+    ) -> tuple[distill.Best, Sequence[Mapping[str, Any]]]:
+        """The best translator of a stage, over all learning rates, and the log's lines."""
         with distill.postponed() as stop:
-            if not recipe.sweep:
-                return train(0, recipe.learning_rates)
-            say = lambda text: self._tell(self.say, text)  # noqa: E731
-            found = Sweep(recipe.learning_rates, at_once, train, begun, say).run()
-        lowest, highest = min(found.finals), max(found.finals)
-        if chosen(found.finals) in (lowest, highest):
-            rates = f"{lowest:g} to {highest:g}"
-            self._tell(self.warn, f"the best learning rate is at the edge of those tried, {rates}")
-        if recipe.objective != "reconstruction":  # which has no KL to judge
-            for text in complaints(found.curve).values():
-                self._tell(self.warn, text)
-        return found
+            made = self.distillation(stage, start, recipe, held_out, recipe.learning_rates)
+            made.stop, made.warn = stop, self.warn
+            try:
+                best = made.run(lambda report: self.progress(stage, report))
+            except distill.DivergedError:
+                if self.group.leads:  # so that a lower rate may begin here
+                    self.checkpoint(stage, start[0], recipe).path.unlink(missing_ok=True)
+                raise
+        return best, made.curve
+
+    def distillation(
+        self,
+        stage: str,
+        start: Start,
+        recipe: Recipe,
+        held_out: Sequence[Sample],
+        rates: Sequence[float],
+    ) -> distill.Distillation:
+        """The distillation of a stage that trains a translator at each of some rates."""
+        config, arrays, _ = start
+        runs = distill.start_runs(self.pair, config, arrays, rates)
+        kept = self.checkpoint(stage, config, recipe)
+        return distill.Distillation(
+            self.pair, runs, self.data, held_out, recipe, kept, self.group, self.keep_every,
+            readings=self.readings,
+        )  # fmt: skip
 
     # ---- the result -------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import kvlingo_mlx as kv
+from benchmarks.paper.evaluation import baselines
 from kvlingo_mlx import embedded
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions
@@ -66,7 +67,7 @@ def test_other_families_recall_through_a_translation(pair: str) -> None:
         "hidden": conditions.hidden(target),
     }
     if unfoldable(translator.config) is None:
-        makers["folded"] = conditions.folded(source, target, translator)
+        makers["folded"] = baselines.folded(source, target, translator)
     scores = quality.score(target, samples, makers)
     native, translated = scores["native"], scores["translated"]
     assert native.recall >= 0.85

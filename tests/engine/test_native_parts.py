@@ -372,9 +372,8 @@ def test_what_is_chosen_is_kept_with_the_translator(
     assert ways["native", most]["kl"]["value"] == 0 == ways["native", most]["layers"] - most
     assert all(ways["hybrid", j]["kl"]["value"] > 0 for j in range(most))
     assert all(ways["hybrid", j]["recall"] and ways["hybrid", j]["seconds"] for j in range(most))
-    assert all(len(p["until_native"]) == (p["way"] == "hybrid") for p in found["points"])
     out = capsys.readouterr().out
-    assert " until " in out and "nan" not in out  # one conversation has no error bar
+    assert "nan" not in out  # one conversation has no error bar
     assert ("hidden", None) in ways and ("shuffled", None) in ways
     assert run([*command, "--max-kl", "1e9", "--native-layers", "1"]) == 0
     assert translator_folder.read_config(own).native_layers == 1

@@ -671,9 +671,9 @@ def test_the_verbs(
     models = ["--prefill-model", ends[0], "--decode-model", ends[1], "--translator", str(out)]
     assert run(["generate", *models, "-p", "Who is it?", "--max-tokens", "3"]) == 0
     assert run(["eval", *pair, str(out), "--tasks", "continuation", "--data",
-                str(data), "--baselines", "hidden,canonical", "--limit", "1",
+                str(data), "--baselines", "hidden,text", "--limit", "1",
                 "--out", str(tmp_path / "scores.jsonl")]) == 0  # fmt: skip
-    assert "canonical" in capsys.readouterr().out
+    assert "prefix hidden" in capsys.readouterr().out
     for verb in (["bench", *pair, "--translator", str(out)],
                  ["tune", *ends, "--translator", str(out), "--data", str(data)]):  # fmt: skip
         fails(verb, "between two tokenizers", capsys)

@@ -25,6 +25,7 @@ from mlx_lm.models.cache import (
 )
 
 import kvlingo_mlx as kv
+from benchmarks.paper.evaluation import baselines
 from benchmarks.paper.timing.memory import peak_bytes
 from kvlingo_mlx import caches, translators
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
@@ -563,8 +564,8 @@ def test_tuned_native_layers_are_heeded_or_refused(
     for ask in (
         lambda: kv.folded_generate(*models, tokens, **options),
         lambda: kv.folded_hand_over(*models, tokens, translator=folder),
-        lambda: lineup.baseline("folded", *models, [kv.load_translator(folder)], None),
-        lambda: lineup.baseline("folded", *models, [kv.load_translator(plain)], 1),
+        lambda: baselines.baseline("folded", *models, kv.load_translator(folder), None),
+        lambda: baselines.baseline("folded", *models, kv.load_translator(plain), 1),
     ):
         with pytest.raises(IncompatibleTranslatorError) as error:
             ask()
@@ -573,7 +574,8 @@ def test_tuned_native_layers_are_heeded_or_refused(
     # Both ways out; a stored translator that can be folded whole goes before one that cannot.
     expected = kv.folded_generate(*models, tokens, translator=plain, max_tokens=3)
     assert kv.folded_generate(*models, tokens, native_layers=0, **options) == expected
-    assert lineup.baseline("folded", *models, [kv.load_translator(folder)], 0).name == "folded"
+    found = baselines.baseline("folded", *models, kv.load_translator(folder), 0)
+    assert found.name == "folded"
     for age, kept in enumerate((plain, folder)):
         copy = shutil.copytree(kept, store / kept.name) / "translator_config.json"
         os.utime(copy, (age, age))
@@ -608,7 +610,7 @@ def test_the_folded_condition(root: Path) -> None:
     line = [
         lineup.native(target),
         lineup.translated("translated", source, target, [translator]),
-        lineup.baseline("folded", source, target, [translator]),
+        baselines.baseline("folded", source, target, translator),
         lineup.baseline("hidden", source, target, [translator]),
     ]
     found = evaluate(target, [task], line, Journal())["continuation"]

@@ -17,6 +17,7 @@ from unittest import mock
 import numpy as np
 
 import kvlingo_mlx as kv
+from benchmarks.paper.training.sweep import SweepTrainer
 from kvlingo_mlx import fitting, group
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.machines import ranks
@@ -118,7 +119,8 @@ def training(case: Case) -> Found:
     source, target = kv.load(case["source"]), kv.load(case["target"])
     data = {"data": case.get("data", "the same")}
     every = case.get("keep_every", 240.0)
-    made = Trainer(
+    trainer = SweepTrainer if recipe.sweep else Trainer
+    made = trainer(
         source, target, Numbered(), TrainingPlan(**plan, recipe=recipe), out, here, progress, data,
         keep_every=every,
     )  # fmt: skip

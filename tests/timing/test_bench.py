@@ -4,7 +4,6 @@ import functools
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import mx, nn, on_gpu
+from kvlingo_mlx.backend import mx, nn
 
 import numpy as np
 import pytest
@@ -22,14 +21,13 @@ from mlx_lm.generate import generate_step
 import kvlingo_mlx as kv
 from benchmarks.paper.timing.costs import Costs
 from kvlingo_mlx.embedded import zoo
-from kvlingo_mlx.timing import bench, ceilings, geometries, switching
+from kvlingo_mlx.timing import bench, ceilings, switching
 from kvlingo_mlx.timing.switching import OutOfTime, Stopwatch
 from tests.support import tiny
 from tests.support.command_line import fails, run
 from tests.support.fixtures import Folders, Models, Patch, Printed
 
 PROMPT = tiny.random_tokens(41)
-GEOMETRY = ["bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "-c", "layers=2", "-n", "2"]
 PHASES = ["source_prefill", "translate float32", "target_step", "native"]
 measured_rates = functools.cache(ceilings.measured_rates)
 
@@ -162,66 +160,22 @@ def test_prompts(models: Models) -> None:
         switching.prompt_of(models["dense"], models["moe"], 600, text=False)
 
 
-@pytest.mark.parametrize("precision", geometries.PRECISIONS)
-def test_random_models(small_geometries: None, precision: str) -> None:
-    made = [geometries.unmade_model("gemma-3-4b", 2, precision) for _ in range(2)]
-    model, again = geometries.make(made)
-    assert len(model.geometry.layers) == 2
-    kinds = {type(module).__name__ for _, module in model.model.named_modules()}
-    assert ("QuantizedLinear" in kinds) == precision.endswith("bit")
-    assert model.cache_dtype == (mx.float32 if precision == "float32" else mx.bfloat16)
-    for a, b in zip(*(m.model.layers[0].self_attn.q_proj.parameters().values()
-                      for m in (model, again)), strict=True):  # fmt: skip
-        assert mx.array_equal(a, b)
-    for name, layers, said in (
-        ("gemma-3-4b", 9, "layers is 9; gemma-3-4b has 4"),
-        ("gemma-3-4b", 1, "layers is 1; of gemma-3-4b every 2th attends to all tokens"),
-        ("gpt", None, "--geometry names 'gpt'; there are qwen3-0.6b, "),
-    ):
-        with pytest.raises(ValueError, match=said):
-            geometries.unmade_model(name, layers, precision)
+def ends(folders: Folders) -> list[str]:
+    return ["bench", "--source", str(folders["dense"]), "--target", str(folders["moe"])]
 
 
-def test_what_does_not_fit_into_memory_is_not_made(
-    small_geometries: None, monkeypatch: Patch, capsys: Printed
-) -> None:
-    """And what the message advises does fit."""
-    command = ["bench", "--geometry", "qwen3-4b:qwen3-8b", "--quantize", "none", "-n", "1", "-p"]
-    whole = geometries.GEOMETRIES["qwen3-4b"] | {"num_hidden_layers": 36}
-    for name in ("qwen3-4b", "qwen3-8b"):
-        monkeypatch.setitem(geometries.GEOMETRIES, name, whole)
-    made = geometries.unmade_model("qwen3-4b", None, "float32")
-    limit = int(1.2 * geometries.memory.weights_bytes(made))  # of one, not of two
-    monkeypatch.setattr(geometries.memory, "free", lambda: limit)
-    evaluated = geometries.mx.eval
-    monkeypatch.setattr(geometries.mx, "eval", None)
-    assert run([*command, "12"]) == 2
-    error = capsys.readouterr().err
-    assert "of memory are needed (weights of random qwen3-4b " in error and error.count("\n") == 1
-    monkeypatch.setattr(geometries.mx, "eval", evaluated)
-    layers = re.search(r"take -c layers=(\d+) or -c precision=4bit, end", error)[1]
-    assert int(layers) > 2
-    assert run([*command, "12", "-c", f"layers={layers}"]) == 0
-    assert run([*command, "12", "-c", "precision=4bit"]) == 0
-    capsys.readouterr()
-    assert run([*command, "40000", "-c", f"layers={layers}"]) == 2  # the caches' fault
-    assert "caches of 40000 tokens" in capsys.readouterr().err
-
-
-def test_bench_of_a_geometry(small_geometries: None, tmp_path: Path, capsys: Printed) -> None:
+def test_bench_of_two_models(folders: Folders, tmp_path: Path, capsys: Printed) -> None:
     out, picture = tmp_path / "out.jsonl", tmp_path / "x.png"
     plot = ["--plot", str(picture)] if importlib.util.find_spec("matplotlib") else []
     more = ["-c", "nu=2", "-p", "12,20,12", "--quantize", "8", "--json", str(out)]
-    assert run([*GEOMETRY, *more, *plot]) == 0
+    assert run([*ends(folders), "-n", "2", *more, *plot]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    precision = "bfloat16" if on_gpu() else "float32"
-    for line in (f"random weights in {precision}, 2 layers of 4 and 4", "random maps, nu = 2",
-                 "random token ids", "source reads", "translation, 8 bits", "first step",
-                 "re-prefill", "switch, times sooner", "GFLOP/s"):  # fmt: skip
+    for line in ("random maps, nu = 2", "bundled text", "source reads", "translation, 8 bits",
+                 "first step", "re-prefill", "switch, times sooner", "GFLOP/s"):  # fmt: skip
         assert line in text, line
     record = json.loads(out.read_text())
     config, found = record["config"], record["results"]["switch"]
-    assert record["kind"] == "bench" and config["weights"] == [precision] * 2
+    assert record["kind"] == "bench" and config["weights"] == ["float32"] * 2
     assert (config["nu"], config["prefill_step_size"]) == (2, 2048)
     assert [t["prompt_tokens"] for t in found["timings"]] == [12, 20] and found["left_out"] == []
     for timing in found["timings"]:
@@ -232,11 +186,11 @@ def test_bench_of_a_geometry(small_geometries: None, tmp_path: Path, capsys: Pri
 
 
 def test_a_limit_in_which_nothing_is_measured_is_refused(
-    small_geometries: None, monkeypatch: Patch, capsys: Printed
+    folders: Folders, monkeypatch: Patch, capsys: Printed
 ) -> None:
-    """While models are made, and after it; a line says which of them takes longer."""
-    short = [*GEOMETRY, "-p", "12"]
-    over = "--time-limit is over before the models are ready"
+    """While models are read, and after it; a line says which of them takes longer."""
+    short = [*ends(folders), "-p", "12"]
+    over = "--time-limit is over before the models are read"
     fails([*short, "--time-limit", "1e-9"], over, capsys)
     monkeypatch.setattr(bench, "run", lambda *_, **__: ([], [12], None))
     fails(short, "the shortest measurement takes longer; give more", capsys)
@@ -260,8 +214,7 @@ def test_lengths_are_those_that_both_models_can_hold(
 
 
 def test_bench_without_a_translator_times_random_maps(folders: Folders, capsys: Printed) -> None:
-    models = ["bench", "--source", str(folders["dense"]), "--target", str(folders["moe"])]
-    assert run([*models, "-n", "1", "-p", "12", "--quantize", "none"]) == 0
+    assert run([*ends(folders), "-n", "1", "-p", "12", "--quantize", "none"]) == 0
     done = capsys.readouterr()
     assert "random maps of the same shapes are timed" in done.err
     assert "random maps, nu = 1" in done.out and "bundled text" in done.out

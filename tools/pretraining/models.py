@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 from zoo_chats import MISTRAL, QWEN, Chat
 
-from kvlingo_mlx.timing.shapes import GEOMETRIES
+from benchmarks.paper.timing.shapes import GEOMETRIES
 from pretraining.samples import BY_EACH_WAY, CONTEXT, SHORT, STAGES, VOCAB_SIZE, Stage
 
 # ---- how weights are learnt -----------------------------------------------------------

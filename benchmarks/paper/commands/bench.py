@@ -15,7 +15,7 @@ from benchmarks.paper.timing.phases import (
     label,
     layers_of,
 )
-from kvlingo_mlx.cli.bench import FORMS, TIME_LIMIT, bits_of, check_depth, geometry_names
+from kvlingo_mlx.cli.bench import FORMS, TIME_LIMIT, bits_of
 from kvlingo_mlx.cli.command import BOTH, COUNTS, LENGTHS, Configured, numbers, verb
 from kvlingo_mlx.cli.output import keep, ms, phase, say, table, tell_of_machine, warn
 from kvlingo_mlx.options import COUNT, Need, among, but, is_set, off, one_of, option
@@ -153,6 +153,7 @@ def _check_measured(measured: bool, options: PaperBenchOptions) -> None:
 
 def _pair(options: PaperBenchOptions, tokens: int) -> BenchPair:
     """The timed pair: models from folders, or random ones."""
+    from benchmarks.paper.timing import geometries
     from kvlingo_mlx.timing import bench
 
     bits = [] if options.table_name == HEALING else bits_of(options.quantize)
@@ -169,13 +170,41 @@ def _pair(options: PaperBenchOptions, tokens: int) -> BenchPair:
     check_depth(names[0], options.layers, nu)
     with phase("making the models") as step:
         form = options.layers, options.precision, nu, bits
-        return bench.of_geometry(names, *form, tokens=tokens, progress=step)
+        return geometries.of_geometry(names, *form, tokens=tokens, progress=step)
+
+
+def geometry_names(options: Any) -> tuple[str, str] | None:
+    """The source and target of ``--geometry``; None without it.
+
+    Raises:
+        ValueError: They are not two known names, or do not fit ``layers`` or ``precision``.
+    """
+    if options.geometry is None:
+        return None
+    from benchmarks.paper.timing.geometries import GEOMETRIES, check
+
+    names = options.geometry.split(":")
+    if len(names) != 2:
+        known = ", ".join(GEOMETRIES)
+        raise ValueError(f"--geometry is {options.geometry!r}; give SOURCE:TARGET of {known}")
+    for name in names:
+        check(name, options.layers, options.precision)
+    return names[0], names[1]
+
+
+def check_depth(source: str, layers: int | None, nu: int) -> None:
+    """Refuse (ValueError) maps that read more layers than a geometry has."""
+    from benchmarks.paper.timing.geometries import GEOMETRIES
+
+    depth = layers or GEOMETRIES[source]["num_hidden_layers"]
+    if nu > depth:
+        raise ValueError(f"nu is {nu}; {source} has {depth} layers here to read: give fewer")
 
 
 def _papers_nu(source: str, target: str) -> int | None:
     """The source layers of the paper's recipe for a pair; None for others."""
     from benchmarks.paper.timing.widths import released
-    from kvlingo_mlx.training.paper_pairs import best_of
+    from benchmarks.paper.training.paper_pairs import best_of
 
     best = best_of(released(source), released(target))
     return None if best is None else best.nu

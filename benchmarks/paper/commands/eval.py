@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from benchmarks.paper.evaluation.suites import Benchmark
     from kvlingo_mlx.evaluation.compare import Outcome
     from kvlingo_mlx.evaluation.lineup import Condition
+    from kvlingo_mlx.evaluation.probes import Task, TaskOptions
 
 CONTROLS = ("hidden", "shuffled")
+ALONE = "source alone"
 
 
 @verb(PaperEvalOptions, long=True)
@@ -91,8 +93,19 @@ class PaperComparison(packages.Comparison):
         )
         suite_runs.check(self.rows, self.models, self.settings)
 
+    def task(self, name: str, options: TaskOptions) -> Task:
+        """One of our own tasks; continuations within windows of texts, if they are asked for."""
+        if self.options.window is None or name != "continuation":
+            return super().task(name, options)
+        from benchmarks.paper.evaluation import windows
+
+        prefix, continuation = map(int, self.options.window.split("+"))
+        given = self.options.data or "", self.options.count
+        return windows.task(*self.models, *given, (prefix, continuation))
+
     def line_up(self, baselines: Sequence[str], **more: Any) -> list[Condition]:
         """The package's, reuse and DroidSpeak too, each at every point of a prompt."""
+        from benchmarks.paper.evaluation import baselines as further
         from benchmarks.paper.evaluation import points, reuse
 
         models, tasks = self.models, self.tasks
@@ -101,7 +114,8 @@ class PaperComparison(packages.Comparison):
         shared = None
         if any(reuse.is_reuse(spec) for spec in baselines):
             shared = reuse.Reuse(*models)
-        own = super().line_up([s for s in baselines if not reuse.is_reuse(s)], **more)
+        lab = [s for s in baselines if reuse.is_reuse(s) or s in further.NAMES]
+        own = super().line_up([s for s in baselines if s not in lab], **more)
         first, *others = own
         at = partial(points.moved, models=models, writer=self.writer, tasks=tasks)
         line = [first] + ([at(first, points.TRACE)] if points.TRACE in self.points else [])
@@ -112,7 +126,12 @@ class PaperComparison(packages.Comparison):
             if reuse.is_reuse(spec):
                 line.append(reuse.baseline(self._spelt(spec), *models, shared))
                 continue
-            one = next(controls)
+            if spec in further.NAMES:
+                translator = next(iter(self.named.values()))[0]
+                match = self.options.some("native_layers allow_mismatch")
+                one = further.baseline(spec, *models, translator, **match)
+            else:
+                one = next(controls)
             line += [at(one, p) for p in (self.points if spec in CONTROLS else (points.PROMPT,))]
         # The profiler may choose a number of layers that is asked for beside it.
         return list({condition.name: condition for condition in line}.values())
@@ -131,7 +150,7 @@ class PaperComparison(packages.Comparison):
         """The package's, and those of a suite's benchmarks."""
         from benchmarks.paper.evaluation import suite_runs
 
-        found = super().outcomes()
+        found = list(map(self._beside_the_source, super().outcomes()))
         if not self.rows:
             return found
         judge = None if self.options.judge is None else self._judge
@@ -140,6 +159,18 @@ class PaperComparison(packages.Comparison):
             tell = lambda text, done, total: step(done, total, text)  # noqa: E731
             more = (ask(r, self.models, self.line, self.settings, progress=tell) for r in self.rows)
             return [*found, *more]
+
+    def _beside_the_source(self, outcome: Outcome) -> Outcome:
+        """An outcome; that of windows with the source's own perplexity, too."""
+        if self.options.window is None or outcome.task != "continuation":
+            return outcome
+        from benchmarks.paper.evaluation import windows
+        from kvlingo_mlx.evaluation import compare
+
+        (task,) = (task for task in self.tasks if task.name == outcome.task)
+        native = outcome.items[compare.NATIVE]
+        alone = windows.alone(self.models[0], task, native, self.journal)
+        return compare.outcome(task, {**outcome.items, ALONE: alone})
 
     def shares(self, tokens: int) -> Mapping[str, float] | None:
         """What each condition computes, which PyTorch's do not tell; shown beside reuse alone."""
@@ -162,7 +193,7 @@ class PaperComparison(packages.Comparison):
     def record(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The settings that the package's verb lacks, and what DroidSpeak was chosen by."""
         settings, _ = super().record()
-        settings |= self.options.some("judge suite switch_at")
+        settings |= self.options.some("window judge suite switch_at")
         profile = None if self.profile is None else vars(self.profile)
         return settings, {"profile": profile, "compute": self.computed}
 

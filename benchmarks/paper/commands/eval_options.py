@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from benchmarks.paper.tasks import JUDGED
 from kvlingo_mlx.cli import eval_options
 from kvlingo_mlx.cli.command import words
 from kvlingo_mlx.cli.eval_options import OWN, asks, drawn, public, written
-from kvlingo_mlx.options import Need, among, is_set, off, option
+from kvlingo_mlx.options import Kind, Need, among, is_set, off, option
 
 
 def _asks(*names: str) -> Any:
@@ -71,6 +72,12 @@ def _judged(tasks: str, suite: str | None, turns: str | None) -> bool:
     return any(name in JUDGED for name in asked)
 
 
+WINDOW = Kind(
+    lambda text: bool(re.fullmatch(r"\s*0*[1-9]\d*\s*\+\s*0*[1-9]\d*\s*", text)),
+    "two numbers of tokens: 256+64",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PaperEvalOptions(eval_options.EvalFields):
     NEEDS: ClassVar[tuple[Need, ...]] = (
@@ -101,6 +108,10 @@ class PaperEvalOptions(eval_options.EvalFields):
         Need("judge_prompts", "judge", is_set, "MODEL"),
         Need("seed", "data tasks", drawn, why="since the file's records are read in order"),
         Need("plot", "compare", is_set, True, "which measures the times that the plot shows"),
+    )  # fmt: skip
+    window: str | None = option(
+        None, "Cut the texts of --data into windows of a prefix and a continuation: 256+64.",
+        kind=WINDOW,
     )  # fmt: skip
     suite: str | None = option(
         None, "The paper's benchmarks: paper, base, or some of them: paper:ruler,xquad."

@@ -46,7 +46,7 @@ STREAM = ("max_prefix", "plain_text")
 
 @dataclass(frozen=True)
 class Form:
-    """A translator's settings, as :func:`.training.command_line.train_seeds` takes them."""
+    """A translator's settings, as ``training.jobs.train`` takes them."""
 
     plan: dict[str, Any] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from benchmarks.paper.evaluation import windows
 from benchmarks.paper.reproducing import curves, scores
 from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.entries import Entry
@@ -12,7 +13,7 @@ from benchmarks.paper.reproducing.results import Line, Result, Value
 from benchmarks.paper.reproducing.tables import Pair, meaning, tables
 from benchmarks.paper.reproducing.trained import Wanted, trained
 from benchmarks.paper.reproducing.work import Work
-from kvlingo_mlx.evaluation import compare, lineup, probes
+from kvlingo_mlx.evaluation import compare, lineup
 from kvlingo_mlx.evaluation.compare import Outcome
 from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.loading.translators import load_translator
@@ -104,8 +105,7 @@ def _outcome(
     ends = (small, large) if Cell(pair, way, "", "x").models == pair else (large, small)
     source, target = load_pair(*ends)
     window = TINY_WINDOW if work.tiny else WINDOW
-    asked = probes.TaskOptions(limit=work.size.items or WINDOWS, data=file, window=window)
-    task = probes.make(TASK, source, target, asked)
+    task = windows.task(source, target, file, work.size.items or WINDOWS, window)
     line = [lineup.native(target)] + [
         lineup.translated(form, source, target, [load_translator(f) for f in found])
         for form, found in folders.items()

@@ -12,6 +12,7 @@ from benchmarks.paper.reproducing.forms import form, is_translator
 from benchmarks.paper.reproducing.models import FEW
 from benchmarks.paper.reproducing.record_filter import RecordFilter
 from benchmarks.paper.reproducing.work import Work
+from benchmarks.paper.training import jobs
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.training import command_line
 
@@ -100,7 +101,7 @@ def trained(work: Work, pair: tuple[str, str], one: Wanted) -> Path:
     )
     work.heard.progress(f"training {folder.name}")
     job = command_line.Job(options, plan, recipe, str(folder), stage1)
-    command_line.train_seeds(job, (), heard)
+    jobs.train(job, heard)
     work.write(str(_asked_file(folder).relative_to(work.room)), json.dumps(asked) + "\n")
     return folder
 
@@ -133,7 +134,7 @@ def _is_done(folder: Path, asked: dict[str, Any]) -> bool:
 def settings(
     work: Work, one: Wanted
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]:
-    """The plan, the recipe and an MLP's first stage, as ``command_line.train_seeds`` takes them."""
+    """The plan, the recipe and an MLP's first stage, as ``jobs.train`` takes them."""
     found, size = form(one.form), work.size
     plan = {"nu": None, "norm": None, **found.plan}
     plan |= {name: value for name, value in size.training.items() if name in PLAN}

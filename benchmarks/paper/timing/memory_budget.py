@@ -16,6 +16,14 @@ from kvlingo_mlx.backend import mx, nn, on_gpu
 
 from mlx.utils import tree_flatten
 
+from benchmarks.paper.timing.geometries import (
+    FLOATS,
+    GEOMETRIES,
+    Progress,
+    make,
+    unmade_model,
+    untrained,
+)
 from benchmarks.paper.timing.tables import summary
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches import memory
@@ -25,15 +33,7 @@ from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import seconds
-from kvlingo_mlx.timing.geometries import (
-    FLOATS,
-    GEOMETRIES,
-    Progress,
-    make,
-    random_maps,
-    unmade_model,
-    untrained,
-)
+from kvlingo_mlx.timing.random_maps import random_maps
 from kvlingo_mlx.timing.switching import OutOfTime, Stopwatch
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator

@@ -9,11 +9,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.paper.timing.shapes import GEOMETRIES
+from benchmarks.paper.training.paper_pairs import NU, best_of
 from kvlingo_mlx.format.geometry import LayerGeometry
-from kvlingo_mlx.timing.shapes import GEOMETRIES
-from kvlingo_mlx.training.paper_pairs import NU, best_of
 
-# The names under which the paper's recipes know these (``training.paper_pairs``).
+# The names under which the paper's recipes know these (``training/paper_pairs``).
 RELEASED = {
     "qwen3-0.6b": "Qwen3-0.6B",
     "qwen3-1.7b": "Qwen3-1.7B",

@@ -17,7 +17,7 @@ from benchmarks.paper.reproducing.running import MAKERS
 from benchmarks.paper.reproducing.tables import tables
 from benchmarks.paper.reproducing.trained import Wanted, settings
 from benchmarks.paper.reproducing.work import Work
-from kvlingo_mlx.training.paper_pairs import filled
+from benchmarks.paper.training.paper_pairs import filled
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

@@ -14,13 +14,14 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
-from benchmarks.paper.timing import healing, memory_budget, paper, tables
+from benchmarks.paper.timing import geometries, healing, memory_budget, paper, tables
 from benchmarks.paper.timing.costs import Costs, translation_work
 from benchmarks.paper.timing.paths import FEW, Paths
 from kvlingo_mlx import caches as kv_caches
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.timing import ceilings, geometries
+from kvlingo_mlx.timing import ceilings
 from kvlingo_mlx.timing.bench import BenchPair
+from kvlingo_mlx.timing.random_maps import random_translators
 from kvlingo_mlx.timing.switching import Stopwatch
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
@@ -121,7 +122,7 @@ def test_work_by_hand(tmp_path: Path) -> None:
     """Two layers of width 64, 4 heads of 16, 2 of them cached, MLPs of 128; three tokens."""
     options: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 16}
     model = kv.load(tiny.write_tiny_model(tmp_path / "m", "qwen3", seed=1, **options))
-    maps = geometries.random_translators(model, model, 1, {"x": ("float32", None)})["x"]
+    maps = random_translators(model, model, 1, {"x": ("float32", None)})["x"]
     kept, queries, mlp = 3 * 2 * 2 * 64 * 32, 3 * 2 * 2 * 64 * 64, 3 * 2 * 3 * 64 * 128
     whole = kept + queries + mlp + 4 * 2 * 2 * 16 * (1 + 2 + 3)
     one = 3 * 2 * 2 * 32 * 32  # a layer's map
@@ -346,7 +347,7 @@ def test_windows_take_no_work_beyond_them(tmp_path: Path) -> None:
     assert held == entry * (256 * wide + window * (len(layers) - wide))
     weights = costs.tokens(1).bytes - sum(kv_caches.bytes_by_layer(model))
     assert costs.tokens(1, 255).bytes - weights == held
-    translator = geometries.random_translators(model, model, 1, {"float32": ("float32", None)})
+    translator = random_translators(model, model, 1, {"float32": ("float32", None)})
     work = translation_work(translator["float32"], model, model, count)
     share = (wide * count + (len(layers) - wide) * window) / (len(layers) * count)
     maps = translator["float32"]

@@ -10,10 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.training.distill import Best, Run
+from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training.distill import Best, DivergedError, Interruption, Run, postponed
+from kvlingo_mlx.training.plan import make_config
+from kvlingo_mlx.training.recipe import Recipe
+from kvlingo_mlx.training.trainer import Start, Trainer
+from kvlingo_mlx.training.watch import complaints
 
 Curve = Sequence[Mapping[str, Any]]
 
@@ -35,14 +42,6 @@ class Trained:
         """What a finished (or diverged) distillation leaves."""
         finals = {r.rate: r.held_out if r.diverged_at is None else math.inf for r in runs}
         return cls(best, list(curve), finals)
-
-    @property
-    def tried(self) -> list[dict[str, float | None]]:
-        """The rates and their last held-out KL, for a provenance; None where it diverged."""
-        return [
-            {"learning_rate": rate, "held_out": None if math.isinf(value) else value}
-            for rate, value in sorted(self.finals.items())
-        ]
 
 
 def window(centre: float, count: int = WIDTH) -> tuple[float, ...]:
@@ -136,3 +135,88 @@ def joined(groups: Sequence[tuple[Sequence[float], Curve]]) -> Curve:
         return found
 
     return [entry(step) for step in sorted({step for each in by_step for step in each})]
+
+
+@dataclass(frozen=True)
+class SweepTrainer(Trainer):
+    """A trainer that sweeps the rates of the stages whose recipes say so (``Recipe.sweep``)."""
+
+    at_once: int | None = None  # the most rates trained together; None: what fits
+
+    def needed(self, config: TranslatorConfig) -> str:
+        """A line that says what the training takes, and how many rates fit at a time."""
+        if not self.plan.recipe.sweep:
+            return super().needed(config)
+        most, needed = self._group
+        if most < (rates := len(self.plan.recipe.learning_rates)):
+            needed += "\n" * bool(needed) + (
+                f"sweep: of {rates} learning rates at most {most} are trained at a time; each "
+                "group reads the same samples again"
+            )
+        return needed
+
+    @cached_property
+    def _group(self) -> tuple[int, str]:
+        """How many rates are trained together, and what that takes.
+
+        Raises:
+            NotEnoughMemoryError: There is too little for one.
+        """
+        rates = len(self.plan.recipe.learning_rates)
+        config = make_config(self.source, self.target, self.plan)
+        most = min(rates, self.at_once or rates)
+        while self.plan.recipe.steps and self.lengths is not None:
+            try:
+                return most, self.pair.check_memory(config, self.lengths, most, self.plan)
+            except NotEnoughMemoryError:
+                if most == 1:
+                    raise
+                most -= 1
+        return most, ""
+
+    def distilled(
+        self, stage: str, start: Start, recipe: Recipe, held_out: Sequence[Sample]
+    ) -> tuple[Best, Curve]:
+        """The best translator of a stage, over all rates of a sweep, and the log's lines."""
+        if not recipe.sweep:
+            return super().distilled(stage, start, recipe, held_out)
+        named = lambda n: stage if n == 0 else f"{stage}-{n + 1}"  # noqa: E731
+
+        def begun(number: int) -> tuple[float, ...]:
+            kept = self.checkpoint(named(number), start[0], recipe)
+            return tuple(
+                run["rate"] for run in (self.group.firsts(kept.facts) or {}).get("runs", ())
+            )
+
+        with postponed() as stop:
+
+            def train(number: int, rates: Sequence[float]) -> Trained:
+                return self._trained(stop, named(number), start, recipe, held_out, rates)
+
+            say = lambda text: self._tell(self.say, text)  # noqa: E731
+            found = Sweep(recipe.learning_rates, self._group[0], train, begun, say).run()
+        lowest, highest = min(found.finals), max(found.finals)
+        if chosen(found.finals) in (lowest, highest):
+            rates = f"{lowest:g} to {highest:g}"
+            self._tell(self.warn, f"the best learning rate is at the edge of those tried, {rates}")
+        if recipe.objective != "reconstruction":  # which has no KL to judge
+            for text in complaints(found.curve).values():
+                self._tell(self.warn, text)
+        return found.best, found.curve
+
+    def _trained(
+        self, stop: Interruption, stage: str, start: Start, recipe: Recipe,
+        held_out: Sequence[Sample], rates: Sequence[float],
+    ) -> Trained:  # fmt: skip
+        """One group of rates, trained together; of those that all diverged, what was best."""
+        made = self.distillation(stage, start, recipe, held_out, rates)
+        made.stop = stop
+        try:
+            best = made.run(lambda report: self.progress(stage.partition("-")[0], report))
+        except DivergedError:
+            if made.best is None:
+                if self.group.leads:
+                    self.checkpoint(stage, start[0], recipe).path.unlink(missing_ok=True)
+                raise
+            best = made.best
+        return Trained.of(best, made.runs, made.curve)

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.paper.training import jobs
+from benchmarks.paper.training.paper_pairs import PAIRS, filled, rate_of
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.training.command_line import Job, Listeners, Options, train_seeds
-from kvlingo_mlx.training.paper_pairs import PAIRS, filled, rate_of
+from kvlingo_mlx.training.command_line import Job, Listeners, Options
 from tests.support import paper_tables
 
 TABLES = paper_tables.FILE
@@ -98,7 +99,7 @@ def test_pairs_with_a_recipe_of_their_own() -> None:
 def test_a_training_takes_them(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the verb's own function, for models in folders of these names."""
+    """By the laboratory's own function, for models in folders of these names."""
     ends = []
     for name, model in (("Qwen3-4B", "dense"), ("Qwen3-30B-A3B", "wide")):
         ends.append(tmp_path / name)
@@ -116,7 +117,7 @@ def test_a_training_takes_them(
     plan = {"nu": None, "norm": None, "kind": "linear", "fit_samples": 20, "held_out": 2}
     recipe = {"learning_rates": (), "steps": 1, "batch": 1, "validate_every": 1}
     heard = Listeners(lambda *report: None, lambda text: None, lambda text: None)
-    (done,) = train_seeds(Job(options, plan, recipe, str(tmp_path / "t")), (), heard)
+    done = jobs.train(Job(options, plan, recipe, str(tmp_path / "t")), heard)
     assert done is not None
     assert [line["learning_rates"] for line in (json.loads(text) for text in
             (tmp_path / "t.log.jsonl").read_text().splitlines()[1:])] == [[3e-6]]  # fmt: skip

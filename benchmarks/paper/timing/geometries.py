@@ -4,23 +4,17 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvlingo_mlx.backend import mx, nn
+from kvlingo_mlx.backend import mx, nn, on_gpu
 
-import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_tokenizer
 
+from benchmarks.paper.timing.shapes import GEOMETRIES
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.embedded import zoo
-from kvlingo_mlx.format.assignment import by_depth
 from kvlingo_mlx.format.geometry import LayerGeometry
-from kvlingo_mlx.format.maps import expected_shapes
-from kvlingo_mlx.format.tensor_file import DType, Weights
-from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.timing.shapes import GEOMETRIES
-from kvlingo_mlx.translators import build
-from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.timing.bench import BenchPair, random_forms
 
 BLOCK = 2**20 + 7  # odd, so that no two rows of a matrix are equal
 FLOATS = {"float32": mx.float32, "bfloat16": mx.bfloat16}
@@ -150,21 +144,6 @@ def _arrays(modules: Sequence[nn.Module]) -> list[mx.array]:
     return [array for _, array in flat]
 
 
-def random_translators(
-    source: LanguageModel, target: LanguageModel, nu: int, forms: Mapping[str, tuple[DType, Any]],
-    *, head_mixing: bool = True, state_maps: bool = False,
-) -> dict[str, Translator]:  # fmt: skip
-    """Random linear maps by form; ``forms`` gives the stored dtype and the bits of each."""
-    assignment = by_depth(source.geometry.layers, target.geometry.layers, nu)
-    ends = source.spec(), target.spec()
-    config = TranslatorConfig(*ends, assignment, head_mixing=head_mixing, state_maps=state_maps)
-    arrays = random_maps(config)
-    return {
-        form: build(config, Weights.from_float32(arrays, dtype), quantize=bits)
-        for form, (dtype, bits) in forms.items()
-    }
-
-
 def least_maps_bytes(
     source: Sequence[LayerGeometry], target: Sequence[LayerGeometry], nu: int
 ) -> int:
@@ -176,10 +155,30 @@ def least_maps_bytes(
     return 4 * numbers
 
 
-def random_maps(config: TranslatorConfig) -> dict[str, np.ndarray]:
-    """Random linear maps by name, whose outputs are about as large as their inputs."""
-    rng = np.random.default_rng(0)
-    return {
-        name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
-        for name, shape in expected_shapes(config, ()).items()
+def of_geometry(
+    names: Sequence[str], layers: int | None, precision: str | None, nu: int, bits: Sequence[int],
+    *, tokens: int = 0, progress: Progress = lambda done, total: None,
+) -> BenchPair:  # fmt: skip
+    """Random models of released widths, and random maps that read ``nu`` source layers.
+
+    ``layers`` are those of each model (None is all), ``precision`` its weights' (None is this
+    machine's usual one); each of ``bits`` adds a form of the maps; both caches will hold ``tokens``
+    at most.
+
+    Raises:
+        NotEnoughMemoryError, UnsupportedModelError: As for :func:`make`.
+    """
+    precision = precision or ("bfloat16" if on_gpu() else "float32")
+    source, target = models = [
+        unmade_model(name, layers, precision, seed) for seed, name in enumerate(names)
+    ]
+    needs = {
+        "maps": least_maps_bytes(source.geometry.layers, target.geometry.layers, nu),
+        memory.caches_of(tokens): sum(memory.cache_bytes(model, tokens) for model in models),
     }
+    make(models, {name: size for name, size in needs.items() if size}, progress)
+    weights = f"random weights in {precision}"
+    if layers is not None:
+        whole = [str(GEOMETRIES[name]["num_hidden_layers"]) for name in names]
+        weights += f", {layers} layer{'s' * (layers > 1)} of {' and '.join(whole)}"
+    return BenchPair(source, target, *random_forms((source, target), nu, bits, weights), text=False)

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlingo_mlx.cli import run
+from benchmarks.paper.training import jobs
+from benchmarks.paper.training.sweep import SweepTrainer, neighbour, window
 from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import distill, trainer
+from kvlingo_mlx.training.command_line import Job, Listeners, Options
 from kvlingo_mlx.training.objectives import Loss
 from kvlingo_mlx.training.on_mlx.pair import MLXPair
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
 from kvlingo_mlx.training.recipe import Recipe
-from kvlingo_mlx.training.sweep import neighbour, window
-from kvlingo_mlx.training.trainer import Trainer
-from tests.support.fixtures import Folders, Models, Patch, Printed
+from tests.support.fixtures import Folders, Models, Patch
 
 STEPS = 8
 FIRST = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
@@ -129,7 +129,7 @@ def made(
     recipe = Recipe(steps=STEPS, batch=1, learning_rates=first, validate_every=2, sweep=True)
     recipe = more.pop("recipe", recipe)
     plan = TrainingPlan(fit_samples=4, held_out=2, recipe=recipe, **more.pop("plan", {}))
-    training = Trainer(
+    training = SweepTrainer(
         models["dense"], models["wide"], Talks(), plan, out, keep_every=0.0, warn=warned.append,
         say=said.append, **more,
     )  # fmt: skip
@@ -142,6 +142,11 @@ def result(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     lines = (out.with_name(f"{out.name}.log.jsonl")).read_text().splitlines()
     times = ("seconds", "spent")
     return found, [{k: v for k, v in json.loads(x).items() if k not in times} for x in lines]
+
+
+def finals(log: list[dict[str, Any]]) -> dict[float, float | None]:
+    """What each rate ended with, the lowest rate first."""
+    return dict(zip(log[-1]["learning_rates"], log[-1]["held_out"], strict=True))
 
 
 def groups(said: list[str]) -> list[str]:
@@ -165,13 +170,11 @@ def test_the_best_rate_is_found_and_lies_within(
     run = made(models, tmp_path / "t")
     found, log = result(run.training.run())
     assert found["learning_rate"] == best and found["best_step"] == STEPS
-    assert tuple(each["learning_rate"] for each in found["sweep"]) == tried
     expected = [0.1 + 0.02 * math.log10(rate / best) ** 2 for rate in tried]
-    assert [each["held_out"] for each in found["sweep"]] == pytest.approx(expected)
     assert found["held_out_kl"] == pytest.approx(0.1) and found["held_out_kl_at_first"] == 1
     assert [line["step"] for line in log] == [0, 2, 4, 6, 8]
-    assert tuple(log[-1]["learning_rates"]) == tried
-    assert log[-1]["held_out"] == pytest.approx(expected)
+    assert tuple(finals(log)) == tried
+    assert list(finals(log).values()) == pytest.approx(expected)
     told = groups(run.said)
     assert told[0] == "1e-05, 3e-05, 0.0001, 0.0003, 0.001" and len(told) == 1 + len(tried) - 5
     (few,) = run.warned
@@ -190,7 +193,7 @@ def test_a_sweep_goes_by_the_ends(models: Models, tmp_path: Path, monkeypatch: P
     assert (swept["learning_rate"], swept["best_step"]) == (1e-4, STEPS)
     recipe = Recipe(steps=STEPS, batch=1, learning_rates=FIRST, validate_every=2)
     found, log = result(made(models, tmp_path / "t", recipe=recipe).training.run())
-    assert "sweep" not in found and found["learning_rate"] == 3e-4 and found["best_step"] < STEPS
+    assert found["learning_rate"] == 3e-4 and found["best_step"] < STEPS
     assert found["held_out_kl"] < swept["held_out_kl"] == min(log[-1]["held_out"])
 
 
@@ -198,14 +201,14 @@ def test_rates_that_diverge(models: Models, tmp_path: Path, monkeypatch: Patch) 
     """Some of the window, all of it, and everywhere."""
     monkeypatch.setattr(trainer, "pair_of", landscape(3e-5, 2e-4))
     found, log = result(made(models, tmp_path / "some").training.run())
-    assert [each["held_out"] is None for each in found["sweep"]] == [False] * 3 + [True] * 2
-    assert found["learning_rate"] == 3e-5 and log[-1]["held_out"][0] is not None
+    assert [value is None for value in finals(log).values()] == [False] * 3 + [True] * 2
+    assert found["learning_rate"] == 3e-5
     for at_once in (None, 1):
         monkeypatch.setattr(trainer, "pair_of", landscape(1e-6, 5e-6))
         out = tmp_path / f"all-{at_once}"
-        found, _ = result(made(models, out, at_once=at_once).training.run())
-        assert found["learning_rate"] == 1e-6 and found["sweep"][-1]["held_out"] is None
-        assert [each["learning_rate"] for each in found["sweep"]][:3] == [3e-7, 1e-6, 3e-6]
+        found, log = result(made(models, out, at_once=at_once).training.run())
+        assert found["learning_rate"] == 1e-6 and finals(log)[1e-3] is None
+        assert list(finals(log))[:3] == [3e-7, 1e-6, 3e-6]
     monkeypatch.setattr(trainer, "pair_of", landscape(1e-6, 1e-12))
     run = made(models, tmp_path / "none")
     with pytest.raises(KVLingoError, match="diverged .* at every learning rate: 1e-08, 3e-08, 1e"):
@@ -238,9 +241,9 @@ def test_groups_that_fit_give_the_same(models: Models, tmp_path: Path, monkeypat
         found, log = result(run.training.run())
         assert groups(run.said)[0] == at_first
         assert any("at most" in text and "at a time" in text for text in run.said)
-        assert (found["sweep"], log) == (whole[0]["sweep"], whole[1])
+        assert log == whole[1]
         assert found["learning_rate"] == whole[0]["learning_rate"]
-    assert "training takes room for 3" in run.said
+    assert any("training takes room for 3" in text for text in run.said)
     monkeypatch.setattr(pair, "room", 0)
     with pytest.raises(NotEnoughMemoryError, match="1 of 0"):
         made(models, tmp_path / "none", lengths=(30, 10)).training.run()
@@ -278,17 +281,16 @@ def test_a_sweep_that_is_killed_goes_on(
             except KeyboardInterrupt:
                 assert run.warned[-1].startswith("stopped; ")
         found, log = result(out)
-        assert (found["sweep"], found["learning_rate"]) == (whole[0]["sweep"], 3e-6)
-        assert log == whole[1]
+        assert found["learning_rate"] == 3e-6 and log == whole[1]
         counts = {rates: taken.count(rates) for rates in taken}
         assert set(counts.values()) == {STEPS}, counts
 
 
 @pytest.mark.parametrize(
-    ("rates", "best", "tried"),
+    ("rates", "best", "first"),
     [
-        ((), 3e-2, (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)),
-        ((1e-3,), 1e-2, None),  # one alone is the one that is used
+        ((), 3e-2, 3e-2),
+        ((1e-3,), 1e-2, 1e-3),  # one alone is the one that is used
     ],
 )
 def test_an_mlps_stage_1_is_swept_too(
@@ -297,94 +299,38 @@ def test_an_mlps_stage_1_is_swept_too(
     monkeypatch: Patch,
     rates: tuple[float, ...],
     best: float,
-    tried: tuple[float, ...] | None,
+    first: float,
 ) -> None:
     monkeypatch.setattr(trainer, "pair_of", landscape(best))
     stage2 = Recipe(steps=STEPS, batch=1, learning_rates=FIRST, validate_every=2, sweep=True)
-    first = reconstruction(stage2, rates, STEPS)
-    plan = {"kind": "mlp", "hidden": 4, "stage1_recipe": first}
+    stage1 = reconstruction(stage2, rates or jobs.MLP_STAGE1_SWEEP, STEPS)
+    plan = {"kind": "mlp", "hidden": 4, "stage1_recipe": stage1}
     run = made(models, tmp_path / "t", recipe=stage2, plan=plan, at_once=2)
     found, _ = result(run.training.run())
-    if tried is None:
-        assert found["stage1_rate"] == 1e-3 and "stage1_sweep" not in found
-    else:
-        assert tuple(each["learning_rate"] for each in found["stage1_sweep"]) == tried
-        assert found["stage1_rate"] == best
-    assert found["learning_rate"] == best
+    assert (found["stage1_rate"], found["learning_rate"]) == (first, best)
+    assert ("0.03, 0.1" in groups(run.said) or "0.1" in groups(run.said)) == (not rates)
 
 
-@pytest.fixture
-def command(folders: Folders, tmp_path: Path, monkeypatch: Patch) -> list[str]:
+def test_a_job_sweeps_around_its_rate(
+    models: Models, folders: Folders, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """The rates of the window end with what a run of them without a sweep ends with, to the bit."""
     monkeypatch.setattr(MLXPair, "receipt", lambda *rest: None)  # which takes longer than the rest
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(json.dumps({"messages": chat}) for chat in lookback(200)))
-    line = ["train", "--source", str(folders["dense"]), "--target", str(folders["wide"])]
-    line += ["--data", str(path), "--steps", "4", "--batch-size", "1", "-c", "val_every=2"]
-    return [*line, "-c", "fit_samples=8", "-c", "held_out=2", "--device", "mlx",
-            "--max-continuation", "8"]  # fmt: skip
-
-
-def test_the_verb_sweeps_around_a_rate(command: list[str], tmp_path: Path, capsys: Printed) -> None:
-    """Together and one after the other: the same numbers, to the bit."""
-    found = []
-    for name, more in (("a", []), ("b", ["-c", "at_once=2"])):
-        out = tmp_path / name
-        assert run([*command, "--out", str(out), "-c", "sweep=true", "--lr", "1e-3", *more]) == 0
-        told = capsys.readouterr().out
-        assert "sweep: training at 0.0001, 0.0003" in told
-        assert "The sweep, which chose" in told and "final KL" in told
-        assert ("at most 2 are trained at a time" in told) == (name == "b")
-        found.append(result(out))
-    (first, log), (second, other) = found
-    assert first["sweep"] == second["sweep"] and log == other
-    rates = [each["learning_rate"] for each in first["sweep"]]
-    assert set(window(1e-3)) <= set(rates) and first["learning_rate"] in rates[1:-1]
-    lowest = min(first["sweep"], key=lambda each: each["held_out"])
-    assert first["learning_rate"] == lowest["learning_rate"]
-    assert first["held_out_kl"] == pytest.approx(lowest["held_out"])
-    # The rates of the window are what a run of them without a sweep ends with.
-    listed = ",".join(f"{rate:g}" for rate in window(1e-3))
-    assert run([*command, "--out", str(tmp_path / "c"), "--lr", listed]) == 0
-    _, plain = result(tmp_path / "c")
-    kept = [value for rate, value in zip(rates, log[-1]["held_out"], strict=True)
-            if rate in window(1e-3)]  # fmt: skip
-    assert plain[-1]["held_out"] == kept
-
-
-def test_seeds_share_the_first_ones_rate(
-    command: list[str], tmp_path: Path, capsys: Printed
-) -> None:
-    out, record = tmp_path / "t", tmp_path / "r.jsonl"
-    line = [*command, "--out", str(out), "-c", "seeds=5,6,9", "--lr", "1e-3,1e-2", "--json",
-            str(record)]  # fmt: skip
-    assert run(line) == 0
-    told = capsys.readouterr().out
-    folders = [tmp_path / f"t-seed{seed}" for seed in (5, 6, 9)]
-    found = [translator_folder.read_config(folder).provenance for folder in folders]
-    assert [each["seed"] for each in found] == [5, 6, 9] and not out.exists()
-    assert len({each["learning_rate"] for each in found}) == 1
-    logs = [result(folder)[1] for folder in folders]
-    assert [len(log[-1]["held_out"]) for log in logs] == [2, 1, 1]
-    values = [each["held_out_kl"] for each in found]
-    assert len(set(values)) == 3
-    mean, spread = np.mean(values), np.std(values, ddof=1)
-    said = f"3 seeds: held-out KL {mean:.4f}, standard deviation {spread:.4f}"
-    assert said in told
-    kept = json.loads(record.read_text())["results"]
-    assert list(kept) == [str(folder) for folder in folders]
-    # A seed that is missing is made; the others are left as they are.
-    before = (folders[0] / "translator.safetensors").stat().st_mtime_ns
-    again = (folders[1] / "translator.safetensors").read_bytes()
-    for path in sorted(folders[1].iterdir()):
-        path.unlink()
-    folders[1].rmdir()
-    assert run(line) == 0
-    assert capsys.readouterr().out.count("is finished already") == 2
-    assert (folders[0] / "translator.safetensors").stat().st_mtime_ns == before
-    assert (folders[1] / "translator.safetensors").read_bytes() == again
-    # One of them alone is what the option of one seed makes at that rate.
-    rate = f"{found[0]['learning_rate']:g}"
-    assert run([*command, "--out", str(tmp_path / "u"), "--seed", "9", "--lr", rate]) == 0
-    assert (tmp_path / "u" / "translator.safetensors").read_bytes() == (
-        folders[2] / "translator.safetensors"
-    ).read_bytes()
+    ends = str(folders["dense"]), str(folders["wide"])
+    options = Options(*ends, (str(path),), device="mlx", max_continuation=8)
+    plan = {"fit_samples": 8, "held_out": 2, "nu": None, "norm": None}
+    recipe = {"steps": 4, "batch": 1, "validate_every": 2}
+    said = list[str]()
+    heard = Listeners(lambda *report: None, lambda text: None, said.append)
+    logs = []
+    for name, rates, sweep in (("a", (1e-3,), True), ("b", window(1e-3), False)):
+        own = {**recipe, "learning_rates": rates, "sweep": sweep}
+        assert jobs.train(Job(options, plan, own, str(tmp_path / name)), heard) is not None
+        logs.append(result(tmp_path / name))
+    (found, swept), (_, plain) = logs
+    assert "sweep: training at 0.0001, 0.0003, 0.001, 0.003, 0.01" in said
+    ends_of = finals(swept)
+    assert found["learning_rate"] == min(ends_of, key=lambda rate: ends_of[rate] or math.inf)
+    assert {rate: ends_of[rate] for rate in window(1e-3)} == finals(plain)

@@ -16,7 +16,6 @@ from kvlingo_mlx.making.result import Callbacks, PairResult
 from kvlingo_mlx.making.run import Making, dialogues
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
-from kvlingo_mlx.training.recipe import require
 
 __all__ = ["Callbacks", "PairResult", "pair"]
 
@@ -70,10 +69,6 @@ def pair(
     started = time.monotonic()
     if here().several:
         raise KVLingoError("pair runs in one process; start it without mlx.launch")
-    require("minutes (--minutes)", minutes, 0, strict=True)
-    require("the KL to tune to (--max-kl)", max_kl or 0.0, 0)
-    require("the recall to tune to (--min-recall)", min_recall or 0.0, 0, 1)
-    require("source layers per target layer (--nu)", 1 if nu is None else nu, 1)
     callbacks = callbacks or Callbacks()
     named = (data,) if isinstance(data, str | os.PathLike) else data
     sources = tuple(os.fspath(each) for each in named)

@@ -7,20 +7,6 @@ from typing import Any, Self
 MATCHING = "attention"  # the objective that matches what the target's attention gathers
 
 
-def require(
-    what: str, value: float, low: float, high: float = math.inf, *, strict: bool = False
-) -> None:
-    """Refuse (ValueError) a number that is not finite or not from ``low`` to ``high``.
-
-    ``strict`` also refuses ``low`` itself.
-    """
-    if math.isfinite(value) and low <= value <= high and not (strict and value == low):
-        return
-    least = f"more than {low:g}" if strict else f"at least {low:g}"
-    most = "" if math.isinf(high) else f" and at most {high:g}"
-    raise ValueError(f"{what}: {value:g}, expected {least}{most}")
-
-
 @dataclass(frozen=True)
 class Recipe:
     """The recipe of stage 2; the defaults are the paper's."""

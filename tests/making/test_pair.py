@@ -141,8 +141,8 @@ def test_stopped_anywhere_it_goes_on(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"minutes": 0}, r"--minutes\): 0, expected more than 0"),
-        ({"min_recall": 1.5}, r"--min-recall\): 1.5, expected at least 0 and at most 1"),
+        ({"minutes": 0}, "minutes is 0; give a number above 0"),
+        ({"min_recall": 1.5}, "min_recall is 1.5; give a share from 0 to 1"),
         ({"data": ["nowhere.jsonl"]}, "nowhere.jsonl"),
     ],
 )

@@ -14,6 +14,7 @@ from kvlingo_mlx.options import COUNT, Need, among, but, number, off, one_of, op
 
 if TYPE_CHECKING:
     from kvlingo_mlx.training import command_line
+    from kvlingo_mlx.training.plan import TrainingPlan
 
 HIDDEN = tuple(spec.kind for spec in KINDS if spec.has_hidden)
 UNSOLVED = tuple(spec.kind for spec in KINDS if not spec.solved)  # not solved in closed form
@@ -179,22 +180,7 @@ def command(options: TrainOptions) -> None:
     asked = command_line.Options(data=tuple(options.data), **options.some(names))
     if options.plot:
         pictures.check(options.plot)
-    recipe = {
-        "batch": options.batch_size,
-        "learning_rates": _rates(options.lr),
-        "validate_every": options.val_every,
-        "seconds": None if options.minutes is None else 60.0 * options.minutes,
-        **options.some("steps reads whitened objective ce_weight"),
-    }
-    plan = options.some(
-        "kind head_mixing joint capture nu assignment state_maps norm ridge fit_samples held_out "
-        "hidden native_layers matching"
-    )
-    plan["gated"] = options.gated is not False
-    stage1 = None  # of maps in closed form
-    if options.kind in UNSOLVED:
-        steps = 5000 if options.stage1_steps is None else options.stage1_steps
-        stage1 = {"steps": steps, "rates": _rates(options.stage1_lr)}
+    plan = _plan(options)
     total, unit = (options.minutes, "minute") if options.minutes else (options.steps, "step")
     with phase("training", total) as step:
 
@@ -212,11 +198,33 @@ def command(options: TrainOptions) -> None:
             step(share * total, text=text)
 
         listeners = command_line.Listeners(show, warn, say)
-        job = command_line.Job(asked, plan, recipe, options.out, stage1, options.force)
-        done = command_line.train(job, listeners)
+        done = command_line.train(asked, plan, options.out, listeners, force=options.force)
     if done is not None:  # this process leads
-        config = asdict(asked) | plan | recipe | {"stage1": stage1}
+        config = asdict(asked) | asdict(plan) | asdict(plan.recipe)
         keep(options.json_file, "train", config, _print_result(options, done))
+
+
+def _plan(options: TrainOptions) -> TrainingPlan:
+    """What is trained, and how; bad options are refused before any model is loaded."""
+    from kvlingo_mlx.training.coordinates import RATE
+    from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
+    from kvlingo_mlx.training.recipe import Recipe
+
+    recipe = Recipe(
+        batch=options.batch_size,
+        learning_rates=_rates(options.lr) or ((RATE,) if options.whitened else (1e-4,)),
+        validate_every=options.val_every,
+        seconds=None if options.minutes is None else 60.0 * options.minutes,
+        **options.some("steps reads whitened objective ce_weight"),
+    )
+    plan = options.some(
+        "kind head_mixing joint capture nu assignment state_maps norm ridge fit_samples held_out "
+        "hidden native_layers matching seed"
+    )
+    if options.kind in UNSOLVED:
+        steps = 5000 if options.stage1_steps is None else options.stage1_steps
+        plan["stage1_recipe"] = reconstruction(recipe, _rates(options.stage1_lr), steps)
+    return TrainingPlan(**plan, gated=options.gated is not False, recipe=recipe)
 
 
 def _print_result(options: TrainOptions, done: command_line.Done) -> dict[str, Any]:

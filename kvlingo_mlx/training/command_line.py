@@ -13,11 +13,9 @@ from kvlingo_mlx.group import launched
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.tokenization.samples import MAX_CONTINUATION, MAX_PREFIX, other_tokenizer
 from kvlingo_mlx.training.checkpoints import log_of, read_log
-from kvlingo_mlx.training.coordinates import RATE
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.mixture import Mixture, PlainText
-from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
-from kvlingo_mlx.training.recipe import Recipe
+from kvlingo_mlx.training.plan import TrainingPlan
 from kvlingo_mlx.training.trainer import Progress, Trainer
 
 
@@ -138,38 +136,24 @@ class Done:
         return None if self.before or self.provenance["stage"] == 1 else log_of(self.folder)
 
 
-@dataclass(frozen=True)
-class Job:
-    """What to train, as the verb's options say it."""
-
-    options: Options
-    plan: Mapping[str, Any]  # the arguments of a TrainingPlan
-    recipe: Mapping[str, Any]  # those of a Recipe; without learning_rates there is one, the usual
-    out: str
-    stage1: Mapping[str, Any] | None = None  # rates and steps of an MLP's stage 1; None for others
-    force: bool = False  # train again what is finished, replace another translator
-
-
-def _plan(job: Job) -> TrainingPlan:
-    """The plan of a job."""
-    whitened = job.recipe.get("whitened")
-    rates = job.recipe["learning_rates"] or ((RATE,) if whitened else Recipe.learning_rates)
-    stage2 = Recipe(**{**job.recipe, "learning_rates": rates})
-    plan = dict(job.plan)
-    if job.stage1 is not None:
-        plan["stage1_recipe"] = reconstruction(stage2, **job.stage1)
-    return TrainingPlan(**plan, seed=job.options.seed, recipe=stage2)
-
-
-def train(job: Job, listeners: Listeners, trainer: type[Trainer] = Trainer) -> Done | None:
+def train(
+    options: Options,
+    plan: TrainingPlan,
+    out: str,
+    listeners: Listeners,
+    *,
+    force: bool = False,
+    trainer: type[Trainer] = Trainer,
+) -> Done | None:
     """Train, or resume a training; None in a process that does not lead.
 
+    ``force`` trains again what is finished, and replaces another translator.
+
     Raises:
-        ValueError: A bad option, unusable data, or a destination that holds something else.
+        ValueError: Unusable data, or a destination that holds something else.
         KVLingoError: A model cannot be used, training diverged, or the disk is full.
     """
-    translator_folder.check_destination(job.out)
-    options, plan = job.options, _plan(job)  # bad options are refused before any model is loaded
+    translator_folder.check_destination(out)
     stage2 = plan.recipe
     source, target = (
         options.runtime.load(name, options.dtype, options.place)
@@ -191,13 +175,13 @@ def train(job: Job, listeners: Listeners, trainer: type[Trainer] = Trainer) -> D
             target,
             stream,
             plan,
-            Path(job.out),
+            Path(out),
             group,
             listeners.progress,
             options.settings(stream),
             listeners.warn,
             notes=stream.notes,
-            force=job.force,
+            force=force,
             lengths=stream.longest,
             say=listeners.say,
         )

@@ -46,7 +46,7 @@ STREAM = ("max_prefix", "plain_text")
 
 @dataclass(frozen=True)
 class Form:
-    """A translator's settings, as ``training.jobs.train`` takes them."""
+    """A translator's settings, as ``training.jobs.plan_of`` takes them."""
 
     plan: dict[str, Any] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)

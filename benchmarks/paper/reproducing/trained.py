@@ -100,8 +100,7 @@ def trained(work: Work, pair: tuple[str, str], one: Wanted) -> Path:
         lambda text: None,
     )
     work.heard.progress(f"training {folder.name}")
-    job = command_line.Job(options, plan, recipe, str(folder), stage1)
-    jobs.train(job, heard)
+    jobs.train(options, jobs.plan_of(options, plan, recipe, stage1), str(folder), heard)
     work.write(str(_asked_file(folder).relative_to(work.room)), json.dumps(asked) + "\n")
     return folder
 
@@ -134,7 +133,7 @@ def _is_done(folder: Path, asked: dict[str, Any]) -> bool:
 def settings(
     work: Work, one: Wanted
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]:
-    """The plan, the recipe and an MLP's first stage, as ``jobs.train`` takes them."""
+    """The plan, the recipe and an MLP's first stage, as ``jobs.plan_of`` takes them."""
     found, size = form(one.form), work.size
     plan = {"nu": None, "norm": None, **found.plan}
     plan |= {name: value for name, value in size.training.items() if name in PLAN}

@@ -15,6 +15,8 @@ from kvlingo_mlx.training import command_line
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.on_mlx.pair import MLXPair
+from kvlingo_mlx.training.plan import TrainingPlan
+from kvlingo_mlx.training.recipe import Recipe
 from tests.support.languages import LANGUAGES
 
 MODEL = Path(dialogues.__file__).parent / "models" / "tiny-qwen3-s"
@@ -194,10 +196,11 @@ def test_a_training_keeps_what_it_leaves_out(
             str(folders["dense"]), str(folders["wide"]), (data,), device="mlx", packed_share=0.0,
             max_continuation=8, accepts=accepts,
         )  # fmt: skip
-        plan = {"nu": None, "norm": None, "fit_samples": 4, "held_out": 2}
-        job = command_line.Job(options, plan, {"steps": 1, "batch": 1, "learning_rates": ()}, out)
+        plan = TrainingPlan(fit_samples=4, held_out=2, recipe=Recipe(steps=1, batch=1))
         heard = command_line.Listeners(lambda *_: None, lambda _: None, said.append)
-        return command_line.train_seeds(job, (), heard)[0]
+        done = command_line.train(options, plan, out, heard)
+        assert done is not None
+        return done
 
     found = train(str(tmp_path / "t"), data, RecordFilter(True, (judged,))).provenance
     told = next(text for text in said if text.startswith("data: left out"))

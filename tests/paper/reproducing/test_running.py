@@ -71,7 +71,7 @@ def test_what_is_there_is_not_made_again(room: Path, monkeypatch: pytest.MonkeyP
         raise AssertionError("trained a second time")
 
     before = record(room, "app:fig:norms")["rows"]
-    monkeypatch.setattr(trained.command_line, "train_seeds", never)
+    monkeypatch.setattr(trained.jobs, "train", never)
     assert run(["reproduce", "app:fig:norms", "--tiny", "--room", str(room)]) == 0
     assert record(room, "app:fig:norms")["rows"] == before
     monkeypatch.undo()

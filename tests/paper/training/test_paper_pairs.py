@@ -9,7 +9,7 @@ import pytest
 from benchmarks.paper.training import jobs
 from benchmarks.paper.training.paper_pairs import PAIRS, filled, rate_of
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.training.command_line import Job, Listeners, Options
+from kvlingo_mlx.training.command_line import Listeners, Options
 from tests.support import paper_tables
 
 TABLES = paper_tables.FILE
@@ -117,7 +117,8 @@ def test_a_training_takes_them(
     plan = {"nu": None, "norm": None, "kind": "linear", "fit_samples": 20, "held_out": 2}
     recipe = {"learning_rates": (), "steps": 1, "batch": 1, "validate_every": 1}
     heard = Listeners(lambda *report: None, lambda text: None, lambda text: None)
-    done = jobs.train(Job(options, plan, recipe, str(tmp_path / "t")), heard)
+    asked = jobs.plan_of(options, plan, recipe)
+    done = jobs.train(options, asked, str(tmp_path / "t"), heard)
     assert done is not None
     assert [line["learning_rates"] for line in (json.loads(text) for text in
             (tmp_path / "t.log.jsonl").read_text().splitlines()[1:])] == [[3e-6]]  # fmt: skip

@@ -17,7 +17,7 @@ from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import distill, trainer
-from kvlingo_mlx.training.command_line import Job, Listeners, Options
+from kvlingo_mlx.training.command_line import Listeners, Options
 from kvlingo_mlx.training.objectives import Loss
 from kvlingo_mlx.training.on_mlx.pair import MLXPair
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
@@ -327,7 +327,8 @@ def test_a_job_sweeps_around_its_rate(
     logs = []
     for name, rates, sweep in (("a", (1e-3,), True), ("b", window(1e-3), False)):
         own = {**recipe, "learning_rates": rates, "sweep": sweep}
-        assert jobs.train(Job(options, plan, own, str(tmp_path / name)), heard) is not None
+        asked = jobs.plan_of(options, plan, own)
+        assert jobs.train(options, asked, str(tmp_path / name), heard) is not None
         logs.append(result(tmp_path / name))
     (found, swept), (_, plain) = logs
     assert "sweep: training at 0.0001, 0.0003, 0.001, 0.003, 0.01" in said

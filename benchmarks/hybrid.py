@@ -29,6 +29,7 @@ import numpy as np
 from quality import mean, model_folder, summary
 from translation_cost import model_of_shape, random_translator
 
+from benchmarks.paper.evaluation import recalled
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.engine.plan import Plan
@@ -90,7 +91,7 @@ def run_pair(pair: str, args: argparse.Namespace) -> dict[str, Any]:
         quality.recall_sample(target, talk)
         for talk in dialogues.held_out(args.dialogues, facts=tuple(args.facts))
     ]
-    scores = quality.score(target, samples, makers)
+    scores = recalled.score(target, samples, makers)
     print(f"\n{pair}: {len(samples)} dialogues, {layers} layers")
     for name, score in scores.items():
         print(f"  {name:30s} recall {mean(score.hits)}   KL {mean(score.kl)}", flush=True)

@@ -54,6 +54,7 @@ from quality import model_folder, summary
 
 import benchmarks.paper.converted_mla.on_mlx  # noqa: F401  (registers the family)
 from benchmarks.paper.analysis.report import Settings, analyze
+from benchmarks.paper.evaluation import recalled
 from benchmarks.paper.reproducing.tables import LARGE_TO_SMALL, WAYS
 from kvlingo_mlx.caches.memory import cache_bytes
 from kvlingo_mlx.embedded import dialogues
@@ -343,7 +344,7 @@ def of_pair(own: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         control = conditions.shuffled(translator)
         makers[name] = conditions.translated(source, target, translator)
         makers[f"{name}, shuffled"] = conditions.translated(source, target, control)
-    scores = quality.score(target, _samples(target, args, source), makers)
+    scores = recalled.score(target, _samples(target, args, source), makers)
     found = {name: summary(score) for name, score in scores.items()}
     _show(f"{source.name} to {target.name}, {own['maps']}, seed {own['seed']}", found)
     sizes = {"source": cache_bytes(source, 1), "target": cache_bytes(target, 1)}

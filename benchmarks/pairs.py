@@ -23,6 +23,7 @@ from pathlib import Path
 
 import quality as tables
 
+from benchmarks.paper.evaluation import recalled
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
@@ -98,7 +99,7 @@ def judge(pair: str, folder: Path, args: argparse.Namespace) -> dict[str, dict]:
     for root in (TRANSLATORS, args.zoo / "translators"):
         if (shipped := root / "--".join(names)).exists():
             makers["shipped"] = conditions.translated(*ends, load_translator(shipped))
-    scores = quality.score(ends[1], samples, makers)
+    scores = recalled.score(ends[1], samples, makers)
     return {name: tables.summary(score) for name, score in scores.items()}
 
 

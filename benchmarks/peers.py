@@ -36,7 +36,7 @@ from quality import PAIRS as EMBEDDED
 from quality import model_folder, standard_error
 from translation_cost import model_of_shape
 
-from benchmarks.paper.evaluation import droidspeak, reuse
+from benchmarks.paper.evaluation import droidspeak, recalled, reuse
 from benchmarks.paper.timing.memory import grown_bytes
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.errors import IncompatibleTranslatorError
@@ -190,7 +190,7 @@ def judged(
     """Recall and KL on dialogues, and the needles found, by each way."""
     samples = talks_of(source, target, length, args.dialogues)
     makers = {name: lambda tokens, way=way: way(tokens)() for name, way in found.items()}
-    scores = continuation.score(target, samples, makers)
+    scores = recalled.score(target, samples, makers)
     rows = {
         name: {
             "recall": score.recall, "recall_se": standard_error(score.hits),

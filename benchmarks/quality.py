@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.paper.evaluation import recalled
 from benchmarks.paper.evaluation.baselines import canonical, folded
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.evaluation import conditions
@@ -62,7 +63,7 @@ def run_pair(pair: str, args: argparse.Namespace) -> dict[str, dict]:
         if unfoldable(translator.config) is None:
             makers[f"{name}, folded"] = folded(source, target, translator)
             makers[f"{name}, shuffled, folded"] = folded(source, target, control)
-    scores = quality.score(target, samples, makers)
+    scores = recalled.score(target, samples, makers)
     lengths = [len(sample.prefix) for sample in samples]
     print(
         f"\n{pair}: {len(samples)} dialogues, prefixes of {min(lengths)} to {max(lengths)} tokens"
@@ -106,7 +107,7 @@ def standard_error(values: tuple) -> float:
     return float(np.std(values, ddof=1) / np.sqrt(len(values)))
 
 
-def summary(score: quality.Score) -> dict[str, float | int]:
+def summary(score: recalled.Score) -> dict[str, float | int]:
     out: dict[str, float | int] = {"questions": len(score.hits), "dialogues": len(score.kl)}
     for name in ("hits", "kl", "value_kl"):
         values = getattr(score, name)

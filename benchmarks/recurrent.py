@@ -41,6 +41,7 @@ import numpy as np
 from dialogue_stream import DialogueStream
 from quality import model_folder, summary
 
+from benchmarks.paper.evaluation import recalled
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.entries import PositionedKVCache
 from kvlingo_mlx.embedded import dialogues
@@ -301,7 +302,7 @@ def _samples(model: LanguageModel, args: argparse.Namespace) -> list[Any]:
 def _scored(
     title: str, target: LanguageModel, samples: Sequence[Any], makers: dict[str, Maker]
 ) -> dict[str, dict]:
-    scores = quality.score(target, samples, makers)
+    scores = recalled.score(target, samples, makers)
     print(f"\n{title}: {len(samples)} dialogues")
     for name, score in scores.items():
         print(f"  {name:42s} recall {score.recall:.3f}   KL {np.mean(score.kl):.4f}", flush=True)

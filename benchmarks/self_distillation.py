@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from dialogue_stream import DialogueStream
 
+from benchmarks.paper.evaluation import recalled
 from kvlingo_mlx.cuda import model as torch_model
 from kvlingo_mlx.cuda.gradients import TorchReading
 from kvlingo_mlx.cuda.pair import TorchPair
@@ -140,7 +141,7 @@ def lockstep(twins, runs, stream, kept, recipe, readings) -> Distillation:
     return Distillation(Lockstep(*twins, readings), runs, stream, kept, recipe)
 
 
-def judge(pair, config, arrays, samples) -> dict[str, quality.Score]:
+def judge(pair, config, arrays, samples) -> dict[str, recalled.Score]:
     """Score every translator on the device's own path, beside the controls."""
     makers = {"prefix hidden": conditions.hidden(pair[1])}
     for name, maps in arrays.items():
@@ -151,15 +152,15 @@ def judge(pair, config, arrays, samples) -> dict[str, quality.Score]:
         makers[name] = conditions.translated(*pair, translator)
         control = conditions.shuffled(translator)
         makers[f"{name}, shuffled"] = conditions.translated(*pair, control)
-    return quality.score(pair[1], samples, makers)
+    return recalled.score(pair[1], samples, makers)
 
 
-def report(scores: dict[str, quality.Score]) -> None:
+def report(scores: dict[str, recalled.Score]) -> None:
     for name, score in scores.items():
         print(f"  {name:34s} recall {score.recall:.3f}   KL {np.mean(score.kl):.4f}", flush=True)
 
 
-def summary(score: quality.Score) -> dict[str, float | int]:
+def summary(score: recalled.Score) -> dict[str, float | int]:
     return {
         "recall": score.recall, "kl": float(np.mean(score.kl)),
         "value_kl": float(np.mean(score.value_kl)), "questions": len(score.hits),

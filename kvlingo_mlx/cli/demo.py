@@ -40,8 +40,9 @@ def command(options: DemoOptions) -> None:
     scores = []
     for pair, result in found.items():
         for name, score in result.scores.items():
-            kl = "-" if name == "native" else f"{sum(score.kl) / len(score.kl):.3f}"
-            scores.append([pair, name, f"{score.recall:.2f}", kl])
+            means = score["dialogues"]
+            kl = "-" if name == "native" else f"{means['kl'].value:.3f}"
+            scores.append([pair, name, f"{means['recall'].value:.2f}", kl])
     columns = ["pair", "cache", "recall", "KL (nats per token)"]
     table(f"Recall on {SAMPLES} held-out dialogues, first askings", columns, scores)
     ways = ["native", "switch", "accelerator"]

@@ -11,8 +11,8 @@ from mlx_lm.generate import stream_generate as mlx_stream_generate
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.embedded.dialogues import Dialogue
 from kvlingo_mlx.engine.generation import generate
-from kvlingo_mlx.evaluation import conditions
-from kvlingo_mlx.evaluation import continuation as quality
+from kvlingo_mlx.evaluation import compare, lineup, probes
+from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -29,14 +29,14 @@ SHOWN = 4  # dialogues whose answers are shown
 class Demonstration:
     """The results for one pair."""
 
-    scores: dict[str, quality.Score]  # recall and KL by cache: native, translated, shuffled, hidden
+    scores: dict[str, compare.Table]  # recall and KL by cache: native, translated, controls
     latency: bench.PhaseTimes  # the seconds of each phase of a switch with 512 prompt tokens
     # One row per dialogue: the question, the true value, and the answers from the native cache,
     # from the translated one, and without the dialogue.
     answers: list[list[str]]
 
     def as_json(self) -> dict[str, Any]:
-        scores = {name: vars(score) for name, score in self.scores.items()}
+        scores = {name: compare.plain(table) for name, table in self.scores.items()}
         return {"scores": scores, "latency": vars(self.latency), "answers": self.answers}
 
 
@@ -47,18 +47,15 @@ def demonstrate(
     source, target = load(zoo(source_name)), load(zoo(target_name))
     folder = TRANSLATORS / f"{source_name}--{target_name}"  # not the user's store
     translator = resolve_translator(folder, source, target)
-    talks = list(dialogues.held_out(count, seed=1))
-    samples = [quality.recall_sample(target, talk) for talk in talks]
-    makers = {
-        "translated": conditions.translated(source, target, translator),
-        "shuffled": conditions.translated(source, target, conditions.shuffled(translator)),
-        "hidden": conditions.hidden(target),
-    }
-    scores = quality.score(target, samples, makers, progress)
+    task = probes.recall(target, count, seed=1)
+    line = lineup.line_up(source, target, {"translated": [translator]}, ("shuffled", "hidden"))
+    found = compare.evaluate(target, [task], line, Journal(), lambda name: progress())
+    scores = compare.outcome(task, found[task.name]).tables
     pair = bench.BenchPair(source, target, {"stored": translator})
     ways = bench.phases(pair, prompt_of(source, target, PROMPT, text=True))
     latency = bench.PhaseTimes(PROMPT, interleaved(ways, 3), {})
-    answers = [_answers(talk, source, target, translator) for talk in talks[:SHOWN]]
+    talks = dialogues.held_out(SHOWN, seed=1)
+    answers = [_answers(talk, source, target, translator) for talk in talks]
     return Demonstration(scores, latency, answers)
 
 

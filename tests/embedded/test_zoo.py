@@ -8,7 +8,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import kvlingo_mlx as kv
-from benchmarks.paper.evaluation import baselines
+from benchmarks.paper.evaluation import baselines, recalled
 from kvlingo_mlx import embedded
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions
@@ -22,7 +22,7 @@ def test_recall_needs_the_prefix(name: str) -> None:
     model = kv.load(kv.zoo(name))
     talks = dialogues.held_out(8, seed=5)
     samples = [quality.recall_sample(model, talk) for talk in talks]
-    scores = quality.score(model, samples, {"hidden": conditions.hidden(model)})
+    scores = recalled.score(model, samples, {"hidden": conditions.hidden(model)})
     assert scores["native"].recall >= 0.95
     assert scores["hidden"].recall <= 0.15
 
@@ -68,7 +68,7 @@ def test_other_families_recall_through_a_translation(pair: str) -> None:
     }
     if unfoldable(translator.config) is None:
         makers["folded"] = baselines.folded(source, target, translator)
-    scores = quality.score(target, samples, makers)
+    scores = recalled.score(target, samples, makers)
     native, translated = scores["native"], scores["translated"]
     assert native.recall >= 0.85
     assert translated.recall >= LEAST.get(pair, 0.85) * native.recall

@@ -11,17 +11,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
+from benchmarks.paper.evaluation import recalled
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.embedded.dialogues import ANSWER
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
-from kvlingo_mlx.evaluation.error_bars import (
-    Mean,
-    over_clusters,
-    over_items,
-    over_sets,
-    over_tokens,
-)
+from kvlingo_mlx.evaluation.error_bars import Mean, over_clusters, over_items, over_sets
 from kvlingo_mlx.evaluation.needles import FACTS, MAGIC, STYLES, VARIANTS, make_item, recall
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support.fixtures import Models
@@ -48,7 +43,7 @@ def test_recalled_tokens_are_exactly_the_values(models: Models) -> None:
 def test_kl_and_hits_against_float64(models: Models, sample: quality.RecallSample) -> None:
     """One forward pass over everything for native, one over the continuation for hidden."""
     model = models["dense"]
-    score = quality.score(model, [sample], {"hidden": conditions.hidden(model)})
+    score = recalled.score(model, [sample], {"hidden": conditions.hidden(model)})
 
     def logs(tokens: list[int]) -> np.ndarray:
         cache = make_prompt_cache(model.model)
@@ -80,7 +75,7 @@ def test_shuffled_translator_is_another_one(models: Models, sample: quality.Reca
     assert {a.tobytes() for a in ours.values()} == {a.tobytes() for a in theirs.values()}
     makers = {"fitted": conditions.translated(model, model, translator),
                   "shuffled": conditions.translated(model, model, control)}  # fmt: skip
-    scores = quality.score(model, [sample], makers)
+    scores = recalled.score(model, [sample], makers)
     assert scores["shuffled"].kl[0] > 10 * scores["fitted"].kl[0]
 
 
@@ -107,31 +102,6 @@ def test_clusters() -> None:
     scores, questions = [1, 1, 1, 0, 0, 0], ["a", "a", "a", "b", "b", "b"]
     assert over_clusters(scores, questions) == over_items([1.0, 0.0])
     assert over_clusters(scores, range(6)) == over_items(scores)
-
-
-def test_windows_of_one_text_are_one_cluster() -> None:
-    """By loops: a mean over tokens, its error from the sums of each text's deviations."""
-    rng = np.random.default_rng(3)
-    means, tokens = rng.normal(size=9), rng.integers(1, 50, 9)
-    clusters = ["a", "b", "a", "c", "c", "c", "d", "a", "b"]
-    whole, weight = 0.0, 0
-    for mean, count in zip(means, tokens, strict=True):
-        whole, weight = whole + mean * count, weight + count
-    value, squares = whole / weight, 0.0
-    for cluster in "abcd":
-        total = 0.0
-        for mean, count, name in zip(means, tokens, clusters, strict=True):
-            total += count * (mean - value) if name == cluster else 0.0
-        squares += total**2
-    found = over_tokens(means, tokens, clusters)
-    assert found.value == pytest.approx(value) and found.count == 4
-    assert found.error == pytest.approx(math.sqrt(4 / 3 * squares) / weight)
-    single = over_tokens(means, [64] * 9, range(9))
-    assert single.value == pytest.approx(over_items(means).value)
-    assert single.error == pytest.approx(over_items(means).error)
-    assert math.isnan(over_tokens(means, tokens, ["a"] * 9).error)
-    with pytest.raises(ValueError, match="no scores"):
-        over_tokens([], [], [])
 
 
 def words(messages) -> int:

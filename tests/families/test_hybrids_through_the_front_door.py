@@ -14,6 +14,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 import kvlingo_mlx as kv
+from benchmarks.paper.evaluation import recalled
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches import validation
 from kvlingo_mlx.cli import run
@@ -267,7 +268,7 @@ def test_answers_need_both_ways(name: str, hybrids: Any, recurrent: ModuleType) 
         "by states": recurrent.hidden(own, model, False),
         "by nothing": conditions.hidden(model),
     }
-    scores = quality.score(model, samples(model, 16), makers)
+    scores = recalled.score(model, samples(model, 16), makers)
     recall = {way: score.recall for way, score in scores.items()}
     assert recall["native"] > 0.85 and recall["by nothing"] < 0.1
     for way in ("by attention", "by states"):
@@ -294,7 +295,7 @@ def test_a_translation_keeps_more_than_its_controls(
         "shuffled": conditions.translated(source, target, conditions.shuffled(found)),
         "hidden": conditions.hidden(target),
     }
-    scores = quality.score(target, samples(target, 12), makers)
+    scores = recalled.score(target, samples(target, 12), makers)
     kl = {way: float(np.mean(score.kl)) for way, score in scores.items()}
     assert kl["translated"] < 0.7 * min(kl["shuffled"], kl["hidden"]), kl
     assert scores["translated"].recall > scores["shuffled"].recall

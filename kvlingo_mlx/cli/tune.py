@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvlingo_mlx.cli.command import COUNTS, Configured, TwoModels, numbers, verb
-from kvlingo_mlx.cli.output import draw, keep, ms, phase, say, table, tell_of_machine
+from kvlingo_mlx.cli.output import keep, ms, phase, say, table, tell_of_machine
 from kvlingo_mlx.options import COUNT, Need, number, off, option
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 class TuneOptions(Configured, TwoModels):
     NEEDS: ClassVar[tuple[Need, ...]] = (
         Need("seed", "data", off, why="since the file's records are read in order"),
-        Need("plot", "lengths", off, why="which would need a picture for each"),
     )
     KEYS: ClassVar[str] = "lengths trials"
     translator: str | None = None
@@ -49,7 +48,6 @@ class TuneOptions(Configured, TwoModels):
     )
     trials: int = option(5, "How often each way's first token is timed.", kind=COUNT)
     out: str = option("kvlingo-tune.jsonl", "Items' scores; the same command resumes.")
-    plot: str | None = option(None, "Draw quality against time to the first token.")
     allow_mismatch: bool = False
 
 
@@ -61,10 +59,8 @@ def command(options: TuneOptions) -> None:
     """
     from kvlingo_mlx.evaluation import tuning
     from kvlingo_mlx.loading.models import load_pair
-    from kvlingo_mlx.reporting import measure, pictures
+    from kvlingo_mlx.reporting import measure
 
-    if options.plot:
-        pictures.check(options.plot)
     models = load_pair(options.source, options.target)
     place, found = tuning.translator_of(options.translator, *models, options.allow_mismatch)
     bounds = options.some("max_kl min_recall")
@@ -96,8 +92,6 @@ def command(options: TuneOptions) -> None:
     config |= options.some("max_kl min_recall data limit seed trials lengths")
     whole = {"lengths": results} if options.lengths else results[str(None)]
     keep(options.json_file, "tune", config, whole)
-    if options.plot:
-        draw(tuning.quality_by_layers(points), options.plot, *(model.name for model in models))
 
 
 def _tasks(options: TuneOptions, models: Models) -> Mapping[int | None, Task]:

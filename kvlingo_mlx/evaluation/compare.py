@@ -10,7 +10,7 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.evaluation import probes
-from kvlingo_mlx.evaluation.error_bars import NOTHING, Mean, over_clusters, over_tokens
+from kvlingo_mlx.evaluation.error_bars import NOTHING, Mean, over_clusters
 from kvlingo_mlx.evaluation.journal import Journal, Scores, Seeds, averaged
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
 from kvlingo_mlx.evaluation.needles import prose
@@ -104,8 +104,8 @@ def outcome(task: Task, scored: Mapping[str, list[Scored]]) -> Outcome:
 def tabulated(metrics: Sequence[str], scored: Sequence[Scored]) -> Table:
     """Means over the items of each group, and over all items if there are several groups.
 
-    Perplexity is computed over all tokens, and has no error bar; so is ``gap``, its logarithm less
-    that of native, with an error. Items that lack a score do not count.
+    Perplexity is computed over all tokens, and has no error bar. Items that lack a score do not
+    count.
     """
     groups: dict[str, list[Scored]] = {}
     for entry in scored:
@@ -124,10 +124,7 @@ def _over(metric: str, found: Sequence[Scored]) -> Mean:
     found = [entry for entry in found if metric in entry.scores]
     if not found:
         return NOTHING
-    scores, clusters = [s.scores[metric] for s in found], [s.cluster for s in found]
-    if metric == "gap":
-        return over_tokens(scores, [s.scores["tokens"] for s in found], clusters)
-    return over_clusters(scores, clusters)
+    return over_clusters([s.scores[metric] for s in found], [s.cluster for s in found])
 
 
 def plain(table: Table) -> dict:
@@ -181,9 +178,6 @@ def first_tokens(
     return len(prefix), switch_times(target, actions, prefix[-1], trials=trials)
 
 
-TIME = "time to first token (ms)"
-
-
 def score_against_time(outcomes: Sequence[Outcome], times: Mapping[str, Sequence[float]]) -> Any:
     """A figure with a panel per task: its first metric over the time to the first token.
 
@@ -193,7 +187,7 @@ def score_against_time(outcomes: Sequence[Outcome], times: Mapping[str, Sequence
     for index, outcome in enumerate(outcomes, start=1):
         metric = outcome.metrics[0]
         axes = figure.add_subplot(1, len(outcomes), index)
-        axes.set(xlabel=TIME, ylabel=f"{outcome.task}: {metric}")
+        axes.set(xlabel="time to first token (ms)", ylabel=f"{outcome.task}: {metric}")
         across: dict[float, list[str]] = {}
         for name, table in outcome.tables.items():
             mean = table.get(ALL, next(iter(table.values())))[metric]
@@ -204,14 +198,9 @@ def score_against_time(outcomes: Sequence[Outcome], times: Mapping[str, Sequence
             else:
                 across.setdefault(round(mean.value, 3), []).append(name)
         for value, names in across.items():
-            line_across(axes, value, ", ".join(names))
+            axes.axhline(value, linestyle=":", linewidth=1, color="grey")
+            place: Any = {"xy": (1, value), "xycoords": ("axes fraction", "data")}
+            axes.annotate(", ".join(names), fontsize="small", ha="right", va="bottom", **place)
         pictures.log_scale(axes, "x", [1e3 * median(samples) for samples in times.values()])
         axes.legend(fontsize="small")
     return figure
-
-
-def line_across(axes: Any, value: float, label: str) -> None:
-    """Draw a labelled line for what takes no time."""
-    axes.axhline(value, linestyle=":", linewidth=1, color="grey")
-    place = {"xy": (1, value), "xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
-    axes.annotate(label, fontsize="small", **place)

@@ -65,24 +65,3 @@ def over_clusters(scores: Sequence[float], clusters: Sequence[Hashable]) -> Mean
     for score, cluster in zip(scores, clusters, strict=True):
         groups.setdefault(cluster, []).append(score)
     return over_items([float(np.mean(group)) for group in groups.values()])
-
-
-def over_tokens(
-    means: Sequence[float], tokens: Sequence[float], clusters: Sequence[Hashable]
-) -> Mean:
-    """The mean over all tokens of items, whose errors are correlated within a cluster.
-
-    ``means`` are the items' own means over their ``tokens``. The error is that of a ratio of
-    clusters' sums (linearised); with one item of equal length per cluster it is that of
-    :func:`over_items`.
-    """
-    values, weights = np.asarray(means, np.float64), np.asarray(tokens, np.float64)
-    if not values.size:
-        raise ValueError("there are no scores to average")
-    value = float((weights * values).sum() / weights.sum())
-    sums: dict[Hashable, float] = {}
-    for left, cluster in zip(weights * (values - value), clusters, strict=True):
-        sums[cluster] = sums.get(cluster, 0.0) + float(left)
-    count = len(sums)
-    square = count / (count - 1) * sum(s**2 for s in sums.values()) if count > 1 else math.nan
-    return Mean(value, math.sqrt(square) / float(weights.sum()), count)

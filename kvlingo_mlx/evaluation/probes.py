@@ -119,9 +119,7 @@ def fingerprint(item: Item) -> str:
 
 
 def teacher_forced(target: LanguageModel, item: Item) -> Scorer:
-    """Score by KL, log loss (alone, and less native), agreement with the target's own first choice,
-    and recall.
-    """
+    """Score by KL, log loss, agreement with the target's own first choice, and recall."""
     sample, compare = item.sample, comparer(target, item.sample)
     own = compare(None)
 
@@ -130,7 +128,6 @@ def teacher_forced(target: LanguageModel, item: Item) -> Scorer:
         scores = {
             "kl": float(found.kl.mean()),
             "nll": float(found.nll.mean()),
-            "gap": float(found.nll.mean() - own.nll.mean()),
             "agreement": float((found.best == own.best).mean()),
             "tokens": len(sample.continuation),
         }

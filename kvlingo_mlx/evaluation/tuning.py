@@ -25,7 +25,6 @@ from kvlingo_mlx.loading import notes
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import by_name, find_translator, resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.reporting.measure import median
 from kvlingo_mlx.tokenization.samples import read_jsonl
 from kvlingo_mlx.translators.base import Translator
@@ -289,23 +288,3 @@ def distinct(by_length: Mapping[int, int], last: int) -> list[list[int]]:
     """
     pairs = itertools.pairwise([*sorted(by_length.items()), (sys.maxsize, last)])
     return [[tokens, layers] for (tokens, layers), (_, then) in pairs if layers != then]
-
-
-def quality_by_layers(points: Sequence[Point]) -> Any:
-    """A figure of KL over time to first token: a line per way, points labelled by native layers."""
-    figure = pictures.figure()
-    axes = figure.add_subplot(xlabel=compare.TIME, ylabel="KL (nats a token)")
-    for way in dict.fromkeys(point.way for point in points):
-        own = [point for point in points if point.way == way]
-        timed = [(1e3 * p.time, p.kl.value, p.layers) for p in own if p.time is not None]
-        if not timed:
-            compare.line_across(axes, own[0].kl.value, way)
-            continue
-        axes.plot([t for t, _, _ in timed], [kl for _, kl, _ in timed], marker="o", label=way)
-        near = {"textcoords": "offset points", "xytext": (3, 3), "fontsize": "small"}
-        for at, kl, layers in timed:
-            axes.annotate(str(layers), (at, kl), **near)
-    axes.set_yscale("symlog", linthresh=1e-3)
-    axes.yaxis.set_major_formatter(pictures.in_full)
-    axes.legend(fontsize="small")
-    return figure

@@ -170,7 +170,7 @@ class PaperComparison(packages.Comparison):
         (task,) = (task for task in self.tasks if task.name == outcome.task)
         native = outcome.items[compare.NATIVE]
         alone = windows.alone(self.models[0], task, native, self.journal)
-        return compare.outcome(task, {**outcome.items, ALONE: alone})
+        return windows.outcome(task, {**outcome.items, ALONE: alone})
 
     def shares(self, tokens: int) -> Mapping[str, float] | None:
         """What each condition computes, which PyTorch's do not tell; shown beside reuse alone."""

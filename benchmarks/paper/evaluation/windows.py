@@ -1,14 +1,19 @@
 """Continuations within windows of plain texts, by which the paper measures base models."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvlingo_mlx.evaluation import lineup
-from kvlingo_mlx.evaluation.compare import Scored, evaluate
+import numpy as np
+
+from kvlingo_mlx.evaluation import compare, lineup
+from kvlingo_mlx.evaluation.compare import Outcome, Scored, evaluate
+from kvlingo_mlx.evaluation.conditions import CacheMaker
 from kvlingo_mlx.evaluation.continuation import RecallSample
-from kvlingo_mlx.evaluation.journal import Journal
-from kvlingo_mlx.evaluation.probes import Item, Records, Task, teacher_forced
+from kvlingo_mlx.evaluation.error_bars import Mean
+from kvlingo_mlx.evaluation.journal import Journal, Scores
+from kvlingo_mlx.evaluation.probes import Item, Records, Scorer, Task, teacher_forced
 from kvlingo_mlx.loading.pairing import check_tokenizers
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization import samples
@@ -59,7 +64,7 @@ def windows(
         "continuation",
         ("perplexity", "gap", "kl"),
         items[:limit],
-        teacher_forced,
+        beside_native,
         {"window": list(size)},
         (note,) if short else (),
     )
@@ -83,6 +88,54 @@ def _windows_of(
         RecallSample((*begins, *bare[at : at + room]), bare[at + room : at + step], ())
         for at in range(0, len(bare) - step + 1, step)
     ]
+
+
+def beside_native(target: LanguageModel, item: Item) -> Scorer:
+    """The package's scores, and ``gap``: the log loss less that of the target's own cache."""
+    score = teacher_forced(target, item)
+    own = score(None)["nll"]
+
+    def more(make: CacheMaker | None) -> Scores:
+        found = score(make)
+        return {**found, "gap": found["nll"] - own}
+
+    return more
+
+
+def outcome(task: Task, scored: Mapping[str, list[Scored]]) -> Outcome:
+    """The package's, whose ``gap`` is over all tokens: the logarithm of the perplexities' ratio."""
+    found = compare.outcome(task, scored)
+    for name, items in scored.items():
+        found.tables[name]["text"]["gap"] = _gap([s.scores for s in items], items)
+        for number, table in enumerate(found.seeds.get(name, ())):
+            table["text"]["gap"] = _gap([s.seeds[number] for s in items], items)
+    return found
+
+
+def _gap(scores: Sequence[Scores], items: Sequence[Scored]) -> Mean:
+    means, tokens = ([each[name] for each in scores] for name in ("gap", "tokens"))
+    return over_tokens(means, tokens, [item.cluster for item in items])
+
+
+def over_tokens(
+    means: Sequence[float], tokens: Sequence[float], clusters: Sequence[Hashable]
+) -> Mean:
+    """The mean over all tokens of items, whose errors are correlated within a cluster.
+
+    ``means`` are the items' own means over their ``tokens``. The error is that of a ratio of
+    clusters' sums (linearised); with one item of equal length per cluster it is that of
+    ``over_items``.
+    """
+    values, weights = np.asarray(means, np.float64), np.asarray(tokens, np.float64)
+    if not values.size:
+        raise ValueError("there are no scores to average")
+    value = float((weights * values).sum() / weights.sum())
+    sums: dict[Hashable, float] = {}
+    for left, cluster in zip(weights * (values - value), clusters, strict=True):
+        sums[cluster] = sums.get(cluster, 0.0) + float(left)
+    count = len(sums)
+    square = count / (count - 1) * sum(s**2 for s in sums.values()) if count > 1 else math.nan
+    return Mean(value, math.sqrt(square) / float(weights.sum()), count)
 
 
 def alone(

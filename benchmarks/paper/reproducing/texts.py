@@ -112,7 +112,7 @@ def _outcome(
     ]
     work.heard.progress(f"reading {corpus}")
     results = compare.evaluate(target, [task], line, work.journal)
-    return compare.outcome(task, results[task.name]), ""
+    return windows.outcome(task, results[task.name]), ""
 
 
 def _file(work: Work, corpus: str) -> str | None:

@@ -11,10 +11,11 @@ import pytest
 
 import kvlingo_mlx as kv
 from benchmarks.paper.commands import run
-from benchmarks.paper.evaluation.windows import windows
+from benchmarks.paper.evaluation.windows import outcome, over_tokens, windows
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import lineup
-from kvlingo_mlx.evaluation.compare import evaluate, outcome
+from kvlingo_mlx.evaluation.compare import evaluate
+from kvlingo_mlx.evaluation.error_bars import over_items
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import two_tokenizers
@@ -98,3 +99,28 @@ def test_the_command_cuts_windows(tmp_path: Path, monkeypatch: Patch) -> None:
         scores = items["source alone"][place]["scores"]
         assert scores["nll"] == pytest.approx(theirs, rel=1e-3)
         assert scores["gap"] == pytest.approx(theirs - own, abs=2e-3)
+
+
+def test_windows_of_one_text_are_one_cluster() -> None:
+    """By loops: a mean over tokens, its error from the sums of each text's deviations."""
+    rng = np.random.default_rng(3)
+    means, tokens = rng.normal(size=9), rng.integers(1, 50, 9)
+    clusters = ["a", "b", "a", "c", "c", "c", "d", "a", "b"]
+    whole, weight = 0.0, 0
+    for mean, count in zip(means, tokens, strict=True):
+        whole, weight = whole + mean * count, weight + count
+    value, squares = whole / weight, 0.0
+    for cluster in "abcd":
+        total = 0.0
+        for mean, count, name in zip(means, tokens, clusters, strict=True):
+            total += count * (mean - value) if name == cluster else 0.0
+        squares += total**2
+    found = over_tokens(means, tokens, clusters)
+    assert found.value == pytest.approx(value) and found.count == 4
+    assert found.error == pytest.approx(math.sqrt(4 / 3 * squares) / weight)
+    single = over_tokens(means, [64] * 9, range(9))
+    assert single.value == pytest.approx(over_items(means).value)
+    assert single.error == pytest.approx(over_items(means).error)
+    assert math.isnan(over_tokens(means, tokens, ["a"] * 9).error)
+    with pytest.raises(ValueError, match="no scores"):
+        over_tokens([], [], [])

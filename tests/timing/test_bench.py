@@ -186,10 +186,10 @@ def test_bench_of_two_models(folders: Folders, tmp_path: Path, capsys: Printed) 
 
 
 def test_a_limit_in_which_nothing_is_measured_is_refused(
-    folders: Folders, monkeypatch: Patch, capsys: Printed
+    monkeypatch: Patch, capsys: Printed
 ) -> None:
     """While models are read, and after it; a line says which of them takes longer."""
-    short = [*ends(folders), "-p", "12"]
+    short = ["bench", "-p", "12"]
     over = "--time-limit is over before the models are read"
     fails([*short, "--time-limit", "1e-9"], over, capsys)
     monkeypatch.setattr(bench, "run", lambda *_, **__: ([], [12], None))

@@ -314,13 +314,14 @@ class Trainer:
         """The source layers chosen and the maps solved."""
         plan, group = self.plan, self.group.of_fits
         shared = plan.matched and norm_named(plan.norm) == "frobenius" and group.size == 1
+        models: Any = self.readings if shared else self.pair
 
         def sample(number: int) -> Sample | None:
             return self.data.sample(number) if group.owns(number) else None
 
         fit = ClosedForm(
             dataclasses.replace(config, kind="linear"),
-            self.readings if shared else self.pair,
+            models,
             lambda: map(sample, range(plan.fit_samples)),
             norm_named(plan.norm),
             plan.assignment,

@@ -36,9 +36,9 @@ class Step:
 
     stop: int
     source: Source | None = None
-    amid: Sequence[int] = ()
     alignment: TokenAlignment | None = None
     watch: Watch | None = None
+    amid: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,19 @@ def check_going_back(model: LanguageModel) -> None:
         )
 
 
+def check_reading_amid(model: LanguageModel) -> None:
+    """Refuse a model that cannot read some tokens in the place of their translated entries.
+
+    Raises:
+        UnsupportedModelError: A layer keeps a window or a state, without what came before.
+    """
+    if kept := _forgetting(model):
+        raise UnsupportedModelError(
+            f"{model.name} cannot read tokens amid translated ones: {kept}, not an entry for each "
+            "token; leave out native_spread (-c native_spread)"
+        )
+
+
 def _forgetting(model: LanguageModel) -> str:
     """Which of a model's layers keep a window or a state, in words; empty if none does."""
     kinds = {

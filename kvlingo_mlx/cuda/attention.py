@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvlingo_mlx.cuda.model import States, TorchModel
+from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.runtime import check_entries, matched_positions
+from kvlingo_mlx.training.runtime import check_entries, matched_positions, shapes
 
 SDPA = "sdpa"  # the implementation with which models are loaded
 SCORE_NUMBERS = 2**28  # the most attention scores in memory at once: 1 GB in float32
@@ -21,11 +22,11 @@ SCORE_NUMBERS = 2**28  # the most attention scores in memory at once: 1 GB in fl
 
 @dataclass(frozen=True)
 class TorchAttended:
-    """Some queries of a text in one attention module, and the entries that they gather from."""
+    """Some queries of a text in one attention module."""
 
     module: Any
     queries: torch.Tensor  # (1, Hq, M, D), normed and rotated
-    entry: tuple[torch.Tensor, torch.Tensor]  # keys and values (1, H, T, D)
+    shapes: Sequence[tuple[int, ...]]  # of the keys and values (1, H, T, D) that they gather from
     visible: torch.Tensor  # (1, 1, M, T)
     options: Mapping[str, Any]  # of transformers' attention
 
@@ -68,7 +69,7 @@ def attended(target: TorchModel, tokens: int) -> Iterator[list[list[TorchAttende
     def listener(module: Any, query: Any, key: Any, value: Any, **options: Any) -> None:
         visible = (behind >= 0) & (behind < (windows[module] or tokens))
         calls[module] = TorchAttended(
-            module, query[:, :, at], (key, value), visible[None, None], options
+            module, query[:, :, at], shapes((key, value)), visible[None, None], options
         )
 
     with heard(listener):
@@ -79,23 +80,23 @@ def attended(target: TorchModel, tokens: int) -> Iterator[list[list[TorchAttende
 def match(
     target: TorchModel,
     translator: TorchTranslator,
-    states: States,
-    own: Sequence[Sequence[TorchAttended]],
+    reading: Any,
     *,
     first: int = 0,
     scale: float = 0.0,
 ) -> float:
     """See :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
+    own, (states, native) = reading.attended, reading.whole
     total, layers = 0.0, [t for t in range(first, len(own)) if own[t]]
+    placed = partial(target.entry, capture=translator.config.capture)
     for t in layers:
+        right = placed(t, native.keys[t], native.values[t])
         with torch.set_grad_enabled(scale != 0.0):
-            keys, values = translator.layer(t, states)
-            entry = target.entry(t, keys, values, translator.config.capture)
-            errors = []
+            entry, errors = placed(t, *translator.layer(t, states)), []
             for each in own[t]:
-                check_entries(target, entry, each.entry)
+                check_entries(target, entry, each.shapes)
                 with torch.no_grad():
-                    wanted = each.gathered(*each.entry)
+                    wanted = each.gathered(*right)
                 wrong = (each.gathered(*entry) - wanted).square().sum()
                 errors.append(wrong / wanted.square().sum() / len(own[t]) / len(layers))
             loss = torch.stack(errors).sum()

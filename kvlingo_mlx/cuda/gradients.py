@@ -34,8 +34,8 @@ class TorchReading:
     states: States  # the source's, of ``prefix[:-1]``; with two tokenizers of translated tokens
     native: States  # the target's own in its native layers
     teacher: torch.Tensor  # (M, width) final hidden states that predict the continuation
-    # Of the whole text, where attention is matched: the source's states, and what is gathered.
-    whole: States | None = None
+    # Of the whole text, where attention is matched: both models' states, and the target's queries.
+    whole: tuple[States, States] | None = None
     attended: Sequence[Sequence[TorchAttended]] = ()
 
 
@@ -53,7 +53,7 @@ def read(
     tokens = tokens if sample.continuation else tokens[:-1]
     teacher, own = torch.empty(0), list[list[TorchAttended]]()
     with contextlib.ExitStack() as stack:
-        taken = stack.enter_context(target.tapped(native_layers))
+        taken = stack.enter_context(target.tapped(None if attends else native_layers))
         own = stack.enter_context(attended(target, len(tokens))) if attends else own
         if sample.continuation or native_layers:
             teacher = target.hidden(tokens)[num_read:].clone()
@@ -62,8 +62,8 @@ def read(
         states = _source_states(source, target, sample, capture)
         return TorchReading(sample, states, native, teacher)
     whole = source.states(tokens, capture).map(lambda a: a.to(target.device, target.dtype))
-    states = whole.map(lambda array: array[:num_read])
-    return TorchReading(sample, states, native, teacher, whole, own)
+    states, both = whole.map(lambda a: a[:num_read]), (whole, target.states_of(taken, capture))
+    return TorchReading(sample, states, native, teacher, both, own)
 
 
 def _source_states(source: TorchModel, target: TorchModel, sample: Sample, capture: str) -> States:

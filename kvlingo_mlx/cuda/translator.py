@@ -45,10 +45,10 @@ class TorchTranslator:
             array = array if array.dtype == np.float64 else np.asarray(array, np.float32)
             return torch.tensor(array, device=device)
 
-        tensors, learnt = ({n: copied(a) for n, a in each.items()} for each in apart(arrays))
+        tensors, learnt = apart({n: copied(a) for n, a in arrays.items()}, config)
         for tensor in tensors.values():
             tensor.requires_grad_()
-        return cls(config, tensors, Coordinates(learnt))
+        return cls(config, tensors, learnt)
 
     def layer(self, t: int, states: States, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Target layer ``t``'s keys and values (T, width), of source tokens from ``start`` on."""

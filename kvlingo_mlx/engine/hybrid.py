@@ -2,7 +2,7 @@
 
 To compute the keys and values of a model's first j of N layers, only these layers have to run. That
 costs j / N of a prefill. The layers above are translated. The target may also read the first and
-the last tokens itself, in all layers.
+the last tokens itself, in all layers, and some of those between them.
 """
 
 import contextlib
@@ -31,6 +31,14 @@ class Native:
     head: int = 0  # the number of first tokens that it reads in every layer
     # The number of last tokens that it reads in every layer. They attend to the hybrid cache.
     tail: int = 0
+    # The number of tokens between head and tail that it reads in every layer, at even distances.
+    # They attend to the translated entries before them.
+    spread: int = 0
+
+    def amid(self, span: range) -> list[int]:
+        """The positions of a translated ``span`` that it reads in every layer."""
+        count = min(self.spread, len(span))
+        return [span.start + (2 * n + 1) * len(span) // (2 * count) for n in range(count)]
 
     def translated(self, num_tokens: int, num_layers: int) -> range:
         """The positions of a prefix of ``num_tokens`` at which some layer is translated."""
@@ -44,6 +52,7 @@ def native_part(
     layers: int | str | None = None,
     head: int = 0,
     tail: int = 0,
+    spread: int = 0,
     tokens: int | None = None,
 ) -> Native:
     """The part that the target is to read itself, with its numbers checked.
@@ -54,6 +63,7 @@ def native_part(
             was not tuned; ``auto`` refuses a translator that was not tuned.
         head: The number of first tokens.
         tail: The number of last tokens.
+        spread: The number of tokens between them.
         tokens: The length of the prefix, by which the tuned number may differ; None for one beyond
             all lengths to which the translator was tuned.
 
@@ -74,10 +84,10 @@ def native_part(
             f"native_layers is {layers!r}; give a number from 0 to {most}, the cache layers of "
             f"{config.target.name}, or 'auto'"
         )
-    for name, value in (("native_head", head), ("native_tail", tail)):
+    for name, value in (("head", head), ("tail", tail), ("spread", spread)):
         if type(value) is not int or value < 0:
-            raise ValueError(f"{name} is {value!r}; give a number of tokens, 0 or more")
-    return Native(chosen, head, tail)
+            raise ValueError(f"native_{name} is {value!r}; give a number of tokens, 0 or more")
+    return Native(chosen, head, tail, spread)
 
 
 def read_layers(

@@ -13,6 +13,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from kvlingo_mlx import caches
+from kvlingo_mlx.caches.between import read_amid
 from kvlingo_mlx.engine import healing, hybrid
 from kvlingo_mlx.engine.clock import Clock
 from kvlingo_mlx.engine.recording import Recording
@@ -586,6 +587,17 @@ class Line:
                     stop = min(span.stop, len(self))
                     self.spans = grown(self.spans, stop, span.writer, span.passes + 1)
             self._settle()
+
+    def read_amid(self, positions: Sequence[int], step_size: int) -> Steps:
+        """Read some of the tokens, in the place of their translated entries; each chunk is a step.
+
+        Healing reads them once more, behind its own entries only.
+        """
+        for start in range(0, len(positions), step_size):
+            part = positions[start : start + step_size]
+            with working(), mx.stream(generation_stream):
+                read_amid(self.model, self.cache, [self.tokens[n] for n in part], part, step_size)
+            yield
 
     def _append(self, translated: TranslatedStates) -> None:
         if self._away is not None:  # translate while the stored arrays are read

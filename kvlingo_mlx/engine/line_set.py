@@ -30,13 +30,15 @@ class Step:
     """A step of a plan: the positions up to ``stop`` are read, or taken over from ``source``.
 
     Between two tokenizers, ``alignment`` says which source tokens stand for these positions.
-    ``watch`` keeps what the model makes of a step that it reads.
+    ``watch`` keeps what the model makes of a step that it reads. Of what it takes over, it then
+    reads the positions ``amid`` itself.
     """
 
     stop: int
     source: Source | None = None
     alignment: TokenAlignment | None = None
     watch: Watch | None = None
+    amid: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,10 @@ class LineSet(ABC):
             tokens[: step.stop], step.source, translator, self.step_size,
             native_layers=layers, clock=clock,
         )  # fmt: skip
+        if step.amid:
+            yield from line.read_amid(step.amid, self.step_size)
+            if clock is not None:
+                clock.lap(self.own_phase)
 
     def _marked(self, line: Line, step: Step, mark: int) -> bool:
         """Whether a step is divided at a mark.

@@ -108,7 +108,8 @@ class OneTurn(LineSet):
             return [Step(len(plan.prefix))]
         span, length = plan.span, len(plan.prefix)
         last = length - (watch.tokens if watch else 0)
-        steps = [Step(span.start), Step(span.stop, self.source), Step(last)]
+        taken = Step(span.stop, self.source, amid=plan.native.amid(span))
+        steps = [Step(span.start), taken, Step(last)]
         steps.append(Step(length, watch=watch))
         before = [0, *(step.stop for step in steps)]
         return [step for step, begun in zip(steps, before, strict=False) if step.stop > begun]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Self
 
+from kvlingo_mlx.caches.limits import check_reading_amid
 from kvlingo_mlx.caches.memory import check_caches
 from kvlingo_mlx.engine import guarding, healing
 from kvlingo_mlx.engine.guarding import Watch
@@ -58,7 +59,8 @@ class HandoverRequest(HandoverOptions):
         layers = self.native_layers
         if layers is None and self.heal == healing.LAYERS:
             layers = healing.first_layers(config, tokens)
-        return native_part(config, layers, self.native_head, self.native_tail, tokens)
+        parts = self.native_head, self.native_tail, self.native_spread
+        return native_part(config, layers, *parts, tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +127,7 @@ class Plan:
             return 0
         if self.aligned is not None:
             return len(self.prefix) - len(self.aligned.own)
-        return len(self.span)
+        return len(self.span) - len(self.native.amid(self.span))
 
 
 def begin(
@@ -220,7 +222,10 @@ def _planned(
     plan: Plan, prompt: Prompt, request: HandoverRequest, check: Callable[[Plan], None]
 ) -> Plan:
     """A plan that was begun, checked, and with its translator."""
-    plan.group.refuse({"draft_model": plan.draft is not None})
+    spread = bool(request.native_spread)
+    plan.group.refuse({"draft_model": plan.draft is not None, "native_spread": spread})
+    if spread:
+        check_reading_amid(plan.target)
     _check_remote(plan, request)
     native = request.strategy == "native" or _one_model(plan, request)
     readers = (plan.target,) if native else (plan.source, plan.target)
@@ -247,8 +252,8 @@ def _planned(
         return plan
     if plan.native != Native():
         raise ValueError(
-            "native_layers, native_head and native_tail cannot be used between two tokenizers; "
-            "leave them out"
+            "native_layers, native_head, native_tail and native_spread cannot be used between two "
+            "tokenizers; leave them out"
         )
     switches = {"enable_thinking": request.enable_thinking, "tools": request.tools}
     return replace(plan, aligned=align(plan.source, plan.target, prompt, **switches))
@@ -262,7 +267,7 @@ def _one_model(plan: Plan, request: HandoverRequest) -> bool:
     """
     if request.translator is not None or not plan.source.is_same(plan.target):
         return False
-    beside = ("native_layers", "native_head", "native_tail", "heal", "guard")
+    beside = "native_layers native_head native_tail native_spread heal guard".split()
     unused = [name for name in beside if getattr(request, name)]
     if unused:
         raise ValueError(

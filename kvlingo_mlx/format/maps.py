@@ -61,6 +61,12 @@ def maps_of(config: TranslatorConfig) -> list[Map]:
     return [_map(config, writes, t) for writes in config.spec.written for t in layers]
 
 
+def first_readers(config: TranslatorConfig) -> dict[str, str]:
+    """For each map by name the first one that reads the same states."""
+    first: dict[tuple[Read, ...], str] = {}
+    return {m.name: first.setdefault(m.reads, m.name) for m in maps_of(config)}
+
+
 def state_maps_of(config: TranslatorConfig) -> list[StateMap]:
     """All maps of states that ``config`` implies, in layer order."""
     layers = [t for t in range(len(config.target.layers)) if maps_states(config, t)]

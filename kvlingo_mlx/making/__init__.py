@@ -54,8 +54,8 @@ def pair(
         out: The folder to write; default: SOURCE-to-TARGET, their names, here.
         max_kl: Tune to the fewest native layers with at most this KL, in nats per token.
         min_recall: Tune to the fewest that recall this share of the dialogues' answers.
-        nu: The number of source layers that each target layer reads; None chooses up to three.
-            Each makes a switch dearer.
+        nu: The number of source layers that each target layer reads; None chooses the most that
+            there is time to fit. Each makes a switch dearer.
         seed: Chooses the samples.
         force: Whether to replace what is finished, here and in the store.
         callbacks: Functions that hear how the work proceeds.

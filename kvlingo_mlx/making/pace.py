@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.stage1.closed_form import ENOUGH, unknowns
+from kvlingo_mlx.stage1.closed_form import ENOUGH, solving_seconds, unknowns
 from kvlingo_mlx.tokenization.samples import MAX_PREFIX, Sample
 from kvlingo_mlx.training.distill import VALIDATING
 from kvlingo_mlx.training.initial import drawn
@@ -69,19 +69,22 @@ class Lengths:
     max_prefix: int  # tokens, before it is scaled to the models' context
     max_continuation: int  # tokens to which answers are cut
     fit_samples: int  # conversations for a closed form
-    fitting: float  # the seconds in which both models read these
     most: int  # source layers that there is time to fit
     steps: int  # about
     seconds_per_token: float  # in which both models read a token of a prefix
     prefix: float  # tokens of a prefix, on average
+
+    @property
+    def reading(self) -> float:
+        """The seconds in which both models read a conversation."""
+        return self.seconds_per_token * self.prefix
 
     def reads(self, seconds: float, most: float) -> int | None:
         """Conversations that all steps of so many ``seconds`` take in turn; None: new ones each.
 
         There is memory for at most ``most`` of them.
         """
-        reading = self.seconds_per_token * self.prefix
-        count = min(max(FEWEST_READS, READING * seconds / reading), most)
+        count = min(max(FEWEST_READS, READING * seconds / self.reading), most)
         return int(count) if FEWEST_READS <= count < BATCH * self.steps else None
 
 
@@ -134,8 +137,10 @@ def lengths(
             f"least, {some} for {STEPS} steps, which bring most, or use `fit`, which reads the "
             "data once"
         )
-    most = max(nu for nu, config in configs.items() if SOME * unknowns(config) <= there)
+    most = min(configs)
+    for nu, config in configs.items():
+        if SOME * unknowns(config) <= there and solving_seconds(config) <= FITTING * room:
+            most = max(most, nu)
     # As many as the fewest source layers want: with a ridge they do for more, whose sums cost most.
     fits = min(400, max(1, math.ceil(min(there, 2 * ENOUGH * smallest) / pace.prefix)))
-    reading = fits * pace.reading
-    return Lengths(longest, ANSWERS, fits, reading, most, int(steps), per_token, pace.prefix)
+    return Lengths(longest, ANSWERS, fits, most, int(steps), per_token, pace.prefix)

@@ -46,7 +46,8 @@ FACTS, CHATS_FILE = "facts.json", "chats.jsonl"
 CHATS = 2000  # generated conversations, where the user has none
 HELD_OUT = 32  # conversations that choose the step whose translator is kept
 TUNED_ON = 16  # dialogues that choose the native layers
-NUS = (1, 2, 3)  # source layers that a target layer may read; the most there is time for are taken
+# Source layers that a target layer may read; the most there is time for are taken.
+NUS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 64)
 MATCHING = 0.5  # the share of the training in which attention is matched
 LEAST = 1.0  # seconds that a training gets, however little time is left
 KEPT = 0.4  # the share of free memory for what both models have read
@@ -153,14 +154,16 @@ class Making:
             f"prefixes of up to {self._mixture(lengths.max_prefix).max_prefix:,} tokens, which "
             f"leaves time for about {lengths.steps:,} steps of {pace.BATCH} conversations"
         )
-        besides = self._later(lengths.seconds_per_token) + lengths.fitting
-        left = self.find("seconds", lambda: max(LEAST, self.seconds - self.spent - besides))
-        usual = self._plan
-        reads = self.find("reads", lambda: self._reads(lengths, left))
-        recipe = replace(usual.recipe, reads=reads, seconds=left)
-        plan = replace(
-            usual, recipe=recipe, nu=lengths.most, fit_samples=lengths.fit_samples,
+        later, usual, samples = (
+            self._later(lengths.seconds_per_token), self._plan, lengths.fit_samples
         )  # fmt: skip
+        left = self.find("left", lambda: self.seconds - self.spent - later)
+        reads = self.find("reads", lambda: self._reads(lengths, left - samples * lengths.reading))
+        if reads and usual.matching:
+            samples = reads  # the closed form has what is read anyway
+        seconds = max(LEAST, left - samples * lengths.reading)
+        recipe = replace(usual.recipe, reads=reads, seconds=seconds)
+        plan = replace(usual, recipe=recipe, nu=lengths.most, fit_samples=samples)
         Trainer(
             *self.ends,
             stream,

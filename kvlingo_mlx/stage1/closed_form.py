@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.format.maps import Map, head_map_of, maps_of
+from kvlingo_mlx.format.maps import Map, first_readers, head_map_of, maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.stage1.bilinear import STATES
 
@@ -154,12 +154,17 @@ def white(moments: Moments, eigen: Eigen | None = None) -> np.ndarray:
 
 
 def coordinates(
-    parts: Sequence[Moments], solved: Sequence[Solution], eigen: Eigen | None = None
+    parts: Sequence[Moments], solved: Sequence[Solution], eigen: Eigen | None, first: bool
 ) -> dict[str, np.ndarray]:
-    """In which the blocks of a map learn; ``training.coordinates`` reads them by name."""
-    whites = np.stack([white(part, eigen) for part in parts])
+    """In which the blocks of a map learn; ``training.coordinates`` reads them by name.
+
+    ``first`` says that no map before it reads the same states, whose white matrix it would share.
+    """
     errors = np.sqrt([part.errors(each.weight) for part, each in zip(parts, solved, strict=True)])
-    return {"/white": whites.astype(np.float32), "/size": errors.astype(np.float32)}
+    found = {"/size": errors}
+    if first:
+        found["/white"] = np.stack([white(part, eigen) for part in parts])
+    return {name: array.astype(np.float32) for name, array in found.items()}
 
 
 def blocks_of(config: TranslatorConfig, m: Map) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -190,7 +195,8 @@ def solving_seconds(config: TranslatorConfig) -> float:
     started = time.perf_counter()
     np.linalg.eigh(small + small[::-1])
     pace = (time.perf_counter() - started) / SMALL**3
-    return sum((m.heads or 1) * pace * m.inputs**3 for m in maps_of(config))
+    first = set(first_readers(config).values())  # whose decomposition others share
+    return sum((m.heads or 1) * pace * m.inputs**3 for m in maps_of(config) if m.name in first)
 
 
 def check_tokens(config: TranslatorConfig, tokens: int) -> None:

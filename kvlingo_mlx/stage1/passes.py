@@ -16,7 +16,14 @@ import numpy as np
 
 from kvlingo_mlx.format.assignment import Assignment, attention_groups
 from kvlingo_mlx.format.kinds import SIDES
-from kvlingo_mlx.format.maps import StateMap, maps_of, maps_states, reads_of, state_maps_of
+from kvlingo_mlx.format.maps import (
+    StateMap,
+    first_readers,
+    maps_of,
+    maps_states,
+    reads_of,
+    state_maps_of,
+)
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.phases import phase
@@ -377,6 +384,7 @@ class ClosedForm:
         weights, learnt = dict[str, np.ndarray](), dict[str, np.ndarray]()
         found: list[closed_form.Solution] = []
         inputs: Any = None
+        first = first_readers(self.config)
         own = self.group.stretch(list(sums.maps))
         with phase("solving the maps", len(own)) as step:
             for name in own:
@@ -387,7 +395,7 @@ class ClosedForm:
                 solved = [closed_form.solve(part, ridge=self.ridge, eigen=known) for part in parts]
                 made = {"": np.stack([each.weight for each in solved])}
                 if self.learns:
-                    made |= closed_form.coordinates(parts, solved, known)
+                    made |= closed_form.coordinates(parts, solved, known, first[name] == name)
                 for what, blocks in made.items():
                     array = blocks if known is None else blocks[0]
                     (learnt if what else weights)[f"{name}.weight{what}"] = array

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvlingo_mlx.format.maps import first_readers
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+
 RATE = 3e-3  # of whatever pair
+# Inputs of a map beyond which its steps get shorter: each moves every input's weight, and so the
+# output by the root of their number.
+WIDE = 512
 
 
 @dataclass(frozen=True)
@@ -19,19 +25,27 @@ class Coordinates:
     """Those of a translator's tensors, in either runtime's arrays.
 
     Of a tensor NAME there are ``NAME/white``, symmetric, (inputs, inputs), and ``NAME/size``
-    (outputs,); in head-wise maps one of each for a head. Other tensors learn as they are.
+    (outputs,); in head-wise maps one of each for a head. Maps that read the same states share the
+    first one's ``white``. Other tensors learn as they are.
     """
 
     arrays: Mapping[str, Any]
+    first: Mapping[str, str]  # of each map, see :func:`.first_readers`
 
     def turned(self, name: str, array: Any) -> Any:
         """A gradient in a tensor's coordinates, or a step from there to the tensor itself."""
-        if f"{name}/white" not in self.arrays:
+        if f"{name}/size" not in self.arrays:
             return array
-        return array @ self.arrays[f"{name}/white"] * self.arrays[f"{name}/size"][..., None]
+        begins, _, ends = name.rpartition(".")
+        white = self.arrays[f"{self.first.get(begins, begins)}.{ends}/white"]
+        short = min(1.0, WIDE / array.shape[-1]) ** 0.5
+        return array @ white * self.arrays[f"{name}/size"][..., None] * short
 
 
-def apart(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def apart(
+    arrays: Mapping[str, Any], config: TranslatorConfig
+) -> tuple[dict[str, Any], Coordinates]:
     """The tensors of a translator, and the coordinates beside them."""
     tensors = {name: array for name, array in arrays.items() if "/" not in name}
-    return tensors, {name: array for name, array in arrays.items() if "/" in name}
+    learnt = {name: array for name, array in arrays.items() if "/" in name}
+    return tensors, Coordinates(learnt, first_readers(config) if learnt else {})

@@ -27,7 +27,7 @@ from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoint
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.recipe import MATCHING, Recipe
-from kvlingo_mlx.training.runtime import Pair, Trainable
+from kvlingo_mlx.training.runtime import Pair, Readings, Trainable
 from kvlingo_mlx.training.watch import complaints
 
 # The share of the time that validations take, where the time is limited.
@@ -163,7 +163,7 @@ class Distillation:
     best: Best | None = None
     curve: list[Mapping[str, Any]] = field(default_factory=list)  # the log's lines
     warned: list[str] = field(default_factory=list)  # the names of complaints
-    readings: dict[Sample, Any] = field(default_factory=dict)  # that are learned from again
+    readings: Readings | None = None  # which stages share
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0  # of all steps
@@ -237,7 +237,9 @@ class Distillation:
             errors = [pair.reconstruction(run.translator, states, scale) for run in runs]
             return np.array([errors, errors]).T
         matches = bool(scale) and recipe.objective == MATCHING
-        reading = self._reading(sample, matches)
+        if self.readings is None:
+            self.readings = Readings(pair, self._config, recipe.reads)
+        reading = self.readings.of(sample, matches)
         if matches:
             errors = [pair.match(run.translator, reading, scale) for run in runs]
             return np.array([errors, errors]).T
@@ -246,13 +248,6 @@ class Distillation:
         )
         found = [pair.loss(run.translator, reading, goal, scale) for run in runs]
         return np.array([[loss.value, loss.kl] for loss in found])
-
-    def _reading(self, sample: Sample, attends: bool) -> Any:
-        """Both models' passes over a conversation; kept if the recipe learns from it again."""
-        found = self.readings.get(sample) or self.pair.read(sample, self._config, attends)
-        if self.recipe.reads is not None:
-            self.readings[sample] = found
-        return found
 
     @property
     def _config(self) -> TranslatorConfig:

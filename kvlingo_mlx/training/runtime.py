@@ -6,7 +6,8 @@ is NumPy; what a pair hands out as ``Any`` (readings, states, rows) goes back to
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -33,9 +34,14 @@ def matched_positions(tokens: int) -> np.ndarray:
     return np.linspace(0, tokens - 1, min(tokens, QUERIES)).round().astype(int)
 
 
-def check_entries(target: Model, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
-    """Refuse (UnsupportedModelError) a target whose attention is given other entries than ours."""
-    if [tuple(a.shape) for a in ours] != [tuple(a.shape) for a in theirs]:
+def shapes(arrays: Iterable[Any]) -> list[tuple[int, ...]]:
+    """The shapes of either runtime's arrays."""
+    return [tuple(array.shape) for array in arrays]
+
+
+def check_entries(target: Model, ours: Sequence[Any], theirs: Sequence[tuple[int, ...]]) -> None:
+    """Refuse (UnsupportedModelError) a target whose attention is given entries of other shapes."""
+    if shapes(ours) != theirs:
         raise _unmatched(target)
 
 
@@ -139,6 +145,39 @@ class Pair(Rows, Protocol):
         """
 
 
+@dataclass
+class Readings:
+    """Both models' passes over conversations, kept where stages learn from them in turn.
+
+    In a pair's place it gives a closed form every token of the first ``reads`` conversations, as a
+    training that matches attention needs them. So they are read once for both.
+    """
+
+    pair: Pair
+    config: TranslatorConfig  # its capture point and native layers count
+    reads: int | None  # conversations that are learned from in turn; None: ever new ones
+    kept: dict[Sample, Any] = field(default_factory=dict)
+
+    def of(self, sample: Sample, attends: bool = False) -> Any:
+        """A conversation read by both models; see :meth:`Pair.read`."""
+        found = self.kept.get(sample)
+        if found is None or (attends and found.whole is None):
+            found = self.pair.read(sample, self.config, attends)
+            if self.reads is not None:
+                self.kept[sample] = found
+        return found
+
+    def spans(self, sample: Sample, capture: str) -> Iterator[tuple[Any, Any]]:
+        """See :meth:`.Rows.spans`."""
+        if len(self.kept) < (self.reads or 0) or sample in self.kept:
+            yield self.of(sample, attends=True).whole
+        else:
+            yield from self.pair.spans(sample, capture)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pair, name)
+
+
 class Passes:
     """What a :class:`Pair` leaves to its runtime's module of passes, ``gradients``."""
 
@@ -158,7 +197,7 @@ class Passes:
 
     def match(self, translator: Any, reading: Any, scale: float = 0.0) -> float:
         found: float = self.gradients.match(
-            *(self.target, translator, reading.whole, reading.attended),
+            *(self.target, translator, reading),
             first=translator.config.native_layers, scale=scale,
         )  # fmt: skip
         return found

@@ -29,7 +29,7 @@ from kvlingo_mlx.training.coordinates import apart
 from kvlingo_mlx.training.initial import initial
 from kvlingo_mlx.training.plan import TrainingPlan, make_config, provenance_of
 from kvlingo_mlx.training.recipe import Recipe
-from kvlingo_mlx.training.runtime import Model, Pair, pair_of
+from kvlingo_mlx.training.runtime import Model, Pair, Readings, pair_of
 from kvlingo_mlx.version import __version__
 
 
@@ -67,7 +67,6 @@ class Trainer:
     start: Start | None = None  # the closed form of this plan and data, if it is made
     lengths: tuple[int, int] | None = None  # tokens of the longest prefix and continuation
     say: Callable[[str], None] = lambda text: None
-    readings: dict[Sample, Any] = field(default_factory=dict)  # that stages learn from in turn
 
     def finished(self) -> bool:
         """Whether ``out`` holds the finished result of this same training.
@@ -144,7 +143,7 @@ class Trainer:
             names = ("data", "english", "apart_from")
             own = {name: self.settings[name] for name in names if name in self.settings}
             told = provenance_of(self.plan, self.pair, own | provenance, best, held_out, curve)
-            self._write(config, apart(arrays)[0], told, held_out)
+            self._write(config, apart(arrays, config)[0], told, held_out)
             if best is not None:
                 write_json(self.log, "the log", curve)
             shutil.rmtree(self.partial)
@@ -170,6 +169,12 @@ class Trainer:
     def pair(self) -> Pair:
         """Both models, on their runtime."""
         return pair_of(self.source, self.target)
+
+    @cached_property
+    def readings(self) -> Readings:
+        """What the models have read, for all stages."""
+        config = make_config(self.source, self.target, self.plan)
+        return Readings(self.pair, config, self.plan.recipe.reads)
 
     @property
     def partial(self) -> Path:
@@ -283,13 +288,15 @@ class Trainer:
     def _closed_form(self, config: TranslatorConfig) -> Start:
         """The source layers chosen and the maps solved."""
         plan, group = self.plan, self.group.of_fits
+        shared = plan.matched and norm_named(plan.norm) == "frobenius" and group.size == 1
+        models: Any = self.readings if shared else self.pair
 
         def sample(number: int) -> Sample | None:
             return self.data.sample(number) if group.owns(number) else None
 
         fit = ClosedForm(
             dataclasses.replace(config, kind="linear"),
-            self.pair,
+            models,
             lambda: map(sample, range(plan.fit_samples)),
             norm_named(plan.norm),
             plan.assignment,

@@ -19,7 +19,7 @@ import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.cuda.translator import TorchTranslator  # noqa: E402
 from kvlingo_mlx.format import translator_folder  # noqa: E402
-from kvlingo_mlx.format.maps import head_map_of, maps_of  # noqa: E402
+from kvlingo_mlx.format.maps import first_readers, head_map_of, maps_of  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.training.checkpoints import Checkpoint  # noqa: E402
 from kvlingo_mlx.training.distill import Distillation, start_runs  # noqa: E402
@@ -196,29 +196,35 @@ def test_one_runtime_goes_on_where_the_other_stopped(
             assert np.abs(arrays[name] - array).max() < 1e-4 * np.abs(array).max()
 
 
-COORDINATES: dict[str, dict[str, Any]] = {
-    "own": {},
-    "white": {"w/white": (5, 5), "w/size": (3,)},
-    "white, by head": {"w/white": (2, 5, 5), "w/size": (2, 3)},
+COORDINATES: dict[str, tuple[tuple[int, ...], bool]] = {
+    "own": ((3, 5), False),
+    "white": ((3, 5), True),
+    "white, by head": ((2, 3, 5), True),
+    "white, of many inputs": ((2, 2048), True),  # whose steps are half as long
 }
 
 
 @pytest.mark.parametrize("case", COORDINATES)
-def test_the_optimizer_is_pytorchs(case: str) -> None:
+def test_the_optimizer_is_pytorchs(models: Models, case: str) -> None:
     """Ten clipped AdamW steps over planted gradients, on the numbers of which a tensor is made."""
-    rng = np.random.default_rng(0)
-    shape = (2, 3, 5) if "head" in case else (3, 5)
-    start = rng.normal(size=shape).astype(np.float32)
-    learnt = {n: rng.uniform(0.1, 2, size) for n, size in COORDINATES[case].items()}
-    size = learnt.get("w/size", np.ones(shape[:-1]))
-    white = learnt.get("w/white", np.broadcast_to(np.eye(5), (*shape[:-2], 5, 5)))
-    white = white @ white.swapaxes(-1, -2)
-    arrays = {"w": start} | ({"w/white": white, "w/size": size} if learnt else {})
-    arrays = {name: np.float32(array) for name, array in arrays.items()}
+    config = make_config(models["dense"], models["wide"], TrainingPlan())
+    rng, name = np.random.default_rng(0), "keys.0.weight"
+    shape, learns = COORDINATES[case]
+    start, inputs = rng.normal(size=shape).astype(np.float32), shape[-1]
+    size, white = (
+        np.ones(shape[:-1]),
+        np.broadcast_to(np.eye(inputs), (*shape[:-2], inputs, inputs)),
+    )
+    if learns:
+        size, white = (rng.uniform(0.1, 2, each.shape) for each in (size, white))
+        white = white @ white.swapaxes(-1, -2) / inputs
+    arrays = {"": start} | ({"/white": white, "/size": size} if learns else {})
+    arrays = {f"{name}{what}": np.float32(array) for what, array in arrays.items()}
+    size = size / 2 if "many" in case else size
     own = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
     theirs = torch.optim.AdamW([own], weight_decay=0.0)
     both = [
-        made.from_arrays(None, arrays, *place)  # type: ignore[attr-defined]
+        made.from_arrays(config, arrays, *place)  # type: ignore[attr-defined]
         for made, place in ((MLXTranslator, ()), (TorchTranslator, ("cpu",)))
     ]
     for step in range(10):
@@ -229,12 +235,12 @@ def test_the_optimizer_is_pytorchs(case: str) -> None:
         (tensor * clipped).sum().backward()
         theirs.param_groups[0]["lr"] = rate = 1e-2 / (step + 1)
         theirs.step()
-        both[0].learn({"w": mx.array(gradient)})
-        both[1].tensors["w"].grad = torch.tensor(gradient)
+        both[0].learn({name: mx.array(gradient)})
+        both[1].tensors[name].grad = torch.tensor(gradient)
         expected = start + size[..., None] * (own.detach().numpy() @ white)
         for ours in both:
             ours.update(rate, 1.0)
-            assert np.abs(ours.arrays()["w"] - expected).max() < 1e-5 * np.abs(expected).max()
+            assert np.abs(ours.arrays()[name] - expected).max() < 1e-5 * np.abs(expected).max()
     assert np.abs(expected - start).max() > 1e-2
 
 
@@ -260,7 +266,7 @@ def test_states_are_white_in_the_coordinates_of_their_map(models: Models, mixing
 
     read = [rows(0, layer, config.source.layers[layer].kv_heads) for _, layer in m.reads]
     x = np.concatenate(read, axis=1)
-    white = x @ fit.coordinates[f"{m.name}.weight/white"][head]
+    white = x @ fit.coordinates[f"{first_readers(config)[m.name]}.weight/white"][head]
     before, found = (np.linalg.eigvalsh(each.T @ each / len(x)) for each in (x, white))
     assert 0.9 < found[-1] <= 1.0 + 1e-6  # damped where there is next to nothing
     assert before[-1] / np.median(before) > 2 * found[-1] / np.median(found)

@@ -14,21 +14,19 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from kvlingo_mlx import caches
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.reclassed import Call, calling
-from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.threads import working
-from kvlingo_mlx.training.on_mlx.layers import Entry
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
-from kvlingo_mlx.training.runtime import check_entries, matched_positions
+from kvlingo_mlx.training.runtime import check_entries, matched_positions, shapes
 
 HOOK = scaled_dot_product_attention.__name__  # which the modules of mlx-lm's models import
 
 
 @dataclass(frozen=True)
 class Attended:
-    """Some queries of a text in one attention module, and the entries that they gather from."""
+    """Some queries of a text in one attention module."""
 
     queries: mx.array  # (1, Hq, M, D), normed and rotated
-    entry: Entry  # keys and values (1, H, T, D)
+    shapes: Sequence[tuple[int, ...]]  # of the keys and values (1, H, T, D) that they gather from
     visible: mx.array  # (M, T)
     options: dict[str, Any]  # of mlx-lm's attention: scale and sinks
 
@@ -66,8 +64,8 @@ def attended(target: LanguageModel, tokens: int) -> Iterator[list[list[Attended]
         if running and keys.shape[2] == tokens:
             options = {name: given.get(name) for name in ("scale", "sinks")}
             visible = (behind >= 0) & (behind < (reaches[running[-1]] or tokens))
-            entry = keys, values
-            calls[running[-1]] = Attended(queries[:, :, at], entry, visible, options)
+            both = shapes((keys, values))
+            calls[running[-1]] = Attended(queries[:, :, at], both, visible, options)
         return scaled_dot_product_attention(queries, keys, values, **given)
 
     modules = [each for group in readers for each in group]
@@ -84,30 +82,31 @@ def attended(target: LanguageModel, tokens: int) -> Iterator[list[list[Attended]
     numbers = iter(range(len(modules)))
     for group in readers:
         found.append([calls[n] for n in [next(numbers) for _ in group] if n in calls])
-        mx.eval([(each.queries, each.entry) for each in found[-1]])
+        mx.eval([each.queries for each in found[-1]])
 
 
 def match(
     target: LanguageModel,
     translator: MLXTranslator,
-    states: KVStates,
-    own: Sequence[Sequence[Attended]],
+    reading: Any,
     *,
     first: int = 0,
     scale: float = 0.0,
 ) -> float:
     """See :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
-    layers = [t for t in range(first, len(own)) if own[t]]
-    total, capture = 0.0, translator.config.capture
+    own, (states, native) = reading.attended, reading.whole
+    layers, total = [t for t in range(first, len(own)) if own[t]], 0.0
     read = lambda side, s: states.side(side)[s][0].astype(target.cache_dtype)  # noqa: E731
+    placed = partial(caches.entry, target, capture=translator.config.capture)
     for t in layers:
 
         def error(tensors: dict[str, mx.array], t: int = t) -> mx.array:
-            entry = caches.entry(target, t, *translator.layer(t, read, tensors), capture)
+            entry = placed(t, *translator.layer(t, read, tensors))
+            right = placed(t, native.keys[t][0], native.values[t][0])
             errors = mx.zeros(())
             for each in own[t]:
-                check_entries(target, entry, each.entry)
-                wanted = each.gathered(*each.entry)
+                check_entries(target, entry, each.shapes)
+                wanted = each.gathered(*right)
                 wrong = (each.gathered(*entry) - wanted).square().sum() / wanted.square().sum()
                 errors = errors + wrong / len(own[t]) / len(layers)
             return errors

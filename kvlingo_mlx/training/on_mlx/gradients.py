@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.between import placed
 from kvlingo_mlx.format.maps import maps_states
-from kvlingo_mlx.models.capture import whole
+from kvlingo_mlx.models.capture import Ear, move, whole
 from kvlingo_mlx.models.delta_rule import in_chunks
 from kvlingo_mlx.models.hidden import hidden_states
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -50,8 +50,8 @@ class FrozenPasses:
     native: list[Entry]  # the target's own cache entries of ``prefix[:-1]`` in its native layers
     # (M, width) the target's final hidden states that predict the continuation, from its own cache
     teacher: mx.array
-    # Of the whole text, where attention is matched: the source's states, and what is gathered.
-    whole: KVStates | None = None
+    # Of the whole text, where attention is matched: both models' states, and the target's queries.
+    whole: tuple[KVStates, KVStates] | None = None
     attended: Sequence[Sequence[Attended]] = ()
 
 
@@ -76,10 +76,13 @@ def read(
     if attends:
         tokens, num_read = (*prefix, *continuation[:-1]), len(prefix) - 1
         with working(), attended(target, len(tokens)) as gathered:
-            hidden = hidden_states(target, tokens, cache)
-            mx.eval(hidden)
+            ear = Ear(target)
+            with ear.listening():
+                hidden = hidden_states(target, tokens, cache)
+            own_states = move(ear.take(0), target, capture)
+            mx.eval(hidden, own_states.arrays)
         every = whole(source, tokens, capture)
-        more = {"whole": every, "attended": gathered}
+        more = {"whole": (every, own_states), "attended": gathered}
         if not native_layers:
             first = every.part(0, num_read) if num_read else None
             return FrozenPasses(sample, first, [], hidden[num_read:], **more)

@@ -11,7 +11,7 @@ from kvlingo_mlx.backend import mx, on_gpu
 
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.caches.memory import cache_bytes, weights_bytes
-from kvlingo_mlx.format.maps import maps_of, shapes_of, state_maps_of
+from kvlingo_mlx.format.maps import first_readers, maps_of, shapes_of, state_maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.delta_rule import CHUNK
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -92,9 +92,9 @@ def needs(
     models = sum({id(model): weights_bytes(model) for model in (source, target)}.values())
     # Tensors, two moments of AdamW, and gradients.
     numbers = 4 * _numbers(config, plan.hidden)
-    numbers += (
-        sum((m.heads or 1) * m.inputs**2 for m in maps_of(config)) if plan.recipe.whitened else 0
-    )
+    if plan.recipe.whitened:
+        first = set(first_readers(config).values())
+        numbers += sum((m.heads or 1) * m.inputs**2 for m in maps_of(config) if m.name in first)
     translators = rates * FLOAT * numbers
     lengths, kept = (prefix, answer), config.state_maps
     reading = _reading(source, target, *lengths, kept=kept, matches=matches)

@@ -50,8 +50,7 @@ class MLXTranslator:
     ) -> MLXTranslator:
         """Trainable copies of ``arrays``, in float32, and their coordinates."""
         copies = {n: mx.array(np.asarray(a, np.float32)) for n, a in arrays.items()}
-        tensors, learnt = apart(copies)
-        return cls(config, tensors, Coordinates(learnt))
+        return cls(config, *apart(copies, config))
 
     def layer(
         self, t: int, read: Read, tensors: Mapping[str, mx.array] | None = None

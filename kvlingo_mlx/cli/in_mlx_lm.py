@@ -12,8 +12,8 @@ from kvlingo_mlx.options import option
 class InMlxLmOptions(VerbOptions):
     PASSES_ON = True
     arguments: list[str] | None = option(None, "Options of mlx_lm.server.", word=True)
-    heal: bool = option(
-        True, "Read translated tokens anew while no request is running.", "--heal/--no-heal"
+    reread: bool = option(
+        True, "Read translated tokens anew while no request is running.", "--reread/--no-reread"
     )
 
 
@@ -27,5 +27,5 @@ def command(options: InMlxLmOptions) -> None:
     from kvlingo_mlx.serving import in_mlx_lm
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # mlx-lm's thread would outlive an exit
-    keep(options.json_file, "in-mlx-lm", options.some("arguments heal"), {})
-    in_mlx_lm.run(options.arguments or [], options.heal)
+    keep(options.json_file, "in-mlx-lm", options.some("arguments reread"), {})
+    in_mlx_lm.run(options.arguments or [], options.reread)

@@ -48,7 +48,7 @@ STEP = 2048  # tokens that are translated at once
 REFUSED = (KVLingoError, ValueError, OSError)  # told; then a model reads as in mlx-lm alone
 
 
-class Written(list[Any]):
+class SignedCache(list[Any]):
     """A model's caches, which say who wrote which of their rows."""
 
     def __init__(self, cache: Iterable[Any], spans: list[Span]) -> None:
@@ -101,14 +101,16 @@ class TranslatingPromptCache(LRUPromptCache):
         spans = grown(lent[max(lent)] if lent else [], len(tokens), model[0])
         if not exact(spans):
             self._unhealed.append((model, tokens, kind))
-        super().insert_cache(model, tokens, Written(prompt_cache, spans), **kind)
+        super().insert_cache(model, tokens, SignedCache(prompt_cache, spans), **kind)
 
-    def _nearest(self, model: Key, tokens: list[int]) -> Written:
+    def _nearest(self, model: Key, tokens: list[int]) -> SignedCache:
         """What mlx-lm's store has of a model, as a copy."""
         found, rest = super().fetch_nearest_cache(model, tokens)
-        return Written(found or (), cut(found.spans, len(tokens) - len(rest)) if found else [])
+        return SignedCache(found or (), cut(found.spans, len(tokens) - len(rest)) if found else [])
 
-    def _translated(self, model: Key, tokens: list[int], without: tuple[Key, ...] = ()) -> Written:
+    def _translated(
+        self, model: Key, tokens: list[int], without: tuple[Key, ...] = ()
+    ) -> SignedCache:
         """A model's own caches, and what others have read after that, each what it ran itself."""
         own, keys = (
             self._nearest(model, tokens),
@@ -138,7 +140,7 @@ class TranslatingPromptCache(LRUPromptCache):
             return self._translated(model, tokens, (*without, key))
         numbers = f"{own.end} tokens kept, {len(line) - own.end} translated"
         logging.info(f"{model[0]}: {numbers}, {len(tokens) - len(line)} to read")
-        return Written(line.cache, line.spans)
+        return SignedCache(line.cache, line.spans)
 
     def _find(self, source: Key, target: Key) -> Translator:
         """The stored translator between two models, if caches are what it reads."""
@@ -153,7 +155,7 @@ class TranslatingPromptCache(LRUPromptCache):
         return found
 
     def _given(
-        self, name: str, cache: Written, start: int, stop: int, config: TranslatorConfig
+        self, name: str, cache: SignedCache, start: int, stop: int, config: TranslatorConfig
     ) -> Given:
         """Rows of a cache as a translator reads them, in parts."""
         source, maps = self._open(name), config.state_maps
@@ -164,7 +166,7 @@ class TranslatingPromptCache(LRUPromptCache):
         given.spans = cache.spans
         return given
 
-    def _line(self, model: Key, tokens: list[int], cache: Written) -> Line:
+    def _line(self, model: Key, tokens: list[int], cache: SignedCache) -> Line:
         """A line of the loaded model that holds these tokens."""
         loaded = replace(self._open(model[0]), model=self._provider.model)
         line = Line(model[0], loaded, records=False)
@@ -185,7 +187,7 @@ class TranslatingPromptCache(LRUPromptCache):
         line, kind = self.healing
         read = functools.partial(line.heal, answers=True)
         self._pace.read(read, max(1, self._pace.within(IDLE_S)))
-        held = Written(line.cache, line.spans)
+        held = SignedCache(line.cache, line.spans)
         super().insert_cache(self._provider.model_key, line.tokens, held, **kind)
         if exact(line.spans):
             logging.info(f"{line.name}: all {len(line)} tokens are its own now")
@@ -203,7 +205,7 @@ class TranslatingPromptCache(LRUPromptCache):
         return None
 
 
-def _reach(held: Written, at: int) -> int:
+def _reach(held: SignedCache, at: int) -> int:
     """Up to where a model read the tokens from ``at`` on itself, and its caches can be cut."""
     stop = next((max(at, s.start) for s in held.spans if s.passes and s.stop > at), held.end)
     return stop if stop == held.end or not any(map(caches.forgets, held)) else at

@@ -29,7 +29,7 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates, TranslatedStates
 from kvlingo_mlx.serving import in_mlx_lm
-from kvlingo_mlx.serving.in_mlx_lm import Key, TranslatingPromptCache, Written
+from kvlingo_mlx.serving.in_mlx_lm import Key, SignedCache, TranslatingPromptCache
 from kvlingo_mlx.translators.base import Translator
 from tests.support.fixtures import Models, Pair, Patch
 from tests.support.identity import identity, identity_of, same_layers
@@ -76,7 +76,7 @@ class Store(TranslatingPromptCache):
         self.insert_cache(key, [*tokens, *answer], cache, cache_type="assistant")
         return len(tokens) - len(rest)
 
-    def checked(self, key: Key, tokens: list[int]) -> Written | None:
+    def checked(self, key: Key, tokens: list[int]) -> SignedCache | None:
         """What is held of just these tokens; values of the first layer are doubled as it says."""
         entry = self._nearest(key, tokens)
         if entry.end < len(tokens):
@@ -262,7 +262,7 @@ def test_without_a_translator_it_is_mlx_lms_own(pair: Pair, tmp_path: Path) -> N
     noted = {"role": "assistant", "content": "Noted."}
     asked = [[one], [one, noted, two], [one, noted, two, noted, three], [one]]
     found = []
-    for command in (STOCK, command_line("in-mlx-lm", "--no-heal")):
+    for command in (STOCK, command_line("in-mlx-lm", "--no-reread")):
         with running(tmp_path, command, pair[0]) as server:
             answers = [
                 ask(server, pair[i % 2], messages, logprobs=True)

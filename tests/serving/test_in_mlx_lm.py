@@ -1,6 +1,5 @@
 """mlx-lm's own server with a store that translates: against hand-overs, and mlx-lm alone."""
 
-import contextlib
 import os
 import random
 import signal
@@ -9,14 +8,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-import httpx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
@@ -131,15 +129,9 @@ def running(home: Path, command: Sequence[str], first: LanguageModel) -> Iterato
         settings = {**os.environ, "KVLINGO_HOME": str(home)}
         process = subprocess.Popen(words, env=settings, stdout=log, stderr=log, text=True)
     server = Server(f"http://127.0.0.1:{port}", process)
-
-    def ready() -> bool:
-        assert process.poll() is None, (home / "log").read_text()
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{server.url}/health").is_success
-        return False
-
     try:
-        server.until(ready)
+        server.until(lambda: "Starting httpd" in (home / "log").read_text())
+        server.ready()
         yield server
     finally:
         process.terminate()  # which ends it at once, as it does mlx-lm's
@@ -199,60 +191,54 @@ def talk(number: int) -> list[Message]:
     return [{"role": "user", "content": f"{name} {text}"} for text in texts]
 
 
-@dataclass
-class Switch:
-    """A talk of two turns by two models, and its answers: the second's as after a hand-over."""
+def switch(home: Path, pair: Pair, number: int) -> tuple[list[Message], str, Any, int]:
+    """A talk of two turns by two models: its messages, the first answer, the second one.
 
-    messages: list[Message]
-    first: str
-    second: tuple[str, Any]
-    known: int  # tokens that go through the translator
+    The second is as after a hand-over, of so many tokens as are told at last.
+    """
+    (first, second), (one, two, _) = pair, talk(number)
+    text, ids, _ = alone(first, begun := prompt(first, [one]))
+    messages = [one, {"role": "assistant", "content": text}, two]
+    tokens = prompt(second, messages)
+    known = common_prefix([*begun, *ids], tokens[:-1])
+    name = home / "translators" / f"{first.name}-{second.name}"
+    # The header is known to the model of the first talk, as are those of all others.
+    own = common_prefix(begun, prompt(first, talk(0)[:1])) if number else 0
+    native = {"native_head": own, "native_tail": len(tokens) - 1 - known}
+    cache = kv.hand_over(first, second, tokens, translator=name, **native)
+    answer, _, told = alone(second, tokens, cache)
+    return messages, text, (answer, told), known
 
-    @classmethod
-    def expected(cls, home: Path, pair: Pair, number: int) -> Self:
-        """What the server is to answer."""
-        (first, second), (one, two, _) = pair, talk(number)
-        text, ids, _ = alone(first, begun := prompt(first, [one]))
-        messages = [one, {"role": "assistant", "content": text}, two]
-        tokens = prompt(second, messages)
-        known = common_prefix([*begun, *ids], tokens[:-1])
-        name = home / "translators" / f"{first.name}-{second.name}"
-        # The header is known to the model of the first talk, as are those of all others.
-        own = common_prefix(begun, prompt(first, talk(0)[:1])) if number else 0
-        native = {"native_head": own, "native_tail": len(tokens) - 1 - known}
-        cache = kv.hand_over(first, second, tokens, translator=name, **native)
-        answer, _, told = alone(second, tokens, cache)
-        return cls(messages, text, (answer, told), known)
 
-    def check(self, server: Server, pair: Pair, **more: Any) -> None:
-        """Let both models answer in turn."""
-        assert ask(server, pair[0], self.messages[:1]).choices[0].message.content == self.first
-        found = ask(server, pair[1], self.messages, logprobs=True, **more)
-        assert found.usage.prompt_tokens_details.cached_tokens == self.known > 40
-        assert said(found) == self.second
+def check(server: Server, pair: Pair, expected: Any, **more: Any) -> None:
+    """Let both models answer in turn, as :func:`switch` expects it."""
+    messages, first, second, known = expected
+    assert ask(server, pair[0], messages[:1]).choices[0].message.content == first
+    found = ask(server, pair[1], messages, logprobs=True, **more)
+    assert found.usage.prompt_tokens_details.cached_tokens == known > 40
+    assert said(found) == second
 
 
 @pytest.mark.filterwarnings("ignore::kvlingo_mlx.KVLingoWarning")
 def test_a_switch_is_a_hand_over(home: Path, pair: Pair) -> None:
     first, second = pair
-    one, *others = [Switch.expected(home, pair, number) for number in range(5)]
+    one, *others = [switch(home, pair, number) for number in range(5)]
     with running(home, command_line("in-mlx-lm"), first) as server:
-        one.check(server, pair)
-        tokens = prompt(second, one.messages)
+        check(server, pair, one)
+        tokens = prompt(second, one[0])
         text, ids, own = alone(second, tokens)
         server.until(lambda: "tokens are its own now" in (home / "log").read_text())
-        found = ask(server, second, one.messages, logprobs=True)
-        assert said(found) == (text, own) != one.second
+        found = ask(server, second, one[0], logprobs=True)
+        assert said(found) == (text, own) != one[2]
         assert found.usage.prompt_tokens_details.cached_tokens == len(tokens) - 1
-        messages = [*one.messages, {"role": "assistant", "content": text}, talk(0)[2]]
+        messages = [*one[0], {"role": "assistant", "content": text}, talk(0)[2]]
         again = prompt(first, messages)  # of which it has the first turn
         *_, last = ask(server, first, messages, stream=True, stream_options=USAGE)
         known = common_prefix([*tokens, *ids], again[:-1])
         assert last.usage.prompt_tokens_details.cached_tokens == known
         with ThreadPoolExecutor(4) as pool:  # answered together, but for those with a seed
-            more: list[Any] = [{}, {}, {}, {"seed": 1}]
-            tried = zip(others, more, strict=True)
-            for job in [pool.submit(o.check, server, pair, **options) for o, options in tried]:
+            tried = zip(others, [{}, {}, {}, {"seed": 1}], strict=True)
+            for job in [pool.submit(check, server, pair, o, **more) for o, more in tried]:
                 job.result()
 
 

@@ -310,8 +310,9 @@ def state_bytes(model: LanguageModel) -> int:
 
 
 def read(
-    caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope", *, kept: bool = False
-) -> KVStates:
+    caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope", *, kept: bool = False,
+    first: int = 0,
+) -> KVStates:  # fmt: skip
     """The content of a model's caches, which may be saved ones, as its states.
 
     Nothing is computed by the model again.
@@ -323,6 +324,7 @@ def read(
             error; keys before a norm cannot be recovered, since the norm removed their lengths.
         kept: Whether a hybrid's recurrent states are read, and not what went into them, which
             no cache holds.
+        first: The position before which nothing is read.
 
     Returns:
         Arrays (B, T, H * D); those of rings hold the last tokens only, those of recurrent layers
@@ -368,7 +370,8 @@ def read(
             keys.append(none)
             values.append(none)
             continue
-        entry, value = contents(cache)
+        early = max(0, first - cache.offset + contents(cache)[0].shape[2])
+        entry, value = (array[..., early:, :] for array in contents(cache))
         if goal != "post_rope":
             entry = rotate_back(entry, finish, cache.offset - entry.shape[2])
         keys.append(flat(entry))

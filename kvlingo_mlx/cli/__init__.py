@@ -30,6 +30,7 @@ GROUPS = {
     "Look": ("show", "verify", "doctor"),
     "Measure": ("eval", "bench"),
     "Several machines": ("serve-prefill",),
+    "In other servers": ("in-mlx-lm",),
 }
 VERBS = tuple(verb for verbs in GROUPS.values() for verb in verbs)
 ON_TORCH = ("train", "eval", "reproduce")  # the verbs that may compute with PyTorch

@@ -57,6 +57,7 @@ class VerbOptions(OptionGroup):
     """The options that every verb takes."""
 
     KEYS: ClassVar[str] = ""  # names, separated by spaces
+    PASSES_ON: ClassVar[bool] = False  # whether options that it does not know are another's
     json_file: str | None = option(
         None,
         "Append the record as one JSON line to this file; - writes it to standard output.",
@@ -281,6 +282,7 @@ class VerbCommand(TyperCommand):
         super().__init__(name, **settings)
         options: type[VerbOptions] = self.callback.options  # type: ignore[union-attr]
         self.needs = needs_of(options)
+        self.context_settings["ignore_unknown_options"] = options.PASSES_ON
         for parameter in self.params:  # a key is left out of the flags in help and completion
             parameter.hidden = parameter.name in options.KEYS.split()  # type: ignore[attr-defined]
 

@@ -41,7 +41,8 @@ def options_of(verb: str) -> set[str]:
     """Every option of a verb, without the flags that are keys now."""
     shown = (p for p in COMMANDS[verb].params if not is_key(p))
     spelt = (o for p in shown for o in (*p.opts, *p.secondary_opts))
-    return {o for o in spelt if o.startswith("-")} | EVERYWHERE
+    passed = {"--model", "--port"} if COMMANDS[verb].callback.options.PASSES_ON else set()
+    return {o for o in spelt if o.startswith("-")} | EVERYWHERE | passed
 
 
 ALL_OPTIONS = EVERYWHERE.union(*map(options_of, COMMANDS)) | OTHERS

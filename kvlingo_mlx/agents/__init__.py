@@ -36,9 +36,8 @@ class Agent:
         places = [Path(os.path.expandvars(f)).expanduser() for f in self.folders]
         fitting = (p for p in places if "$" not in str(p) and p.parent.exists())
         folder = next(fitting, places[-1])
-        return next(
-            (folder / f for f in self.files if (folder / f).exists()), folder / self.files[-1]
-        )
+        known = [folder / file for file in self.files]
+        return next(filter(Path.exists, known), known[-1])
 
     def snippet(self, offer: Mapping[str, str]) -> str:
         """What its file gets for a server's values."""
@@ -48,13 +47,9 @@ class Agent:
     def put(self, text: str, snippet: str) -> str:
         """Its file's text with the snippet (ValueError: a person has to put it in)."""
         form = self.path.suffix if self.path else ""
-        if form == ".toml":  # a file of our own
-            return snippet
-        return (
-            with_lines(text, snippet)
-            if form == ".yaml"
-            else with_members(text, json.loads(snippet))
-        )
+        if form == ".yaml":
+            return with_lines(text, snippet)
+        return snippet if form == ".toml" else with_members(text, json.loads(snippet))
 
 
 def agents() -> dict[str, Agent]:

@@ -9,20 +9,10 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvlingo_mlx.format import atomic
 from kvlingo_mlx.loading.translators import home
-
-
-@dataclass(frozen=True)
-class SetUp:
-    """A program's file while the program is set up."""
-
-    path: Path
-    before: bytes | None  # what it held; None: it was not there
-    changed: bool  # whether somebody changed it since it was written
 
 
 def content(path: Path) -> bytes | None:
@@ -40,24 +30,31 @@ def copy_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.kvlingo-backup")
 
 
-def set_up(name: str) -> SetUp | None:
-    """What was set up for a program; None if nothing was."""
+def set_up(name: str) -> tuple[Path, bytes | None, bool] | None:
+    """A set-up program's file, what it held before, and whether somebody changed it since.
+
+    Raises:
+        FileNotFoundError: The copy of what it held is gone.
+    """
     note = json.loads(content(note_of(name)) or b"null")
     if note is None:
         return None
     path = Path(note["path"])
     now, before = content(path), content(copy_of(path))
+    if note["copied"] and before is None:
+        raise FileNotFoundError(
+            f"{copy_of(path)} is gone; take out of {path} by hand what is kvlingo's, then remove "
+            f"{note_of(name)}"
+        )
     ours = now is not None and hashlib.sha256(now).hexdigest() == note["sha256"]
-    return SetUp(path, before, not ours and now != before)
+    return path, before, not ours and now != before
 
 
 def put_back(name: str) -> None:
     """Put back what a program's file was, with its times and permissions."""
     if found := set_up(name):
-        if found.before is None:
-            found.path.unlink(missing_ok=True)
-        else:
-            os.replace(copy_of(found.path), found.path)
+        path, before, _ = found
+        path.unlink(missing_ok=True) if before is None else os.replace(copy_of(path), path)
         note_of(name).unlink()
 
 
@@ -72,11 +69,11 @@ def write(name: str, path: Path, data: bytes) -> None:
         raise FileExistsError(f"{copy_of(path)} is there already; move it elsewhere")
     if path.exists():
         shutil.copy2(path, copy_of(path))
-    note = {"path": str(path), "sha256": hashlib.sha256(data).hexdigest()}
-    for file, content in ((note_of(name), json.dumps(note).encode()), (path, data)):
+    note = {"path": str(path), "copied": path.exists(), "sha256": hashlib.sha256(data).hexdigest()}
+    for file, put in ((note_of(name), json.dumps(note).encode()), (path, data)):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as new:
-            new.write(content)
+            new.write(put)
             new.flush()
             atomic.sync_file(new.fileno())
         if file.exists():

@@ -8,7 +8,6 @@ from typing import Any
 TEXT = r'"(?:[^"\\\n]|\\.)*"'
 NOT_JSON = re.compile(rf"({TEXT})|//[^\r\n]*|/\*.*?\*/|\ufeff", re.DOTALL)  # a text aside
 LAST_COMMA = re.compile(rf"({TEXT})|,(?=\s*[}}\]])")
-OURS = "kvlingo"  # a member of this name is put in whole
 DECODER = json.JSONDecoder()
 
 
@@ -38,7 +37,7 @@ def _put(text: str, plain: str, opens: int, members: Mapping[str, Any], depth: i
     found = _values(plain, opens + 1)
     for key in sorted(members.keys() & found.keys(), key=found.__getitem__, reverse=True):
         first, last = found[key]
-        if isinstance(members[key], dict) and plain[first] == "{" and key != OURS:
+        if isinstance(members[key], dict) and plain[first] == "{" and key != "kvlingo":  # ours
             text = _put(text, plain, first, members[key], depth + 1)
         else:
             text = text[:first] + written[key] + text[last:]

@@ -44,7 +44,7 @@ def command(options: AgentsOptions) -> None:
 
     name, known = options.agent, agents()
     if name is None and not {*options.given()} - {"json_file"}:
-        facts = {n: (a.found, files.set_up(n) is not None) for n, a in known.items()}
+        facts = {n: (a.found, files.note_of(n).exists()) for n, a in known.items()}
         rows = [(n, *("yes" if fact else "-" for fact in both)) for n, both in facts.items()]
         table("Agents", ("name", "found here", "set up"), rows)
         keep(options.json_file, "agents", {}, facts)
@@ -55,22 +55,21 @@ def command(options: AgentsOptions) -> None:
     if options.remove:
         if place is None:
             raise ValueError(f"{name} is not set up; `kvlingo-mlx agents` lists what is")
-        _show(place.path, place.before, place.changed and not options.force)
+        _show(*place, options)
         files.put_back(name)
         say(f"{agent.title} is as it was")
         return
     offer = _offer(options)
     if agent.path is not None:
         path = followed(agent.path)
-        before = place.before if place and place.path == path else files.content(path)
+        before = place[1] if place and place[0] == path else files.content(path)
         snippet = agent.snippet(offer)
         try:
             then = agent.put((before or b"").decode(), snippet).encode()
         except ValueError as why:
             say(snippet)
             raise ValueError(f"{path} stays as it is ({why}); put in what is above") from None
-        lost = place is not None and place.changed and options.setup and not options.force
-        _show(path, then, lost)
+        _show(path, then, place is not None and place[2], options)
         if options.setup:
             files.write(name, path, then)
         else:
@@ -79,14 +78,14 @@ def command(options: AgentsOptions) -> None:
     keep(options.json_file, "agents", options.some("agent setup"), offer)
 
 
-def _show(path: Path, then: bytes | None, lost: bool) -> None:
-    """Show how a file will change; refuse it where what somebody changed in it would be lost."""
+def _show(path: Path, then: bytes | None, changed: bool, options: AgentsOptions) -> None:
+    """Show how a file will change; refuse to lose what somebody changed in it."""
     from kvlingo_mlx.agents.files import content
 
     old, new = ((b or b"").decode(errors="replace").splitlines() for b in (content(path), then))
     for line in difflib.unified_diff(old, new, str(path), f"{path}, then", lineterm=""):
         say(printable(line.expandtabs(4)))
-    if lost:
+    if changed and (options.setup or options.remove) and not options.force:
         raise ValueError(
             f"{path} was changed since it was set up, and would become what is shown above; add "
             "--force, or take out by hand what is kvlingo's"
@@ -106,11 +105,10 @@ def _offer(options: AgentsOptions) -> dict[str, str]:
             f"{url} does not tell its models ({error}); start `kvlingo-mlx serve A=MODEL B=MODEL` "
             "and wait until it is ready, or say with --url where it listens"
         ) from None
-    offer = {"url": url, "key": key}
-    for task, model in (("plan", options.plan or ""), ("build", options.build or "")):
-        if model not in models or model == offer.get("plan"):
-            names = ", ".join(models)
-            raise ValueError(f"the server has {names}; name two of them: --plan A --build B")
-        offer |= {task: model, f"{task}_context": f"{models[model]}"}
-        offer[f"{task}_output"] = f"{models[model] // 4}"
+    plan, build = options.plan or "", options.build or ""
+    if not {plan, build} <= models.keys() or plan == build:
+        raise ValueError(f"the server has {', '.join(models)}; name two: --plan A --build B")
+    offer = {"url": url, "key": key, "plan": plan, "build": build}
+    for task, model in (("plan", plan), ("build", build)):
+        offer |= {f"{task}_context": f"{models[model]}", f"{task}_output": f"{models[model] // 4}"}
     return offer

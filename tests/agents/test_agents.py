@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvlingo_mlx.agents import agents, files
@@ -31,6 +31,9 @@ VALUES = st.recursive(
 )
 OBJECTS = st.dictionaries(KEYS, VALUES, max_size=5)
 NOISE = st.sampled_from(["", " ", "\n", "\r\n\t", "// a } comment\n", "/* one , { */", "\n  "])
+
+# A file's test shares its home over the examples; no test asserts speed.
+QUICK = settings(max_examples=50, deadline=None, suppress_health_check=[*HealthCheck])
 
 
 @st.composite
@@ -81,6 +84,7 @@ def merged(old: Any, new: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@QUICK
 @given(st.data(), OBJECTS, OBJECTS)
 def test_members_are_put_in_and_all_else_stays(data: Any, old: Any, new: Any) -> None:
     text = data.draw(jsonc(old))
@@ -125,6 +129,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 WITH_FILE = [name for name, agent in agents().items() if agent.files]
 
 
+@QUICK
 @given(st.data())
 @pytest.mark.parametrize("name", WITH_FILE)
 def test_set_up_and_removal_leave_a_file_as_it_was(name: str, data: Any) -> None:
@@ -197,6 +202,10 @@ def test_the_verb(url: str, home: Path, capsys: Printed) -> None:
     assert "Two" in file.read_text() and run(["agents", "zed", "--remove", "--force"]) == 0
     assert file.read_text() == '// mine\n{\n    "theme": "One", // dark\n}\n'
     fails(["agents", "zed", "--remove"], "not set up", capsys)
+    assert run([*words, "--setup"]) == 0
+    files.copy_of(file).unlink()  # then what was there is not known, and nothing is taken away
+    fails(["agents", "zed", "--remove", "--force"], "is gone", capsys)
+    assert "kvlingo" in file.read_text()
 
 
 def test_what_cannot_be_done_is_one_line(url: str, home: Path, capsys: Printed) -> None:

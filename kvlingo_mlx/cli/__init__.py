@@ -24,7 +24,7 @@ from kvlingo_mlx.group import launched, leads
 from kvlingo_mlx.version import __version__
 
 GROUPS = {
-    "First day": ("generate", "chat", "serve", "pair", "demo"),
+    "First day": ("generate", "chat", "serve", "agents", "pair", "demo"),
     "Make translators": ("fit", "train", "tune"),
     "Keep and share them": ("import", "list", "remove", "publish", "export"),
     "Look": ("show", "verify", "doctor"),

@@ -22,7 +22,7 @@ BOTH = [*FILES, *sorted(LAB.rglob("*.py"))]
 ROOMS = """
     version errors group options arguments phases blas backend threads
     format tokenization stage1 embedded families models translators caches machines remote loading
-    reporting store engine folding timing evaluation fitting
+    reporting store agents engine folding timing evaluation fitting
     training making cuda serving cli
 """.split()
 NO_MLX = (

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvlingo_mlx.errors import (
     IncompatibleTranslatorError,
@@ -148,8 +149,9 @@ def _converted(
             f"{maps.path} does not name its source; give --source and --target (models=)"
         )
     specs, loaded, unchecked = [], [], {}
-    for number, (role, end) in enumerate(zip(ROLES, ends, strict=True)):
-        model, commit = (end.name, end.commit) if models is None else (models[number], None)
+    given: list[Any] = [end.name for end in ends] if models is None else [*models]
+    for role, end, model in zip(ROLES, ends, given, strict=True):
+        commit = end.commit if models is None else None
         try:
             found = at_hand(model, commit) if isinstance(model, str) else model
         except (MissingModelError, UnsupportedModelError) as problem:

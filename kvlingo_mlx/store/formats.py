@@ -256,11 +256,10 @@ class RouterManifest:
 
     @classmethod
     def of(cls, config: TranslatorConfig, weights: Weights, models: Models) -> RouterManifest:
-        """The manifest of a translator of ours.
+        """The manifest of a translator of ours; models without a commit or a float dtype have none.
 
         Raises:
-            IncompatibleTranslatorError: A model has no commit, is quantised, or rotates its keys
-                otherwise than a router does.
+            IncompatibleTranslatorError: One is such, or rotates its keys as no router does.
         """
         ends: list[Any] = []
         for spec, model in zip(config.ends, models, strict=True):

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -364,22 +365,16 @@ def fused(folder: Path, scale: float) -> Path:
 
     ``scale`` is its size as a share of the projection's own.
     """
-    source, rng = zoo("tiny-qwen3-s"), np.random.default_rng(7)
-    folder.mkdir()
-    for path in source.iterdir():
-        if path.suffix != ".safetensors":
-            (folder / path.name).write_bytes(path.read_bytes())
-    arrays = {}
-    for path in source.glob("*.safetensors"):
-        for name, array in mx.load(str(path)).items():
-            if name.endswith("proj.weight"):
-                rows, columns = array.shape
-                low = rng.normal(size=(rows, 2)) @ rng.normal(size=(2, columns))
-                own = mx.linalg.norm(array.astype(mx.float32), stream=mx.cpu).item()
-                added = mx.array(low * scale * own / np.linalg.norm(low))
-                array = (array + added).astype(array.dtype)
-            arrays[name] = array
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
+    rng, weights = np.random.default_rng(7), folder / "model.safetensors"
+    shutil.copytree(zoo("tiny-qwen3-s"), folder)
+    arrays = dict(mx.load(str(weights)))
+    for name, array in arrays.items():
+        if name.endswith("proj.weight"):
+            low = rng.normal(size=(len(array), 2)) @ rng.normal(size=(2, array.shape[1]))
+            own = np.linalg.norm(np.array(array.astype(mx.float32)))
+            added = mx.array(low * scale * own / np.linalg.norm(low))
+            arrays[name] = (array + added).astype(array.dtype)
+    mx.save_safetensors(str(weights), arrays, {"format": "mlx"})
     return folder
 
 

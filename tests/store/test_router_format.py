@@ -13,7 +13,6 @@ import pytest
 import safetensors.numpy
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.cli import run
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.store.formats import export
 from kvlingo_mlx.store.importing import import_translator
@@ -71,29 +70,22 @@ class Router:
         fixed = ("variant", "source_tp", "target_tp", "head_order")
         assert [pair[name] for name in fixed] == ["full_head", 1, 1, "contiguous"]
         assert self.said["schema_version"] == 1 and self.said["rope_stripped_on_keys"] is True
-        assert reads["k"] == reads["v"] and sorted(map(int, reads["k"])) == [
-            *range(len(reads["k"]))
-        ]
-        assert all(
-            len({*found}) == self.said["topk"] == len(found) for found in reads["k"].values()
-        )
+        layers, topk = sorted(map(int, reads["k"])), self.said["topk"]
+        assert reads["k"] == reads["v"] and layers == [*range(len(layers))]
+        assert all(len({*found}) == topk == len(found) for found in reads["k"].values())
         self.tensors = safetensors.numpy.load_file(folder / "weights.safetensors")
         width = pair["num_kv_heads"] * pair["head_dim"]
-        shapes = {"W": (self.said["topk"] * width, width), "b": (width,)}
-        expected = itertools.product(map(int, reads["k"]), "kv", shapes.items())
-        assert {n: (a.shape, a.dtype) for n, a in self.tensors.items()} == {
-            f"target.{t}.{side}.{what}": (shape, np.dtype("float32"))
-            for t, side, (what, shape) in expected
-        }
+        expected = {}
+        for t, side in itertools.product(layers, "kv"):
+            expected[f"target.{t}.{side}.W"] = (topk * width, width), np.dtype("float32")
+            expected[f"target.{t}.{side}.b"] = (width,), np.dtype("float32")
+        assert {n: (a.shape, a.dtype) for n, a in self.tensors.items()} == expected
 
     def map(self, layer: int, side: str, states: np.ndarray) -> np.ndarray:
         """States (source layers, tokens, width) before RoPE as a target layer's."""
-        x = np.concatenate(
-            [states[s] for s in self.said["source_layers_per_target"][side][str(layer)]], -1
-        )
-        return (
-            x @ self.tensors[f"target.{layer}.{side}.W"] + self.tensors[f"target.{layer}.{side}.b"]
-        )
+        reads = self.said["source_layers_per_target"][side][str(layer)]
+        weight, bias = (self.tensors[f"target.{layer}.{side}.{part}"] for part in "Wb")
+        return np.concatenate([states[s] for s in reads], -1) @ weight + bias
 
 
 @pytest.fixture
@@ -108,11 +100,8 @@ def test_planted_maps_are_read_and_written_to_the_bit(ends: Any, tmp_path: Path)
     folder, numbers = put(tmp_path / "mapper", manifest(), planted()), planted()
     done = import_translator(str(folder), models=ends, out=tmp_path / "ours")
     config, weights = translator_folder.read(done.folder)
-    assert (config.capture, weights.dtype, config.provenance["mapper"]) == (
-        "post_norm",
-        "float32",
-        "a-b",
-    )
+    assert (config.capture, weights.dtype) == ("post_norm", "float32")
+    assert config.provenance["mapper"] == "a-b"
     assert [list(read) for read in config.assignment.keys] == READS
     for t, (letter, side) in itertools.product(range(3), (("k", "keys"), ("v", "values"))):
         whole, matrix = numbers[f"target.{t}.{letter}.W"], weights.arrays[f"{side}.{t}.weight"]
@@ -140,9 +129,7 @@ def test_a_router_computes_what_the_translator_does(ends: Any, tmp_path: Path) -
     assert weights.dtype == "bfloat16" and router.said["centered_inputs"] is False
     for t, side in itertools.product(range(3), ("keys", "values")):
         x = np.concatenate([states[s] for s in config.assignment.side(side)[t]], axis=-1)
-        own = x @ weights.as_float32(f"{side}.{t}.weight").T
-        if f"{side}.{t}.bias" in weights.shapes:
-            own = own + weights.as_float32(f"{side}.{t}.bias")
+        own = x @ weights.as_float32(f"{side}.{t}.weight").T  # this fit has no biases
         assert np.array_equal(router.map(t, side[0], states), own)
 
 
@@ -171,10 +158,9 @@ def test_a_manifest_that_does_not_fit_is_refused(ends: Any, tmp_path: Path, name
     change, message = CHANGES[name]
     said = manifest()
     change(said)
+    folder = str(put(tmp_path / "m", said, planted()))
     with pytest.raises(kv.KVLingoError) as error:
-        import_translator(
-            str(put(tmp_path / "m", said, planted())), models=ends, out=tmp_path / "o"
-        )
+        import_translator(folder, models=ends, out=tmp_path / "o")
     assert message in str(error.value) and not (tmp_path / "o").exists()
 
 
@@ -195,9 +181,7 @@ def test_damaged_files_are_refused(ends: Any, tmp_path: Path) -> None:
     good = sums.read_text()
     for text in (good.replace("  w", "  v"), good + good, good[::-1], good.splitlines()[0], ""):
         sums.write_text(text)
-        with pytest.raises(
-            kv.MalformedTranslatorError, match="SHA256SUMS: is .*; copy the folder again"
-        ):
+        with pytest.raises(kv.MalformedTranslatorError, match="SHA256SUMS: is .*; copy the"):
             import_translator(str(tmp_path / "m"), models=ends)
 
 
@@ -208,12 +192,11 @@ def test_models_and_what_cannot_be_said(
     fails(["import", str(folder)], "me/a is not on this machine, and", capsys)
     fails(["import", str(folder), "--source", "me/x", "--target", "me/y"], "me/x is not on", capsys)
     ours = import_translator(str(folder), models=ends, out=tmp_path / "ours").folder
-    local = replace(ends[0], revision=None)
-    for pair in ((local, ends[1]), (ends[0], replace(ends[1], revision="main"))):
-        config, weights = translator_folder.read(ours)
-        bare = replace(config, source=replace(config.source, revision=None))
-        translator_folder.write(tmp_path / "bare", bare, weights, overwrite=True)
+    config, weights = translator_folder.read(ours)
+    bare = replace(config, source=replace(config.source, revision=None))
+    translator_folder.write(tmp_path / "bare", bare, weights)
+    for pair in ([replace(ends[0], revision=None), ends[1]],
+                 [ends[0], replace(ends[1], revision="main")]):  # fmt: skip
         with pytest.raises(kv.IncompatibleTranslatorError, match="wants a commit of the Hub"):
-            export(str(tmp_path / "bare"), "semantic-router", tmp_path / "x", models=pair)
-    assert run(["export", str(ours), "--to", "veloxquant", "--out", str(tmp_path / "x")]) == 2
+            export(str(tmp_path / "bare"), "semantic-router", tmp_path / "x", models=tuple(pair))
     assert not (tmp_path / "x").exists()

@@ -14,7 +14,7 @@ class ExportOptions(PerhapsTwoModels):
     translator: str = option(
         ..., "A translator's folder, its name in `list`, or a Hub id.", word=True
     )
-    to: str = option(..., "The format: veloxquant.")
+    to: str = option(..., "The format: veloxquant or semantic-router.")
     out: str = option(..., "The folder to write.")
     force: bool = option(False, "Replace another export there.", "--force")
 
@@ -23,7 +23,7 @@ class ExportOptions(PerhapsTwoModels):
 def command(options: ExportOptions) -> None:
     """Write a translator's maps as other programs read them.
 
-    A mapper of VeloxQuant-MLX also says how the models rotate keys, so they must be on this
+    A mapper also says how the models rotate keys, or their commits, so they must be on this
     machine: those that the translator names, or those of --source and --target.
     """
     from kvlingo_mlx.store.formats import FORMATS, export

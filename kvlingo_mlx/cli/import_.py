@@ -29,7 +29,7 @@ class ImportOptions(PerhapsTwoModels):
         kind=one_of("bfloat16", "float16", "float32"),
     )
     format: str | None = option(
-        None, "kvlingo or veloxquant; default: what the files say.", "--from"
+        None, "kvlingo, veloxquant or semantic-router; default: what the files say.", "--from"
     )
     allow_mismatch: bool = False
     force: bool = False

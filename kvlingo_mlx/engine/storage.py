@@ -1,7 +1,6 @@
 """Where an idle line's arrays are stored: in memory with 8 bits, or in a file."""
 
 import functools
-import hashlib
 import math
 import os
 import shutil
@@ -18,6 +17,7 @@ import numpy as np
 
 from kvlingo_mlx.caches import PARTS
 from kvlingo_mlx.errors import KVLingoError, MalformedTranslatorError
+from kvlingo_mlx.format.files import sha256_of
 from kvlingo_mlx.format.tensor_file import DType, Weights, read_tensors, write_tensors
 from kvlingo_mlx.loading.translators import store
 from kvlingo_mlx.translators.products import loaded
@@ -221,7 +221,7 @@ def write_file(path: Path, weights: Weights) -> str:
     """Write a file and return its sha256."""
     write_tensors(path, weights)
     path.chmod(0o600)  # it holds a conversation
-    return _sha256(path)
+    return sha256_of(path)
 
 
 def read_file(path: Path, digest: str) -> Weights:
@@ -231,17 +231,12 @@ def read_file(path: Path, digest: str) -> Weights:
         KVLingoError: The sha256 differs, or the file cannot be read.
     """
     try:
-        found = _sha256(path)
+        found = sha256_of(path)
         if found != digest:
             raise KVLingoError(f"{path} is damaged: its sha256 is {found}, expected {digest}")
         return read_tensors(path)
     except (OSError, MalformedTranslatorError) as error:
         raise KVLingoError(f"{path} cannot be read: {error}") from None
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @functools.cache

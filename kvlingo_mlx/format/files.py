@@ -1,5 +1,6 @@
 """Files that strangers wrote: regular ones, and JSON read strictly."""
 
+import hashlib
 import json
 import math
 import os
@@ -75,6 +76,12 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text} is not a finite number")
     return value
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file, which is not read into memory at once."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def short(value: Any) -> str:

@@ -39,10 +39,11 @@ def pair(
 ) -> PairResult:
     """Make a translator from ``source`` to ``target`` in the time there is, on MLX.
 
-    It measures how fast this machine is and chooses lengths accordingly. It begins with a closed
-    form, learns what the target's attention gathers (with one tokenizer), then what it predicts. If
-    a quality is asked for, it chooses native layers. The result goes into the local store. The same
-    call resumes after an interruption.
+    Between a model and its LoRA it measures how good a cache is as it is; if that works, it learns
+    nothing. Else it measures how fast this machine is and chooses lengths accordingly. It begins
+    with a closed form, learns what the target's attention gathers (with one tokenizer), then what
+    it predicts. If a quality is asked for, it chooses native layers. The result goes into the local
+    store. The same call resumes after an interruption.
 
     Args:
         source: The model whose cache is translated.
@@ -89,7 +90,7 @@ def pair(
     making = Making(
         ends, folder, settings, sources, 60.0 * minutes, force, callbacks, started, task
     )
-    if not making.finished():
+    if not making.finished() and not making.as_it_is():
         making.train()
     if task is not None:
         making.tune(task, max_kl, min_recall)

@@ -12,6 +12,7 @@ from kvlingo_mlx.training.checkpoints import log_of
 from kvlingo_mlx.training.watch import lowest, outlook
 
 GENERATED = "generated conversations"  # what a translator's provenance says of these
+AS_IT_IS = "both models have one shape and vocabulary; the source's cache as it is"
 PAPERS_DATA = "nvidia/Nemotron-SFT-Instruction-Following-Chat-v2"  # paper: "Training data"
 NO_DATA = (
     f"no --data: it trains on {GENERATED}, for a first try; for a translator to keep, give your "
@@ -38,11 +39,10 @@ class PairResult:
 
     @property
     def lines(self) -> list[str]:
-        """What was reached, and what to type next: five lines."""
+        """What was reached, and what to type next: five lines, or three if nothing was learnt."""
         made, ends = self.config.provenance, (self.config.source.name, self.config.target.name)
         kls = [lowest(line["held_out"]) for line in self.curve] or [math.nan]
         data = f"{GENERATED}, for a first try" if self.bundled_data else "your data"
-        more = outlook(self.curve) or "the curve is too short to say what more time would bring"
         native = self.config.native_layers
         chat = f"kvlingo-mlx chat --model small={ends[0]} --model large={ends[1]}"
         onward = (
@@ -51,11 +51,16 @@ class PairResult:
             if self.stored is None
             else f"it is in the local store; next: {chat}"
         )
+        grade = f"grade: {said_of(self.config) if 'receipt' in made else NO_RECEIPT}"
+        if AS_IT_IS in made.get("data", ()):
+            asked = "nothing needs to be learnt first; --nu 1 --force learns all the same"
+            return [f"{self.folder}: {AS_IT_IS}: {asked}", grade, onward]
+        more = outlook(self.curve) or "the curve is too short to say what more time would bring"
         return [
             f"{self.folder}: nu = {self.config.nu}, {native} native layers of "
             f"{len(self.config.target.layers)}, trained on {data}; prefixes of up to "
             f"{made.get('longest_prefix')} tokens",
-            f"grade: {said_of(self.config) if 'receipt' in made else NO_RECEIPT}",
+            grade,
             f"held-out KL {kls[0]:.4f} with the closed form, {min(kls):.4f} at best",
             more,
             onward,

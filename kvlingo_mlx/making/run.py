@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import kvlingo_mlx.making.pace as pace
 from kvlingo_mlx.caches.memory import free
 from kvlingo_mlx.embedded.bundled import receipt_rows
@@ -23,9 +25,14 @@ from kvlingo_mlx.errors import NotEnoughMemoryError, UnsupportedModelError
 from kvlingo_mlx.evaluation import probes, tuning
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.evaluation.probes import Task
+from kvlingo_mlx.evaluation.verification import receipt
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.fingerprints import facts_of_models
+from kvlingo_mlx.format.maps import maps_of, shapes_of
+from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.making.result import GENERATED, NO_DATA, Callbacks, PairResult
+from kvlingo_mlx.loading.grading import GRADES, receipt_of, said_of
+from kvlingo_mlx.making.result import AS_IT_IS, GENERATED, NO_DATA, Callbacks, PairResult
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.store.importing import import_translator, place_of
 from kvlingo_mlx.tokenization.samples import MAX_PREFIX, Sample, other_tokenizer
@@ -41,6 +48,7 @@ from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Pair, pair_of
 from kvlingo_mlx.training.trainer import Trainer
+from kvlingo_mlx.translators import build
 
 FACTS, CHATS_FILE = "facts.json", "chats.jsonl"
 CHATS = 2000  # generated conversations, where the user has none
@@ -141,6 +149,32 @@ class Making:
         return True
 
     # ---- the steps ------------------------------------------------------------------------
+
+    def as_it_is(self) -> bool:
+        """Write a translator that changes nothing, where it works: between a model and its LoRA.
+
+        It is tried where both have one shape and vocabulary and no ``nu`` is asked for; how good it
+        is is told in either case. Its maps are the identity of each head.
+        """
+        alike = {(m.geometry.fingerprint, m.tokenizer_fingerprint) for m in self.ends}
+        if len(alike) > 1 or self.settings["nu"] is not None or self.kept.exists():
+            return False
+        self._tell("looking", "whether the source's cache does as it is")
+        config, arrays = make_config(*self.ends, TrainingPlan(head_mixing=False)), {}
+        for m in maps_of(config):
+            shape = shapes_of(config, m, ("weight",))["weight"]
+            arrays[f"{m.name}.weight"] = np.broadcast_to(np.eye(shape[-1], dtype=np.float32), shape)
+        weights = Weights("float32", arrays)
+        translator = build(config, weights)
+        facts = facts_of_models({"source": self.ends[0], "target": self.ends[1]})
+        facts |= {"stage": 1, "data": [AS_IT_IS], "run": translator.digest}
+        config = replace(config, provenance=facts | {"receipt": receipt(*self.ends, translator)})
+        self.callbacks.say(f"{AS_IT_IS}: {said_of(config)}")
+        left = receipt_of(config)
+        if left is None or left.grade != GRADES[0]:
+            return False
+        translator_folder.write(self.folder, config, weights, overwrite=self.force)
+        return True
 
     def train(self) -> None:
         """Choose lengths, and train."""

@@ -1,16 +1,18 @@
 """Linear maps in the formats of others: a manifest, and tensors for each target layer.
 
 A format is a row of ``FORMATS``: the dataclass of its manifest, by which strangers' JSON is read
-and ours is written. A map of a layer is (KV heads, inputs, dim) there, where ours is
-(KV heads x dim, inputs); inputs are in the same order.
+and ours is written. A map of a layer is (KV heads, inputs, dim) or (inputs, KV heads x dim) there,
+where ours is (KV heads x dim, inputs); inputs are in the same order.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -18,9 +20,9 @@ import numpy as np
 
 from kvlingo_mlx.errors import IncompatibleTranslatorError, malformed
 from kvlingo_mlx.format import atomic, translator_folder
-from kvlingo_mlx.format.assignment import Assignment
-from kvlingo_mlx.format.files import read_json, short
-from kvlingo_mlx.format.geometry import MAX_LAYERS, Heads, LayerGeometry, RopeSpec, Width
+from kvlingo_mlx.format.config_reading import parse_assignment
+from kvlingo_mlx.format.files import read_json, sha256_of, short
+from kvlingo_mlx.format.geometry import MAX_LAYERS, Heads, RopeSpec, Width
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.tensor_file import (
     STORAGE,
@@ -33,14 +35,30 @@ from kvlingo_mlx.format.tensor_file import (
 )
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 from kvlingo_mlx.format.translator_folder import LARGEST
-from kvlingo_mlx.format.typed import read
+from kvlingo_mlx.format.typed import WRITTEN, read
 from kvlingo_mlx.loading.models import at_hand, load
 from kvlingo_mlx.loading.pairing import check_pair
 from kvlingo_mlx.loading.translators import folder_of
 from kvlingo_mlx.models.language_model import LanguageModel
 
 ROLES = "source", "target"
-UNKNOWN = {"geometry": None, "norms": None, "tokenizer": None}
+PRECISIONS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+COMMIT = re.compile("[0-9a-f]{40}", re.ASCII)
+Commit = Annotated[str, COMMIT]
+Models = Sequence[LanguageModel]  # the source and the target
+
+
+@dataclass(frozen=True)
+class End:
+    """What a manifest says of a model; None is what it leaves out."""
+
+    kv_heads: int
+    dim: int
+    layers: int | None = None
+    model_type: str | None = None
+    rope: RopeSpec | None = None  # by which its keys were rotated back
+    name: str | None = None
+    commit: str | None = None
 
 
 # ---- VeloxQuant-MLX ---------------------------------------------------------------------------
@@ -58,12 +76,6 @@ class MapperEnd:
     model_type: str
     rope_traditional: Any = None
     rope_scaling: Any = None
-
-    def spec(self) -> ModelSpec:
-        """The model, of which no more is known."""
-        shape = self.n_kv_heads, self.head_dim, self.head_dim
-        layers = tuple(LayerGeometry(i, *shape) for i in range(self.n_layers))
-        return ModelSpec("", None, self.model_type, UNKNOWN, layers)
 
     @classmethod
     def of(cls, model: LanguageModel) -> MapperEnd:
@@ -111,10 +123,12 @@ class Manifest:
 
     EXTRA: ClassVar[bool] = True
     PROGRAM: ClassVar[str] = "VeloxQuant-MLX"  # which writes it
-    FILES: ClassVar[tuple[str, str]] = "manifest.json", "mapper.safetensors"
+    FILES: ClassVar[tuple[str, ...]] = "manifest.json", "mapper.safetensors"
     # The names of matrices and biases, by layer and the side's first letter
     TENSORS: ClassVar[tuple[str, str]] = "{layer}.w_{side}", "{layer}.b_{side}"
-    CAPTURES: ClassVar[tuple[str, str]] = "post_norm", "post_rope"  # the points that it knows
+    BY_HEAD: ClassVar[bool] = True  # whether heads are an axis of their own
+    DTYPES: ClassVar[tuple[DType, ...]] = tuple(STORAGE)  # of its tensors
+    CAPTURES: ClassVar[tuple[str, ...]] = "post_norm", "post_rope"  # the points that it knows
     format_version: int
     source: MapperEnd
     target: MapperEnd
@@ -125,6 +139,13 @@ class Manifest:
     def capture(self) -> str:
         """The point at which keys were taken from caches."""
         return "post_norm" if self.config.content_space else "post_rope"
+
+    def end(self, role: str) -> End:
+        """What it says of the ``"source"`` or ``"target"``."""
+        end: MapperEnd = getattr(self, role)
+        rope = RopeSpec("default", float(end.rope_theta), end.head_dim)
+        facts = end.n_kv_heads, end.head_dim, end.n_layers, end.model_type
+        return End(*facts, rope if self.config.content_space else None)
 
     @property
     def remembered(self) -> dict[str, Any]:
@@ -153,31 +174,117 @@ class Manifest:
                 f"layers is for target layers {short(listed)}, expected 0 to {last}, each once: a "
                 "translator has maps for all of them"
             )
-        for row in self.layers:
-            found, most = [*row.source_layers], self.source.n_layers - 1
-            if not found or len({*found}) < len(found) or not {*found} <= {*range(most + 1)}:
-                yield (
-                    f"target layer {row.target_layer} reads source layers {short(found)}, expected "
-                    f"different ones from 0 to {most}"
-                )
-
-    def rotation(self, role: str) -> RopeSpec | None:
-        """How a model's keys were rotated back; None where they were not."""
-        end: MapperEnd = getattr(self, role)
-        base = float(end.rope_theta)
-        return RopeSpec("default", base, end.head_dim) if self.config.content_space else None
 
     @classmethod
-    def of(
-        cls, config: TranslatorConfig, dtype: DType, ends: tuple[MapperEnd, MapperEnd]
-    ) -> Manifest:
+    def of(cls, config: TranslatorConfig, weights: Weights, models: Models) -> Manifest:
         """The manifest of a translator of ours."""
         layers = (MapperLayer(t, read) for t, read in enumerate(config.assignment.keys))
-        options = MapperOptions(config.capture == "post_norm", config.nu, dtype)
-        return cls(1, *ends, options, tuple(layers))
+        options = MapperOptions(config.capture == "post_norm", config.nu, weights.dtype)
+        source, target = map(MapperEnd.of, models)
+        return cls(1, source, target, options, tuple(layers))
 
 
-FORMATS = {"veloxquant": Manifest}  # for `import --from` and `export --to`
+# ---- vLLM's semantic router -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RouterPair:
+    """The models of a mapper, which a router's must equal to the last entry; it has no others."""
+
+    num_kv_heads: Heads  # of both
+    head_dim: Width
+    precision: Annotated[str, tuple(PRECISIONS.values())]  # of the target
+    source_model: str
+    source_revision: Commit
+    target_model: str
+    target_revision: Commit
+    variant: Annotated[str, ("full_head",)] = field(default="full_head", metadata=WRITTEN)
+    source_tp: Annotated[int, range(1, 2)] = field(default=1, metadata=WRITTEN)
+    target_tp: Annotated[int, range(1, 2)] = field(default=1, metadata=WRITTEN)
+    head_order: Annotated[str, ("contiguous",)] = field(default="contiguous", metadata=WRITTEN)
+
+
+@dataclass(frozen=True)
+class RouterManifest:
+    """The contents of a router's ``manifest.json``: keys are taken after k_norm, before RoPE."""
+
+    EXTRA: ClassVar[bool] = True
+    PROGRAM: ClassVar[str] = "vLLM Semantic Router"
+    FILES: ClassVar[tuple[str, ...]] = "manifest.json", "weights.safetensors", "SHA256SUMS"
+    TENSORS: ClassVar[tuple[str, str]] = "target.{layer}.{side}.W", "target.{layer}.{side}.b"
+    BY_HEAD: ClassVar[bool] = False
+    DTYPES: ClassVar[tuple[DType, ...]] = ("float32",)
+    CAPTURES: ClassVar[tuple[str, ...]] = ("post_norm",)
+    capture: ClassVar[str] = "post_norm"
+    mapper_id: str
+    compatibility: RouterPair
+    topk: Annotated[int, range(1, MAX_LAYERS + 1)]
+    ridge_alpha: float
+    centered_inputs: bool  # whether the fit had a bias
+    rope_stripped_on_keys: bool
+    source_layers_per_target: Annotated[Mapping[str, Mapping[str, tuple[int, ...]]], ("k", "v")]
+    schema_version: Annotated[int, range(1, 2)] = 1
+
+    def end(self, role: str) -> End:
+        """What it says of the ``"source"`` or ``"target"``."""
+        own = vars(self.compatibility)
+        name, commit = own[f"{role}_model"], own[f"{role}_revision"]
+        return End(own["num_kv_heads"], own["head_dim"], name=name, commit=commit)
+
+    @property
+    def remembered(self) -> dict[str, Any]:
+        """What a provenance keeps."""
+        return {"ridge": self.ridge_alpha, "mapper": self.mapper_id}
+
+    @property
+    def reads(self) -> tuple[tuple[int, ...], ...]:
+        """The source layers of each target layer."""
+        keys = self.source_layers_per_target["k"]
+        return tuple(keys[str(layer)] for layer in range(len(keys)))
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong, of what its types do not say."""
+        if not self.rope_stripped_on_keys:
+            yield "rope_stripped_on_keys is false, expected maps of keys before RoPE"
+        keys, values = (self.source_layers_per_target[side] for side in "kv")
+        alike = keys == values and {*map(len, keys.values())} == {self.topk}
+        if not alike or {*keys} != {*map(str, range(len(keys)))}:
+            yield (
+                f"source_layers_per_target is not {self.topk} layers for each of 0, 1 and so on, "
+                "alike for k and v"
+            )
+
+    @classmethod
+    def of(cls, config: TranslatorConfig, weights: Weights, models: Models) -> RouterManifest:
+        """The manifest of a translator of ours; models without a commit or a float dtype have none.
+
+        Raises:
+            IncompatibleTranslatorError: One is such, or rotates its keys as no router does.
+        """
+        ends: list[Any] = []
+        for spec, model in zip(config.ends, models, strict=True):
+            MapperEnd.of(model)  # refuses other rotations
+            end = spec if model.revision is None else model
+            if not COMMIT.fullmatch(end.revision or "") or model.precision not in PRECISIONS:
+                raise IncompatibleTranslatorError(
+                    f"{end.name} has {end.revision or 'no commit'} and runs in {model.precision}, "
+                    f"and the format wants a commit of the Hub and {' or '.join(PRECISIONS)}; give "
+                    "--source and --target by their Hub ids, as the router has them"
+                )
+            ends += end.name, end.revision
+        layer, precision = config.target.layers[0], PRECISIONS[models[1].precision]
+        pair = RouterPair(layer.kv_heads, layer.key_dim, precision, *ends)
+        titles = (Path(name).name.lower() for name in ends[::2])
+        facts = f"full_head-{precision}-tp1-h{layer.kv_heads}-s{ends[1]}-t{ends[3]}-b1"
+        read = {str(t): found for t, found in enumerate(config.assignment.keys)}
+        centred = any(name.endswith("bias") for name in weights.shapes)
+        ridge, both = float(config.provenance.get("ridge", 0.0)), {"k": read, "v": read}
+        return cls("-".join((*titles, facts)), pair, config.nu, ridge, centred, True, both)
+
+
+AnyManifest = Manifest | RouterManifest
+# For `import --from` and `export --to`
+FORMATS: dict[str, type[AnyManifest]] = {"veloxquant": Manifest, "semantic-router": RouterManifest}
 
 
 # ---- reading ----------------------------------------------------------------------------------
@@ -188,7 +295,7 @@ class ForeignMaps:
     """What a folder of others says; its tensors are unread."""
 
     path: Path  # of the manifest
-    manifest: Manifest
+    manifest: AnyManifest
     dtypes: dict[str, DType]  # of each tensor
     tensors: LazyTensors
 
@@ -205,12 +312,17 @@ def read_folder(name: str, folder: Path) -> ForeignMaps:
         MalformedTranslatorError: A file is missing or unsound, or the manifest is not the format's.
     """
     kind = FORMATS[name]
-    path, tensors = (folder / file for file in kind.FILES)
-    for file in (path, tensors):
+    path, tensors, *sums = (folder / file for file in kind.FILES)
+    for file in (path, tensors, *sums):
         if not file.is_file():
             raise malformed(file, f"is missing; {name} is a folder with {' and '.join(kind.FILES)}")
+    for file in sums:
+        own, said = _sums(path, tensors), file.read_text("ascii", "replace").splitlines()
+        if sorted(said) != sorted(own):
+            wrong = next((line for line in own if line not in said), "two lines alone")
+            raise malformed(file, f"is {short(said)}, expected {wrong}; copy the folder again")
     try:
-        manifest: Manifest = read(kind, read_json(path))
+        manifest: AnyManifest = read(kind, read_json(path))
     except ValueError as error:
         raise malformed(path, str(error)) from None
     for problem in manifest.problems():
@@ -227,11 +339,12 @@ def converted(
         MalformedTranslatorError: The tensors are not those that the manifest asks for, or hold
             numbers that no sound map has.
     """
-    reads, facts = maps.manifest.reads, {"converted_from": maps.manifest.PROGRAM, "stage": 1}
+    facts = {"converted_from": maps.manifest.PROGRAM, "stage": 1}
+    reads = {side: [[*layers] for layers in maps.manifest.reads] for side in SIDES}
     config = TranslatorConfig(
         source,
         target,
-        Assignment(reads, reads),
+        parse_assignment(maps.path, reads, source, target),
         capture=maps.manifest.capture,
         provenance=facts | maps.manifest.remembered,
     )
@@ -242,26 +355,33 @@ def converted(
 
     def make(own: str) -> np.ndarray:
         array = maps.read(names[own], dtype)
-        if array.ndim == 2:
+        if own.endswith("bias"):
             return array.reshape(-1)
-        return np.ascontiguousarray(array.swapaxes(1, 2)).reshape(-1, array.shape[1])
+        return np.ascontiguousarray(array.swapaxes(-1, -2)).reshape(-1, array.shape[-2])
 
     own = {name: shapes[theirs] for name, theirs in names.items()}
-    flat = {n: (s[0] * s[-1], *s[1:-1]) for n, s in own.items()}
+    flat = {n: (math.prod(s),) if n.endswith("bias") else (math.prod(s) // s[-2], s[-2])
+            for n, s in own.items()}  # fmt: skip
     return config, Weights(dtype, LazyTensors(flat, make))
 
 
-def _laid_out(manifest: Manifest, config: TranslatorConfig) -> tuple[dict[str, str], Shapes]:
+def _sums(*files: Path) -> list[str]:
+    """The lines of a file of checksums."""
+    return [f"{sha256_of(path)}  {path.name}" for path in files]
+
+
+def _laid_out(manifest: AnyManifest, config: TranslatorConfig) -> tuple[dict[str, str], Shapes]:
     """Their names by ours, and the shapes of theirs."""
     names, shapes = {}, {}
     for side in SIDES:
         for t, target in enumerate(config.target.layers):
             inputs = sum(config.source.layers[s].width(side) for s in config.assignment.keys[t])
-            sizes = target.kv_heads, inputs, target.head_dim(side)
+            heads, dim = target.kv_heads, target.head_dim(side)
+            sizes = (heads, inputs, dim) if manifest.BY_HEAD else (inputs, heads * dim)
             for last, pattern in zip(("weight", "bias"), manifest.TENSORS, strict=True):
                 theirs = pattern.format(layer=t, side=side[0])
                 names[f"{side}.{t}.{last}"] = theirs
-                shapes[theirs] = sizes if last == "weight" else (sizes[0], sizes[2])
+                shapes[theirs] = sizes if last == "weight" else (*sizes[:-2], sizes[-1])
     return names, shapes
 
 
@@ -274,9 +394,10 @@ def _check_tensors(maps: ForeignMaps, expected: Shapes) -> None:
             told = f"the maps of {maps.path.name} are {len(expected)} tensors"
             raise malformed(maps.path.with_name(maps.manifest.FILES[1]), f"{what} {listed}; {told}")
     for name, shape in expected.items():
-        if found[name] != shape:
-            told = "KV heads, inputs, dim" if len(shape) > 2 else "KV heads, dim"
-            raise malformed(maps.path, f"{name} has shape {found[name]}, expected {shape}: {told}")
+        dtype, wanted = maps.dtypes[name], maps.manifest.DTYPES
+        if found[name] != shape or dtype not in wanted:
+            told = f"{name} is {dtype} {found[name]}, expected {' or '.join(wanted)} {shape}"
+            raise malformed(maps.path, f"{told}: inputs come before dim")
         largest = float(np.abs(maps.read(name, "float32")).max())
         if not np.isfinite(largest):
             raise malformed(maps.path, f"{name} holds NaN or Inf, expected numbers")
@@ -296,7 +417,7 @@ def export(
     to: str,
     out: str | os.PathLike[str],
     *,
-    models: tuple[str, str] | None = None,
+    models: tuple[LanguageModel | str, LanguageModel | str] | None = None,
     force: bool = False,
 ) -> TranslatorConfig:
     """Write a translator for another program; the folder appears whole or not at all.
@@ -305,8 +426,8 @@ def export(
         translator: A folder, a name that `kvlingo-mlx list` shows, or a Hub id.
         to: The format, one of ``FORMATS``.
         out: The folder to write.
-        models: The source and target, which say how keys are rotated. Default: those that the
-            translator names, if they are on this machine.
+        models: The source and target, loaded or by name, which say how keys are rotated. Default:
+            those that the translator names, if they are on this machine.
         force: Whether to replace another export in the folder.
 
     Raises:
@@ -324,18 +445,19 @@ def export(
         raise IncompatibleTranslatorError(f"{config.title} cannot be exported to {to}: {reason}")
     _check_free(kind, folder, force)
     if models is not None:
-        source, target = (load(name, lazy=True) for name in models)
+        source, target = (load(m, lazy=True) if isinstance(m, str) else m for m in models)
     else:
         source, target = (at_hand(end.name, end.revision) for end in config.ends)
     check_pair(config, source, target)
+    weights = weights if weights.dtype in kind.DTYPES else weights.cast(kind.DTYPES[0])
+    manifest = kind.of(config, weights, (source, target))
     with atomic.new_folder(folder, 2 * weights.nbytes) as place:
         assert place is not None
-        ends = MapperEnd.of(source), MapperEnd.of(target)
-        _write(kind.of(config, weights.dtype, ends), place, config, weights)
+        _write(manifest, place, config, weights)
     return config
 
 
-def _unwritable(kind: type[Manifest], config: TranslatorConfig) -> Iterator[str]:
+def _unwritable(kind: type[AnyManifest], config: TranslatorConfig) -> Iterator[str]:
     """Yield the reasons for which a format cannot say what a translator computes."""
     layers = [layer for spec in config.ends for layer in spec.layers]
     if config.kind != "linear" or config.joint or not config.head_mixing:
@@ -357,7 +479,7 @@ def _unwritable(kind: type[Manifest], config: TranslatorConfig) -> Iterator[str]
         yield "its models differ in KV heads or their width, and the format's are alike"
 
 
-def _check_free(kind: type[Manifest], folder: Path, force: bool) -> None:
+def _check_free(kind: type[AnyManifest], folder: Path, force: bool) -> None:
     if not folder.exists():
         return
     names = {p.name for p in folder.iterdir()} if folder.is_dir() else None
@@ -370,21 +492,26 @@ def _check_free(kind: type[Manifest], folder: Path, force: bool) -> None:
         )
 
 
-def _write(manifest: Manifest, folder: Path, config: TranslatorConfig, weights: Weights) -> None:
+def _write(manifest: AnyManifest, folder: Path, config: TranslatorConfig, weights: Weights) -> None:
     """Write a manifest, and tensors beside it; biases are zero where the translator has none."""
     text = json.dumps(_without_none(asdict(manifest)), indent=2) + "\n"
-    (folder / manifest.FILES[0]).write_text(text, encoding="utf-8")
+    path, tensors, *sums = (folder / file for file in manifest.FILES)
+    path.write_text(text, encoding="utf-8")
     names, shapes = _laid_out(manifest, config)
     ours = {theirs: own for own, theirs in names.items()}
 
     def make(name: str) -> np.ndarray:
         if ours[name] not in weights.shapes:
             return np.zeros(shapes[name], STORAGE[weights.dtype])
-        array, (heads, *_, dim) = weights.arrays[ours[name]], shapes[name]
-        parts = array.reshape(heads, dim, *array.shape[1:])
-        return np.ascontiguousarray(parts.swapaxes(1, 2)) if parts.ndim == 3 else parts
+        array, shape = weights.arrays[ours[name]], shapes[name]
+        if array.ndim == 1:
+            return array.reshape(shape)
+        parts = array.reshape(*shape[:-2], shape[-1], shape[-2])
+        return np.ascontiguousarray(parts.swapaxes(-1, -2))
 
-    write_tensors(folder / manifest.FILES[1], Weights(weights.dtype, LazyTensors(shapes, make)))
+    write_tensors(tensors, Weights(weights.dtype, LazyTensors(shapes, make)))
+    for file in sums:
+        file.write_text("\n".join(_sums(path, tensors)) + "\n", encoding="ascii")
 
 
 def _without_none(data: Any) -> Any:

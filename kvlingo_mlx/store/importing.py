@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvlingo_mlx.errors import (
     IncompatibleTranslatorError,
@@ -16,9 +17,9 @@ from kvlingo_mlx.errors import (
     malformed,
 )
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.format.geometry import RopeSpec
+from kvlingo_mlx.format.geometry import LayerGeometry, RopeSpec
 from kvlingo_mlx.format.tensor_file import DType, Weights
-from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig, capture_point
+from kvlingo_mlx.format.translator_config import TIERS, ModelSpec, TranslatorConfig, capture_point
 from kvlingo_mlx.loading.hub import resolve
 from kvlingo_mlx.loading.models import at_hand, load
 from kvlingo_mlx.loading.pairing import check_end, check_pair
@@ -27,6 +28,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.store.formats import FORMATS, ROLES, ForeignMaps, converted, read_folder
 
 Model = LanguageModel | str
+UNKNOWN = dict.fromkeys(TIERS)
 OURS = "kvlingo"
 NAMES = (OURS, *FORMATS)
 
@@ -117,9 +119,9 @@ def _recognised(folder: Path) -> str:
     """The format of which a folder has files."""
     ours = any((folder / name).exists() for name in translator_folder.OUR_FILES[:3])
     found = [OURS] if ours or not folder.is_dir() else []
-    for name, kind in FORMATS.items():
-        manifest, tensors = ((folder / file).is_file() for file in kind.FILES)
-        found += [name] if tensors or (manifest and not ours) else []
+    theirs = {n: [(folder / file).is_file() for file in kind.FILES] for n, kind in FORMATS.items()}
+    whole = [name for name, there in theirs.items() if there[1]]  # manifests are alike by name
+    found += whole or [name for name, there in theirs.items() if there[0] and not ours]
     if len(found) == 1:
         return found[0]
     known = "; ".join(f"{name}: {' and '.join(kind.FILES)}" for name, kind in FORMATS.items())
@@ -138,21 +140,34 @@ def _converted(
     """
     if allow_mismatch:
         raise ValueError(
-            "--allow-mismatch (allow_mismatch=) has no effect on translators of others, which name "
-            "no checkpoint; leave it out"
+            "--allow-mismatch (allow_mismatch=) has no effect on translators of others, which have "
+            "no fingerprint of a checkpoint; leave it out"
         )
-    if models is None:
+    ends = [maps.manifest.end(role) for role in ROLES]
+    if models is None and ends[0].name is None:
         raise ValueError(
             f"{maps.path} does not name its source; give --source and --target (models=)"
         )
     specs, loaded, unchecked = [], [], {}
-    for role, model in zip(ROLES, models, strict=True):
+    given: list[Any] = [end.name for end in ends] if models is None else [*models]
+    for role, end, model in zip(ROLES, ends, given, strict=True):
+        commit = end.commit if models is None else None
         try:
-            found = at_hand(model) if isinstance(model, str) else model
+            found = at_hand(model, commit) if isinstance(model, str) else model
         except (MissingModelError, UnsupportedModelError) as problem:
-            specs.append(replace(getattr(maps.manifest, role).spec(), name=str(model)))
+            if end.layers is None or end.model_type is None:
+                told = f"{problem}, and {maps.path} does not describe it; `hf download` it first"
+                raise type(problem)(told) from None
+            shape = end.kv_heads, end.dim, end.dim
+            layers = tuple(LayerGeometry(i, *shape) for i in range(end.layers))
+            specs.append(ModelSpec(str(model), None, end.model_type, UNKNOWN, layers))
             unchecked[str(model)] = f"{problem}; its layers are taken as {maps.path} says"
         else:
+            if commit not in (None, found.revision):
+                raise IncompatibleTranslatorError(
+                    f"{maps.path} is for commit {commit} of {model}, and this machine has "
+                    f"{found.revision}; `hf download` that one, or give --source and --target"
+                )
             _check_model(maps, role, found)
             specs.append(ModelSpec.of(found))
             loaded.append(found)
@@ -166,25 +181,22 @@ def _converted(
 
 def _check_model(maps: ForeignMaps, role: str, model: LanguageModel) -> None:
     """Refuse a model whose cache has another shape, or whose keys are rotated otherwise."""
-    end: ModelSpec = getattr(maps.manifest, role).spec()
-    rotation, geometry = maps.manifest.rotation(role), model.geometry
+    end, geometry = maps.manifest.end(role), model.geometry
+    cached = ((g.kv_heads, g.key_dim, g.value_dim) for g in geometry.layers)
     for what, found, expected in (
         ("model type", geometry.model_type, end.model_type),
-        ("cache layers", len(geometry.layers), len(end.layers)),
-        *(
-            ("KV heads and their width", *((g.kv_heads, g.key_dim, g.value_dim) for g in both))
-            for both in zip(geometry.layers, end.layers, strict=False)
-        ),
+        ("cache layers", len(geometry.layers), end.layers),
+        *(("KV heads and their width", c, (end.kv_heads, end.dim, end.dim)) for c in cached),
     ):
-        if found != expected:
+        if expected not in (None, found):
             raise IncompatibleTranslatorError(
                 f"the {role} {model.name} has {what} {found}, and {maps.path} says {expected}; "
                 "give the model that it was made for"
             )
     for layer, rope in enumerate(geometry.rope):
-        if rotation is not None and rope != rotation:
+        if end.rope not in (None, rope):
             raise IncompatibleTranslatorError(
-                f"keys of the {role} were rotated back by {_words(rotation)}, as {maps.path} says, "
+                f"keys of the {role} were rotated back by {_words(end.rope)}, as {maps.path} says, "
                 f"and layer {layer} of {model.name} rotates by {_words(rope)}; the maps were made "
                 "for other keys than this model's"
             )

@@ -3,17 +3,22 @@
 import functools
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from kvlingo_mlx.backend import mx
+
+import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import making as made_here
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.embedded import bundled, dialogues
+from kvlingo_mlx.embedded import bundled, dialogues, zoo
 from kvlingo_mlx.embedded.lookback import lookback
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format import translator_folder
@@ -21,6 +26,7 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.making import pace
 from kvlingo_mlx.making import run as making
 from kvlingo_mlx.making.pace import ANSWERS, ConversationCost, Lengths, lengths
+from kvlingo_mlx.making.result import AS_IT_IS
 from kvlingo_mlx.making.run import Making
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import Sample
@@ -32,7 +38,7 @@ from tests.support import tiny
 from tests.support.fixtures import Folders, Models, Patch, Printed
 
 MINUTES = 0.05
-FITTING, BESIDES = pace.FITTING, Making._besides
+FITTING, BESIDES, done = pace.FITTING, Making._besides, Making.done
 
 
 @pytest.fixture(autouse=True)
@@ -352,3 +358,54 @@ def test_another_translator_in_the_store_is_left_alone(
     monkeypatch.setattr(Making, "train", None)
     assert kv.pair(*ends, chats, minutes=MINUTES, max_kl=0.0, out="t").config.native_layers == 3
     assert not Path("t.pair").exists()
+
+
+def fused(folder: Path, scale: float) -> Path:
+    """tiny-qwen3-s with a random product of rank 2 added to each projection, as `mlx_lm.fuse` does.
+
+    ``scale`` is its size as a share of the projection's own.
+    """
+    rng, weights = np.random.default_rng(7), folder / "model.safetensors"
+    shutil.copytree(zoo("tiny-qwen3-s"), folder)
+    arrays = dict(mx.load(str(weights)))
+    for name, array in arrays.items():
+        if name.endswith("proj.weight"):
+            low = rng.normal(size=(len(array), 2)) @ rng.normal(size=(2, array.shape[1]))
+            own = np.linalg.norm(np.array(array.astype(mx.float32)))
+            added = mx.array(low * scale * own / np.linalg.norm(low))
+            arrays[name] = (array + added).astype(array.dtype)
+    mx.save_safetensors(str(weights), arrays, {"format": "mlx"})
+    return folder
+
+
+@pytest.mark.parametrize(("scale", "works"), [(0.02, True), (2.0, False)])
+def test_a_model_and_its_lora_need_nothing_learnt(
+    home: Path, tmp_path: Path, monkeypatch: Patch, capsys: Printed, scale: float, works: bool
+) -> None:
+    """Both ways; the target answers from the very cache. A change that is too large is learnt."""
+    monkeypatch.undo()  # the bundled dialogues are measured as they are
+    monkeypatch.setenv("KVLINGO_HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    trained: list[Making] = []
+    monkeypatch.setattr(Making, "train", lambda self: trained.append(self))
+    monkeypatch.setattr(Making, "done", lambda self: None if trained else done(self))
+    tuned = str(fused(tmp_path / "lora", scale))
+    for number, ends in enumerate((("tiny-qwen3-s", tuned), (tuned, "tiny-qwen3-s"))):
+        said: list[str] = []
+        made = kv.pair(*ends, callbacks=kv.making.Callbacks(said.append), out=str(number))
+        assert AS_IT_IS in said[0] and bool(trained) is not works
+        if not works:
+            assert "useless" in said[0] and not Path(str(number)).exists()
+            continue
+        assert "works" in said[0] and len(made.lines) == 3 and "--nu 1" in made.lines[0]
+        assert made.config.provenance["projections"]["source"] and made.stored is not None
+        source, target = map(kv.load, ends)
+        tokens, translator = tiny.random_tokens(40, seed=2), kv.load_translator(made.folder)
+        taken = kv.hand_over(source, target, tokens, translator=translator)
+        read = make_prompt_cache(source.model)
+        source.model(mx.array([tokens[:-1]]), cache=read)
+        for one, other in zip(taken, read, strict=True):
+            for ours, theirs in zip(one.keys_and_values(), other.keys_and_values(), strict=True):
+                assert mx.abs(ours - theirs).max().item() < 1e-3 * mx.abs(theirs).max().item()
+        kv.pair(*ends, callbacks=kv.making.Callbacks(said.append), out=str(number))
+        assert "finished already" in said[-1]

@@ -350,7 +350,7 @@ class NativeOptions(OptionGroup):
     )  # fmt: skip
     native_head: int = option(0, "First tokens that the target reads itself.", kind=TOKENS)
     native_tail: int = option(0, "Last tokens that it reads itself.", kind=TOKENS)
-    native_spread: int = option(
+    native_middle: int = option(
         0, "Tokens that it reads itself between these, at even distances.", kind=TOKENS
     )
 
@@ -409,7 +409,7 @@ class HandoverOptions(TranslatorOptions, NativeOptions, HealOptions, GuardOption
     """How a prompt gets from one model to another."""
 
     NEEDS: ClassVar[tuple[Need, ...]] = (
-        Need("translator allow_mismatch native_layers native_head native_tail native_spread heal "
+        Need("translator allow_mismatch native_layers native_head native_tail native_middle heal "
              "guard", "strategy", but("native"), "accelerator",
              "by which the target reads all of the prompt"),
     )  # fmt: skip

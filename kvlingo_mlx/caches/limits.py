@@ -79,7 +79,7 @@ def check_reading_amid(model: LanguageModel) -> None:
     if kept := _forgetting(model):
         raise UnsupportedModelError(
             f"{model.name} cannot read tokens amid translated ones: {kept}, not an entry for each "
-            "token; leave out native_spread (-c native_spread)"
+            "token; leave out native_middle (-c native_middle)"
         )
 
 

@@ -37,7 +37,7 @@ OWN_CACHE = "which decodes from the source's own cache"
 @dataclass(frozen=True, kw_only=True)
 class GenerateVerb(WritingOptions, HandoverOptions, CacheOptions, DraftOptions, TwoModels):
     NEEDS: ClassVar[tuple[Need, ...]] = (
-        Need("draft_model num_draft_tokens strategy native_head native_tail native_spread "
+        Need("draft_model num_draft_tokens strategy native_head native_tail native_middle "
              "quantized_kv_start heal guard", "memory_budget", off, why=OWN_CACHE),
         Need("native_layers", "memory_budget native_layers",
              lambda budget, layers: off(budget) or str(layers) == "0", why=OWN_CACHE),
@@ -48,7 +48,7 @@ class GenerateVerb(WritingOptions, HandoverOptions, CacheOptions, DraftOptions, 
              why="which takes the prompt as it is"),
     )  # fmt: skip
     KEYS: ClassVar[str] = (
-        "quantize native_layers placement native_head native_tail native_spread heal heal_share "
+        "quantize native_layers placement native_head native_tail native_middle heal heal_share "
         "guard on_doubt ignore_chat_template kv_group_size quantized_kv_start num_draft_tokens "
         "memory_budget verbose"
     )

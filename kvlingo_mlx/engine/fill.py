@@ -36,7 +36,7 @@ def hand_over(
     native_layers: int | str | None = None,
     native_head: int = 0,
     native_tail: int = 0,
-    native_spread: int = 0,
+    native_middle: int = 0,
     allow_mismatch: bool = False,
     prompt_cache: list[Any] | None = None,
     enable_thinking: bool | None = None,
@@ -61,7 +61,7 @@ def hand_over(
             that was not tuned. All layers together are a full prefill.
         native_head: Number of first tokens that the decode model reads itself in all layers.
         native_tail: Number of last prefix tokens that it reads itself in all layers.
-        native_spread: Number of tokens between these that it reads itself in all layers, at even
+        native_middle: Number of tokens between these that it reads itself in all layers, at even
             distances, behind what is translated before each.
         allow_mismatch: Accept a translator made for another checkpoint of the same shape.
         prompt_cache: The prefill model's own caches of the first of these tokens, for example
@@ -107,7 +107,7 @@ def hand_over(
         native_layers=native_layers,
         native_head=native_head,
         native_tail=native_tail,
-        native_spread=native_spread,
+        native_middle=native_middle,
         allow_mismatch=allow_mismatch,
         heal=heal,
         guard=guard,

@@ -37,7 +37,7 @@ class GenerateOptions(DecodingOptions, total=False):
     native_layers: int | str | None
     native_head: int
     native_tail: int
-    native_spread: int
+    native_middle: int
     allow_mismatch: bool
     draft_model: Model | None
     num_draft_tokens: int
@@ -166,7 +166,7 @@ def generate(
             ``prefill_step_size`` (2048), ``enable_thinking`` (the template's switch; off
             puts the empty think block into the prompt; None is on, as in mlx-lm, but off for the
             embedded models), ``native_layers``, ``native_head``, ``native_tail`` and
-            ``native_spread`` (layers and tokens that the decode model reads itself, as in
+            ``native_middle`` (layers and tokens that the decode model reads itself, as in
             :func:`hand_over`), ``heal`` (``interleaved``: between two steps the decode model
             reads the prompt itself, in the place of the translation; ``layers``: it also reads its
             first layers at once, ``native_layers`` or a quarter of all;

@@ -33,11 +33,11 @@ class Native:
     tail: int = 0
     # The number of tokens between head and tail that it reads in every layer, at even distances.
     # They attend to the translated entries before them.
-    spread: int = 0
+    middle: int = 0
 
     def amid(self, span: range) -> list[int]:
         """The positions of a translated ``span`` that it reads in every layer."""
-        count = min(self.spread, len(span))
+        count = min(self.middle, len(span))
         return [span.start + (2 * n + 1) * len(span) // (2 * count) for n in range(count)]
 
     def translated(self, num_tokens: int, num_layers: int) -> range:
@@ -52,7 +52,7 @@ def native_part(
     layers: int | str | None = None,
     head: int = 0,
     tail: int = 0,
-    spread: int = 0,
+    middle: int = 0,
     tokens: int | None = None,
 ) -> Native:
     """The part that the target is to read itself, with its numbers checked.
@@ -63,7 +63,7 @@ def native_part(
             was not tuned; ``auto`` refuses a translator that was not tuned.
         head: The number of first tokens.
         tail: The number of last tokens.
-        spread: The number of tokens between them.
+        middle: The number of tokens between them.
         tokens: The length of the prefix, by which the tuned number may differ; None for one beyond
             all lengths to which the translator was tuned.
 
@@ -84,10 +84,10 @@ def native_part(
             f"native_layers is {layers!r}; give a number from 0 to {most}, the cache layers of "
             f"{config.target.name}, or 'auto'"
         )
-    for name, value in (("head", head), ("tail", tail), ("spread", spread)):
+    for name, value in (("head", head), ("tail", tail), ("middle", middle)):
         if type(value) is not int or value < 0:
             raise ValueError(f"native_{name} is {value!r}; give a number of tokens, 0 or more")
-    return Native(chosen, head, tail, spread)
+    return Native(chosen, head, tail, middle)
 
 
 def read_layers(

@@ -59,7 +59,7 @@ class HandoverRequest(HandoverOptions):
         layers = self.native_layers
         if layers is None and self.heal == healing.LAYERS:
             layers = healing.first_layers(config, tokens)
-        parts = self.native_head, self.native_tail, self.native_spread
+        parts = self.native_head, self.native_tail, self.native_middle
         return native_part(config, layers, *parts, tokens)
 
 
@@ -222,9 +222,9 @@ def _planned(
     plan: Plan, prompt: Prompt, request: HandoverRequest, check: Callable[[Plan], None]
 ) -> Plan:
     """A plan that was begun, checked, and with its translator."""
-    spread = bool(request.native_spread)
-    plan.group.refuse({"draft_model": plan.draft is not None, "native_spread": spread})
-    if spread:
+    middle = bool(request.native_middle)
+    plan.group.refuse({"draft_model": plan.draft is not None, "native_middle": middle})
+    if middle:
         check_reading_amid(plan.target)
     _check_remote(plan, request)
     native = request.strategy == "native" or _one_model(plan, request)
@@ -252,7 +252,7 @@ def _planned(
         return plan
     if plan.native != Native():
         raise ValueError(
-            "native_layers, native_head, native_tail and native_spread cannot be used between two "
+            "native_layers, native_head, native_tail and native_middle cannot be used between two "
             "tokenizers; leave them out"
         )
     switches = {"enable_thinking": request.enable_thinking, "tools": request.tools}
@@ -267,7 +267,7 @@ def _one_model(plan: Plan, request: HandoverRequest) -> bool:
     """
     if request.translator is not None or not plan.source.is_same(plan.target):
         return False
-    beside = "native_layers native_head native_tail native_spread heal guard".split()
+    beside = "native_layers native_head native_tail native_middle heal guard".split()
     unused = [name for name in beside if getattr(request, name)]
     if unused:
         raise ValueError(

@@ -229,19 +229,19 @@ def test_last_tokens_are_run_by_the_target(root: Path, case: Case, layers: int) 
         assert all(equal(a, b) for a, b in zip(cache, own, strict=True))
 
 
-@pytest.mark.parametrize("spread", [5, 99])
-def test_tokens_amid_translated_ones(root: Path, case: Case, spread: int) -> None:
+@pytest.mark.parametrize("count", [5, 99])
+def test_tokens_amid_translated_ones(root: Path, case: Case, count: int) -> None:
     """Against the model's own steps of one token, each in the place of a translated entry."""
     source, target, translator = opened(root, case)
     hand_over = functools.partial(kv.hand_over, source, target, translator=translator)
     if any(layer.window or layer.recurrence for layer in target.geometry.layers):
-        with pytest.raises(kv.UnsupportedModelError, match="leave out native_spread"):
-            hand_over(TOKENS, native_spread=spread)
+        with pytest.raises(kv.UnsupportedModelError, match="leave out native_middle"):
+            hand_over(TOKENS, native_middle=count)
         return
     head, end = 3, len(TOKENS) - 1
     expected, plain = (hand_over(TOKENS, native_head=head) for _ in range(2))
-    part = (end - head) / min(spread, end - head)
-    places = [head + int((n + 0.5) * part) for n in range(min(spread, end - head))]
+    part = (end - head) / min(count, end - head)
+    places = [head + int((n + 0.5) * part) for n in range(min(count, end - head))]
     for place in places:
         for cache in expected:
             cache.offset = place
@@ -249,7 +249,7 @@ def test_tokens_amid_translated_ones(root: Path, case: Case, spread: int) -> Non
     for cache in expected:
         cache.offset = end
     for step_size in (2, 2048):
-        options: dict[str, Any] = {"native_head": head, "native_spread": spread}
+        options: dict[str, Any] = {"native_head": head, "native_middle": count}
         found = hand_over(TOKENS, **options, prefill_step_size=step_size)
         for ours, right, before in zip(found, expected, plain, strict=True):
             assert ours.offset == end and type(ours) is type(right)
@@ -325,7 +325,7 @@ def test_a_number_may_depend_on_the_length(root: Path, asked: str | None) -> Non
         ({"native_layers": "two"}, "native_layers is 'two'; give a number of layers, or 'auto'"),
         ({"native_head": -1}, "native_head is -1; give a number of tokens, 0 or more"),
         ({"native_tail": 1.5}, "native_tail is 1.5; give a number of tokens, 0 or more"),
-        ({"native_spread": -2}, "native_spread is -2; give a number of tokens, 0 or more"),
+        ({"native_middle": -2}, "native_middle is -2; give a number of tokens, 0 or more"),
     ],
 )
 def test_what_means_nothing_is_refused(root: Path, options: dict, message: str) -> None:

@@ -606,7 +606,7 @@ def test_what_a_hand_over_refuses(root: Path, opened: Opener) -> None:
     translator = load_translator(root / "qwen-mistral")
     with pytest.raises(ValueError, match="token ids, which the two tokenizers .* give text"):
         kv.hand_over(source, target, [1, 2, 3], translator=translator)
-    for options in ({"native_layers": 1}, {"native_head": 4}, {"native_spread": 2}):
+    for options in ({"native_layers": 1}, {"native_head": 4}, {"native_middle": 2}):
         with pytest.raises(ValueError, match="cannot be used between two tokenizers"):
             kv.hand_over(source, target, TALK, translator=translator, **options)
     for facts, message in (

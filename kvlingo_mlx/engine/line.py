@@ -203,11 +203,6 @@ class Line:
             self._settle()
         return self._away
 
-    def recall(self) -> None:
-        """Begin to bring the line's arrays back, and return at once."""
-        if self._away is not None:
-            self._away.recall()
-
     def _return(self) -> None:
         assert self._away is not None
         try:
@@ -569,12 +564,13 @@ class Line:
                     )
                 done = max(done, states.end)
                 with working(), mx.stream(generation_stream):
-                    if native_layers:  # without them, a stored line may still be on its way
+                    if native_layers:
                         own, read = tokens[read : states.end], states.end
                         hybrid.read_layers(self.model, own, self.cache, step_size, native_layers)
                         lap("native")
                     ours = states if isinstance(states, TranslatedStates) else upper(states, kept)
-                    self._append(ours)
+                    caches.append(self.cache, ours, self.model)
+                    mx.async_eval(caches.arrays(self.cache))
                     del states, ours
                     if clock is not None:
                         mx.eval(caches.arrays(self.cache))
@@ -586,13 +582,6 @@ class Line:
                     stop = min(span.stop, len(self))
                     self.spans = grown(self.spans, stop, span.writer, span.passes + 1)
             self._settle()
-
-    def _append(self, translated: TranslatedStates) -> None:
-        if self._away is not None:  # translate while the stored arrays are read
-            groups = (*translated.keys, *translated.values)
-            mx.async_eval([group.states for group in groups])
-        caches.append(self.cache, translated, self.model)
-        mx.async_eval(caches.arrays(self.cache))
 
     # ---- as numbers -----------------------------------------------------------------------
 
@@ -612,8 +601,7 @@ class Line:
         }
 
     def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> None:
-        """Become the line of an equal model that gave ``facts`` and :meth:`arrays`, except for
-        :attr:`native`.
+        """Become the line of an equal model that gave ``facts``, its arrays and its records'.
 
         Raises:
             ValueError, KeyError, TypeError: They do not fit together, or do not fit this model.
@@ -629,11 +617,7 @@ class Line:
 
         numbers = list(enumerate(facts["caches"]))
         made = [one("", layer, known) for layer, known in numbers]
-        tokens, spans = list(facts["tokens"]), list[Span]()
-        for known in facts["spans"]:
-            # Earlier versions did not say which tokens a model ran after translated ones.
-            mixed = not known["passes"] and not exact(spans)
-            spans.append(Span(**{"mixed": mixed, **known}))
+        tokens, spans = list(facts["tokens"]), [Span(**known) for known in facts["spans"]]
         lengths = [cache.offset for cache in made if not caches.is_recurrent(cache)]
         if len(made) != len(self._caches) or set(lengths) != {len(tokens)}:
             raise ValueError(f"{len(tokens)} tokens, but caches of {lengths}")
@@ -644,7 +628,8 @@ class Line:
             ]
             self._marks.append((mark["length"], marked))
         self._caches, self.tokens, self.spans = made, tokens, spans
-        self.counted = int(facts.get("counted", len(tokens)))
+        self.counted = int(facts["counted"])
+        self.native.restore(facts["native"], arrays)
         self._settle()
 
 

@@ -148,7 +148,6 @@ class LineSet(ABC):
         Returns what was done in the end: the steps, where they began, and what the guard found.
         """
         with working():
-            line.recall()
             line.trim(kept)
         clock.lap("prepare")
         yield from self.grow(line, steps, tokens, mark, clock)

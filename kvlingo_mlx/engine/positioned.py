@@ -99,8 +99,6 @@ class PositionedLine(Line):
                 stop = min(start + step_size, last)
                 part = source.native.read(start, stop)
                 translated = translator(capture.move(part, source.model, translator.config.capture))
-                if self.away:  # translate while the stored arrays are read
-                    mx.async_eval([g.states for g in (*translated.keys, *translated.values)])
                 at = positions[start - first : stop - first]
                 caches.put(self.cache, translated, self.model, at)
                 mx.async_eval(caches.arrays(self.cache))
@@ -114,8 +112,9 @@ class PositionedLine(Line):
         return super().facts() | {"entries": self.entries}
 
     def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> None:
-        """Become the line of an equal model that gave ``facts`` and :meth:`arrays`, except for
-        :attr:`native`. A line of stock caches has one entry per token.
+        """Become the line of an equal model, as a :class:`Line` does.
+
+        A line of stock caches has one entry per token.
 
         Raises:
             ValueError, KeyError, TypeError: They do not fit together, or do not fit this model.

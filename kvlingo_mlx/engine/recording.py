@@ -86,11 +86,10 @@ class Recording:
     def arrays(self) -> dict[str, mx.array]:
         """All arrays by name: part, side, layer."""
         return {
-            f"{index}.{side}.{layer}": array
+            f"native{index}.{side}.{layer}": array
             for index, part in enumerate(self.parts)
             for side, arrays in _sides(part).items()
             for layer, array in arrays.items()
-            if array.shape[-1]
         }
 
     def facts(self) -> list[dict[str, Any]]:
@@ -101,7 +100,6 @@ class Recording:
                 "capture": part.capture,
                 "layers": len(part.keys),
                 **({"states": list(part.kept)} if part.kept else {}),
-                **({"empty": empty} if (empty := _empty(part)) else {}),
             }
             for part in self.parts
         ]
@@ -110,15 +108,11 @@ class Recording:
         """Become the recording with ``facts`` and :meth:`arrays`; KeyError if they disagree."""
         self.parts = []
         for index, fact in enumerate(facts):
-            empty = set(fact.get("empty", ()))
             keys, values = (
-                tuple(
-                    mx.zeros((1, 0, 0)) if layer in empty else arrays[f"{index}.{side}.{layer}"]
-                    for layer in range(fact["layers"])
-                )
+                tuple(arrays[f"native{index}.{side}.{n}"] for n in range(fact["layers"]))
                 for side in ("keys", "values")
             )
-            kept = {t: arrays[f"{index}.states.{t}"] for t in fact.get("states", ())}
+            kept = {t: arrays[f"native{index}.states.{t}"] for t in fact.get("states", ())}
             self.parts.append(KVStates(keys, values, fact["capture"], fact["start"], kept))
 
     @property

@@ -527,13 +527,13 @@ def test_a_damaged_conversation_is_read_anew(tmp_path: Path) -> None:
     told = clients.one("large", history)
     clients.engine.close()
     clients.engine.store.release()
-    (file,) = (tmp_path / "kept").glob("*/line-0.cache.*")
+    (file,) = (tmp_path / "kept").glob("*/line-0.*")
     blob = bytearray(file.read_bytes())
     blob[-9] ^= 1
     file.write_bytes(bytes(blob))
     again = Clients(Scheduler(settings(tmp_path)))
     assert again.one("large", history).text == told.text
-    assert not list((tmp_path / "kept").glob("*/line-0.cache.*"))
+    assert not list((tmp_path / "kept").glob("*/line-0.*"))
 
 
 @pytest.mark.parametrize(

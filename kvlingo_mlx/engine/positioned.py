@@ -15,7 +15,7 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.generate import generation_stream
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.caches.entries import move_on, positioned, shorten
+from kvlingo_mlx.caches.entries import positioned
 from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.spans import grown
 from kvlingo_mlx.models import capture
@@ -63,7 +63,8 @@ class PositionedLine(Line):
 
     def _shorten(self, length: int) -> None:
         if length:
-            shorten(self._caches, length, self.entries[length])
+            for cache in self._caches:
+                cache.offset, cache.entries = length, self.entries[length]
             self._cut(length)
         else:
             self.clear()
@@ -100,9 +101,10 @@ class PositionedLine(Line):
                 part = source.native.read(start, stop)
                 translated = translator(capture.move(part, source.model, translator.config.capture))
                 at = positions[start - first : stop - first]
-                caches.put(self.cache, translated, self.model, at)
+                caches.append(self.cache, translated, self.model, at)
                 mx.async_eval(caches.arrays(self.cache))
-            move_on(self.cache, alignment.target[1])
+            for cache in self.cache:
+                cache.offset = alignment.target[1]
             for _, end, begun, done in alignment.groups.tolist():
                 self._entries += [INSIDE] * (done - begun - 1) + [held + end - first]
             self.tokens += tokens

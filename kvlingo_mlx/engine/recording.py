@@ -8,7 +8,7 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.models.states import KVStates, joined
 
 
 @dataclass
@@ -140,23 +140,3 @@ def _alone(states: KVStates, start: int, stop: int) -> KVStates:
     keys, values = (tuple(array * 1 for array in side) for side in (part.keys, part.values))
     mx.eval(keys, values)
     return replace(part, keys=keys, values=values)
-
-
-def joined(parts: Sequence[KVStates]) -> KVStates:
-    """Consecutive spans as one span."""
-    if len(parts) == 1:
-        return parts[0]
-    keys, values = (
-        tuple(map(_together, zip(*sides, strict=True)))
-        for sides in ([p.keys for p in parts], [p.values for p in parts])
-    )
-    return replace(parts[0], keys=keys, values=values, kept=parts[-1].kept)
-
-
-def _together(arrays: Sequence[mx.array]) -> mx.array:
-    """A layer's arrays as one; those without tokens, of a layer whose states are mapped, left out.
-
-    They may have another width.
-    """
-    full = [array for array in arrays if array.shape[1]]
-    return mx.concatenate(full, axis=1) if full else arrays[0]

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
-from kvlingo_mlx.engine.fill import take_over
-from kvlingo_mlx.engine.healing import HealingCache, check_models
+from kvlingo_mlx.engine.fill import HealingCache, take_over
+from kvlingo_mlx.engine.healing import check_models
 from kvlingo_mlx.engine.hybrid import Native
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.evaluation import compare, lineup, probes

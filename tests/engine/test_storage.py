@@ -352,7 +352,7 @@ def test_tools_and_their_results(model: LanguageModel) -> None:
         whole = model.tokenizer.apply_chat_template(
             turns, add_generation_prompt=True, tokenize=False, tools=tools
         )
-        prompt = talk.transcript.undo().prompt(model, new)
+        prompt = talk.transcript.previous.prompt(model, new)
         assert model.tokenizer.decode(prompt) == whole
         assert talk.transcript.tokens[len(prompt) :] == expected(model, prompt)
         turns.append({"role": "assistant", "content": text})

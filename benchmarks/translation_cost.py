@@ -138,8 +138,9 @@ def run(tokens: int, layers: int, trials: int, shape: Shape = SHAPES["moe"]) -> 
             mx.eval(stacked @ maps.swapaxes(-1, -2))
 
     def translate() -> None:
-        cache = caches.allocate(target, tokens)
-        caches.write(cache, translator(states, target.geometry.first_kept(tokens)), target)
+        cache = caches.empty(target)
+        caches.reserve(cache, target, tokens)
+        caches.append(cache, translator(states, target.geometry.first_kept(tokens)), target)
         mx.eval(caches.arrays(cache))
 
     found = alternated({"translation": translate, "bare": bare}, trials)

@@ -51,9 +51,10 @@ def run(tokens: int, layers: int, nu: int, step: int, trials: int) -> dict[str, 
     assert target.cache_dtype == unbounded.cache_dtype == mx.float32
 
     def translate(model: LanguageModel) -> None:
-        cache = caches.allocate(model, tokens)
+        cache = caches.empty(model)
+        caches.reserve(cache, model, tokens)
         for states in spans:
-            caches.write(cache, translator(states, model.geometry.first_kept(tokens)), model)
+            caches.append(cache, translator(states, model.geometry.first_kept(tokens)), model)
             mx.eval(caches.arrays(cache))
 
     models = {"window": target, "every token": unbounded}

@@ -36,6 +36,7 @@ from kvlingo_mlx.options import (
     needs_of,
     number,
     off,
+    one_of,
     same,
     several,
     whole,
@@ -115,6 +116,8 @@ KINDS: dict[str, Kind] = {
     "fit.tokens": whole("a number of tokens, 1 or more", 1),
     "fit.ridge": number("0 or more, or leave it out, and one is chosen for each map",
                         lambda value: 0 <= value < float("inf")),
+    "hand_over.on_doubt": one_of("warn", "reread"),
+    "hand_over.heal": one_of("idle", "layers"),
     "characters": whole("a number of characters, 0 or more", 0),
     **dict.fromkeys(
         "verbose enable_thinking lazy head_mixing state_maps eager verbatim overwrite force "
@@ -158,6 +161,7 @@ KINDS: dict[str, Kind] = {
 }  # fmt: skip
 # Defaults of options that functions take by a TypedDict.
 DEFAULTS = {each.name: each.default for group in GROUPS for each in fields(group)}
+DEFAULTS["first_token"] = "target"
 # Arguments that the functions check themselves, because they accept many types.
 READ_ELSEWHERE = ("prompt", "tokens", "message", "messages", "prompt_cache")
 

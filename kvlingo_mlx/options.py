@@ -332,7 +332,7 @@ class DraftOptions(OptionGroup):
     draft_model: str | None = option(
         None, "Drafts for speculative decoding; the source can.", kind=MODEL
     )
-    num_draft_tokens: int = option(2, "Tokens that --draft-model drafts at a time.", kind=NUMBER)
+    num_draft_tokens: int = option(2, "Tokens that --draft-model drafts at a time.", kind=COUNT)
 
 
 def layers_of(text: str | None) -> int | str | None:
@@ -366,11 +366,13 @@ class HealOptions(OptionGroup):
         None,
         "interleaved: the target reads the prompt behind the translation, between its tokens; "
         "layers: its first layers at once, the others so.",
-        kind=TEXT,
+        kind=one_of("interleaved", "layers"),
     )
     heal_share: float = option(
-        0.5, "The share of its speed that decoding keeps.", kind=number("a number")
-    )
+        0.5, "The share of its speed that decoding keeps.",
+        kind=number("the share of its speed that decoding keeps, between 0 and 1",
+                    lambda share: 0 < share < 1),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,7 +390,7 @@ class GuardOptions(OptionGroup):
         "warn",
         "If they are further apart than usual: warn; heal, as heal = interleaved; or reread, the "
         "target reads the prompt itself first.",
-        kind=TEXT,
+        kind=one_of("warn", "heal", "reread"),
     )
 
 
@@ -415,9 +417,9 @@ class HandoverOptions(TranslatorOptions, NativeOptions, HealOptions, GuardOption
     )  # fmt: skip
     strategy: str = option(
         "accelerator", "accelerator: the source reads the prompt; native: the target reads it.",
-        kind=TEXT,
+        kind=one_of("accelerator", "native"),
     )  # fmt: skip
-    prefill_step_size: int = option(2048, "Tokens per prefill chunk.", kind=NUMBER)
+    prefill_step_size: int = option(2048, "Tokens per prefill chunk.", kind=COUNT)
 
 
 GROUPS = (SamplingOptions, CacheOptions, DraftOptions, HandoverOptions)

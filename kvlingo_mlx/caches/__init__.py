@@ -34,7 +34,7 @@ Sides = tuple[mx.array, mx.array]
 
 
 def allocate(model: LanguageModel, num_tokens: int) -> list[Any]:
-    """Stock mlx-lm caches with ``num_tokens`` positions for :func:`write`, and room to grow.
+    """Stock mlx-lm caches with ``num_tokens`` positions to be written, and room to grow.
 
     The room is allocated once, so that neither writing in chunks nor the first decoding step
     copies the content. A ring has room for its window only. Recurrent layers begin with nothing,
@@ -78,38 +78,25 @@ def empty(model: LanguageModel, step: int = GROW) -> list[Any]:
     return caches
 
 
-def write(
+def append(
     caches: Sequence[Any],
     states: TranslatedStates,
     model: LanguageModel,
     positions: mx.array | None = None,
 ) -> None:
-    """Write a translated span at its positions: norms, RoPE, cast, one slice per layer and side.
+    """Append a translated span to caches: norms, RoPE, cast, one slice per layer and side.
 
-    A recurrent layer goes on from where it is, so spans are written in order, each once.
-    Keys are rotated at the span's positions too, unless ``positions`` (T,) gives each token its
-    own. Nothing is evaluated.
+    If a layer's span begins after the end of its ring, the span fills the layer's whole window and
+    replaces all that the ring held. Keys are rotated at the span's positions too, unless
+    ``positions`` (T,) gives each token its own; the next token's position in a
+    :class:`PositionedKVCache` does not change then. Nothing is evaluated.
     """
     for layer, start, stored in _stored(states, model, positions):
         cache = caches[layer]
         if is_recurrent(cache):
-            _follow(cache, model, layer, stored)
-            continue
-        place = _place(cache, start, stored[0])
-        cache.keys[..., place, :], cache.values[..., place, :] = stored
-    _put_states(caches, states, model)
-
-
-def append(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel) -> None:
-    """Append a translated span to caches, as they append a model's own tokens.
-
-    If a layer's span begins after the end of its ring, the span fills the layer's whole window and
-    replaces all that the ring held. Nothing is evaluated.
-    """
-    for layer, start, stored in _stored(states, model):
-        cache = caches[layer]
-        if is_recurrent(cache):
-            _follow(cache, model, layer, stored)
+            cache.cache = list(_followed(model, layer, cache.cache, stored))
+        elif positions is not None and isinstance(cache, PositionedKVCache):
+            cache.put(*stored)
         elif on_gpu() and type(cache) is KVCache and not cache.offset:
             _begin(cache, stored)
         elif start > cache.offset:
@@ -126,7 +113,8 @@ def append(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel
             cache.offset += stored[0].shape[2]
         else:
             cache.update_and_fetch(*stored)
-    _put_states(caches, states, model)
+    for layer, state in states.kept.items():  # mapped states, in the place of what was held
+        caches[layer].cache = list(with_tail(model, layer, state))
 
 
 def _begin(cache: KVCache, stored: Sides) -> None:
@@ -157,12 +145,6 @@ def reserve(caches: Sequence[Any], model: LanguageModel, num_tokens: int) -> Non
             cache.keys, cache.values = longer.keys, longer.values
 
 
-def _put_states(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel) -> None:
-    """Let recurrent layers hold mapped states, in the place of what they held."""
-    for layer, state in states.kept.items():
-        caches[layer].cache = list(with_tail(model, layer, state))
-
-
 def with_tail(model: LanguageModel, layer: int, state: mx.array) -> tuple[mx.array, mx.array]:
     """What a recurrent layer's cache holds with a mapped state: an empty tail before it.
 
@@ -173,20 +155,6 @@ def with_tail(model: LanguageModel, layer: int, state: mx.array) -> tuple[mx.arr
     assert recurrence is not None
     shape = (len(state), *recurrence.parts[0])
     return mx.zeros(shape, model.cache_dtype), state
-
-
-def put(
-    caches: Sequence[PositionedKVCache],
-    states: TranslatedStates,
-    model: LanguageModel,
-    positions: mx.array,
-) -> None:
-    """Append a translated span, each entry rotated at its own of ``positions`` (S,), lazily.
-
-    The next token's position does not change; :func:`move_on` changes it.
-    """
-    for layer, _, stored in _stored(states, model, positions):
-        caches[layer].put(*stored)
 
 
 def entry(
@@ -222,11 +190,6 @@ def _followed(
     """What a recurrent layer keeps after a span of inputs (B, 1, T, width), lazily."""
     keys, values = (array[:, 0] for array in stored)
     return model.family.followed(model.attentions[layer], kept, keys, values)
-
-
-def _follow(cache: Any, model: LanguageModel, layer: int, stored: Sides) -> None:
-    """Let a recurrent layer's cache go on over a span of inputs, lazily."""
-    cache.cache = list(_followed(model, layer, cache.cache, stored))
 
 
 def _stored(
@@ -445,13 +408,6 @@ def contents(cache: Any) -> tuple[mx.array, mx.array]:
     kept = min(cache.offset, cache.max_size)
     keys, values = (cache._temporal_order(a)[..., -kept:, :] for a in (cache.keys, cache.values))
     return keys, values
-
-
-def _place(cache: Any, start: int, array: mx.array) -> slice:
-    """The slice of a cache's buffer for a span (B, H, T, D) that begins at position ``start``."""
-    if isinstance(cache, RotatingKVCache):
-        start -= cache.offset - cache._idx
-    return slice(start, start + array.shape[2])
 
 
 def arrays(caches: Sequence[Any]) -> list[mx.array]:

@@ -8,8 +8,6 @@ from kvlingo_mlx.backend import mx
 import mlx_lm.models.cache
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, create_attention_mask
 
-from kvlingo_mlx.errors import UnsupportedModelError
-
 
 class _Pinned:
     """Refuses to trim a prefix whose entries do not correspond one to one to tokens."""
@@ -71,7 +69,8 @@ class PositionedKVCache(KVCache):
 
     Its entries do not correspond one to one to tokens. ``offset`` is the number of the model's own
     tokens, at which the next token is rotated; ``entries`` is the number of stored entries. A token
-    sees all entries that were stored before it.
+    sees all entries that were stored before it. It stays in a conversation's line: mlx-lm neither
+    quantises, merges nor saves it.
     """
 
     def __init__(self) -> None:
@@ -107,36 +106,9 @@ class PositionedKVCache(KVCache):
         """False: to trim, :func:`shorten` must also be told how many entries stay."""
         return False
 
-    def trim(self, n: int) -> int:
-        """Trim nothing: the number of entries of ``n`` tokens is not known here."""
-        return 0
-
-    def size(self) -> int:
-        """The number of entries."""
-        return self.entries
-
-    def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedKVCache:
-        """Not supported, since mlx-lm's quantised cache has no separate position."""
-        raise UnsupportedModelError(
-            "a PositionedKVCache cannot be quantised; leave out kv_bits (--kv-bits)"
-        )
-
-    @classmethod
-    def merge(cls, caches: Any) -> Any:
-        """Not supported, since mlx-lm's batches use a cache's length as its next position."""
-        raise UnsupportedModelError("a PositionedKVCache cannot be part of a batch")
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        return *super().state, self.entries
-
-    @state.setter
-    def state(self, saved: tuple[Any, ...]) -> None:
-        self.keys, self.values, self.offset, self.entries = saved
-
 
 # load_prompt_cache looks up cache classes in this module.
-for _cls in (TranslatedKVCache, TranslatedQuantizedKVCache, PositionedKVCache):
+for _cls in (TranslatedKVCache, TranslatedQuantizedKVCache):
     setattr(mlx_lm.models.cache, _cls.__name__, _cls)
 
 
@@ -160,15 +132,3 @@ def positioned(caches: Sequence[Any]) -> list[Any]:
         found.entries = getattr(cache, "entries", cache.offset)
         made.append(found)
     return made
-
-
-def move_on(caches: Sequence[PositionedKVCache], position: int) -> None:
-    """Set the next token's position."""
-    for cache in caches:
-        cache.offset = position
-
-
-def shorten(caches: Sequence[PositionedKVCache], position: int, entries: int) -> None:
-    """Go back to an earlier state: set the next position and the number of entries that stay."""
-    for cache in caches:
-        cache.offset, cache.entries = position, entries

@@ -44,58 +44,32 @@ def check_bits(model: LanguageModel, bits: int, group_size: int) -> None:
     check_groups(model, bits, group_size)
 
 
-def check_interleaving(model: LanguageModel) -> None:
-    """Refuse a model whose cache entries cannot be replaced while an answer grows behind them.
+def check_going_back(model: LanguageModel, cannot: str, gone: str) -> None:
+    """Refuse a model that cannot go back to fewer tokens; the message says what it ``cannot`` do.
 
     Raises:
         UnsupportedModelError: A layer keeps a window or a state, without what came before.
     """
-    if kept := _forgetting(model):
-        raise UnsupportedModelError(
-            f"{model.name} cannot be healed while it answers: {kept}, and what it read before "
-            "is gone; heal between two answers (Conversation.heal, chat -c heal=idle)"
-        )
-
-
-def check_going_back(model: LanguageModel) -> None:
-    """Refuse a model that cannot run its last tokens again, as a guard in a conversation does.
-
-    Raises:
-        UnsupportedModelError: A layer keeps a window or a state, without what came before.
-    """
-    if kept := _forgetting(model):
-        raise UnsupportedModelError(
-            f"{model.name} cannot be guarded in a conversation: {kept}, and cannot go back to "
-            "what came before; leave out guard (-c guard)"
-        )
-
-
-def check_reading_amid(model: LanguageModel) -> None:
-    """Refuse a model that cannot read some tokens in the place of their translated entries.
-
-    Raises:
-        UnsupportedModelError: A layer keeps a window or a state, without what came before.
-    """
-    if kept := _forgetting(model):
-        raise UnsupportedModelError(
-            f"{model.name} cannot read tokens amid translated ones: {kept}, not an entry for each "
-            "token; leave out native_middle (-c native_middle)"
-        )
-
-
-def _forgetting(model: LanguageModel) -> str:
-    """Which of a model's layers keep a window or a state, in words; empty if none does."""
     kinds = {
         "window": [g.window is not None for g in model.geometry.layers],
         "recurrent state": [g.recurrence is not None for g in model.geometry.layers],
     }
     for kind, found in kinds.items():
         if any(found):
-            return (
-                f"{sum(found)} of its {len(found)} cache layers (the first: layer "
-                f"{found.index(True)}) keep a {kind}"
+            raise UnsupportedModelError(
+                f"{model.name} {cannot}: {sum(found)} of its {len(found)} cache layers (the first: "
+                f"layer {found.index(True)}) keep a {kind}, and {gone}"
             )
-    return ""
+
+
+def check_interleaving(model: LanguageModel) -> None:
+    """Refuse a model whose entries cannot be replaced while an answer grows behind them."""
+    check_going_back(
+        model,
+        "cannot be healed while it answers",
+        "what it read before is gone; heal between two answers (Conversation.heal, chat "
+        "-c heal=idle)",
+    )
 
 
 def check_groups(model: LanguageModel, bits: int, group_size: int) -> None:

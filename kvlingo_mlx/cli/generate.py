@@ -102,11 +102,9 @@ def command(options: GenerateVerb) -> None:
 
 def _models(options: GenerateVerb, asked: Any) -> tuple[LanguageModel, LanguageModel]:
     """The source and the target; under ``mlx.launch`` this machine's parts of them."""
-    from kvlingo_mlx.engine.plan import check_strategy
     from kvlingo_mlx.loading.models import load_pair, open_pair, reached, read_together
     from kvlingo_mlx.machines import here
 
-    check_strategy(options.strategy)
     native, translator = options.strategy == "native", options.translator
     if not here().several and options.placement is None:
         budget = options.memory_budget  # by which the source decodes, and so is needed here

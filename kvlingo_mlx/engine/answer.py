@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvlingo_mlx.engine.calls import ToolCall
+from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.line import Steps
 from kvlingo_mlx.engine.line_set import LineSet
 from kvlingo_mlx.engine.messages import answer_message
@@ -160,8 +161,9 @@ class AnswerInProgress:
         self._transcript.book(self.messages, readings, self.latest, written)
 
     def follow(self, *, eager: bool) -> Steps:
-        """Bring the other lines up to date with the answer, as it was booked if it was."""
+        """Bring a conversation's other lines up to date with the answer, booked if it was."""
         transcript, exchange = self._transcript, self._exchange
+        assert isinstance(exchange, Exchange)
         done = transcript.readings.get(self.latest, self._readings[self.latest])
         wanted: dict[str, Reading | None] = {self.latest: done}
         for line in exchange.lines.values():

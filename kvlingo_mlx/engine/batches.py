@@ -8,7 +8,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kvlingo_mlx.backend import mx
 
@@ -17,7 +17,6 @@ from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.sample_utils import greedy_sampler
 
 from kvlingo_mlx.caches.limits import can_merge
-from kvlingo_mlx.engine.responses import Sound
 from kvlingo_mlx.engine.sampling import Choice, LogitsProcessor
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.group import ALONE, Group
@@ -65,7 +64,7 @@ class Row:
 
             return called
 
-        return [Sound(), *map(guarded, processors)] if processors else []
+        return list(map(guarded, processors))
 
     def fail(self, error: Exception) -> None:
         """Let :meth:`take` raise an error once what is ready has been taken."""
@@ -101,20 +100,6 @@ class Row:
         if self._failure is not None:
             raise self._failure
         return None
-
-
-class Place(Protocol):
-    """Where an answer is decoded: a :class:`Batch`, or a place kept in one."""
-
-    @property
-    def full(self) -> bool:
-        """Whether no further answer can join."""
-
-    def join(self, cache: Sequence[Any], tokens: Sequence[int], choice: Choice, most: int) -> Row:
-        """Begin an answer."""
-
-    def leave(self, row: Row) -> tuple[list[Any], list[KVStates]] | None:
-        """End an answer."""
 
 
 class _Seeded:

@@ -8,19 +8,24 @@ translated once. At a switch only the spans that the incoming model lacks are tr
 import functools
 import os
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypedDict, Unpack
 
 from kvlingo_mlx.arguments import checked
+from kvlingo_mlx.caches.limits import check_bits
+from kvlingo_mlx.caches.validation import room_for
 from kvlingo_mlx.engine import folder as folders
 from kvlingo_mlx.engine.accounting import Stats, check_room
-from kvlingo_mlx.engine.asking import Asking, ReplyOptions, Request
+from kvlingo_mlx.engine.answer import AnswerInProgress
+from kvlingo_mlx.engine.batches import Batch, Row
 from kvlingo_mlx.engine.directions import Given
 from kvlingo_mlx.engine.exchange import Exchange, Switch
-from kvlingo_mlx.engine.generation import check_max_tokens
+from kvlingo_mlx.engine.generation import DECODE_OPTIONS, check_drafting, check_max_tokens
 from kvlingo_mlx.engine.guarding import WARN
 from kvlingo_mlx.engine.healing import HEAL_SHARE
-from kvlingo_mlx.engine.line import Steps
+from kvlingo_mlx.engine.line import Line, Steps
+from kvlingo_mlx.engine.messages import history_of, messages_of, without_oldest_turn
 from kvlingo_mlx.engine.responses import GenerationResponse, Heard
 from kvlingo_mlx.engine.rules import Rules, tell_of_templates
 from kvlingo_mlx.engine.sampling import DecodingOptions, LogitsProcessor, Sampler, choice_of, given
@@ -29,7 +34,7 @@ from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.engine.turn import Decoding, Part, Turn, tokens_alone
 from kvlingo_mlx.engine.use import claiming
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.loading.models import Model, load_together
+from kvlingo_mlx.loading.models import Model, load, load_together
 from kvlingo_mlx.machines import digest_of, facts_of, group_of, own_folder
 from kvlingo_mlx.models.prompts import Message, check_json, check_tools, render_text
 from kvlingo_mlx.tokenization.probes import think_marks
@@ -37,6 +42,46 @@ from kvlingo_mlx.tokenization.probes import think_marks
 __all__ = ["Conversation", "Stats", "Switch"]
 
 ON_FULL = ("error", "drop_oldest")
+
+
+class ReplyOptions(DecodingOptions, total=False):
+    """The options of :meth:`Conversation.reply` and :meth:`Conversation.stream_reply`."""
+
+    messages: Sequence[Message] | None
+    prefill: str | None
+    first_token: str
+    reasoning: str | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What :meth:`Conversation.stream_reply` was asked for; the attributes are its arguments."""
+
+    message: str | Sequence[Message] | None = None
+    messages: Sequence[Message] | None = None
+    prefill: str | None = None
+    first_token: str = "target"
+    reasoning: str | None = None
+    max_tokens: int = 256
+    sampler: Sampler | None = None
+    logits_processors: list[LogitsProcessor] | None = None
+    enable_thinking: bool | None = None
+    draft_model: Model | None = None
+    num_draft_tokens: int | None = None
+    # its :class:`~kvlingo_mlx.engine.sampling.DecodingOptions`
+    options: Mapping[str, Any] = field(default_factory=dict)
+    # further switches of the chat template
+    template: Mapping[str, Any] = field(default_factory=dict)
+    begun: str = ""  # the text with which the answer begins, which is given
+    batch: Batch | None = None  # the answers beside which the model decodes this one, or None
+    seat: Callable[[Row | None], None] = lambda row: None  # told of its place there
+
+    @classmethod
+    def of(cls, message: str | Sequence[Message] | None, options: Mapping[str, Any]) -> Self:
+        """The request in a caller's options, of which those that are None are not given."""
+        known, own = given(options), {field.name for field in fields(cls)}
+        more = {name: value for name, value in known.items() if name not in own}
+        return cls(message, **{n: v for n, v in known.items() if n in own}, options=more)
 
 
 class ResumeOptions(TypedDict, total=False):
@@ -187,18 +232,7 @@ class Conversation(State):
         self,
         name: str,
         message: str | Sequence[Message] | None = None,
-        *,
-        messages: Sequence[Message] | None = None,
-        prefill: str | None = None,
-        first_token: str = "target",
-        reasoning: str | None = None,
-        max_tokens: int = 256,
-        sampler: Sampler | None = None,
-        logits_processors: list[LogitsProcessor] | None = None,
-        enable_thinking: bool | None = None,
-        draft_model: Model | None = None,
-        num_draft_tokens: int | None = None,
-        **options: Unpack[DecodingOptions],
+        **options: Unpack[ReplyOptions],
     ) -> Generator[GenerationResponse, None, None]:
         """Let a model answer; yield one response per token.
 
@@ -241,23 +275,10 @@ class Conversation(State):
                 it.
             NotEnoughMemoryError: The prompt's caches do not fit; nothing has changed.
         """
-        request = Request(
-            message,
-            messages,
-            prefill,
-            first_token,
-            reasoning,
-            max_tokens,
-            sampler,
-            logits_processors,
-            enable_thinking,
-            draft_model,
-            num_draft_tokens,
-            given(options),
-        )
+        request = Request.of(message, options)
         switches = dict(self.transcript.switches)
-        if enable_thinking is not None:
-            switches["enable_thinking"] = enable_thinking
+        if request.enable_thinking is not None:
+            switches["enable_thinking"] = request.enable_thinking
         model = self.exchange.line(name).model
         heard = Heard(model, lambda: render_text(model, self.messages[:-1], **switches), chat=True)
         yield from tokens_alone(self._steps(name, request), heard)
@@ -288,16 +309,16 @@ class Conversation(State):
         named = [n for n in (name, request.prefill, reasoning) if n is not None]
         for each in named:  # check all names before any model begins
             self.exchange.line(each)
-        asking = Asking(self.exchange, self.transcript, self.on_full)
-        base, new = asking.begun(request)
+        base, new = self._asked(request)
         check_tools(self.exchange.line(name).model, [*base.messages, *new], known.get("tools"))
         decoding = Decoding(
             choice,
             base.switches.get("tools"),
-            asking.quantised(named, known),
-            asking.draft(request),
+            self._quantised(named, known),
+            self._draft(request),
             request.num_draft_tokens or 2,
             request.batch,
+            request.seat,
         )
         if rules.heals_answers and (decoding.quantised or decoding.draft is not None):
             asked = f"heal is {rules.heal!r}" if rules.heal else "on_doubt is 'heal'"
@@ -306,8 +327,12 @@ class Conversation(State):
                 "and draft_model need it; leave one of them out, or heal between two answers "
                 "(Conversation.heal)"
             )
-        base, new = asking.fitting(base, new, named, request.max_tokens)
-        turn = asking.turn(base, named, new, request.max_tokens, decoding)
+        base, new = self._fitting(base, new, named, request.max_tokens)
+        progress = AnswerInProgress(self.exchange, base, new, named)
+        if (draft := decoding.draft) is not None:
+            model = self.exchange.line(name).model
+            check_drafting(model, draft.model, progress.prompt, request.max_tokens)
+        turn = Turn(self.exchange, progress, request.max_tokens, decoding)
         parts = [Part(name)]
         if reasoning is not None:
             mark = think_marks(self.exchange.line(reasoning).model.tokenizer)[1]
@@ -328,6 +353,82 @@ class Conversation(State):
                 "thinking enabled, or with more max_tokens",
                 stacklevel=4,
             )
+
+    def _asked(self, request: Request) -> tuple[Transcript, list[Message]]:
+        """The transcript before the messages that are to be answered, and these messages.
+
+        Raises:
+            ValueError: Both or neither are given, or there is nothing to answer.
+        """
+        message, messages = request.message, request.messages
+        if message is not None and messages is not None:
+            raise ValueError(
+                "message and messages are both given; give the new message alone, or the whole "
+                "conversation as messages"
+            )
+        if messages is not None:
+            base, new = self.transcript.at(history_of(messages)), []
+        else:
+            base = self.transcript.copy()
+            new = [] if message is None else messages_of(message)
+        base.begun = request.begun
+        waiting = any(m.get("role") in ("user", "tool") for m in base.messages[-1:])
+        if message is None and messages is None and not waiting:
+            messages_of(message)  # message is None: this raises ValueError
+        tools = request.options.get("tools")
+        switches = {"enable_thinking": request.enable_thinking, "tools": tools and list(tools)}
+        switches |= request.template
+        base.switches |= {name: value for name, value in switches.items() if value is not None}
+        return base, new
+
+    def _quantised(self, names: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
+        """mlx-lm's options for a quantised cache; refuses models that cannot have one."""
+        found = {option: known[option] for option in DECODE_OPTIONS if option in known}
+        if found and self.exchange.several:
+            raise ValueError(
+                "kv_bits cannot be used in a conversation of several tokenizers, whose caches "
+                "mlx-lm cannot quantise; leave it out"
+            )
+        for name in names if found else ():
+            model = self.exchange.line(name).model
+            check_bits(model, found["kv_bits"], found.get("kv_group_size", 64))
+        return found
+
+    def _draft(self, request: Request) -> Line | None:
+        """A separate line for a draft model; a copy if it is one of the conversation's models."""
+        draft_model = request.draft_model
+        if draft_model is None:
+            return None
+        alone = request.reasoning is None and request.first_token == "target"
+        if self.exchange.several or not alone:
+            what = "beside reasoning or first_token" if not alone else "between several tokenizers"
+            raise ValueError(f"draft_model cannot be used {what}; leave one of them out")
+        if isinstance(draft_model, str) and draft_model in self.exchange.lines:
+            line = self.exchange.lines[draft_model].copy()
+            line.records = False
+            return line
+        return Line("draft", load(draft_model), records=False)
+
+    def _fitting(
+        self, base: Transcript, new: list[Message], names: Sequence[str], max_tokens: int
+    ) -> tuple[Transcript, list[Message]]:
+        """The same two; for ``drop_oldest``, without the oldest turns until the answer has room."""
+        if self.on_full != "drop_oldest":
+            return base, new
+        models = [self.exchange.line(name).model for name in names]
+        messages = [*base.messages, *new]
+
+        def fits() -> bool:
+            return all(
+                room_for(model, len(base.prompt(model, new)), -1)
+                >= (1 if max_tokens == -1 else min(max_tokens, model.context_length // 2))
+                for model in models
+            )
+
+        while not fits() and (shorter := without_oldest_turn(messages)) is not None:
+            messages, new = shorter, []
+            base = base.at(messages)
+        return base, new
 
     def _facts(self, turn: Turn, names: Sequence[str], request: Request) -> dict[str, str]:
         """What is asked and held, alike in all processes, so that none waits for another."""
@@ -372,9 +473,8 @@ class Conversation(State):
             models: The models, by the names that they had.
             translators: As for a new conversation; the translators that were in use must be among
                 them or in the local store, unless ``on_missing`` is ``reprefill``.
-            options: ``eager``, ``on_missing``, ``offload``, ``prefill_step_size``, ``quantize``,
-                ``native_layers``, ``allow_mismatch``, ``on_full``, ``heal`` and ``heal_share``;
-                everything else comes from the saved conversation.
+            options: Those of :class:`ResumeOptions`; everything else comes from the saved
+                conversation.
 
         Raises:
             MalformedConversationError: The folder holds no saved conversation, or one that is

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from kvlingo_mlx.engine.guarding import check_reference
+from kvlingo_mlx.engine.hybrid import native_part
 from kvlingo_mlx.engine.rules import Rules, by_tokenizer
 from kvlingo_mlx.errors import (
     IncompatibleTranslatorError,
@@ -155,7 +156,9 @@ class Directions:
         """
         if config.alignment is not None:
             return 0
-        return self._rules.layers(config, tokens)
+        rules = self._rules
+        own = native_part(config, rules.native_layers, tokens=tokens, at_once=rules.at_once)
+        return own.layers
 
     def _check_stored(self, read: bool) -> None:
         """Check now what would otherwise fail at a switch to a stored translator (ValueError).

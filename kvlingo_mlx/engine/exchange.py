@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import time
 import weakref
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 
@@ -43,7 +42,7 @@ from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.loading.translators import name_of
 from kvlingo_mlx.machines import group_of
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.threads import finished, unit, working
+from kvlingo_mlx.threads import unit, working
 from kvlingo_mlx.translators.base import Translator
 
 Wanted = Mapping[str, Reading | None]  # by tokenizer; None where the reading is unknown
@@ -60,6 +59,7 @@ class Exchange(LineSet):
         several: Whether their models have several tokenizers.
         known: The readings with which a line was last brought up to date, if there are several.
         last: The last switch, or None.
+        brought: The tokens that its line held then.
         active: The name of the line that was brought up to date last, or None.
         barred: Ordered pairs of models between which nothing is translated for now.
         asleep: Models whose weights are not in memory. Their lines are not brought up to date after
@@ -83,7 +83,7 @@ class Exchange(LineSet):
         records = len(models) > 1 and rules.switching != "reprefill"
         self.lines = {name: self._open(name, m, records) for name, m in models.items()}
         self.last: Switch | None = None
-        self._brought: list[int] = []
+        self.brought: list[int] = []
         self.active: str | None = None
         self.directions = Directions(models, translators, rules)
         self.barred: frozenset[tuple[str, str]] = frozenset()
@@ -101,8 +101,7 @@ class Exchange(LineSet):
     @directions.setter
     def directions(self, directions: Directions) -> None:
         self._directions = directions
-        for name, line in self.lines.items():
-            line.inputs, line.states = directions.read_of(name)
+        self._look_again()
 
     @unit
     def copy(self) -> Exchange:
@@ -182,7 +181,7 @@ class Exchange(LineSet):
         clock, self.known = Clock(), known
         steps = self._bring(name, tokens, mark, known, then, clock)
         plan, kept, found = yield from clock.during(steps)
-        self._brought = list(tokens)
+        self.brought = list(tokens)
         self.last = self._switch(self.line(name), plan, kept, clock, found)
         return self.last
 
@@ -372,6 +371,7 @@ class Exchange(LineSet):
         return source.native.reach(begun, most, kept=states)
 
     def can_follow(self, name: str) -> bool:
+        """Whether a line can take over what another has."""
         others = (other for other in self.lines if other != name)
         return not all(self.directions.missing(other, name) for other in others)
 
@@ -452,21 +452,6 @@ class Exchange(LineSet):
         for line in self.lines.values():
             if line.name != name:
                 line.put_away(self.rules.offload)
-
-    def measure_reprefill(self) -> float:
-        """Seconds that the last switch's model takes to read its prompt anew, except one token.
-
-        Raises:
-            ValueError: There has been no switch.
-        """
-        if self.last is None:
-            raise ValueError(
-                "no model has answered yet, so there is no prompt to measure; call reply first"
-            )
-        fresh = Line(self.last.name, self.line(self.last.name).model, records=False)
-        started = time.perf_counter()
-        finished(fresh.read(self._brought, self.rules.step_size))
-        return time.perf_counter() - started
 
 
 def _alike(one: Line, other: Line) -> bool:

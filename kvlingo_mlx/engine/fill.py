@@ -1,5 +1,6 @@
 """Hand a prompt over from one model's cache to another's."""
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,9 +13,9 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.engine import guarding, healing
 from kvlingo_mlx.engine.line import Line
-from kvlingo_mlx.engine.one_turn import TARGET, OneTurn, bring, take_over
+from kvlingo_mlx.engine.one_turn import TARGET, OneTurn, bring, source_line, take_over
 from kvlingo_mlx.engine.plan import HandoverRequest, Plan, prepare
-from kvlingo_mlx.engine.sources import source_line
+from kvlingo_mlx.group import ALONE, Group
 from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt
@@ -23,6 +24,44 @@ from kvlingo_mlx.threads import finished
 from kvlingo_mlx.translators.base import Translator
 
 __all__ = ["bring", "hand_over", "take_over"]
+
+
+class HealingCache(list[Any]):
+    """A translated cache, a list of mlx-lm's own caches, that its model can read behind.
+
+    Decoding may go on between two calls of :meth:`heal`; what it appends stays. Do not shorten the
+    caches below the prompt before all of it is read. ``save_prompt_cache`` keeps the entries as
+    they are, and not what is left to read.
+    """
+
+    def __init__(self, line: Line, group: Group = ALONE) -> None:
+        super().__init__(line.cache)
+        self._line, self._pace, self._end = line, healing.Pace(group), self[0].offset
+
+    @property
+    def left(self) -> int:
+        """The number of prompt tokens that the model has yet to read as it would alone."""
+        return self._line.left(answers=True)
+
+    def heal(self, seconds: float = healing.IDLE_S) -> int:
+        """Let the model read on for about so many ``seconds``; return the tokens that are left.
+
+        A call reads one chunk. The first one is short, since the machine's pace is not known yet.
+
+        Raises:
+            ValueError: The caches have been shortened below the prompt.
+        """
+        if seconds <= 0:
+            raise ValueError(f"seconds is {seconds!r}; give a number above 0")
+        if self.left and (end := self[0].offset) < self._end:
+            raise ValueError(
+                f"the caches hold {end} tokens, fewer than the {self._end} of the prompt, which is "
+                "not read to its end; hand the prompt over again"
+            )
+        if self.left:
+            read = functools.partial(self._line.heal, answers=True)
+            self._pace.read(read, max(1, self._pace.within(seconds)))
+        return self.left
 
 
 @checked
@@ -71,7 +110,7 @@ def hand_over(
             check that the caches belong to these tokens.
         enable_thinking: The chat template's switch, for messages.
         tools: The tools that the chat template announces, for messages.
-        heal: ``idle`` returns a :class:`~kvlingo_mlx.engine.healing.HealingCache`, a list whose
+        heal: ``idle`` returns a :class:`~kvlingo_mlx.engine.fill.HealingCache`, a list whose
             ``heal()`` lets the decode model read the prompt itself, a chunk a call, in the place of
             the translation. ``layers`` also lets it read some layers at once: ``native_layers``,
             the tuned number or a quarter of all.
@@ -97,22 +136,7 @@ def hand_over(
             ``heal`` is given, and the decode model has windows, recurrent states or another
             tokenizer.
     """
-    healing.check_way(heal, healing.HANDED)
-    guarding.check_guard(guard, on_doubt, guarding.HANDED)
-    request = HandoverRequest(
-        translator=translator,
-        prefill_step_size=prefill_step_size,
-        enable_thinking=enable_thinking,
-        tools=tools,
-        native_layers=native_layers,
-        native_head=native_head,
-        native_tail=native_tail,
-        native_middle=native_middle,
-        allow_mismatch=allow_mismatch,
-        heal=heal,
-        guard=guard,
-        on_doubt=on_doubt,
-    )
+    request = HandoverRequest.of(locals())
 
     def check(plan: Plan) -> None:
         if heal is not None:
@@ -131,33 +155,19 @@ def hand_over(
         finished(source.read(plan.prefix[len(source) :], plan.step_size))
     if heal is None:
         return turn.target.cache
-    return healing.HealingCache(turn.target, plan.group)
+    return HealingCache(turn.target, plan.group)
 
 
 def _holding(plan: Plan, cache: list[Any]) -> Line | None:
     """The source's line with a cache of its own, which may hold the first tokens of the prefix.
 
     Raises:
-        ValueError: The cache is not one of the source's, or holds too much.
+        ValueError: The cache is not one of the source's, or holds too much; or the source is on
+            another machine, or has another tokenizer.
+        UnsupportedModelError: Several machines hold the source together.
     """
     if plan.translator is None:
         return None
-    _check_own(plan)
-    held = _held(cache, plan.source, plan.translator, len(plan.prefix))
-    if held is not None:
-        _check_end(plan, held)
-    line = source_line(plan)
-    line.hold(plan.prefix[: 0 if held is None else held.end], held, cache)
-    return line
-
-
-def _check_own(plan: Plan) -> None:
-    """Refuse a ``prompt_cache`` of a source that is not whole in this process.
-
-    Raises:
-        ValueError: It is on another machine, or has another tokenizer.
-        UnsupportedModelError: Several machines hold it together.
-    """
     if plan.source.address is not None:
         raise ValueError(
             f"prompt_cache holds caches of {plan.source.name}, which is on {plan.source.address} "
@@ -166,18 +176,17 @@ def _check_own(plan: Plan) -> None:
     plan.source.group.refuse({"prompt_cache": True})
     if plan.aligned is not None:
         raise ValueError("prompt_cache cannot be used between two tokenizers; leave it out")
-
-
-def _check_end(plan: Plan, held: KVStates) -> None:
-    """Refuse (ValueError) held states that end behind the token after which they are mapped."""
-    assert plan.translator is not None
-    span = plan.span
-    if plan.translator.config.state_maps and span and held.end > span.stop:
+    held = _held(cache, plan.source, plan.translator, len(plan.prefix))
+    mapped, span = plan.translator.config.state_maps, plan.span
+    if held is not None and mapped and span and held.end > span.stop:
         raise ValueError(
             f"prompt_cache holds {held.end} tokens, and recurrent states are mapped after "
             f"{span.stop}, where the target begins to read itself: leave out native_tail and "
             "guard, or give a cache of fewer tokens"
         )
+    line = source_line(plan)
+    line.hold(plan.prefix[: 0 if held is None else held.end], held, cache)
+    return line
 
 
 def _held(

@@ -25,7 +25,7 @@ from mlx.utils import tree_flatten
 
 from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.line import Line
-from kvlingo_mlx.engine.storage import by_dtype, from_weights, read_file, to_weights, write_file
+from kvlingo_mlx.engine.storage import Held, from_numpy, read_file, to_numpy, write_file
 from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.errors import (
     IncompatibleTranslatorError,
@@ -34,16 +34,14 @@ from kvlingo_mlx.errors import (
     printable,
 )
 from kvlingo_mlx.format.atomic import sync_file
-from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.machines import OWN_FOLDER, digest_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
 from kvlingo_mlx.version import __version__
 
-FORMAT, VERSION = "kvlingo-conversation", 4  # 3: structured messages; 4: answers by place
+FORMAT, VERSION = "kvlingo-conversation", 5  # 4: answers by place; 5: a line is one file
 FACTS = "conversation.json"
-# A line's arrays of two dtypes, its recurrent states being float32, are two files.
-OURS = re.compile(r"line-\d+\.(cache|states|native|kept)\.[0-9a-f]{16}\.safetensors(\.tmp)?")
+OURS = re.compile(r"line-\d+\.[0-9a-f]{16}\.safetensors(\.tmp)?")
 SAMPLED = 64  # about how many numbers of an array go into the digest
 
 
@@ -91,8 +89,7 @@ class Draft:
     # what becomes ``conversation.json``, without the names of the files with arrays; as text, since
     # the conversation changes its own lists as it goes on
     facts: str
-    # the arrays of each model's line, by the kind of file (``cache``, ``states``, ``native``)
-    lines: Mapping[str, Mapping[str, Drafted]]
+    lines: Mapping[str, Held]  # the arrays of each model's line
 
     def write(self, folder: str | os.PathLike[str]) -> Path:
         """Write it to a folder, in place of an older conversation there.
@@ -110,7 +107,8 @@ class Draft:
         lines: dict[str, dict[str, Any]] = facts["lines"]
         try:
             for index, (name, entry) in enumerate(lines.items()):
-                entry["files"] = self._write_line(folder, index, name, written)
+                if self.lines[name]:
+                    entry |= self._write_line(folder, index, name, written)
             _replace(folder / FACTS, json.dumps(facts) + "\n")
         except BaseException:
             for path in written:
@@ -118,7 +116,7 @@ class Draft:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # fails unless it is empty, so unless it was made here
             raise
-        named = {entry["file"] for line in lines.values() for entry in line["files"].values()}
+        named = {entry.get("file") for entry in lines.values()}
         for path in folder.iterdir():
             if OURS.fullmatch(path.name) and path.name not in named:
                 path.unlink()
@@ -126,26 +124,15 @@ class Draft:
 
     def _write_line(
         self, folder: Path, index: int, name: str, written: list[Path]
-    ) -> dict[str, Any]:
-        files = {}
-        for what, drafted in self.lines[name].items():
-            temporary = folder / f"line-{index}.{what}.{os.urandom(8).hex()}.safetensors.tmp"
-            written.append(temporary)
-            digest = write_file(temporary, drafted.weights)
-            path = folder / f"line-{index}.{what}.{digest[:16]}.safetensors"
-            if not path.exists():
-                written.append(path)
-            os.replace(temporary, path)
-            files[what] = {"file": path.name, "sha256": digest, "shapes": drafted.shapes}
-        return files
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """Arrays of one file, with two axes each, and their true shapes."""
-
-    weights: Weights
-    shapes: Mapping[str, list[int]]
+    ) -> dict[str, str]:
+        temporary = folder / f"line-{index}.{os.urandom(8).hex()}.safetensors.tmp"
+        written.append(temporary)
+        digest = write_file(temporary, self.lines[name])
+        path = folder / f"line-{index}.{digest[:16]}.safetensors"
+        if not path.exists():
+            written.append(path)
+        os.replace(temporary, path)
+        return {"file": path.name, "sha256": digest}
 
 
 @unit
@@ -172,24 +159,11 @@ def draft(exchange: Exchange, transcript: Transcript) -> Draft:
     return Draft(json.dumps(facts), lines)
 
 
-def _drafted(line: Line) -> dict[str, Drafted]:
-    made = {}
-    listed = [
-        pair
-        for names, held in (
-            (("cache", "states"), line.arrays()),
-            (("native", "kept"), line.native.arrays()),
-        )
-        for pair in zip(names, by_dtype(held), strict=False)
-    ]
-    for what, arrays in listed:
-        # Separate array objects, since a cache changes its own in place.
-        own = {name: array[...] for name, array in arrays.items()}
-        mx.eval(list(own.values()))
-        if own:
-            shapes = {name: list(array.shape) for name, array in own.items()}
-            made[what] = Drafted(to_weights(own), shapes)
-    return made
+def _drafted(line: Line) -> Held:
+    # Separate array objects, since a cache changes its own in place.
+    own = {name: array[...] for name, array in (line.arrays() | line.native.arrays()).items()}
+    mx.eval(list(own.values()))
+    return to_numpy(own)
 
 
 def check_destination(folder: Path) -> None:
@@ -279,7 +253,7 @@ class Saved:
         """
         with self._believed():
             wanted = dict(self._facts["models"])
-            empty = [name for name, line in self._facts["lines"].items() if not line["files"]]
+            empty = [name for name, line in self._facts["lines"].items() if "file" not in line]
         for name, origin in self.models.items():
             if name not in models:
                 raise ValueError(
@@ -310,12 +284,8 @@ class Saved:
             for entry in self._facts["translators"]:
                 self._check_translator(exchange, **entry)
             for name, entry in self._facts["lines"].items():
-                arrays = {w: self._read(**f) for w, f in entry["files"].items()}
-                line = exchange.lines[name]
-                held = {**arrays.get("cache", {}), **arrays.get("states", {})}
-                line.restore(entry["facts"], held)
-                recorded = {**arrays.get("native", {}), **arrays.get("kept", {})}
-                line.native.restore(entry["facts"]["native"], recorded)
+                held = self._read(entry["file"], entry["sha256"]) if "file" in entry else {}
+                exchange.lines[name].restore(entry["facts"], held)
             exchange.active = self._facts["active"]
             tokens = {name: line.tokens for name, line in exchange.lines.items()}
             what = f"conversation in {self.folder.parent}"
@@ -340,13 +310,12 @@ class Saved:
                 )
             )
 
-    def _read(self, file: str, sha256: str, shapes: Mapping[str, list[int]]) -> dict[str, mx.array]:
+    def _read(self, file: str, sha256: str) -> dict[str, mx.array]:
         if not OURS.fullmatch(file):
             raise self._damaged(FACTS, f"it names a file {file!r}")
         try:
-            found = from_weights(read_file(self.folder / file, sha256))
+            arrays = from_numpy(read_file(self.folder / file, sha256))
         except KVLingoError as error:
             raise MalformedConversationError(str(error)) from None
-        arrays = {name: found[name].reshape(shape) for name, shape in shapes.items()}
         mx.eval(arrays)  # now any thread may use them
         return arrays

@@ -15,7 +15,7 @@ from kvlingo_mlx.engine import guarding, healing
 from kvlingo_mlx.engine.one_turn import OneTurn
 from kvlingo_mlx.engine.plan import HandoverRequest, Plan, prepare
 from kvlingo_mlx.engine.responses import GenerationResponse, joined
-from kvlingo_mlx.engine.sampling import DecodingOptions, LogitsProcessor, Sampler, choice_of, given
+from kvlingo_mlx.engine.sampling import DecodingOptions, choice_of, given
 from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt
@@ -29,18 +29,12 @@ class GenerateOptions(DecodingOptions, total=False):
 
     translator: Translator | str | os.PathLike[str] | None
     strategy: str
-    max_tokens: int
-    sampler: Sampler | None
-    logits_processors: list[LogitsProcessor] | None
     prefill_step_size: int
-    enable_thinking: bool | None
     native_layers: int | str | None
     native_head: int
     native_tail: int
     native_middle: int
     allow_mismatch: bool
-    draft_model: Model | None
-    num_draft_tokens: int
     heal: str | None
     heal_share: float
     guard: int
@@ -72,18 +66,19 @@ def stream_generate(
     check_max_tokens(max_tokens)
     request = HandoverRequest.of(known)
     heal, doubt = request.heal, request.on_doubt
-    healing.check_way(heal, healing.ANSWERING, request.heal_share)
-    guarding.check_guard(request.guard, doubt)
     decode_options = {name: known[name] for name in DECODE_OPTIONS if name in known}
 
     def check(plan: Plan) -> None:
-        _check_bits(plan, decode_options)
+        for model in (plan.target, plan.draft) if decode_options else ():
+            if model is not None:
+                group = decode_options.get("kv_group_size", 64)
+                check_bits(model, decode_options["kv_bits"], group)
         if heal is not None:
             _check_healing(plan, f"heal is {heal!r}", decode_options)
         elif request.guard and doubt == guarding.HEAL:
             _check_healing(plan, "on_doubt is 'heal'", decode_options)
         if plan.draft is not None:
-            check_drafting(plan.target, plan.draft, plan.tokens, max_tokens, drafts)
+            check_drafting(plan.target, plan.draft, plan.tokens, max_tokens)
 
     plan = prepare(prefill_model, decode_model, prompt, request, check)
     turn = OneTurn(plan, heals=heal is not None, share=request.heal_share, on_doubt=doubt)
@@ -101,19 +96,8 @@ def _check_healing(plan: Plan, asked: str, options: Mapping[str, Any]) -> None:
         )
 
 
-def _check_bits(plan: Plan, options: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError if a model's cache cannot have these ``kv_bits``."""
-    if (bits := options.get("kv_bits")) is not None:
-        for model in (plan.target,) if plan.draft is None else (plan.target, plan.draft):
-            check_bits(model, bits, options.get("kv_group_size", 64))
-
-
 def check_drafting(
-    target: LanguageModel,
-    draft: LanguageModel,
-    tokens: Sequence[int],
-    max_tokens: int,
-    num_draft_tokens: int,
+    target: LanguageModel, draft: LanguageModel, tokens: Sequence[int], max_tokens: int
 ) -> None:
     """Refuse a draft model that cannot draft for ``target`` after ``tokens``.
 
@@ -123,8 +107,6 @@ def check_drafting(
     """
     if max_tokens < 0:
         raise ValueError(f"max_tokens is {max_tokens}; with a draft model give a positive number")
-    if num_draft_tokens < 1:
-        raise ValueError(f"num_draft_tokens is {num_draft_tokens}; it must be at least 1")
     if draft.tokenizer_fingerprint != target.tokenizer_fingerprint:
         raise ValueError(
             f"the draft model {draft.name} has another vocabulary than {target.name}; "

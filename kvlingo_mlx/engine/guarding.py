@@ -22,9 +22,7 @@ from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.models.hidden import logits_of
 from kvlingo_mlx.models.language_model import LanguageModel
 
-WARN, HEAL, REREAD = "warn", "heal", "reread"
-DOUBTS = (WARN, HEAL, REREAD)  # what may be done about a translation in doubt
-HANDED = (WARN, REREAD)  # the same, where the caller decodes
+WARN, HEAL, REREAD = "warn", "heal", "reread"  # what may be done about a translation in doubt
 
 
 @dataclass(frozen=True)
@@ -94,14 +92,6 @@ def judged(config: TranslatorConfig, found: tuple[float, float, float], tokens: 
             f"prefixes of at most {longest}"
         )
     return Guarded(tokens, divergence, limit, source_loss, target_loss, tuple(doubts))
-
-
-def check_guard(guard: int, doubt: str, doubts: Sequence[str] = DOUBTS) -> None:
-    """Refuse (ValueError) a guard over no tokens, or an unknown answer to a doubt."""
-    if guard < 0:
-        raise ValueError(f"guard is {guard}; give a number of tokens, 0 for no guard")
-    if doubt not in doubts:
-        raise ValueError(f"on_doubt is {doubt!r}; give {', '.join(doubts[:-1])} or {doubts[-1]}")
 
 
 def check_reference(config: TranslatorConfig) -> None:

@@ -6,11 +6,9 @@ only. Nothing is copied: a cache is ended at the chunk's start while the target 
 goes on to where it ended.
 """
 
-import functools
-import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kvlingo_mlx.backend import mx
 
@@ -19,7 +17,6 @@ from mlx_lm.generate import generation_stream
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.limits import check_interleaving
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import ALONE, Group
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
@@ -28,26 +25,10 @@ IDLE_S = 0.05  # the longest that a request should wait for a chunk that is bein
 FIRST = 16  # tokens of the first chunk, before the pace is known
 LEAST = 8  # tokens of a chunk between two decoding steps: fewer cost as much time as these
 NEW = 0.3  # the weight of the latest chunk in the pace
-INTERLEAVED, LAYERS, IDLE = "interleaved", "layers", "idle"
-ANSWERING, HANDED = (INTERLEAVED, LAYERS), (IDLE, LAYERS)  # what an answer, what a cache can ask
-FIRST_SHARE = 0.25  # of the layers, which "layers" reads at once where nobody says how many
+LAYERS = "layers"  # the way to heal that reads first layers at once
 HEAL_SHARE = 0.5  # of its speed, which decoding keeps
 
 Reader = Callable[[int], int]  # reads at most so many tokens; returns how many, 0 at the end
-
-
-class Healing(Protocol):
-    """A line whose model can read in the place of its translated entries."""
-
-    @property
-    def cache(self) -> list[Any]:
-        """The model's caches."""
-
-    def heal(self, most: int, *, answers: bool) -> int:
-        """Read at most ``most`` tokens; return how many were read."""
-
-    def left(self, answers: bool) -> int:
-        """The number of tokens that are yet to be read."""
 
 
 @unit
@@ -126,44 +107,6 @@ class Interleaved:
         self._last = now
 
 
-class HealingCache(list[Any]):
-    """A translated cache, a list of mlx-lm's own caches, that its model can read behind.
-
-    Decoding may go on between two calls of :meth:`heal`; what it appends stays. Do not shorten the
-    caches below the prompt before all of it is read. ``save_prompt_cache`` keeps the entries as
-    they are, and not what is left to read.
-    """
-
-    def __init__(self, line: Healing, group: Group = ALONE) -> None:
-        super().__init__(line.cache)
-        self._line, self._pace, self._end = line, Pace(group), self[0].offset
-
-    @property
-    def left(self) -> int:
-        """The number of prompt tokens that the model has yet to read as it would alone."""
-        return self._line.left(answers=True)
-
-    def heal(self, seconds: float = IDLE_S) -> int:
-        """Let the model read on for about so many ``seconds``; return the tokens that are left.
-
-        A call reads one chunk. The first one is short, since the machine's pace is not known yet.
-
-        Raises:
-            ValueError: The caches have been shortened below the prompt.
-        """
-        if seconds <= 0:
-            raise ValueError(f"seconds is {seconds!r}; give a number above 0")
-        if self.left and (end := self[0].offset) < self._end:
-            raise ValueError(
-                f"the caches hold {end} tokens, fewer than the {self._end} of the prompt, which is "
-                "not read to its end; hand the prompt over again"
-            )
-        if self.left:
-            read = functools.partial(self._line.heal, answers=True)
-            self._pace.read(read, max(1, self._pace.within(seconds)))
-        return self.left
-
-
 def check_models(source: LanguageModel, target: LanguageModel) -> None:
     """Refuse two models of which the second cannot read in the place of translated entries.
 
@@ -176,23 +119,4 @@ def check_models(source: LanguageModel, target: LanguageModel) -> None:
         raise UnsupportedModelError(
             f"{target.name} cannot be healed behind {source.name}, which has another "
             "tokenizer: its cache has not one entry a token; leave out heal (-c heal)"
-        )
-
-
-def first_layers(config: TranslatorConfig, tokens: int | None = None) -> int:
-    """The layers that ``layers`` reads at once: the tuned number, else a quarter of all.
-
-    ``tokens`` is as in :func:`~kvlingo_mlx.engine.hybrid.native_part`.
-    """
-    return config.native_layers_at(tokens) or math.ceil(FIRST_SHARE * len(config.target.layers))
-
-
-def check_way(way: str | None, ways: Sequence[str], share: float = HEAL_SHARE) -> None:
-    """Refuse (ValueError) an unknown way to heal, or a share that is none."""
-    if way not in (None, *ways):
-        raise ValueError(f"heal is {way!r}; give {' or '.join(ways)}, or leave it out")
-    if not 0 < share < 1:
-        raise ValueError(
-            f"heal_share is {share!r}; give the share of its speed that decoding keeps, between 0 "
-            "and 1"
         )

@@ -6,6 +6,7 @@ the last tokens itself, in all layers, and some of those between them.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import working
 
 AUTO = "auto"
+FIRST_SHARE = 0.25  # of the layers, which are read at once where nobody says how many
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ def native_part(
     tail: int = 0,
     middle: int = 0,
     tokens: int | None = None,
+    at_once: bool = False,
 ) -> Native:
     """The part that the target is to read itself, with its numbers checked.
 
@@ -66,11 +69,15 @@ def native_part(
         middle: The number of tokens between them.
         tokens: The length of the prefix, by which the tuned number may differ; None for one beyond
             all lengths to which the translator was tuned.
+        at_once: Whether the target reads its first layers at once where ``layers`` is None: the
+            tuned number, else a quarter of all.
 
     Raises:
         ValueError: A number is out of range, or ``auto`` is given and the translator is not tuned.
     """
     most = len(config.target.layers)
+    if layers is None and at_once:
+        layers = first_layers(config, tokens)
     if layers == AUTO and "native_layers" not in config.provenance:
         tune = notes.to_tune(config, None)
         instead = f"choose them with {tune}, or give a number from 0 to {most}"
@@ -88,6 +95,11 @@ def native_part(
         if type(value) is not int or value < 0:
             raise ValueError(f"native_{name} is {value!r}; give a number of tokens, 0 or more")
     return Native(chosen, head, tail, middle)
+
+
+def first_layers(config: TranslatorConfig, tokens: int | None = None) -> int:
+    """The tuned number of native layers, else a quarter of all; ``tokens`` as above."""
+    return config.native_layers_at(tokens) or math.ceil(FIRST_SHARE * len(config.target.layers))
 
 
 def read_layers(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from kvlingo_mlx.backend import mx
 
@@ -43,18 +43,6 @@ class Behind:
     cache: list[Any]
     done: int = 0
     marks: list[Mark] = field(default_factory=list)
-
-
-class Source(Protocol):
-    """What a line can take over from: another line, or a model on another machine."""
-
-    name: str
-    spans: list[Span]
-
-    def written(
-        self, tokens: Sequence[int], start: int, step_size: int, config: TranslatorConfig
-    ) -> Iterator[KVStates | TranslatedStates | None]:
-        """What its model writes of ``tokens`` from ``start`` on; see :meth:`Line.written`."""
 
 
 class Line:
@@ -139,10 +127,6 @@ class Line:
         made._settled = self._settled  # its own caches may be ahead, in the middle of an answer
         return made
 
-    def copies(self) -> list[Any]:
-        """Copies of the model's caches; growing or quantising them does not change the line."""
-        return [caches.shared(cache) for cache in self.cache]
-
     def common(self, tokens: Sequence[int]) -> int:
         """The number of leading tokens that the line shares with ``tokens``."""
         return common_prefix(self.tokens, tokens)
@@ -203,11 +187,6 @@ class Line:
                 caches.put_part(cache, part, None)
             self._settle()
         return self._away
-
-    def recall(self) -> None:
-        """Begin to bring the line's arrays back, and return at once."""
-        if self._away is not None:
-            self._away.recall()
 
     def _return(self) -> None:
         assert self._away is not None
@@ -449,11 +428,11 @@ class Line:
     def wrote(
         self,
         tokens: Sequence[int],
-        ear: capture.Ear | None,
+        heard: capture.Ear | Sequence[KVStates] | None,
         mixed: bool | None = None,
         evaluate: Sequence[mx.array] = (),
     ) -> None:
-        """Book tokens that the model has run, and the states that its projections wrote.
+        """Book tokens that the model has run, and the states that its projections wrote of them.
 
         ``mixed`` says whether it attended to translated entries; None is what the line holds now.
         ``evaluate`` are further arrays that are waited for.
@@ -461,13 +440,16 @@ class Line:
         Raises:
             RuntimeError: The number of recorded tokens differs.
         """
-        if ear is not None:
-            states = ear.take(len(self))
-            if states.num_tokens != len(tokens):
-                raise RuntimeError(f"{states.num_tokens} tokens were recorded, not {len(tokens)}")
-            states = replace(states, kept=self._states())
-            self._record(states)
-            evaluate = [*evaluate, *states.arrays]
+        start, parts = len(self), [heard.take(0)] if isinstance(heard, capture.Ear) else heard or ()
+        written = sum(part.num_tokens for part in parts)
+        if self.records and written != len(tokens):
+            raise RuntimeError(f"{written} tokens were recorded, not {len(tokens)}")
+        for part in parts:
+            states = replace(part, start=start, kept=self._states() if part is parts[-1] else {})
+            # For others; recurrent states where the line can go back to, or end.
+            self.native.add(states)
+            self.native.thin([length for length, _ in self._marks])
+            start, evaluate = states.end, [*evaluate, *states.arrays]
         # Another thread may need all of it, and MLX could not evaluate there; of recurrent layers
         # nothing has needed the last token's tail yet.
         mx.eval(caches.arrays(self._caches), evaluate)
@@ -475,31 +457,10 @@ class Line:
         self.spans = grown(self.spans, len(self), self.name, mixed=mixed)
         self._settle()
 
-    @unit
     def adopt(self, tokens: Sequence[int], cache: list[Any], parts: Sequence[KVStates]) -> None:
-        """Go on with caches in which the model has run ``tokens`` after the line's own.
-
-        ``parts`` are the states that it wrote of them, in order; none if the line records none.
-
-        Raises:
-            RuntimeError: The number of recorded tokens differs.
-        """
-        written = sum(part.num_tokens for part in parts)
-        if self.records and written != len(tokens):
-            raise RuntimeError(f"{written} tokens were recorded, not {len(tokens)}")
-        self._caches, start = cache, len(self)
-        for part in parts:
-            kept = self._states() if part is parts[-1] else {}
-            self._record(replace(part, start=start, kept=kept))
-            start += part.num_tokens
-        self.tokens += tokens
-        self.spans = grown(self.spans, len(self), self.name)
-        self._settle()
-
-    def _record(self, states: KVStates) -> None:
-        """Keep a span's states for others; recurrent ones where the line can go back to, or end."""
-        self.native.add(states)
-        self.native.thin([length for length, _ in self._marks])
+        """Go on with caches in which the model has run ``tokens``, of which it wrote ``parts``."""
+        self._caches = cache
+        self.wrote(tokens, parts)
 
     def _states(self) -> dict[int, mx.array]:
         """The recurrent states at the line's end, for translators that map them."""
@@ -570,12 +531,13 @@ class Line:
                     )
                 done = max(done, states.end)
                 with working(), mx.stream(generation_stream):
-                    if native_layers:  # without them, a stored line may still be on its way
+                    if native_layers:
                         own, read = tokens[read : states.end], states.end
                         hybrid.read_layers(self.model, own, self.cache, step_size, native_layers)
                         lap("native")
                     ours = states if isinstance(states, TranslatedStates) else upper(states, kept)
-                    self._append(ours)
+                    caches.append(self.cache, ours, self.model)
+                    mx.async_eval(caches.arrays(self.cache))
                     del states, ours
                     if clock is not None:
                         mx.eval(caches.arrays(self.cache))
@@ -599,13 +561,6 @@ class Line:
                 read_amid(self.model, self.cache, [self.tokens[n] for n in part], part, step_size)
             yield
 
-    def _append(self, translated: TranslatedStates) -> None:
-        if self._away is not None:  # translate while the stored arrays are read
-            groups = (*translated.keys, *translated.values)
-            mx.async_eval([group.states for group in groups])
-        caches.append(self.cache, translated, self.model)
-        mx.async_eval(caches.arrays(self.cache))
-
     # ---- as numbers -----------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
@@ -624,8 +579,7 @@ class Line:
         }
 
     def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> None:
-        """Become the line of an equal model that gave ``facts`` and :meth:`arrays`, except for
-        :attr:`native`.
+        """Become the line of an equal model that gave ``facts``, its arrays and its records'.
 
         Raises:
             ValueError, KeyError, TypeError: They do not fit together, or do not fit this model.
@@ -641,11 +595,7 @@ class Line:
 
         numbers = list(enumerate(facts["caches"]))
         made = [one("", layer, known) for layer, known in numbers]
-        tokens, spans = list(facts["tokens"]), list[Span]()
-        for known in facts["spans"]:
-            # Earlier versions did not say which tokens a model ran after translated ones.
-            mixed = not known["passes"] and not exact(spans)
-            spans.append(Span(**{"mixed": mixed, **known}))
+        tokens, spans = list(facts["tokens"]), [Span(**known) for known in facts["spans"]]
         lengths = [cache.offset for cache in made if not caches.is_recurrent(cache)]
         if len(made) != len(self._caches) or set(lengths) != {len(tokens)}:
             raise ValueError(f"{len(tokens)} tokens, but caches of {lengths}")
@@ -656,8 +606,42 @@ class Line:
             ]
             self._marks.append((mark["length"], marked))
         self._caches, self.tokens, self.spans = made, tokens, spans
-        self.counted = int(facts.get("counted", len(tokens)))
+        self.counted = int(facts["counted"])
+        self.native.restore(facts["native"], arrays)
         self._settle()
+
+
+class Given:
+    """A source whose states exist already, or arrive from another machine, in order."""
+
+    def __init__(
+        self, model: LanguageModel, states: Iterable[KVStates | TranslatedStates], tokens: int
+    ) -> None:
+        self.name, self.model, self._states = "source", model, states
+        self.spans = [Span(0, tokens, self.name)]
+
+    def written(
+        self, tokens: Sequence[int], start: int, step_size: int, config: TranslatorConfig
+    ) -> Iterator[KVStates | TranslatedStates]:
+        """The states of ``tokens`` from ``start`` on; the chunks are those that are given."""
+        for states in self._states:
+            if isinstance(states, TranslatedStates):
+                yield states
+                continue
+            begun, stop = max(states.start, start), min(states.end, len(tokens))
+            if begun < stop:
+                with working():
+                    yield capture.move(states.part(begun, stop), self.model, config.capture)
+            del states
+
+    def close(self) -> None:
+        """End what is arriving."""
+        if isinstance(self._states, Generator):
+            self._states.close()
+
+
+# What a line can take over from, by ``written``: another line, or a model on another machine.
+Source = Line | Given
 
 
 def _kept_of(cache: Sequence[Any], which: Callable[[Any], bool]) -> list[Any]:

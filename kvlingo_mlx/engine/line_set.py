@@ -150,7 +150,6 @@ class LineSet(ABC):
         Returns what was done in the end: the steps, where they began, and what the guard found.
         """
         with working():
-            line.recall()
             line.trim(kept)
         clock.lap("prepare")
         yield from self.grow(line, steps, tokens, mark, clock)
@@ -261,17 +260,6 @@ class LineSet(ABC):
 
     def put_others_away(self, name: str) -> None:  # noqa: B027  (not all sets store lines)
         """Store the lines that do not decode, if that was asked for."""
-
-    def can_follow(self, name: str) -> bool:
-        """Whether a line can take over what another has."""
-        return False
-
-    def follow(self, wanted: Any, others: Any, mark: int | None) -> Steps:
-        """Translate what the other lines lack after an answer; nobody follows a hand-over."""
-        yield from ()
-
-    def forget(self, wanted: Any, others: Any) -> None:  # noqa: B027
-        """Drop what every line that could take it has."""
 
     def chosen_together(self, choice: Choice) -> Choice:
         """How tokens are chosen, by the first process where several answer together."""

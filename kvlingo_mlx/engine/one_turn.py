@@ -8,23 +8,28 @@ from kvlingo_mlx.backend import mx
 
 from mlx_lm.generate import generation_stream
 
+from kvlingo_mlx import caches
+from kvlingo_mlx.caches.between import prefill_between
+from kvlingo_mlx.caches.entries import pin
 from kvlingo_mlx.caches.validation import validate_cache
 from kvlingo_mlx.engine import guarding
 from kvlingo_mlx.engine.answer import AnswerInProgress
 from kvlingo_mlx.engine.clock import Clock
-from kvlingo_mlx.engine.cross_tokenizer import filled_across
 from kvlingo_mlx.engine.guarding import Guarded, Watch
 from kvlingo_mlx.engine.healing import HEAL_SHARE
-from kvlingo_mlx.engine.line import Line, Source, Steps
+from kvlingo_mlx.engine.line import Given, Line, Source, Steps
 from kvlingo_mlx.engine.line_set import LineSet, Look, Step, Switch
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.engine.responses import GenerationResponse, Heard
 from kvlingo_mlx.engine.sampling import Choice
-from kvlingo_mlx.engine.sources import Given, source_of
 from kvlingo_mlx.engine.turn import Decoding, Part, Turn, tokens_alone
+from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
-from kvlingo_mlx.threads import finished, wired
+from kvlingo_mlx.remote import stream
+from kvlingo_mlx.remote.model import RemoteModel
+from kvlingo_mlx.threads import finished, wired, working
+from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.translators.base import Translator
 
 TARGET, DRAFT = "target", "draft"
@@ -122,8 +127,7 @@ class OneTurn(LineSet):
         try:
             if plan.aligned is not None and self.source is not None:
                 with mx.stream(generation_stream):
-                    filled = filled_across(plan, plan.aligned, self.source, self.clock.lap)
-                    line.hold([], None, filled)
+                    line.hold([], None, self._filled_across(plan.aligned, self.source))
                 validate_cache(line.cache, plan.target, plan.aligned.num_entries)
             elif plan.way == "native" or self.source is not None:
                 line.reserve(len(plan.prefix))
@@ -135,6 +139,37 @@ class OneTurn(LineSet):
             if isinstance(self.source, Given):
                 self.source.close()
         return found
+
+    def _filled_across(self, aligned: AlignedPrefix, source: Source) -> list[Any]:
+        """The target's cache between two tokenizers (section "Cross-tokenizer cache translation").
+
+        Each model renders the prompt by its own template. The source's tokens are translated chunk
+        by chunk, one cache entry each. The target then prefills all tokens between them in one
+        pass. A cache that has not one entry per token cannot be trimmed into this prefix.
+        """
+        target, translator = self.plan.target, self.translator(source, self.target)
+        positions = mx.array(aligned.positions + aligned.shift)
+        cache, step_size = self.target.cache, self.step_size
+        caches.reserve(cache, target, aligned.num_entries)
+        read = aligned.source_ids[: aligned.num_read]
+        for states in source.written(read, 0, step_size, translator.config):
+            self.clock.lap("prefill")
+            if not isinstance(states, KVStates):
+                continue  # a chunk that was read, and nothing yet
+            slots = aligned.between(states.start, states.end)
+            if slots.start < slots.stop:
+                chosen = states.gathered(mx.array(aligned.rows[slots] - states.start), slots.start)
+                caches.append(cache, translator(chosen), target, positions[slots])
+                del chosen
+            del states
+            with working():
+                mx.eval(caches.arrays(cache))
+            self.clock.lap("translate")
+        ids = [aligned.target_ids[position] for position in aligned.own]
+        places = (aligned.own + aligned.shift).tolist()
+        prefill_between(target, cache, ids, places, mx.array(aligned.visible), step_size)
+        self.clock.lap("native")
+        return cache if aligned.is_identity else pin(cache)
 
     def look(self, watch: Watch) -> Look:
         """What a guard compares: the last tokens of the prefix."""
@@ -193,20 +228,62 @@ class OneTurn(LineSet):
                 yield response
 
 
+def source_of(plan: Plan, clock: Clock) -> Source | None:
+    """The source of a plan's states, empty yet; None where nothing is translated."""
+    if plan.way != "accelerator" or plan.translator is None or not plan.prefix:
+        return None
+    if isinstance(plan.source, RemoteModel):
+        return Given(plan.source, _sent(plan, clock), len(plan.prefix))
+    return source_line(plan)
+
+
+def source_line(plan: Plan) -> Line:
+    """An empty line of a plan's source, whose states are dropped once the target has them."""
+    assert plan.translator is not None
+    config = plan.translator.config
+    line = Line("source", plan.source, records=True)
+    line.inputs, line.states, line.passes_on = not config.state_maps, config.state_maps, True
+    return line
+
+
+def _sent(plan: Plan, clock: Clock) -> stream.Spans:
+    """The states of a source on another machine, as they arrive; ``clock`` gets their number."""
+    assert isinstance(plan.source, RemoteModel) and plan.translator is not None
+    target, span = plan.target, plan.span
+    received = clock.received = stream.Received(plan.source.address, "", len(span))
+    if span:
+        firsts = target.geometry.first_kept(span.stop)
+        dtype: Any = str(target.cache_dtype).rsplit(".", 1)[-1]
+        layers, step_size = plan.native.layers, plan.step_size
+        wanted = stream.SpanOrder(
+            plan.read, step_size, span.start, plan.translator, layers, firsts, dtype
+        )
+        yield from stream.spans(plan.source, wanted, received)
+    if received.lacking:
+        title, address = plan.translator.config.title, plan.source.address
+        tell(
+            f"{title} on {address}",
+            f"{address} lacks {title} and sent untranslated states, which are more bytes; start it "
+            "with `serve-prefill --translator`",
+        )
+
+
 def _nothing(text: str) -> Steps:
     """Nobody goes on after the answer."""
     yield from ()
 
 
-def bring(plan: Plan, clock: Clock | None = None, watch: Watch | None = None) -> Line:
+def bring(
+    plan: Plan, clock: Clock | None = None, watch: Watch | None = None, source: Source | None = None
+) -> Line:
     """A target's line of a plan's prefix, grown from the source's, and evaluated.
 
     ``watch`` keeps what both models make of the last tokens. Between two tokenizers the line has
     caches and no tokens.
     """
-    turn = OneTurn(plan, clock=clock)
+    turn = OneTurn(plan, clock=clock, source=source)
     finished(turn.filled(watch))
-    if watch is not None:
+    if watch is not None and source is None:
         turn.source_reads(turn.look(watch), plan.prefix, turn.clock)
     return turn.target
 
@@ -218,6 +295,4 @@ def take_over(
 
     ``watch`` keeps what the target makes of the last tokens.
     """
-    turn = OneTurn(plan, source=Given(plan.source, states, len(plan.prefix)), clock=clock)
-    finished(turn.filled(watch))
-    return turn.target
+    return bring(plan, clock, watch, Given(plan.source, states, len(plan.prefix)))

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Self
 
-from kvlingo_mlx.caches.limits import check_reading_amid
+from kvlingo_mlx.caches.limits import check_going_back
 from kvlingo_mlx.caches.memory import check_caches
-from kvlingo_mlx.engine import guarding, healing
+from kvlingo_mlx.engine import guarding
 from kvlingo_mlx.engine.guarding import Watch
+from kvlingo_mlx.engine.healing import LAYERS
 from kvlingo_mlx.engine.hybrid import Native, native_part
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
@@ -32,7 +33,6 @@ from kvlingo_mlx.options import HandoverOptions
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.translators.base import Translator
 
-STRATEGIES = ("accelerator", "native")
 AnyTranslator = Translator | str | os.PathLike[str] | None
 
 
@@ -42,6 +42,7 @@ class HandoverRequest(HandoverOptions):
 
     translator: AnyTranslator = None  # type: ignore[assignment]
     native_layers: int | str | None = None  # type: ignore[assignment]
+    heal: str | None = None  # or ``idle``, which hand_over has
     enable_thinking: bool | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     draft_model: Model | None = None
@@ -56,11 +57,8 @@ class HandoverRequest(HandoverOptions):
 
         ``tokens`` is the length of the prefix, as in :func:`native_part`.
         """
-        layers = self.native_layers
-        if layers is None and self.heal == healing.LAYERS:
-            layers = healing.first_layers(config, tokens)
-        parts = self.native_head, self.native_tail, self.native_middle
-        return native_part(config, layers, *parts, tokens)
+        own = self.native_layers, self.native_head, self.native_tail, self.native_middle
+        return native_part(config, *own, tokens, at_once=self.heal == LAYERS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +181,6 @@ def prepare(
         MissingTranslatorError, IncompatibleTranslatorError, MalformedTranslatorError: No
             translator for this pair can be used.
     """
-    check_strategy(request.strategy)
     plan = begin(reached(prefill_model, request.strategy), decode_model, prompt, request)
     plan = _planned(plan, prompt, request, check)
     plan.group.agree(
@@ -225,11 +222,12 @@ def _planned(
     middle = bool(request.native_middle)
     plan.group.refuse({"draft_model": plan.draft is not None, "native_middle": middle})
     if middle:
-        check_reading_amid(plan.target)
+        amid = "cannot read tokens amid translated ones"
+        check_going_back(plan.target, amid, "has no entry for each token; leave out native_middle")
     _check_remote(plan, request)
     native = request.strategy == "native" or _one_model(plan, request)
     readers = (plan.target,) if native else (plan.source, plan.target)
-    check_tokens(readers, plan.tokens, plan.step_size)
+    check_tokens(readers, plan.tokens)
     check_caches(readers, len(plan.tokens))
     check(plan)
     if native:
@@ -332,31 +330,13 @@ def align(
     return found
 
 
-def check_tokens(models: Sequence[LanguageModel], tokens: Sequence[int], step_size: int) -> None:
-    """Raise ValueError for a prompt that a model cannot read, or for empty chunks.
+def check_tokens(models: Sequence[LanguageModel], tokens: Sequence[int]) -> None:
+    """Raise ValueError for a prompt that a model cannot read.
 
     The ``tokens`` are by the tokenizer of the last of the ``models``.
     """
     if not tokens:
         raise ValueError("the prompt is empty; give some text")
-    if step_size < 1:
-        raise ValueError(f"prefill_step_size is {step_size}; it must be at least 1")
     for model in models:
         if model.tokenizer_fingerprint == models[-1].tokenizer_fingerprint:  # else: other tokens
             model.check_tokens(tokens)
-
-
-def check_strategy(strategy: str) -> None:
-    """Refuse an unknown strategy.
-
-    Raises:
-        ValueError: The strategy is unknown (the message lists all), or is ``switch``, which needs a
-            source that holds the conversation.
-    """
-    if strategy == "switch":
-        raise ValueError(
-            "strategy is 'switch', which only a conversation has (Conversation, or `kvlingo-mlx "
-            "chat`); give accelerator or native"
-        )
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy is {strategy!r}; give accelerator or native")

@@ -15,7 +15,7 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.generate import generation_stream
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.caches.entries import move_on, positioned, shorten
+from kvlingo_mlx.caches.entries import positioned
 from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.spans import grown
 from kvlingo_mlx.models import capture
@@ -63,7 +63,8 @@ class PositionedLine(Line):
 
     def _shorten(self, length: int) -> None:
         if length:
-            shorten(self._caches, length, self.entries[length])
+            for cache in self._caches:
+                cache.offset, cache.entries = length, self.entries[length]
             self._cut(length)
         else:
             self.clear()
@@ -99,12 +100,11 @@ class PositionedLine(Line):
                 stop = min(start + step_size, last)
                 part = source.native.read(start, stop)
                 translated = translator(capture.move(part, source.model, translator.config.capture))
-                if self.away:  # translate while the stored arrays are read
-                    mx.async_eval([g.states for g in (*translated.keys, *translated.values)])
                 at = positions[start - first : stop - first]
-                caches.put(self.cache, translated, self.model, at)
+                caches.append(self.cache, translated, self.model, at)
                 mx.async_eval(caches.arrays(self.cache))
-            move_on(self.cache, alignment.target[1])
+            for cache in self.cache:
+                cache.offset = alignment.target[1]
             for _, end, begun, done in alignment.groups.tolist():
                 self._entries += [INSIDE] * (done - begun - 1) + [held + end - first]
             self.tokens += tokens
@@ -114,8 +114,9 @@ class PositionedLine(Line):
         return super().facts() | {"entries": self.entries}
 
     def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> None:
-        """Become the line of an equal model that gave ``facts`` and :meth:`arrays`, except for
-        :attr:`native`. A line of stock caches has one entry per token.
+        """Become the line of an equal model, as a :class:`Line` does.
+
+        A line of stock caches has one entry per token.
 
         Raises:
             ValueError, KeyError, TypeError: They do not fit together, or do not fit this model.

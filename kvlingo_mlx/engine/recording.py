@@ -8,7 +8,7 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.models.states import KVStates, joined
 
 
 @dataclass
@@ -86,11 +86,10 @@ class Recording:
     def arrays(self) -> dict[str, mx.array]:
         """All arrays by name: part, side, layer."""
         return {
-            f"{index}.{side}.{layer}": array
+            f"native{index}.{side}.{layer}": array
             for index, part in enumerate(self.parts)
             for side, arrays in _sides(part).items()
             for layer, array in arrays.items()
-            if array.shape[-1]
         }
 
     def facts(self) -> list[dict[str, Any]]:
@@ -101,7 +100,6 @@ class Recording:
                 "capture": part.capture,
                 "layers": len(part.keys),
                 **({"states": list(part.kept)} if part.kept else {}),
-                **({"empty": empty} if (empty := _empty(part)) else {}),
             }
             for part in self.parts
         ]
@@ -110,15 +108,11 @@ class Recording:
         """Become the recording with ``facts`` and :meth:`arrays`; KeyError if they disagree."""
         self.parts = []
         for index, fact in enumerate(facts):
-            empty = set(fact.get("empty", ()))
             keys, values = (
-                tuple(
-                    mx.zeros((1, 0, 0)) if layer in empty else arrays[f"{index}.{side}.{layer}"]
-                    for layer in range(fact["layers"])
-                )
+                tuple(arrays[f"native{index}.{side}.{n}"] for n in range(fact["layers"]))
                 for side in ("keys", "values")
             )
-            kept = {t: arrays[f"{index}.states.{t}"] for t in fact.get("states", ())}
+            kept = {t: arrays[f"native{index}.states.{t}"] for t in fact.get("states", ())}
             self.parts.append(KVStates(keys, values, fact["capture"], fact["start"], kept))
 
     @property
@@ -146,23 +140,3 @@ def _alone(states: KVStates, start: int, stop: int) -> KVStates:
     keys, values = (tuple(array * 1 for array in side) for side in (part.keys, part.values))
     mx.eval(keys, values)
     return replace(part, keys=keys, values=values)
-
-
-def joined(parts: Sequence[KVStates]) -> KVStates:
-    """Consecutive spans as one span."""
-    if len(parts) == 1:
-        return parts[0]
-    keys, values = (
-        tuple(map(_together, zip(*sides, strict=True)))
-        for sides in ([p.keys for p in parts], [p.values for p in parts])
-    )
-    return replace(parts[0], keys=keys, values=values, kept=parts[-1].kept)
-
-
-def _together(arrays: Sequence[mx.array]) -> mx.array:
-    """A layer's arrays as one; those without tokens, of a layer whose states are mapped, left out.
-
-    They may have another width.
-    """
-    full = [array for array in arrays if array.shape[1]]
-    return mx.concatenate(full, axis=1) if full else arrays[0]

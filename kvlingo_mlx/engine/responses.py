@@ -154,73 +154,52 @@ class Heard:
         )
 
 
-class Sound:
-    """A logits processor that records whether a model's own logits are numbers.
-
-    It stands before the user's processors and changes nothing. It records until the first response
-    is checked, since a draft model's logits may come first.
-    """
-
-    def __init__(self) -> None:
-        self._bad: list[mx.array] | None = []
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        if self._bad is not None:
-            self._bad.append(mx.isnan(logits).any())
-        return logits
-
-    def told(self) -> bool:
-        """Whether all logits so far were numbers; nothing is recorded after this call."""
-        bad, self._bad = self._bad, None
-        return bad is not None and len(bad) > 0 and not any(flag.item() for flag in bad)
-
-
 def check_numbers(
     response: MLXResponse,
     source: LanguageModel,
     target: LanguageModel,
     cache: Sequence[Any],
-    processors: Sequence[LogitsProcessor] | None = None,
+    *,
+    processed: bool = False,
 ) -> None:
     """Raise an error if the first prediction is NaN: decoding would go on with token 0.
 
     ``cache`` is the cache behind the prediction; only then is it searched for the first NaN or Inf.
-    ``processors`` are those of :func:`with_prefix`; one of them may be the cause.
+    ``processed`` says whether there are logits processors, which may be the cause.
+
+    Raises:
+        ValueError: It is NaN, the cache is sound, and there are logits processors.
+        KVLingoError: It is NaN.
     """
-    sound = processors[0] if processors else None
     with working():
-        blameless = isinstance(sound, Sound) and sound.told()
-        bad = mx.isnan(response.logprobs).any().item()
-        place = first_bad(cache, target) if bad and not blameless else None
-    if bad:
-        if blameless:
-            raise ValueError(
-                "logits_processors made the first prediction not a number, while the logits of "
-                f"{target.name} are numbers: one of them returns NaN, or rules out every token "
-                "(-inf everywhere); leave a token to choose"
-            )
-        raise KVLingoError(
-            f"the first prediction of {target.name} is not a number: its weights are damaged, or "
-            f"what was translated for it from {source.name} overflows"
-            + (f" (NaN or Inf first in {place})" if place else "")
+        if not mx.isnan(response.logprobs).any().item():
+            return
+        place = first_bad(cache, target)
+    if processed and not place:
+        raise ValueError(
+            "the first prediction is not a number, and the cache behind it is sound: one of "
+            "logits_processors returns NaN, or rules out every token (-inf everywhere), so leave a "
+            f"token to choose; or the weights of {target.name} are damaged"
         )
+    raise KVLingoError(
+        f"the first prediction of {target.name} is not a number: its weights are damaged, or "
+        f"what was translated for it from {source.name} overflows"
+        + (f" (NaN or Inf first in {place})" if place else "")
+    )
 
 
 def with_prefix(
     processors: list[LogitsProcessor] | None, prefix: Sequence[int]
 ) -> list[LogitsProcessor] | None:
-    """Logits processors that see the whole prompt, though mlx-lm gets only the last token.
-
-    The first of them is a :class:`Sound`.
-    """
-    if not processors:
-        return None
+    """Logits processors that see the whole prompt, though mlx-lm gets only the last token."""
+    if not processors or not prefix:
+        return processors
     head = mx.array(list(prefix))
 
     def whole(processor: LogitsProcessor) -> LogitsProcessor:
         return lambda tokens, logits: processor(mx.concatenate([head, tokens]), logits)
 
-    return [Sound(), *(map(whole, processors) if prefix else processors)]
+    return list(map(whole, processors))
 
 
 def timed(

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlingo_mlx.caches.limits import check_going_back, check_interleaving
-from kvlingo_mlx.engine.guarding import HEAL, WARN, check_guard
-from kvlingo_mlx.engine.healing import ANSWERING, HEAL_SHARE, LAYERS, check_way, first_layers
-from kvlingo_mlx.engine.hybrid import native_part
+from kvlingo_mlx.engine.guarding import HEAL, WARN
+from kvlingo_mlx.engine.healing import HEAL_SHARE, LAYERS
 from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.engine.storage import PLACES
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.machines import group_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
@@ -47,15 +45,10 @@ class Rules:
         """Whether a model may read behind its translation while it answers."""
         return self.heal is not None or (self.guard > 0 and self.on_doubt == HEAL)
 
-    def layers(self, config: TranslatorConfig, tokens: int | None = None) -> int:
-        """The native layers at a switch with a translator, checked.
-
-        ``tokens`` is the length of what the line will hold, as in :func:`native_part`.
-        """
-        asked = self.native_layers
-        if asked is None and self.heal == LAYERS:
-            asked = first_layers(config, tokens)
-        return native_part(config, asked, tokens=tokens).layers
+    @property
+    def at_once(self) -> bool:
+        """Whether a model reads its first layers at a switch, however many they are."""
+        return self.heal == LAYERS
 
     def check(self, models: Mapping[str, LanguageModel]) -> None:
         """Raise ValueError for rules that are invalid, in general or for these models."""
@@ -67,30 +60,33 @@ class Rules:
             if value not in allowed:
                 listed = ", ".join(map(str, allowed))
                 raise ValueError(f"{what} is {value!r}; it must be one of {listed}")
-        check_way(self.heal, ANSWERING, self.heal_share)
         if self.heal == LAYERS and self.native_layers == 0:
             raise ValueError(
                 "heal is 'layers', which reads first layers at a switch, and native_layers is 0, "
                 "which reads none; leave one of them out, or give heal='interleaved'"
             )
-        check_guard(self.guard, self.on_doubt)
         if self.heals_answers:
             check_all_can_heal(models.values())
             for model in models.values():
                 check_interleaving(model)
         if self.guard:
-            check_all_can_be_guarded(models.values())
+            check_one_tokenizer(
+                models.values(), "guard", "guarded: they predict no tokens in common"
+            )
+            for model in models.values():
+                check_going_back(
+                    model,
+                    "cannot be guarded in a conversation",
+                    "cannot go back to what came before; leave out guard (-c guard)",
+                )
         several = len(by_tokenizer(models.values())) > 1
         group_of(models.values()).refuse({"models of another tokenizer": several})
-        if self.step_size < 1:
-            raise ValueError(f"prefill_step_size is {self.step_size}; it must be at least 1")
         if several and self.native_layers not in (None, 0):
             raise ValueError("native_layers cannot be used between two tokenizers; leave it out")
-        self._check_layers(models)
-
-    def _check_layers(self, models: Mapping[str, LanguageModel]) -> None:
-        layers = self.native_layers
-        deep = max(models.values(), key=lambda model: len(model.geometry.layers))
+        layers, deep = (
+            self.native_layers,
+            max(models.values(), key=lambda m: len(m.geometry.layers)),
+        )
         most = len(deep.geometry.layers)
         if isinstance(layers, int) and not 0 <= layers <= most:
             raise ValueError(
@@ -110,61 +106,36 @@ def by_tokenizer(models: Iterable[LanguageModel]) -> list[list[LanguageModel]]:
     return list(found.values())
 
 
+def check_one_tokenizer(models: Iterable[LanguageModel], option: str, why: str) -> None:
+    """Refuse (UnsupportedModelError) an option of models of several tokenizers."""
+    if len(by_tokenizer(models)) > 1:
+        raise UnsupportedModelError(
+            f"models of different tokenizers cannot be {why}; leave out {option} (-c {option})"
+        )
+
+
 def check_all_can_heal(models: Iterable[LanguageModel]) -> None:
-    """Refuse models that cannot read in the place of their translated entries.
-
-    Raises:
-        UnsupportedModelError: They have several tokenizers.
-    """
-    if len(by_tokenizer(models)) > 1:
-        raise UnsupportedModelError(
-            "models of different tokenizers cannot be healed: their caches have not one entry a "
-            "token; leave out heal (-c heal)"
-        )
-
-
-def check_all_can_be_guarded(models: Iterable[LanguageModel]) -> None:
-    """Refuse models whose predictions a guard cannot compare in a conversation.
-
-    Raises:
-        UnsupportedModelError: They have several tokenizers, or a layer keeps a window or a state.
-    """
-    if len(by_tokenizer(models)) > 1:
-        raise UnsupportedModelError(
-            "models of different tokenizers cannot be guarded: they predict no tokens in common; "
-            "leave out guard (-c guard)"
-        )
-    for model in models:
-        check_going_back(model)
+    """Refuse (UnsupportedModelError) models that cannot read in the place of translated entries."""
+    check_one_tokenizer(models, "heal", "healed: their caches have not one entry a token")
 
 
 def tell_of_templates(models: Iterable[LanguageModel], switches: Mapping[str, Any]) -> None:
-    """Warn where chat templates differ so that models of one tokenizer can hand nothing over."""
-    for alike in by_tokenizer(models):
-        if found := template_difference(alike, switches):
-            one, other, position = found
+    """Warn where chat templates differ so that models of one tokenizer can hand nothing over.
+
+    Tokens of one model's line beyond the first that differs are of no use to the other.
+    """
+    for first, *others in by_tokenizer(models):
+        try:
+            expected = encode(first, SAMPLE, **switches)
+            found = [(other, encode(other, SAMPLE, **switches)) for other in others]
+        except ValueError:
+            continue  # a template's error is reported when real messages are rendered
+        other, tokens = next((each for each in found if each[1] != expected), (first, expected))
+        if tokens != expected:
             warnings.warn(
-                f"the chat templates of {one.name} and {other.name} differ from token {position} "
-                "of a conversation on, so each switch reads what follows anew and translates none "
-                "of it; give verbatim=True (-c verbatim=true) to keep the tokens as written",
+                f"the chat templates of {first.name} and {other.name} differ from token "
+                f"{common_prefix(expected, tokens)} of a conversation on, so each switch reads "
+                "what follows anew and translates none of it; give verbatim=True (-c "
+                "verbatim=true) to keep the tokens as written",
                 stacklevel=6,
             )
-
-
-def template_difference(
-    models: Iterable[LanguageModel], switches: Mapping[str, Any]
-) -> tuple[LanguageModel, LanguageModel, int] | None:
-    """Two models whose chat templates render a sample differently, and the first such token.
-
-    Tokens of one model's line beyond that position are of no use to the other, which reads anew.
-    """
-    first, *others = models
-    try:
-        expected = encode(first, SAMPLE, **switches)
-        found = [(other, encode(other, SAMPLE, **switches)) for other in others]
-    except ValueError:
-        return None  # a template's error is reported when real messages are rendered
-    for other, tokens in found:
-        if tokens != expected:
-            return first, other, common_prefix(expected, tokens)
-    return None

@@ -8,6 +8,7 @@ from kvlingo_mlx.backend import mx
 
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.options import SamplingOptions, check
 
 Sampler = Callable[[mx.array], mx.array]
@@ -34,8 +35,14 @@ class AnswerOptions(TypedDict, total=False):
 
 
 class DecodingOptions(AnswerOptions, total=False):
-    """The options of an answer, and how mlx-lm quantises the cache while decoding."""
+    """The options of an answer, by whom it is drafted, and how mlx-lm quantises the cache."""
 
+    max_tokens: int
+    sampler: Sampler | None
+    logits_processors: list[LogitsProcessor] | None
+    enable_thinking: bool | None
+    draft_model: Model | None
+    num_draft_tokens: int | None
     kv_bits: int | None  # bits per number of a quantised cache
     kv_group_size: int | None  # numbers that share a scale in it (64)
     # Number of tokens from which the cache is quantised (mlx-lm: 5000)

@@ -20,6 +20,7 @@ from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.engine.use import Use
 from kvlingo_mlx.machines import own_folder
 from kvlingo_mlx.models.prompts import Message
+from kvlingo_mlx.threads import finished
 
 
 class State:
@@ -64,7 +65,9 @@ class State:
             ValueError: No model has answered yet, or an answer is still being written.
         """
         with self._use.claimed():
-            self.transcript = self.transcript.undo()
+            if self.transcript.previous is None:
+                raise ValueError("there is nothing to undo: nobody has answered yet")
+            self.transcript = self.transcript.previous.copy()
 
     @checked
     def truncate_answer(self, characters: int) -> None:
@@ -249,7 +252,15 @@ class State:
             ValueError: No model has answered yet.
         """
         with self._use.claimed():
-            return self.exchange.measure_reprefill()
+            if (last := self.last_switch) is None:
+                raise ValueError(
+                    "no model has answered yet, so there is no prompt to measure; call reply first"
+                )
+            exchange = self.exchange
+            fresh = Line(last.name, exchange.line(last.name).model, records=False)
+            started = time.perf_counter()
+            finished(fresh.read(exchange.brought, exchange.step_size))
+            return time.perf_counter() - started
 
     @checked
     def save(self, folder: str | os.PathLike[str]) -> Path:

@@ -6,10 +6,9 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 from kvlingo_mlx.backend import mx
 
@@ -18,56 +17,19 @@ import numpy as np
 from kvlingo_mlx.caches import PARTS
 from kvlingo_mlx.errors import KVLingoError, MalformedTranslatorError
 from kvlingo_mlx.format.files import sha256_of
-from kvlingo_mlx.format.tensor_file import DType, Weights, read_tensors, write_tensors
+from kvlingo_mlx.format.tensor_file import DType, open_tensors, write_arrays
 from kvlingo_mlx.loading.translators import store
 from kvlingo_mlx.translators.products import loaded
 
 PLACES = ("8bit", "disk")
 GROUP = 64  # numbers that share a scale, as mlx-lm quantises a cache
-DTYPES: dict[mx.Dtype, DType] = {
-    mx.float32: "float32",
-    mx.float16: "float16",
-    mx.bfloat16: "bfloat16",
-}
+# By NumPy's names; it has no bfloat16, of which the bits are held.
+DTYPES: dict[str, DType] = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}
 Arrays = Mapping[str, mx.array]
+Held = Mapping[str, np.ndarray]
 
 
-class Storage(Protocol):
-    """Arrays that were put away; unless a place says otherwise, there is nothing to wait for.
-
-    Attributes:
-        place: The place where they are to be stored.
-    """
-
-    place: str
-
-    @property
-    def failed(self) -> bool:
-        """Whether storing them failed, so that they are still in memory."""
-
-    @property
-    def where(self) -> str:
-        """``8bit`` or ``disk``; ``resident`` until they are stored."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the stored arrays take."""
-
-    def settle(self) -> None:
-        """Wait until they are stored; OSError if that failed and they are still in memory."""
-
-    def recall(self) -> None:
-        """Begin to bring them back, and return at once."""
-
-    def take(self) -> dict[str, mx.array]:
-        """The arrays.
-
-        Raises:
-            KVLingoError: The stored data are damaged.
-        """
-
-
-class EightBits(Storage):
+class EightBits:
     """Arrays in memory with 8 bits and groups of 64 numbers; they come back rounded.
 
     The codes are symmetric about zero, unlike MLX's own. The largest number of a group comes back
@@ -77,8 +39,8 @@ class EightBits(Storage):
     text.
     """
 
-    place = where = "8bit"
-    failed = False
+    place = where = "8bit"  # where they are to be stored, and where they are
+    failed = False  # whether storing them failed, so that they are still in memory
 
     def __init__(self, arrays: Arrays) -> None:
         self._whole = {n: array for n, array in arrays.items() if n.split(".")[-1] in PARTS}
@@ -89,11 +51,16 @@ class EightBits(Storage):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of memory that the stored arrays take."""
         whole = {id(array): array.nbytes for array in self._whole.values()}
         coded = sum(part.nbytes for parts in self._parts.values() for part in parts)
         return coded + sum(whole.values())
 
+    def settle(self) -> None:
+        """There is nothing to wait for."""
+
     def take(self) -> dict[str, mx.array]:
+        """The arrays."""
         found = dict(self._whole)
         for name, (shape, dtype) in self._shapes.items():
             codes, steps = self._parts[name]
@@ -119,112 +86,88 @@ def _rows(array: mx.array) -> mx.array:
 
 
 class File:
-    """Arrays in safetensors files, written and read in another thread; they come back exactly.
-
-    There is a file for each dtype; nearly always that is one.
-    """
+    """Arrays in a safetensors file, written in another thread; they come back exactly."""
 
     place = "disk"
 
     def __init__(self, arrays: Arrays) -> None:
         mx.eval(list(arrays.values()))
         self._here: Arrays | None = arrays  # until the file is written
-        parts = [to_weights(part) for part in by_dtype(arrays)]
-        place, own = _folder(), f"{id(self):x}-{os.urandom(4).hex()}"
-        self.paths = [place / f"{own}-{number}.safetensors" for number in range(len(parts))]
-        self._digests = worker().submit(self._write, parts)
-        self._read: Future[list[Weights]] | None = None
-        self._shapes = {name: array.shape for name, array in arrays.items()}
-        weakref.finalize(self, _remove, self.paths)
+        self._path = _folder() / f"{id(self):x}-{os.urandom(4).hex()}.safetensors"
+        self._digest = worker().submit(self._write, to_numpy(arrays))
+        weakref.finalize(self, self._path.unlink, missing_ok=True)
 
-    def _write(self, parts: Sequence[Weights]) -> list[str]:
+    def _write(self, held: Held) -> str:
         try:
-            digests = [write_file(p, part) for p, part in zip(self.paths, parts, strict=True)]
+            digest = write_file(self._path, held)
         except BaseException:
-            _remove(self.paths)
+            self._path.unlink(missing_ok=True)
             raise
         self._here = None
-        return digests
+        return digest
 
     @property
     def failed(self) -> bool:
-        return self._digests.done() and self._digests.exception() is not None
+        """Whether storing them failed, so that they are still in memory."""
+        return self._digest.done() and self._digest.exception() is not None
 
     @property
     def where(self) -> str:
+        """``disk``; ``resident`` until they are stored."""
         return "disk" if self._here is None else "resident"
 
     @property
     def nbytes(self) -> int:
+        """Bytes of memory that the stored arrays take."""
         return 0 if self._here is None else sum(array.nbytes for array in self._here.values())
 
     def settle(self) -> None:
+        """Wait until they are stored; OSError if that failed and they are still in memory."""
         try:
-            self._digests.result()
+            self._digest.result()
         except OSError as error:
             raise OSError(
                 error.errno, f"a line cannot be kept on disk ({error.strerror}); it stays in memory"
             ) from None
 
-    def recall(self) -> None:
-        if self._read is None and self.where == "disk":
-            both = list(zip(self.paths, self._digests.result(), strict=True))
-            self._read = worker().submit(lambda: [read_file(*each) for each in both])
-
     def take(self) -> dict[str, mx.array]:
+        """The arrays.
+
+        Raises:
+            KVLingoError: The file is damaged.
+        """
         if (here := self._here) is not None:
             # Separate array objects: a cache changes its arrays in place, and branches share these.
             return {name: array[...] for name, array in here.items()}
-        self.recall()
-        assert self._read is not None
-        reading, self._read = self._read, None  # frees the read data as soon as possible
-        found: dict[str, mx.array] = {}
-        for weights in reading.result():
-            found |= from_weights(weights)
-        return {name: found[name].reshape(shape) for name, shape in self._shapes.items()}
+        return from_numpy(read_file(self._path, self._digest.result()))
 
 
+Storage = EightBits | File
 PUT: dict[str, Callable[[Arrays], Storage]] = {"8bit": EightBits, "disk": File}
 
 
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
-
-
-def by_dtype(arrays: Arrays) -> list[dict[str, mx.array]]:
-    """Arrays apart by their dtypes: a cache's are of one, but for float32 recurrent states."""
-    found: dict[mx.Dtype, dict[str, mx.array]] = {}
-    for name, array in arrays.items():
-        found.setdefault(array.dtype, {})[name] = array
-    return list(found.values())
-
-
-def to_weights(arrays: Arrays) -> Weights:
-    """Evaluated arrays of one dtype as NumPy arrays with two axes; nothing is copied."""
-    dtype = next(iter(arrays.values())).dtype
-    if any(array.dtype != dtype for array in arrays.values()):
-        raise ValueError(f"arrays of {sorted({str(a.dtype) for a in arrays.values()})} in one file")
-    carried = {
-        name: np.array(a.view(mx.uint16) if dtype == mx.bfloat16 else a, copy=False)
+def to_numpy(arrays: Arrays) -> Held:
+    """Evaluated arrays as NumPy's; nothing is copied."""
+    return {
+        name: np.array(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a, copy=False)
         for name, a in arrays.items()
     }
-    return Weights(DTYPES[dtype], {name: a.reshape(-1, a.shape[-1]) for name, a in carried.items()})
 
 
-def from_weights(weights: Weights) -> dict[str, mx.array]:
-    """The MLX arrays of :func:`to_weights`, with two axes."""
-    return {name: loaded(array, weights.dtype) for name, array in weights.arrays.items()}
+def from_numpy(held: Held) -> dict[str, mx.array]:
+    """The arrays of :func:`to_numpy`."""
+    return {name: loaded(array, DTYPES[array.dtype.name]) for name, array in held.items()}
 
 
-def write_file(path: Path, weights: Weights) -> str:
+def write_file(path: Path, held: Held) -> str:
     """Write a file and return its sha256."""
-    write_tensors(path, weights)
+    dtypes = {name: DTYPES[array.dtype.name] for name, array in held.items()}
+    write_arrays(path, held, {name: array.shape for name, array in held.items()}, dtypes)
     path.chmod(0o600)  # it holds a conversation
     return sha256_of(path)
 
 
-def read_file(path: Path, digest: str) -> Weights:
+def read_file(path: Path, digest: str) -> Held:
     """Read a file whose sha256 is still ``digest``.
 
     Raises:
@@ -234,7 +177,7 @@ def read_file(path: Path, digest: str) -> Weights:
         found = sha256_of(path)
         if found != digest:
             raise KVLingoError(f"{path} is damaged: its sha256 is {found}, expected {digest}")
-        return read_tensors(path)
+        return dict(open_tensors(path)[1])
     except (OSError, MalformedTranslatorError) as error:
         raise KVLingoError(f"{path} cannot be read: {error}") from None
 

@@ -87,16 +87,6 @@ class Transcript:
             readings=dict(self.readings),
         )
 
-    def undo(self) -> Transcript:
-        """The transcript before the last exchange.
-
-        Raises:
-            ValueError: There has been no exchange.
-        """
-        if self.previous is None:
-            raise ValueError("there is nothing to undo: nobody has answered yet")
-        return self.previous.copy()
-
     def at(self, messages: Sequence[Message]) -> Self:
         """This transcript with other messages; answers among them are recalled as written.
 

@@ -11,10 +11,11 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
+from kvlingo_mlx import caches
 from kvlingo_mlx.caches.validation import room_for
 from kvlingo_mlx.engine.answer import AnswerInProgress
 from kvlingo_mlx.engine.answers import AnswerReader
-from kvlingo_mlx.engine.batches import Place
+from kvlingo_mlx.engine.batches import Batch, Row
 from kvlingo_mlx.engine.clock import PHASES
 from kvlingo_mlx.engine.line import Line, Listening, Steps
 from kvlingo_mlx.engine.line_set import LineSet, Switch
@@ -25,7 +26,7 @@ from kvlingo_mlx.engine.responses import (
     timed,
     with_prefix,
 )
-from kvlingo_mlx.engine.sampling import Choice, LogitsProcessor
+from kvlingo_mlx.engine.sampling import Choice
 from kvlingo_mlx.engine.use import Use
 from kvlingo_mlx.threads import finished, stepping, wired, working
 from kvlingo_mlx.translators.base import Translator
@@ -42,7 +43,8 @@ class Decoding:
     quantised: Mapping[str, Any] = field(default_factory=dict)
     draft: Line | None = None  # a separate line for a draft model, or None
     num_draft_tokens: int = 2  # how many tokens the draft model drafts at a time
-    batch: Place | None = None  # where the model decodes this answer beside others, or None
+    batch: Batch | None = None  # where the model decodes this answer beside others, or None
+    seat: Callable[[Row | None], None] = lambda row: None  # told of its place there, and its end
     divides: bool = True  # whether the answer has parts; if not, all of it is content
 
 
@@ -132,10 +134,8 @@ class Turn:
         begun = len(self.answer)
         try:
             yield from self._write(part, begun, last=last)
-        except GeneratorExit:
+        finally:  # after an error nothing is booked, and nobody looks at it
             self.progress.add(part.name, self.answer[begun:])
-            raise
-        self.progress.add(part.name, self.answer[begun:])
 
     def _write(self, part: Part, begun: int, *, last: bool) -> Iterator[GenerationResponse | None]:
         name, most = part.name, part.most
@@ -218,10 +218,8 @@ class Turn:
         listening: Listening = contextlib.nullcontext,
     ) -> Iterator[MLXResponse]:
         """Decode with mlx-lm's loop, each step in ``listening``; ``run`` gets the tokens."""
-        processors = with_prefix(self._decoding.choice.logits_processors, tokens[:-1])
-        responses = self._responses(line, tokens, most, cache, processors)
+        responses = self._responses(line, tokens, most, cache)
         healing = self._exchange.healing(line)
-        origin = self._exchange.origin(line.name)
         with wired(line.model.model), self._exchange.decoding(), stepping(responses) as step:
             while True:
                 healing.began()
@@ -231,37 +229,33 @@ class Turn:
                     return
                 healing()
                 if len(run) == 1:
-                    check_numbers(response, origin, line.model, cache, processors)
+                    self._check_numbers(response, line, cache)
                 run.append(int(response.token))
                 yield response
 
     def _decoded_together(
-        self, batch: Place, line: Line, tokens: list[int], most: int
+        self, batch: Batch, line: Line, tokens: list[int], most: int
     ) -> Iterator[MLXResponse | None]:
         """Decode beside other answers; None where the batch has to make a step first."""
-
-        def leave() -> None:
-            if (left := batch.leave(row)) is not None:
-                line.adopt(row.run, *left)
-
         while batch.full:
             yield None
         with line.whole():
-            row = batch.join(line.cache, tokens, self._decoding.choice, most)
+            row, kept = batch.join(line.cache, tokens, self._decoding.choice, most), True
+            self._decoding.seat(row)
             try:
                 while not row.over:
                     response = row.take()
                     if response is not None and not self.answer:
-                        origin = self._exchange.origin(line.name)
-                        check_numbers(response, origin, line.model, line.cache, row.processors)
+                        self._check_numbers(response, line, line.cache)
                     yield response
-            except GeneratorExit:
-                leave()
+            except BaseException as error:
+                kept = isinstance(error, GeneratorExit)
                 raise
-            except BaseException:
-                batch.leave(row)
-                raise
-            leave()
+            finally:
+                self._decoding.seat(None)
+                left = batch.leave(row)
+                if kept and left is not None:
+                    line.adopt(row.run, *left)
 
     def _decoded_aside(
         self, line: Line, tokens: list[int], most: int
@@ -273,7 +267,7 @@ class Turn:
         """
         drafting, keeps = self._decoding.draft, self._exchange.keeps
         with working():
-            cache = line.copies() if keeps else line.cache
+            cache = [caches.shared(each) for each in line.cache] if keeps else line.cache
         if drafting is not None:
             with working():
                 drafting.trim(min(drafting.common(tokens), len(tokens) - 1))
@@ -290,12 +284,7 @@ class Turn:
             yield from line.read(run, self._exchange.step_size)
 
     def _responses(
-        self,
-        line: Line,
-        tokens: list[int],
-        most: int,
-        cache: list[Any],
-        processors: list[LogitsProcessor] | None,
+        self, line: Line, tokens: list[int], most: int, cache: list[Any]
     ) -> Generator[MLXResponse, None, None]:
         """mlx-lm's responses from caches that hold all of ``tokens`` except the last one."""
         choice, options = self._decoding.choice, dict(self._decoding.quantised)
@@ -311,9 +300,13 @@ class Turn:
             max_tokens=most,
             prompt_cache=cache,
             sampler=choice.sampler,
-            logits_processors=processors,
+            logits_processors=with_prefix(choice.logits_processors, tokens[:-1]),
             **options,
         )
+
+    def _check_numbers(self, response: MLXResponse, line: Line, cache: Sequence[Any]) -> None:
+        origin, own = self._exchange.origin(line.name), self._decoding.choice.logits_processors
+        check_numbers(response, origin, line.model, cache, processed=bool(own))
 
     def _booked(
         self, response: MLXResponse, switch: Switch, used: Sequence[Translator]

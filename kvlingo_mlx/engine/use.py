@@ -5,7 +5,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 Y = TypeVar("Y")
@@ -62,24 +62,18 @@ class Use:
         return "closed" in self._now
 
 
-class Used(Protocol):
-    """An object that one caller uses at a time."""
-
-    _use: Use
-
-
 Steps = Callable[Concatenate[Any, P], Generator[Y, None, None]]
 
 
 def claiming(method: Steps[P, Y]) -> Steps[P, Y]:
     """Make a conversation's generator keep other callers out until it ends or is closed."""
 
-    def alone(self: Used, *args: P.args, **kwargs: P.kwargs) -> Generator[Y, None, None]:
+    def alone(self: Any, *args: P.args, **kwargs: P.kwargs) -> Generator[Y, None, None]:
         with self._use.claimed():
             yield from method(self, *args, **kwargs)
 
     @functools.wraps(method)
-    def begun(self: Used, *args: P.args, **kwargs: P.kwargs) -> Generator[Y, None, None]:
+    def begun(self: Any, *args: P.args, **kwargs: P.kwargs) -> Generator[Y, None, None]:
         steps = alone(self, *args, **kwargs)
         _OPEN.add(steps)
         return steps

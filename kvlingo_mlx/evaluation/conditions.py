@@ -89,7 +89,7 @@ def translated(
         if isinstance(prefix, AlignedPrefix):
             return bring(plan_of(source, target, translator, prefix)).cache
         check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
-        check_tokens((source, target), prefix, 2048)
+        check_tokens((source, target), prefix)
         check_caches((source, target), len(prefix))
         part = native_part(translator.config, native_layers, tokens=len(prefix) - 1)
         return bring(plan_of(source, target, translator, prefix, part)).cache

@@ -9,7 +9,7 @@ from kvlingo_mlx.backend import mx, nn
 from mlx_lm.models.ministral3 import _get_llama_4_attn_scale
 
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.families.base import Family, Finish, text_model
+from kvlingo_mlx.families.base import Family, Finish, Sides, text_model
 from kvlingo_mlx.format.geometry import RopeSpec, configured_rope, spelled_out
 
 
@@ -62,9 +62,7 @@ class Gemma4(Family):
         """The projections; without a value projection, the key projection serves for both."""
         return (attention.k_proj,) if attention.use_k_eq_v else super().taps(attention)
 
-    def states(
-        self, attention: nn.Module, outputs: Sequence[mx.array]
-    ) -> tuple[mx.array, mx.array]:
+    def states(self, attention: nn.Module, outputs: Sequence[mx.array]) -> Sides:
         """The keys and values before their norms."""
         return outputs[0], outputs[-1]
 
@@ -153,9 +151,7 @@ class Phi3(Family):
     def taps(self, attention: nn.Module) -> tuple[nn.Module, ...]:
         return (attention.qkv_proj,)
 
-    def states(
-        self, attention: nn.Module, outputs: Sequence[mx.array]
-    ) -> tuple[mx.array, mx.array]:
+    def states(self, attention: nn.Module, outputs: Sequence[mx.array]) -> Sides:
         """The keys and values, which are the last two parts."""
         _, keys, values = self._parts(attention, outputs[0])
         return keys, values

@@ -27,7 +27,9 @@ from kvlingo_mlx.format.geometry import (
     spelled_out,
 )
 
+Sides = tuple[mx.array, mx.array]  # a layer's keys and values, or what they are made of
 Kept = Sequence[mx.array | None]  # what a recurrent layer keeps: a tail, a state; None if nothing
+Parts = tuple[mx.array, ...]  # the same after a span
 POINTS = ("pre_norm", "post_norm", "post_rope")
 LATENT, FULL = "latent", "full_attention"
 # How mlx-lm's families call the same thing.
@@ -156,9 +158,7 @@ class Family:
         """The modules whose outputs contain a layer's keys and values."""
         return attention.k_proj, attention.v_proj
 
-    def states(
-        self, attention: nn.Module, outputs: Sequence[mx.array]
-    ) -> tuple[mx.array, mx.array]:
+    def states(self, attention: nn.Module, outputs: Sequence[mx.array]) -> Sides:
         """Keys and values (B, T, H * D) at the first capture point, from the ``taps``' outputs."""
         keys, values = outputs
         return keys, values
@@ -204,9 +204,7 @@ class Family:
         dims = module.dim if isinstance(module, rope_utils.SuScaledRoPE) else module.dims
         return configured_rope(facts, dims, traditional=getattr(module, "traditional", False))
 
-    def stored(
-        self, attention: nn.Module, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def stored(self, attention: nn.Module, keys: mx.array, values: mx.array) -> Sides:
         """The arrays (B, H, T, D) that a layer's cache stores, from finished keys and values."""
         return keys, values
 
@@ -218,9 +216,7 @@ class Family:
         """What a layer keeps of a text in place of keys and values; None if it is attention."""
         return None
 
-    def followed(
-        self, module: nn.Module, kept: Kept, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, ...]:
+    def followed(self, module: nn.Module, kept: Kept, keys: mx.array, values: mx.array) -> Parts:
         """What a recurrent layer keeps after a span, from what it kept before.
 
         Args:

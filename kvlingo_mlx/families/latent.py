@@ -10,7 +10,7 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
 
-from kvlingo_mlx.families.base import LATENT, Family
+from kvlingo_mlx.families.base import LATENT, Family, Sides
 from kvlingo_mlx.format.geometry import LayerGeometry, RopeSpec, configured_rope
 
 
@@ -34,9 +34,7 @@ class LatentFamily(Family):
         """The one projection whose output contains the latent and the rotary key."""
         return (attention.kv_a_proj_with_mqa,)
 
-    def states(
-        self, attention: nn.Module, outputs: Sequence[mx.array]
-    ) -> tuple[mx.array, mx.array]:
+    def states(self, attention: nn.Module, outputs: Sequence[mx.array]) -> Sides:
         """The rotary keys (B, T, dr) and the normed latents (B, T, r)."""
         (projected,) = outputs
         latent, keys = mx.split(projected, [attention.kv_lora_rank], axis=-1)
@@ -78,9 +76,7 @@ class AbsorbedFamily(LatentFamily):
 
     quantised_cache: bool = False
 
-    def stored(
-        self, attention: nn.Module, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def stored(self, attention: nn.Module, keys: mx.array, values: mx.array) -> Sides:
         """The latents (B, 1, T, r) and the rotary keys (B, 1, T, dr)."""
         return values, keys
 
@@ -99,9 +95,7 @@ class AbsorbedFamily(LatentFamily):
 class ExpandedFamily(LatentFamily):
     """A family whose cache stores each head's keys and values, as ``kv_b_proj`` expands them."""
 
-    def stored(
-        self, attention: nn.Module, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def stored(self, attention: nn.Module, keys: mx.array, values: mx.array) -> Sides:
         """Keys (B, H, T, nope + dr), whose last dr numbers all heads share, and values."""
         batch, _, tokens, _ = values.shape
         both = attention.kv_b_proj(values[:, 0])

@@ -18,7 +18,7 @@ from mlx_lm.models.smollm3 import NoPE
 from mlx_lm.models.ssm import ssm_update
 
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.families.base import Family, Finish, Kept
+from kvlingo_mlx.families.base import Family, Finish, Kept, Parts, Sides
 from kvlingo_mlx.format.geometry import (
     LIFTED,
     Attention,
@@ -52,7 +52,7 @@ class Recurrent(Family, ABC):
         """The modules whose outputs contain a recurrent layer's inputs."""
 
     @abstractmethod
-    def inputs(self, module: nn.Module, outputs: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+    def inputs(self, module: nn.Module, outputs: Sequence[mx.array]) -> Sides:
         """The inputs (B, T, width) of convolution and gates, from the ``projections``' outputs."""
 
     # ---- what follows from it ---------------------------------------------------------------
@@ -100,9 +100,7 @@ class Recurrent(Family, ABC):
         recurrent = self.recurrence(attention) is not None
         return self.projections(attention) if recurrent else super().taps(attention)
 
-    def states(
-        self, attention: nn.Module, outputs: Sequence[mx.array]
-    ) -> tuple[mx.array, mx.array]:
+    def states(self, attention: nn.Module, outputs: Sequence[mx.array]) -> Sides:
         recurrent = self.recurrence(attention) is not None
         return self.inputs(attention, outputs) if recurrent else super().states(attention, outputs)
 
@@ -191,13 +189,11 @@ class GatedDelta(Recurrent):
     def projections(self, module: nn.Module) -> tuple[nn.Module, ...]:
         return module.in_proj_qkv, module.in_proj_b, module.in_proj_a
 
-    def inputs(self, module: nn.Module, outputs: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+    def inputs(self, module: nn.Module, outputs: Sequence[mx.array]) -> Sides:
         mixed, strengths, decays = outputs
         return mixed, mx.concatenate([strengths, decays], axis=-1)
 
-    def followed(
-        self, module: nn.Module, kept: Kept, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, ...]:
+    def followed(self, module: nn.Module, kept: Kept, keys: mx.array, values: mx.array) -> Parts:
         """The tail and the state after a span; in the order in which mlx-lm computes them."""
         tail, state = kept
         batch, tokens, _ = keys.shape
@@ -236,7 +232,7 @@ class InterleavedProjection(GatedDelta):
     def projections(self, module: nn.Module) -> tuple[nn.Module, ...]:
         return module.in_proj_qkvz, module.in_proj_ba
 
-    def inputs(self, module: nn.Module, outputs: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+    def inputs(self, module: nn.Module, outputs: Sequence[mx.array]) -> Sides:
         q, k, v, _, strengths, decays = module.fix_query_key_value_ordering(*outputs)
         batch, tokens = q.shape[:2]
         mixed = [each.reshape(batch, tokens, -1) for each in (q, k, v)]
@@ -283,15 +279,13 @@ class Mamba2(Recurrent):
     def projections(self, module: nn.Module) -> tuple[nn.Module, ...]:
         return (module.in_proj,)
 
-    def inputs(self, module: nn.Module, outputs: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+    def inputs(self, module: nn.Module, outputs: Sequence[mx.array]) -> Sides:
         (projected,) = outputs
         first = module.intermediate_size
         _, mixed, steps = mx.split(projected, [first, first + module.conv_dim], axis=-1)
         return mixed, steps
 
-    def followed(
-        self, module: nn.Module, kept: Kept, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, ...]:
+    def followed(self, module: nn.Module, kept: Kept, keys: mx.array, values: mx.array) -> Parts:
         """The tail and the state after a span; in the order in which mlx-lm computes them."""
         tail, state = kept
         batch, tokens, _ = keys.shape
@@ -347,14 +341,12 @@ class ShortConv(Recurrent):
     def projections(self, module: nn.Module) -> tuple[nn.Module, ...]:
         return (module.in_proj,)
 
-    def inputs(self, module: nn.Module, outputs: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+    def inputs(self, module: nn.Module, outputs: Sequence[mx.array]) -> Sides:
         (projected,) = outputs
         b, _, x = mx.split(projected, 3, axis=-1)
         return b, x
 
-    def followed(
-        self, module: nn.Module, kept: Kept, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, ...]:
+    def followed(self, module: nn.Module, kept: Kept, keys: mx.array, values: mx.array) -> Parts:
         """The tail after a span."""
         tail, _ = slid(kept[0], keys * values, module.L_cache)
         return (tail,)

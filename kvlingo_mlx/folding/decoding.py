@@ -83,7 +83,7 @@ def _prepare(
     plan = begin(prefill_model, decode_model, prompt, request, count=False)
     plan = replace(plan, way="folded")
     source, target = plan.source, plan.target
-    check_tokens((source, target), plan.tokens, plan.step_size)
+    check_tokens((source, target), plan.tokens)
     if request.kv_bits is not None:
         check_groups(source, request.kv_bits, request.kv_group_size)
     if len(plan.tokens) == 1:
@@ -169,7 +169,7 @@ def folded_hand_over(
     )
     plan = _prepare(prefill_model, decode_model, rows[0], request)
     for row in rows[1:]:
-        check_tokens((plan.source, plan.target), row, plan.step_size)
+        check_tokens((plan.source, plan.target), row)
     return _folded(plan, rows, request, Clock())
 
 

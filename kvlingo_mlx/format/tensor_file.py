@@ -274,14 +274,21 @@ def write_tensors(path: Path, weights: Weights) -> None:
 
     The bytes are those that the library writes, whose own writer wants all tensors in memory.
     """
+    write_arrays(path, weights.arrays, weights.shapes, dict.fromkeys(weights.shapes, weights.dtype))
+
+
+def write_arrays(
+    path: Path, arrays: Mapping[str, np.ndarray], shapes: Shapes, dtypes: Mapping[str, DType]
+) -> None:
+    """:func:`write_tensors` of tensors that have a dtype each."""
     codes = {name: code for code, name in FILE_DTYPES.items()}
     header: dict[str, Any] = {METADATA: {"format": "kvlingo"}}
-    width, end = np.dtype(STORAGE[weights.dtype]).itemsize, 0
-    for name, shape in sorted(weights.shapes.items()):
-        begin, end = end, end + width * math.prod(shape)
+    end = 0
+    for name, shape in sorted(shapes.items()):
+        begin, end = end, end + np.dtype(STORAGE[dtypes[name]]).itemsize * math.prod(shape)
         entry = {"shape": [*shape], "data_offsets": [begin, end]}
-        header[name] = {"dtype": codes[weights.dtype], **entry}
+        header[name] = {"dtype": codes[dtypes[name]], **entry}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors are aligned
-    arrays = (np.ascontiguousarray(weights.arrays[name]).data for name in sorted(weights.shapes))
-    write_file(path, itertools.chain([len(text).to_bytes(8, "little") + text], arrays))
+    parts = (np.ascontiguousarray(arrays[name]).data for name in sorted(shapes))
+    write_file(path, itertools.chain([len(text).to_bytes(8, "little") + text], parts))

@@ -190,10 +190,11 @@ class Receipt:
 
     def to_json(self) -> dict[str, Any]:
         """The receipt as a translator's provenance stores it."""
-        return {"prompts": NAME, **asdict(self, dict_factory=_without_none)}
+        return {"prompts": NAME, **asdict(self, dict_factory=without_none)}
 
 
-def _without_none(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_none(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What ``asdict`` makes of fields, without those that are None."""
     return {name: value for name, value in pairs if value is not None}
 
 

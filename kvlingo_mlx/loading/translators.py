@@ -26,7 +26,6 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.aligned_prefix import check_layers
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
-from kvlingo_mlx.translators.quantised import check_bits
 
 AnyTranslator = Translator | str | os.PathLike[str]
 Suits = Callable[[TranslatorConfig], bool]
@@ -51,7 +50,6 @@ def load_translator(
         MissingTranslatorError: There is no such folder or repository.
         MalformedTranslatorError: The folder breaks the format.
     """
-    check_bits(quantize)
     path = folder_of(path_or_hf_repo)
     config, weights = translator_folder.read(path)
     translator_folder.check_sizes(path, config, weights)

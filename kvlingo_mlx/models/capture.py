@@ -20,7 +20,7 @@ from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.models.keys import Rotation, advance, normalise_values
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.reclassed import reclassed
-from kvlingo_mlx.models.states import KVStates, flat, stacked
+from kvlingo_mlx.models.states import KVStates, flat, joined, stacked
 from kvlingo_mlx.threads import working
 
 
@@ -170,14 +170,10 @@ def whole(
     ``kept`` is as in :func:`prefill`.
     """
     read = prefill(model, tokens, kept=kept)
-    spans = [move(states, model, capture) for states in read]
-    keys, values = (
-        tuple(mx.concatenate(list(parts), axis=1) for parts in zip(*side, strict=True))
-        for side in ([span.keys for span in spans], [span.values for span in spans])
-    )
+    found = joined([move(states, model, capture) for states in read])
     with working():
-        mx.eval(keys, values)
-    return KVStates(keys, values, capture, 0, spans[-1].kept)
+        mx.eval(found.arrays)
+    return found
 
 
 def move(states: KVStates, model: LanguageModel, goal: str) -> KVStates:

@@ -5,8 +5,8 @@ Legend: B batch, T tokens, H KV heads, D head dim, N cache layers, G layers of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from kvlingo_mlx.backend import mx
@@ -137,6 +137,26 @@ class TranslatedStates:
             sides.append(tuple(found))
         keys, values = sides
         return KVStates(keys, values, self.capture, self.keys[0].start, dict(self.kept))
+
+
+def joined(parts: Sequence[KVStates]) -> KVStates:
+    """Consecutive spans as one span."""
+    if len(parts) == 1:
+        return parts[0]
+    keys, values = (
+        tuple(map(_together, zip(*sides, strict=True)))
+        for sides in ([p.keys for p in parts], [p.values for p in parts])
+    )
+    return replace(parts[0], keys=keys, values=values, kept=parts[-1].kept)
+
+
+def _together(arrays: Sequence[mx.array]) -> mx.array:
+    """A layer's arrays as one; those without tokens, of a layer whose states are mapped, left out.
+
+    They may have another width.
+    """
+    full = [array for array in arrays if array.shape[1]]
+    return mx.concatenate(full, axis=1) if full else arrays[0]
 
 
 def flat(heads: mx.array) -> mx.array:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,14 +11,13 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from kvlingo_mlx.engine.batches import Batch, Row
+from kvlingo_mlx.engine.batches import Row
 from kvlingo_mlx.engine.calls import form_of
 from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.offers import read_again
 from kvlingo_mlx.engine.responses import GenerationResponse
-from kvlingo_mlx.engine.sampling import Choice, LogitsProcessor, Sampler
+from kvlingo_mlx.engine.sampling import LogitsProcessor, Sampler
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.serving.guidance import guided
 from kvlingo_mlx.serving.messages import (
     Delta,
@@ -49,8 +48,7 @@ class ActiveRequest:
     name: str  # of the model that answers
     arrived: float = field(default_factory=time.perf_counter)
     steps: Steps | None = None  # the work
-    batch: Batch | None = None  # the answers of its model
-    row: Row | None = None  # the answer's place among them; None before it joins and after
+    row: Row | None = None  # the answer's place in a batch; None before it joins and after
     usage: Usage = field(default_factory=Usage)  # what is known so far
     content: str = ""  # the answer's text for the user so far
     reasoning: str = ""
@@ -75,27 +73,13 @@ class ActiveRequest:
         return {"role": "assistant", "content": content, "tool_calls": self.calls, **thought}
 
     @property
-    def full(self) -> bool:
-        """Whether it cannot join its batch now."""
-        assert self.batch is not None
-        return self.batch.full
-
-    def join(self, cache: Sequence[Any], tokens: Sequence[int], choice: Choice, most: int) -> Row:
-        """Join the batch, as in :meth:`Batch.join`."""
-        assert self.batch is not None
-        self.row = self.batch.join(cache, tokens, choice, most)
-        return self.row
-
-    def leave(self, row: Row) -> tuple[list[Any], list[KVStates]] | None:
-        """Leave the batch, as in :meth:`Batch.leave`."""
-        assert self.batch is not None
-        self.row = None
-        return self.batch.leave(row)
-
-    @property
     def ready(self) -> bool:
         """Whether its batch has given it what it has not yet taken."""
         return self.row is not None and bool(self.row.ready)
+
+    def sit(self, row: Row | None) -> None:
+        """Note its place in a batch."""
+        self.row = row
 
     def end(self) -> None:
         """End the work, if it has not ended; what was read and written of it is kept."""

@@ -1,7 +1,7 @@
 """A server's models: opened at the start, loaded on demand, unloaded when memory is short."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvlingo_mlx.backend import mx
@@ -131,7 +131,3 @@ class ModelPool:
     def _mark(self, resident: PooledModel, *, loaded: bool) -> None:
         for each in self._same(resident):
             each.loaded = loaded
-
-    def infos(self) -> Iterable[ModelInfo]:
-        """What clients are told of each."""
-        return (resident.info() for resident in self.all.values())

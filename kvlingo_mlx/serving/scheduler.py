@@ -19,9 +19,8 @@ from mlx_lm.generate import maybe_set_recommended_wired_limit
 
 from kvlingo_mlx.engine.accounting import check_room
 from kvlingo_mlx.engine.answer import AnswerInProgress
-from kvlingo_mlx.engine.asking import Request
 from kvlingo_mlx.engine.batches import Batch
-from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.conversation import Conversation, Request
 from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.responses import GenerationResponse
 from kvlingo_mlx.engine.routing import Route, load_route
@@ -291,8 +290,9 @@ class Scheduler:
         choice = exchange.chosen_together(choice)
         progress = AnswerInProgress.to_text(exchange, job.name, job.tokens)
         turn = Turn(
-            exchange, progress, request.max_tokens, Decoding(choice, batch=job, divides=False)
-        )
+            exchange, progress, request.max_tokens,
+            Decoding(choice, batch=request.batch, seat=request.seat, divides=False),
+        )  # fmt: skip
         check_room({job.name: len(job.tokens)}, exchange.lines, exchange.group)
         if job.ask.echo:
             given, tokenizer = job.ask.prompt, self.pool[job.name].model.tokenizer
@@ -371,7 +371,6 @@ class Scheduler:
             inputs = self._blank.exchange.line(job.name).inputs
             batch = Batch(model, records=records, inputs=inputs, size=most, group=self.group)
             self._batches[id(model)] = batch
-        job.batch = batch
         options: dict[str, Any] = {"stop": ask.stop or None, "seed": ask.sampling.seed}
         told = announces_tools(model.tokenizer)
         options |= {"tools": tools_of(ask, model) or None if told else None}
@@ -383,7 +382,8 @@ class Scheduler:
             logits_processors=processors_of(ask, model) or None,
             options={name: value for name, value in options.items() if value is not None},
             template=_switches(ask, model),  # also for lines of models that tell of tools
-            batch=job,
+            batch=batch,
+            seat=job.sit,
         )
 
     # ---- what others ask --------------------------------------------------------------------
@@ -412,7 +412,7 @@ class Scheduler:
         begun = sum(job.row is not None for job in self._jobs.values())
         return replace(
             self.store.status(),
-            models=tuple(self.pool.infos()),
+            models=tuple(resident.info() for resident in self.pool.all.values()),
             routes=self._route is not None,
             translators_bytes=self.policy.nbytes,
             running=begun,

@@ -135,13 +135,11 @@ class SessionStore:
         return sum(memory.cache_bytes(model, tokens + STEP) for model in loaded)
 
     def new(self, conversation: Conversation) -> Session:
-        """A new session, which goes on from a conversation; it is found once it has keys."""
-        session = Session(conversation=conversation)
-        self.add(session)
-        return session
+        """A new session, which goes on from a conversation; it is found once it has keys.
 
-    def add(self, session: Session) -> None:
-        """Keep a session, and let go of the oldest where there are too many."""
+        The oldest are let go of where there are too many.
+        """
+        session = Session(conversation=conversation)
         self.sessions.append(session)
         idle = sorted((t for t in self.sessions if self._may_go(t)), key=lambda t: t.used)
         here = sum(t.exchange is not None for t in self.sessions)
@@ -150,6 +148,7 @@ class SessionStore:
         gone = sorted((t for t in self.sessions if t.exchange is None), key=lambda t: t.used)
         for old in gone[: max(0, len(self.sessions) - MOST_KEPT)]:
             self._drop(old)
+        return session
 
     def _may_go(self, session: Session) -> bool:
         return not (session.busy or session.pinned or session.exchange is None) and bool(

@@ -30,7 +30,6 @@ PART, PART_TOKENS = 1000, 16  # characters of a message's parts, and tokens of a
 # A request that leaves out no more than so many last messages, and parts of them, goes on with the
 # same session.
 REDONE, REDONE_PARTS = 2, 3
-ids = itertools.count()
 SAVED: Future[None] = Future()  # of what was found on disk
 SAVED.set_result(None)
 BEFORE_LINES = " \t-*"  # white space and marks of lists, before a volatile line
@@ -153,7 +152,6 @@ class Session:
     pinned: bool = False  # it stays in memory
     used: float = field(default_factory=now)  # last, in seconds since the epoch
     saved: Future[None] | None = None  # the writing of it as it is now, once that has begun
-    number: int = field(default_factory=ids.__next__)
 
     @property
     def nbytes(self) -> int:

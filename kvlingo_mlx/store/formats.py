@@ -36,6 +36,7 @@ from kvlingo_mlx.format.tensor_file import (
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 from kvlingo_mlx.format.translator_folder import LARGEST
 from kvlingo_mlx.format.typed import WRITTEN, read
+from kvlingo_mlx.loading.grading import without_none
 from kvlingo_mlx.loading.models import at_hand, load
 from kvlingo_mlx.loading.pairing import check_pair
 from kvlingo_mlx.loading.translators import folder_of
@@ -494,7 +495,7 @@ def _check_free(kind: type[AnyManifest], folder: Path, force: bool) -> None:
 
 def _write(manifest: AnyManifest, folder: Path, config: TranslatorConfig, weights: Weights) -> None:
     """Write a manifest, and tensors beside it; biases are zero where the translator has none."""
-    text = json.dumps(_without_none(asdict(manifest)), indent=2) + "\n"
+    text = json.dumps(asdict(manifest, dict_factory=without_none), indent=2) + "\n"
     path, tensors, *sums = (folder / file for file in manifest.FILES)
     path.write_text(text, encoding="utf-8")
     names, shapes = _laid_out(manifest, config)
@@ -512,9 +513,3 @@ def _write(manifest: AnyManifest, folder: Path, config: TranslatorConfig, weight
     write_tensors(tensors, Weights(weights.dtype, LazyTensors(shapes, make)))
     for file in sums:
         file.write_text("\n".join(_sums(path, tensors)) + "\n", encoding="ascii")
-
-
-def _without_none(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: _without_none(each) for key, each in data.items() if each is not None}
-    return [*map(_without_none, data)] if isinstance(data, list | tuple) else data

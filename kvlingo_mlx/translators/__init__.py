@@ -10,7 +10,7 @@ from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.kinds import apart
 from kvlingo_mlx.translators.products import plan
-from kvlingo_mlx.translators.quantised import check_bits, check_fits
+from kvlingo_mlx.translators.quantised import check_fits
 from kvlingo_mlx.translators.state_maps import StateMapped
 
 
@@ -30,9 +30,8 @@ def build(
         quantize: The bits of the matrices, 8 or 4, in groups of 64; None: as stored.
 
     Raises:
-        ValueError: ``quantize`` is neither 8, 4 nor None, or it would change no matrix.
+        ValueError: ``quantize`` would change no matrix.
     """
-    check_bits(quantize)
     if quantize is not None:
         check_fits(weights, quantize)
     batched = on_gpu() if batched is None else batched

@@ -17,15 +17,8 @@ from kvlingo_mlx.backend import mx, on_gpu
 from kvlingo_mlx.format.kinds import MATRICES
 from kvlingo_mlx.format.tensor_file import Weights
 
-BITS = (8, 4)
 GROUP = 64
 UNPACKED = 128  # tokens from which CUDA multiplies by unpacked matrices
-
-
-def check_bits(bits: int | None) -> None:
-    """Refuse (ValueError) bits other than 8, 4 and None, which means float weights."""
-    if bits is not None and (type(bits) is not int or bits not in BITS):
-        raise ValueError(f"quantize is {bits!r}; give 8 or 4, or leave it out for float weights")
 
 
 def fits(width: int) -> bool:

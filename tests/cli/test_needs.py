@@ -25,6 +25,7 @@ from kvlingo_mlx import arguments
 from kvlingo_mlx.arguments import FUNCTIONS, KINDS, READ_ELSEWHERE
 from kvlingo_mlx.cli import MOVED, VERBS
 from kvlingo_mlx.cli.config import GROUPS, is_key, key_of, spelled
+from kvlingo_mlx.engine.conversation import ReplyOptions
 from kvlingo_mlx.engine.generation import GenerateOptions
 from kvlingo_mlx.engine.sampling import DecodingOptions
 from kvlingo_mlx.folding.decoding import FoldedOptions
@@ -303,6 +304,7 @@ def parameters(name: str) -> list[inspect.Parameter]:
 def names_of(name: str) -> set[str]:
     """The names of a function's arguments, and of the options that it takes by a TypedDict."""
     own = {"stream_generate": GenerateOptions, "folded_stream_generate": FoldedOptions}
+    own["Conversation.stream_reply"] = ReplyOptions
     taken = own.get(name, DecodingOptions)
     return {p.name for p in parameters(name)} | set(get_type_hints(taken))
 
@@ -571,13 +573,13 @@ def test_a_processor_is_blamed_for_its_own(
                 "draft": {"strategy": "native", "draft_model": source}}[way]  # fmt: skip
         kv.generate(source, target, "hello", max_tokens=4, **more, **options)
 
-    with pytest.raises(
-        ValueError, match="logits_processors made the first prediction not a number"
-    ):
+    with pytest.raises(ValueError, match="one of logits_processors returns NaN"):
         ask(target, logits_processors=[spoil])
     damaged = kv.load(target.path)
     damaged.model.model.norm.weight = damaged.model.model.norm.weight * float("nan")
     with pytest.raises(kv.KVLingoError, match="weights are damaged"):
+        ask(damaged)
+    with pytest.raises(ValueError, match="or the weights of .* are damaged"):
         ask(damaged, logits_processors=[lambda tokens, logits: logits])
 
 

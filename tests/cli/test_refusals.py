@@ -133,9 +133,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--strategy native --translator t -c native_head=3",
          "--translator, native_head have no effect with --strategy native"),
         ("-c kv_group_size=32", "no effect without --kv-bits; add --kv-bits 8"),
-        ("--strategy fast", "strategy is 'fast'; give accelerator or native"),
-        ("--strategy switch", "which only a conversation has"),
-        ("--strategy auto", "strategy is 'auto'; give accelerator or native"),
+        ("--strategy fast", "--strategy is 'fast'; give accelerator or native"),
+        ("--strategy auto", "--strategy is 'auto'; give accelerator or native"),
     ],
     MESSAGES: [
         ("", "give --prompt TEXT, or --messages FILE"),

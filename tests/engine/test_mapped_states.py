@@ -124,8 +124,8 @@ def test_states_are_those_of_the_page(
     plain = hybrid_models.random_translator(source, target, nu=2)
     own = {n: a for n, a in translators[rule].floats().items() if not n.startswith("states.")}
     plain = build(plain.config, Weights("float32", plain.floats() | own))
-    other = caches.allocate(target, PREFIX)
-    caches.write(other, plain(span), target)
+    other = caches.empty(target)
+    caches.append(other, plain(span), target)
     same(*([c for c in each if not caches.is_recurrent(c)] for each in (found, other)), 1e-4)
 
 

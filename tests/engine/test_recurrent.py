@@ -297,7 +297,7 @@ def test_parts_that_do_not_fit_are_refused(model: LanguageModel) -> None:
     ask(talk, "a", "is it on?")
     line = talk.lines["a"]
     facts: Any = json.loads(json.dumps(line.facts()))
-    arrays = line.arrays()
+    arrays = line.arrays() | line.native.arrays()
     fresh = Line("a", model, records=False)
     fresh.restore(facts, arrays)
     assert apart(fresh) < CLOSE

@@ -484,7 +484,7 @@ def test_a_switch_that_is_interrupted_changes_nothing(
     for each in (talk, calm):
         say(each, "qwen", ASKED[0], SAID[0])
     messages, tokens = talk.messages, list(talk.transcript.tokens)
-    real, calls = caches.put, list[int]()
+    real, calls = caches.append, list[int]()
 
     def put(cache: Any, *rest: Any) -> None:
         real(cache, *rest)
@@ -494,7 +494,7 @@ def test_a_switch_that_is_interrupted_changes_nothing(
             raise error
 
     with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(caches, "put", put)
+        patch.setattr(caches, "append", put)
         talk.reply("mistral", ASKED[1], max_tokens=3)
     assert (talk.messages, talk.transcript.tokens) == (messages, tokens)
     found, expected = (say(each, "mistral", ASKED[1], SAID[1]) for each in (talk, calm))

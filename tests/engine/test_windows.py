@@ -59,10 +59,10 @@ def every_token(
     step: int,
 ) -> list[Any]:
     """The target's cache, written by mlx-lm itself, of a translation that leaves nothing out."""
-    kept = caches.allocate(whole, len(prefix))
+    kept = caches.empty(whole)
     for states in capture.prefill(source, prefix, step):
         moved = capture.move(states, source, translator.config.capture)
-        caches.write(kept, translator(moved), whole)
+        caches.append(kept, translator(moved), whole)
     own = make_prompt_cache(target.model)
     for cache, layer in zip(own, kept, strict=True):
         assert layer.offset == len(prefix)

@@ -269,9 +269,9 @@ def test_a_quantised_prefix(root: Path, case: Case, bits: int) -> None:
     found = logits(target, fold_caches(own, source, target, translator),
                    pieces_of([row[40:]], MIXED))  # fmt: skip
     keys, values = zip(*(unpacked(cache) for cache in own), strict=True)
-    stock = caches.allocate(target, 40)
+    stock = caches.empty(target)
     states = KVStates(keys, values, "post_rope", 0)
-    caches.write(stock, translator(states, target.geometry.first_kept(40)), target)
+    caches.append(stock, translator(states, target.geometry.first_kept(40)), target)
     assert difference(found, logits(target, stock, [[row[40:]]])) <= TOLERANCE
     whole = materialised(source, target, translator, [row], 40)
     assert difference(found, whole) > (1e-3 if bits == 4 else 1e-4)  # it was quantised
@@ -317,9 +317,9 @@ def test_a_copy_would_show(root: Path) -> None:
     mx.clear_cache()
     before = mx.get_active_memory()
     own = random_cache(source, 4096)
-    cache = caches.allocate(target, 4096)
+    cache = caches.empty(target)
     states = caches.read(own, source)
-    caches.write(cache, translator(states), target)
+    caches.append(cache, translator(states), target)
     mx.eval(caches.arrays(cache))
     assert mx.get_active_memory() - before > 1.1 * caches.nbytes(own)
 

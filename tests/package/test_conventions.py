@@ -277,7 +277,7 @@ MANY = {  # functions of more parameters, by the reason
     "what a user may ask for, each by its own name": (
         "engine/fill.hand_over",
         "folding/decoding.folded_hand_over",
-        "engine/conversation.__init__", "engine/conversation.stream_reply",
+        "engine/conversation.__init__",
         "fitting/__init__.fit", "making/__init__.pair",
     ),
     "lm-eval's own arguments": (

@@ -18,8 +18,8 @@ from mlx_lm.models.cache import make_prompt_cache
 pytest.importorskip("pydantic")
 
 import kvlingo_mlx as kv
+from kvlingo_mlx import caches
 from kvlingo_mlx.embedded import dialogues, zoo
-from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.messages import Delta, GenerationRequest, Sampling
 from kvlingo_mlx.serving.scheduler import Scheduler
@@ -288,13 +288,13 @@ def test_a_chunk_that_follows_is_computed_before_others_have_their_turn(
     clients = Clients(Scheduler(settings(tmp_path, prefill_step_size=16)))
     clients.engine.load("moe")  # the line of a model that is not there would not follow
     computed: list[int] = []
-    append = Line._append
+    append = caches.append
 
-    def counted(line: Line, translated: Any) -> None:
+    def counted(*given: Any) -> None:
         computed.append(1)
-        append(line, translated)
+        append(*given)
 
-    monkeypatch.setattr(Line, "_append", counted)
+    monkeypatch.setattr(caches, "append", counted)
     _, told = clients.send(asked("large", [user("Anna lives in Rome. " * 30)], max_tokens=4))
     rounds: list[int] = []
     while clients.engine.busy:
@@ -527,13 +527,13 @@ def test_a_damaged_conversation_is_read_anew(tmp_path: Path) -> None:
     told = clients.one("large", history)
     clients.engine.close()
     clients.engine.store.release()
-    (file,) = (tmp_path / "kept").glob("*/line-0.cache.*")
+    (file,) = (tmp_path / "kept").glob("*/line-0.*")
     blob = bytearray(file.read_bytes())
     blob[-9] ^= 1
     file.write_bytes(bytes(blob))
     again = Clients(Scheduler(settings(tmp_path)))
     assert again.one("large", history).text == told.text
-    assert not list((tmp_path / "kept").glob("*/line-0.cache.*"))
+    assert not list((tmp_path / "kept").glob("*/line-0.*"))
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from benchmarks.paper.timing.costs import translation_work
 from benchmarks.paper.timing.layers import LayerCosts
 from benchmarks.paper.timing.phases import HEAL_IDLE, HEAL_INTERLEAVED, HEAL_LAYERS
 from kvlingo_mlx.caches.validation import room_for
-from kvlingo_mlx.engine.fill import take_over
-from kvlingo_mlx.engine.healing import HealingCache, Interleaved
+from kvlingo_mlx.engine.fill import HealingCache, take_over
+from kvlingo_mlx.engine.healing import Interleaved
 from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.plan import Plan
 from kvlingo_mlx.models.language_model import LanguageModel

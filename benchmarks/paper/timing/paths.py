@@ -126,11 +126,12 @@ class Paths:
         translator = self.first if form is None else self.translators[form]
         length = len(self.tokens) - 1
         with mx.stream(generation_stream):
-            cache = caches.allocate(self.target, length)
+            cache = caches.empty(self.target)
+            caches.reserve(cache, self.target, length)
             for states in self._recorded:
                 moved = capture.move(states, self.source, translator.config.capture)
                 firsts = self.target.geometry.first_kept(length)
-                caches.write(cache, translator(moved, firsts), self.target)
+                caches.append(cache, translator(moved, firsts), self.target)
             mx.eval(caches.arrays(cache))
         return cache
 

@@ -22,7 +22,7 @@ from benchmarks.paper.timing.phases import (
     SPEEDS,
     STEPS,
 )
-from kvlingo_mlx.engine import healing
+from kvlingo_mlx.engine import healing, hybrid
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.reporting.measure import median, seconds
 from kvlingo_mlx.timing.bench import BenchPair, lengths_to_time
@@ -237,7 +237,7 @@ def measure_length(
 
 def names_of(paths: Paths, table: Table) -> list[str]:
     """The phases of a table: each form of the maps, and in one of healing those with layers."""
-    layers = healing.first_layers(paths.first.config) if table.heals else None
+    layers = hybrid.first_layers(paths.first.config) if table.heals else None
     hybrids = {"switch": HYBRID, HEAL_INTERLEAVED: HEAL_LAYERS} if layers else {}
     names: list[str] = []
     for phase in table.phases:

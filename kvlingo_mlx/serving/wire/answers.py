@@ -101,19 +101,17 @@ class Gathered:
             frames = self.begin()
         if isinstance(event, Delta):
             calls = tuple(map(self.call, event.tool_calls))
-            self._gather(event := replace(event, tool_calls=calls))
+            event = replace(event, tool_calls=calls)
+            self.content += event.content
+            self.reasoning += event.reasoning
+            self.calls += calls
+            self.logprobs += event.logprobs
             frames += self.piece(event)
         if isinstance(event, Finished):
             self.over, self.usage = True, event.usage
             self.reason, self.stop_text = event.reason, event.stop_text
             frames += self.end()
         return frames
-
-    def _gather(self, piece: Delta) -> None:
-        self.content += piece.content
-        self.reasoning += piece.reasoning
-        self.calls += [dict(call) for call in piece.tool_calls]
-        self.logprobs += piece.logprobs
 
     def call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of a call in what UTF-8 can hold; a model may write half of a surrogate pair."""

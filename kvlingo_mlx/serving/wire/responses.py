@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from kvlingo_mlx.serving.messages import Delta, Failure, GenerationRequest, Message, Usage
 from kvlingo_mlx.serving.wire import Answer, oddities, openai_error
 from kvlingo_mlx.serving.wire.answers import Gathered, extension, frame, logprobs_of, new_id
-from kvlingo_mlx.serving.wire.chat import tops
+from kvlingo_mlx.serving.wire.chat import StreamOptions, tops
 from kvlingo_mlx.serving.wire.forms import conversation
 from kvlingo_mlx.serving.wire.requests import Api, Body, Conversing, Positive, Tops
 from kvlingo_mlx.serving.wire.tools import CUSTOM, FUNCTION, Toolbox, searched, tools_in
@@ -32,10 +32,6 @@ class _TextSetting(Body):
     format: Any = None
 
 
-class _Stream(Body):
-    rules = oddities.STREAM
-
-
 def _in_items(found: Any) -> Any:
     return [{"role": "user", "content": found}] if isinstance(found, str) else found
 
@@ -48,7 +44,7 @@ class ResponsesRequest(Conversing):
     instructions: str | None = None
     max_output_tokens: Positive | None = None
     metadata: dict[str, Any] | None = None
-    stream_options: _Stream | None = None
+    stream_options: StreamOptions | None = None
     text: _TextSetting | None = None
     top_logprobs: Tops | None = None
     include: list[str] | None = None

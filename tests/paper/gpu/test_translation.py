@@ -145,11 +145,11 @@ def test_equals_the_device(
         for n, s in expected_shapes(config, ()).items()
     }
     states = rng.normal(size=(2, 3, 29, 64)).astype(np.float32)
-    cache = caches.allocate(there[1], 29)
+    cache = caches.empty(there[1])
     for start, end in ((0, 9), (9, 29)):
         sides = (tuple(mx.array(layer[None, start:end]) for layer in side) for side in states)
         kv = KVStates(*sides, capture, start)
-        caches.write(cache, build(config, Weights("float32", arrays))(kv), there[1])
+        caches.append(cache, build(config, Weights("float32", arrays))(kv), there[1])
     tensors = {name: torch.tensor(array) for name, array in arrays.items()}
     memory = CacheMemory.allocate(here[1], 20, torch.float32)
     fast = PrefixTranslation.build(config, tensors, here[1], 29)

@@ -28,8 +28,7 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.caches.validation import validate_cache
 from kvlingo_mlx.engine.healing import IDLE_S, Pace
 from kvlingo_mlx.engine.hybrid import native_part
-from kvlingo_mlx.engine.line import Line
-from kvlingo_mlx.engine.sources import Given
+from kvlingo_mlx.engine.line import Given, Line
 from kvlingo_mlx.engine.spans import Span, cut, exact, grown
 from kvlingo_mlx.errors import KVLingoError, UnsupportedModelError
 from kvlingo_mlx.families.base import POINTS

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 from quality import mean, model_folder, summary
 from translation_cost import model_of_shape, random_translator
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
 from benchmarks.paper.evaluation import recalled
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues

@@ -55,12 +55,13 @@ from quality import model_folder, summary
 import benchmarks.paper.converted_mla.on_mlx  # noqa: F401  (registers the family)
 from benchmarks.paper.analysis.report import Settings, analyze
 from benchmarks.paper.evaluation import recalled
+from benchmarks.paper.evaluation.recalled import Score
 from benchmarks.paper.reproducing.tables import LARGE_TO_SMALL, WAYS
 from kvlingo_mlx.caches.memory import cache_bytes
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
-from kvlingo_mlx.evaluation.continuation import RecallSample, Score, per_token, predicted
+from kvlingo_mlx.evaluation.continuation import RecallSample, per_token, predicted
 from kvlingo_mlx.format.fingerprints import files_fingerprint
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator

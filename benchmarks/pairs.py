@@ -23,6 +23,8 @@ from pathlib import Path
 
 import quality as tables
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
+
 from benchmarks.paper.evaluation import recalled
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.evaluation import conditions

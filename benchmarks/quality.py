@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
 from benchmarks.paper.evaluation import recalled
 from benchmarks.paper.evaluation.baselines import canonical, folded

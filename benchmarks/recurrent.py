@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,8 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 from dialogue_stream import DialogueStream
 from quality import model_folder, summary
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
 from benchmarks.paper.evaluation import recalled
 from kvlingo_mlx import caches

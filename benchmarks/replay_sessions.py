@@ -29,6 +29,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -40,6 +41,8 @@ from kvlingo_mlx.backend import mx
 
 from http_servers import Server
 from mlx.utils import tree_flatten
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
 from benchmarks.paper.timing.geometries import untrained
 from kvlingo_mlx.loading.models import load

@@ -14,12 +14,16 @@ is the dialogues that the fit and the training draw. One JSON line a seed.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 from dialogue_stream import DialogueStream
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
 from benchmarks.paper.evaluation import recalled
 from kvlingo_mlx.cuda import model as torch_model

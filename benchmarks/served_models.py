@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 
 from kvlingo_mlx.backend import mx
 
 from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
 from benchmarks.paper.timing.geometries import make, unmade_model
 from kvlingo_mlx.loading.models import load

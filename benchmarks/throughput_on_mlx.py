@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
 
 from mlx_lm.models.cache import make_prompt_cache
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
 from benchmarks.paper.timing.geometries import make, unmade_model
 from kvlingo_mlx.models.hidden import hidden_states, logits_of

@@ -7,8 +7,12 @@ MFU. PyTorch's own counter counts whole squares, and of some releases fails at g
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
 from benchmarks.paper.timing.widths import cache_layers
 from kvlingo_mlx.format.maps import Map

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
 from benchmarks.paper.timing.geometries import make, unmade_model
 from kvlingo_mlx.group import Group

@@ -21,7 +21,7 @@ from kvlingo_mlx.engine.answer import AnswerInProgress
 from kvlingo_mlx.engine.batches import Batch, Row
 from kvlingo_mlx.engine.directions import Given
 from kvlingo_mlx.engine.exchange import Exchange, Switch
-from kvlingo_mlx.engine.generation import DECODE_OPTIONS, check_drafting, check_max_tokens
+from kvlingo_mlx.engine.generation import check_drafting, check_max_tokens, quantised
 from kvlingo_mlx.engine.guarding import WARN
 from kvlingo_mlx.engine.healing import HEAL_SHARE
 from kvlingo_mlx.engine.line import Line, Steps
@@ -383,7 +383,7 @@ class Conversation(State):
 
     def _quantised(self, names: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
         """mlx-lm's options for a quantised cache; refuses models that cannot have one."""
-        found = {option: known[option] for option in DECODE_OPTIONS if option in known}
+        found = quantised(known)
         if found and self.exchange.several:
             raise ValueError(
                 "kv_bits cannot be used in a conversation of several tokenizers, whose caches "

@@ -41,6 +41,12 @@ class GenerateOptions(DecodingOptions, total=False):
     on_doubt: str
 
 
+def quantised(known: Mapping[str, Any]) -> dict[str, Any]:
+    """mlx-lm's options for a quantised cache among given ones; none without ``kv_bits``."""
+    bits = known.get("kv_bits")
+    return {name: known[name] for name in DECODE_OPTIONS if bits is not None and name in known}
+
+
 def check_max_tokens(max_tokens: int) -> None:
     """Raise ValueError unless ``max_tokens`` is a positive number or -1."""
     if max_tokens == 0 or max_tokens < -1:
@@ -66,7 +72,7 @@ def stream_generate(
     check_max_tokens(max_tokens)
     request = HandoverRequest.of(known)
     heal, doubt = request.heal, request.on_doubt
-    decode_options = {name: known[name] for name in DECODE_OPTIONS if name in known}
+    decode_options = quantised(known)
 
     def check(plan: Plan) -> None:
         for model in (plan.target, plan.draft) if decode_options else ():

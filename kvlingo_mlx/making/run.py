@@ -159,8 +159,11 @@ class Making:
         alike = {(m.geometry.fingerprint, m.tokenizer_fingerprint) for m in self.ends}
         if len(alike) > 1 or self.settings["nu"] is not None or self.kept.exists():
             return False
+        try:
+            config, arrays = make_config(*self.ends, TrainingPlan(head_mixing=False)), {}
+        except ValueError:  # no maps of single heads: a hybrid's layers have several numbers
+            return False
         self._tell("looking", "whether the source's cache does as it is")
-        config, arrays = make_config(*self.ends, TrainingPlan(head_mixing=False)), {}
         for m in maps_of(config):
             shape = shapes_of(config, m, ("weight",))["weight"]
             arrays[f"{m.name}.weight"] = np.broadcast_to(np.eye(shape[-1], dtype=np.float32), shape)

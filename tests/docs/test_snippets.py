@@ -130,7 +130,7 @@ def test_what_is_not_run_has_a_reason_that_is_known() -> None:
 
 def test_every_block_says_what_it_is() -> None:
     """A fence without a language would slip past everything here."""
-    known = {*RUN, "text", "json", "toml", "mermaid", "bibtex"}
+    known = {*RUN, "text", "json", "toml", "mermaid", "bibtex", "diff"}
     wrong = [
         f"{page.name}:{block.line}: {block.language!r}"
         for page in PAGES

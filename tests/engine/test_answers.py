@@ -395,7 +395,7 @@ def test_what_cannot_be_combined_is_said_before_anything_is_read(
         ({"draft_model": "b", "reasoning": "b"}, "draft_model cannot be used beside reasoning"),
         ({"draft_model": "b", "max_tokens": -1}, "with a draft model give a positive number"),
         ({"draft_model": pair[0]}, "has another vocabulary than"),
-        ({"num_draft_tokens": 2}, "num_draft_tokens has no effect without draft_model"),
+        ({"num_draft_tokens": 3}, "num_draft_tokens has no effect without draft_model"),
         ({"kv_bits": 7}, "kv_bits is 7"),
         ({"messages": [{"role": "user", "content": "x"}]}, "message and messages are both given"),
     ):

@@ -99,6 +99,16 @@ def test_the_package_does_not_know_the_papers_tables(path: Path) -> None:
     assert not [name for name in imports(path) if name.split(".")[0] == "benchmarks"]
 
 
+def test_scripts_find_the_laboratory() -> None:
+    """They are run from anywhere; only the package is installed."""
+    scripts = sorted((TESTS.parent / "benchmarks").glob("*.py"))
+    texts = {path.name: path.read_text() for path in scripts}
+    wanting = {
+        n for n, text in texts.items() if re.search(r"^(from|import) benchmarks\b", text, re.M)
+    }
+    assert len(wanting) > 5 and all("sys.path.insert(0" in texts[name] for name in wanting)
+
+
 def test_no_import_circles() -> None:
     """Of files, imports within functions too; a package's own names aside."""
     names = {

@@ -7,7 +7,7 @@ PYTEST = -m pytest --numprocesses 2 --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 REAL = Qwen/Qwen2.5-Coder-0.5B-Instruct Qwen/Qwen2.5-Coder-1.5B-Instruct
-MINUTES = 75
+MINUTES = 40
 .PHONY: demo test test-extras check real clean
 
 demo: .venv/ready
@@ -34,8 +34,8 @@ real: .venv-extras/ready
 	mkdir -p build/real
 	test -f build/real/chats.jsonl || .venv-extras/bin/python benchmarks/real_pair.py write --out build/real/chats.jsonl
 	.venv-extras/bin/kvlingo-mlx train $(REAL) --device cpu --data build/real/chats.jsonl --out build/real/translator \
-	  --minutes $(MINUTES) --nu 4 --lr 2e-3 --batch-size 4 --max-prefix 1024 --max-continuation 160 -c whitened=true \
-	  -c reads=112 -c matching=0.6 -c packed_share=0 -c later_turns=true -c fit_samples=60 -c held_out=12
+	  --minutes $(MINUTES) --nu 24 --lr 2e-4 --batch-size 4 --max-prefix 1024 --max-continuation 160 -c whitened=true \
+	  -c reads=104 -c matching=0.94 -c packed_share=0 -c later_turns=true -c fit_samples=104 -c held_out=8
 	.venv-extras/bin/python benchmarks/real_pair.py read $(REAL) --out build/real/readings
 	.venv-extras/bin/python benchmarks/real_pair.py judge $(REAL) trained=build/real/translator \
 	  --readings build/real/readings --scores build/real/scores.jsonl --against benchmarks/results/real_pair.jsonl

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 from zoo_chats import MISTRAL, QWEN, Chat
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks.paper is not installed
 
 from benchmarks.paper.timing.shapes import GEOMETRIES
 from pretraining.samples import BY_EACH_WAY, CONTEXT, SHORT, STAGES, VOCAB_SIZE, Stage

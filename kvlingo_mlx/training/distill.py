@@ -408,7 +408,8 @@ class Distillation:
 
     def entry(self) -> dict[str, object]:
         """A line of the log, but for what is validated."""
-        kls = [run.kl_sum / run.kl_steps if run.kl_steps else math.nan for run in self.runs]
+        told = self.recipe.objective != MATCHING  # whose steps see no prediction, and so no KL
+        kls = [r.kl_sum / r.kl_steps if told and r.kl_steps else math.nan for r in self.runs]
         return {
             "step": self.step,
             "learning_rates": [run.rate for run in self.runs],

@@ -13,6 +13,7 @@ from kvlingo_mlx.group import Group
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training import distill
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.recipe import MATCHING, Recipe
 from kvlingo_mlx.training.runtime import matched_positions, pair_of
@@ -151,6 +152,7 @@ def test_a_training_that_matches_lowers_the_error_and_goes_on(
     )
     ends = pair.source, pair.target
     stages: list[tuple[str, float]] = []
+    curves: list[Any] = []
     trainer = Trainer(
         *ends, data, plan, tmp_path / "made",
         progress=lambda stage, report: stages.append((stage, report.loss)),
@@ -161,8 +163,11 @@ def test_a_training_that_matches_lowers_the_error_and_goes_on(
         patch.setattr(
             type(pair), "read", lambda *asked: (read.append(1), whole(*asked))[1], raising=True
         )
+        patch.setattr(distill, "complaints", lambda curve: (curves.append([*curve]), {})[1])
         patch.setattr(type(pair), "spans", None)  # which a closed form would read by itself
         trainer.run()
+    told = [math.isfinite(curve[-1]["train_kl"][0]) for curve in curves if len(curve) > 1]
+    assert told == sorted(told) and {*told} == {False, True}  # a share of wrong is no KL
     names = [stage for stage, _ in stages]
     assert names == ["matching"] * 20 + ["stage2"] * 20
     losses = [loss for stage, loss in stages if stage == "matching"]

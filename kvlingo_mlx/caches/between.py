@@ -49,11 +49,7 @@ def prefill_between(
 
 
 def read_amid(
-    model: LanguageModel,
-    cache: Sequence[Any],
-    tokens: Sequence[int],
-    positions: Sequence[int],
-    step_size: int = 2048,
+    model: LanguageModel, cache: Sequence[Any], tokens: Sequence[int], positions: Sequence[int]
 ) -> None:
     """Let a model read some tokens of a text in the place of the entries that caches hold of them.
 
@@ -65,12 +61,11 @@ def read_amid(
         cache: Its caches of a text, an entry for each token.
         tokens: (B,) the tokens to read, in the text's order.
         positions: (B,) their positions in the text.
-        step_size: The number of tokens per chunk.
     """
     held, at = cache[0].offset, mx.array(list(positions))
     others = ~(mx.arange(held)[:, None] == at).any(axis=1)
     visible = mx.concatenate([others & (mx.arange(held) < at[:, None]), at <= at[:, None]], axis=1)
-    prefill_between(model, cache, tokens, positions, visible, step_size)
+    prefill_between(model, cache, tokens, positions, visible, len(tokens))
     for each in cache:
         for array in (each.keys, each.values):
             array[..., at, :] = array[..., held : each.offset, :]

@@ -21,7 +21,7 @@ class PairOptions(TwoModels):
         None, "Choose the fewest that recall this share of the dialogues' answers."
     )
     nu: int | None = option(
-        None, "Source layers per target layer; default: up to 3. Each makes a switch dearer."
+        None, "Source layers per target layer; default: as many as there is time to fit."
     )
     seed: int = option(0, "Seed of the data.")
     plot: str | None = option(None, "Draw the held-out KL into this file (the [plot] extra).")

@@ -558,7 +558,7 @@ class Line:
         for start in range(0, len(positions), step_size):
             part = positions[start : start + step_size]
             with working(), mx.stream(generation_stream):
-                read_amid(self.model, self.cache, [self.tokens[n] for n in part], part, step_size)
+                read_amid(self.model, self.cache, [self.tokens[n] for n in part], part)
             yield
 
     # ---- as numbers -----------------------------------------------------------------------

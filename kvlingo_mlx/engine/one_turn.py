@@ -130,7 +130,8 @@ class OneTurn(LineSet):
                     line.hold([], None, self._filled_across(plan.aligned, self.source))
                 validate_cache(line.cache, plan.target, plan.aligned.num_entries)
             elif plan.way == "native" or self.source is not None:
-                line.reserve(len(plan.prefix))
+                # What is read amid others stands behind them before it takes its places.
+                line.reserve(len(plan.prefix) + min(plan.native.middle, plan.step_size))
                 _, _, found = yield from self.carried_out(
                     line, self.steps(watch), 0, plan.prefix, self.clock,
                     look=look, then=plan.tokens[-1],

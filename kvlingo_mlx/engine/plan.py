@@ -223,7 +223,7 @@ def _planned(
     plan.group.refuse({"draft_model": plan.draft is not None, "native_middle": middle})
     if middle:
         amid = "cannot read tokens amid translated ones"
-        check_going_back(plan.target, amid, "has no entry for each token; leave out native_middle")
+        check_going_back(plan.target, amid, "no entry for each token; leave out native_middle")
     _check_remote(plan, request)
     native = request.strategy == "native" or _one_model(plan, request)
     readers = (plan.target,) if native else (plan.source, plan.target)

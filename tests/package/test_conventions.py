@@ -345,7 +345,7 @@ def test_every_reason_is_still_one() -> None:
 
 # 17 more since rounded fingerprints of norms, which 0.1.0 wrote, are recognised again, and since
 # huggingface-hub brings httpx by either of its names.
-TOTAL, GOAL = 47_650, 36_000  # lines of the package: at most, and where this is going
+TOTAL, GOAL = 47_646, 36_000  # lines of the package: at most, and where this is going
 LINES_OF = {  # a room's lines; it may have a tenth more
     "agents": 219,
     "arguments": 272,

@@ -8,7 +8,9 @@
 ``write`` makes the conversations that ``pair`` trains on where no data are given.
 ``read`` keeps what both models make of items that no training reads: generated conversations that
 must be looked back at, needles (one of four codes named amid the manual of Python), and with
-``--held`` conversations of yours, 64 tokens after a prefix of 384. An item of 384 tokens is 15 MB.
+``--held`` conversations of yours, 64 tokens after a prefix of 384; with ``--tasks`` HumanEval's
+prompts, with ``--sessions`` agents' sessions and 64 tokens of the answer recorded. An item of 384
+tokens is 15 MB.
 ``judge`` decodes each item's continuation behind every cache of :data:`WAYS`, with the target's own
 predictions as the measure. A way's work is the share of the target's own reading: of layers that it
 reads itself, and of rows in all others: at the front, at the end, or spread amid translated ones.
@@ -53,10 +55,20 @@ class Texts:
     """What judges, of conversations that no training reads."""
 
     tokenizer: Any
-    held: Sequence[Sequence[Message]]
+    held: Sequence[Sequence[Message]] = ()
+    tasks: Sequence[Mapping[str, str]] = ()
+    sessions: Sequence[Mapping[str, Any]] = ()
 
-    def items(self, needles: int, lengths: Sequence[int]) -> Iterator[tuple[str, Sample, Any]]:
+    def items(
+        self, needles: int, lengths: Sequence[int], longest: int
+    ) -> Iterator[tuple[str, Sample, Any]]:
         """Name, sample, and the places of a code in the continuation."""
+        for task in self.tasks:
+            yield f"task-{int(task['task_id'].split('/')[1]):03d}", self.task(task), []
+        for number, session in enumerate(self.sessions):
+            sample = self.answered(session["messages"], session["reference_response"])
+            if len(sample.prefix) <= longest:
+                yield f"session-{number:03d}", sample, []
         for kind, chats in (("chat", self.held), ("lookback", self._generated())):
             rng = random.Random("held")
             for number in range(CHATS if chats else 0):
@@ -91,6 +103,17 @@ class Texts:
         digits = [i for i in range(len(first), len(whole) - 1) if self._digit(whole[i])]
         return Sample(tuple(prefix), tuple(whole)), digits
 
+    def task(self, task: Mapping[str, str]) -> Sample:
+        """A function to complete, up to where its code begins."""
+        asked = "Complete this function. Answer with all of its code.\n\n```python\n{prompt}```"
+        message = {"role": "user", "content": asked.format(**task)}
+        return self.answered([message], task["prompt"] + task["canonical_solution"], "```python\n")
+
+    def answered(self, messages: Sequence[Message], answer: str, begun: str = "") -> Sample:
+        """Messages, and the answer's first tokens behind what of it is given."""
+        prefix = self._tokens(self._rendered(messages, asks=True) + begun)
+        return Sample(tuple(prefix), tuple(self._tokens(answer)[:FOLLOWING]))
+
     def _generated(self) -> Sequence[Sequence[Message]]:
         return list(lookback(8 * CHATS, seed=JUDGING_SEED))
 
@@ -115,13 +138,14 @@ def write(args: argparse.Namespace) -> None:
 def read(args: argparse.Namespace) -> None:
     """Read with both models what is not there yet."""
     source, target = opened(args)
-    lines = args.held.read_text("utf-8").splitlines() if args.held else ()
-    held = [json.loads(line)["messages"] for line in lines]
+    held = [line["messages"] for line in records(args.held)]
+    sessions = json.loads(args.sessions.read_text("utf-8"))["cases"] if args.sessions else ()
     args.out.mkdir(parents=True, exist_ok=True)
-    items = Texts(target.tokenizer, held).items(args.needles, args.lengths)
+    texts = Texts(target.tokenizer, held, records(args.tasks), sessions)
+    items = texts.items(args.needles, args.lengths, args.longest)
     for name, sample, places in items:
         path = args.out / f"{name}.pt"
-        if path.exists():
+        if path.exists() or not name.startswith(tuple(args.items)):
             continue
         own = gradients.read(source, target, sample, "pre_norm", len(target.attentions))
         found = {
@@ -132,6 +156,11 @@ def read(args: argparse.Namespace) -> None:
         }  # fmt: skip
         torch.save(found, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").rename(path)
+
+
+def records(path: Path | None) -> list[dict[str, Any]]:
+    """A JSONL file's; none without a file."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path else []
 
 
 def opened(args: argparse.Namespace) -> list[TorchModel]:
@@ -247,16 +276,18 @@ def rows_of(way: Way, item: Item) -> tuple[list[int], list[int]]:
 def scored(
     way: Way, item: Item, other: Item, target: TorchModel, made: TorchTranslator | None
 ) -> dict[str, Any]:
-    """KL and NLL of each token of the continuation (nats), and whether a code is told."""
-    entries = entries_of(way, item, other, target, made)
-    own, rest = rows_of(way, item)
-    text, continuation = (*item.kept["p"], *item.kept["c"][:-1]), item.kept["c"]
-    held = rest[: entries[0][0].shape[2]]  # none where the rest is hidden
-    at = torch.tensor([*own, *range(len(own) + len(rest), len(text))])
-    visible = torch.cat([torch.tensor(held, dtype=at.dtype), at]) <= at[:, None]
-    places = {"position_ids": at[None], "attention_mask": visible[None, None]}
-    cache = target.cache(entries, len(held))
-    hidden = target.hidden([text[n] for n in at], cache, **places)[-len(continuation) :]
+    """See :func:`compared`."""
+    following = item.kept["c"]
+    hidden = filled(way, item, other, target, made, following[:-1])[1][-len(following) :]
+    return compared(target, hidden, item)
+
+
+def compared(target: TorchModel, hidden: torch.Tensor, item: Item) -> dict[str, Any]:
+    """KL and NLL of each token of the continuation (nats), and whether a code is told.
+
+    ``hidden`` (M, width) predict the M tokens.
+    """
+    continuation = item.kept["c"]
     ours, theirs = (
         target.logits(each).log_softmax(-1) for each in (hidden, item.kept["teacher"].clone())
     )
@@ -267,13 +298,28 @@ def scored(
     return {"kl": kl.tolist(), "nll": nll.tolist(), "told": all(found) if found else None}
 
 
+@torch.no_grad()
+def filled(
+    way: Way, item: Item, other: Item, target: TorchModel, made: TorchTranslator | None,
+    following: Sequence[int] = (),
+) -> tuple[Any, torch.Tensor]:  # fmt: skip
+    """The cache behind the prefix and what follows, and the hidden states of what was read."""
+    entries = entries_of(way, item, other, target, made)
+    own, rest = rows_of(way, item)
+    text = (*item.kept["p"], *following)
+    held = rest[: entries[0][0].shape[2]]  # none where the rest is hidden
+    at = torch.tensor([*own, *range(len(own) + len(rest), len(text))])
+    visible = torch.cat([torch.tensor(held, dtype=at.dtype), at]) <= at[:, None]
+    places = {"position_ids": at[None], "attention_mask": visible[None, None]}
+    cache = target.cache(entries, len(held))
+    return cache, target.hidden([text[n] for n in at], cache, **places)
+
+
 def judge(args: argparse.Namespace) -> None:
     """Score what is not scored yet, print a table, and keep a record of it."""
     _, target = opened(args)
-    done = {}
-    if args.scores.exists():
-        lines = map(json.loads, args.scores.read_text().splitlines())
-        done = {(line["translator"], line["way"], line["item"]): line for line in lines}
+    lines = records(args.scores if args.scores.exists() else None)
+    done = {(line["translator"], line["way"], line["item"]): line for line in lines}
     paths = sorted(args.readings.glob("*.pt"))
     for name, folder in (each.split("=", 1) for each in args.translators):
         made, shuffled = (opened_translator(Path(folder), wrong) for wrong in (False, True))
@@ -383,13 +429,16 @@ def main() -> None:
     parser.add_argument("translators", nargs="*", help="NAME=FOLDER")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--held", type=Path, help="read: JSONL of conversations")
+    parser.add_argument("--tasks", type=Path, help="read: HumanEval, JSONL")
+    parser.add_argument("--sessions", type=Path, help="read: recorded sessions, JSON")
+    parser.add_argument("--longest", type=int, default=8192, help="read: a session's most tokens")
     parser.add_argument("--out", type=Path, help="write: the file; read: the folder")
     parser.add_argument("--needles", type=int, default=32, help="read: of each length")
     parser.add_argument("--lengths", type=int, nargs="*", default=[320, 1024])
     parser.add_argument("--readings", type=Path, help="judge: the folder of readings")
     parser.add_argument("--scores", type=Path, help="judge: the items' scores, a line each")
     parser.add_argument("--ways", nargs="*", help="judge: some of the ways, by name")
-    parser.add_argument("--items", nargs="*", default=["chat", "lookback", "needle"])
+    parser.add_argument("--items", nargs="*", default=[""], help="kinds; else all")
     parser.add_argument("--json", help="judge: append the record to this file")
     parser.add_argument("--against", type=Path, help="judge: the record to compare with")
     args = parser.parse_args()

@@ -23,6 +23,9 @@ class PairOptions(TwoModels):
     nu: int | None = option(
         None, "Source layers per target layer; default: as many as there is time to fit."
     )
+    capture: str | None = option(
+        None, "Where keys are read: pre_norm (default), post_norm, post_rope."
+    )
     seed: int = option(0, "Seed of the data.")
     plot: str | None = option(None, "Draw the held-out KL into this file (the [plot] extra).")
     force: bool = option(
@@ -54,7 +57,7 @@ def command(options: PairOptions) -> None:
             made = pair(
                 *models,
                 options.data or (),
-                **options.some("minutes out max_kl min_recall nu seed force"),
+                **options.some("minutes out max_kl min_recall nu capture seed force"),
                 callbacks=Callbacks(say, warn, show),
             )
         except KeyboardInterrupt:

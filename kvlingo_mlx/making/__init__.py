@@ -33,6 +33,7 @@ def pair(
     max_kl: float | None = None,
     min_recall: float | None = None,
     nu: int | None = None,
+    capture: str | None = None,
     seed: int = 0,
     force: bool = False,
     callbacks: Callbacks | None = None,
@@ -57,6 +58,7 @@ def pair(
         min_recall: Tune to the fewest that recall this share of the dialogues' answers.
         nu: The number of source layers that each target layer reads; None chooses the most that
             there is time to fit. Each makes a switch dearer.
+        capture: The point where keys are read and written, as in :func:`kvlingo_mlx.fit`.
         seed: Chooses the samples.
         force: Whether to replace what is finished, here and in the store.
         callbacks: Functions that hear how the work proceeds.
@@ -86,7 +88,8 @@ def pair(
         check_one_tokenizer(make_config(*ends, TrainingPlan()), *TUNING)
         task = dialogues(*ends, seed)
     names = {"source": ends[0].name, "target": ends[1].name}
-    settings = {**names, "data": list(sources), "minutes": minutes, "nu": nu, "seed": seed}
+    settings = {**names, "data": list(sources), "minutes": minutes}
+    settings |= {"nu": nu, "capture": capture, "seed": seed}
     making = Making(
         ends, folder, settings, sources, 60.0 * minutes, force, callbacks, started, task
     )

@@ -160,7 +160,7 @@ class Making:
         if len(alike) > 1 or self.settings["nu"] is not None or self.kept.exists():
             return False
         try:
-            config, arrays = make_config(*self.ends, TrainingPlan(head_mixing=False)), {}
+            config, arrays = make_config(*self.ends, replace(self._form, head_mixing=False)), {}
         except ValueError:  # no maps of single heads: a hybrid's layers have several numbers
             return False
         self._tell("looking", "whether the source's cache does as it is")
@@ -296,7 +296,13 @@ class Making:
             validate_every=10**9,  # by time
         )  # fmt: skip
         seed, matching = self.settings["seed"], self.find("matching", self._matching)
-        return TrainingPlan(recipe=recipe, held_out=HELD_OUT, seed=seed, matching=matching)
+        own = {"recipe": recipe, "held_out": HELD_OUT, "seed": seed, "matching": matching}
+        return replace(self._form, **own)
+
+    @property
+    def _form(self) -> TrainingPlan:
+        """What every map of this call has in common."""
+        return TrainingPlan(capture=self.settings["capture"])
 
     def _matching(self) -> float:
         """The share of the training in which attention is matched; 0 where it cannot be."""
@@ -320,7 +326,7 @@ class Making:
         found: dict[int, TranslatorConfig] = {}
         for nu in NUS if self.settings["nu"] is None else (self.settings["nu"],):
             try:
-                found[nu] = make_config(*self.ends, TrainingPlan(nu=nu))
+                found[nu] = make_config(*self.ends, replace(self._form, nu=nu))
             except ValueError:
                 if not found:
                     raise

@@ -108,7 +108,8 @@ def test_what_a_refusal_advises_is_taken(models: Models, chats: str, monkeypatch
         with pytest.raises(ValueError, match=r"minutes are too few here.*give --minutes \d+"):
             kv.pair(*ends, [chats], minutes=MINUTES / 2, out="t")
     assert not Path("t.pair").exists()
-    assert kv.pair(*ends, [chats], minutes=MINUTES, out="t").config.provenance["stage"] == 2
+    made = kv.pair(*ends, [chats], minutes=MINUTES, capture="post_norm", out="t").config
+    assert made.provenance["stage"] == 2 and made.capture == "post_norm"
     with pytest.raises(ValueError, match="one model.*give two models"):
         kv.pair(models["dense"], models["dense"], [chats], minutes=MINUTES, out="u")
     with pytest.raises(ValueError, match="holds a translator from .*dense to .*wide; give another"):
@@ -148,6 +149,7 @@ def test_stopped_anywhere_it_goes_on(
     ("options", "told"),
     [
         ({"minutes": 0}, "minutes is 0; give a number above 0"),
+        ({"capture": "rope"}, "capture .*rope.*pre_norm"),
         ({"min_recall": 1.5}, "min_recall is 1.5; give a share from 0 to 1"),
         ({"data": ["nowhere.jsonl"]}, "nowhere.jsonl"),
     ],

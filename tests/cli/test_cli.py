@@ -110,19 +110,6 @@ def test_a_fit_that_can_leave_no_receipt_says_what_measures(
     assert "verify" not in out
 
 
-def test_bench(folders: Folders, fitted: Path, tmp_path: Path, capsys: Printed) -> None:
-    record = tmp_path / "bench.jsonl"
-    arguments = ["bench", "--source", str(folders["dense"]), "--target", str(folders["moe"])]
-    arguments += ["--translator", str(fitted), "-p", "8,16", "-n", "2", "--json", str(record)]
-    assert run(arguments) == 0
-    out = capsys.readouterr().out
-    assert "switch, times sooner" in out and "prompt tokens" in out
-    timings = json.loads(record.read_text())["results"]["switch"]["timings"]
-    assert [len(timing["samples"]["native"]) for timing in timings] == [2, 2]
-    fails([*arguments[:-4], "-p", "x"], "--prompt-tokens is 'x'", capsys)
-    fails([*arguments, "-p", "9999"], "the context of", capsys)
-
-
 def test_bad_prompts(folders: Folders, fitted: Path, capsys: Printed) -> None:
     given = generate_arguments(folders, "--translator", str(fitted))
     fails([*given, "--prompt", ""], "the prompt is empty", capsys)

@@ -170,6 +170,18 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("-c offload=4bit", "offload is '4bit'; give 8bit or disk"),
         ("--save /dev/null/x", "--save is '/dev/null/x'; name a folder"),
     ],
+    "serve": [
+        ("", "no model is given; give --model NAME=MODEL"),
+        ("--model a=x --model a=y", "the name 'a' is taken"),
+        ("--model nomodel", "nomodel does not exist; give a model's folder"),
+    ],
+    "serve --model a={dense}": [
+        ("--host no.such.host.invalid --api-key k", "which is not known"),
+        ("-c body_limit=some", "--body-limit is 'some'; "),
+        (r"-c 'volatile=\s'", r"--volatile[0] is '\\s'; expected how a line begins"),
+        ("--config /none.toml", "--config /none.toml cannot be read"),
+        ("-c keep_alive=-1", "--keep-alive is -1.0; expected greater than 0"),
+    ],
     "serve-prefill --source": [
         ("h:1", OTHER_MACHINE),
         ("tiny-qwen3-s --host 0.0.0.0", "host is 0.0.0.0, which others can reach, and no key is"),

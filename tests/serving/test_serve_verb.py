@@ -168,25 +168,6 @@ def test_the_server_ends_with_its_parent(tmp_path: Path) -> None:
     assert json.loads((tmp_path / TOLD).read_text()) == ["stop"]
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ([], "no model is given; give --model NAME=MODEL"),
-        (["--model", "a=x", "--model", "a=y"], "the name 'a' is taken"),
-        ([*MODELS, "--host", "no.such.host.invalid", "--api-key", "k"], "which is not known"),
-        ([*MODELS, "-c", "body_limit=some"], "--body-limit is 'some'; "),
-        ([*MODELS, "-c", r"volatile=\s"], r"--volatile[0] is '\\s'; expected how a line begins"),
-        ([*MODELS, "--config", "/none.toml"], "--config /none.toml cannot be read"),
-        ([*MODELS, "-c", "keep_alive=-1"], "--keep-alive is -1.0; expected greater than 0"),
-    ],
-)
-def test_wrong_settings(
-    options: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
-    monkeypatch.delenv("KVLINGO_API_KEY", raising=False)
-    fails(["serve", *options], told, capsys)
-
-
 def test_a_name_without_a_model_is_told_before_anything_listens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

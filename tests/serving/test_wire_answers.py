@@ -31,16 +31,6 @@ ALL: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-def test_names_of_frames() -> None:
-    """Anthropic's clients go by the name; OpenAI's completions have none."""
-    for api, body in ALL:
-        answer = api.read(body).answer
-        text = "".join(frame for event in PLANTED["calls"] for frame in answer.take(event))
-        for name, data in frames_of(text):
-            named = api in (anthropic.API, responses.API)
-            assert name == (data["type"] if named else None)
-
-
 def test_signs_of_life() -> None:
     for api, body in ALL:
         answer = api.read(body).answer
@@ -188,19 +178,6 @@ def test_nothing_is_told_after_the_end(api: Any, body: dict[str, Any]) -> None:
             FirstToken("m", USAGE),
         ):
             assert answer.take(event) == []
-
-
-def test_failures_in_streams() -> None:
-    failed = Failure("crashed", "the worker stopped", None)
-    chunk, done = stream(chat.API, CHAT, [failed])
-    assert chunk["error"]["code"] == "worker_crashed" and done == "[DONE]"
-    (event,) = stream(anthropic.API, MESSAGES, [failed])
-    assert event == {
-        "type": "error",
-        "error": {"type": "api_error", "message": "the worker stopped"},
-    }
-    last = stream(responses.API, RESPONSES, [failed])[-1]
-    assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "server_error"
 
 
 @pytest.mark.parametrize(

@@ -142,20 +142,26 @@ def test_a_step_is_adamws_on_the_mean_over_the_batch(
         assert error < 1e-4, name
 
 
-def test_two_processes_are_one(data: Path, tmp_path: Path) -> None:
+def test_two_processes_are_one(pretrain: ModuleType, data: Path, tmp_path: Path) -> None:
     """Under torchrun, by the command: the same batches, so the same losses and weights."""
     script = str(ROOT / "tools" / "pretrain.py")
     ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     ranks += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     hidden = ("RANK", "WORLD_SIZE", "MASTER_PORT")
     clean = {k: v for k, v in os.environ.items() if k not in hidden}
-    for name, start in (("one", []), ("two", ranks)):
-        asked = words(data, tmp_path / name, "--steps", "3", "--lr", "1e-4")
-        done = subprocess.run(
-            [sys.executable, *start, script, *asked], capture_output=True, text=True, env=clean,
-            timeout=900,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+    one_asked, two_asked = (
+        words(data, tmp_path / name, "--steps", "3", "--lr", "1e-4") for name in ("one", "two")
+    )
+    given = pretrain.parsed(one_asked)
+    plan = pretrain.plan_of(given)
+    alone = pretrain.training_of(given, plan, Group())
+    list(alone.run("one"))
+    pretrain.finish(alone, given, plan)
+    done = subprocess.run(
+        [sys.executable, *ranks, script, *two_asked], capture_output=True, text=True, env=clean,
+        timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     one, two = (
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
         for name in ("one", "two")

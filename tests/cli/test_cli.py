@@ -439,23 +439,6 @@ def test_numbers_are_numbers_in_records(
     assert [imported["folder"]] == [str(folder) for folder in store.iterdir()]
 
 
-def test_a_killed_import_leaves_nothing(fitted: Path, store: Path, tmp_path: Path) -> None:
-    """SIGTERM in the middle of writing: no folder, no temporary folder."""
-    script = (
-        "import os, signal, sys\n"
-        "from kvlingo_mlx import cli\n"
-        "from kvlingo_mlx.format import translator_folder\n"
-        "write = translator_folder.write_tensors\n"
-        "translator_folder.write_tensors = lambda *a: (\n"
-        "    write(*a), os.kill(os.getpid(), signal.SIGTERM))\n"
-        f"sys.argv = ['kvlingo-mlx', 'import', {str(fitted)!r}]\n"
-        "cli.main()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 128 + signal.SIGTERM and "Traceback" not in done.stderr
-    assert list(store.iterdir()) == []
-
-
 def test_interrupt_leaves_nothing(
     folders: Folders,
     data: Path,

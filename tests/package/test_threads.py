@@ -138,26 +138,6 @@ def test_weights_that_one_thread_opened_another_reads(families: Models, tmp_path
     assert together(lambda: plain(rotated)) == [expected]
 
 
-def test_a_second_thread_is_refused_and_an_ended_answer_lets_go(families: Models) -> None:
-    talk = talk_of(families["qwen3"])
-    inside, go_on = threading.Event(), threading.Event()
-
-    def sampler(logprobs: mx.array) -> mx.array:
-        inside.set()
-        assert go_on.wait(60)
-        return mx.argmax(logprobs, axis=-1)
-
-    with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(talk.reply, "a", "hi there", max_tokens=2, sampler=sampler)
-        assert inside.wait(60)
-        for change in (talk.undo, talk.branch, lambda: talk.reply("b", "is it on?")):
-            with pytest.raises(ValueError, match="an answer is still being written"):
-                change()
-        go_on.set()
-        job.result(timeout=60)
-    assert talk.reply("b", "is it on?", max_tokens=2) is not None
-
-
 @pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
 def test_interruptions_leave_nothing_behind(families: Models, kind: type[BaseException]) -> None:
     """In a prefill, in a decoding step, by leaving an answer: lock free, classes back."""
@@ -274,27 +254,6 @@ def test_a_process_ends_in_peace(families: Models, tmp_path: Path) -> None:
 
 def limited(monkeypatch: Patch, room: int) -> None:
     monkeypatch.setenv(memory.LIMIT, f"{(mx.get_active_memory() + room) / 1e9:.9f}")
-
-
-def test_the_memory_limit_holds(families: Models, monkeypatch: Patch) -> None:
-    folder = families["qwen3"].path
-    gc.collect()
-    limited(monkeypatch, 100_000)
-    with pytest.raises(kv.NotEnoughMemoryError, match="weights of"):
-        Conversation({"a": folder, "b": families["gemma3"]})
-    monkeypatch.setenv(memory.LIMIT, "0")
-    talk = talk_of(families["qwen3"])
-    talk.reply("a", "hi there", max_tokens=NEW)
-    held = [line.tokens for line in talk.lines.values()], talk.messages, talk.stats()
-    limited(monkeypatch, 10_000)
-    long = "the use of an other " * 40
-    with pytest.raises(kv.NotEnoughMemoryError, match="caches of [0-9]+ tokens"):
-        talk.reply("b", long, max_tokens=NEW)
-    assert held[:2] == ([line.tokens for line in talk.lines.values()], talk.messages)
-    monkeypatch.setenv(memory.LIMIT, "0")
-    fresh = talk_of(families["qwen3"])
-    fresh.reply("a", "hi there", max_tokens=NEW)
-    assert talk.reply("b", long, max_tokens=NEW) == fresh.reply("b", long, max_tokens=NEW)
 
 
 def test_the_memory_limit_holds_for_lines_that_follow(families: Models, monkeypatch: Patch) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -35,6 +36,9 @@ from tests.support import tiny  # noqa: E402
 from tests.support.opened import Families, quantised  # noqa: E402
 
 pytest_plugins = ["tests.support.extras"]
+# What the extra [test] brings; without all of it no test of a server runs.
+SERVERS = ("anthropic", "httpx", "llguidance", "llm", "openai", "pydantic", "starlette", "uvicorn")
+collect_ignore = [] if all(map(importlib.util.find_spec, SERVERS)) else ["remote", "serving"]
 
 
 def pytest_configure() -> None:

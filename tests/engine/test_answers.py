@@ -1,7 +1,5 @@
 """Where an answer ends, what of it is what, and how its tokens are chosen: against plain mlx-lm."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The writers below put calls into the forms in which models write them, in words of their own.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import itertools

@@ -138,6 +138,26 @@ def test_weights_that_one_thread_opened_another_reads(families: Models, tmp_path
     assert together(lambda: plain(rotated)) == [expected]
 
 
+def test_a_second_thread_is_refused_and_an_ended_answer_lets_go(families: Models) -> None:
+    talk = talk_of(families["qwen3"])
+    inside, go_on = threading.Event(), threading.Event()
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        inside.set()
+        assert go_on.wait(60)
+        return mx.argmax(logprobs, axis=-1)
+
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(talk.reply, "a", "hi there", max_tokens=2, sampler=sampler)
+        assert inside.wait(60)
+        for change in (talk.undo, talk.branch, lambda: talk.reply("b", "is it on?")):
+            with pytest.raises(ValueError, match="an answer is still being written"):
+                change()
+        go_on.set()
+        job.result(timeout=60)
+    assert talk.reply("b", "is it on?", max_tokens=2) is not None
+
+
 @pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
 def test_interruptions_leave_nothing_behind(families: Models, kind: type[BaseException]) -> None:
     """In a prefill, in a decoding step, by leaving an answer: lock free, classes back."""

@@ -1,19 +1,15 @@
 """Requests and their responses, over real connections, with an engine that runs scripts."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-pytest.importorskip("starlette")
-httpx = pytest.importorskip("httpx")
-
-from tests.support.serving import Running, running  # noqa: E402
+from tests.support.serving import Running, running
 
 FALLBACK, STRATEGY = "x-kvlingo-fallback", "x-kvlingo-strategy"
 

@@ -1,7 +1,5 @@
 """Histories that go by chance: the server's answers are those of the library's conversations."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +10,12 @@ from typing import Any
 import pytest
 
 import kvlingo_mlx as kv
+from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.engine.responses import GenerationResponse
-
-pytest.importorskip("starlette")
-pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
-
-from kvlingo_mlx.embedded import zoo  # noqa: E402
-from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
-from kvlingo_mlx.serving.scheduler import Scheduler  # noqa: E402
-from kvlingo_mlx.serving.settings import Settings  # noqa: E402
-from tests.support.engines import Clients, asked  # noqa: E402
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.serving.scheduler import Scheduler
+from kvlingo_mlx.serving.settings import Settings
+from tests.support.engines import Clients, asked
 
 Message = dict[str, Any]
 Answers = Callable[[Sequence[tuple[str, list[Message]]]], list[str]]

@@ -1,7 +1,5 @@
 """The engine's answers beside the library's: the same tokens, whoever else asks meanwhile."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -14,8 +12,6 @@ from kvlingo_mlx.backend import mx
 
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-
-pytest.importorskip("pydantic")
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
@@ -405,7 +401,6 @@ def check_completion(model: LanguageModel, tokens: list[int], told: Told) -> Non
 
 
 def test_an_answer_fits_a_schema(clients: Clients) -> None:
-    pytest.importorskip("llguidance")
     schema = {
         "type": "object",
         "properties": {"name": {"enum": ["Anna", "Oscar"]}, "at_home": {"type": "boolean"}},

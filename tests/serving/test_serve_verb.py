@@ -1,7 +1,5 @@
 """`kvlingo-mlx serve` as a program: its lines, its errors, its end."""
 
-from __future__ import annotations
-
 import builtins
 import dataclasses
 import json
@@ -17,17 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 
-pytest.importorskip("starlette")
-httpx = pytest.importorskip("httpx")
-openai = pytest.importorskip("openai")
-
-from kvlingo_mlx.cli import run, serve  # noqa: E402
-from kvlingo_mlx.serving.settings import NAMES, OPTIONS  # noqa: E402
-from tests.support import ROOT  # noqa: E402
-from tests.support.command_line import fails  # noqa: E402
-from tests.support.scripted_engine import TOLD  # noqa: E402
+from kvlingo_mlx.cli import run, serve
+from kvlingo_mlx.serving.settings import NAMES, OPTIONS
+from tests.support import ROOT
+from tests.support.command_line import fails
+from tests.support.scripted_engine import TOLD
 
 MODELS = ["--model", "small=tiny-qwen3-s", "--model", "large=tiny-qwen3-l"]
 PROGRAM = (

@@ -3,8 +3,6 @@
 The models are random: what makes an answer a call is the grammar alone.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -14,22 +12,18 @@ from typing import Any, Literal
 
 from kvlingo_mlx.backend import mx
 
+import anthropic
+import openai
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
 
-pytest.importorskip("starlette")
-pytest.importorskip("llguidance")
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
-
-from pydantic import BaseModel, ConfigDict, Field  # noqa: E402
-
-import kvlingo_mlx as kv  # noqa: E402
-from kvlingo_mlx.serving.scheduler import Scheduler  # noqa: E402
-from kvlingo_mlx.serving.settings import Settings  # noqa: E402
-from tests.support import tiny  # noqa: E402
-from tests.support.engines import Clients, asked  # noqa: E402
-from tests.support.served import Server, served  # noqa: E402
-from tests.support.tool_callers import write_caller  # noqa: E402
+import kvlingo_mlx as kv
+from kvlingo_mlx.serving.scheduler import Scheduler
+from kvlingo_mlx.serving.settings import Settings
+from tests.support import tiny
+from tests.support.engines import Clients, asked
+from tests.support.served import Server, served
+from tests.support.tool_callers import write_caller
 
 ASKED = [{"role": "user", "content": "Will it rain?"}]
 

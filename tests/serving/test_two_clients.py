@@ -6,8 +6,6 @@ call may be spelled as it was written, and a volatile line of a system prompt ma
 is kept verbatim may have a thought that was cut, its mark open, even before the first word of it.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -20,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("pydantic")
 
 from kvlingo_mlx.serving.messages import GenerationRequest, Sampling
 from kvlingo_mlx.serving.scheduler import Scheduler

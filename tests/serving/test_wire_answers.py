@@ -1,17 +1,11 @@
 """What clients are told of planted events, as a stream and whole."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("pydantic")
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
 
 from kvlingo_mlx.serving.messages import Delta, Failure, Finished, FirstToken, Progress
 from kvlingo_mlx.serving.wire import anthropic, chat, openai_error, responses

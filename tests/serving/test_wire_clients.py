@@ -1,21 +1,16 @@
 """The clients that OpenAI and Anthropic publish, against a whole server of planted answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
+import httpx
+import openai
 import pytest
 from pydantic import BaseModel
 
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
-
-from tests.support.serving import Running  # noqa: E402
-from tests.support.wire_app import CALL, CALL_2, PLANTED, TOOL, Planted, planted_server  # noqa: E402
+from tests.support.serving import Running
+from tests.support.wire_app import CALL, CALL_2, PLANTED, TOOL, Planted, planted_server
 
 
 def user(text: str) -> list[Any]:

@@ -1,15 +1,9 @@
 """What requests of each API ask for, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
 import pytest
-
-pytest.importorskip("pydantic")
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
 
 from kvlingo_mlx.serving.messages import GenerationRequest, Sampling
 from kvlingo_mlx.serving.wire import BadRequest, anthropic, chat, responses

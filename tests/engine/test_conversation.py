@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +28,6 @@ from tests.support.fixtures import Models
 from tests.support.identity import identity_of
 from tests.support.parity import in_order
 from tests.support.talks import NEW, ask, check_caches, talk_of, thought
-from tests.support.tools import TOOLS, TOOLS_TEMPLATE
 from tests.support.two_tokenizers import identities
 
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "4"))  # more of them by hand
@@ -306,17 +304,6 @@ def test_reprefill_reads_the_whole_prefix(model: LanguageModel) -> None:
         assert [span.passes for span in talk.lines[name].spans] == [0]
 
 
-def test_a_line_that_a_template_rewrites_is_read_again_from_there(model: LanguageModel) -> None:
-    """The empty think block of an earlier answer goes; what stood before it is kept."""
-    talk = talk_of(model, enable_thinking=False)
-    ask(talk, "a", "hi there")
-    header = model.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
-    turns = [{"role": "user", "content": "hi there"}]
-    bare = model.tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=False)
-    ask(talk, "a", "and you")
-    assert talk.last_switch is not None and talk.last_switch.kept == len(bare) + len(header)
-
-
 @pytest.mark.parametrize(("name", "eager"), [("qwen3", True), ("gemma3", False)])
 def test_native_layers_read_what_is_brought(
     families: Models, name: str, eager: bool, tmp_path: Path
@@ -376,23 +363,6 @@ def test_templates_that_differ_are_told_once(tmp_path: Path) -> None:
             quiet.reply(next(iter(quiet.lines)), "is it on?", max_tokens=NEW)
 
 
-def test_a_switch_without_a_translator_changes_nothing(
-    model: LanguageModel, store: Path, tmp_path: Path
-) -> None:
-    copy = kv.load(shutil.copytree(model.path, tmp_path / "copy"))
-    with pytest.warns(kv.KVLingoWarning, match="no translator from a to b, none from b to a"):
-        talk = Conversation({"a": model, "b": copy})
-    ask(talk, "a", "hi there")
-    before = talk.messages, talk.transcript.tokens
-    with pytest.raises(kv.MissingTranslatorError, match="from a .* to b .*on_missing='reprefill'"):
-        talk.reply("b", "and you")
-    assert (talk.messages, talk.transcript.tokens) == before
-    ask(talk, "a", "and you")
-    talk.exchange.rules = dataclasses.replace(talk.exchange.rules, on_missing="reprefill")
-    ask(talk, "b", "is it on?")
-    assert talk.last_switch is not None and talk.last_switch.translated == 0
-
-
 def test_the_source_writes_the_first_token_or_the_trace(model: LanguageModel) -> None:
     talk = talk_of(model)
     ask(talk, "b", "hi there", prefill="a", first_token="source")
@@ -427,23 +397,6 @@ def test_a_history_without_its_reasoning_is_ours(model: LanguageModel, verbatim:
     first = next(iter(other.stream_reply("a", messages=sent, max_tokens=NEW)))
     assert first.cached_tokens <= len(held) - len(ids)
     assert other.messages[1]["content"] == "in the boat"
-
-
-def test_parsed_calls_are_the_answer_that_made_them(tmp_path: Path) -> None:
-    talk = talk_of(altered(tmp_path, "tools", chat_template=TOOLS_TEMPLATE), tools=TOOLS)
-    call = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
-    thought(talk, "a", "hi", call)
-    held = len(talk.transcript.tokens)
-    for arguments, kept in (('{"at":1}', True), ('{"at": 2}', False)):
-        function = {"name": "look", "arguments": arguments}
-        sent = [
-            {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": None,
-             "tool_calls": [{"id": "x", "type": "function", "function": function}]},
-            {"role": "tool", "content": "a lamp"},
-        ]  # fmt: skip
-        first = next(iter(talk.branch().stream_reply("b", messages=sent, max_tokens=NEW)))
-        assert (first.cached_tokens + first.translated_tokens >= held) is kept
 
 
 def test_an_answer_ends_with_its_models_context(

@@ -335,20 +335,3 @@ def test_long_tools_are_shared_without_a_message(root: Path, tmp_path: Path) -> 
     assert other.usage.cached_tokens > 2000
     short = clients.one("a", other_question)
     assert short.usage.cached_tokens == 0  # negative control: nothing is shared
-
-
-def test_tools_and_json_can_be_tried_with_the_embedded_models(zoo_server: Server) -> None:
-    """They are answered; that such a model calls a tool must be demanded."""
-    asked: dict[str, Any] = {"model": "large", "messages": ASKED, "max_tokens": 150}
-    create = zoo_server.openai.chat.completions.create
-    assert create(tools=CHAT, **asked).choices[0].finish_reason in ("stop", "length")
-    (call,) = create(tools=CHAT, tool_choice="required", **asked).choices[0].message.tool_calls
-    check(call.function.name, call.function.arguments)
-    schema = {
-        "type": "json_schema",
-        "json_schema": {"name": "p", "schema": Place.model_json_schema()},
-    }
-    Place.model_validate_json(create(response_format=schema, **asked).choices[0].message.content)
-    client = anthropic.Anthropic(base_url=zoo_server.url, api_key="none", max_retries=0)
-    answer = client.messages.create(tools=CLAUDE, **asked)
-    assert answer.stop_reason in ("end_turn", "max_tokens")

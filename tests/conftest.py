@@ -63,6 +63,12 @@ SHAPES = {
 }
 
 
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a module's own models and translators are written."""
+    return tmp_path_factory.mktemp("root")
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Model folders by name: "dense", "wide" (equal depth and width), "moe" (deeper), "narrow"."""

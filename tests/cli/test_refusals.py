@@ -129,6 +129,11 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--temp -1", "--temp is -1"),
         ("--max-tokens 0", "--max-tokens is 0"),
         ("--max-tokens -2", "--max-tokens is -2"),
+        ("--max-tokens many", "--max-tokens"),
+        ("--temp 1 --seed -1", "--seed is -1"),
+        ("--temp 1 --seed 99999999999999999999", "--seed is 999"),
+        ("--temp 1 --top-p 5", "--top-p is 5.0"),
+        ("--temp 1 --top-k -3", "--top-k is -3"),
         ("-c quantize=3", "quantize is 3; give 8 or 4"),
         ("--strategy native --translator t -c native_head=3",
          "--translator, native_head have no effect with --strategy native"),
@@ -190,6 +195,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("tiny-qwen3-s --translator no-such-one", "no-such-one does not exist"),
     ],
     "": [
+        ("generate --prompt a", "--source A --target B"),
+        ("translate", "translate"),
         ("fit --source h:1 --target tiny-qwen3-l --data {text} --out y", OTHER_MACHINE),
         ("tune --source h:1 --target tiny-qwen3-l --translator t", OTHER_MACHINE),
         ("show absent --quantize 3", "quantize is 3; give 8 or 4"),
@@ -199,7 +206,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     ],
     f"'paper eval' {ZOO}": [
         ("--tasks recal", "--tasks names 'recal'; did you mean recall?"),
-        ("--tasks no_such_task", "there is no task no_such_task"),
         ("--tasks mt_bench_101", "a model judges the answers of mt_bench_101; add --judge"),
         ("--tasks quac -c task_data=boolq=x",
          "--task-data has no effect where it names no task of --tasks"),

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
+from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.engine.answers import AnswerReader
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
@@ -25,13 +25,6 @@ from tests.support.identity import identity_of
 from tests.support.responses import response
 from tests.support.talks import spelled, talk_of
 from tests.support.tools import TOOLS, TOOLS_TEMPLATE
-
-SMALL, LARGE = "tiny-qwen3-s", "tiny-qwen3-l"
-
-
-@pytest.fixture(scope="module")
-def pair() -> tuple[LanguageModel, LanguageModel]:
-    return kv.load(zoo(SMALL)), kv.load(zoo(LARGE))
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +102,7 @@ def ways(small: LanguageModel, large: LanguageModel, options: dict[str, Any]) ->
     """The same question asked in every way; all responses, by way."""
     talk = kv.Conversation(
         {"small": small, "large": large},
-        [str(TRANSLATORS / f"{a}--{b}") for a, b in ((SMALL, LARGE), (LARGE, SMALL))],
+        [str(TRANSLATORS / f"tiny-qwen3-{way}") for way in ("s--tiny-qwen3-l", "l--tiny-qwen3-s")],
     )
     asked = {"max_tokens": 60} | options
     folds = identity_of(large, capture="post_rope")

@@ -70,12 +70,6 @@ MIXING, BIASED, EXPERTS, _, WINDOWED, WINDOWED_HEADS, MAPPED = CASES[:7]
 load = functools.cache(kv.load)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where this module's models and translators are written."""
-    return tmp_path_factory.mktemp("folding")
-
-
 def write(root: Path, case: Case) -> tuple[LanguageModel, LanguageModel, Translator]:
     """A case's source, target and translator, loaded."""
     source, target, folder = tiny.write_case(root, case)

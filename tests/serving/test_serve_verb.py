@@ -66,10 +66,7 @@ def ready(process: subprocess.Popen[str]) -> str:
     return re.findall(r"a chat at (http://\S+)/ ", line)[0]
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)]
-)
-def test_it_serves_until_a_signal_and_saves(number: int, status: int, tmp_path: Path) -> None:
+def test_it_serves_until_ctrl_c_and_saves(tmp_path: Path) -> None:
     with program(tmp_path) as process:
         url = ready(process)
         body = {"model": "small", "messages": [{"role": "user", "content": "begin;say SECRET"}]}
@@ -77,9 +74,9 @@ def test_it_serves_until_a_signal_and_saves(number: int, status: int, tmp_path: 
         assert answer["choices"][0]["message"]["content"] == "SECRET"
         missing = {"model": "none", "prompt": "SECRET"}
         assert httpx.post(f"{url}/v1/completions", json=missing).status_code == 404
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         out, error = process.communicate(timeout=60)
-    assert process.returncode == status
+    assert process.returncode == 0
     assert "Traceback" not in error and "SECRET" not in out + error
     assert (
         "small: 200, translate; 100 tokens of prompt (60 cached, 30 translated, 10 read)" in error
@@ -131,6 +128,8 @@ def test_a_server_that_crashes_is_started_again(tmp_path: Path) -> None:
         assert "kvlingo_worker_restarts_total 2.0" in httpx.get(f"{url}/metrics").text
         process.terminate()
         _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert json.loads((tmp_path / TOLD).read_text().splitlines()[-1]) == ["stop"]
     for signal_name in ("SIGKILL", "SIGABRT"):
         assert f"the server crashed ({signal_name}); it is started again in " in error
 

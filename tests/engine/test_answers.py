@@ -205,11 +205,6 @@ REFUSED = [
     ({"temperature": "0.7"}, "temperature is '0.7'; give a number, 0 or more"),
     ({"temperature": -1}, "temperature is -1; give a number, 0 or more"),
     ({"temperature": 0.5, "top_p": 0.0}, "top_p is 0.0; give a number above 0, at most 1"),
-    ({"top_p": 0.9}, "top_p has no effect without temperature, since the likeliest"),
-    (
-        {"sampler": make_sampler(0.5), "temperature": 0.5},
-        "temperature has no effect with sampler, since a sampler chooses",
-    ),
     ({"stop": ""}, "stop is ''; give a text, or a list of texts"),
     ({"stop": ["a", 3]}, "stop is .*; give a text, or a list of texts"),
     ({"tools": [{"type": {1}}]}, "tools must be what JSON can hold"),
@@ -386,7 +381,6 @@ def test_what_cannot_be_combined_is_said_before_anything_is_read(
         ({"draft_model": "b", "reasoning": "b"}, "draft_model cannot be used beside reasoning"),
         ({"draft_model": "b", "max_tokens": -1}, "with a draft model give a positive number"),
         ({"draft_model": pair[0]}, "has another vocabulary than"),
-        ({"num_draft_tokens": 3}, "num_draft_tokens has no effect without draft_model"),
         ({"kv_bits": 7}, "kv_bits is 7"),
         ({"messages": [{"role": "user", "content": "x"}]}, "message and messages are both given"),
     ):

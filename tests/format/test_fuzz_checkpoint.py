@@ -25,7 +25,7 @@ from tests.support.translator_folders import CARD, CONFIG, SELFTEST, TENSORS, fr
 
 EXAMPLES = os.environ.get("KVLINGO_EXAMPLES")  # more of them by hand, and others each time
 FUZZ = settings(
-    max_examples=int(EXAMPLES or 400),
+    max_examples=int(EXAMPLES or 250),
     derandomize=EXAMPLES is None,
     database=None,
     deadline=None,

@@ -113,7 +113,9 @@ def test_chat_streamed_is_chat_whole(pieces: list[Delta], reason: str) -> None:
 def test_messages_streamed_are_messages_whole(pieces: list[Delta], reason: str) -> None:
     planted = events(*pieces, reason=reason)
     blocks: list[Any] = []
-    for frame in stream(anthropic.API, MESSAGES, planted):
+    frames = stream(anthropic.API, MESSAGES, planted)
+    assert [frames[place]["type"] for place in (0, -1)] == ["message_start", "message_stop"]
+    for frame in frames:
         if frame["type"] == "content_block_start":
             blocks.append(frame["content_block"] | {"json": ""})
         if frame["type"] == "content_block_delta":

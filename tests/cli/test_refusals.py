@@ -43,6 +43,7 @@ FILES: dict[str, str | bytes] = {
 REFUSED: dict[str, list[tuple[str, str]]] = {
     "train --source {dense} --target {wide} --data {talks}": [
         ("", "--out is missing"),
+        ("--out {root}", "is not a translator folder"),
     ],
     "train --source {dense} --target {wide} --data {talks} --out x": [
         ("--lr fast", "--lr is 'fast'"),
@@ -154,6 +155,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--messages {words}", "holds 'hi'; give messages"),
         ("--messages {two}", "2 conversations"),
         ("--target h:1 --prompt x", OTHER_MACHINE),
+        ("--prompt x -c memory_budget=true", "`kvlingo-mlx fit -c capture=post_rope`"),
     ],
     "chat": [
         ("", "no model is given"),
@@ -195,6 +197,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("tiny-qwen3-s --translator no-such-one", "no-such-one does not exist"),
     ],
     "": [
+        (f"fit {ZOO} --data {{text}} --out y", "tokens to fit on, and a map has 128 inputs"),
         ("generate --prompt a", "--source A --target B"),
         ("translate", "translate"),
         ("fit --source h:1 --target tiny-qwen3-l --data {text} --out y", OTHER_MACHINE),
@@ -265,7 +268,11 @@ def places(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     for name, text in FILES.items():
         found[name] = root / name
         found[name].write_bytes(text if isinstance(text, bytes) else text.encode())
-    return found | {"translator": TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l", "room": root / "room"}
+    return found | {
+        "translator": TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l",
+        "room": root / "room",
+        "root": root,
+    }
 
 
 ROWS = [(begin, more, told) for begin, rows in REFUSED.items() for more, told in rows]

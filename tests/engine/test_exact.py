@@ -1,5 +1,6 @@
 """What is mlx-lm's own to the bit: identity maps, one model at both ends, a target that reads."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,11 @@ def test_native_is_mlx_lms_own(models: Models, monkeypatch: Patch, step_size: in
     options |= {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
     expected = mlx_generate(source.model, source.tokenizer, TOKENS, **options)
     assert kv.generate(target, source, TOKENS, **native, **options) == expected
+
+
+def test_another_checkpoint_of_the_same_shape_is_another_model(
+    folders: Folders, store: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(folders["dense"], tmp_path / "other")
+    with pytest.raises(kv.MissingTranslatorError, match="no translator from"):
+        kv.generate(folders["dense"], other, TOKENS)

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from pathlib import Path
 
 from kvlingo_mlx.backend import mx
 
@@ -14,6 +15,7 @@ import kvlingo_mlx as kv
 from benchmarks.paper.timing.memory import grown_bytes
 from kvlingo_mlx import caches
 from kvlingo_mlx.engine.line import Line
+from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
@@ -91,6 +93,21 @@ def test_clock_books_each_phase_where_it_belongs(
     assert late.translate_s - quick.translate_s == pytest.approx(slow)
     assert late.ttft_s - quick.ttft_s == pytest.approx(slow)
     assert late.prefill_s == pytest.approx(quick.prefill_s) and 0 < late.prefill_s < 1
+
+
+def test_first_token_time_counts_the_translators_reading(
+    models: Models, tmp_path: Path, monkeypatch: Patch, clock: list[float]
+) -> None:
+    model, read = models["dense"], translator_folder.read
+    folder = identity_of(model).save(tmp_path / "identity")
+
+    def slow_read(path: Path) -> object:
+        clock[0] += 100.0
+        return read(path)
+
+    monkeypatch.setattr(translator_folder, "read", slow_read)
+    first = next(kv.stream_generate(model, model, TOKENS, translator=folder, max_tokens=1))
+    assert 100 < first.ttft_s < 101 and first.prefill_s + first.translate_s < 1
 
 
 def prefill_bytes(model: LanguageModel, tokens: list[int], step: int) -> int:

@@ -24,7 +24,7 @@ from kvlingo_mlx.folding import check_foldable
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
-from tests.support import hybrid_models
+from tests.support import TESTS, hybrid_models
 from tests.support.fixtures import Models, Patch
 from tests.support.guards import with_receipt
 from tests.support.identity import TOKENS, identity_of
@@ -453,3 +453,14 @@ def test_bits_are_those_of_keys_and_values(models: Models) -> None:
     talk.reply("a", "hi there", **options)
     assert talk.reply("b", "is it on?", **options)
     check(talk)  # the lines read the answers themselves, with no bits
+
+
+def test_a_translator_that_cannot_be_made_is_not_advised(models: dict[str, Any]) -> None:
+    """Between two tokenizers, where ``fit`` would refuse the same pair."""
+    model, other = models["delta"], kv.load(TESTS / "zoo/models/tiny-mistral")
+    with pytest.raises(kv.MissingTranslatorError, match="none can be made: .*recurrent states"):
+        kv.generate(other, model, "Hello", max_tokens=2)
+    with pytest.raises(refused, match="recurrent states"):
+        kv.fit(other, model, [{"text": "Hello there, all of you"}])
+    with pytest.raises(kv.MissingTranslatorError, match="store; make one with"):
+        kv.generate(model, other, "Hello", max_tokens=2)

@@ -460,3 +460,13 @@ def test_an_interrupted_save_leaves_the_old_conversation(
         talk.save(mine)
     with pytest.raises(ValueError, match="is a file; name a folder"):
         talk.save(mine / "notes.txt")
+
+
+def test_measure_reprefill(model: LanguageModel) -> None:
+    talk = talk_of(model)
+    with pytest.raises(ValueError, match="no model has answered yet"):
+        talk.measure_reprefill()
+    ask(talk, "a", "the use of an other")
+    before = held(talk, "a")
+    assert talk.measure_reprefill() > 0
+    equal(held(talk, "a"), before)

@@ -274,3 +274,13 @@ def test_a_translation_keeps_more_than_its_controls(
     kl = {way: float(np.mean(score.kl)) for way, score in scores.items()}
     assert kl["translated"] < 0.7 * min(kl["shuffled"], kl["hidden"]), kl
     assert scores["translated"].recall > scores["shuffled"].recall
+
+
+def test_what_a_state_cannot_do(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draft = ("--draft-model", str(room / "small"))
+    fails(generate(room, *draft), "keeps recurrent states, from which mlx-lm cannot take", capsys)
+    assert run(fit(room, "rotated", "-c", "capture=post_rope")) == 0
+    capsys.readouterr()
+    budget = generate(room, "-c", "memory_budget=true", translator="rotated")
+    assert run(budget) == 2
+    assert "which holds no keys for queries to meet" in capsys.readouterr().err

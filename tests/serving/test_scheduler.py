@@ -575,3 +575,28 @@ def test_a_fault_ends_one_request(
     assert "LookupError" in caplog.text and "test_scheduler.py" in caplog.text
     monkeypatch.undo()
     assert clients.one("large", [user("SECRET")]).text
+
+
+def test_reading_anew_drops_what_was_translated(clients: Clients) -> None:
+    history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
+    first = clients.one("large", history)
+    history += [said(first.text), user("And Bob?")]
+    assert clients.one("moe", history).usage.translated_tokens > 0
+    again = clients.one("moe", history, strategy="reread")
+    assert again.usage.translated_tokens == 0
+    assert again.usage.read_tokens == again.usage.prompt_tokens
+    assert clients.one("moe", history).usage.cached_tokens == again.usage.prompt_tokens - 1
+
+
+def test_conversations_survive_a_restart(tmp_path: Path) -> None:
+    clients = Clients(Scheduler(settings(tmp_path)))
+    history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
+    told = clients.one("large", history)
+    history += [said(told.text), user("And Oscar?")]
+    clients.engine.close()
+    clients.engine.store.release()
+    again = Clients(Scheduler(settings(tmp_path)))
+    found = again.one("moe", history)
+    expected = clients.one("moe", history)
+    assert found.text == expected.text
+    assert found.usage.translated_tokens == expected.usage.translated_tokens > 100

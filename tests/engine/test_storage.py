@@ -264,33 +264,6 @@ def test_a_translation_ahead_that_fails_leaves_the_answer(
     ask(talk, "b", "is it on?")
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_a_switch_that_is_interrupted_changes_nothing(
-    families: Models, family: str, error: type[BaseException],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """In the middle of a translation."""
-    talk = talk_of(families[family], eager=False, verbatim=True)
-    ask(talk, "a", LONG)
-    said, tokens = talk.messages, list(talk.transcript.tokens)
-    real, calls = caches.append, []
-
-    def append(cache: Any, states: Any, model: Any) -> None:
-        real(cache, states, model)
-        calls.append(1)
-        if len(calls) == 2:
-            cache[0].offset += 1
-            raise error
-
-    with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(caches, "append", append)
-        talk.reply("b", "is it on?")
-    assert len(calls) == 2 and (talk.messages, talk.transcript.tokens) == (said, tokens)
-    ask(talk, "b", "is it on?")
-    ask(talk, "a", "and you")
-
-
 @pytest.mark.parametrize("verbatim", [True, False])
 @pytest.mark.parametrize("eager", [True, False])
 def test_full_windows_are_taken_up_at_the_last_message(

@@ -79,7 +79,7 @@ PIECES = st.builds(
     tool_calls=st.lists(st.just(CALL), max_size=2).map(tuple),
 )
 ENDS = st.sampled_from(["stop", "length", "tool_calls"])
-SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def rebuilt_chat(frames: list[Any]) -> dict[str, Any]:

@@ -61,6 +61,9 @@ class Planted:
     def array(self, array: np.ndarray) -> np.ndarray:
         return array
 
+    def attention_mass(self, sample: Sample) -> np.ndarray | None:
+        return None  # no norm here weighs by it
+
     def whole(self, end: str, side: str, layer: int) -> np.ndarray:
         own = [self.states[end, side, layer, len(s.prefix)] for s in SAMPLES]
         return np.concatenate(own).astype(np.float64)

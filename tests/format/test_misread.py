@@ -122,8 +122,7 @@ def write_random(folder: Path, config: dict[str, Any]) -> Path:
     transformers = pytest.importorskip("transformers")
     write(folder, config)
     made = transformers.AutoConfig.from_pretrained(folder)
-    with transformers.initialization.no_init_weights():
-        model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     seeded = torch.Generator().manual_seed(1)
     offset = 1.0 if config["model_type"].startswith("gemma") else 0.0
     for parameter, values in model.named_parameters():
@@ -145,10 +144,9 @@ def theirs(folder: Path) -> np.ndarray | None:
 
     try:
         made = transformers.AutoConfig.from_pretrained(folder)
-        with transformers.initialization.no_init_weights():
-            model = transformers.AutoModelForCausalLM.from_config(
-                made, dtype=torch.float32, attn_implementation="eager"
-            )
+        model = transformers.AutoModelForCausalLM.from_config(
+            made, dtype=torch.float32, attn_implementation="eager"
+        )
         model.load_state_dict(STATES[folder])
         model.eval()
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -35,6 +36,9 @@ from tests.support import tiny  # noqa: E402
 from tests.support.opened import Families, quantised  # noqa: E402
 
 pytest_plugins = ["tests.support.extras"]
+# What the extra [test] brings; without all of it no test of a server runs.
+SERVERS = ("anthropic", "httpx", "llguidance", "llm", "openai", "pydantic", "starlette", "uvicorn")
+collect_ignore = [] if all(map(importlib.util.find_spec, SERVERS)) else ["remote", "serving"]
 
 
 def pytest_configure() -> None:
@@ -57,6 +61,12 @@ SHAPES = {
     "narrow": ("qwen3", 4, 3, 1, 16),
     "narrow_moe": ("qwen3_moe", 5, 4, 1, 16),
 }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a module's own models and translators are written."""
+    return tmp_path_factory.mktemp("root")
 
 
 @pytest.fixture(scope="session")

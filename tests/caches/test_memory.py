@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -77,25 +76,6 @@ def test_all_is_summed_before_anything_is_read(
     limited(weights + maps + 2 * caches_)
     kv.hand_over(*pair, tokens, translator=translator)
     assert reads == pair
-
-
-@pytest.mark.parametrize("verb", ["load", "load_together", "generate", "folded_generate", "fit"])
-def test_every_way_to_load_models(
-    folders: Folders, limited: Callable[[float], None], reads: list[str], verb: str
-) -> None:
-    pair = [str(folders[name]) for name in ENDS]
-    calls: dict[str, Callable[[], Any]] = {
-        "load": lambda: kv.load(pair[1]),
-        "load_together": lambda: models.load_together(pair),
-        "generate": lambda: kv.generate(*pair, TOKENS),
-        "folded_generate": lambda: kv.folded_generate(*pair, TOKENS),
-        "fit": lambda: kv.fit(*pair, []),
-    }
-    limited(1000)
-    with pytest.raises(kv.NotEnoughMemoryError, match=r"MB of memory are needed .weights of .*0.0"):
-        calls[verb]()
-    assert reads == []
-    assert kv.load(pair[0], lazy=True).name == pair[0]  # whose weights may never be read
 
 
 def test_a_prompt_beyond_what_is_left(models: Models, limited: Callable[[float], None]) -> None:

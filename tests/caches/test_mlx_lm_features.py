@@ -4,7 +4,7 @@ Maps are identities, so the reference is always mlx-lm itself on the cache that 
 the same steps must give the same numbers, on a CPU to the bit. What mlx-lm fails at, we say first.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -260,28 +260,6 @@ def test_draft_models(kind: str, opened: Opener) -> None:
     assert found == decode(model, make_prompt_cache(model.model), TOKENS, DRAFTED)[0]
     assert 0 < sum(drafted) < DRAFTED * 3 / 4
     assert ours(model, model, TOKENS)[1] == ([True] * 3 + [False]) * 2 + [True] * 2
-
-
-def test_the_prefill_model_drafts_from_the_cache_it_has(
-    opened: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, reading = [], Line.read
-
-    def noted(line: Line, tokens: Sequence[int], *more: Any) -> Iterator[None]:
-        read.extend([line.model] if tokens and not len(line) else [])
-        return reading(line, tokens, *more)
-
-    monkeypatch.setattr(Line, "read", noted)
-    model = opened("plain")
-    translator = same(model)
-    for draft in (model, str(model.path)):  # by its name it is loaded only once
-        options = {"translator": translator, "max_tokens": 4, "draft_model": draft}
-        prefill_model: Any = model if draft is model else draft
-        *_, last = kv.stream_generate(prefill_model, model, TOKENS, **options)
-        assert len(read) == 1 and last.generation_tokens == 4
-        read.clear()
-    ours(model, opened("plain", 4), TOKENS)
-    assert read == [model, opened("plain", 4)]
 
 
 def test_draft_models_with_kv_bits_and_processors(opened: Opener) -> None:

@@ -540,12 +540,10 @@ def said(record: Path) -> list[str]:
     ("term", "sent"),
     [
         ("xterm", MARKED.format("\r".join(PASTED))),
-        ("xterm", "\n".join(PASTED) + "\n"),
         ("dumb", "\n".join(PASTED) + "\n"),
-        ("no readline", "\n".join(PASTED) + "\n"),
         ("no readline", MARKED.format("\n".join(PASTED))),
     ],
-    ids=["marked", "unmarked", "no marks known", "no readline", "no readline, marked"],
+    ids=["marked", "no marks known", "no readline, marked"],
 )
 def test_a_paste_is_one_message(
     terminals: Any, one: LanguageModel, store: Path, tmp_path: Path, term: str, sent: str

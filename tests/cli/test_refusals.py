@@ -43,6 +43,7 @@ FILES: dict[str, str | bytes] = {
 REFUSED: dict[str, list[tuple[str, str]]] = {
     "train --source {dense} --target {wide} --data {talks}": [
         ("", "--out is missing"),
+        ("--out {root}", "is not a translator folder"),
     ],
     "train --source {dense} --target {wide} --data {talks} --out x": [
         ("--lr fast", "--lr is 'fast'"),
@@ -129,6 +130,11 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--temp -1", "--temp is -1"),
         ("--max-tokens 0", "--max-tokens is 0"),
         ("--max-tokens -2", "--max-tokens is -2"),
+        ("--max-tokens many", "--max-tokens"),
+        ("--temp 1 --seed -1", "--seed is -1"),
+        ("--temp 1 --seed 99999999999999999999", "--seed is 999"),
+        ("--temp 1 --top-p 5", "--top-p is 5.0"),
+        ("--temp 1 --top-k -3", "--top-k is -3"),
         ("-c quantize=3", "quantize is 3; give 8 or 4"),
         ("--strategy native --translator t -c native_head=3",
          "--translator, native_head have no effect with --strategy native"),
@@ -149,6 +155,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--messages {words}", "holds 'hi'; give messages"),
         ("--messages {two}", "2 conversations"),
         ("--target h:1 --prompt x", OTHER_MACHINE),
+        ("--prompt x -c memory_budget=true", "`kvlingo-mlx fit -c capture=post_rope`"),
     ],
     "chat": [
         ("", "no model is given"),
@@ -170,6 +177,18 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("-c offload=4bit", "offload is '4bit'; give 8bit or disk"),
         ("--save /dev/null/x", "--save is '/dev/null/x'; name a folder"),
     ],
+    "serve": [
+        ("", "no model is given; give --model NAME=MODEL"),
+        ("--model a=x --model a=y", "the name 'a' is taken"),
+        ("--model nomodel", "nomodel does not exist; give a model's folder"),
+    ],
+    "serve --model a={dense}": [
+        ("--host no.such.host.invalid --api-key k", "which is not known"),
+        ("-c body_limit=some", "--body-limit is 'some'; "),
+        (r"-c 'volatile=\s'", r"--volatile[0] is '\\s'; expected how a line begins"),
+        ("--config /none.toml", "--config /none.toml cannot be read"),
+        ("-c keep_alive=-1", "--keep-alive is -1.0; expected greater than 0"),
+    ],
     "serve-prefill --source": [
         ("h:1", OTHER_MACHINE),
         ("tiny-qwen3-s --host 0.0.0.0", "host is 0.0.0.0, which others can reach, and no key is"),
@@ -178,6 +197,9 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("tiny-qwen3-s --translator no-such-one", "no-such-one does not exist"),
     ],
     "": [
+        (f"fit {ZOO} --data {{text}} --out y", "tokens to fit on, and a map has 128 inputs"),
+        ("generate --prompt a", "--source A --target B"),
+        ("translate", "translate"),
         ("fit --source h:1 --target tiny-qwen3-l --data {text} --out y", OTHER_MACHINE),
         ("tune --source h:1 --target tiny-qwen3-l --translator t", OTHER_MACHINE),
         ("show absent --quantize 3", "quantize is 3; give 8 or 4"),
@@ -187,7 +209,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     ],
     f"'paper eval' {ZOO}": [
         ("--tasks recal", "--tasks names 'recal'; did you mean recall?"),
-        ("--tasks no_such_task", "there is no task no_such_task"),
         ("--tasks mt_bench_101", "a model judges the answers of mt_bench_101; add --judge"),
         ("--tasks quac -c task_data=boolq=x",
          "--task-data has no effect where it names no task of --tasks"),
@@ -247,7 +268,11 @@ def places(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     for name, text in FILES.items():
         found[name] = root / name
         found[name].write_bytes(text if isinstance(text, bytes) else text.encode())
-    return found | {"translator": TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l", "room": root / "room"}
+    return found | {
+        "translator": TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l",
+        "room": root / "room",
+        "root": root,
+    }
 
 
 ROWS = [(begin, more, told) for begin, rows in REFUSED.items() for more, told in rows]

@@ -3,8 +3,6 @@
 The writers below put calls into the forms in which models write them, in words of their own.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import itertools
@@ -196,7 +194,7 @@ def write(tokenizer: Any, form: str, segments: Sequence[Any], place: int) -> tup
 
 
 @pytest.mark.parametrize("form", WRITERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(segments=SEGMENTS, cuts=st.lists(st.integers(0, 300), max_size=12))
 def test_all_that_was_written_comes_back(
     form: str, segments: list[Any], cuts: list[int], inner: Any

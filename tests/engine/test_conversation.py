@@ -4,10 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
-import random
-import shutil
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ from mlx_lm.generate import generate_step
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from kvlingo_mlx.embedded import TRANSLATORS, zoo
 from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -32,7 +28,6 @@ from tests.support.fixtures import Models
 from tests.support.identity import identity_of
 from tests.support.parity import in_order
 from tests.support.talks import NEW, ask, check_caches, talk_of, thought
-from tests.support.tools import TOOLS, TOOLS_TEMPLATE
 from tests.support.two_tokenizers import identities
 
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "4"))  # more of them by hand
@@ -309,17 +304,6 @@ def test_reprefill_reads_the_whole_prefix(model: LanguageModel) -> None:
         assert [span.passes for span in talk.lines[name].spans] == [0]
 
 
-def test_a_line_that_a_template_rewrites_is_read_again_from_there(model: LanguageModel) -> None:
-    """The empty think block of an earlier answer goes; what stood before it is kept."""
-    talk = talk_of(model, enable_thinking=False)
-    ask(talk, "a", "hi there")
-    header = model.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
-    turns = [{"role": "user", "content": "hi there"}]
-    bare = model.tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=False)
-    ask(talk, "a", "and you")
-    assert talk.last_switch is not None and talk.last_switch.kept == len(bare) + len(header)
-
-
 @pytest.mark.parametrize(("name", "eager"), [("qwen3", True), ("gemma3", False)])
 def test_native_layers_read_what_is_brought(
     families: Models, name: str, eager: bool, tmp_path: Path
@@ -379,30 +363,11 @@ def test_templates_that_differ_are_told_once(tmp_path: Path) -> None:
             quiet.reply(next(iter(quiet.lines)), "is it on?", max_tokens=NEW)
 
 
-def test_a_switch_without_a_translator_changes_nothing(
-    model: LanguageModel, store: Path, tmp_path: Path
-) -> None:
-    copy = kv.load(shutil.copytree(model.path, tmp_path / "copy"))
-    with pytest.warns(kv.KVLingoWarning, match="no translator from a to b, none from b to a"):
-        talk = Conversation({"a": model, "b": copy})
-    ask(talk, "a", "hi there")
-    before = talk.messages, talk.transcript.tokens
-    with pytest.raises(kv.MissingTranslatorError, match="from a .* to b .*on_missing='reprefill'"):
-        talk.reply("b", "and you")
-    assert (talk.messages, talk.transcript.tokens) == before
-    ask(talk, "a", "and you")
-    talk.exchange.rules = dataclasses.replace(talk.exchange.rules, on_missing="reprefill")
-    ask(talk, "b", "is it on?")
-    assert talk.last_switch is not None and talk.last_switch.translated == 0
-
-
 def test_the_source_writes_the_first_token_or_the_trace(model: LanguageModel) -> None:
     talk = talk_of(model)
     ask(talk, "b", "hi there", prefill="a", first_token="source")
     assert [s.writer for s in talk.lines["b"].spans] == ["a", "b"]
     ask(talk, "b", "and you", reasoning="a")
-    with pytest.raises(ValueError, match="first_token has no effect without prefill"):
-        talk.reply("b", "x", first_token="source")
     # mlx-lm takes the second writer's first space off, as if nothing stood before.
     ids = iter(model.tokenizer.encode("the use of") * 9)
     scripted = {"sampler": lambda logprobs: mx.array([next(ids)]), "max_tokens": 3}
@@ -430,23 +395,6 @@ def test_a_history_without_its_reasoning_is_ours(model: LanguageModel, verbatim:
     first = next(iter(other.stream_reply("a", messages=sent, max_tokens=NEW)))
     assert first.cached_tokens <= len(held) - len(ids)
     assert other.messages[1]["content"] == "in the boat"
-
-
-def test_parsed_calls_are_the_answer_that_made_them(tmp_path: Path) -> None:
-    talk = talk_of(altered(tmp_path, "tools", chat_template=TOOLS_TEMPLATE), tools=TOOLS)
-    call = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
-    thought(talk, "a", "hi", call)
-    held = len(talk.transcript.tokens)
-    for arguments, kept in (('{"at":1}', True), ('{"at": 2}', False)):
-        function = {"name": "look", "arguments": arguments}
-        sent = [
-            {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": None,
-             "tool_calls": [{"id": "x", "type": "function", "function": function}]},
-            {"role": "tool", "content": "a lamp"},
-        ]  # fmt: skip
-        first = next(iter(talk.branch().stream_reply("b", messages=sent, max_tokens=NEW)))
-        assert (first.cached_tokens + first.translated_tokens >= held) is kept
 
 
 def test_an_answer_ends_with_its_models_context(
@@ -533,73 +481,3 @@ def test_bad_arguments(families: Models) -> None:
         talk_of(model).undo()
     with pytest.raises(kv.IncompatibleTranslatorError, match="fits no two of this conversation's"):
         Conversation({"a": model, "b": model}, [identity_of(other, capture="latent")])
-
-
-SEEDS = int(os.environ.get("KVLINGO_EXAMPLES", "3"))  # more of them by hand
-NAMES = ("tiny-qwen3-s", "tiny-qwen3-l", "tiny-qwen3-moe")
-TOLD = ("Anna lives in Rome.", "Where does Anna live?", "Oscar has two cats.", "So?")
-
-
-@pytest.fixture(scope="module")
-def zoo_models() -> dict[str, LanguageModel]:
-    return {name: kv.load(zoo(name)) for name in NAMES}
-
-
-def counts(talk: Conversation, name: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """What one answer says of its prompt, in all of its responses and of its switch."""
-    responses = list(talk.stream_reply(name, max_tokens=5, **asked))
-    first, switch = responses[0], talk.last_switch
-    assert switch is not None
-    found = {
-        field: getattr(first, field)
-        for field in ("cached_tokens", "translated_tokens", "read_tokens", "translator")
-    }
-    for each in responses:
-        assert {field: getattr(each, field) for field in found} == found
-        assert sum(value for value in found.values() if isinstance(value, int)) == (
-            each.prompt_tokens
-        )
-    assert (switch.kept, switch.translated, switch.read + 1, switch.ahead) == (
-        first.cached_tokens, first.translated_tokens, first.read_tokens, first.ahead_tokens,
-    )  # fmt: skip
-    used = {str(TRANSLATORS / f"{source}--{name}") for source in switch.sources}
-    assert set((first.translator or "").split(", ")) - {""} == used
-    assert first.ahead_tokens <= first.translated_tokens
-    return {**found, "texts": "".join(response.text for response in responses)}
-
-
-@pytest.mark.parametrize("seed", range(SEEDS))
-def test_counts_are_disjoint_and_whole(
-    zoo_models: dict[str, LanguageModel], seed: int, tmp_path: Path
-) -> None:
-    """A switch that was prepared says the same as one that was not, but for what was ``ahead``.
-
-    Until something is taken back: a line that has followed is shorter then than one that has not.
-    """
-    rng = random.Random(seed)
-    chosen = {name: zoo_models[name] for name in NAMES[: 2 + seed % 2]}
-    switches = {"enable_thinking": rng.choice([None, False]), "verbatim": rng.random() < 0.5}
-    both = {eager: Conversation(chosen, eager=eager, **switches) for eager in (True, False)}
-    total: Counter[str] = Counter()
-    forward = True
-    for step in range(14):
-        action = rng.choice(["say"] * 6 + ["undo", "edit", "branch", "resume", "prefill"])
-        name, other, message = rng.choice(list(chosen)), rng.choice(list(chosen)), step % 4
-        told, forward = [], forward and action not in ("undo", "edit")
-        for eager, talk in both.items():
-            asked: dict[str, Any] = {"message": f"{step}. {TOLD[message]}"}
-            if action == "undo" and talk.messages:
-                talk.undo()
-            elif action == "edit" and talk.messages:
-                asked = {"messages": [*talk.messages[:-2], {"role": "user", "content": "Who?"}]}
-            elif action == "branch":
-                both[eager] = talk = talk.branch()
-            elif action == "resume" and talk.messages:
-                folder = talk.save(tmp_path / f"{eager}{step}")
-                both[eager] = talk = Conversation.resume(folder, chosen, eager=eager)
-            elif action == "prefill":
-                asked["prefill"] = other
-            told.append(counts(talk, name, asked))
-        assert told[0] == told[1] or not forward
-        total += Counter({key: n for key, n in told[0].items() if isinstance(n, int)})
-    assert total["translated_tokens"] and total["cached_tokens"], "or nothing was shown"

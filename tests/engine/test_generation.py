@@ -95,25 +95,19 @@ def test_clock_books_each_phase_where_it_belongs(
     assert late.prefill_s == pytest.approx(quick.prefill_s) and 0 < late.prefill_s < 1
 
 
-def test_one_synchronisation_after_the_last_prefill_chunk(
-    model: LanguageModel, monkeypatch: Patch
+def test_first_token_time_counts_the_translators_reading(
+    models: Models, tmp_path: Path, monkeypatch: Patch, clock: list[float]
 ) -> None:
-    calls: list[str] = []
-    evaluate, append = mx.eval, caches.append
+    model, read = models["dense"], translator_folder.read
+    folder = identity_of(model).save(tmp_path / "identity")
 
-    def counted(*arrays: object) -> None:
-        calls.append("eval")
-        evaluate(*arrays)
+    def slow_read(path: Path) -> object:
+        clock[0] += 100.0
+        return read(path)
 
-    def noted(*arguments: object) -> None:
-        calls.append("translate")
-        append(*arguments)
-
-    translator = identity_of(model)
-    monkeypatch.setattr(mx, "eval", counted)
-    monkeypatch.setattr(caches, "append", noted)
-    kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=20)
-    assert calls == ["eval", "translate", "eval"] * 3
+    monkeypatch.setattr(translator_folder, "read", slow_read)
+    first = next(kv.stream_generate(model, model, TOKENS, translator=folder, max_tokens=1))
+    assert 100 < first.ttft_s < 101 and first.prefill_s + first.translate_s < 1
 
 
 def prefill_bytes(model: LanguageModel, tokens: list[int], step: int) -> int:
@@ -214,21 +208,6 @@ def test_a_translation_that_overflows_is_refused(models: Models) -> None:
     wild = build(identity.config, Weights("float32", arrays))
     with pytest.raises(kv.KVLingoError, match="is not a number"):
         kv.generate(model, model, TOKENS, translator=wild, max_tokens=3)
-
-
-def test_first_token_time_counts_the_translators_reading(
-    models: Models, tmp_path: Path, monkeypatch: Patch, clock: list[float]
-) -> None:
-    model, read = models["dense"], translator_folder.read
-    folder = identity_of(model).save(tmp_path / "identity")
-
-    def slow_read(path: Path) -> object:
-        clock[0] += 100.0
-        return read(path)
-
-    monkeypatch.setattr(translator_folder, "read", slow_read)
-    first = next(kv.stream_generate(model, model, TOKENS, translator=folder, max_tokens=1))
-    assert 100 < first.ttft_s < 101 and first.prefill_s + first.translate_s < 1
 
 
 @pytest.mark.parametrize(

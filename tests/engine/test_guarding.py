@@ -377,8 +377,6 @@ def test_what_a_hand_over_refuses(pair: Ends, good: list[Translator]) -> None:
     for options, message in (
         ({"guard": 8, "on_doubt": "cry"}, "on_doubt is 'cry'; give warn, heal or reread"),
         ({"guard": -1}, "guard is -1; give a number of tokens, 0 or more"),
-        ({"on_doubt": "heal"}, "on_doubt has no effect without guard; add guard=32"),
-        ({"guard": 8, "strategy": "native"}, "guard have no effect with strategy"),
         ({"guard": 8, "on_doubt": "heal", **few}, "on_doubt is 'heal', which needs a cache"),
         ({"max_tokens": object()}, "max_tokens is of type object; give"),
     ):
@@ -386,12 +384,6 @@ def test_what_a_hand_over_refuses(pair: Ends, good: list[Translator]) -> None:
             kv.generate(source, target, tokens, translator=translator, **options)
     with pytest.raises(ValueError, match="on_doubt is 'heal'; give warn or reread"):
         kv.hand_over(source, target, tokens, translator=translator, guard=8, on_doubt="heal")
-    held = make_prompt_cache(source.model)
-    with pytest.raises(
-        ValueError, match="guard has no effect with prompt_cache, .*; leave"
-    ) as told:
-        kv.hand_over(source, target, tokens, translator=translator, guard=8, prompt_cache=held)
-    assert " at 0x" not in str(told.value)
 
 
 def test_what_a_conversation_refuses(
@@ -402,12 +394,8 @@ def test_what_a_conversation_refuses(
         talk_of(windowed, "ab", guard=8)
     with pytest.raises(kv.UnsupportedModelError, match="they predict no tokens in common"):
         Conversation(dict(zip("ab", twins, strict=True)), on_missing="reprefill", guard=8)
-    for given, message in (
-        ({"guard": -1}, "guard is -1; give a number of tokens"),
-        ({"guard": 8, "switching": "reprefill"}, "guard has no effect with switching"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Conversation(pair, poor, **given)
+    with pytest.raises(ValueError, match="guard is -1; give a number of tokens"):
+        Conversation(pair, poor, guard=-1)
     with pytest.raises(ValueError, match="guard"):
         Conversation({"a": models["dense"]}, guard=8)
     talk = Conversation(pair, poor, guard=8, on_doubt="heal")

@@ -371,8 +371,6 @@ def test_what_cannot_be_healed_is_refused(
         talk.reply("a", "hi", max_tokens=2, kv_bits=8, kv_group_size=32)
     for options, message in (
         *both,
-        ({"heal_share": 0.3}, "heal_share has no effect without heal"),
-        ({"heal": "interleaved", "strategy": "native"}, "heal has no effect with strategy"),
         ({"heal": "interleaved", "kv_bits": 8, "kv_group_size": 32}, "and kv_bits does; leave one"),
         ({"heal": "interleaved", "draft_model": source}, "and draft_model does; leave one"),
     ):

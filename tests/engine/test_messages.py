@@ -1,7 +1,5 @@
 """What a model wrote is a message: for its own template, for another model's, and for clients."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

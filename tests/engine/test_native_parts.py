@@ -50,12 +50,6 @@ CASES = (
 load = functools.cache(kv.load)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where this module's models and translators are written."""
-    return tmp_path_factory.mktemp("hybrid")
-
-
 @pytest.fixture(params=CASES, ids=lambda case: case.name)
 def case(request: pytest.FixtureRequest) -> Case:
     """A pair of every way to attend and to cache."""

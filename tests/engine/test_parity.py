@@ -77,12 +77,6 @@ Tensors = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where this module's models and translators are written."""
-    return tmp_path_factory.mktemp("parity")
-
-
-@pytest.fixture(scope="module")
 def reference() -> ModuleType:
     """The PyTorch reference; tests that need it are skipped where PyTorch is absent."""
     pytest.importorskip("torch")

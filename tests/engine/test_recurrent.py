@@ -383,17 +383,6 @@ def test_a_plain_target_reads_the_layers_of_attention(models: Models, families: 
     assert apart(talk.lines["hybrid"]) < CLOSE
 
 
-def test_a_translator_that_cannot_be_made_is_not_advised(models: dict[str, Any]) -> None:
-    """Between two tokenizers, where ``fit`` would refuse the same pair."""
-    model, other = models["delta"], kv.load(TESTS / "zoo/models/tiny-mistral")
-    with pytest.raises(kv.MissingTranslatorError, match="none can be made: .*recurrent states"):
-        kv.generate(other, model, "Hello", max_tokens=2)
-    with pytest.raises(refused, match="recurrent states"):
-        kv.fit(other, model, [{"text": "Hello there, all of you"}])
-    with pytest.raises(kv.MissingTranslatorError, match="store; make one with"):
-        kv.generate(model, other, "Hello", max_tokens=2)
-
-
 def test_what_would_go_back_is_refused_before_anything_is_read(
     models: Models, monkeypatch: Patch
 ) -> None:
@@ -464,3 +453,14 @@ def test_bits_are_those_of_keys_and_values(models: Models) -> None:
     talk.reply("a", "hi there", **options)
     assert talk.reply("b", "is it on?", **options)
     check(talk)  # the lines read the answers themselves, with no bits
+
+
+def test_a_translator_that_cannot_be_made_is_not_advised(models: dict[str, Any]) -> None:
+    """Between two tokenizers, where ``fit`` would refuse the same pair."""
+    model, other = models["delta"], kv.load(TESTS / "zoo/models/tiny-mistral")
+    with pytest.raises(kv.MissingTranslatorError, match="none can be made: .*recurrent states"):
+        kv.generate(other, model, "Hello", max_tokens=2)
+    with pytest.raises(refused, match="recurrent states"):
+        kv.fit(other, model, [{"text": "Hello there, all of you"}])
+    with pytest.raises(kv.MissingTranslatorError, match="store; make one with"):
+        kv.generate(model, other, "Hello", max_tokens=2)

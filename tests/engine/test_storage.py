@@ -24,7 +24,7 @@ from kvlingo_mlx.threads import finished
 from tests.support import TESTS, tiny
 from tests.support.fixtures import Models
 from tests.support.identity import identity_of
-from tests.support.talks import NEW, ask, expected, talk_of
+from tests.support.talks import NEW, ask, talk_of
 
 FAMILIES = ("qwen3", "gemma3", "gemma4", "deepseek_v3", "converted_mla")
 LONG = "the use of an other is it on? " * 2
@@ -182,16 +182,6 @@ def test_stats_agree_with_mlx(family: str, store: Path) -> None:
         assert said > 100_000 and held - active() == pytest.approx(said, rel=0.05)
 
 
-def test_measure_reprefill(model: LanguageModel) -> None:
-    talk = talk_of(model)
-    with pytest.raises(ValueError, match="no model has answered yet"):
-        talk.measure_reprefill()
-    ask(talk, "a", "the use of an other")
-    before = held(talk, "a")
-    assert talk.measure_reprefill() > 0
-    equal(held(talk, "a"), before)
-
-
 def test_stats_tell_what_a_branch_shares(model: LanguageModel) -> None:
     """Against what MLX says: a branch takes nothing, its first answer what was shared."""
 
@@ -274,45 +264,6 @@ def test_a_translation_ahead_that_fails_leaves_the_answer(
     ask(talk, "b", "is it on?")
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_a_switch_that_is_interrupted_changes_nothing(
-    families: Models, family: str, error: type[BaseException],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """In the middle of a translation."""
-    talk = talk_of(families[family], eager=False, verbatim=True)
-    ask(talk, "a", LONG)
-    said, tokens = talk.messages, list(talk.transcript.tokens)
-    real, calls = caches.append, []
-
-    def append(cache: Any, states: Any, model: Any) -> None:
-        real(cache, states, model)
-        calls.append(1)
-        if len(calls) == 2:
-            cache[0].offset += 1
-            raise error
-
-    with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(caches, "append", append)
-        talk.reply("b", "is it on?")
-    assert len(calls) == 2 and (talk.messages, talk.transcript.tokens) == (said, tokens)
-    ask(talk, "b", "is it on?")
-    ask(talk, "a", "and you")
-
-
-def test_ctrl_c_while_decoding_changes_nothing(model: LanguageModel) -> None:
-    talk = talk_of(model)
-    ask(talk, "a", "the use of an other")
-    said = talk.messages
-    answer = talk.stream_reply("b", "is it on?", max_tokens=NEW)
-    next(answer)
-    with pytest.raises(KeyboardInterrupt):
-        answer.throw(KeyboardInterrupt)
-    assert talk.messages == said
-    ask(talk, "b", "is it on?")
-
-
 @pytest.mark.parametrize("verbatim", [True, False])
 @pytest.mark.parametrize("eager", [True, False])
 def test_full_windows_are_taken_up_at_the_last_message(
@@ -337,26 +288,6 @@ def test_full_windows_are_taken_up_at_the_last_message(
     if eager:
         ask(talk, "a", "and you")
         assert talk.last_switch.kept + talk.last_switch.ahead >= header
-
-
-def test_tools_and_their_results(model: LanguageModel) -> None:
-    tools = [{"type": "function", "function": {"name": "on", "parameters": {}}}]
-    talk, turns = talk_of(model, tools=tools), list[dict[str, str]]()
-    for name, new in (
-        ("a", [{"role": "user", "content": "is it on?"}]),
-        ("b", [{"role": "tool", "content": "on"}]),
-        ("a", [{"role": "tool", "content": "off"}, {"role": "user", "content": "and you"}]),
-    ):
-        turns += new
-        text = talk.reply(name, new, max_tokens=NEW)
-        whole = model.tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, tokenize=False, tools=tools
-        )
-        prompt = talk.transcript.previous.prompt(model, new)
-        assert model.tokenizer.decode(prompt) == whole
-        assert talk.transcript.tokens[len(prompt) :] == expected(model, prompt)
-        turns.append({"role": "assistant", "content": text})
-        assert talk.messages == turns
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -502,3 +433,13 @@ def test_an_interrupted_save_leaves_the_old_conversation(
         talk.save(mine)
     with pytest.raises(ValueError, match="is a file; name a folder"):
         talk.save(mine / "notes.txt")
+
+
+def test_measure_reprefill(model: LanguageModel) -> None:
+    talk = talk_of(model)
+    with pytest.raises(ValueError, match="no model has answered yet"):
+        talk.measure_reprefill()
+    ask(talk, "a", "the use of an other")
+    before = held(talk, "a")
+    assert talk.measure_reprefill() > 0
+    equal(held(talk, "a"), before)

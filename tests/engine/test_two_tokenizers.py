@@ -459,22 +459,6 @@ def held(talk: Conversation, name: str) -> list[np.ndarray]:
     return [np.array(side) for side in sides]
 
 
-def test_a_switch_appends_and_touches_nothing(root: Path, opened: Opener) -> None:
-    talk = talk_of(root, opened, eager=False)
-    say(talk, "qwen", ASKED[0], SAID[0])
-    say(talk, "mistral", ASKED[1], SAID[1])
-    before, tokens = held(talk, "mistral"), list(talk.lines["mistral"].tokens)
-    say(talk, "qwen", ASKED[2], SAID[2])
-    say(talk, "mistral", "And then?", "No.")
-    after, switch = held(talk, "mistral"), talk.last_switch
-    assert switch is not None and switch.kept == len(tokens)
-    assert switch.kept + switch.translated + switch.read < len(talk.lines["mistral"])
-    assert switch.translated > len(ASKED[2]) / 5 and switch.read < 30
-    for old, new in zip(before, after, strict=True):
-        assert np.array_equal(new[:, :, : old.shape[2]], old)
-    assert {span.passes for line in talk.lines.values() for span in line.spans} == {0, 1}
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_switch_that_is_interrupted_changes_nothing(
     error: type[BaseException], root: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch
@@ -501,22 +485,6 @@ def test_a_switch_that_is_interrupted_changes_nothing(
     assert np.abs(found - expected).max() < TOLERANCE
     found, expected = (say(each, "qwen", ASKED[2], SAID[2]) for each in (talk, calm))
     assert np.abs(found - expected).max() < TOLERANCE
-
-
-@pytest.mark.parametrize("eager", [True, False])
-def test_going_back_is_never_having_gone(eager: bool, root: Path, opened: Opener) -> None:
-    talk, calm = (talk_of(root, opened, eager=eager) for _ in range(2))
-    for each in (talk, calm):
-        say(each, "qwen", ASKED[0], SAID[0])
-    say(talk, "mistral", ASKED[1], SAID[1])
-    left = talk.branch()
-    talk.undo()
-    assert talk.messages == calm.messages and talk.transcript.tokens == calm.transcript.tokens
-    for name, asked, said in (("mistral", "Summarise it.", SAID[2]), ("qwen", ASKED[2], SAID[1])):
-        found, expected = (say(each, name, asked, said) for each in (talk, calm))
-        assert np.abs(found - expected).max() < TOLERANCE
-    say(left, "qwen", ASKED[2], SAID[1])
-    say(left, "mistral", "And?", "No.")
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -575,30 +543,6 @@ def test_a_model_of_another_tokenizer_joins(root: Path, opened: Opener, tmp_path
     assert any(span.writer == "mistral" for span in talk.lines["qwen"].spans)
     talk.undo(), talk.undo()
     assert talk.messages == alone.messages
-
-
-@pytest.mark.parametrize(("writer", "reader"), PAIRS)
-@pytest.mark.parametrize("way", ["truncate", "stop"])
-def test_an_answer_cut_short_is_read_so_by_the_other(
-    writer: str, reader: str, way: str, root: Path, opened: Opener
-) -> None:
-    """What is left are the tokens written; the other model's reading ends there, too."""
-    talk = talk_of(root, opened, eager=way == "stop")
-    models = {name: line.model for name, line in talk.lines.items()}
-    ids = models[writer].tokenizer.encode("in the house", add_special_tokens=False)
-    ids = [*ids, int(models[writer].tokenizer.eos_token_id)]
-    options = {"stop": "he h"} if way == "stop" else {}
-    talk.reply(writer, "Where?", sampler=writing(ids), **options)
-    if way == "truncate":
-        talk.truncate_answer(4)
-    assert talk.messages[-1]["content"] == "in t"
-    for model in models.values():
-        prompt = talk.transcript.prompt(model, [{"role": "user", "content": "And?"}])
-        text = model.tokenizer.decode(prompt)
-        assert "in t" in text and "ouse" not in text and text.count("And?") == 1
-    first = next(iter(talk.stream_reply(reader, "And?", max_tokens=3)))
-    assert first.translated_tokens > 0 or way == "stop"  # eager: it has it already
-    assert "ouse" not in models[reader].tokenizer.decode(talk.lines[reader].tokens)
 
 
 def test_what_a_hand_over_refuses(root: Path, opened: Opener) -> None:

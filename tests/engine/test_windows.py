@@ -35,12 +35,6 @@ NEXT = ([5], [7, 11, 13], *([token] for token in range(20, 30)))  # more than an
 load = functools.cache(kv.load)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where this module's models and translators are written."""
-    return tmp_path_factory.mktemp("windows")
-
-
 def windowless(root: Path, name: str) -> LanguageModel:
     """One of ``tiny.MODELS`` whose layers see all."""
     folder = root / f"{name}-whole"

@@ -22,7 +22,6 @@ from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import hybrid_models, tiny
-from tests.support.command_line import fails
 from tests.support.fixtures import Models
 from tests.support.native_caches import TOKENS, logits, native
 from tests.support.talks import apart
@@ -222,18 +221,6 @@ def test_a_conversation_of_two_kinds(planted: dict[str, Planted]) -> None:
         assert any(span.passes == 1 for span in line.spans)
         errors.append(apart(line))
     assert errors[0] < 1e-3 < 0.1 < errors[1]
-
-
-def test_a_source_of_windows_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model_type, options = tiny.FAMILIES["gemma3"]
-    none = {"sliding_window_pattern": 9}  # more than there are layers
-    tiny.write_tiny_model(tmp_path / "windows", model_type, **(options | none))
-    hybrid_models.write_hybrid_model(tmp_path / "hybrid", "qwen3_5")
-    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "the use of it is on " * 30}) + "\n")
-    line = ["fit", "--source", str(tmp_path / "windows"), "--target", str(tmp_path / "hybrid")]
-    line += ["--data", str(tmp_path / "texts.jsonl"), "--out", str(tmp_path / "t")]
-    told = "the target has layers of gated_delta attention, the source only of sliding, which these"
-    fails(line, told, capsys)
 
 
 def test_an_assignment_of_windows(families: Models) -> None:

@@ -1,7 +1,6 @@
 """A fit that several ranks of ``mlx.launch`` share, beside one process that makes all of it."""
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ from tests.support import hybrid_models, rank_jobs, tiny, two_tokenizers
 from tests.support.ranks import launched, shared
 from tests.support.two_tokenizers import TALK
 
-ALL = "KVLINGO_EXAMPLES" in os.environ
 MODULE = ("-m", "tests.support.rank_jobs")
 TEXTS = [
     "The ferryman of the long river asks who pays. " * 3, "One and 23 is 24, is it not? " * 4,
@@ -77,14 +75,10 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "count", [2, pytest.param(4, marks=pytest.mark.skipif(not ALL, reason="by hand"))]
-)
-def test_ranks_make_the_fit_of_one_process(
-    cases: list[dict[str, Any]], tmp_path: Path, count: int
-) -> None:
+def test_ranks_make_the_fit_of_one_process(cases: list[dict[str, Any]], tmp_path: Path) -> None:
     """Sums to 1e-9, whatever is fitted; all ranks have the same maps to the last bit."""
     talk = {"name": "talk", "work": "talk"}
+    count = 2
     said, *found = job(tmp_path, count, [talk, *cases])
     _check_talk(said)
     for case, every in zip(cases, found, strict=True):
@@ -124,19 +118,6 @@ def _check_talk(every: list[dict[str, Any]]) -> None:
         assert own["lengths"].tolist() == [70_000 * r for r in range(count)]
         assert np.array_equal(own["arrays"], [rank_jobs.given(r, 3) for r in range(count)])
         assert own["first"].tolist() == [0, *rank_jobs.given(0, 4)]
-
-
-@pytest.mark.parametrize("on", [{"options": {"nu": 2}}, {"samples": 6}])
-@pytest.mark.skipif(not ALL, reason="by hand")
-def test_ranks_that_were_given_different_things(
-    cases: list[dict[str, Any]], tmp_path: Path, on: dict[str, Any]
-) -> None:
-    case = {**cases[0], "on": {"1": on}}
-    (tmp_path / "job.json").write_text(json.dumps({"folder": str(tmp_path), "cases": [case]}))
-    done = shared(2, *MODULE, str(tmp_path / "job.json"))
-    what = "options" if "options" in on else "data"
-    assert done.stdout.count(f"rank 1 has another {what} than rank 0") == 2
-    assert not list(tmp_path.glob("*.npz"))
 
 
 @pytest.mark.parametrize("usable", [7, 0])

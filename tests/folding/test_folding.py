@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import importlib
 import json
 import os
 import shutil
@@ -44,7 +43,6 @@ from kvlingo_mlx.models.states import KVStates, flat
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
 from tests.support.command_line import run
-from tests.support.identity import identity, same_layers
 from tests.support.opened import quantised
 from tests.support.tiny import Case
 
@@ -70,12 +68,6 @@ CASES = (
 )
 MIXING, BIASED, EXPERTS, _, WINDOWED, WINDOWED_HEADS, MAPPED = CASES[:7]
 load = functools.cache(kv.load)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where this module's models and translators are written."""
-    return tmp_path_factory.mktemp("folding")
 
 
 def write(root: Path, case: Case) -> tuple[LanguageModel, LanguageModel, Translator]:
@@ -141,19 +133,6 @@ def test_equals_the_materialised_cache(root: Path, case: Case) -> None:
     pair = write(root, case)
     assert apart(*pair, prompts(3, 21), 21, [1], prefill_step_size=9) <= TOLERANCE
     assert apart(*pair, prompts(1, 5), 5) <= TOLERANCE
-
-
-@pytest.mark.parametrize("case", [*CASES[:8], *CASES[9:]], ids=lambda case: case.name)
-def test_equals_a_materialised_cache_in_pytorch(root: Path, case: Case) -> None:
-    """Another runtime, another code, float64."""
-    pytest.importorskip("torch")
-    reference = importlib.import_module("tests.support.reference")
-    folders = tiny.write_case(root, case)
-    (row,) = prompts(1, 33)
-    expected = reference.continued(*folders, row[:33], row[33:])
-    source, target, translator = write(root, case)
-    cache = kv.folded_hand_over(source, target, row[:34], translator=translator)
-    assert difference(logits(target, cache, pieces_of([row[33:]], MIXED))[0], expected) <= TOLERANCE
 
 
 def test_a_four_bit_target_with_windows(root: Path, tmp_path: Path) -> None:
@@ -484,19 +463,6 @@ def test_another_checkpoint_where_it_is_allowed(root: Path, tmp_path: Path) -> N
     assert kv.folded_generate(source, other, [1, 2, 3], max_tokens=2, **options) is not None
 
 
-def test_identity_maps_fold_to_the_model_itself(models: dict[str, LanguageModel]) -> None:
-    """Decoding from one's own cache this way is decoding."""
-    model = models["dense"]
-    same = same_layers(model)
-    translator = identity(TranslatorConfig(model.spec(), model.spec(), same, capture="post_rope"))
-    (row,) = prompts(1, 20)
-    cache = kv.folded_hand_over(model, model, row[:21], translator=translator)
-    native = make_prompt_cache(model.model)
-    model.model(mx.array([row[:20]]), cache=native)
-    rest = pieces_of([row[20:]], [1])
-    assert difference(logits(model, cache, rest), logits(model, native, rest)) <= TOLERANCE
-
-
 BUDGET = ("-c", "memory_budget=true")
 
 
@@ -517,35 +483,6 @@ def test_the_command_line(root: Path, capsys: pytest.CaptureFixture[str]) -> Non
     bits = ["--kv-bits", "8", "-c", "kv_group_size=32"]
     assert run(arguments(root, BIASED, *BUDGET, *bits)) == 0
     assert "first token after" in capsys.readouterr().out
-
-
-def test_of_several_stored_the_one_that_folds(
-    models: dict[str, LanguageModel], store: Path
-) -> None:
-    """The newest of them cannot; ``generate`` takes that one all the same."""
-    model = models["dense"]
-    same, spec = same_layers(model), model.spec()
-    for time, point in enumerate(("post_rope", "pre_norm")):
-        made = identity(TranslatorConfig(spec, spec, same, capture=point))
-        made.save(store / point)
-        os.utime(store / point / "translator_config.json", (time, time))
-    assert find_translator(model, model).name == "pre_norm"
-    found = kv.folded_generate(model, model, prompts(1, 20)[0], max_tokens=2)
-    assert found == kv.generate(model, model, prompts(1, 20)[0], max_tokens=2)
-
-
-def test_the_command_line_refuses(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In one line that says what to do, whether or not the translator's grade was told before."""
-    draft = ["--draft-model", str(tiny.write_model(root, "dense4x16"))]
-    for wrong, text in (
-        (arguments(root, PLAIN, *BUDGET), "`kvlingo-mlx fit -c capture=post_rope`"),
-        (arguments(root, BIASED, *BUDGET, *draft), "--draft-model has no effect with"),
-    ):
-        assert run(wrong) == 2
-        ungraded = "warning: nobody has measured how much the translator "
-        told = capsys.readouterr().err.splitlines()
-        (error,) = (line for line in told if not line.startswith(ungraded))
-        assert error.startswith("error: ") and text in error
 
 
 def test_tuned_native_layers_are_heeded_or_refused(

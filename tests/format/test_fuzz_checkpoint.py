@@ -7,7 +7,6 @@ checked here with plain JSON and the safetensors library, and must survive being
 import contextlib
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -22,21 +21,11 @@ from hypothesis import HealthCheck, given, settings
 import kvlingo_mlx as kv
 from tests.support.damaged_folders import SOUND, Files, damaged, try_folder
 from tests.support.processes import WITHOUT_TORCH
-from tests.support.translator_folders import (
-    BROKEN_FILES,
-    CARD,
-    CONFIG,
-    SELFTEST,
-    TENSORS,
-    frame,
-    store,
-    unpack,
-)
+from tests.support.translator_folders import CARD, CONFIG, SELFTEST, TENSORS, frame, store
 
-SEED = 20
 EXAMPLES = os.environ.get("KVLINGO_EXAMPLES")  # more of them by hand, and others each time
 FUZZ = settings(
-    max_examples=int(EXAMPLES or 400),
+    max_examples=int(EXAMPLES or 250),
     derandomize=EXAMPLES is None,
     database=None,
     deadline=None,
@@ -74,24 +63,6 @@ def test_no_truncation_is_read(room: Path, name: str) -> None:
     cuts = {*range(64), *range(64, len(files[name]), 7), len(files[name]) - 1}
     for cut in sorted(cuts):
         assert not try_folder(room, files | {name: files[name][:cut]}), cut
-
-
-@pytest.mark.parametrize("name", [CONFIG, TENSORS, SELFTEST])
-def test_flipped_bits_are_read_or_refused(room: Path, name: str) -> None:
-    rng = random.Random(SEED)
-    files = SOUND[1]
-    for at in range(0, len(files[name]), 3):
-        blob = bytearray(files[name])
-        blob[at] ^= 1 << rng.randrange(8)
-        try_folder(room, files | {name: bytes(blob)})
-
-
-def test_random_bytes_are_refused(room: Path) -> None:
-    rng = random.Random(SEED)
-    for _ in range(100):
-        for name in (CONFIG, TENSORS, SELFTEST):
-            files = SOUND[0] | {name: rng.randbytes(rng.choice([0, 1, 7, 8, 9, 100, 5000]))}
-            assert not try_folder(room, files)
 
 
 SCRIPT = """
@@ -152,14 +123,9 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture
 def crafted(tmp_path: Path) -> list[Path]:
-    """A folder for every crafted file, and one that is sound."""
+    """A folder for every crafted file, and one that is sound; test_checkpoint has broken ones."""
     sound = store(tmp_path / "sound")
     folders = []
-    for number, damage in enumerate(BROKEN_FILES.values()):
-        for name in (TENSORS, SELFTEST):
-            folder = Path(shutil.copytree(sound, tmp_path / f"file-{number}-{name}"))
-            (folder / name).write_bytes(damage(*unpack((sound / TENSORS).read_bytes())))
-            folders.append(folder)
     for number, change in enumerate(FOLDERS.values()):
         folders.append(Path(shutil.copytree(sound, tmp_path / f"folder-{number}")))
         change(folders[-1])

@@ -187,18 +187,3 @@ def test_what_is_not_available_is_not_offered_where_it_is_refused(tmp_path: Path
     assert text.startswith("guard (-c guard) is not available here: the translator from ")
     assert text.endswith(" is between two tokenizers; leave it out") and "use it with" not in text
     assert notes.to_tune(translator.config, None) is None
-
-
-def test_warnings_of_two_translators_of_a_pair_name_them(store: Path, tmp_path: Path) -> None:
-    folders = PAIRS["one tokenizer"](tmp_path)
-    models = [kv.load(folder) for folder in folders]
-    texts = []
-    for folder in (store / "mine", tmp_path / "pair"):
-        hybrid_models.random_translator(models[0], models[1], nu=1).save(folder)
-        config, weights = translator_folder.read(folder)
-        config = dataclasses.replace(config, provenance={"receipt": USELESS})
-        translator_folder.write(folder, config, weights, overwrite=True)
-        texts.append(said(lambda at=folder: kv.hand_over(*models, [5, 6, 7], translator=at)))
-    assert texts[0].startswith("the translator mine (from ")
-    assert texts[1].startswith(f"the translator {tmp_path / 'pair'} (from ")
-    assert all("is useless: keeps 0 of 8 facts (the target itself 8" in text for text in texts)

@@ -23,7 +23,7 @@ from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.loading import grading, notes
 from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.settings import Settings
-from kvlingo_mlx.tokenization.samples import HeldOut, Sample
+from kvlingo_mlx.tokenization.samples import HeldOut
 from tests.support import tiny
 from tests.support.command_line import fails
 from tests.support.fixtures import Folders, Models, Patch, Printed
@@ -34,16 +34,6 @@ from tests.support.warned import told
 Make = Callable[[str, Any], Path]
 PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
 PROMPT = list(range(5, 45))
-
-
-def test_hardly_any_data_is_refused(tmp_path: Path, capsys: Printed) -> None:
-    data = tmp_path / "d.jsonl"
-    data.write_text('{"text": "short"}\n')
-    words = ["fit", "--source", PAIR[0], "--target", PAIR[1], "--data", str(data)]
-    assert run([*words, "--out", str(tmp_path / "t")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "tokens to fit on, and a map has 128 inputs" in error
-    assert "give at least 4,096 tokens" in error and not (tmp_path / "t").exists()
 
 
 @pytest.mark.parametrize(
@@ -352,41 +342,6 @@ def test_fit_refuses_before_it_reads_anything(
     arguments = ["fit", *ends, "--data", str(data), "--out", str(folder)]
     assert run([*arguments, "--force"]) == 0
     assert kv.load_translator(folder).digest != old
-
-
-def test_a_finished_training_says_so(folders: Folders, tmp_path: Path) -> None:
-    """It is not trained again, nor replaced by another one, unless that is asked for."""
-    torch = pytest.importorskip("torch")
-    from kvlingo_mlx.cuda import model as torch_model
-    from tests.support.trainings import Random, training
-
-    pair = {n: torch_model.load(str(folders[n]), dtype=torch.float32) for n in ("dense", "wide")}
-    drawn: list[int] = []
-
-    class Counted(Random):
-        def sample(self, index: int) -> Sample:
-            drawn.append(index)
-            return super().sample(index)
-
-    def train(force: bool = False, **options: Any) -> Any:
-        made = training(pair, tmp_path / "t", stream=Counted(), steps=2, **options)
-        return dataclasses.replace(made, force=force)
-
-    first = train()
-    assert not first.finished() and first.run() == tmp_path / "t" and drawn
-    files = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in (tmp_path / "t").iterdir()}
-    drawn.clear()
-    assert train().finished() and train().run() == tmp_path / "t" and drawn == []
-    with pytest.raises(ValueError, match="that this command did not make .*--force"):
-        train(seed=1).run()
-    assert drawn == []
-    assert files == {p.name: (p.read_bytes(), p.stat().st_mtime_ns)
-                     for p in (tmp_path / "t").iterdir()}  # fmt: skip
-    other = train(force=True, seed=1)
-    assert not other.finished() and other.run() == tmp_path / "t" and drawn
-    assert train(seed=1).finished()
-    with pytest.raises(ValueError, match="did not make"):
-        train().finished()
 
 
 def test_list(make: Make, store: Path, capsys: Printed, folders: Folders) -> None:

@@ -30,7 +30,7 @@ from tests.support.real_templates import (
 from tests.support.router_sessions import CHAT_TOOLS, FACT, WORD
 
 Json = dict[str, Any]
-EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "25"))
 ROLES = ("system", "user", "assistant", "developer")
 
 

@@ -211,17 +211,6 @@ def test_a_missed_ratio_fails_loudly(
     assert ratios.main() == 0
 
 
-def test_sides_alternate_and_the_first_is_divided_by_the_others(ratios: ModuleType) -> None:
-    ran: list[str] = []
-    actions = {name: (lambda name=name: ran.append(name)) for name in ("a", "b", "c")}
-    found = ratios.translation_cost.alternated(actions, 2)
-    assert ran == ["a", "b", "c"] * 3
-    times = found["samples_s"]
-    for index, ratio in enumerate(found["ratios"]):
-        under = times["b"][index] + times["c"][index]
-        assert ratio == pytest.approx(times["a"][index] / under)
-
-
 def test_memory_and_maps_can_be_measured_small(ratios: ModuleType) -> None:
     assert ratios.memory(1, tokens=96, step=32)["ratios"][0] > 0
     assert len(ratios.head_wise(2, tokens=8, layers=2)["ratios"]) == 2

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("starlette")
-
 import kvlingo_mlx as kv
 from kvlingo_mlx.errors import RemoteModelError
 from kvlingo_mlx.format.geometry import digest_of

@@ -19,8 +19,6 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-pytest.importorskip("starlette")
-
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
 from kvlingo_mlx.cli import run

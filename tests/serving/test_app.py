@@ -1,19 +1,15 @@
 """Requests and their responses, over real connections, with an engine that runs scripts."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-pytest.importorskip("starlette")
-httpx = pytest.importorskip("httpx")
-
-from tests.support.serving import Running, running  # noqa: E402
+from tests.support.serving import Running, running
 
 FALLBACK, STRATEGY = "x-kvlingo-fallback", "x-kvlingo-strategy"
 
@@ -139,17 +135,6 @@ def test_paths_and_methods_that_do_not_exist(server: Running) -> None:
     assert response.json()["plain"]["message"] == "/v1/plain takes no GET; use POST"
 
 
-def test_models_are_listed(server: Running) -> None:
-    listed = httpx.get(f"{server.url}/v1/models").json()
-    assert listed["object"] == "list" and not listed["has_more"]
-    assert [m["id"] for m in listed["data"]] == ["small", "large", "auto"]
-    small = httpx.get(f"{server.url}/v1/models/small").json()
-    assert small == listed["data"][0] and small["object"] == "model"
-    assert small["kvlingo"]["context"] == 4096
-    missing = httpx.get(f"{server.url}/v1/models/none/such")
-    assert missing.status_code == 404 and "small, large" in missing.json()["error"]["message"]
-
-
 def test_models_are_loaded_and_unloaded(server: Running) -> None:
     def loaded() -> bool:
         return httpx.get(f"{server.url}/v1/models/large").json()["kvlingo"]["loaded"]
@@ -205,14 +190,6 @@ def test_not_ready_is_not_healthy_but_alive(tmp_path: Path) -> None:
             assert server.ask("begin", model="none").status_code == 404
     finally:
         Running.ready = ready  # type: ignore[method-assign]
-
-
-def test_a_server_without_models_ends_with_its_line(tmp_path: Path) -> None:
-    (tmp_path / "first").write_text("fatal /models/a does not exist, so give another")
-    with running(tmp_path) as server:
-        server.thread.join(60)
-        assert str(server.error) == "/models/a does not exist, so give another"
-        assert server.engine.fatal
 
 
 def test_a_stop_lets_answers_end_or_cuts_them(tmp_path: Path) -> None:

@@ -1,15 +1,11 @@
 """What reaches a client of a planted answer: the bytes of its tokens, and a plain text as it is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 import pytest
-
-pytest.importorskip("starlette")
 
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.serving.scheduler import Scheduler

@@ -4,28 +4,22 @@ Each model writes one call; what its client gets, sends back and is read of it i
 clients' own types. A kind that is told wrongly, or comes back as another text, fails.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import anthropic
+import httpx
+import openai
 import pytest
 
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("llguidance")
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
-
-from kvlingo_mlx.serving.app import apis  # noqa: E402
-from kvlingo_mlx.serving.messages import GenerationRequest  # noqa: E402
-from kvlingo_mlx.serving.scheduler import Scheduler  # noqa: E402
-from tests.support.real_templates import CALL, FOLDER, IM, THINK, Family, write_real  # noqa: E402
-from tests.support.serving import running  # noqa: E402
+from kvlingo_mlx.serving.app import apis
+from kvlingo_mlx.serving.messages import GenerationRequest
+from kvlingo_mlx.serving.scheduler import Scheduler
+from tests.support.real_templates import CALL, FOLDER, IM, THINK, Family, write_real
+from tests.support.serving import running
 
 PATCH = '*** Begin Patch\n*** Update File: a.py\n@@\n-x = "1"\n+x = "2 \\n"\n*** End Patch\n'
 DIFF = "@@\n-a\n+b\n"

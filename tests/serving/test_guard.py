@@ -1,7 +1,5 @@
 """Keys, hosts, origins, sizes of bodies, and clients that are slow."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -11,12 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-pytest.importorskip("starlette")
-httpx = pytest.importorskip("httpx")
-
-from tests.support.serving import Running, running  # noqa: E402
+from tests.support.serving import Running, running
 
 BODY = {"model": "small", "prompt": "begin;say a"}
 OPEN = ("/", "/page/chat.js", "/page/chat.css", "/health", "/health/live")

@@ -34,9 +34,6 @@ from tests.support.identity import identity, identity_of, same_layers
 from tests.support.native_caches import held, native
 from tests.support.ports import free_ports
 from tests.support.processes import WITHOUT_TORCH, command_line
-
-pytest.importorskip("openai")
-
 from tests.support.served import PLAIN, Server
 
 NEW = 12  # tokens an answer

@@ -5,9 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("llm")
-
 from click.testing import CliRunner
 from llm.cli import cli
 from llm.plugins import pm

@@ -1,7 +1,5 @@
 """Lines of 300,000 characters wherever a text can be: answered or refused soon, nobody waits."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re
@@ -14,9 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
 
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.serving.app import apis

@@ -22,8 +22,6 @@ out of memory, other faults 503, 500                         503, 500 (``test_ap
 Its other tests are of its classes, and send no requests.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -33,15 +31,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
-pytest.importorskip("starlette")
-pytest.importorskip("openai")
-httpx = pytest.importorskip("httpx")
-
-from kvlingo_mlx.embedded import zoo  # noqa: E402
-from tests.support.ports import free_ports  # noqa: E402
-from tests.support.served import ZOO, Server  # noqa: E402
+from kvlingo_mlx.embedded import zoo
+from tests.support.ports import free_ports
+from tests.support.served import ZOO, Server
 
 KIND = {"role": "system", "content": "Answer kindly."}
 GREETING = {"role": "user", "content": "Good morning! Anna lives in Rome. Where does Anna live?"}

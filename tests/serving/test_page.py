@@ -1,7 +1,5 @@
 """The chat page: what it may load, and a conversation in a real browser."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
@@ -14,13 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-pytest.importorskip("starlette")
-httpx = pytest.importorskip("httpx")
-
-from kvlingo_mlx.serving.app import PAGE, PAGE_FILES, apis  # noqa: E402
-from tests.support.serving import Running, running  # noqa: E402
+from kvlingo_mlx.serving.app import PAGE, PAGE_FILES, apis
+from tests.support.serving import Running, running
 
 INSTALLED = shutil.which("chromium") and shutil.which("chromedriver")
 ENTER, ESCAPE, TAB, SHIFT, DOWN = "\ue007", "\ue00c", "\ue004", "\ue008", "\ue015"

@@ -3,27 +3,22 @@
 The reference is the prompt of the same session in the form of OpenAI's chat, written by hand.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
-httpx = pytest.importorskip("httpx")
-
-from kvlingo_mlx.serving.app import apis  # noqa: E402
-from kvlingo_mlx.serving.scheduler import Scheduler  # noqa: E402
-from kvlingo_mlx.serving.settings import Settings  # noqa: E402
-from tests.support.real_templates import FAMILIES, NAMES, reference, write_real  # noqa: E402
-from tests.support.serving import running  # noqa: E402
+from kvlingo_mlx.serving.app import apis
+from kvlingo_mlx.serving.scheduler import Scheduler
+from kvlingo_mlx.serving.settings import Settings
+from tests.support.real_templates import FAMILIES, NAMES, reference, write_real
+from tests.support.serving import running
 
 Item = dict[str, Any]
 MODELS = ("qwen3.5", "gemma4")  # neither shows ids

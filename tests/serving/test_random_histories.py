@@ -1,11 +1,8 @@
 """Histories that go by chance: the server's answers are those of the library's conversations."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,18 +10,12 @@ from typing import Any
 import pytest
 
 import kvlingo_mlx as kv
+from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.engine.responses import GenerationResponse
-
-pytest.importorskip("starlette")
-pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
-
-from kvlingo_mlx.embedded import zoo  # noqa: E402
-from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
-from kvlingo_mlx.serving.scheduler import Scheduler  # noqa: E402
-from kvlingo_mlx.serving.settings import Settings  # noqa: E402
-from tests.support.engines import Clients, asked  # noqa: E402
-from tests.support.served import PLAIN, ZOO, Server  # noqa: E402
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.serving.scheduler import Scheduler
+from kvlingo_mlx.serving.settings import Settings
+from tests.support.engines import Clients, asked
 
 Message = dict[str, Any]
 Answers = Callable[[Sequence[tuple[str, list[Message]]]], list[str]]
@@ -150,32 +141,3 @@ def test_a_forgotten_message_is_noticed(models: dict[str, LanguageModel], tmp_pa
 
     with pytest.raises(AssertionError, match="said .*, not "):
         compare(answers, models, 0, rounds=5)
-
-
-def test_the_server_answers_as_a_conversation(
-    models: dict[str, LanguageModel], zoo_server: Server
-) -> None:
-    rng, two = random.Random(0), {name: models[name] for name in ZOO}
-    with ThreadPoolExecutor(4) as pool:
-
-        def answers(asks: Asks) -> list[str]:
-            jobs = [pool.submit(answer, zoo_server, rng.randrange(3), *ask) for ask in asks]
-            return [job.result() for job in jobs]
-
-        assert compare(answers, two, 100, rounds=2 * EXAMPLES) <= 1
-
-
-def answer(server: Server, way: int, model: str, messages: list[Message]) -> str:
-    """One request: by one API or the other, streaming or not."""
-    if way == 0:
-        client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-        message = client.messages.create(
-            model=model, messages=messages, max_tokens=NEW, extra_body=PLAIN
-        )
-        return "".join(part.text for part in message.content)
-    body = {"model": model, "messages": messages, "max_tokens": NEW, "extra_body": PLAIN}
-    create = server.openai.chat.completions.create
-    if way == 1:
-        return create(**body).choices[0].message.content or ""
-    chunks = create(**body, stream=True)
-    return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)

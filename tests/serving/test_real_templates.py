@@ -1,7 +1,5 @@
 """Sessions that go from model to model, each with a template that behaves as a released one's."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time
@@ -10,20 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
-
-from kvlingo_mlx.serving.app import apis  # noqa: E402
-from kvlingo_mlx.serving.scheduler import Scheduler  # noqa: E402
-from kvlingo_mlx.serving.settings import Settings  # noqa: E402
-from tests.support import tiny  # noqa: E402
-from tests.support.real_templates import FAMILIES, NAMES, Family, reference, rendered, write_real  # noqa: E402
-from tests.support.router_sessions import CHAT_TOOLS, FACT, AgentSession, missing, new_words, walk  # noqa: E402
-from tests.support.serving import Running, running  # noqa: E402
+from kvlingo_mlx.serving.app import apis
+from kvlingo_mlx.serving.scheduler import Scheduler
+from kvlingo_mlx.serving.settings import Settings
+from tests.support import tiny
+from tests.support.real_templates import FAMILIES, NAMES, Family, reference, rendered, write_real
+from tests.support.router_sessions import CHAT_TOOLS, FACT, AgentSession, missing, new_words, walk
+from tests.support.serving import Running, running
 
 CLIENTS = ("openai", "claude", "openai, streaming", "claude, streaming")
 ANSWERS = 8  # of a session
@@ -160,7 +155,6 @@ def test_all_is_told_before_an_answer_that_is_begun(served: Served, name: str) -
 )
 def test_calls_are_demanded_and_forbidden(served: Served, name: str, begun: str) -> None:
     """Also where a call begins with no mark, or with one of several tokens."""
-    pytest.importorskip("llguidance")
     asked: dict[str, Any] = {"model": name, "tools": CHAT_TOOLS, "max_tokens": 40, "temperature": 0}
     asked["messages"] = [{"role": "user", "content": "Look."}]
     for choice in ("required", {"type": "function", "function": {"name": "look"}}, "none", "auto"):

@@ -1,7 +1,5 @@
 """The engine's answers beside the library's: the same tokens, whoever else asks meanwhile."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -14,8 +12,6 @@ from kvlingo_mlx.backend import mx
 
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-
-pytest.importorskip("pydantic")
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
@@ -69,17 +65,6 @@ class Reference:
         return self.session.reply(model, messages=messages, max_tokens=12)
 
 
-def test_a_switch_reads_the_question_alone(clients: Clients) -> None:
-    history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
-    first = clients.one("large", history)
-    assert first.usage.strategy == "read" and first.usage.cached_tokens == 0
-    again = clients.one("moe", [*history, said(first.text), user("And Bob?")])
-    assert again.usage.strategy == "translate" and again.usage.fallback is None
-    assert again.usage.translated_tokens >= first.usage.prompt_tokens - 5
-    assert again.usage.read_tokens < 40
-    assert again.usage.translator and "large" not in again.usage.translator
-
-
 @pytest.mark.parametrize("doubt", ["warn", "reread"])
 def test_a_guard_doubts_code(tmp_path: Path, doubt: str) -> None:
     """The zoo's models were never shown any; a session as in their training is not doubted."""
@@ -112,17 +97,6 @@ def test_a_model_that_was_let_go_of_is_not_compared(tmp_path: Path) -> None:
     clients.engine.unload("large")
     again = clients.one("moe", [user(code), said(first.text), user(code)])
     assert again.usage.translated_tokens > 0 and again.usage.doubt is None
-
-
-def test_reading_anew_drops_what_was_translated(clients: Clients) -> None:
-    history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
-    first = clients.one("large", history)
-    history += [said(first.text), user("And Bob?")]
-    assert clients.one("moe", history).usage.translated_tokens > 0
-    again = clients.one("moe", history, strategy="reread")
-    assert again.usage.translated_tokens == 0
-    assert again.usage.read_tokens == again.usage.prompt_tokens
-    assert clients.one("moe", history).usage.cached_tokens == again.usage.prompt_tokens - 1
 
 
 @pytest.mark.parametrize(
@@ -354,20 +328,6 @@ def test_another_question_about_a_long_message_reads_the_question(
         assert second.text.strip() == Reference().answer("large", history).strip()
 
 
-def test_conversations_survive_a_restart(tmp_path: Path) -> None:
-    clients = Clients(Scheduler(settings(tmp_path)))
-    history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
-    told = clients.one("large", history)
-    history += [said(told.text), user("And Oscar?")]
-    clients.engine.close()
-    clients.engine.store.release()
-    again = Clients(Scheduler(settings(tmp_path)))
-    found = again.one("moe", history)
-    expected = clients.one("moe", history)
-    assert found.text == expected.text
-    assert found.usage.translated_tokens == expected.usage.translated_tokens > 100
-
-
 def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
     first = Scheduler(settings(tmp_path))
     with pytest.raises(ValueError, match="another server keeps its conversations in"):
@@ -441,7 +401,6 @@ def check_completion(model: LanguageModel, tokens: list[int], told: Told) -> Non
 
 
 def test_an_answer_fits_a_schema(clients: Clients) -> None:
-    pytest.importorskip("llguidance")
     schema = {
         "type": "object",
         "properties": {"name": {"enum": ["Anna", "Oscar"]}, "at_home": {"type": "boolean"}},
@@ -616,3 +575,28 @@ def test_a_fault_ends_one_request(
     assert "LookupError" in caplog.text and "test_scheduler.py" in caplog.text
     monkeypatch.undo()
     assert clients.one("large", [user("SECRET")]).text
+
+
+def test_reading_anew_drops_what_was_translated(clients: Clients) -> None:
+    history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
+    first = clients.one("large", history)
+    history += [said(first.text), user("And Bob?")]
+    assert clients.one("moe", history).usage.translated_tokens > 0
+    again = clients.one("moe", history, strategy="reread")
+    assert again.usage.translated_tokens == 0
+    assert again.usage.read_tokens == again.usage.prompt_tokens
+    assert clients.one("moe", history).usage.cached_tokens == again.usage.prompt_tokens - 1
+
+
+def test_conversations_survive_a_restart(tmp_path: Path) -> None:
+    clients = Clients(Scheduler(settings(tmp_path)))
+    history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
+    told = clients.one("large", history)
+    history += [said(told.text), user("And Oscar?")]
+    clients.engine.close()
+    clients.engine.store.release()
+    again = Clients(Scheduler(settings(tmp_path)))
+    found = again.one("moe", history)
+    expected = clients.one("moe", history)
+    assert found.text == expected.text
+    assert found.usage.translated_tokens == expected.usage.translated_tokens > 100

@@ -1,7 +1,5 @@
 """A server whose large model two ranks hold: clients see what one process would tell them."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

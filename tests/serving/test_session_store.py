@@ -1,7 +1,5 @@
 """What a server keeps of its conversations, on disk and of the models they need."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from pathlib import Path
@@ -10,8 +8,6 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 import pytest
-
-pytest.importorskip("pydantic")
 
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.engine import folder

@@ -1,13 +1,9 @@
 """Settings from a file and from options: what is taken, and how what is wrong is told."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("pydantic")
 
 from kvlingo_mlx.cli.command import named_models
 from kvlingo_mlx.serving import settings

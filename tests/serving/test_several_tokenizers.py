@@ -1,7 +1,5 @@
 """A conversation between models of two tokenizers through HTTP, beside the library's own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator
@@ -10,18 +8,15 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
+import httpx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-pytest.importorskip("starlette")
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("openai")
-
-import kvlingo_mlx as kv  # noqa: E402
-from kvlingo_mlx.embedded import zoo  # noqa: E402
-from kvlingo_mlx.engine.spans import translated  # noqa: E402
-from tests.support import TESTS  # noqa: E402
-from tests.support.served import PLAIN, Server, served  # noqa: E402
+import kvlingo_mlx as kv
+from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.engine.spans import translated
+from tests.support import TESTS
+from tests.support.served import PLAIN, Server, served
 
 ZOO = TESTS / "zoo"
 TRANSLATORS = [

@@ -3,8 +3,6 @@
 The models are random: what makes an answer a call is the grammar alone.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -14,22 +12,18 @@ from typing import Any, Literal
 
 from kvlingo_mlx.backend import mx
 
+import anthropic
+import openai
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
 
-pytest.importorskip("starlette")
-pytest.importorskip("llguidance")
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
-
-from pydantic import BaseModel, ConfigDict, Field  # noqa: E402
-
-import kvlingo_mlx as kv  # noqa: E402
-from kvlingo_mlx.serving.scheduler import Scheduler  # noqa: E402
-from kvlingo_mlx.serving.settings import Settings  # noqa: E402
-from tests.support import tiny  # noqa: E402
-from tests.support.engines import Clients, asked  # noqa: E402
-from tests.support.served import Server, served  # noqa: E402
-from tests.support.tool_callers import write_caller  # noqa: E402
+import kvlingo_mlx as kv
+from kvlingo_mlx.serving.scheduler import Scheduler
+from kvlingo_mlx.serving.settings import Settings
+from tests.support import tiny
+from tests.support.engines import Clients, asked
+from tests.support.served import Server, served
+from tests.support.tool_callers import write_caller
 
 ASKED = [{"role": "user", "content": "Will it rain?"}]
 
@@ -341,20 +335,3 @@ def test_long_tools_are_shared_without_a_message(root: Path, tmp_path: Path) -> 
     assert other.usage.cached_tokens > 2000
     short = clients.one("a", other_question)
     assert short.usage.cached_tokens == 0  # negative control: nothing is shared
-
-
-def test_tools_and_json_can_be_tried_with_the_embedded_models(zoo_server: Server) -> None:
-    """They are answered; that such a model calls a tool must be demanded."""
-    asked: dict[str, Any] = {"model": "large", "messages": ASKED, "max_tokens": 150}
-    create = zoo_server.openai.chat.completions.create
-    assert create(tools=CHAT, **asked).choices[0].finish_reason in ("stop", "length")
-    (call,) = create(tools=CHAT, tool_choice="required", **asked).choices[0].message.tool_calls
-    check(call.function.name, call.function.arguments)
-    schema = {
-        "type": "json_schema",
-        "json_schema": {"name": "p", "schema": Place.model_json_schema()},
-    }
-    Place.model_validate_json(create(response_format=schema, **asked).choices[0].message.content)
-    client = anthropic.Anthropic(base_url=zoo_server.url, api_key="none", max_retries=0)
-    answer = client.messages.create(tools=CLAUDE, **asked)
-    assert answer.stop_reason in ("end_turn", "max_tokens")

@@ -6,8 +6,6 @@ call may be spelled as it was written, and a volatile line of a system prompt ma
 is kept verbatim may have a thought that was cut, its mark open, even before the first word of it.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -21,8 +19,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pydantic")
-
 from kvlingo_mlx.serving.messages import GenerationRequest, Sampling
 from kvlingo_mlx.serving.scheduler import Scheduler
 from kvlingo_mlx.serving.sessions import Keys
@@ -31,7 +27,7 @@ from tests.support.engines import Clients, Told
 from tests.support.real_templates import CALL, IM, THINK, Family, reference, rendered, write_real
 
 Message = dict[str, Any]
-SEQUENCES = 150 * int(os.environ.get("KVLINGO_EXAMPLES", "1"))  # more of them by hand
+SEQUENCES = 100 * int(os.environ.get("KVLINGO_EXAMPLES", "1"))  # more of them by hand
 FIRST = int(os.environ.get("KVLINGO_FIRST", "0"))  # the first one's number
 TOGETHER = 25  # sequences of one server
 CUT = "cut"  # the thought of an answer that ended behind its first mark

@@ -1,23 +1,16 @@
 """The verb with real models, asked by the published clients of both APIs."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any
 
-import pytest
+import anthropic
+import httpx
+from mlx_lm import generate as mlx_generate
 
-pytest.importorskip("starlette")
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
-httpx = pytest.importorskip("httpx")
-
-from mlx_lm import generate as mlx_generate  # noqa: E402
-
-import kvlingo_mlx as kv  # noqa: E402
-from kvlingo_mlx.embedded import zoo  # noqa: E402
-from tests.support.served import PLAIN, ZOO, Server, served  # noqa: E402
+import kvlingo_mlx as kv
+from kvlingo_mlx.embedded import zoo
+from tests.support.served import PLAIN, ZOO, Server, served
 
 
 def test_a_client_switches_models_in_mid_conversation(zoo_server: Server) -> None:

@@ -1,27 +1,21 @@
 """Whatever JSON comes, a request is read or refused in one clear line; nothing else happens."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pickle
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("pydantic")
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
-httpx = pytest.importorskip("httpx")
-
-from kvlingo_mlx.serving.messages import Delta, Failure, GenerationRequest  # noqa: E402
-from kvlingo_mlx.serving.wire import BadRequest, Incoming, anthropic, chat, responses  # noqa: E402
-from kvlingo_mlx.serving.wire.forms import sendable  # noqa: E402
-from kvlingo_mlx.tokenization.chat_messages import KEPT_ROLES  # noqa: E402
-from tests.support.wire_app import PLANTED, frames_of  # noqa: E402
-from tests.support.wire_bodies import (  # noqa: E402
+from kvlingo_mlx.serving.messages import Delta, Failure, GenerationRequest
+from kvlingo_mlx.serving.wire import BadRequest, Incoming, anthropic, chat, responses
+from kvlingo_mlx.serving.wire.forms import sendable
+from kvlingo_mlx.tokenization.chat_messages import KEPT_ROLES
+from tests.support.wire_app import PLANTED, frames_of
+from tests.support.wire_bodies import (
     CHAT,
     COMPLETION,
     DECLARED,

@@ -1,15 +1,9 @@
 """What requests of each API ask for, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
 import pytest
-
-pytest.importorskip("pydantic")
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
 
 from kvlingo_mlx.serving.messages import GenerationRequest, Sampling
 from kvlingo_mlx.serving.wire import BadRequest, anthropic, chat, responses
@@ -423,94 +417,6 @@ def test_the_last_message_may_be_begun() -> None:
     assert not called.begun  # a call is whole; what it came to is not known
 
 
-def test_a_request_as_codex_sends_it() -> None:
-    body = {
-        "model": "m",
-        "instructions": "You are a coding agent.",
-        "input": [
-            {
-                "type": "message",
-                "role": "developer",
-                "content": [{"type": "input_text", "text": "a"}],
-            },
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "b"}]},
-        ],
-        "tools": [
-            {
-                "type": "function",
-                "name": "shell",
-                "description": "d",
-                "strict": False,
-                "parameters": SCHEMA,
-            }
-        ],
-        "tool_choice": "auto",
-        "parallel_tool_calls": False,
-        "reasoning": {"effort": "medium", "summary": "auto"},
-        "store": False,
-        "stream": True,
-        "include": ["reasoning.encrypted_content"],
-        "prompt_cache_key": "x",
-        "client_metadata": {"x-id": "y"},
-    }
-    told = responses.API.read(body).ask
-    assert told.messages is not None and len(told.messages) == 3 and not told.parallel_tool_calls
-    assert told.tools[0]["function"].keys() == {"name", "description", "parameters"}
-
-
-def test_a_request_as_claude_code_sends_it() -> None:
-    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
-    tool = {
-        "name": "Bash",
-        "description": "d",
-        "input_schema": SCHEMA,
-        "eager_input_streaming": True,
-    }
-    body = {
-        "model": "m",
-        "max_tokens": 32000,
-        "system": [
-            {"type": "text", "text": "x-anthropic-billing-header: cch=1;"},
-            {"type": "text", "text": "You are an agent.", **cached},
-        ],
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", **cached}]}],
-        "tools": [tool],
-        "thinking": {"type": "adaptive"},
-        "output_config": {"effort": "high"},
-        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        "metadata": {"user_id": "u"},
-        "diagnostics": {"previous_message_id": None},
-        "temperature": 1,
-        "stream": True,
-    }
-    told = anthropic.API.read(body).ask
-    assert told.messages is not None and told.messages[0]["content"].split("\n")[1:] == [
-        "You are an agent."
-    ]
-    assert told.template == {"reasoning_effort": "high"} and told.sampling.temperature == 1.0
-
-
-def test_requests_of_mlx_lms_server() -> None:
-    """Its own tests' shapes of requests, written anew."""
-    told = chat.API.read({"messages": HI, "max_tokens": 10, "top_logprobs": -1, "seed": None}).ask
-    assert told.model == "default_model" and told.logprobs is None
-    assert ask("chat", top_logprobs=3, logprobs=False).logprobs == 3
-    assert ask("chat", logprobs=True).logprobs == 0
-    assert ask("completions", logprobs=True, top_logprobs=4).logprobs == 4
-    assert ask("completions", logprobs=False).logprobs is None
-    assert ask("completions", prompt="x", stop="a").stop == ("a",)
-    assert ask("chat", stop=[]).stop == () and ask("chat", stop="").stop == ()
-    assert ask("chat", xtc_probability=0.5, xtc_threshold=0.2).sampling.xtc_threshold == 0.2
-    assert ask("chat", max_completion_tokens=3, max_tokens=9).max_tokens == 3
-    assert ask("chat", logit_bias={"5": 2}).sampling.logit_bias == {5: 2.0}
-    assert ask("chat", messages=[{"role": "user", "content": None}]).messages == (
-        {"role": "user", "content": ""},
-    )
-    fragments = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    told = ask("chat", messages=[{"role": "user", "content": fragments}])
-    assert told.messages == ({"role": "user", "content": "ab"},)
-
-
 BEYOND: dict[str, list[Any]] = {
     "stream": ["yes"], "max_tokens": [0, 1.5], "temperature": [-0.1], "top_p": [1.1],
     "top_k": [-2], "min_p": [2], "repetition_penalty": [-1], "repetition_context_size": [-3],
@@ -548,6 +454,10 @@ def test_numbers_by_which_others_mean_no_limit() -> None:
     told = ask("chat", repeat_penalty=1.1, repeat_last_n=-1, typical_p=1.0, mirostat=0).sampling
     assert told.repetition_penalty == 1.1 and told.repetition_context_size > 2**30
     assert refusal("chat", mirostat=2).param == "mirostat"
+    assert ask("chat", top_logprobs=-1, seed=None).logprobs is None
+    assert ask("chat", logprobs=True).logprobs == 0
+    assert ask("completions", logprobs=True, top_logprobs=4).logprobs == 4
+    assert chat.API.read({"messages": HI}).ask.model == "default_model"
 
 
 def test_log_probabilities_of_a_repeated_prompt_are_refused() -> None:

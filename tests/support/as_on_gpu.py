@@ -1,7 +1,5 @@
 """What is planned for a GPU, run on the CPU: the arithmetic is tested, not the kernels."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

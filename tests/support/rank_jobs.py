@@ -3,10 +3,8 @@
 ``python -m tests.support.rank_jobs JOB.json`` does the job's cases and writes what each rank found.
 """
 
-import itertools
 import json
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -17,14 +15,12 @@ from unittest import mock
 import numpy as np
 
 import kvlingo_mlx as kv
-from benchmarks.paper.training.sweep import SweepTrainer
 from kvlingo_mlx import fitting, group
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.machines import ranks
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
-from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
+from kvlingo_mlx.training.plan import TrainingPlan
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.trainer import Trainer
 from tests.support.random_samples import Numbered, samples
@@ -98,40 +94,15 @@ def fit(case: Case) -> Found:
 
 
 def training(case: Case) -> Found:
-    """A training's log and maps.
-
-    ``stop`` is a rank, and the number of reports after which it gets a signal. A rank that
-    ``parts`` takes other steps than the others. With ``apart``, each has a folder of its own.
-    """
-    here, reports = ranks.here(), itertools.count(1)
-    recipe = Recipe(**case["recipe"])
-    plan: dict[str, Any] = {"fit_samples": 11, "held_out": 3, **case.get("plan", {})}
-    if plan.get("kind") == "mlp":
-        plan["stage1_recipe"] = reconstruction(recipe, steps=3, rates=(1e-2,))
-
-    def progress(stage: str, report: Any) -> None:
-        if case.get("stop") == [here.rank, next(reports)]:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    out = Path(case["out"])
-    if here.rank and case.get("apart"):
-        out = out.parent / f"rank-{here.rank}" / out.name
-    source, target = kv.load(case["source"]), kv.load(case["target"])
-    data = {"data": case.get("data", "the same")}
-    every = case.get("keep_every", 240.0)
-    trainer = SweepTrainer if recipe.sweep else Trainer
-    made = trainer(
-        source, target, Numbered(), TrainingPlan(**plan, recipe=recipe), out, here, progress, data,
-        keep_every=every,
-    )  # fmt: skip
-    steps = drifting if case.get("parts") else MLXTranslator.update
-    with mock.patch.object(MLXTranslator, "update", steps):
-        try:
-            made.run()
-        except KeyboardInterrupt:
-            return {"stopped": np.array(next(reports) - 1)}
+    """A training's log and maps; each rank has a folder of its own."""
+    here, recipe, out = ranks.here(), Recipe(**case["recipe"]), Path(case["out"])
     if here.rank:
-        return {"wrote": np.array(out.parent.exists() and case.get("apart", False))}
+        out = out.parent / f"rank-{here.rank}" / out.name
+    plan = TrainingPlan(fit_samples=11, held_out=3, recipe=recipe)
+    made = Trainer(kv.load(case["source"]), kv.load(case["target"]), Numbered(), plan, out, here)
+    made.run()
+    if here.rank:
+        return {"wrote": np.array(out.parent.exists())}
     lines = [json.loads(line) for line in made.log.read_text().splitlines()]
     _, weights = translator_folder.read(out)
     return {
@@ -139,14 +110,6 @@ def training(case: Case) -> Found:
         "loss": np.array([line["loss"] for line in lines[1:]], float),
         **{f"weights/{name}": weights.as_float32(name) for name in weights.arrays},
     }
-
-
-_update = MLXTranslator.update
-
-
-def drifting(self: MLXTranslator, rate: float, clip: float) -> None:
-    """A step a little longer than the others'."""
-    _update(self, 1.01 * rate, clip)
 
 
 WORK: dict[str, Callable[[Case], Found]] = {
@@ -157,13 +120,7 @@ WORK: dict[str, Callable[[Case], Found]] = {
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     for case in job["cases"]:
-        own = replace_own(case)
-        np.savez(Path(job["folder"]) / f"{case['name']}-{RANK}.npz", **WORK[case["work"]](own))
-
-
-def replace_own(case: Case) -> Case:
-    """The case with what only this rank is given."""
-    return {**case, **case.get("on", {}).get(str(RANK), {})}
+        np.savez(Path(job["folder"]) / f"{case['name']}-{RANK}.npz", **WORK[case["work"]](case))
 
 
 if __name__ == "__main__":

@@ -91,24 +91,6 @@ def hand_over(
     return decode(load_model(target_folder), keys, values, tokens[-1])
 
 
-@torch.no_grad()
-def continued(
-    source_folder: Path,
-    target_folder: Path,
-    translator_folder: Path,
-    prefix: Sequence[int],
-    rest: Sequence[int],
-) -> np.ndarray:
-    """The target's logits for ``rest``, (tokens, V), read after a translated prefix."""
-    target = load_model(target_folder)
-    sides = translate(source_folder, target_folder, translator_folder, prefix)
-    cache = DynamicCache()
-    for layer, pair in enumerate(zip(*sides, strict=True)):
-        cache.update(*(array.transpose(0, 1)[None].contiguous() for array in pair), layer)
-    logits = target(torch.tensor([list(rest)]), past_key_values=cache).logits[0]
-    return logits.float().numpy()
-
-
 def translate(
     source_folder: Path,
     target_folder: Path,

@@ -130,7 +130,9 @@ def stream(api: Any, body: dict[str, Any], planted: Iterable[Event]) -> list[Any
     answer = api.read(body).answer
     frames = [frame for event in planted for frame in answer.take(event)]
     assert all(frame.endswith("\n\n") for frame in frames)
-    return [data for _, data in frames_of("".join(frames))]
+    named = frames_of("".join(frames))
+    assert all(name is None or name == data["type"] for name, data in named)
+    return [data for _, data in named]
 
 
 def whole(api: Any, body: dict[str, Any], planted: Iterable[Event]) -> dict[str, Any]:

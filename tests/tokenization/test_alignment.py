@@ -1,7 +1,5 @@
 """Minimal groups across tokenizers, against plain loops over characters, on many languages."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import unicodedata

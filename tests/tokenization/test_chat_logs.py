@@ -1,7 +1,5 @@
 """Chat logs of any tool, as training data for any template: taken, or skipped and named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What two models' renderings of one conversation share, and what the target prefills."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Records of text are read as a prompt of text is: with the ``<s>`` that stands in front of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -142,16 +142,6 @@ def distillation(
     return Distillation(pair, runs, stream, stream.held_out(3), recipe, checkpoints)
 
 
-def test_fifty_steps_give_the_same_losses(models: Models, torch_models: TorchModels) -> None:
-    losses = []
-    for pair in both(models, torch_models, ("dense", "wide")):
-        made, seen = distillation(pair, 50), list[float]()
-        made.run(lambda report, made=made, seen=seen: seen.extend(r.loss for r in made.runs))
-        losses.append(np.array(seen))
-    assert len(losses[0]) == 100 and losses[0][-1] < 0.8 * losses[0][0]
-    assert np.abs(losses[0] / losses[1] - 1).max() < 1e-4
-
-
 def test_what_is_learned_from_again_is_read_once(
     models: Models, torch_models: TorchModels, monkeypatch: Patch
 ) -> None:

@@ -216,11 +216,10 @@ def test_both_runtimes_have_the_same_gradients(
     assert distance(found[0][1], found[1][1]) < 1e-5
 
 
-@pytest.mark.parametrize("runtime", ["mlx", "torch"])
 def test_a_pair_is_trained_and_used(
-    tmp_path: Path, opened: Callable[[str], LanguageModel], loaded: Opener, runtime: str
+    tmp_path: Path, opened: Callable[[str], LanguageModel], loaded: Opener
 ) -> None:
-    source, target = map(opened if runtime == "mlx" else loaded, PAIRS[0])
+    source, target = map(opened, PAIRS[0])
     recipe = Recipe(steps=6, batch=2, learning_rates=(3e-3,), validate_every=3)
     plan = TrainingPlan(nu=3, fit_samples=2, held_out=1, recipe=recipe)
     folder = Trainer(source, target, Talks(source, target), plan, tmp_path / "out").run()

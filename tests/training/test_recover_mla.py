@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.embedded.dialogues import for_fitting
-from tests.support import ROOT, repository_tools
+from tests.support import repository_tools
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -192,34 +191,3 @@ def test_the_command_writes_no_diverged_model(
         sys.argv[3] = str(tmp_path / "other")
         with pytest.raises(SystemExit, match=r"process \d+ is writing other in"):
             tool.main()
-
-
-def test_two_processes_under_torchrun(
-    tool: ModuleType, data: Path, converted: Path, tmp_path: Path
-) -> None:
-    """Each takes a conversation of its own, and both hold half of the weights."""
-    script = str(ROOT / "tools" / "recover_mla.py")
-    out = tmp_path / "out"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-        *(script, str(converted), str(SMALL), str(out), "--data", str(data), "--steps", "2"),
-        *("--tokens", "512", "--held-out", "3", "--validate-every", "9"),
-    ]
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    subprocess.run(command, check=True, capture_output=True, env=clean, timeout=300)
-    log = (tmp_path / "out.partial" / "log.jsonl").read_text().splitlines()
-    lines = [json.loads(line) for line in log]
-    assert [line["step"] for line in lines] == [0, 1, 2, 2]
-    # The first step's losses are means over both conversations.
-    recipe = recipe_of(tool, held_out=3)
-    talks = talks_of(tool, data, recipe)
-    recovery = tool.Recovery(converted, SMALL, recipe, "cpu")
-    pair = recovery.model, recovery.original
-    losses = [tool.losses(*pair, talks.sample(number))[0].item() for number in (0, 1)]
-    assert abs(losses[0] - losses[1]) > 0.01 * losses[0]
-    assert lines[1]["ce"] == pytest.approx(np.mean(losses), rel=1e-4)
-    assert recovery.validate(talks.held_out)["held_out_kl"] == pytest.approx(
-        lines[0]["held_out_kl"], rel=1e-4
-    )
-    assert transformers.AutoModelForCausalLM.from_pretrained(out).config.kv_lora_ranks == [16] * 4

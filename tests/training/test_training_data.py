@@ -265,14 +265,6 @@ def test_conversations_are_read_up_to_a_hole(messages: list[Any], kept: str) -> 
     assert all(m["role"] == ("user", "assistant")[n % 2] for n, m in enumerate(found))
 
 
-def test_sharegpt_and_texts() -> None:
-    turns = [("system", "s"), ("human", "q"), ("gpt", "a")]
-    record = {"conversations": [{"from": who, "value": text} for who, text in turns]}
-    roles = [(m["role"], m["content"]) for m in normalise(record, "here")["messages"]]
-    assert roles == [("system", "s"), ("user", "q"), ("assistant", "a")]
-    assert normalise({"text": "plain", "messages": None}, "here") == {"text": "plain"}
-
-
 def test_malformed_records_are_skipped_and_named(tmp_path: Path, qwen3: Any) -> None:
     """The others are trained on, also those that ``serve`` takes; none at all ends it in a line."""
     bad = ['{"messages": [', '{"prompt": "x"}', "[]", "55", '{"messages": "hi"}']
@@ -703,15 +695,3 @@ def test_no_run_ends_for_want_of_one_pack(tmp_path: Path, qwen3: Any) -> None:
     assert abs(len(packed) - 200) <= 2
     assert all(192 <= length <= 400 for length in packed)
     assert sum(length >= 384 for length in packed) > 100
-
-
-def test_conversations_that_add_up_to_no_pack_are_told(tmp_path: Path, qwen3: Any) -> None:
-    path = write(tmp_path / "talks.jsonl", talks_of([300] * 200))
-    sizes = {len(qwen3.encode(talk["messages"][0]["content"])) for talk in talks_of([300] * 200)}
-    low = max(sizes) + 40
-    mixture = Mixture((10, low - 10), (low, 2 * min(sizes) - 20), max_prefix=2048)
-    stream = Stream([path], qwen3, mixture)
-    assert stream.mixture.packed_share == 0
-    assert "packed: 0% of samples, not 50%" in str(stream.survey)
-    with pytest.raises(ValueError, match="no concatenation with a prefix of"):
-        Stream([path], qwen3, replace(mixture, packed_share=1))

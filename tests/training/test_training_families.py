@@ -408,11 +408,10 @@ def test_gradients_on_mlx_equal_pytorchs(
         loss, found = trainings.learnt(ours, config, sample, objective)
         expected, wanted = trainings.learnt(exact, config, sample, objective)
         assert loss == pytest.approx(expected, rel=1e-4)
-        # Where a model multiplies its own rounding, PyTorch's float32 has it too.
-        rounding = trainings.distance(
-            trainings.learnt(theirs, config, sample, objective)[1], wanted
-        )
-        assert trainings.distance(found, wanted) < max(1e-5, 3 * rounding), rounding
+        error = trainings.distance(found, wanted)
+        if error >= 1e-5:  # a model that multiplies its own rounding does so in PyTorch's, too
+            rounded = trainings.learnt(theirs, config, sample, objective)[1]
+            assert error < 3 * trainings.distance(rounded, wanted), error
 
 
 @pytest.mark.parametrize("name", [*NAMES, "wrapped", *UNLIKE])

@@ -1,7 +1,5 @@
 """What a translation launches and moves on a GPU, counted from its graph; and the count itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from kvlingo_mlx.backend import mx

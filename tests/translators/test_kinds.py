@@ -4,8 +4,6 @@ The models are made up: two attention groups of other widths, where the maps' hi
 differ too, so that layers fall into several groups.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

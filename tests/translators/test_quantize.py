@@ -4,8 +4,6 @@ Two references: weights made so that 8 or 4 bits hold them exactly, for which a 
 translator must equal the float one; and random ones, unpacked here word by word.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

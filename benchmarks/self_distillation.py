@@ -130,8 +130,7 @@ def run_seed(
             print(f"seed {seed}, step {step}, {spent:.0f} s: {latest}", flush=True)
     seconds["training"] = round(time.perf_counter() - started)
     arrays = dict(fits) | {
-        name: {n: t.detach().numpy() for n, t in training.runs[0].translator.tensors.items()}
-        for name, training in trainings.items()
+        name: training.runs[0].translator.arrays() for name, training in trainings.items()
     }
     scores = judge(pair, config, arrays, judged)
     report(scores)

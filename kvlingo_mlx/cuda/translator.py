@@ -29,7 +29,7 @@ OPERATIONS = Operations(
 
 @dataclass(frozen=True)
 class TorchTranslator:
-    """A translator's float32 tensors by name, and their computation."""
+    """A translator's float32 tensors by name, in their coordinates, and their computation."""
 
     config: TranslatorConfig
     tensors: dict[str, torch.Tensor]
@@ -41,42 +41,42 @@ class TorchTranslator:
     ) -> TorchTranslator:
         """Trainable copies of ``arrays``, in float32 (float64 is kept), and their coordinates."""
 
-        def copied(array: np.ndarray) -> torch.Tensor:
-            array = array if array.dtype == np.float64 else np.asarray(array, np.float32)
-            return torch.tensor(array, device=device)
+        wide = any(array.dtype == np.float64 for array in arrays.values())
 
-        tensors, learnt = apart({n: copied(a) for n, a in arrays.items()}, config)
+        def copied(array: np.ndarray) -> torch.Tensor:
+            kept = np.asarray(array, np.float64 if wide else np.float32)
+            return torch.tensor(kept, device=device)
+
+        tensors, learnt = apart(arrays, config, copied)
         for tensor in tensors.values():
             tensor.requires_grad_()
         return cls(config, tensors, learnt)
 
     def layer(self, t: int, states: States, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Target layer ``t``'s keys and values (T, width), of source tokens from ``start`` on."""
-        return self._maps.layer(self.tensors, t, lambda side, s: states.side(side)[s][start:])
+        read = lambda side, s: states.side(side)[s]  # noqa: E731
+        return self._maps.layer(self.tensors, t, states, read, slice(start, None))
 
     @cached_property
     def _maps(self) -> Maps:
-        return Maps(self.config, OPERATIONS)
-
-    @cached_property
-    def _steps(self) -> dict[str, torch.Tensor]:
-        """Zeros from which the optimizer makes each tensor's step, in its coordinates."""
-        return {n: torch.zeros_like(t, requires_grad=True) for n, t in self.tensors.items()}
+        return Maps(self.config, OPERATIONS, self.coordinates)
 
     @cached_property
     def optimizer(self) -> torch.optim.AdamW:
         """The optimizer, without weight decay."""
-        return torch.optim.AdamW(list(self._steps.values()), weight_decay=0.0)
+        return torch.optim.AdamW(list(self.tensors.values()), weight_decay=0.0)
 
+    @torch.no_grad()
     def arrays(self) -> dict[str, np.ndarray]:
-        """Copies of the tensors, in float32."""
-        return {n: t.detach().float().cpu().numpy().copy() for n, t in self.tensors.items()}
+        """The translator's tensors, in float32."""
+        plain = {n: self.coordinates.plain(n, t) for n, t in self.tensors.items()}
+        return {n: t.float().cpu().numpy().copy() for n, t in plain.items()}
 
     def state(self) -> dict[str, np.ndarray]:
-        """The tensors and the optimizer's moments."""
+        """The tensors in their coordinates, and the optimizer's moments."""
         found: dict[str, np.ndarray] = {}
         for name, tensor in self.tensors.items():
-            moments = self.optimizer.state.get(self._steps[name], {})
+            moments = self.optimizer.state.get(tensor, {})
             kept = {name: tensor.detach(), **{f"{name}/{m}": moments[m] for m in moments}}
             found |= {n: np.atleast_1d(t.cpu().numpy()).copy() for n, t in kept.items()}
         return found
@@ -89,7 +89,7 @@ class TorchTranslator:
             if f"{name}/step" in state:
                 moments = {m: torch.tensor(state[f"{name}/{m}"]).to(tensor) for m in MOMENTS}
                 step = torch.tensor(state[f"{name}/step"], dtype=torch.float32).reshape(())
-                self.optimizer.state[self._steps[name]] = {"step": step, **moments}
+                self.optimizer.state[tensor] = {"step": step, **moments}
 
     def gather(self, group: Group) -> bool:
         """Sum the gradients over all processes; returns whether they are finite."""
@@ -106,15 +106,10 @@ class TorchTranslator:
         for settings in self.optimizer.param_groups:
             settings["lr"] = rate
         torch.nn.utils.clip_grad_norm_(self.tensors.values(), clip)
-        for name, tensor in self.tensors.items():
-            self._steps[name].grad = self.coordinates.turned(name, tensor.grad)
         self.optimizer.step()
-        for name, tensor in self.tensors.items():
-            tensor.add_(self.coordinates.turned(name, self._steps[name]))
-            self._steps[name].zero_()
         self.forget()
 
     def forget(self) -> None:
         """Drop the gradients."""
-        for tensor in (*self.tensors.values(), *self._steps.values()):
+        for tensor in self.tensors.values():
             tensor.grad = None

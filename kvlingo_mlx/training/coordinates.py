@@ -5,11 +5,16 @@ by hundreds (the biases of Qwen2.5's keys), and many go together, so one rate is
 some directions of a map's input and far too low for others. In these coordinates what a map reads
 is white, and an output's unit is its error under the closed form: a rate is a share of that error
 (paper/LOG.md, "a real pair").
+
+What a map reads is made white, once for all maps that read it. To turn gradients and steps instead
+would cost a product with the inputs squared for every map and step, half of the time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from kvlingo_mlx.format.maps import first_readers
 from kvlingo_mlx.format.translator_config import TranslatorConfig
@@ -22,30 +27,49 @@ WIDE = 512
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Those of a translator's tensors, in either runtime's arrays.
+    """Those of a translator's tensors, in either runtime's arrays; other tensors have none."""
 
-    Of a tensor NAME there are ``NAME/white``, symmetric, (inputs, inputs), and ``NAME/size``
-    (outputs,); in head-wise maps one of each for a head. Maps that read the same states share the
-    first one's ``white``. Other tensors learn as they are.
-    """
+    white: Mapping[str, Any]  # symmetric (inputs, inputs), in head-wise maps one for each head
+    units: Mapping[str, Any]  # of a tensor's outputs, (outputs, 1) or (heads, outputs, 1)
+    first: Mapping[str, str]  # the map whose ``white`` another one has; see :func:`.first_readers`
 
-    arrays: Mapping[str, Any]
-    first: Mapping[str, str]  # of each map, see :func:`.first_readers`
+    def white_of(self, begins: str) -> tuple[str, Any] | None:
+        """The first map that reads what the map ``begins`` reads, and what makes that white."""
+        first = self.first.get(begins, begins)
+        return (first, self.white[first]) if first in self.white else None
 
-    def turned(self, name: str, array: Any) -> Any:
-        """A gradient in a tensor's coordinates, or a step from there to the tensor itself."""
-        if f"{name}/size" not in self.arrays:
-            return array
-        begins, _, ends = name.rpartition(".")
-        white = self.arrays[f"{self.first.get(begins, begins)}.{ends}/white"]
-        short = min(1.0, WIDE / array.shape[-1]) ** 0.5
-        return array @ white * self.arrays[f"{name}/size"][..., None] * short
+    def applied(self, name: str, tensor: Any) -> Any:
+        """What is applied to white inputs, where a tensor learns from them."""
+        return tensor * self.units[name] if name in self.units else tensor
+
+    def plain(self, name: str, tensor: Any) -> Any:
+        """What is applied to a source's states as they are."""
+        found = self.white_of(name.rpartition(".")[0]) if name in self.units else None
+        return tensor if found is None else self.applied(name, tensor) @ found[1]
 
 
 def apart(
-    arrays: Mapping[str, Any], config: TranslatorConfig
+    arrays: Mapping[str, np.ndarray],
+    config: TranslatorConfig,
+    copied: Callable[[np.ndarray], Any] = lambda array: array,
 ) -> tuple[dict[str, Any], Coordinates]:
-    """The tensors of a translator, and the coordinates beside them."""
-    tensors = {name: array for name, array in arrays.items() if "/" not in name}
-    learnt = {name: array for name, array in arrays.items() if "/" in name}
-    return tensors, Coordinates(learnt, first_readers(config) if learnt else {})
+    """The tensors of a translator in its coordinates, both as a runtime's arrays.
+
+    Of a tensor NAME that has coordinates there are ``NAME/size`` (outputs,) and, if its map is the
+    first to read its inputs, ``NAME/white``.
+    """
+    first = first_readers(config) if any("/" in name for name in arrays) else {}
+    white = {n.split(".weight/")[0]: a for n, a in arrays.items() if n.endswith("/white")}
+    inverse = {name: np.linalg.inv(array.astype(np.float64)) for name, array in white.items()}
+    tensors, units = dict[str, Any](), dict[str, Any]()
+    for name, array in arrays.items():
+        if "/" in name:
+            continue
+        if f"{name}/size" in arrays:
+            begins, inputs = name.rpartition(".")[0], array.shape[-1]
+            unit = arrays[f"{name}/size"][..., None] * min(1.0, WIDE / inputs) ** 0.5
+            turned = inverse[first.get(begins, begins)].astype(array.dtype)
+            array = array / unit @ turned
+            units[name] = copied(unit)
+        tensors[name] = copied(array)
+    return tensors, Coordinates({n: copied(a) for n, a in white.items()}, units, first)

@@ -2,12 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from kvlingo_mlx.format.maps import Map, StateMap, head_map_of, maps_of, state_maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.training.coordinates import Coordinates
 
 Read = Callable[[str, int], Any]  # a side and a source layer, to their states (T, d)
 
@@ -23,18 +24,35 @@ class Operations:
     sigmoid: Callable[[Any], Any]
 
 
+@dataclass
+class Inputs:
+    """What maps read of one conversation, made white once for all layers."""
+
+    states: Any = None  # whose they are
+    white: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Maps:
     """The maps of a translator."""
 
     config: TranslatorConfig
     operations: Operations
+    coordinates: Coordinates
+    inputs: Inputs = field(default_factory=Inputs)  # of the latest conversation
 
-    def layer(self, tensors: Mapping[str, Any], t: int, read: Read) -> tuple[Any, Any]:
-        """The keys and values of target layer ``t``, (T, width) each."""
+    def layer(
+        self, tensors: Mapping[str, Any], t: int, states: Any, read: Read, rows: slice
+    ) -> tuple[Any, Any]:
+        """The keys and values of target layer ``t``, (T, width) each, of some of the tokens.
+
+        ``states`` are those that ``read`` reads.
+        """
+        if self.inputs.states is not states:
+            self.inputs.states, self.inputs.white = states, {}
         found: dict[str, Any] = {}
         for m in self._by_layer[t]:
-            both, start = self._apply(m, tensors, self._inputs(m, read)), 0
+            both, start = self._apply(m, tensors, self._inputs(m, read, rows)), 0
             for side in m.writes:
                 stop = start + self.config.target.layers[t].width(side)
                 found[side], start = both[:, start:stop], stop
@@ -57,9 +75,20 @@ class Maps:
             found[m.layer].append(m)
         return found
 
-    def _inputs(self, m: Map, read: Read) -> Any:
+    def _inputs(self, m: Map, read: Read, rows: slice) -> Any:
+        """What a map is applied to: (T, in), or for head-wise maps (H, T, in)."""
+        found = self.coordinates.white_of(m.name)
+        if found is None:
+            return self._joined(m, read, rows)
+        (first, white), kept, cast = found, self.inputs.white, self.operations.cast
+        if first not in kept:
+            own = self._joined(m, read, slice(None))
+            kept[first] = cast(cast(own, white) @ white, own)
+        return kept[first][..., rows, :]
+
+    def _joined(self, m: Map, read: Read, rows: slice) -> Any:
         """The states of the layers read, joined: (T, in), or for head-wise maps (H, T, in)."""
-        own = [read(side, s) for side, s in m.reads]
+        own = [read(side, s)[rows] for side, s in m.reads]
         if m.heads is None:
             return own[0] if len(own) == 1 else self.operations.joined(own)
         heads = self.config.source.layers[0].kv_heads
@@ -70,7 +99,7 @@ class Maps:
         """Apply one map to (T, in) or (H, T, in); returns (T, width) in the inputs' dtype."""
         head, do = f"{m.name}.", self.operations
         get = {
-            name.removeprefix(head): do.cast(tensor, x)
+            name.removeprefix(head): do.cast(self.coordinates.applied(name, tensor), x)
             for name, tensor in tensors.items()
             if name.startswith(head)
         }

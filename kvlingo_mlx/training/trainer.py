@@ -25,7 +25,6 @@ from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training import distill
 from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoint, disk_errors, log_of, write_json
-from kvlingo_mlx.training.coordinates import apart
 from kvlingo_mlx.training.initial import initial
 from kvlingo_mlx.training.plan import TrainingPlan, make_config, provenance_of
 from kvlingo_mlx.training.recipe import Recipe
@@ -143,7 +142,8 @@ class Trainer:
             names = ("data", "english", "apart_from")
             own = {name: self.settings[name] for name in names if name in self.settings}
             told = provenance_of(self.plan, self.pair, own | provenance, best, held_out, curve)
-            self._write(config, apart(arrays, config)[0], told, held_out)
+            arrays = {n: a for n, a in arrays.items() if "/" not in n}  # no coordinates
+            self._write(config, arrays, told, held_out)
             if best is not None:
                 write_json(self.log, "the log", curve)
             shutil.rmtree(self.partial)

@@ -23,6 +23,7 @@ from kvlingo_mlx.format.maps import first_readers, head_map_of, maps_of  # noqa:
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.training.checkpoints import Checkpoint  # noqa: E402
 from kvlingo_mlx.training.distill import Distillation, start_runs  # noqa: E402
+from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
 from kvlingo_mlx.training.on_mlx import gradients  # noqa: E402
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
@@ -196,42 +197,70 @@ COORDINATES: dict[str, tuple[tuple[int, ...], bool]] = {
 
 @pytest.mark.parametrize("case", COORDINATES)
 def test_the_optimizer_is_pytorchs(models: Models, case: str) -> None:
-    """Ten clipped AdamW steps over planted gradients, on the numbers of which a tensor is made."""
+    """Ten clipped AdamW steps over planted gradients, on the numbers that learn."""
     config = make_config(models["dense"], models["wide"], TrainingPlan())
     rng, name = np.random.default_rng(0), "keys.0.weight"
     shape, learns = COORDINATES[case]
-    start, inputs = rng.normal(size=shape).astype(np.float32), shape[-1]
-    size, white = (
-        np.ones(shape[:-1]),
-        np.broadcast_to(np.eye(inputs), (*shape[:-2], inputs, inputs)),
-    )
+    start, inputs = rng.normal(size=shape), shape[-1]
+    unit, white = np.ones((*shape[:-1], 1)), np.eye(inputs)
+    arrays = {name: start}
     if learns:
-        size, white = (rng.uniform(0.1, 2, each.shape) for each in (size, white))
-        white = white @ white.swapaxes(-1, -2) / inputs
-    arrays = {"": start} | ({"/white": white, "/size": size} if learns else {})
-    arrays = {f"{name}{what}": np.float32(array) for what, array in arrays.items()}
-    size = size / 2 if "many" in case else size
-    own = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+        size = rng.uniform(0.1, 2, shape[:-1])
+        spread = rng.normal(size=(*shape[:-2], inputs, inputs))
+        white = spread @ spread.swapaxes(-1, -2) / inputs + np.eye(inputs)
+        arrays |= {f"{name}/white": white, f"{name}/size": size}
+        unit = size[..., None] * (0.5 if "many" in case else 1.0)
+    own = torch.tensor(start / unit @ np.linalg.inv(white), requires_grad=True)
     theirs = torch.optim.AdamW([own], weight_decay=0.0)
     both = [
         made.from_arrays(config, arrays, *place)  # type: ignore[attr-defined]
         for made, place in ((MLXTranslator, ()), (TorchTranslator, ("cpu",)))
     ]
     for step in range(10):
-        gradient = rng.normal(size=shape).astype(np.float32) * 10.0 ** (step % 3 - 1)
-        clipped = torch.tensor(gradient / max(1.0, np.linalg.norm(gradient)))
-        tensor = torch.tensor(start) + torch.tensor(size)[..., None] * (own @ torch.tensor(white))
-        own.grad = None
-        (tensor * clipped).sum().backward()
+        gradient = rng.normal(size=shape) * 10.0 ** (step % 3 - 1)
+        own.grad = torch.tensor(gradient / max(1.0, np.linalg.norm(gradient)))
         theirs.param_groups[0]["lr"] = rate = 1e-2 / (step + 1)
         theirs.step()
-        both[0].learn({name: mx.array(gradient)})
+        both[0].learn({name: mx.array(gradient.astype(np.float32))})
         both[1].tensors[name].grad = torch.tensor(gradient)
-        expected = start + size[..., None] * (own.detach().numpy() @ white)
+        expected = unit * (own.detach().numpy() @ white)
         for ours in both:
             ours.update(rate, 1.0)
             assert np.abs(ours.arrays()[name] - expected).max() < 1e-5 * np.abs(expected).max()
     assert np.abs(expected - start).max() > 1e-2
+
+
+@pytest.mark.parametrize("mixing", [True, False])
+@pytest.mark.parametrize("runtime", [0, 1])
+def test_coordinates_change_steps_alone(
+    models: Models, torch_models: TorchModels, runtime: int, mixing: bool
+) -> None:
+    """The loss stays; the gradient follows from that of the weights by the chain rule."""
+    pair = both(models, torch_models, ("dense", "wide"))[runtime]
+    config = make_config(pair.source, pair.target, TrainingPlan(nu=2, head_mixing=mixing))
+    data = [Random(60, 20, different=99).sample(number) for number in range(7)]
+    fit = trainings.closed_form(config, pair, data[1:])
+    reading = pair.read(data[0], config, attends=True)
+    found = []
+    for arrays in (fit.weights | fit.coordinates, fit.weights):
+        made = pair.trainable(config, arrays)
+        for _ in range(2):  # the second time, what was made white is at hand
+            made.forget()
+            matched = pair.match(made, reading, 1.0)
+        lost = pair.loss(made, reading, objective_named("kl"), 1.0).value
+        slopes = made.gradients if runtime == 0 else {n: t.grad for n, t in made.tensors.items()}
+        arrays = made.arrays()
+        found.append((matched, lost, {n: np.asarray(a) for n, a in slopes.items()}, arrays))
+    (matched, lost, slopes, weights), (other_matched, other_lost, plain, wanted) = found
+    assert matched == pytest.approx(other_matched, rel=1e-4) and matched > 1e-3
+    assert lost == pytest.approx(other_lost, rel=1e-4) and lost > 1e-3
+    first, every = first_readers(config), [m.name for m in maps_of(config)]
+    for name in every:
+        begins, name = first[name], f"{name}.weight"
+        size = fit.coordinates[f"{name}/size"][..., None]
+        expected = size * plain[name] @ fit.coordinates[f"{begins}.weight/white"]
+        assert np.abs(slopes[name] - expected).max() < 1e-3 * np.abs(expected).max()
+        assert np.abs(weights[name] - wanted[name]).max() < 1e-4 * np.abs(wanted[name]).max()
 
 
 @pytest.mark.parametrize("mixing", [True, False])

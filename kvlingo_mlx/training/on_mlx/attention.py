@@ -96,12 +96,11 @@ def match(
     """See :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
     own, (states, native) = reading.attended, reading.whole
     layers, total = [t for t in range(first, len(own)) if own[t]], 0.0
-    read = lambda side, s: states.side(side)[s][0].astype(target.cache_dtype)  # noqa: E731
     placed = partial(caches.entry, target, capture=translator.config.capture)
     for t in layers:
 
         def error(tensors: dict[str, mx.array], t: int = t) -> mx.array:
-            entry = placed(t, *translator.layer(t, read, tensors))
+            entry = placed(t, *translator.layer(t, states, tensors, target.cache_dtype))
             right = placed(t, native.keys[t][0], native.values[t][0])
             errors = mx.zeros(())
             for each in own[t]:

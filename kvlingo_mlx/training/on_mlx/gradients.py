@@ -227,9 +227,7 @@ def _part(
         assert states.kept is not None
         state = translator.mapped_state(layer, states.kept, tensors)
         return caches.with_tail(target, layer, state)
-    dtype = target.cache_dtype
-    read = lambda side, s: states.side(side)[s][0, span].astype(dtype)  # noqa: E731
-    keys, values = translator.layer(layer, read, tensors)
+    keys, values = translator.layer(layer, states, tensors, target.cache_dtype, span)
     at = None if aligned is None else mx.array(aligned.positions + aligned.shift)
     more: dict[str, Any] = {} if kept is None else {"kept": kept}
     capture, first = translator.config.capture, span.start
@@ -325,7 +323,7 @@ def reconstruction_loss(
         tensors = translator.of_layer(t)
 
         def error(tensors: dict[str, mx.array], t: int = t) -> mx.array:
-            outputs = translator.layer(t, lambda side, s: read.side(side)[s][0], tensors)
+            outputs = translator.layer(t, read, tensors)
             goals = (wanted.keys[t][0], wanted.values[t][0])
             keys, values = (
                 (out.astype(mx.float32) - goal.astype(mx.float32)).square().sum()

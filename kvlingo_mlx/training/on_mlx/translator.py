@@ -14,9 +14,10 @@ from mlx.optimizers import AdamW
 
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
+from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.threads import unit
 from kvlingo_mlx.training.coordinates import Coordinates, apart
-from kvlingo_mlx.training.forward import Maps, Operations, Read
+from kvlingo_mlx.training.forward import Maps, Operations
 from kvlingo_mlx.translators.state_maps import mapped
 
 MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}  # MLX's names, and those of checkpoints
@@ -37,7 +38,7 @@ OPERATIONS = Operations(
 
 @dataclass(frozen=True)
 class MLXTranslator:
-    """A translator's float32 tensors by name, and their computation."""
+    """A translator's float32 tensors by name, in their coordinates, and their computation."""
 
     config: TranslatorConfig
     tensors: dict[str, mx.array]
@@ -49,17 +50,28 @@ class MLXTranslator:
         cls, config: TranslatorConfig, arrays: Mapping[str, np.ndarray]
     ) -> MLXTranslator:
         """Trainable copies of ``arrays``, in float32, and their coordinates."""
-        copies = {n: mx.array(np.asarray(a, np.float32)) for n, a in arrays.items()}
-        return cls(config, *apart(copies, config))
+        return cls(config, *apart(arrays, config, lambda a: mx.array(np.asarray(a, np.float32))))
 
     def layer(
-        self, t: int, read: Read, tensors: Mapping[str, mx.array] | None = None
+        self,
+        t: int,
+        states: KVStates,
+        tensors: Mapping[str, mx.array] | None = None,
+        dtype: mx.Dtype | None = None,
+        rows: slice = slice(None),
     ) -> tuple[mx.array, mx.array]:
-        """The keys and values of target layer ``t``, (T, width) each, from the source's states.
+        """The keys and values of target layer ``t``, (T, width) each, of some of the tokens.
 
-        ``tensors`` stand in for its own.
+        They are made from the source's states, in ``dtype`` if there is one. ``tensors`` stand in
+        for its own.
         """
-        return self._maps.layer(self.tensors if tensors is None else tensors, t, read)
+
+        def read(side: str, s: int) -> mx.array:
+            array = states.side(side)[s][0]
+            return array if dtype is None else array.astype(dtype)
+
+        own = self.tensors if tensors is None else tensors
+        return self._maps.layer(own, t, states, read, rows)
 
     def mapped_state(
         self, t: int, kept: Mapping[int, mx.array], tensors: Mapping[str, mx.array] | None = None
@@ -78,7 +90,7 @@ class MLXTranslator:
 
     @cached_property
     def _maps(self) -> Maps:
-        return Maps(self.config, OPERATIONS)
+        return Maps(self.config, OPERATIONS, self.coordinates)
 
     @cached_property
     def _optimizer(self) -> AdamW:
@@ -96,12 +108,13 @@ class MLXTranslator:
         mx.eval(self.gradients)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Copies of the tensors, in float32."""
-        return {name: np.array(array) for name, array in self.tensors.items()}
+        """The translator's tensors, in float32."""
+        return {n: np.array(self.coordinates.plain(n, a)) for n, a in self.tensors.items()}
 
     def state(self) -> dict[str, np.ndarray]:
-        """The tensors and the optimizer's moments, as PyTorch has them."""
-        found, kept = self.arrays(), self._optimizer.state
+        """The tensors in their coordinates, and the optimizer's moments as PyTorch has them."""
+        kept = self._optimizer.state
+        found = {name: np.array(array) for name, array in self.tensors.items()}
         if not self._optimizer.step.item():
             return found
         for name in self.tensors:
@@ -143,9 +156,8 @@ class MLXTranslator:
         optimizer.learning_rate = rate
         kept["step"] = optimizer.step + 1
         for name, tensor in self.tensors.items():
-            gradient = self.coordinates.turned(name, scale * self.gradients.pop(name))
-            step = optimizer.apply_single(gradient, mx.zeros_like(tensor), kept[name])
-            self.tensors[name] = tensor + self.coordinates.turned(name, step)
+            gradient = scale * self.gradients.pop(name)
+            self.tensors[name] = optimizer.apply_single(gradient, tensor, kept[name])
             mx.eval(self.tensors[name], kept[name])
 
     def forget(self) -> None:

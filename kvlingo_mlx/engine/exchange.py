@@ -228,7 +228,7 @@ class Exchange(LineSet):
             *(line.name, kept - ahead, now + ahead, sum(lengths) - now),
             *(clock.passed, clock.seconds["translate"], clock.seconds["native"]),
             ahead,
-            max((self.directions.native(t.config, starts[-1]) for t in used), default=0),
+            max((self.directions.native(t.config) for t in used), default=0),
             found,
             tuple(sorted(sources)),
         )
@@ -286,8 +286,8 @@ class Exchange(LineSet):
         assert found is not None
         return found
 
-    def native_layers(self, translator: Translator, stop: int) -> int:
-        return self.directions.native(translator.config, stop)
+    def native_layers(self, translator: Translator) -> int:
+        return self.directions.native(translator.config)
 
     def reaches(self, source: Source, line: Line, stop: int) -> bool:
         assert isinstance(source, Line)

@@ -62,9 +62,10 @@ class BenchPair:
         """The bytes of both models' caches."""
         return sum(memory.cache_bytes(model, tokens) for model in (self.source, self.target))
 
-    def native(self, count: int) -> Native:
-        """What the target reads itself of ``count`` tokens, as the translator is tuned."""
-        return native_part(self.translator.config, tokens=count - 1)
+    @property
+    def native(self) -> Native:
+        """What the target reads itself, as the translator is tuned."""
+        return native_part(self.translator.config)
 
 
 def of_models(
@@ -117,7 +118,7 @@ def phases(
     """
     source, target, ids = pair.source, pair.target, list(tokens)
     plans = {
-        form: Plan(source, target, ids, translator, pair.native(len(ids)), step_size=step_size)
+        form: Plan(source, target, ids, translator, pair.native, step_size=step_size)
         for form, translator in pair.translators.items()
     }
     states = switching.recorded(next(iter(plans.values())))

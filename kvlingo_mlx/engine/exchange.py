@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import weakref
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 
 from kvlingo_mlx.backend import mx
@@ -68,7 +67,6 @@ class Exchange(LineSet):
             has its turn in between; off, all chunks are queued at once.
         paces: How fast each model reads between two answers, by its name.
         group: The processes that hold some of the models together.
-        relatives: This exchange, and those of all conversations that branched from one another.
     """
 
     def __init__(
@@ -91,7 +89,6 @@ class Exchange(LineSet):
         self.waits = False
         self.group = group_of(models.values())
         self.paces = {name: Pace(self.group) for name in models}
-        self.relatives: weakref.WeakSet[Exchange] = weakref.WeakSet([self])
 
     @property
     def directions(self) -> Directions:
@@ -108,7 +105,6 @@ class Exchange(LineSet):
         """An independent copy; models, translators and arrays are shared."""
         made = copy.copy(self)
         made.lines = {name: line.copy() for name, line in self.lines.items()}
-        self.relatives.add(made)  # one set for all of them
         return made
 
     @property

@@ -127,7 +127,7 @@ def speculative(source: LanguageModel, target: LanguageModel, share: float) -> W
             places = np.concatenate([kept_tokens(paid, share), np.arange(start, len(tokens) - 1)])
             # Positions are shifted so that the cache's length is the next one.
             shifted = (places + len(places) - (len(tokens) - 1)).tolist()
-            own = caches.allocate(target, len(places))
+            own = caches.empty(target)
             visible = mx.array(np.tri(len(places), dtype=bool))
             prefill_between(target, own, [tokens[p] for p in places], shifted, visible)
             return own

@@ -30,9 +30,6 @@ if AS_ON_GPU in os.environ:  # within a piece, where this is a plugin of pytest
 
     backend.mx.disable_compile()
     backend.on_gpu = lambda: True  # before any module takes it from there
-    from kvlingo_mlx.timing import ceilings
-
-    ceilings.on_gpu = lambda: False  # else a CPU multiplies for minutes
 
 
 def note(**event: Any) -> None:

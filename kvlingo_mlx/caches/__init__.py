@@ -33,32 +33,6 @@ MOVING = ("offset", "_idx", "entries")  # a cache's numbers that change as it is
 Sides = tuple[mx.array, mx.array]
 
 
-def allocate(model: LanguageModel, num_tokens: int) -> list[Any]:
-    """Stock mlx-lm caches with ``num_tokens`` positions to be written, and room to grow.
-
-    The room is allocated once, so that neither writing in chunks nor the first decoding step
-    copies the content. A ring has room for its window only. Recurrent layers begin with nothing,
-    and are written in order.
-
-    Raises:
-        UnsupportedModelError: A layer uses a cache that translation cannot write.
-    """
-    caches = empty(model)
-    capacity = (num_tokens // GROW + 1) * GROW
-    for index, (cache, layer) in enumerate(zip(caches, model.geometry.layers, strict=True)):
-        if not num_tokens or is_recurrent(cache):
-            continue
-        room = min(capacity, layer.window or capacity)
-        cache.keys, cache.values = (
-            mx.zeros((1, heads, room, dim), model.cache_dtype)
-            for heads, dim in stored_shape(model, index)
-        )
-        cache.offset = num_tokens
-        if layer.window is not None:  # in temporal order, so the next token replaces the oldest
-            cache._idx = min(num_tokens, layer.window)
-    return caches
-
-
 def empty(model: LanguageModel, step: int = GROW) -> list[Any]:
     """Stock mlx-lm caches that are empty and grow by ``step`` tokens at a time.
 
@@ -139,10 +113,21 @@ def _begun_late(ring: Any) -> bool:
 
 
 def reserve(caches: Sequence[Any], model: LanguageModel, num_tokens: int) -> None:
-    """Make room for ``num_tokens`` and more in empty caches; rings and states need none."""
-    for cache, longer in zip(caches, allocate(model, num_tokens), strict=True):
+    """Make room for ``num_tokens`` and more in empty caches; rings and states need none.
+
+    So neither writing in chunks nor the first decoding step copies the content.
+
+    Raises:
+        UnsupportedModelError: A layer uses a cache that translation cannot write.
+    """
+    empty(model)  # which refuses other caches
+    room = (num_tokens // GROW + 1) * GROW
+    for index, cache in enumerate(caches if num_tokens else ()):
         if not forgets(cache) and cache.keys is None:
-            cache.keys, cache.values = longer.keys, longer.values
+            cache.keys, cache.values = (
+                mx.zeros((1, heads, room, dim), model.cache_dtype)
+                for heads, dim in stored_shape(model, index)
+            )
 
 
 def with_tail(model: LanguageModel, layer: int, state: mx.array) -> tuple[mx.array, mx.array]:

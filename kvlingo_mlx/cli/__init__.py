@@ -43,16 +43,17 @@ def _in_checkout(verb: str, options: str) -> dict[str, str]:
     return {f"{verb} --{name}": f"{PAPER} {verb} --{name}" for name in options.split()}
 
 
-# Verbs, and options of verbs, that are for the paper's tables alone: where each is now.
+# Where each verb and option is now that has gone, most of them to what the paper's tables need.
 MOVED = {
     "reproduce": PAPER,
     "analyze": f"{PAPER} analyze",
-    **_in_checkout("eval", "suite turns switch-at judge judge-prompts window"),
+    **_in_checkout("eval", "suite turns switch-at judge judge-prompts window compare plot"),
     "eval -c window": f"{PAPER} eval --window",
     **_in_checkout("bench", "batch-sizes table decode-tokens geometry"),
     "bench -c decode_tokens": f"{PAPER} bench --decode-tokens",
     "tune --droidspeak": f"{PAPER} eval --baselines",
     "tune -c droidspeak": f"{PAPER} eval --baselines",
+    **dict.fromkeys(("tune --lengths", "tune -c lengths"), "kvlingo-mlx tune --data"),
 }
 
 
@@ -127,8 +128,8 @@ def run(arguments: list[str]) -> int:
     for old, now in MOVED.items():
         first, _, rest = old.partition(" ")
         if first == verb and f" {rest or verb} " in words:
-            where = f"{now}` in a checkout (see benchmarks/paper/README.md)"
-            return _failed(ValueError(f"`{old}` is now `{where}"))
+            where = " in a checkout (see benchmarks/paper/README.md)" * now.startswith(PAPER)
+            return _failed(ValueError(f"`{old}` is now `{now}`{where}"))
     return carry_out(command_line, arguments, "kvlingo-mlx")
 
 

@@ -13,7 +13,6 @@ from kvlingo_mlx.options import COUNT, Kind, number, option
 
 if TYPE_CHECKING:
     from kvlingo_mlx.timing.bench import BenchPair, PhaseTimes
-    from kvlingo_mlx.timing.ceilings import Rates
     from kvlingo_mlx.timing.switching import Stopwatch
 
 ROWS = {"source_prefill": "source reads", "target_step": "first step", "native": "re-prefill"}
@@ -72,7 +71,7 @@ def command(options: BenchOptions) -> None:
     tell_of_machine()
     pair = _pair(options, clock)
     with phase("timing", trials * len(lengths or bench.LENGTHS)) as step:
-        timed, left_out, rates = bench.run(
+        timed, left_out = bench.run(
             pair, lengths, trials=trials, clock=clock, step_size=step_size, progress=step
         )
     if not timed:
@@ -80,7 +79,7 @@ def command(options: BenchOptions) -> None:
             f"--time-limit is {options.time_limit:g}, and the shortest measurement takes longer; "
             "give more, or fewer --prompt-tokens"
         )
-    _print(pair, timed, left_out, rates)
+    _print(pair, timed, left_out)
     say(measure.machine_line())
     if options.plot:
         draw(bench.figure(timed, _label), options.plot, pair.source.name, pair.target.name)
@@ -93,7 +92,6 @@ def command(options: BenchOptions) -> None:
         "notes": pair.notes,
         "trials": trials,
         "prefill_step_size": step_size,
-        "rates": vars(rates),
     }
     found = {"timings": [t.as_json() for t in timed], "left_out": left_out}
     keep(options.json_file, "bench", config, {"switch": found})
@@ -122,33 +120,21 @@ def _pair(options: BenchOptions, clock: Stopwatch) -> BenchPair:
     return pair
 
 
-def _print(
-    pair: BenchPair, timed: Sequence[PhaseTimes], left_out: Sequence[int], rates: Rates
-) -> None:
-    def cell(t: PhaseTimes, name: str) -> str:
-        share = f" ({t.floors[name] / t.median(name):.0%})" if name in t.floors else ""
-        return ms(t.median(name)) + share
-
-    rows = [[_label(name), *(cell(t, name) for t in timed)] for name in timed[0].samples]
+def _print(pair: BenchPair, timed: Sequence[PhaseTimes], left_out: Sequence[int]) -> None:
+    phases = timed[0].samples
+    rows = [[_label(name), *(ms(t.median(name)) for t in timed)] for name in phases]
     for name, way in (("switch", "switch"), ("from nothing", "accelerator")):
         sooner = [f"{t.ways['native'] / t.ways[way]:.2f}" for t in timed]
         rows.append([f"{name}, times sooner", *sooner])
     columns = ["prompt tokens", *(str(t.prompt_tokens) for t in timed)]
     table(f"{pair.source.name} to {pair.target.name}: ms, medians", columns, rows)
-    say(
-        "In brackets: how close to the fastest that this machine could be. Sooner than re-prefill: "
-        "a switch is translation and step, from nothing the source reads first."
-    )
+    say("Sooner than re-prefill: a switch is translation and step; from nothing, the source reads.")
     if left_out:
         listed = ", ".join(map(str, left_out))
         say(f"left out, since --time-limit allows no more: {listed} tokens")
     for note in pair.notes:
         say(note)
     say("prompts: bundled text")
-    say(
-        f"ceilings: {rates.flops / 1e9:,.0f} GFLOP/s in a large {rates.dtype} product, "
-        f"{rates.bandwidth / 1e9:,.1f} GB/s in a large sum or matrix times vector, measured now"
-    )
 
 
 def _label(name: str) -> str:

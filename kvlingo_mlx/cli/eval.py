@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvlingo_mlx.cli import eval_options as parsing
 from kvlingo_mlx.cli.command import numbers, verb, words
 from kvlingo_mlx.cli.eval_options import EvalFields, EvalOptions
-from kvlingo_mlx.cli.output import draw, keep, ms, phase, say, table, tell_of_machine, warn
+from kvlingo_mlx.cli.output import keep, phase, say, table, warn
 
 if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.compare import Outcome
@@ -55,7 +55,6 @@ class Comparison:
             for note in outcome.notes:
                 warn(note)
         self.print_more(outcomes)
-        times = self._times(outcomes) if options.compare else {}
 
         from kvlingo_mlx.evaluation import compare
         from kvlingo_mlx.reporting import measure
@@ -67,32 +66,19 @@ class Comparison:
         if self.public or "responses" in written:
             say(f"every response is in {options.responses}")
         settings, more = self.record()
-        results = compare.found(outcomes, times) | {"translators": self._identities()} | more
+        results = compare.found(outcomes) | {"translators": self._identities()} | more
         keep(options.json_file, "eval", settings, results)
-        if options.plot:
-            draw(
-                compare.score_against_time(outcomes, times),
-                options.plot,
-                *(m.name for m in self.models),
-            )
 
     # ---- before the work ------------------------------------------------------------------------
 
     def _load(self) -> None:
         """Load the models, and make the tasks and the conditions."""
         from kvlingo_mlx.evaluation.journal import Journal
-        from kvlingo_mlx.loading.pairing import check_tokenizers
-        from kvlingo_mlx.reporting import pictures
 
         options = self.options
-        if options.plot:
-            pictures.check(options.plot)
         self.journal = Journal(options.out)
         self.haystack = parsing.haystack_text(options.haystack)
         self.models = self.load_models()
-        if options.compare and not self._own_names:
-            needed = "times are of our own tasks' prompts; add one: --tasks recall"
-            check_tokenizers(*self.models, needed)
         self.tasks = self._tasks()
         self.ways, decoder = self.decoders()
         self.harness["decode"] = partial(decoder, batch_size=options.batch_size)
@@ -223,18 +209,6 @@ class Comparison:
                 self.models[1], self.tasks, self.line, self.journal, lambda name: step()
             )
         return [compare.outcome(task, results[task.name]) for task in self.tasks]
-
-    def _times(self, outcomes: list[Outcome]) -> dict[str, list[float]]:
-        """Print and return the seconds to the first token."""
-        from kvlingo_mlx.evaluation.compare import first_tokens
-        from kvlingo_mlx.reporting import measure
-
-        tokens, times = first_tokens(self.models[1], self.line, self.tasks, outcomes)
-        rows = [[name, ms(measure.median(samples))] for name, samples in times.items()]
-        title = f"Time to first token at a switch at {tokens} tokens (ms, median)"
-        table(title, ["cache", "first token"], rows)
-        tell_of_machine()
-        return times
 
     def _identities(self) -> dict[str, list[dict[str, str]]]:
         """The translators' folders and digests, by name."""

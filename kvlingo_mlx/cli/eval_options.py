@@ -85,7 +85,6 @@ class EvalFields(Configured):
         None, "How many first cache layers the target reads itself; auto: as tuned.",
         kind=LAYERS, read=layers_of,
     )  # fmt: skip
-    compare: bool = option(False, "Also time each one's first token.", "--compare")
     tasks: str = option(
         "continuation,recall", "continuation, recall, needles, and any that lm-eval has."
     )
@@ -124,7 +123,6 @@ class EvalFields(Configured):
         False, "lm-eval: allow tasks that run generated code.", "--confirm-run-unsafe-code"
     )
     out: str = option("kvlingo-eval.jsonl", "Items' scores; the same command resumes.")
-    plot: str | None = option(None, "Draw score against first-token time (with --compare).")
     allow_mismatch: bool = False
 
     @property
@@ -164,7 +162,6 @@ class EvalOptions(EvalFields):
         Need("task_data", "task_data tasks", _local,
              told="where it names no task of --tasks; name it there, or leave the file out"),
         Need("seed", "data tasks", drawn, why="since the file's records are read in order"),
-        Need("plot", "compare", bool, True, "which measures the times that the plot shows"),
     )  # fmt: skip
     KEYS: ClassVar[str] = (
         "style haystack num_shots chat include_path task_data metadata unsafe_code"

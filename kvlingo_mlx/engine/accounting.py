@@ -1,12 +1,9 @@
 """The memory that a conversation takes, line by line."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvlingo_mlx.backend import mx
-
-import numpy as np
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.memory import cache_bytes, caches_of, check, weights_bytes
@@ -28,9 +25,6 @@ class LineStats:
     cache_bytes: int  # bytes of memory its caches take, spare room in buffers included
     recording_bytes: int  # bytes of the states that its model wrote, kept for lines that lack them
     where: str  # ``empty``, ``resident``, ``8bit`` or ``disk``
-    # those of ``cache_bytes`` that a branch of this conversation, or what it was branched from,
-    # uses as well: until one of both writes, a branch takes no memory
-    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,11 +44,7 @@ class Stats:
 def stats_of(exchange: Exchange) -> Stats:
     """The memory that a conversation takes, once its lines' pending work is evaluated."""
     mx.eval([caches.arrays(line.resident) for line in exchange.lines.values()])
-    others = [other for other in exchange.relatives if other is not exchange]
-    lines = tuple(
-        _line(line, [other.lines[name] for other in others])
-        for name, line in exchange.lines.items()
-    )
+    lines = tuple(map(_line, exchange.lines.values()))
     models = {id(line.model.model): line.model for line in exchange.lines.values()}
     weights = sum(map(weights_bytes, models.values()))
     translators = {id(t): t.nbytes for t in exchange.directions.loaded.values()}
@@ -84,10 +74,7 @@ def check_room(lengths: Mapping[str, int], lines: Mapping[str, Line], group: Gro
         check({caches_of(max(lengths.values())): needed})
 
 
-def _line(line: Line, branched: Sequence[Line]) -> LineStats:
-    """One line; ``branched`` are the same model's in related conversations."""
-    own = _buffers(line)
-    theirs = {place for other in branched for place in _buffers(other)}
+def _line(line: Line) -> LineStats:
     brought = translated(line.spans)
     return LineStats(
         line.name,
@@ -97,13 +84,4 @@ def _line(line: Line, branched: Sequence[Line]) -> LineStats:
         line.cache_bytes,
         line.native.nbytes,
         line.where,
-        sum(size for place, size in own.items() if place in theirs),
     )
-
-
-def _buffers(line: Line) -> dict[int, int]:
-    """Where the arrays of a line's caches lie in memory, and how many bytes each has."""
-    bits = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}  # NumPy has no bfloat16
-    held = caches.arrays(line.resident)
-    views: list[Any] = [array.view(bits[array.itemsize]) for array in held]
-    return {np.asarray(memoryview(view)).ctypes.data: view.nbytes for view in views if view.size}

@@ -93,8 +93,7 @@ class Directions:
         config = translator.config
         if self._rules.guard:
             check_reference(config)
-        for tokens in (None, *(length for length, _ in config.native_by_length)):
-            self.native(config, tokens)  # refused here if it is not possible
+        self.native(config)  # refused here if it is not possible
         self._found[pair] = translator
 
     def stored(self, source: str, target: str) -> Translator | Path | None:
@@ -149,16 +148,12 @@ class Directions:
             told[f"translator from {' to '.join(pair)}"] = "none" if found is None else found.digest
         return told
 
-    def native(self, config: TranslatorConfig, tokens: int | None = None) -> int:
-        """The number of native layers with a translator's config, checked.
-
-        ``tokens`` is the length of what the line will hold, as in :func:`native_part`.
-        """
+    def native(self, config: TranslatorConfig) -> int:
+        """The number of native layers with a translator's config, checked."""
         if config.alignment is not None:
             return 0
         rules = self._rules
-        own = native_part(config, rules.native_layers, tokens=tokens, at_once=rules.at_once)
-        return own.layers
+        return native_part(config, rules.native_layers, at_once=rules.at_once).layers
 
     def _check_stored(self, read: bool) -> None:
         """Check now what would otherwise fail at a switch to a stored translator (ValueError).

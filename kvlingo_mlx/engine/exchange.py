@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import weakref
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 
 from kvlingo_mlx.backend import mx
@@ -68,7 +67,6 @@ class Exchange(LineSet):
             has its turn in between; off, all chunks are queued at once.
         paces: How fast each model reads between two answers, by its name.
         group: The processes that hold some of the models together.
-        relatives: This exchange, and those of all conversations that branched from one another.
     """
 
     def __init__(
@@ -91,7 +89,6 @@ class Exchange(LineSet):
         self.waits = False
         self.group = group_of(models.values())
         self.paces = {name: Pace(self.group) for name in models}
-        self.relatives: weakref.WeakSet[Exchange] = weakref.WeakSet([self])
 
     @property
     def directions(self) -> Directions:
@@ -108,7 +105,6 @@ class Exchange(LineSet):
         """An independent copy; models, translators and arrays are shared."""
         made = copy.copy(self)
         made.lines = {name: line.copy() for name, line in self.lines.items()}
-        self.relatives.add(made)  # one set for all of them
         return made
 
     @property
@@ -228,7 +224,7 @@ class Exchange(LineSet):
             *(line.name, kept - ahead, now + ahead, sum(lengths) - now),
             *(clock.passed, clock.seconds["translate"], clock.seconds["native"]),
             ahead,
-            max((self.directions.native(t.config, starts[-1]) for t in used), default=0),
+            max((self.directions.native(t.config) for t in used), default=0),
             found,
             tuple(sorted(sources)),
         )
@@ -286,8 +282,8 @@ class Exchange(LineSet):
         assert found is not None
         return found
 
-    def native_layers(self, translator: Translator, stop: int) -> int:
-        return self.directions.native(translator.config, stop)
+    def native_layers(self, translator: Translator) -> int:
+        return self.directions.native(translator.config)
 
     def reaches(self, source: Source, line: Line, stop: int) -> bool:
         assert isinstance(source, Line)

@@ -55,7 +55,6 @@ def native_part(
     head: int = 0,
     tail: int = 0,
     middle: int = 0,
-    tokens: int | None = None,
     at_once: bool = False,
 ) -> Native:
     """The part that the target is to read itself, with its numbers checked.
@@ -67,8 +66,6 @@ def native_part(
         head: The number of first tokens.
         tail: The number of last tokens.
         middle: The number of tokens between them.
-        tokens: The length of the prefix, by which the tuned number may differ; None for one beyond
-            all lengths to which the translator was tuned.
         at_once: Whether the target reads its first layers at once where ``layers`` is None: the
             tuned number, else a quarter of all.
 
@@ -77,7 +74,7 @@ def native_part(
     """
     most = len(config.target.layers)
     if layers is None and at_once:
-        layers = first_layers(config, tokens)
+        layers = first_layers(config)
     if layers == AUTO and "native_layers" not in config.provenance:
         tune = notes.to_tune(config, None)
         instead = f"choose them with {tune}, or give a number from 0 to {most}"
@@ -85,7 +82,7 @@ def native_part(
             f"native_layers is 'auto', but {config.title} has no tuned native layers; "
             + (instead if tune else "between two tokenizers there are none; leave it out")
         )
-    chosen = config.native_layers_at(tokens) if layers in (None, AUTO) else layers
+    chosen = config.native_layers if layers in (None, AUTO) else layers
     if type(chosen) is not int or not 0 <= chosen <= most:
         raise ValueError(
             f"native_layers is {layers!r}; give a number from 0 to {most}, the cache layers of "
@@ -97,9 +94,9 @@ def native_part(
     return Native(chosen, head, tail, middle)
 
 
-def first_layers(config: TranslatorConfig, tokens: int | None = None) -> int:
-    """The tuned number of native layers, else a quarter of all; ``tokens`` as above."""
-    return config.native_layers_at(tokens) or math.ceil(FIRST_SHARE * len(config.target.layers))
+def first_layers(config: TranslatorConfig) -> int:
+    """The tuned number of native layers, else a quarter of all."""
+    return config.native_layers or math.ceil(FIRST_SHARE * len(config.target.layers))
 
 
 def read_layers(

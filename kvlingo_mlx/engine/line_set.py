@@ -130,8 +130,8 @@ class LineSet(ABC):
         """The translator from a source into a line."""
 
     @abstractmethod
-    def native_layers(self, translator: Translator, stop: int) -> int:
-        """The first layers that read for themselves what is translated up to position ``stop``."""
+    def native_layers(self, translator: Translator) -> int:
+        """The number of first layers that read for themselves what is translated."""
 
     def carried_out(
         self,
@@ -195,7 +195,7 @@ class LineSet(ABC):
                 clock.lap(self.own_phase)
             return
         translator = self.translator(step.source, line)
-        layers = self.native_layers(translator, step.stop)
+        layers = self.native_layers(translator)
         yield from line.take_over(
             tokens[: step.stop], step.source, translator, self.step_size,
             native_layers=layers, clock=clock,

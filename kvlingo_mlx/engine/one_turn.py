@@ -92,7 +92,7 @@ class OneTurn(LineSet):
         assert self.plan.translator is not None
         return self.plan.translator
 
-    def native_layers(self, translator: Translator, stop: int) -> int:
+    def native_layers(self, translator: Translator) -> int:
         return self.plan.native.layers
 
     def gave_up(self) -> None:

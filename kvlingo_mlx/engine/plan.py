@@ -52,13 +52,10 @@ class HandoverRequest(HandoverOptions):
         """The request in a public function's options, which have others beside it."""
         return cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options})
 
-    def native(self, config: TranslatorConfig, tokens: int | None = None) -> Native:
-        """The part of the prefix that the target reads itself if this translator is used.
-
-        ``tokens`` is the length of the prefix, as in :func:`native_part`.
-        """
+    def native(self, config: TranslatorConfig) -> Native:
+        """The part of the prefix that the target reads itself if this translator is used."""
         own = self.native_layers, self.native_head, self.native_tail, self.native_middle
-        return native_part(config, *own, tokens, at_once=self.heal == LAYERS)
+        return native_part(config, *own, at_once=self.heal == LAYERS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +238,7 @@ def _planned(
     plan.group.refuse({"two tokenizers": translator.config.alignment is not None})
     if alone:
         return plan
-    own = request.native(translator.config, len(plan.prefix))
+    own = request.native(translator.config)
     plan = replace(plan, translator=translator, native=own)
     if request.guard:
         return guarded(plan, request.guard)

@@ -1,6 +1,5 @@
 """Scores of every condition on every item of every task, averaged with error bars."""
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,11 +12,8 @@ from kvlingo_mlx.evaluation import probes
 from kvlingo_mlx.evaluation.error_bars import NOTHING, Mean, over_clusters
 from kvlingo_mlx.evaluation.journal import Journal, Scores, Seeds, averaged
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
-from kvlingo_mlx.evaluation.needles import prose
 from kvlingo_mlx.evaluation.probes import Item, Task
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.reporting import pictures
-from kvlingo_mlx.reporting.measure import median
 from kvlingo_mlx.timing.switching import switch_times
 from kvlingo_mlx.version import __version__
 
@@ -132,14 +128,13 @@ def plain(table: Table) -> dict:
     return {g: {m: mean.as_json() for m, mean in means.items()} for g, means in table.items()}
 
 
-def found(outcomes: Sequence[Outcome], times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def found(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """All results as JSON values."""
     seeds = {o.task: {c: list(map(plain, each)) for c, each in o.seeds.items()}
              for o in outcomes if o.seeds}  # fmt: skip
     return {
         "means": {o.task: {c: plain(table) for c, table in o.tables.items()} for o in outcomes},
         **({"seeds": seeds} if seeds else {}),
-        "first_token_s": times,
         "items": {
             o.task: {
                 c: [{k: v for k, v in vars(item).items() if v != ()} for item in items]
@@ -150,57 +145,15 @@ def found(outcomes: Sequence[Outcome], times: Mapping[str, Sequence[float]]) -> 
     }
 
 
-def typical(tasks: Sequence[Task]) -> Item:
-    """An item of median length, of tasks that have one at least."""
-    items = sorted((item for task in tasks for item in task.items), key=lambda i: len(i.prefix))
-    return items[len(items) // 2]
+def typical(items: Sequence[Item]) -> Item:
+    """An item of median length."""
+    return sorted(items, key=lambda item: len(item.prefix))[len(items) // 2]
 
 
 def first_tokens(
-    target: LanguageModel,
-    conditions: Sequence[Condition],
-    tasks: Sequence[Task],
-    outcomes: Sequence[Outcome],
-    trials: int = 5,
-) -> tuple[int, dict[str, list[float]]]:
-    """Seconds to the first token at a switch, by condition, on an item of median length.
-
-    The items of lm-eval are not available here, so generated prose of their length stands for them.
-    The first element of the result is the length in tokens.
-    """
-    if any(task.items for task in tasks):
-        middle = typical(tasks)
-        prefix, read = middle.prefix, middle.read
-    else:
-        prefix = prose(target, statistics.median_low([o.prefix_tokens for o in outcomes]))
-        read = prefix
-    actions = {c.name: c.at_switch(read) for c in conditions if c.at_switch is not None}
-    return len(prefix), switch_times(target, actions, prefix[-1], trials=trials)
-
-
-def score_against_time(outcomes: Sequence[Outcome], times: Mapping[str, Sequence[float]]) -> Any:
-    """A figure with a panel per task: its first metric over the time to the first token.
-
-    Each condition is a point. A condition without a time, such as a control, is a horizontal line.
-    """
-    figure = pictures.figure(width=pictures.WIDTH * len(outcomes))
-    for index, outcome in enumerate(outcomes, start=1):
-        metric = outcome.metrics[0]
-        axes = figure.add_subplot(1, len(outcomes), index)
-        axes.set(xlabel="time to first token (ms)", ylabel=f"{outcome.task}: {metric}")
-        across: dict[float, list[str]] = {}
-        for name, table in outcome.tables.items():
-            mean = table.get(ALL, next(iter(table.values())))[metric]
-            error = 0.0 if math.isnan(mean.error) else mean.error
-            if name in times:
-                at = 1e3 * median(times[name])
-                axes.errorbar([at], [mean.value], yerr=[error], fmt="o", capsize=3, label=name)
-            else:
-                across.setdefault(round(mean.value, 3), []).append(name)
-        for value, names in across.items():
-            axes.axhline(value, linestyle=":", linewidth=1, color="grey")
-            place: Any = {"xy": (1, value), "xycoords": ("axes fraction", "data")}
-            axes.annotate(", ".join(names), fontsize="small", ha="right", va="bottom", **place)
-        pictures.log_scale(axes, "x", [1e3 * median(samples) for samples in times.values()])
-        axes.legend(fontsize="small")
-    return figure
+    target: LanguageModel, conditions: Sequence[Condition], task: Task, trials: int = 5
+) -> dict[str, list[float]]:
+    """Seconds to the first token at a switch, by condition, on an item of median length."""
+    middle = typical(task.items)
+    actions = {c.name: c.at_switch(middle.read) for c in conditions if c.at_switch is not None}
+    return switch_times(target, actions, middle.prefix[-1], trials=trials)

@@ -91,7 +91,7 @@ def translated(
         check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
         check_tokens((source, target), prefix)
         check_caches((source, target), len(prefix))
-        part = native_part(translator.config, native_layers, tokens=len(prefix) - 1)
+        part = native_part(translator.config, native_layers)
         return bring(plan_of(source, target, translator, prefix, part)).cache
 
     return make

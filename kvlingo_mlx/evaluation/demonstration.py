@@ -53,7 +53,7 @@ def demonstrate(
     scores = compare.outcome(task, found[task.name]).tables
     pair = bench.BenchPair(source, target, {"stored": translator})
     ways = bench.phases(pair, prompt_of(source, target, PROMPT, text=True))
-    latency = bench.PhaseTimes(PROMPT, interleaved(ways, 3), {})
+    latency = bench.PhaseTimes(PROMPT, interleaved(ways, 3))
     talks = dialogues.held_out(SHOWN, seed=1)
     answers = [_answers(talk, source, target, translator) for talk in talks]
     return Demonstration(scores, latency, answers)

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvlingo_mlx.engine.hybrid import AUTO, Native, native_part
+from kvlingo_mlx.engine.hybrid import Native, native_part
 from kvlingo_mlx.evaluation import conditions
-from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, target_ids
+from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing.switching import translation
@@ -32,8 +32,7 @@ class Condition:
     # Makes lm-eval's view of a decoder, if not as :func:`.harness.running.run` does.
     lm: Callable[..., Any] | None = None
     translator: Translator | None = None  # the first seed's translator
-    # Maps a prefix's tokens to the layers below it that the target reads itself.
-    native_layers: Callable[[int], int] | None = None
+    native_layers: int | None = None  # its first layers, which the target reads itself
 
 
 def load(
@@ -106,10 +105,9 @@ def translated(
     """A cache translated from the source's; several translators are seeds of one method.
 
     The target reads its first ``native_layers`` itself, as in :func:`hand_over`. None and ``auto``
-    stand for the number to which each translator was tuned, perhaps by the length of a prefix,
-    which PyTorch's ``ways`` refuse (ValueError).
+    stand for the number to which each translator was tuned.
     """
-    layers: list[Any] = [native_part(t.config, native_layers).layers for t in translators]
+    layers = [native_part(t.config, native_layers).layers for t in translators]
     identity: dict[str, Any] = {
         "source": identity_of(source), "translators": [t.digest for t in translators]
     }  # fmt: skip
@@ -117,19 +115,7 @@ def translated(
         identity["bits"] = [t.bits for t in translators]
     if any(layers):
         identity["native_layers"] = layers
-    if native_layers in (None, AUTO) and any(t.config.native_by_length for t in translators):
-        if ways is not conditions:
-            raise ValueError(
-                f"{translators[0].config.title} was tuned by length (native_by_length), which only "
-                "MLX follows; give a number (--native-layers)"
-            )
-        identity["native_by_length"] = [t.config.native_by_length for t in translators]
-        layers = [None] * len(layers)
-    first, asked = translators[0], layers[0]
-
-    def part(tokens: int) -> Native:
-        return native_part(first.config, asked, tokens=tokens)
-
+    first = translators[0]
     return Condition(
         name,
         tuple(
@@ -138,10 +124,10 @@ def translated(
         ),
         identity,
         lambda prefix: translation(
-            conditions.plan_of(source, target, first, prefix, part(len(target_ids(prefix)) - 1))
+            conditions.plan_of(source, target, first, prefix, Native(layers[0]))
         ),
         translator=first,
-        native_layers=lambda tokens: part(tokens).layers,
+        native_layers=layers[0],
     )
 
 

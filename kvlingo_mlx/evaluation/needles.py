@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvlingo_mlx.embedded import dialogues
-from kvlingo_mlx.models.language_model import LanguageModel
 
 ADJECTIVES = (
     "amber brave calm clever cold dusty early faint gentle golden hidden hollow humble icy "
@@ -201,13 +200,6 @@ def _sentences(rng: random.Random, style: Style, text: str | None) -> Iterator[s
         start = rng.randrange(len(given))
         return itertools.cycle([*given[start:], *given[:start]])
     return (style.prose(rng) for _ in itertools.count())
-
-
-def prose(model: LanguageModel, length: int) -> tuple[int, ...]:
-    """Generated sentences, cut to ``length`` tokens."""
-    rng = random.Random(length)
-    text = " ".join(MAGIC.prose(rng) for _ in range(length))
-    return tuple(model.tokenizer.encode(text)[:length])
 
 
 def recall(answer: str, references: Sequence[str]) -> float:

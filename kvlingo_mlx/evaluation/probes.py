@@ -233,21 +233,15 @@ def _places(
 
 
 def recall(
-    target: LanguageModel,
-    limit: int,
-    seed: int,
-    source: LanguageModel | None = None,
-    facts: tuple[int, int] | None = None,
+    target: LanguageModel, limit: int, seed: int, source: LanguageModel | None = None
 ) -> Task:
     """Recall facts of generated dialogues; each dialogue asks six questions, each fact once.
 
-    ``source`` is the model that reads them first, if it may have another tokenizer. ``facts`` are
-    the fewest and the most that a dialogue states.
+    ``source`` is the model that reads them first, if it may have another tokenizer.
     """
-    more: dict[str, Any] = {} if facts is None else {"facts": facts}
     items = [
         Item(f"{seed}/{n}", "dialogues", f"{seed}/{n}", recall_sample(target, dialogue, source))
-        for n, dialogue in enumerate(dialogues.held_out(limit, seed=seed, **more))
+        for n, dialogue in enumerate(dialogues.held_out(limit, seed=seed))
     ]
     return Task("recall", ("recall", "kl"), items, teacher_forced)
 

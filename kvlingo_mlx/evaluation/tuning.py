@@ -6,15 +6,13 @@ above.
 """
 
 import dataclasses
-import itertools
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.embedded import TRANSLATORS, dialogues
+from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.evaluation import compare, lineup, probes
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.journal import Journal
@@ -30,8 +28,6 @@ from kvlingo_mlx.tokenization.samples import read_jsonl
 from kvlingo_mlx.translators.base import Translator
 
 HYBRID, NATIVE = "hybrid", "native"
-QUESTIONS = 6  # that a generated dialogue asks, each about another fact
-NEARLY = 0.93  # of a length, which generated prefixes have on average; they differ a little
 CONTROLS = ("hidden", "shuffled")
 
 
@@ -137,52 +133,6 @@ def task_of(
     return make(target, records, limit, min(source.context_length, target.context_length))
 
 
-def tasks_of(
-    source: LanguageModel,
-    target: LanguageModel,
-    data: str | None,
-    limit: int,
-    seed: int,
-    lengths: Sequence[int],
-) -> dict[int | None, Task]:
-    """The conversations to score by the longest prefix, at most ``limit`` for each length.
-
-    They have more tokens than the length before; generated ones nearly reach it.
-
-    Raises:
-        ValueError: A length has no conversation, or is beyond a model's context.
-    """
-    context = min(source.context_length, target.context_length)
-    if lengths[-1] >= context:
-        raise ValueError(
-            f"lengths holds {lengths[-1]}; give less than {context}, the shorter of both contexts"
-        )
-    whole = None if data is None else task_of(source, target, data, sys.maxsize, seed)
-    found: dict[int | None, Task] = {}
-    for before, longest in itertools.pairwise((0, *lengths)):
-        task = whole or _generated(target, longest, limit, seed)
-        kept = [i for i in task.items if before < len(i.prefix) - 1 <= longest][:limit]
-        if not kept:
-            raise ValueError(
-                f"no {'conversation of the data' if data else 'generated dialogue'} has a prefix "
-                f"of {before + 1} to {longest} tokens; give other lengths, or --data that holds "
-                "some"
-            )
-        found[longest] = dataclasses.replace(task, items=kept)
-    return found
-
-
-def _generated(target: LanguageModel, longest: int, limit: int, seed: int) -> Task:
-    """Dialogues whose prefixes nearly have ``longest`` tokens, or as many as can be told."""
-    few, many = (
-        max(len(i.prefix) for i in probes.recall(target, 4, seed, facts=(n, n)).items)
-        for n in (QUESTIONS, 2 * QUESTIONS)
-    )
-    more = int((NEARLY * longest - few) / (many - few) * QUESTIONS)
-    facts = min(dialogues.MOST_FACTS, max(QUESTIONS, QUESTIONS + more))
-    return probes.recall(target, limit, seed, facts=(facts, facts))
-
-
 # ---- measuring and choosing --------------------------------------------------------------------
 
 
@@ -220,7 +170,7 @@ def measure(
     conditions = list(line.values())
     results = compare.evaluate(target, [task], conditions, journal, lambda name: progress())
     tables = compare.outcome(task, results[task.name]).tables
-    _, times = compare.first_tokens(target, conditions, [task], [], trials)
+    times = compare.first_tokens(target, conditions, task, trials)
     points = []
     for (way, layers), condition in line.items():
         table = tables[condition.name]
@@ -254,17 +204,9 @@ def smallest(
     return best.layers
 
 
-def keep(
-    folder: Path,
-    layers: int,
-    bounds: Mapping[str, Any],
-    points: Sequence[Point],
-    by_length: Mapping[int, int] | None = None,
-) -> None:
+def keep(folder: Path, layers: int, bounds: Mapping[str, Any], points: Sequence[Point]) -> None:
     """Write the choice, its bounds and the measured curve into a translator's provenance,
     atomically.
-
-    ``by_length`` has the choices for shorter prefixes, by their most tokens.
     """
     config, weights = translator_folder.read(folder)
     measured = [point for point in points if point.way in (HYBRID, NATIVE)]
@@ -274,17 +216,5 @@ def keep(
     if best.recall is not None:
         tuning["measured_recall"] = best.recall.value
     facts = {**config.provenance, "native_layers": layers, "tuning": tuning}
-    facts.pop("native_by_length", None)
-    if shorter := distinct(by_length or {}, layers):
-        facts["native_by_length"] = shorter
     tuned = dataclasses.replace(config, provenance=facts)
     translator_folder.write(folder, tuned, weights, overwrite=True)
-
-
-def distinct(by_length: Mapping[int, int], last: int) -> list[list[int]]:
-    """Pairs (tokens, layers), ascending, where the layers differ from those of the next length.
-
-    ``last`` are the layers beyond all lengths.
-    """
-    pairs = itertools.pairwise([*sorted(by_length.items()), (sys.maxsize, last)])
-    return [[tokens, layers] for (tokens, layers), (_, then) in pairs if layers != then]

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvlingo_mlx.errors import malformed
 from kvlingo_mlx.format.assignment import Assignment, may_read
-from kvlingo_mlx.format.geometry import MAX_LAYERS, MAX_WINDOW, RULES, LayerGeometry
+from kvlingo_mlx.format.geometry import MAX_LAYERS, RULES, LayerGeometry
 from kvlingo_mlx.format.kinds import SIDES, kind_named
 from kvlingo_mlx.format.maps import unmappable, unpaired_heads
 from kvlingo_mlx.format.translator_config import FORMAT_VERSION, ModelSpec, TranslatorConfig
@@ -163,17 +163,7 @@ def _of_states(config: TranslatorConfig) -> Iterator[str]:
 
 
 def _of_native_layers(config: TranslatorConfig) -> Iterator[str]:
-    """Native layers, and those by length: ascending pairs of tokens and layers."""
-    depth, place = len(config.target.layers), "provenance.native_by_length"
+    depth = len(config.target.layers)
     found = config.provenance.get("native_layers", 0)
     if type(found) is not int or not 0 <= found <= depth:
         yield f"provenance.native_layers is {found!r:.60}, expected 0 to {depth}"
-    listed = config.provenance.get("native_by_length", [])
-    pairs, before = read(tuple[tuple[int, ...], ...], listed, place), 0
-    for index, pair in enumerate(pairs):
-        if len(pair) != 2 or not before < pair[0] <= MAX_WINDOW or not 0 <= pair[1] <= depth:
-            yield (
-                f"{place}[{index}] is {list(pair)!r:.60}; expected [tokens, layers], {before + 1} "
-                f"to {MAX_WINDOW} and 0 to {depth}"
-            )
-        before = pair[0]

@@ -85,19 +85,6 @@ class TranslatorConfig:
         return self.provenance.get("native_layers", 0)
 
     @property
-    def native_by_length(self) -> list[list[int]]:
-        """Pairs (tokens, layers), ascending: other numbers of native layers for short prefixes.
-
-        Each holds for prefixes of at most so many tokens. Chosen by `tune -c lengths`.
-        """
-        return self.provenance.get("native_by_length", [])
-
-    def native_layers_at(self, tokens: int | None) -> int:
-        """:attr:`native_layers` for a prefix of so many tokens; None is one beyond all lengths."""
-        fitting = (j for n, j in self.native_by_length if tokens is not None and tokens <= n)
-        return next(fitting, self.native_layers)
-
-    @property
     def longest_prefix(self) -> int | None:
         """The tokens of the longest prefix that was used in fitting or testing, if recorded."""
         longest = self.provenance.get("longest_prefix")

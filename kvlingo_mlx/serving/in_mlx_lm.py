@@ -128,7 +128,7 @@ class TranslatingPromptCache(LRUPromptCache):
                     break
                 made = self._translator(key, model)
                 given = self._given(key[0], others[key], len(line), stop, made.config)
-                layers = native_part(made.config, tokens=stop).layers
+                layers = native_part(made.config).layers
                 finished(line.take_over(tokens[:stop], given, made, STEP, native_layers=layers))
             with working():
                 mx.eval(caches.arrays(line.cache))

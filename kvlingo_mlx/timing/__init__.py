@@ -1,1 +1,1 @@
-"""Measure what a switch costs on this machine, and compare it with the machine's ceilings."""
+"""Measure what a switch costs on this machine."""

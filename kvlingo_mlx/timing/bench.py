@@ -1,8 +1,8 @@
-"""What a switch costs on this machine: four phases, beside the least time that each could take."""
+"""What a switch costs on this machine: its four phases, timed."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,7 @@ from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import pictures
-from kvlingo_mlx.timing import ceilings, switching
-from kvlingo_mlx.timing.ceilings import Rates, measured_rates
+from kvlingo_mlx.timing import switching
 from kvlingo_mlx.timing.random_maps import random_translators
 from kvlingo_mlx.timing.switching import OutOfTime, Stopwatch
 from kvlingo_mlx.translators.base import Translator
@@ -63,9 +62,10 @@ class BenchPair:
         """The bytes of both models' caches."""
         return sum(memory.cache_bytes(model, tokens) for model in (self.source, self.target))
 
-    def native(self, count: int) -> Native:
-        """What the target reads itself of ``count`` tokens, as the translator is tuned."""
-        return native_part(self.translator.config, tokens=count - 1)
+    @property
+    def native(self) -> Native:
+        """What the target reads itself, as the translator is tuned."""
+        return native_part(self.translator.config)
 
 
 def of_models(
@@ -118,7 +118,7 @@ def phases(
     """
     source, target, ids = pair.source, pair.target, list(tokens)
     plans = {
-        form: Plan(source, target, ids, translator, pair.native(len(ids)), step_size=step_size)
+        form: Plan(source, target, ids, translator, pair.native, step_size=step_size)
         for form, translator in pair.translators.items()
     }
     states = switching.recorded(next(iter(plans.values())))
@@ -141,11 +141,10 @@ def phases(
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Seconds of each phase at one prompt length: every sample, and the least it could take."""
+    """Seconds of each phase at one prompt length: every sample."""
 
     prompt_tokens: int
     samples: Mapping[str, Sequence[float]]
-    floors: Mapping[str, float]
 
     def median(self, phase: str) -> float:
         return float(np.median(self.samples[phase]))
@@ -165,26 +164,6 @@ class PhaseTimes:
             low, middle, high = np.percentile(values, (25, 50, 75)).tolist()
             summary[name] = {"median": middle, "min": min(values), "iqr": high - low}
         return {**vars(self), "summary": summary, "ways": self.ways}
-
-
-def floors(pair: BenchPair, count: int, rates: Rates) -> dict[str, float]:
-    """The least seconds of each phase for ``count`` prompt tokens at a machine's measured rates.
-
-    A translation below which the target reads layers itself has none.
-    """
-    step, forms = ceilings.step_work(pair.target, count - 1), pair.translators
-    if pair.native(count) != Native():
-        forms = {}
-    work = {
-        READ: ceilings.read_work(pair.source, count - 1),
-        **{
-            TRANSLATE + form: ceilings.translation_work(translator, pair.target, count - 1)
-            for form, translator in forms.items()
-        },
-        STEP: step,
-        NATIVE: ceilings.read_work(pair.target, count - 1) + step,
-    }
-    return {name: rates.floor(each) for name, each in work.items()}
 
 
 def lengths_to_time(
@@ -219,7 +198,7 @@ def run(
     clock: Stopwatch,
     step_size: int = 2048,
     progress: Callable[[], None] = lambda: None,
-) -> tuple[list[PhaseTimes], list[int], Rates]:
+) -> tuple[list[PhaseTimes], list[int]]:
     """Time the phases, shortest prompt first; ``lengths`` are by default those of ``LENGTHS`` that
     fit.
 
@@ -228,13 +207,12 @@ def run(
     each length to come.
 
     Returns:
-        The times, the lengths that were left out, and the machine's rates behind the floors.
+        The times, and the lengths that were left out.
 
     Raises:
         ValueError, NotEnoughMemoryError: A model cannot read so long a prompt.
     """
     asked, done = lengths_to_time(pair, lengths), list[PhaseTimes]()
-    rates = measured_rates()
     with contextlib.suppress(OutOfTime), clock.limiting():
         for index, count in enumerate(asked):
             if done and _least(done[-1], count) > clock.left():
@@ -243,12 +221,10 @@ def run(
             share = clock.part(len(asked) - index)
             ways = phases(pair, tokens, step_size)
             samples = switching.interleaved(ways, trials, progress, share.over)
-            done.append(PhaseTimes(count, samples, {}))
+            done.append(PhaseTimes(count, samples))
             del ways
             mx.clear_cache()
-    rates = rates.best(measured_rates())  # a machine that was busy before may not be after
-    timed = [replace(t, floors=floors(pair, t.prompt_tokens, rates)) for t in done]
-    return timed, asked[len(done) :], rates
+    return done, asked[len(done) :]
 
 
 def _least(before: PhaseTimes, count: int) -> float:

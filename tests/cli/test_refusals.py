@@ -96,10 +96,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--min-recall 95", "--min-recall is 95.0; give 0 to 1, a share"),
         ("--max-kl 1", "is no folder of yours, so nothing can be kept in it"),
         ("--data {unmarked}", "record 1: its last reply does not hold 'off'"),
-        ("-c lengths=64,x", "lengths is '64,x'; give numbers, 1 or more"),
-        ("-c lengths=0,64", "lengths is '0,64'; give numbers, 1 or more"),
-        ("-c lengths=64,99999", "99999; give less than 2048, the shorter of both contexts"),
-        ("--data {talk} -c lengths=4,64", "no conversation of the data has a prefix of 1 to 4 tok"),
     ],
     f"eval {ZOO}": [
         ("--native-layers many", " is 'many'; give a number of layers, or 'auto'"),
@@ -107,7 +103,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--tasks needles --lengths 10,99999", "--lengths holds 99999; give "),
         ("--tasks needles --lengths 20", "the needles alone take"),
         ("--tasks needles -c style=odd", "'odd' is no needle style"),
-        ("--plot x.png", "add --compare"),
         ("--data absent.jsonl", "absent.jsonl"),
         ("a=absent a=absent", "'a' is taken"),
         ("name=", "names no translator"),

@@ -16,7 +16,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.engine import hybrid
 from kvlingo_mlx.engine.responses import summary
 from kvlingo_mlx.evaluation import conditions, lineup, tuning
@@ -289,28 +288,6 @@ def tuned(root: Path, layers: int) -> tuple[LanguageModel, LanguageModel, Transl
     return source, target, dataclasses.replace(translator, config=config)
 
 
-@pytest.mark.parametrize("asked", [None, "auto"])
-def test_a_number_may_depend_on_the_length(root: Path, asked: str | None) -> None:
-    """Each holds up to its own length, that of all others beyond; a given number for all."""
-    source, target, translator = tuned(root, 2)
-    facts = {"native_layers": 2, "native_by_length": [[20, 0], [30, 1]]}
-    config = dataclasses.replace(translator.config, provenance=facts)
-    by_length = dataclasses.replace(translator, config=config)
-    for length, layers in ((8, 0), (20, 0), (21, 1), (30, 1), (31, 2), (len(TOKENS) - 1, 2)):
-        tokens = TOKENS[: length + 1]  # the last one is no part of the prefix
-        hand_over = functools.partial(kv.hand_over, source, target, tokens)
-        found = hand_over(translator=by_length, native_layers=asked)
-        plain = hand_over(translator=translator, native_layers=layers)
-        assert all(equal(a, b) for a, b in zip(found, plain, strict=True))
-        given = {"translator": by_length, "max_tokens": 1}
-        (answer,) = kv.stream_generate(source, target, tokens, **given)
-        assert answer.native_layers == layers
-        (answer,) = kv.stream_generate(source, target, tokens, native_layers=1, **given)
-        assert answer.native_layers == 1
-        (answer,) = kv.stream_generate(source, target, tokens, heal="layers", **given)
-        assert answer.native_layers == (layers or 1)  # a quarter of the layers, where none is tuned
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -328,13 +305,7 @@ def test_what_means_nothing_is_refused(root: Path, options: dict, message: str) 
         kv.hand_over(source, target, TOKENS, translator=translator, **options)
 
 
-@pytest.mark.parametrize(
-    ("key", "found"),
-    [
-        *(("native_layers", layers) for layers in (99, "1")),
-        *(("native_by_length", pairs) for pairs in ([[3]], [[9, 1], [9, 2]], [[9, 99]])),
-    ],
-)
+@pytest.mark.parametrize(("key", "found"), [("native_layers", layers) for layers in (99, "1")])
 def test_a_folder_that_asks_for_what_is_not_there(
     root: Path, tmp_path: Path, key: str, found: Any
 ) -> None:
@@ -409,45 +380,6 @@ def test_what_is_chosen_is_kept_with_the_translator(
     pairs = zip(hand_over(translator=own), hand_over(translator=own, native_layers=1), strict=True)
     assert all(equal(a, b) for a, b in pairs)
     capsys.readouterr()
-
-
-def test_short_prefixes_keep_the_cheap_switch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A trained pair, which loses facts beyond its trained lengths (docs/results.md)."""
-    ends = [zoo(name) for name in ("tiny-qwen3-s", "tiny-qwen3-l")]
-    own = tmp_path / "own"
-    kv.load_translator(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l").save(own)
-    command = ["tune", *map(str, ends), "--translator", str(own), "-c", "lengths=256,1024",
-               "--min-recall", "0.8", "--native-layers", "0,2", "--limit", "3", "-c", "trials=1",
-               "--out", str(tmp_path / "out.jsonl"),
-               "--json", str(tmp_path / "record.jsonl")]  # fmt: skip
-    assert run(command) == 0
-    out = capsys.readouterr().out
-    assert "keeps native_layers = 2 of 4, 0 for prefixes of at most 256 tokens" in out
-    config = translator_folder.read_config(own)
-    assert config.native_layers == 2 and config.native_by_length == [[256, 0]]
-    found = json.loads((tmp_path / "record.jsonl").read_text())["results"]["lengths"]
-    recall = {
-        (length, p["layers"]): p["recall"]["value"]
-        for length, each in found.items()
-        for p in each["points"]
-        if p["way"] == "hybrid"
-    }
-    assert min(recall["256", 0], recall["256", 2], recall["1024", 2]) > 0.8 > recall["1024", 0]
-    small, large = (kv.load(end) for end in ends)
-    for talk in dialogues.held_out(1, seed=3, facts=(60, 60)):
-        messages = [*talk.messages[:-1], {"role": "user", "content": talk.questions[0]}]
-        for asked, layers in ((messages, 2), ([messages[-1]], 0)):
-            options = {"translator": own, "max_tokens": 1, "enable_thinking": False}
-            (answer,) = kv.stream_generate(small, large, asked, **options)
-            assert answer.native_layers == layers
-            told = kv.Conversation({"a": small, "b": large}, [own], enable_thinking=False)
-            *_, answer = told.stream_reply("b", asked, prefill="a", max_tokens=1)
-            assert answer.native_layers == layers
-    line = lineup.translated("t", small, large, [kv.load_translator(own)], None)
-    plain = lineup.translated("t", small, large, [kv.load_translator(own)], 2)
-    assert line.identity["native_by_length"] == [[[256, 0]]] and line.identity != plain.identity
 
 
 def test_controls_do_not_follow_the_tuned_number(root: Path) -> None:

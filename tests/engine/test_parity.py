@@ -117,7 +117,7 @@ def test_models_load_alike(name: str, root: Path, reference: ModuleType) -> None
     tokens = tiny.random_tokens(TOKENS)
     folder = tiny.write_model(root, name)
     model = load(folder)
-    cache = caches.allocate(model, 0)
+    cache = caches.empty(model)
     model.model(mx.array([tokens[:-1]]), cache=cache)
     expected = parity.within_windows(folder, reference.native(folder, tokens))
     parity.assert_same(parity.decode(model, cache, tokens[-1]), expected)

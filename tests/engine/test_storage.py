@@ -182,30 +182,6 @@ def test_stats_agree_with_mlx(family: str, store: Path) -> None:
         assert said > 100_000 and held - active() == pytest.approx(said, rel=0.05)
 
 
-def test_stats_tell_what_a_branch_shares(model: LanguageModel) -> None:
-    """Against what MLX says: a branch takes nothing, its first answer what was shared."""
-
-    def shared(talk: Conversation) -> dict[str, int]:
-        return {line.name: line.shared_bytes for line in talk.stats().lines}
-
-    talk, apart = (talk_of(model, eager=False) for _ in range(2))
-    for each in (talk, apart):
-        ask(each, "a", "the use of an other")
-        ask(each, "b", "is it on?")
-    assert shared(talk) == {"a": 0, "b": 0}  # equal numbers elsewhere are not shared
-    gc.collect()  # what earlier tests left would be freed meanwhile
-    before = mx.get_active_memory()
-    branch = talk.branch()
-    sizes = {line.name: line.cache_bytes for line in talk.stats().lines}
-    assert shared(talk) == shared(branch) == sizes and min(sizes.values()) > 0
-    assert mx.get_active_memory() - before < min(sizes.values()) / 2
-    branch.reply("a", "and you", max_tokens=2)
-    assert shared(talk) == shared(branch) == {"a": 0, "b": sizes["b"]}
-    assert mx.get_active_memory() - before >= sizes["a"]
-    del branch
-    assert shared(talk) == {"a": 0, "b": 0}
-
-
 def test_branches_of_a_line_that_is_still_being_written_are_apart(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,6 +182,3 @@ def test_the_verb_takes_such_pairs(tmp_path: Path, capsys: Printed, task_folder:
     suite = ["--suite", "paper:quac,ruler", "--task-data", f"quac={quac}", "--lengths", "300"]
     assert run([*pair, *suite, "--limit", "1", *more]) == 2
     assert "no question for the task quac" in capsys.readouterr().err  # its dialogue is short
-    timed = [*pair, "--tasks", "quac", "--task-data", f"quac={quac}", "--compare"]
-    assert run(timed) == 2
-    assert "times are of our own tasks' prompts" in capsys.readouterr().err

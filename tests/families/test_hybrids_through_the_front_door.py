@@ -179,7 +179,7 @@ def test_maps_of_states_by_the_other_verbs(
     talk = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "so they did"}]
     Path("chats.jsonl").write_text("\n".join(json.dumps({"messages": talk}) for _ in range(3)))
     chats = ["--data", "chats.jsonl"]
-    scores = ["--tasks", "continuation", "--baselines", "shuffled,hidden", "--compare"]
+    scores = ["--tasks", "continuation", "--baselines", "shuffled,hidden"]
     assert run(["eval", str(room / "mapped"), *pair, *scores, *chats]) == 0
     assert run(["tune", *own, *chats, "--native-layers", "0,4", "-c", "trials=1"]) == 0
     assert run(["bench", *own, "-p", "64", "-n", "1"]) == 0

@@ -26,6 +26,7 @@ from mlx_lm.models.cache import (
 import kvlingo_mlx as kv
 from benchmarks.paper.evaluation import baselines
 from benchmarks.paper.timing.memory import peak_bytes
+from benchmarks.paper.timing.memory_budget import allocated
 from kvlingo_mlx import caches, translators
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.evaluation import lineup, probes
@@ -258,7 +259,7 @@ def test_a_quantised_prefix(root: Path, case: Case, bits: int) -> None:
 
 def random_cache(model: LanguageModel, tokens: int) -> list[Any]:
     """A model's cache of ``tokens``, filled with random numbers."""
-    cache = caches.allocate(model, tokens)
+    cache = allocated(model, tokens)
     for layer in cache:
         layer.keys, layer.values = map(mx.random.normal, (layer.keys.shape, layer.values.shape))
     mx.eval(caches.arrays(cache))

@@ -2,13 +2,11 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvlingo_mlx.evaluation import compare
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.timing import bench
 from tests.support.command_line import run
@@ -53,7 +51,7 @@ def test_ticks_are_plain_numbers(values: list[float], expected: list[str] | None
 
 def test_benchs_times() -> None:
     lengths = (64, 256, 2048)
-    timed = [bench.PhaseTimes(n, {"native": [n / 3e4], "translate": [n / 3.4e4]}, {})
+    timed = [bench.PhaseTimes(n, {"native": [n / 3e4], "translate": [n / 3.4e4]})
              for n in lengths]  # fmt: skip
     axes = bench.figure(timed, str.upper).axes[0]
     assert ticks(axes.xaxis) == ["64", "256", "2,048"]
@@ -78,28 +76,6 @@ def test_no_text_is_cut(tmp_path: Path) -> None:
     assert (edge(tmp_path / "whole.png") == 1).all()
 
 
-def mean(value: float) -> Any:
-    return SimpleNamespace(value=value, error=0.01)
-
-
-def test_evals_tasks_have_a_panel_each() -> None:
-    times = {"native": [0.4, 0.5], "translated": [0.02, 0.03]}
-    outcomes: Any = [
-        SimpleNamespace(task=task, metrics=[metric], tables={
-            name: {"all": {metric: mean(value)}}
-            for name, value in {"native": 1.0, "translated": 0.8, "shuffled": 0.0,
-                                "hidden": 0.0}.items()
-        })
-        for task, metric in (("continuation", "kl"), ("recall", "recall"))
-    ]  # fmt: skip
-    panels = compare.score_against_time(outcomes, times).axes
-    assert [axes.get_ylabel() for axes in panels] == ["continuation: kl", "recall: recall"]
-    for axes in panels:
-        assert [text.get_text() for text in axes.get_legend().get_texts()] == list(times)
-        assert [text.get_text() for text in axes.texts] == ["shuffled, hidden"]  # one place, once
-        assert "10^" not in "".join(ticks(axes.xaxis))
-
-
 def test_pictures_say_of_which_models_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,15 +88,8 @@ def test_pictures_say_of_which_models_they_are(
 
     monkeypatch.setattr(pictures, "save", seen)
     pair = ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
-    out = ["--out", str(tmp_path / "scores.jsonl"), "--limit", "2"]
-    commands = [
-        ["bench", *pair, "-p", "16", "-n", "1", "--plot", str(tmp_path / "bench.png")],
-        ["eval", *pair, *out, "--compare", "--plot", str(tmp_path / "eval.svg")],
-    ]
-    for command in commands:
-        assert run(command) == 0
-    title = "tiny-qwen3-s to tiny-qwen3-l"
-    assert drawn == dict.fromkeys(("bench.png", "eval.svg"), title)
+    assert run(["bench", *pair, "-p", "16", "-n", "1", "--plot", str(tmp_path / "bench.png")]) == 0
+    assert drawn == {"bench.png": "tiny-qwen3-s to tiny-qwen3-l"}
     assert pictures.pair("/models/a", "Qwen/Qwen3-4B") == "a to Qwen/Qwen3-4B"
 
 

@@ -15,7 +15,7 @@ from benchmarks.paper.tasks import ADDED
 from kvlingo_mlx.cli import eval as packages
 from kvlingo_mlx.cli.command import numbers, verb
 from kvlingo_mlx.cli.eval_options import OWN
-from kvlingo_mlx.cli.output import phase, say, table, warn
+from kvlingo_mlx.cli.output import draw, ms, phase, say, table, tell_of_machine, warn
 from kvlingo_mlx.group import launched
 
 if TYPE_CHECKING:
@@ -60,11 +60,26 @@ class PaperComparison(packages.Comparison):
         self.profile: Profile | None = None
         self.compute: dict[int, dict[str, float]] = {}  # by a prefix's tokens
         self.computed: dict[str, dict[str, float]] = {}  # by task
+        self.times: dict[str, list[float]] = {}  # to the first token, by condition
+        self.drawn: list[Outcome] = []
         self.harness["added"] = ADDED
+        if options.plot:
+            from kvlingo_mlx.reporting import pictures
+
+            pictures.check(options.plot)
         if options.judge is not None:
             from benchmarks.paper.evaluation.judge import judging
 
             self.harness["judge"] = judging(self._judge, self.prompts)
+
+    def run(self) -> None:
+        """Evaluate, print, keep the record, and draw scores over times."""
+        super().run()
+        if self.options.plot:
+            from benchmarks.paper.evaluation.frontier import score_against_time
+
+            names = (model.name for model in self.models)
+            draw(score_against_time(self.drawn, self.times), self.options.plot, *names)
 
     def load_models(self) -> tuple[Any, Any]:
         return decoding.load(self.options.device, self.options.source, self.options.target)
@@ -182,8 +197,10 @@ class PaperComparison(packages.Comparison):
         return found if any("recomputed" in c.identity for c in self.line) else None
 
     def print_more(self, outcomes: list[Outcome]) -> None:
-        """Print how far the seeds of a method lie apart."""
+        """Print how far the seeds of a method lie apart, and times to a first token."""
         print_seeds(outcomes)
+        if self.options.compare:
+            self._time(outcomes)
         self.computed = {o.task: self.compute.get(o.prefix_tokens, {}) for o in outcomes}
 
     def written(self) -> set[str]:
@@ -195,7 +212,20 @@ class PaperComparison(packages.Comparison):
         settings, _ = super().record()
         settings |= self.options.some("window judge suite switch_at")
         profile = None if self.profile is None else vars(self.profile)
-        return settings, {"profile": profile, "compute": self.computed}
+        more = {"profile": profile, "compute": self.computed, "first_token_s": self.times}
+        return settings, more
+
+    def _time(self, outcomes: list[Outcome]) -> None:
+        """Print the seconds to the first token."""
+        from benchmarks.paper.evaluation.frontier import first_tokens
+        from kvlingo_mlx.reporting.measure import median
+
+        tokens, self.times = first_tokens(self.models[1], self.line, self.tasks, outcomes)
+        self.drawn = outcomes
+        rows = [[name, ms(median(samples))] for name, samples in self.times.items()]
+        title = f"Time to first token at a switch at {tokens} tokens (ms, median)"
+        table(title, ["cache", "first token"], rows)
+        tell_of_machine()
 
 
 def benchmarks(options: PaperEvalOptions) -> list[Benchmark]:

@@ -125,6 +125,8 @@ class PaperEvalOptions(eval_options.EvalFields):
         "hidden,shuffled",
         "hidden, shuffled, canonical, reuse, droidspeak:J, text, folded; or none.",
     )
+    compare: bool = option(False, "Also time each one's first token.", "--compare")
+    plot: str | None = option(None, "Draw score against first-token time (with --compare).")
     switch_at: str = option(
         "prompt",
         "Where the cache changes hands: after the prompt, after its context, after a trace; "

@@ -54,7 +54,7 @@ def hold(options: PaperEvalOptions) -> None:
         "task_data": files,
         **options.some("native_layers turns baselines limit thinking max_tokens judge quantize"),
     }
-    results = compare.found(outcomes, {}) | {"translators": digests}
+    results = compare.found(outcomes) | {"translators": digests}
     keep(options.json_file, "eval turns", config, results)
 
 

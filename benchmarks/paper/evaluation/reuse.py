@@ -163,6 +163,6 @@ def _share(
     maps = one.translator
     if maps is None or maps.config.alignment is not None or one.native_layers is None:
         return None
-    native = one.native_layers(tokens)
+    native = one.native_layers
     work = translation_work(maps.above(native), source, target, tokens).flops
     return (sum(layers[:native]) + work) / sum(layers)

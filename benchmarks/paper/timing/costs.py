@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from kvlingo_mlx.backend import mx, nn
+
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.families.base import text_model
@@ -15,8 +19,21 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import Read, flops_of, maps_states
 from kvlingo_mlx.models.hidden import decoder_of
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.timing.ceilings import DENSE, EXPERTS, Work, is_in, nbytes, shape_of
 from kvlingo_mlx.translators.base import Translator
+
+EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+DENSE = (nn.Linear, nn.QuantizedLinear)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations, and bytes of memory that must be touched once."""
+
+    flops: float
+    bytes: float
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
 
 
 class Costs:
@@ -133,3 +150,17 @@ def recurrent_flops(layer: LayerGeometry) -> int:
         return convolution + 2 * values  # two products: before the convolution and after it
     touched, own = (7, 2) if layer.attention == "gated_delta" else (5, 3)
     return convolution + values * (touched * shape.key_dim + own)
+
+
+def is_in(module: nn.Module, layer: nn.Module) -> bool:
+    return any(module is part for part in layer.modules())
+
+
+def shape_of(module: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs of a linear layer, of one of its experts, or of an embedding as head."""
+    *_, outputs, inputs = module.weight.shape
+    return outputs, inputs * 32 // module.bits if "scales" in module else inputs
+
+
+def nbytes(module: nn.Module) -> int:
+    return sum(array.nbytes for array in dict(tree_flatten(module.parameters())).values())

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from kvlingo_mlx.backend import nn
 
-from benchmarks.paper.timing.costs import Costs, recurrent_flops
-from kvlingo_mlx.timing.ceilings import is_in
+from benchmarks.paper.timing.costs import Costs, is_in, recurrent_flops
 
 
 class LayerCosts(Costs):

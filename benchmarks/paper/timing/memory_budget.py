@@ -167,9 +167,24 @@ def _own_bytes(model: LanguageModel) -> int:
     return sum(array.nbytes for _, array in arrays)
 
 
+def allocated(model: LanguageModel, tokens: int) -> list[Any]:
+    """Stock caches of ``tokens`` zeros, with room to grow; a ring has room for its window only."""
+    cache, whole = caches.empty(model), (tokens // caches.GROW + 1) * caches.GROW
+    for index, (own, layer) in enumerate(zip(cache, model.geometry.layers, strict=True)):
+        room = min(whole, layer.window or whole)
+        own.keys, own.values = (
+            mx.zeros((1, heads, room, dim), model.cache_dtype)
+            for heads, dim in caches.stored_shape(model, index)
+        )
+        own.offset = tokens
+        if layer.window is not None:  # in temporal order, so the next token replaces the oldest
+            own._idx = min(tokens, layer.window)
+    return cache
+
+
 def random_cache(model: LanguageModel, tokens: int, batch: int) -> list[Any]:
     """A model's cache of ``tokens`` in ``batch`` rows, of random numbers that repeat."""
-    cache = caches.allocate(model, tokens)
+    cache = allocated(model, tokens)
     for layer in cache:
         for name in ("keys", "values"):
             _, heads, room, dim = getattr(layer, name).shape

@@ -183,7 +183,7 @@ class Paths:
 
     def accelerator(self) -> None:
         """Source prefill, translation and the target's step."""
-        plan = self._plan(native_part(self.first.config, tokens=len(self.tokens) - 1))
+        plan = self._plan(native_part(self.first.config))
         first_token(self.target, self.tokens[-1:], bring(plan).cache)
 
     def decode_source(self) -> None:

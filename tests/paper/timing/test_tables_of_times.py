@@ -19,7 +19,6 @@ from benchmarks.paper.timing.costs import Costs, translation_work
 from benchmarks.paper.timing.paths import FEW, Paths
 from kvlingo_mlx import caches as kv_caches
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.timing import ceilings
 from kvlingo_mlx.timing.bench import BenchPair
 from kvlingo_mlx.timing.random_maps import random_translators
 from kvlingo_mlx.timing.switching import Stopwatch
@@ -306,9 +305,6 @@ def test_costs_by_hand(models: Models, translator: Translator) -> None:
     assert long.flops - short.flops == each + without + seen
     work = translation_work(translator, models["dense"], model, 10)
     assert work.flops == 10 * translator.flops_per_token
-    rates = ceilings.Rates(2.0, 4.0, "float32")
-    assert rates.best(ceilings.Rates(1.0, 5.0, "float32")) == ceilings.Rates(2.0, 5.0, "float32")
-    assert rates.floor(ceilings.Work(10, 4)) == 5 and rates.floor(ceilings.Work(1, 40)) == 10
 
 
 def test_reading_a_prompt_ends_with_the_last_keys_and_values(models: Models) -> None:
@@ -341,7 +337,7 @@ def test_windows_take_no_work_beyond_them(tmp_path: Path) -> None:
     model = kv.load(tiny.write_tiny_model(tmp_path / "g", "gemma3_text", **options))
     costs, layers = Costs(model), model.geometry.layers
     count, (window,) = 200, {g.window for g in layers if g.window}
-    held = kv_caches.nbytes(kv_caches.allocate(model, 255))  # all of the room that it takes
+    held = kv_caches.nbytes(memory_budget.allocated(model, 255))  # all of the room that it takes
     wide = sum(g.window is None for g in layers)
     entry = kv_caches.bytes_by_layer(model)[0]
     assert held == entry * (256 * wide + window * (len(layers) - wide))

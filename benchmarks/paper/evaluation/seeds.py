@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvlingo_mlx.evaluation.compare import ALL, Outcome, Table
-from kvlingo_mlx.evaluation.error_bars import Mean, over_sets
+from kvlingo_mlx.evaluation.compare import Outcome
+from kvlingo_mlx.evaluation.error_bars import Mean
 
 
 @dataclass(frozen=True)
@@ -81,28 +81,3 @@ def medians(found: Iterable[Cell]) -> dict[tuple[str, str], tuple[float, float]]
         )
         for name, each in rows.items()
     }
-
-
-def over_tasks(outcomes: Sequence[Outcome]) -> list[Cell]:
-    """One mean over several tasks for each condition with several seeds (table "seedsets").
-
-    Of each task its first metric counts, over all of its items. All tasks have the same conditions
-    and seeds.
-    """
-
-    def score(outcome: Outcome, table: Table) -> Mean:
-        return table.get(ALL, next(iter(table.values())))[outcome.metrics[0]]
-
-    first = outcomes[0].seeds if outcomes else {}
-    return [
-        Cell(
-            f"mean of {len(outcomes)} tasks",
-            "first metrics",
-            name,
-            tuple(
-                over_sets([score(o, o.seeds[name][n]) for o in outcomes])
-                for n in range(len(tables))
-            ),
-        )
-        for name, tables in first.items()
-    ]

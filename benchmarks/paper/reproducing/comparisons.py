@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from benchmarks.paper.analysis.statistics import sign_test
 from benchmarks.paper.evaluation import seeds
+from benchmarks.paper.evaluation.suites import benchmark
 from benchmarks.paper.reproducing import scores
 from benchmarks.paper.reproducing.cells import Cell, cell_of, said_by
-from benchmarks.paper.reproducing.entries import Entry
+from benchmarks.paper.reproducing.entries import FACTS, LARGE, SMALL, Entry
 from benchmarks.paper.reproducing.results import Line, Result, Value
 from benchmarks.paper.reproducing.tables import WAYS, Pair, meaning, tables
 from benchmarks.paper.reproducing.work import Work
-from kvlingo_mlx.evaluation.compare import ALL
 from kvlingo_mlx.evaluation.error_bars import Mean, over_sets
 
 
@@ -27,28 +29,34 @@ def make(entry: Entry, work: Work) -> Result:
 
 
 def _spread(entry: Entry, work: Work) -> Result:
-    """Table "seedsd": the seeds' standard deviation beside the error over items."""
+    """Table "seedsd": the seeds' standard deviation beside the error over items.
+
+    Each is the median over a family's cells: pairs, ways, readers, modes and RULER's rungs.
+    """
     table = tables()[entry.label]
-    families = entry.extra["families"]
-    found, notes = {}, list[str]()
-    for family, (pairs, readers, benchmarks) in families.items():
-        cells = _cells(entry, pairs, readers, benchmarks, ("off",))
-        outcomes = scores.outcomes(cells, work, entry, notes)
-        found[family] = seeds.medians(cell for cell in seeds.cells(outcomes) if _whole(cell))
+    notes: list[str] = []
+    medians: dict[tuple[str, str], tuple[float, float]] = {}
+    for family, (pairs, readers, benchmarks) in entry.extra["families"].items():
+        modes = {m: [w for w in benchmarks if m == "off" or reasons(w)] for m in entry.modes}
+        cells = [c for m, some in modes.items() for c in _cells(entry, pairs, readers, some, (m,))]
+        judged = replace(entry, how=FACTS if {*pairs} <= {SMALL, LARGE} else {})
+        found: dict[str, list[list[Mean]]] = {}
+        for cell, means in scores.by_seed(cells, work, judged, notes).items():
+            found.setdefault(cell.benchmark, []).append(means)
+        for what, several in found.items():
+            sds = statistics.median(seeds.spread([m.value for m in each]) for each in several)
+            medians[family, what] = sds, statistics.median(each[0].error for each in several)
     lines = []
     for row in range(len(table.rows)):
         what = meaning(table.names(row))["what"]
-        values: list[Value] = []
-        for family in families:
-            pairs_of = {name: pair for (name, _), pair in found[family].items()}
-            values += pairs_of.get(what, (None, None))
+        values = [v for f in entry.extra["families"] for v in medians.get((f, what), (None,) * 2)]
         lines.append(Line((table.names(row)[-1],), tuple(values), table.values(row)))
     return Result(table.columns[:1], table.columns[1:], tuple(lines), tuple(dict.fromkeys(notes)))
 
 
-def _whole(cell: seeds.Cell) -> bool:
-    """Whether a cell is of all items."""
-    return "(" not in cell.metric or f"({ALL})" in cell.metric
+def reasons(what: str) -> bool:
+    """Whether the paper scores a benchmark with reasoning, too."""
+    return True in benchmark(what.split()[0]).reasoning
 
 
 def _sets(entry: Entry, work: Work) -> Result:
@@ -64,14 +72,13 @@ def _sets(entry: Entry, work: Work) -> Result:
             Cell(said["pair"], said["way"], what, reader, seeds=entry.seeds)
             for what in entry.extra["sets"][said["pair"]]
         ]
-        whole = seeds.over_tasks(scores.outcomes(cells, work, entry, notes))
-        each = next((cell for cell in whole if cell.condition == reader), None)
+        found = scores.by_seed(cells, work, entry, notes).values()
+        each = [over_sets(means) for means in zip(*found, strict=True)]
         values: tuple[Value, ...] = (None,) * 4
-        if each is not None:
-            first, *others = each.seeds
-            middle = Mean(each.mean, each.seed_sd, len(each.seeds))
-            rest = [seed.value for seed in others]
-            values = (first, middle, *rest, *[None] * (2 - len(rest)))
+        if each:
+            scored = [seed.value for seed in each]
+            middle = Mean(sum(scored) / len(scored), seeds.spread(scored), len(scored))
+            values = (each[0], middle, *scored[1:], *[None] * (3 - len(scored)))
         lines.append(Line(tuple(n for n in names if n), values, table.values(row)))
     columns = table.columns
     return Result(columns[:3], columns[3:], tuple(lines), tuple(dict.fromkeys(notes)))

@@ -23,6 +23,8 @@ from kvlingo_mlx.tokenization.records import open_source
 
 # Paragraph "Protocol": 512 documents of 256 tokens. A tiny run reads fewer.
 DOCUMENTS, TOKENS = 512, 512 * 256
+# Figures "cka": keys behind their norm, 16k tokens.
+CKA = {"cka": True, "capture": "post_norm", "documents": 64, "tokens": 64 * 256}
 TINY_SIZE = {"documents": 24, "tokens": 24 * 128, "epochs": 2, "hidden": 16}
 SIDE_OF = {"K": "keys", "V": "values"}
 SCRATCH = "scratch"
@@ -32,13 +34,13 @@ def report_of(work: Work, pair: Pair, way: str, **asked: Any) -> Report:
     """What two models' caches have in common, in one direction; ``asked`` are settings."""
     ends = work.models.pair(pair)
     source, target = load_pair(*(ends if way == SMALL_TO_LARGE else ends[::-1]))
-    size = TINY_SIZE if work.tiny else {"documents": DOCUMENTS, "tokens": TOKENS}
-    settings = Settings(**{"cka": False, "mlp": False, "heads": False, **size, **asked})
+    size = {"documents": DOCUMENTS, "tokens": TOKENS, "cka": False, "mlp": False, "heads": False}
+    settings = Settings(**(size | asked | (TINY_SIZE if work.tiny else {})))
     work.heard.progress(f"reading {source.name} and {target.name}")
-    return analyze(source, target, _records(work, settings.documents), settings)
+    return analyze(source, target, records(work, settings.documents), settings)
 
 
-def _records(work: Work, count: int) -> Iterator[Mapping[str, Any]]:
+def records(work: Work, count: int) -> Iterator[Mapping[str, Any]]:
     """The first records of the training data, and some more, since some are of no use."""
     for name in work.training_data():
         source, _ = open_source(name)
@@ -110,7 +112,7 @@ def _grids(entry: Entry, work: Work) -> Result:
     """Figure "cka": how alike each target layer's keys are to each source layer's, by pair."""
     lines: list[Line] = []
     for pair in entry.pairs:
-        grid = report_of(work, pair, SMALL_TO_LARGE, cka=True).cka["keys"].cka
+        grid = report_of(work, pair, SMALL_TO_LARGE, **CKA).cka["keys"].cka
         lines += [Line((_named(pair), str(at)), tuple(row)) for at, row in enumerate(grid.tolist())]
     widest = max(len(line.values) for line in lines)
     padded = [(*line.values, *[None] * (widest - len(line.values))) for line in lines]
@@ -119,14 +121,19 @@ def _grids(entry: Entry, work: Work) -> Result:
 
 
 def _by_pair(
-    columns: tuple[str, ...], numbers: Callable[[Report], Sequence[float]], **asked: bool
+    columns: tuple[str, ...], numbers: Callable[[Report], Sequence[float]], **asked: Any
 ) -> Callable[[Entry, Work], Result]:
     """A maker of a row for each pair and way."""
 
     def rows(entry: Entry, work: Work) -> Result:
+        models = [(pair, False) for pair in entry.pairs]
+        models += [(pair, True) for pair in entry.extra.get("random", ())]
         lines = [
-            Line((_named(pair), way), tuple(numbers(report_of(work, pair, way, **asked))))
-            for pair in entry.pairs
+            Line(
+                (_named(pair) + ", random weights" * null, way),
+                tuple(numbers(report_of(work, pair, way, **asked, random_init=null))),
+            )
+            for pair, null in models
             for way in WAYS
         ]
         return Result(("pair", "way"), columns, tuple(lines))
@@ -156,6 +163,6 @@ MAKERS: dict[str, Callable[[Entry, Work], Result]] = {
     "affine": _linearity,
     "rank": _rank,
     "cka": _grids,
-    "contrast": _by_pair(("contrast", "offset"), _contrast, cka=True),
+    "contrast": _by_pair(("contrast", "offset"), _contrast, **CKA),
     "heads": _by_pair(("share of keys", "share of values"), _heads, heads=True),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -64,20 +63,3 @@ def cells(outcomes: Iterable[Outcome]) -> list[Cell]:
         for metric in outcome.metrics
         if metric in tables[0][group]  # XQuAD's difference is of the mean over seeds alone
     ]
-
-
-def medians(found: Iterable[Cell]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Seed sd and error over items by task and metric, each the median over cells.
-
-    This is table "seedsd": a family's cells are its translators, directions and reasoning modes.
-    """
-    rows: dict[tuple[str, str], list[Cell]] = {}
-    for cell in found:
-        rows.setdefault((cell.task, cell.metric), []).append(cell)
-    return {
-        name: (
-            statistics.median(cell.seed_sd for cell in each),
-            statistics.median(cell.item_error for cell in each),
-        )
-        for name, each in rows.items()
-    }

@@ -36,9 +36,8 @@ def _spread(entry: Entry, work: Work) -> Result:
     table = tables()[entry.label]
     notes: list[str] = []
     medians: dict[tuple[str, str], tuple[float, float]] = {}
-    for family, (pairs, readers, benchmarks) in entry.extra["families"].items():
-        modes = {m: [w for w in benchmarks if m == "off" or reasons(w)] for m in entry.modes}
-        cells = [c for m, some in modes.items() for c in _cells(entry, pairs, readers, some, (m,))]
+    for family, (pairs, _, _) in entry.extra["families"].items():
+        cells = cells_of_families(entry, (family,))
         judged = replace(entry, how=FACTS if {*pairs} <= {SMALL, LARGE} else {})
         found: dict[str, list[list[Mean]]] = {}
         for cell, means in scores.by_seed(cells, work, judged, notes).items():
@@ -54,9 +53,22 @@ def _spread(entry: Entry, work: Work) -> Result:
     return Result(table.columns[:1], table.columns[1:], tuple(lines), tuple(dict.fromkeys(notes)))
 
 
-def reasons(what: str) -> bool:
-    """Whether the paper scores a benchmark with reasoning, too."""
-    return True in benchmark(what.split()[0]).reasoning
+def cells_of_families(entry: Entry, families: Sequence[str] = ()) -> list[Cell]:
+    """The cells of some families, or of all that an entry of seeds has, or of its sets."""
+    found = []
+    for family, (pairs, readers, benchmarks) in entry.extra.get("families", {}).items():
+        if family in (families or (family,)):
+            for mode in entry.modes:
+                some = [w for w in benchmarks if (mode == "on") in _modes(w)]
+                found += _cells(entry, pairs, readers, some, (mode,))
+    for pair, benchmarks in entry.extra.get("sets", {}).items():
+        found += _cells(entry, (pair,), ("mixing", "mixing+greedy"), benchmarks, ("off",))
+    return found
+
+
+def _modes(what: str) -> tuple[bool, ...]:
+    """Whether the paper scores a benchmark without and with reasoning."""
+    return benchmark(what.split()[0]).reasoning
 
 
 def _sets(entry: Entry, work: Work) -> Result:

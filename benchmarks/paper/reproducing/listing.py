@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.paper.reproducing import sizes
 from benchmarks.paper.reproducing.cells import Cell
+from benchmarks.paper.reproducing.comparisons import cells_of_families
 from benchmarks.paper.reproducing.entries import BY_LABEL, ENTRIES, Entry
 from benchmarks.paper.reproducing.results import kept
 from benchmarks.paper.reproducing.tables import Pair, meaning, tables
@@ -28,7 +29,7 @@ MACHINES = {
 
 # Letters of the overview, beside the trainings or hours of a label.
 LEGEND = (
-    "26t: trainings, or ~9h: their hours by a step measured in --room; + done, - tiny.",
+    "26t: trainings, or ~9h: hours by a step measured in --room; + done, - done tiny.",
     "J a judge, P plain text, N an NVIDIA GPU, V vLLM, M Apple silicon. GB: weights;",
     "gated: accept on the Hub, `hf auth login`. In full: --list LABEL.",
 )
@@ -168,22 +169,20 @@ def pairs_of(entry: Entry) -> list[Pair]:
 
 def cells_of(entry: Entry) -> list[Cell]:
     """The scores of an entry; none for entries of another kind."""
+    if entry.maker == "seeds":
+        return cells_of_families(entry)
     return list(entry.grid().cells()) if entry.maker == "scores" else []
 
 
 def trainings_of(entry: Entry) -> int:
     """How many translators an entry needs; a sweep counts once."""
-    if entry.maker == "scores":
-        return len({one for cell in cells_of(entry) for one in wanted(cell)})
+    if cells := cells_of(entry):
+        return len({one for cell in cells for one in wanted(cell)})
     each = len(entry.who) * len(entry.seeds)
     if entry.maker == "perplexity":
         return len(tables()[entry.label].rows) * each
     if entry.maker in ("turns", "signs"):
         return 2 * len(entry.pairs) * each
-    if entry.maker == "seeds":
-        families = entry.extra.get("families", {}).values()
-        pairs = [pair for pairs, readers, _ in families for pair in pairs for _ in readers]
-        return 2 * (len(pairs) or 2 * len(entry.extra["sets"])) * len(entry.seeds)
     if entry.maker == "curves":
         if entry.label == "tab:lrs":
             rows = tables()[entry.label].rows

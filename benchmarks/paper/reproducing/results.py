@@ -91,12 +91,13 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def notes_of(work: Work, entry: Entry, result: Result) -> list[str]:
     """What a reader of the numbers must know: how they were made, otherwise than the paper's."""
-    told = list(entry.differs)
+    told = []
     if work.tiny:
         told.append("tiny models, made to test the way and not the method")
     if sizes := work.size.told:
         listed = ", ".join(f"{name} {number}" for name, number in sizes.items())
         told.append(f"a smaller run than the paper's: {listed} at most")
+    told += entry.differs
     if work.used:
         told.append(f"translators were trained on {work.trains}, of {', '.join(made_of(work))}")
     return [*told, *dict.fromkeys(result.notes), measure.machine_line()]

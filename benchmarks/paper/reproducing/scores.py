@@ -58,11 +58,11 @@ def make(entry: Entry, work: Work) -> Result:
 
 
 def _r2(work: Work, cells: Sequence[Cell | None], at: int) -> float:
-    """The R2 that stands before two scores: at the capture point of their translator."""
+    """The R2 that stands before two scores: of their translator."""
     beside = cells[at + 1]
     assert beside is not None
-    capture = "post_norm" if "post_norm" in beside.who else "pre_norm"
-    return statistics.keys_r2(work, beside.pair, beside.way, capture)
+    folder = trained(work, beside.pair, *wanted(beside))
+    return statistics.keys_r2(work, beside.pair, beside.way, folder)
 
 
 def _means(entry: Entry, grid: Grid, found: Mapping[Cell, Mean]) -> list[Line]:

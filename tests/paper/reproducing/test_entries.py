@@ -1,5 +1,6 @@
 """The list of tables and figures against the paper's labels, and what each cell is a score of."""
 
+import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ import pytest
 pytest.importorskip("lm_eval")
 
 from benchmarks.paper.evaluation.suites import BASE, PAPER
+from benchmarks.paper.reproducing import labels
 from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.entries import BY_LABEL, ENTRIES, LARGE, MIXTURE, SMALL
 from benchmarks.paper.reproducing.forms import OWN, form, is_translator
-from benchmarks.paper.reproducing.listing import listed, pairs_of
+from benchmarks.paper.reproducing.listing import listed, overview, pairs_of
 from benchmarks.paper.reproducing.running import MAKERS
 from benchmarks.paper.reproducing.tables import tables
 from benchmarks.paper.reproducing.trained import Wanted, settings
@@ -22,7 +24,10 @@ from benchmarks.paper.training.paper_pairs import filled
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 # Written by a script that read every figure and table of the paper's source.
-LABELS = [line.split() for line in (HERE / "labels.txt").read_text().splitlines()]
+LABELS = [
+    [told["kind"], told["label"]]
+    for told in map(json.loads, (HERE / "captions.jsonl").read_text().splitlines())
+]
 L2S, S2L = "large to small", "small to large"
 SCORES = [entry for entry in ENTRIES if entry.maker == "scores"]
 
@@ -116,9 +121,11 @@ def test_forms_are_the_papers() -> None:
     assert filled(plan, "Qwen3-4B", "Qwen3-30B-A3B")["norm"] == "attention_mass"
     plan, recipe, stage1 = settings(work, Wanted(*SMALL, "head_wise_mlp", 42))
     assert (plan["kind"], plan["head_mixing"]) == ("mlp", False)
-    assert stage1 == {"steps": 5000, "rates": ()}
+    assert stage1 == {"steps": 5000, "rates": ()} and recipe["sweep"]
     assert settings(work, Wanted(*SMALL, "closed", 42))[1]["steps"] == 0
     assert form("wide_mlp").plan == {"kind": "mlp", "hidden": 4096, "gated": False}
+    plan, recipe, stage1 = settings(work, Wanted(*LARGE, "wide_mlp", 42))
+    assert recipe == {"learning_rates": (3e-6, 1e-5, 3e-5)} and stage1["rates"] == (1e-3,)
     assert form("mixing+post_rope+cap8k").stream == {"max_prefix": 8192}
     assert form("mixing+r2+nu4").plan == {"assignment": "r2", "nu": 4}
     for wrong in ("mixin", "mixing+nu", "mixing+r3"):
@@ -132,7 +139,11 @@ def test_the_list_tells_what_is_needed(tmp_path: Path) -> None:
     # Two pairs, one way: a closed form, and four trained translators of three seeds each.
     assert suite.trainings == 2 * (1 + 4 * 3) and suite.judge
     assert suite.models == ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")
-    assert "a judge" in suite.takes and suite.state == "not done"
+    assert suite.command.endswith("tab:qwen3sl --judge MODEL") and suite.state == "not done"
+    assert suite.hours is None and rows["tab:gemma3"].gated == ("gemma-3-4b-it", "gemma-3-12b-it")
+    lines = overview(list(rows.values()))
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+    assert all(any(label in line for line in lines) for _, label in LABELS)
     assert rows["tab:cost"].machine == "an NVIDIA GPU"
     state = rows["tab:mla"].state
     assert state.startswith("needs Qwen3-4B and 8B converted")
@@ -140,3 +151,11 @@ def test_the_list_tells_what_is_needed(tmp_path: Path) -> None:
     assert "as they are" in rows["app:tab:mla"].state and "60000" in rows["app:tab:mla"].state
     assert rows["tab:base"].models[0] == "Qwen3-0.6B-Base"
     assert pairs_of(BY_LABEL["tab:linearity"]) == [LARGE, SMALL]
+
+
+def test_the_page_of_labels_is_todays() -> None:
+    """Else: python -m benchmarks.paper.reproducing.labels."""
+    assert labels.PAGE.read_text(encoding="utf-8") == labels.page()
+    verdicts = [labels.AUDIT.get(label) for _, label in LABELS]
+    assert (verdicts.count(labels.OTHER), verdicts.count(labels.MISSING)) == (19, 6)
+    assert set(labels.AUDIT) <= {label for _, label in LABELS}

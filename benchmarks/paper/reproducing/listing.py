@@ -14,6 +14,7 @@ from benchmarks.paper.reproducing.entries import BY_LABEL, ENTRIES, Entry
 from benchmarks.paper.reproducing.results import kept
 from benchmarks.paper.reproducing.tables import Pair, meaning, tables
 from benchmarks.paper.reproducing.trained import wanted
+from benchmarks.paper.training.sweep import WIDTH as WIDTH_OF_SWEEP
 
 TINY_ROOM, TINY_DONE = "tiny", "done on tiny models"
 NO_BREAK = "\N{NO-BREAK SPACE}"  # within an entry of the overview
@@ -174,10 +175,14 @@ def cells_of(entry: Entry) -> list[Cell]:
     return list(entry.grid().cells()) if entry.maker == "scores" else []
 
 
-def trainings_of(entry: Entry) -> int:
-    """How many translators an entry needs; a sweep counts once."""
+def trainings_of(entry: Entry, sweeps: bool = False) -> int:
+    """How many translators an entry trains beyond a closed form.
+
+    A sweep counts once, or ``sweeps`` counts each of its first five rates.
+    """
     if cells := cells_of(entry):
-        return len({one for cell in cells for one in wanted(cell)})
+        every = {one for c in cells for one in wanted(c) if not one.form.startswith("closed")}
+        return sum(WIDTH_OF_SWEEP if sweeps and o.swept and not o.first else 1 for o in every)
     each = len(entry.who) * len(entry.seeds)
     if entry.maker == "perplexity":
         return len(tables()[entry.label].rows) * each
@@ -235,7 +240,7 @@ def _listed(entry: Entry, room: Path, second: float | None) -> Listed:
         sum(map(sizes.gigabytes, models)),
         tuple(model for model in models if model in sizes.GATED),
         trainings,
-        sizes.hours(pairs, trainings, second),
+        sizes.hours(pairs, trainings_of(entry, sweeps=True), second),
         tuple(scored),
         bool(set(scored) & set(JUDGED)),
         tuple(sizes.data_of(entry, cells, trainings)),

@@ -1,6 +1,6 @@
 """What the paper's captions say of their numbers, beside what the entries ask.
 
-``captions.jsonl`` is written by ``read_captions.py`` from the paper's LaTeX.
+``captions.jsonl`` is written by ``benchmarks.paper.reproducing.captions`` from the paper's LaTeX.
 """
 
 import json
@@ -14,13 +14,13 @@ pytest.importorskip("lm_eval")
 
 from benchmarks.paper.evaluation.suites import benchmark
 from benchmarks.paper.reproducing import held_in_turn, statistics, texts
+from benchmarks.paper.reproducing.captions import plain, said
 from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.comparisons import cells_of_families
 from benchmarks.paper.reproducing.entries import BY_LABEL, ENTRIES, FAR, Entry
 from benchmarks.paper.reproducing.scores import lengths_of, row_of, rungs_of
 from benchmarks.paper.reproducing.tables import RUNGS
 from benchmarks.paper.reproducing.trained import wanted
-from tests.paper.reproducing.read_captions import plain, said
 
 LINES = (Path(__file__).with_name("captions.jsonl")).read_text().splitlines()
 CAPTIONS = {told["label"]: told for told in map(json.loads, LINES)}

@@ -1,6 +1,6 @@
 """Read what the captions of the paper's LaTeX say of their numbers into captions.jsonl.
 
-python tests/paper/reproducing/read_captions.py PAPER.tex
+python -m benchmarks.paper.reproducing.captions PAPER.tex
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.paper.reproducing.tables import BENCHMARKS
 
+ROOT = Path(__file__).parents[3]
 NUMBERS = {"three": 3, "zero": 0}
 MEAN = r"(?i)(?:mean|averaged?)(?: scores?)? (?:of|over)"
 LIKE = r"(?:follow|etrics as in|sets are those of|Everything as in|(?:seven|nine) benchmarks of)"
@@ -103,4 +104,4 @@ if __name__ == "__main__":
     whole = Path(sys.argv[1]).read_text(encoding="utf-8")
     lines = [json.dumps({"kind": kind, "label": label, **said(caption)})
              for kind, label, caption in floats(whole)]  # fmt: skip
-    Path(__file__).with_name("captions.jsonl").write_text("\n".join(lines) + "\n")
+    (ROOT / "tests/paper/reproducing/captions.jsonl").write_text("\n".join(lines) + "\n")

@@ -125,7 +125,6 @@ def _signs(entry: Entry, work: Work) -> Result:
     for row, asked in enumerate(entry.extra["rows"]):
         names, paper = (table.names(row)[-1],), table.values(row)
         if asked is None:
-            notes[f"{names[0]}: not made here"] = None
             lines.append(Line(names, (None,) * 3, paper))
             continue
         benchmarks, mode = asked

@@ -25,44 +25,30 @@ Of all labels: RULER is our own needles, RULER-like; a judge gets our wording un
 | label | audit | today | command |
 |---|---|---|---|
 """
-OTHER, MISSING, OK = "**other quantity**", "not made", "ok"
-RATES = "ok but for rates of MLPs"
-NUS = "ok but for seed 56 and rates"
-AUDIT = {
-    **dict.fromkeys(
-        "fig:cka app:fig:cka fig:qwen3small fig:head_mixing_mlp_shape tab:xdepth fig:gemma-3 "
-        "fig:gemma-4 tab:gemma4 app:fig:reasoningboost tab:xtok fig:xtok_pair tab:droidspeak "
-        "app:tab:moe app:fig:moe app:tab:cachedist tab:pre_vs_post_rope tab:baseppl tab:splitjoint "
-        "tab:seedsets".split(),
-        OTHER,
-    ),
-    **dict.fromkeys(
-        "fig:mla_pair tab:mla app:tab:mla app:fig:scratch tab:scratch tab:scratchppl".split(),
-        MISSING,
-    ),
-    **dict.fromkeys(
-        "tab:qwen3ls tab:qwen3sl fig:suite_off fig:suite_on fig:suite_small_on_mean".split(),
-        f"{RATES}; stops on CUDA",
-    ),
-    **dict.fromkeys(
-        "fig:xdepth_all_1 fig:xdepth_all_2 fig:assignment_comparison_1 app:tab:xdepthlme "
-        "fig:assignment_comparison_2 fig:head_wise_vs_head_mixing fig:xdepth_think app:tab:nsrc "
-        "fig:n_src_cross_depth app:tab:xdepthruler".split(),
-        NUS,
-    ),
-    **dict.fromkeys(
-        "fig:multiturn_coqa app:fig:multiturn_quac app:fig:multiturn_multichallenge".split(),
-        "ok but for all conversations",
-    ),
-    **dict.fromkeys(("tab:gemma3", "tab:gemma3nu"), "ok but for 32k asked, rates of nu 2 and 4"),
-    **dict.fromkeys(("fig:ttft", "fig:nsrc_ttft"), "scores alone"),
-    **dict.fromkeys(("tab:lrs", "tab:base"), "ok but for rates of Base pairs"),
-    "fig:prefixhist": "ok but not English alone",
-    "app:tab:knorm": "ok but for a row and cells",
-    "fig:pre_vs_post_rope_extrapolation": "ok but for one seed",
-    "tab:ctxonly": "ok but for 256 questions",
-    "tab:seedsd": "reasoning off alone",
+OTHER, MISSING = "**other quantity**", "not made"
+RATES, NUS = "ok but for rates of MLPs; stops on CUDA", "ok but for seed 56 and rates"
+FOUND = {
+    OTHER: "fig:cka app:fig:cka fig:qwen3small fig:head_mixing_mlp_shape tab:xdepth fig:gemma-3 "
+    "fig:gemma-4 tab:gemma4 app:fig:reasoningboost tab:xtok fig:xtok_pair tab:droidspeak "
+    "app:tab:moe app:fig:moe app:tab:cachedist tab:pre_vs_post_rope tab:baseppl tab:splitjoint "
+    "tab:seedsets",
+    MISSING: "fig:mla_pair tab:mla app:tab:mla app:fig:scratch tab:scratch tab:scratchppl",
+    RATES: "tab:qwen3ls tab:qwen3sl fig:suite_off fig:suite_on fig:suite_small_on_mean",
+    NUS: "fig:xdepth_all_1 fig:xdepth_all_2 fig:assignment_comparison_1 app:tab:xdepthlme "
+    "fig:assignment_comparison_2 fig:head_wise_vs_head_mixing fig:xdepth_think app:tab:nsrc "
+    "fig:n_src_cross_depth app:tab:xdepthruler",
+    "ok but for all conversations": "fig:multiturn_coqa app:fig:multiturn_quac "
+    "app:fig:multiturn_multichallenge",
+    "ok but for 32k asked, rates of nu 2 and 4": "tab:gemma3 tab:gemma3nu",
+    "scores alone": "fig:ttft fig:nsrc_ttft",
+    "ok but for rates of Base pairs": "tab:lrs tab:base",
+    "ok but not English alone": "fig:prefixhist",
+    "ok but for a row and cells": "app:tab:knorm",
+    "ok but for one seed": "fig:pre_vs_post_rope_extrapolation",
+    "ok but for 256 questions": "tab:ctxonly",
+    "reasoning off alone": "tab:seedsd",
 }
+AUDIT = {label: verdict for verdict, labels in FOUND.items() for label in labels.split()}
 
 
 def page() -> str:
@@ -73,12 +59,11 @@ def page() -> str:
 def _row(one: Listed) -> str:
     entry = BY_LABEL[one.label]
     if entry.maker in ("missing", "protocol"):
-        told = "described" if entry.maker == "protocol" else "not made"
-        today = f"{told}: {entry.why}"
+        today = f"{'described' if entry.maker == 'protocol' else MISSING}: {entry.why}"
     else:
         today = "; ".join(entry.differs) or "same"
     command = f"`{one.command}`" if one.command else ""
-    return f"| {one.label} | {AUDIT.get(one.label, OK)} | {today} | {command} |\n"
+    return f"| {one.label} | {AUDIT.get(one.label, 'ok')} | {today} | {command} |\n"
 
 
 if __name__ == "__main__":

@@ -98,14 +98,14 @@ def notes_of(work: Work, entry: Entry, result: Result) -> list[str]:
         listed = ", ".join(f"{name} {number}" for name, number in sizes.items())
         told.append(f"a smaller run than the paper's: {listed} at most")
     told += entry.differs
-    if work.used:
-        told.append(f"translators were trained on {work.trains}, of {', '.join(made_of(work))}")
+    if data := made_of(work):
+        told.append(f"translators were trained on {work.trains}, of {', '.join(data)}")
     return [*told, *dict.fromkeys(result.notes), measure.machine_line()]
 
 
 def made_of(work: Work) -> list[str]:
-    """The data that translators were trained on, by name."""
-    plain = {one.plain for one in work.used}
+    """The data that translators were trained on here, by name."""
+    plain = {one.plain for one, folder in work.used.items() if work.room in folder.parents}
     return [Path(name).name for each in sorted(plain) for name in work.training_data(each)]
 
 

@@ -27,6 +27,7 @@ from kvlingo_mlx.embedded import TRANSLATORS, zoo
 from kvlingo_mlx.evaluation.compare import Outcome, Scored
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.training.on_mlx.pair import MLXPair
 
 S2L = "small to large"
 
@@ -54,11 +55,15 @@ def test_a_label_alone_finds_pytorch(tmp_path: Path) -> None:
     assert done.returncode == 0 and "re-prefill" in done.stdout, done.stderr
 
 
-def test_an_entry_of_each_maker_by_the_verb(room: Path) -> None:
+def test_an_entry_of_each_maker_by_the_verb(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MLXPair, "receipt", lambda *rest: None)  # which takes longer than the rest
     labels = ["fig:prefixhist", "app:fig:norms", "fig:head_alignment"]
     assert run(["reproduce", *labels, "--tiny", "--room", str(room)]) == 0
     for label in labels:
         assert record(room, label)["tiny"], label
+    made = {row["translator"]: row for row in record(room, "app:fig:norms")["translators"]}
+    (one,) = (row for form, row in made.items() if "attention_mass" in form)
+    assert len(made) == 2 and (one["rate"], one["seed"], len(one["sha256"])) == ("0.0001", "42", 12)
     lengths = record(room, "fig:prefixhist")["rows"]
     assert sum(sum(row["values"]) for row in lengths) == 240  # the paper's probe
     heads = record(room, "fig:head_alignment")["rows"]

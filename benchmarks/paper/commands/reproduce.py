@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvlingo_mlx.cli.command import VerbOptions, verb
 from kvlingo_mlx.cli.eval_options import named_files
 from kvlingo_mlx.cli.output import keep, phase, say, table, warn
-from kvlingo_mlx.options import COUNT, Need, off, option
+from kvlingo_mlx.options import COUNT, Need, is_set, off, option
 
 if TYPE_CHECKING:
     from benchmarks.paper.reproducing.listing import Listed
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class ReproduceOptions(VerbOptions):
     NEEDS: ClassVar[tuple[Need, ...]] = (
-        Need("labels tiny models translators data text task_data judge steps items seeds device",
-             "listing", off, why="which makes nothing"),
+        Need("tiny models translators data text task_data judge judge_prompts steps items seeds "
+             "device", "listing", off, why="which makes nothing"),
+        Need("judge_prompts", "judge", is_set, "MODEL"),
     )  # fmt: skip
     labels: list[str] | None = option(None, "Labels of the paper, such as tab:qwen3sl.", word=True)
     listing: bool = option(
-        False, "Name every table and figure, what it takes, and what there is of it.", "--list"
+        False, "Name all tables and figures and what they take; or those named, in full.", "--list"
     )
     tiny: bool = option(False, "The same on tiny models and data, to try the way.")
     room: str = option("kvlingo-reproduce", "The folder of everything that is made and kept.")
@@ -45,6 +46,9 @@ class ReproduceOptions(VerbOptions):
         None, "NAME=FILE: local records of a benchmark's task, as for eval."
     )
     judge: str | None = option(None, "A model that judges free answers: a folder or Hub id.")
+    judge_prompts: str | None = option(
+        None, "The benchmarks' own judge prompts: a folder of texts, or a JSON file."
+    )
     steps: int | None = option(
         None, "Fewer steps of each training than the paper's 5,000.", kind=COUNT
     )
@@ -70,7 +74,8 @@ def command(options: ReproduceOptions) -> None:
     if not options.labels:
         raise ValueError("no label is given; name one, or see them all by --list")
     entries = listing.named(options.labels)
-    optional = options.some("models translators data text task_data judge steps items seeds device")
+    words = "models translators data text task_data judge judge_prompts steps items seeds device"
+    optional = options.some(words)
     given = [name for name, value in optional.items() if value]
     if idle := listing.unused(entries, given):
         raise ValueError(
@@ -113,6 +118,10 @@ def _work(options: ReproduceOptions, progress: Any) -> Work:
         benchmarks["data"] = named_files(options.task_data)
     if options.judge:
         benchmarks["judge"] = options.judge
+    if options.judge_prompts:
+        from benchmarks.paper.evaluation.judge import read_prompts
+
+        benchmarks["prompts"] = read_prompts(options.judge_prompts)
     return Work(
         room,
         Models(folder, options.tiny, room / "models"),
@@ -137,9 +146,17 @@ def _size(options: ReproduceOptions) -> Size:
 
 
 def _list(options: ReproduceOptions, found: list[Listed]) -> None:
-    """Print all there is, and what each takes."""
-    rows = [[one.label, one.title, one.takes, one.state] for one in found]
-    table("The paper's tables and figures", ["label", "what", "takes", "state"], rows)
+    """Print what each takes: of all a line or less, of those that are named everything."""
+    from benchmarks.paper.reproducing import listing
+
+    labels = [entry.label for entry in listing.named(options.labels or [])]
+    for one in found:
+        if one.label in labels:
+            say(f"{one.label}: {one.title}")
+            for name, text in one.whole:
+                say(f"  {name}: {text}")
+    for line in [] if labels else listing.overview(found):
+        say(line)
     keep(options.json_file, "reproduce_list", {}, [vars(one) for one in found])
 
 

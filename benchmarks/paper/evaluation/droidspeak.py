@@ -46,9 +46,11 @@ def choose(
     return measured(source, target, samples).recomputed
 
 
-def spelt(spec: str, source: LanguageModel, target: LanguageModel) -> str:
+def spelt(
+    spec: str, source: LanguageModel, target: LanguageModel, samples: Sequence[Sample] | None = None
+) -> str:
     """A baseline's name as the line-up takes it: ``droidspeak`` gets the number that is chosen."""
-    return f"{spec}:{choose(source, target)}" if spec == "droidspeak" else spec
+    return f"{spec}:{choose(source, target, samples)}" if spec == "droidspeak" else spec
 
 
 def measured(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvlingo_mlx.evaluation.compare import ALL, Outcome, Table
-from kvlingo_mlx.evaluation.error_bars import Mean, over_sets
+from kvlingo_mlx.evaluation.compare import Outcome
+from kvlingo_mlx.evaluation.error_bars import Mean
 
 
 @dataclass(frozen=True)
@@ -63,46 +62,4 @@ def cells(outcomes: Iterable[Outcome]) -> list[Cell]:
         for group in tables[0]
         for metric in outcome.metrics
         if metric in tables[0][group]  # XQuAD's difference is of the mean over seeds alone
-    ]
-
-
-def medians(found: Iterable[Cell]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Seed sd and error over items by task and metric, each the median over cells.
-
-    This is table "seedsd": a family's cells are its translators, directions and reasoning modes.
-    """
-    rows: dict[tuple[str, str], list[Cell]] = {}
-    for cell in found:
-        rows.setdefault((cell.task, cell.metric), []).append(cell)
-    return {
-        name: (
-            statistics.median(cell.seed_sd for cell in each),
-            statistics.median(cell.item_error for cell in each),
-        )
-        for name, each in rows.items()
-    }
-
-
-def over_tasks(outcomes: Sequence[Outcome]) -> list[Cell]:
-    """One mean over several tasks for each condition with several seeds (table "seedsets").
-
-    Of each task its first metric counts, over all of its items. All tasks have the same conditions
-    and seeds.
-    """
-
-    def score(outcome: Outcome, table: Table) -> Mean:
-        return table.get(ALL, next(iter(table.values())))[outcome.metrics[0]]
-
-    first = outcomes[0].seeds if outcomes else {}
-    return [
-        Cell(
-            f"mean of {len(outcomes)} tasks",
-            "first metrics",
-            name,
-            tuple(
-                over_sets([score(o, o.seeds[name][n]) for o in outcomes])
-                for n in range(len(tables))
-            ),
-        )
-        for name, tables in first.items()
     ]

@@ -125,8 +125,8 @@ PAPER = (
         budget=(2048, 2048),
     ),
     Benchmark(
-        name="ruler", title="RULER (NIAH)", task=NEEDLES, metrics=("recall",), budget=(2048, 2048),
-        reasoning=BOTH, draw=400, pooled=GROUPS, by_group=True,
+        name="ruler", title="needles (RULER-like)", task=NEEDLES, metrics=("recall",),
+        budget=(2048, 2048), reasoning=BOTH, draw=400, pooled=GROUPS, by_group=True,
         lengths=(4096, 8192, 16384, 32768),
     ),
     Benchmark(

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from benchmarks.paper.reproducing.forms import OWN, is_translator
-from benchmarks.paper.reproducing.tables import (
-    LARGE_TO_SMALL,
-    SMALL_TO_LARGE,
-    WAYS,
-    Pair,
-    Table,
-    meaning,
-)
+from benchmarks.paper.reproducing.tables import LARGE_TO_SMALL, SMALL_TO_LARGE, Pair, Table, meaning
 
 # Words of a column that do not name who reads.
 _WAYS = {"large-to-small": LARGE_TO_SMALL, "small-to-large": SMALL_TO_LARGE}
 _MODES = {"off": False, "on": True}
 ENDS = ("source", "target")
 POINTS = ("whole", "context", "trace")  # what of a prompt is handed over
+# Maps that mix heads of several layers of a Qwen3 model of another depth were trained with this
+# seed alone (table "lrs", captions of appendix "Cross-layer"); these others with the first alone.
+WIDE_SEED, ONCE = 56, ("wide_mlp", "mixing_mlp", "mixing+post_rope")
+OTHER_DEPTH = (("Qwen3-0.6B", "Qwen3-8B"), ("Qwen3-1.7B", "Qwen3-4B"))
 
 
 @dataclass(frozen=True)
@@ -118,12 +116,20 @@ def cell_of(said: dict[str, Any], seeds: tuple[int, ...], suffix: str = "") -> C
     if said["who"] in ENDS:
         ends = OWN if said["way"] == SMALL_TO_LARGE else OWN[::-1]
         said = {**said, "who": ends[ENDS.index(said["who"])]}
-    trained = is_translator(said["who"]) and not said["who"].startswith("closed")
     named = {**said, "pair": (small + suffix, large + suffix)}
     # Which way goes unsaid for a model's own reading, so that both ways share its score.
     if said["who"] in OWN:
         named["way"] = SMALL_TO_LARGE
-    return Cell(**named, seeds=seeds if trained else ())
+    return Cell(**named, seeds=_seeds_of(said["who"], named["pair"], seeds))
+
+
+def _seeds_of(who: str, pair: Pair, seeds: tuple[int, ...]) -> tuple[int, ...]:
+    """The seeds of a reader's trainings: those that the paper has of what ``seeds`` names."""
+    if not is_translator(who) or who.startswith("closed"):
+        return ()
+    if pair in OTHER_DEPTH and re.match(r"mixing\b.*\+nu\d", who):
+        return (WIDE_SEED,)
+    return seeds[:1] if who.startswith(ONCE) else seeds
 
 
 def of_table(
@@ -173,6 +179,7 @@ def _without_who(column: str) -> dict[str, Any]:
 
 def of_figure(
     pairs: tuple[Pair, ...],
+    ways: tuple[str, ...],
     what: tuple[str, ...],
     who: tuple[str, ...],
     modes: tuple[str, ...],
@@ -183,7 +190,7 @@ def of_figure(
         f"{mode} {reader}" if len(modes) > 1 else reader for mode in modes for reader in who
     )
     rows = []
-    for pair, way, benchmark in product(pairs, WAYS, what):
+    for pair, way, benchmark in product(pairs, ways, what):
         cells = []
         for mode, reader in product(modes, who):
             said = said_by(f"{mode} {reader}")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from benchmarks.paper.analysis.statistics import sign_test
 from benchmarks.paper.evaluation import seeds
+from benchmarks.paper.evaluation.suites import benchmark
 from benchmarks.paper.reproducing import scores
 from benchmarks.paper.reproducing.cells import Cell, cell_of, said_by
-from benchmarks.paper.reproducing.entries import Entry
+from benchmarks.paper.reproducing.entries import FACTS, LARGE, SMALL, Entry
 from benchmarks.paper.reproducing.results import Line, Result, Value
 from benchmarks.paper.reproducing.tables import WAYS, Pair, meaning, tables
 from benchmarks.paper.reproducing.work import Work
-from kvlingo_mlx.evaluation.compare import ALL
 from kvlingo_mlx.evaluation.error_bars import Mean, over_sets
 
 
@@ -27,28 +29,46 @@ def make(entry: Entry, work: Work) -> Result:
 
 
 def _spread(entry: Entry, work: Work) -> Result:
-    """Table "seedsd": the seeds' standard deviation beside the error over items."""
+    """Table "seedsd": the seeds' standard deviation beside the error over items.
+
+    Each is the median over a family's cells: pairs, ways, readers, modes and RULER's rungs.
+    """
     table = tables()[entry.label]
-    families = entry.extra["families"]
-    found, notes = {}, list[str]()
-    for family, (pairs, readers, benchmarks) in families.items():
-        cells = _cells(entry, pairs, readers, benchmarks, ("off",))
-        outcomes = scores.outcomes(cells, work, entry, notes)
-        found[family] = seeds.medians(cell for cell in seeds.cells(outcomes) if _whole(cell))
+    notes: list[str] = []
+    medians: dict[tuple[str, str], tuple[float, float]] = {}
+    for family, (pairs, _, _) in entry.extra["families"].items():
+        cells = cells_of_families(entry, (family,))
+        judged = replace(entry, how=FACTS if {*pairs} <= {SMALL, LARGE} else {})
+        found: dict[str, list[list[Mean]]] = {}
+        for cell, means in scores.by_seed(cells, work, judged, notes).items():
+            found.setdefault(cell.benchmark, []).append(means)
+        for what, several in found.items():
+            sds = statistics.median(seeds.spread([m.value for m in each]) for each in several)
+            medians[family, what] = sds, statistics.median(each[0].error for each in several)
     lines = []
     for row in range(len(table.rows)):
         what = meaning(table.names(row))["what"]
-        values: list[Value] = []
-        for family in families:
-            pairs_of = {name: pair for (name, _), pair in found[family].items()}
-            values += pairs_of.get(what, (None, None))
+        values = [v for f in entry.extra["families"] for v in medians.get((f, what), (None,) * 2)]
         lines.append(Line((table.names(row)[-1],), tuple(values), table.values(row)))
     return Result(table.columns[:1], table.columns[1:], tuple(lines), tuple(dict.fromkeys(notes)))
 
 
-def _whole(cell: seeds.Cell) -> bool:
-    """Whether a cell is of all items."""
-    return "(" not in cell.metric or f"({ALL})" in cell.metric
+def cells_of_families(entry: Entry, families: Sequence[str] = ()) -> list[Cell]:
+    """The cells of some families, or of all that an entry of seeds has, or of its sets."""
+    found = []
+    for family, (pairs, readers, benchmarks) in entry.extra.get("families", {}).items():
+        if family in (families or (family,)):
+            for mode in entry.modes:
+                some = [w for w in benchmarks if (mode == "on") in _modes(w)]
+                found += _cells(entry, pairs, readers, some, (mode,))
+    for pair, benchmarks in entry.extra.get("sets", {}).items():
+        found += _cells(entry, (pair,), ("mixing", "mixing+greedy"), benchmarks, ("off",))
+    return found
+
+
+def _modes(what: str) -> tuple[bool, ...]:
+    """Whether the paper scores a benchmark without and with reasoning."""
+    return benchmark(what.split()[0]).reasoning
 
 
 def _sets(entry: Entry, work: Work) -> Result:
@@ -64,14 +84,13 @@ def _sets(entry: Entry, work: Work) -> Result:
             Cell(said["pair"], said["way"], what, reader, seeds=entry.seeds)
             for what in entry.extra["sets"][said["pair"]]
         ]
-        whole = seeds.over_tasks(scores.outcomes(cells, work, entry, notes))
-        each = next((cell for cell in whole if cell.condition == reader), None)
+        found = scores.by_seed(cells, work, entry, notes).values()
+        each = [over_sets(means) for means in zip(*found, strict=True)]
         values: tuple[Value, ...] = (None,) * 4
-        if each is not None:
-            first, *others = each.seeds
-            middle = Mean(each.mean, each.seed_sd, len(each.seeds))
-            rest = [seed.value for seed in others]
-            values = (first, middle, *rest, *[None] * (2 - len(rest)))
+        if each:
+            scored = [seed.value for seed in each]
+            middle = Mean(sum(scored) / len(scored), seeds.spread(scored), len(scored))
+            values = (each[0], middle, *scored[1:], *[None] * (3 - len(scored)))
         lines.append(Line(tuple(n for n in names if n), values, table.values(row)))
     columns = table.columns
     return Result(columns[:3], columns[3:], tuple(lines), tuple(dict.fromkeys(notes)))
@@ -106,7 +125,6 @@ def _signs(entry: Entry, work: Work) -> Result:
     for row, asked in enumerate(entry.extra["rows"]):
         names, paper = (table.names(row)[-1],), table.values(row)
         if asked is None:
-            notes[f"{names[0]}: not made here"] = None
             lines.append(Line(names, (None,) * 3, paper))
             continue
         benchmarks, mode = asked

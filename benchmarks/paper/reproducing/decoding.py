@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from kvlingo_mlx.backend import on_gpu
+
+from benchmarks.paper.reproducing.work import Work
+from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.models.language_model import LanguageModel
 
 Models = tuple[LanguageModel, LanguageModel]
@@ -52,14 +58,23 @@ def writer(place: str, models: Models) -> Any:
     return decoder(place)(models[0], ways(place).native(models[0]))
 
 
-def check_mlx(place: str, what: str) -> None:
-    """Refuse what MLX alone measures.
+def with_mlx(work: Work, what: Sequence[str]) -> Work:
+    """A run in which MLX decodes, if there is anything that MLX alone measures.
+
+    Args:
+        work: The run.
+        what: What MLX alone measures, in words.
 
     Raises:
-        ValueError: PyTorch decodes in this run.
+        KVLingoError: PyTorch has a GPU here, and MLX has none.
     """
-    if not on_mlx(place):
-        raise ValueError(
-            f"{what} is measured by MLX alone, and --device is {place}; give "
-            "--device mlx where MLX is installed (what was scored already is kept)"
+    if not what or on_mlx(work.place):
+        return work
+    told = f"{', '.join(what)}: by MLX alone, which answers this entry; {work.trains} trains"
+    if work.trains.startswith("cuda") and not on_gpu():
+        raise KVLingoError(
+            f"{told}; and MLX sees no GPU here: pip install 'mlx[cuda13]' (nothing was trained "
+            "or answered yet)"
         )
+    work.heard.warn(told)
+    return replace(work, decoder="mlx")

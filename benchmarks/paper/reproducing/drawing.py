@@ -78,7 +78,8 @@ def _bars(shown: Mapping[str, Mapping[str, Mapping[str, Mean]]]) -> Any:
             errors = [0.0 if math.isnan(mean.error) else mean.error for _, mean in known]
             axes.bar(places, [mean.value for _, mean in known], width, yerr=errors, label=name)
         axes.set(title=title)
-        axes.set_xticks(range(len(groups)), groups, fontsize="small")
+        ticks = [group.partition(" of ")[0] for group in groups]  # a mean's name lists its set
+        axes.set_xticks(range(len(groups)), ticks, fontsize="small")
         axes.legend(fontsize="x-small", ncols=4)
     return figure
 

@@ -17,6 +17,7 @@ BASELINES = ("reuse", "droidspeak", "text")
 
 BASES: dict[str, dict[str, Any]] = {
     "closed": {"steps": 0},
+    "closed_head_wise": {"steps": 0, "head_mixing": False},
     "mixing": {},
     "mixed_loss": {"objective": "mixed"},
     "cross_entropy": {"objective": "ce"},
@@ -24,10 +25,11 @@ BASES: dict[str, dict[str, Any]] = {
     "head_wise_mlp": {"kind": "mlp", "head_mixing": False},
     # Its layer is chosen greedily where depths differ, which changes nothing where they do not.
     "mixing_mlp": {"kind": "mlp", "assignment": "greedy"},
-    "wide_mlp": {"kind": "mlp", "hidden": 4096, "gated": False},
+    "wide_mlp": {"kind": "mlp", "hidden": 4096, "gated": False,
+                 "learning_rates": (3e-6, 1e-5, 3e-5), "stage1_rates": (1e-3,)},
     "linear_mlp": {"kind": "linear_mlp", "hidden": 4096},
     "joint": {"joint": True},
-}
+}  # fmt: skip
 CHANGES: dict[str, Callable[[re.Match[str]], dict[str, Any]]] = {
     r"r2": lambda _: {"assignment": "r2"},
     r"greedy": lambda _: {"assignment": "greedy"},
@@ -41,7 +43,7 @@ CHANGES: dict[str, Callable[[re.Match[str]], dict[str, Any]]] = {
     r"rate(.+)": lambda m: {"learning_rates": (float(m[1]),)},
 }
 RECIPE = ("steps", "objective", "learning_rates", "sweep")
-STREAM = ("max_prefix", "plain_text")
+STREAM, STAGE1 = ("max_prefix", "plain_text"), ("stage1_rates",)
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Form:
     plan: dict[str, Any] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)
     stream: dict[str, Any] = field(default_factory=dict)
+    stage1_rates: tuple[float, ...] = ()  # of an MLP
 
 
 def is_translator(name: str) -> bool:
@@ -71,8 +74,8 @@ def form(name: str) -> Form:
     for change in changes:
         found |= _change(name, change)
     groups = {part: {k: v for k, v in found.items() if k in part} for part in (RECIPE, STREAM)}
-    plan = {k: v for k, v in found.items() if k not in (*RECIPE, *STREAM)}
-    return Form(plan, groups[RECIPE], groups[STREAM])
+    plan = {k: v for k, v in found.items() if k not in (*RECIPE, *STREAM, *STAGE1)}
+    return Form(plan, groups[RECIPE], groups[STREAM], found.get("stage1_rates", ()))
 
 
 def _change(name: str, change: str) -> dict[str, Any]:

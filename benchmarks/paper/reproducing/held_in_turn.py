@@ -14,6 +14,7 @@ from kvlingo_mlx.loading.models import load_pair
 
 TASKS = {"coqa": "coqa_last_turn"}  # the tasks whose tiny records have the turns
 TINY_DEPTH = 3
+CONVERSATIONS = 256  # of CoQA and QuAC; MultiChallenge has 273
 
 
 def make(entry: Entry, work: Work) -> Result:
@@ -34,7 +35,8 @@ def make(entry: Entry, work: Work) -> Result:
     if file is None and work.tiny:
         file = tiny_data.written(work)[TASKS.get(name, name)]
     depth = TINY_DEPTH if work.tiny and known.score is not None else None
-    talks, short = turn_records.read_talks(name, file, depth=depth, limit=work.size.items)
+    limit = work.size.items or (CONVERSATIONS if known.score is not None else None)
+    talks, short = turn_records.read_talks(name, file, depth=depth, limit=limit)
     manner = turns.Manner(max_tokens=work.size.answer or known.max_tokens)
     ends = turns.names_of(models)
     ways, notes = turns.ways_of(ends, named, turns.CONTROLS, manner)

@@ -8,6 +8,7 @@ import numpy as np
 
 from benchmarks.paper.reproducing.entries import Entry
 from benchmarks.paper.reproducing.results import Line, Result
+from benchmarks.paper.reproducing.trained import english
 from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.tokenization.samples import other_tokenizer
 from kvlingo_mlx.training import command_line
@@ -27,6 +28,7 @@ def make(entry: Entry, work: Work) -> Result:
         device=work.device,
         seed=entry.seeds[0],
         max_prefix=work.size.max_prefix,
+        accepts=english(work),
     )
     (read, theirs), (written, tokenizer) = (_facts(asked.place, n) for n in (source, target))
     other = other_tokenizer(theirs, tokenizer)

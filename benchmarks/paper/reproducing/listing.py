@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.paper.reproducing import sizes
 from benchmarks.paper.reproducing.cells import Cell
+from benchmarks.paper.reproducing.comparisons import cells_of_families
 from benchmarks.paper.reproducing.entries import BY_LABEL, ENTRIES, Entry
 from benchmarks.paper.reproducing.results import kept
 from benchmarks.paper.reproducing.tables import Pair, meaning, tables
 from benchmarks.paper.reproducing.trained import wanted
+from benchmarks.paper.training.sweep import WIDTH as WIDTH_OF_SWEEP
 
-TINY_ROOM = "tiny"
+TINY_ROOM, TINY_DONE = "tiny", "done on tiny models"
+NO_BREAK = "\N{NO-BREAK SPACE}"  # within an entry of the overview
 JUDGED = ("repliqa", "longmemeval", "mt_bench_101", "multichallenge")
 MACHINES = {
     "tab:cost": "an NVIDIA GPU",
@@ -23,6 +28,15 @@ MACHINES = {
 }
 
 
+# Letters of the overview, beside the trainings or hours of a label.
+LEGEND = (
+    "26t: trainings, or ~9h: hours by a step measured in --room; + done, - done tiny.",
+    "J a judge, P plain text, N an NVIDIA GPU, V vLLM, M Apple silicon. GB: weights;",
+    "gated: accept on the Hub, `hf auth login`. In full: --list LABEL.",
+)
+WIDTH = 80
+
+
 @dataclass(frozen=True)
 class Listed:
     """One entry of the list.
@@ -30,47 +44,98 @@ class Listed:
     Attributes:
         label, title, maker: The entry's.
         models: The released models that it needs.
-        trainings: How many translators it needs.
+        gigabytes: Their weights together.
+        gated: Those of them whose licence must be accepted on the Hub.
+        trainings: How many translators it needs; a sweep counts once.
+        hours: Of these, by a step that was measured in the room; None if none was.
         benchmarks: The benchmarks that it scores.
         judge: Whether a judge scores some of them.
+        data: What else it reads.
         machine: What it must run on; empty for any that holds both models.
         state: What there is of it in the room.
+        differs: How its numbers are made otherwise than the paper's.
     """
 
     label: str
     title: str
     maker: str
     models: tuple[str, ...]
+    gigabytes: float
+    gated: tuple[str, ...]
     trainings: int
+    hours: float | None
     benchmarks: tuple[str, ...]
     judge: bool
+    data: tuple[str, ...]
     machine: str
     state: str
+    differs: tuple[str, ...]
 
     @property
-    def takes(self) -> str:
-        """What it takes, in words."""
-        parts = []
-        if self.models:
-            parts.append(", ".join(self.models))
-        if self.trainings:
-            parts.append(_count(self.trainings, "training"))
-        if self.benchmarks:
-            parts.append(_count(len(self.benchmarks), "benchmark"))
-        if self.judge:
-            parts.append("a judge")
-        if self.machine:
-            parts.append(self.machine)
-        return "; ".join(parts) or "nothing"
+    def whole(self) -> list[tuple[str, str]]:
+        """All there is to say of it, by name."""
+        weights = f"{self.gigabytes:.0f} GB" if self.gigabytes else ""
+        spent = "hours are known after a first training" if self.hours is None else ""
+        found = {
+            "command": self.command,
+            "models": ", ".join((*self.models, weights)) if self.models else "",
+            "gated": f"{', '.join(self.gated)}: accept on the Hub" if self.gated else "",
+            "trainings": f"{self.trainings}; {spent or f'about {self.hours:.3g} hours'}"
+            if self.trainings else "",
+            "benchmarks": ", ".join(self.benchmarks),
+            "judge": "--judge MODEL (the paper's is Qwen3.6-27B)" if self.judge else "",
+            "data": "; ".join(self.data),
+            "machine": self.machine,
+            "differs": "; ".join(self.differs),
+            "state": self.state,
+        }  # fmt: skip
+        return [(name, text) for name, text in found.items() if text]
 
+    @property
+    def command(self) -> str:
+        """What makes it; empty if nothing does."""
+        if self.maker in ("missing", "protocol"):
+            return ""
+        judge = " --judge MODEL" * self.judge
+        text = " --text FILE" * any("--text" in each for each in self.data)
+        files = "".join(f" {each}" for each in self.data if "--task-data" in each)
+        return f"python -m benchmarks.paper {self.label}{judge}{text}{files}"
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    @property
+    def short(self) -> str:
+        """It in a few letters (``LEGEND``)."""
+        spent = f"~{self.hours:.3g}h" if self.hours else f"{self.trainings}t" * bool(self.trainings)
+        machine = {"an": "N", "Ap": "M"}.get(self.machine[:2], "") + "V" * ("vLLM" in self.machine)
+        letters = "J" * self.judge + "P" * any("--text" in each for each in self.data) + machine
+        done = "-" if self.state == TINY_DONE else "+" * self.state.startswith("done")
+        return " ".join(filter(None, (self.label, spent, letters, done)))
 
 
 def listed(room: Path) -> list[Listed]:
     """Every table and figure of the paper, in its order."""
-    return [_listed(entry, room) for entry in ENTRIES]
+    second = sizes.seconds_per_work(room)
+    return [_listed(entry, room, second) for entry in ENTRIES]
+
+
+def overview(rows: Sequence[Listed]) -> list[str]:
+    """All entries in few lines of 80 columns, those of the same models together."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        if row.maker == "protocol":
+            name = "nothing is measured"
+        elif row.maker == "missing":
+            name = "not made (made-models.md)"
+        else:
+            by_size = sorted(row.models, key=sizes.gigabytes)
+            short = [model.removeprefix("Qwen3-") for model in by_size]
+            many = f"{len(short)} models" if len(short) > 4 else " ".join(short)
+            name = f"{many}, {row.gigabytes:.0f} GB{', gated' * bool(row.gated)}"
+        groups.setdefault(name, []).append(row.short)
+    lines = []
+    for name, found in groups.items():
+        text = f"{name}: {', '.join(each.replace(' ', NO_BREAK) for each in found)}"
+        lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return [line.replace(NO_BREAK, " ") for line in (*lines, *LEGEND)]
 
 
 def named(labels: Sequence[str]) -> list[Entry]:
@@ -105,22 +170,24 @@ def pairs_of(entry: Entry) -> list[Pair]:
 
 def cells_of(entry: Entry) -> list[Cell]:
     """The scores of an entry; none for entries of another kind."""
+    if entry.maker == "seeds":
+        return cells_of_families(entry)
     return list(entry.grid().cells()) if entry.maker == "scores" else []
 
 
-def trainings_of(entry: Entry) -> int:
-    """How many translators an entry needs; a sweep counts once."""
-    if entry.maker == "scores":
-        return len({one for cell in cells_of(entry) for one in wanted(cell)})
+def trainings_of(entry: Entry, sweeps: bool = False) -> int:
+    """How many translators an entry trains beyond a closed form.
+
+    A sweep counts once, or ``sweeps`` counts each of its first five rates.
+    """
+    if cells := cells_of(entry):
+        every = {one for c in cells for one in wanted(c) if not one.form.startswith("closed")}
+        return sum(WIDTH_OF_SWEEP if sweeps and o.swept and not o.first else 1 for o in every)
     each = len(entry.who) * len(entry.seeds)
     if entry.maker == "perplexity":
         return len(tables()[entry.label].rows) * each
     if entry.maker in ("turns", "signs"):
         return 2 * len(entry.pairs) * each
-    if entry.maker == "seeds":
-        families = entry.extra.get("families", {}).values()
-        pairs = [pair for pairs, readers, _ in families for pair in pairs for _ in readers]
-        return 2 * (len(pairs) or 2 * len(entry.extra["sets"])) * len(entry.seeds)
     if entry.maker == "curves":
         if entry.label == "tab:lrs":
             rows = tables()[entry.label].rows
@@ -151,7 +218,7 @@ def unused(entries: Sequence[Entry], given: Sequence[str]) -> list[str]:
     for entry in entries:
         used |= USED.get(entry.maker, frozenset())
         if set(_scored(entry)) & set(JUDGED):
-            used.add("judge")
+            used |= {"judge", "judge_prompts"}
     return [name for name in given if name not in used]
 
 
@@ -161,19 +228,25 @@ def _scored(entry: Entry) -> list[str]:
     return list(dict.fromkeys(found or (name.split(" ")[0] for name in entry.what)))
 
 
-def _listed(entry: Entry, room: Path) -> Listed:
-    scored = _scored(entry)
-    models = dict.fromkeys(model for pair in pairs_of(entry) for model in pair)
+def _listed(entry: Entry, room: Path, second: float | None) -> Listed:
+    scored, pairs, cells = _scored(entry), pairs_of(entry), cells_of(entry)
+    models = tuple(dict.fromkeys(model for pair in pairs for model in pair))
+    trainings = trainings_of(entry)
     return Listed(
         entry.label,
         entry.title,
         entry.maker,
-        tuple(models),
-        trainings_of(entry),
+        models,
+        sum(map(sizes.gigabytes, models)),
+        tuple(model for model in models if model in sizes.GATED),
+        trainings,
+        sizes.hours(pairs, trainings_of(entry, sweeps=True), second),
         tuple(scored),
         bool(set(scored) & set(JUDGED)),
+        tuple(sizes.data_of(entry, cells, trainings)),
         MACHINES.get(entry.label, ""),
         state(entry, room),
+        entry.differs,
     )
 
 
@@ -187,5 +260,5 @@ def state(entry: Entry, room: Path) -> str:
         sizes = ", ".join(f"{name} {number}" for name, number in record["size"].items())
         return f"done {record['date']}" + (f" (at most {sizes})" if sizes else "")
     if kept(room / TINY_ROOM, entry) is not None:
-        return "done on tiny models"
+        return TINY_DONE
     return "not done"

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.reproducing.entries import Entry
 from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.evaluation.error_bars import Mean
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.files import sha256_of
 from kvlingo_mlx.reporting import measure
 
 FOLDER = "results"
+MADE = ("translator", "models", "seed", "rate", "steps", "best step", "median ridge", "sha256")
 Value = Mean | float | str | None
 
 
@@ -36,14 +39,12 @@ class Result:
         columns: The titles of the columns of values.
         lines: The rows.
         notes: What a reader must know, one sentence each.
-        facts: What the numbers depend on beside the entry: models, translators.
     """
 
     titles: tuple[str, ...]
     columns: tuple[str, ...]
     lines: tuple[Line, ...]
     notes: tuple[str, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def shown(value: Value | Sequence[float]) -> str:
@@ -68,34 +69,66 @@ def cells(line: Line) -> list[str]:
     ]
 
 
-def markdown(entry: Entry, result: Result, notes: Sequence[str]) -> str:
-    """A page with the table, and what its numbers depend on."""
+def markdown(
+    entry: Entry, result: Result, notes: Sequence[str], made: Sequence[Sequence[str]] = ()
+) -> str:
+    """A page with the table, and what its numbers depend on: ``made`` has its translators."""
     head = [*result.titles, *result.columns]
     rows = [[*line.names, *cells(line)] for line in result.lines]
     width = len(head)
     # A row that names fewer things than another leaves its first cells empty.
     padded = [[""] * (width - len(row)) + row for row in rows]
-    table = [head, ["---"] * width, *padded]
-    lines = [f"# {entry.label}: {entry.title}", ""]
-    lines += [f"| {' | '.join(row)} |" for row in table]
+    lines = [f"# {entry.label}: {entry.title}", "", *_table(head, padded)]
     lines += ["", *(f"- {note}" for note in notes)]
+    if made:
+        lines += ["", "Its translators:", "", *_table(MADE, made)]
     return "\n".join(lines) + "\n"
 
 
-def notes_of(work: Work, result: Result) -> list[str]:
-    """What a reader of the numbers must know: how the run differs from the paper's."""
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def notes_of(work: Work, entry: Entry, result: Result) -> list[str]:
+    """What a reader of the numbers must know: how they were made, otherwise than the paper's."""
     told = []
     if work.tiny:
         told.append("tiny models, made to test the way and not the method")
     if sizes := work.size.told:
         listed = ", ".join(f"{name} {number}" for name, number in sizes.items())
         told.append(f"a smaller run than the paper's: {listed} at most")
+    told += entry.differs
+    if data := made_of(work):
+        told.append(f"translators were trained on {work.trains}, of {', '.join(data)}")
     return [*told, *dict.fromkeys(result.notes), measure.machine_line()]
+
+
+def made_of(work: Work) -> list[str]:
+    """The data that translators were trained on here, by name."""
+    plain = {one.plain for one, folder in work.used.items() if work.room in folder.parents}
+    return [Path(name).name for each in sorted(plain) for name in work.training_data(each)]
+
+
+def made_by(work: Work) -> list[list[str]]:
+    """How each translator of an entry was made, a row each: see ``MADE``."""
+    rows = []
+    for one, folder in sorted(work.used.items()):
+        config = translator_folder.read_config(folder)
+        made = config.provenance
+        weights = sha256_of(folder / translator_folder.WEIGHTS_FILE)
+        told = [made.get(name) for name in ("seed", "learning_rate", "steps", "best_step")]
+        ends = f"{one.source} to {one.target}"
+        rows.append([one.form, ends, *map(_told, told), _told(made.get("ridge")), weights[:12]])
+    return rows
+
+
+def _told(value: Any) -> str:
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def keep(work: Work, entry: Entry, result: Result) -> Path:
     """Write an entry's numbers as JSON and as a page; returns the page."""
-    notes = notes_of(work, result)
+    notes, made = notes_of(work, entry, result), made_by(work)
     record = {
         "label": entry.label,
         "tiny": work.tiny,
@@ -109,10 +142,10 @@ def keep(work: Work, entry: Entry, result: Result) -> Path:
             for line in result.lines
         ],
         "notes": notes,
-        "facts": dict(result.facts),
+        "translators": [dict(zip(MADE, row, strict=True)) for row in made],
     }
     work.write(f"{FOLDER}/{slug(entry)}.json", json.dumps(record, indent=1) + "\n")
-    return work.write(f"{FOLDER}/{slug(entry)}.md", markdown(entry, result, notes))
+    return work.write(f"{FOLDER}/{slug(entry)}.md", markdown(entry, result, notes, made))
 
 
 def kept(room: Path, entry: Entry) -> dict[str, Any] | None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.paper.reproducing import (
     comparisons,
     curves,
+    decoding,
     drawing,
     held_in_turn,
     lengths,
     scores,
+    sizes,
     statistics,
     texts,
     times,
@@ -34,6 +37,11 @@ MAKERS: dict[str, Callable[[Entry, Work], Result]] = {
     "seeds": comparisons.make,
     "signs": comparisons.make,
 }
+ON_MLX = {  # what MLX alone measures
+    "turns": ("conversations of turns",),
+    "perplexity": ("perplexity",),
+    "statistics": ("statistics of caches",),
+}
 
 
 def reproduce(entry: Entry, work: Work) -> tuple[Result, Path]:
@@ -50,6 +58,10 @@ def reproduce(entry: Entry, work: Work) -> tuple[Result, Path]:
         raise ValueError(f"{entry.label} has no numbers to reproduce; {entry.why} describes it")
     for note in filter(None, map(work.models.stands_in, pairs_of(entry))):
         work.heard.warn(note)
+    work = decoding.with_mlx(replace(work, used={}), ON_MLX.get(entry.maker, ()))
+    if not work.tiny and entry.maker not in ("times", "lengths"):
+        for pair in pairs_of(entry):
+            sizes.check_memory(work, pair)
     work.room.mkdir(parents=True, exist_ok=True)
     with alone(work.room):
         result = MAKERS[entry.maker](entry, work)

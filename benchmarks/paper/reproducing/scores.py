@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 from benchmarks.paper.evaluation import droidspeak, points, reuse, suite_runs, suites
@@ -16,9 +16,10 @@ from benchmarks.paper.reproducing.entries import Entry
 from benchmarks.paper.reproducing.forms import OWN, is_translator
 from benchmarks.paper.reproducing.judging import judge_of
 from benchmarks.paper.reproducing.results import Line, Result, Value
+from benchmarks.paper.reproducing.tables import RUNGS
 from benchmarks.paper.reproducing.trained import needed, trained, wanted
 from benchmarks.paper.reproducing.work import Work
-from benchmarks.paper.tasks.memory import ORACLE, rung_name
+from benchmarks.paper.tasks.memory import rung_name
 from kvlingo_mlx.errors import MissingExtraError
 from kvlingo_mlx.evaluation import lineup
 from kvlingo_mlx.evaluation.compare import ALL, Outcome
@@ -26,6 +27,7 @@ from kvlingo_mlx.evaluation.error_bars import Mean, over_sets
 from kvlingo_mlx.evaluation.lineup import Condition
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample, to_samples
 
 POINTS = {"whole": "prompt"}
 # In a tiny run, the lengths that stand for the paper's rungs.
@@ -51,33 +53,34 @@ def make(entry: Entry, work: Work) -> Result:
             ]
         lines.append(Line(row.names, tuple(values), row.paper))
     if not entry.columns:
-        lines += _means(grid, found)
+        lines += _means(entry, grid, found)
     return Result(grid.titles, grid.columns, tuple(lines), tuple(notes))
 
 
 def _r2(work: Work, cells: Sequence[Cell | None], at: int) -> float:
-    """The R2 that stands before two scores: at the capture point of their translator."""
+    """The R2 that stands before two scores: of their translator."""
     beside = cells[at + 1]
     assert beside is not None
-    capture = "post_norm" if "post_norm" in beside.who else "pre_norm"
-    return statistics.keys_r2(work, beside.pair, beside.way, capture)
+    folder = trained(work, beside.pair, *wanted(beside))
+    return statistics.keys_r2(work, beside.pair, beside.way, folder)
 
 
-def _means(grid: Grid, found: Mapping[Cell, Mean]) -> list[Line]:
-    """For each pair and way of a figure, the means over its benchmarks."""
-    rows: dict[tuple[str, ...], list[tuple[Cell | None, ...]]] = {}
+def _means(entry: Entry, grid: Grid, found: Mapping[Cell, Mean]) -> list[Line]:
+    """For each pair and way of a figure, its means over benchmarks, which name them."""
+    rows: dict[tuple[str, ...], list[tuple[str, tuple[Cell | None, ...]]]] = {}
     for row in grid.rows:
-        rows.setdefault(row.names[:2], []).append(row.cells)
+        rows.setdefault(row.names[:2], []).append((row.names[2], row.cells))
     lines = []
     for names, several in rows.items():
-        if len(several) < 2:
-            continue
-        columns = [
-            [_rescaled(c, found[c]) for c in column if c in found and found[c].count]
-            for column in zip(*several, strict=True)
-        ]
-        means = (over_sets(column) if column else None for column in columns)
-        lines.append(Line((*names, "mean, ratings from 0 to 1"), tuple(means)))
+        for title, asked in (entry.means or {"mean": entry.what}).items():
+            columns = [
+                [_rescaled(c, found[c]) for c in column if c in found and found[c].count]
+                for column in zip(*(cells for name, cells in several if name in asked), strict=True)
+            ]
+            if len(asked) > 1:
+                values = tuple(over_sets(column) if column else None for column in columns)
+                told = f"{title} of {', '.join(asked)}"
+                lines.append(Line((*names, told.replace(RATING, f"{RATING} (0 to 1)")), values))
     return lines
 
 
@@ -130,32 +133,25 @@ def measured(cells: Sequence[Cell], work: Work, entry: Entry) -> tuple[dict[Cell
     notes: dict[str, None] = {}
     for asked in _measured(cells, work, entry, notes):
         for cell, name in asked.names.items():
-            found[cell] = score(asked.outcome, name, cell.rung, work)
+            found[cell] = score(asked.outcome, name, cell, work)
             if name in asked.shares:
                 found[replace(cell, what=COMPUTE)] = Mean(asked.shares[name], math.nan, 0)
     return found, list(notes)
 
 
-def outcomes(cells: Sequence[Cell], work: Work, entry: Entry, notes: list[str]) -> list[Outcome]:
-    """The outcomes of cells, with the scores of each seed; ``notes`` gets what could not be had."""
+def by_seed(
+    cells: Sequence[Cell], work: Work, entry: Entry, notes: list[str]
+) -> dict[Cell, list[Mean]]:
+    """Each seed's score of cells, ratings from 0 to 1; ``notes`` gets what could not be had."""
     told: dict[str, None] = {}
-    found = [in_unit(asked.outcome) for asked in _measured(cells, work, entry, told)]
+    found = {}
+    for asked in _measured(cells, work, entry, told):
+        for cell, name in asked.names.items():
+            several = range(len(asked.outcome.seeds.get(name, ())))
+            means = [score(asked.outcome, name, cell, work, seed) for seed in several]
+            found[cell] = [_rescaled(cell, mean) for mean in means]
     notes += told
     return found
-
-
-def in_unit(outcome: Outcome) -> Outcome:
-    """An outcome whose seeds' scores are from 0 to 1, as tables over benchmarks have ratings."""
-    if outcome.task != RATING:
-        return outcome
-    seeds = {
-        name: [
-            {part: {m: _unit(mean) for m, mean in means.items()} for part, means in table.items()}
-            for table in tables
-        ]
-        for name, tables in outcome.seeds.items()
-    }
-    return replace(outcome, seeds=seeds)
 
 
 def _unit(mean: Mean) -> Mean:
@@ -187,7 +183,8 @@ def _measured(
     readers of a benchmark answer the same items.
     """
     asked = [cell for cell in cells if cell.what not in UNSCORED]
-    _check(asked, work, entry)
+    work = _checked(asked, work, entry)
+    notes |= dict.fromkeys(_told(asked, work, entry))
     by_ends = sorted(asked, key=lambda cell: (cell.pair, cell.models))
     for (pair, ends), group in groupby(by_ends, lambda cell: (cell.pair, cell.models)):
         whole = list(group)
@@ -211,8 +208,8 @@ def _by_benchmark(cells: Iterable[Cell]) -> Iterable[tuple[tuple[str, bool], lis
         yield key, list(same)
 
 
-def _check(cells: Sequence[Cell], work: Work, entry: Entry) -> None:
-    """Refuse what lacks a judge or a module, before any training."""
+def _checked(cells: Sequence[Cell], work: Work, entry: Entry) -> Work:
+    """The run, after a refusal of what lacks a judge, a module or a GPU, before any training."""
     names = dict.fromkeys(cell.benchmark for cell in cells)
     rows = [row_of(name, entry) for name in names]
     if judge_of(work) is None and (judged := [row.name for row in rows if row.judged]):
@@ -224,12 +221,53 @@ def _check(cells: Sequence[Cell], work: Work, entry: Entry) -> None:
         suite_runs.check_modules(rows)
     for plain in {one.plain for cell in cells for one in wanted(cell)}:
         work.training_data(plain)
+    alone = [row.title for row in rows if row.task == suites.NEEDLES]
+    alone += dict.fromkeys(cell.who.partition(":")[0] for cell in cells if _is_baseline(cell))
+    alone += ["the judge"] * (any(row.judged for row in rows) and not work.tiny)
+    return decoding.with_mlx(work, alone)
+
+
+def _told(cells: Sequence[Cell], work: Work, entry: Entry) -> Iterator[str]:
+    """What is ours of benchmarks that the paper names."""
+    rows = [row_of(name, entry) for name in dict.fromkeys(cell.benchmark for cell in cells)]
+    yield f"answers were decoded on {work.place}"
+    if any(row.task == suites.NEEDLES for row in rows):
+        yield "RULER is our needles, RULER-like: several values or queries in generated prose"
+    if any(row.judged for row in rows):
+        who = work.benchmarks.get("judge", "a rule that stands for a model")
+        own = "given (--judge-prompts)" if work.benchmarks.get("prompts") else "our own wording"
+        yield f"judge: {who}, greedy, without reasoning; its prompts: {own}"
+
+
+def _is_baseline(cell: Cell) -> bool:
+    return cell.who not in (*OWN, "text") and not is_translator(cell.who)
 
 
 def row_of(benchmark: str, entry: Entry) -> suites.Benchmark:
-    """A benchmark of the suite that an entry is of, under the entry's own rubric."""
-    name = entry.extra.get("rubrics", {}).get(benchmark, benchmark)
-    return suites.benchmark(name, "base" if entry.suffix else "paper")
+    """A benchmark of the suite that an entry is of, as the entry asks it."""
+    how = entry.how.get(benchmark, {})
+    row = suites.benchmark(how.get("row", benchmark), "base" if entry.suffix else "paper")
+    return replace(
+        row, **{n: value for n, value in how.items() if n in ("budget", "shots", "draw")}
+    )
+
+
+def lengths_of(row: suites.Benchmark, rungs: Iterable[str]) -> list[int]:
+    """The lengths that must be asked for some rungs, of which an empty one is all.
+
+    LongMemEval's are asked from the shortest on, since a rung holds the one below, and the
+    shortest chooses the questions.
+    """
+    whole = [n for n in row.lengths if isinstance(n, int)]
+    named = {name for rung in rungs for name in rungs_of(rung)}
+    asked = [n for n in whole if not named or rung_name(n) in named]
+    return asked if row.task == suites.NEEDLES else [n for n in whole if n <= max(asked)]
+
+
+def rungs_of(rung: str) -> tuple[str, ...]:
+    """The names of rungs that ``oracle-16k`` spans, or of the one that is named."""
+    first, _, last = rung.partition("-")
+    return RUNGS[RUNGS.index(first) : RUNGS.index(last or first) + 1] if rung else ()
 
 
 def _asked(
@@ -237,18 +275,21 @@ def _asked(
 ) -> Asked:
     """A benchmark's outcome by the reader of each cell."""
     row = row_of(benchmark, entry)
-    if row.task == suites.NEEDLES:
-        decoding.check_mlx(work.place, row.title)
     ways = decoding.ways(work.place)
     line = {cell: condition_of(cell, models, work) for cell in cells}
     own = lineup.native(models[1], ways)
     conditions = list({c.name: c for c in (own, *line.values())}.values())
-    items = entry.extra.get("items", {}).get(benchmark)
     outcome = suite_runs.run(
         row,
         models,
         conditions,
-        settings_of(row, thinking, models, work, items),
+        settings_of(
+            row,
+            thinking,
+            work,
+            lengths_of(row, {cell.rung for cell in cells}),
+            entry.how.get(benchmark, {}).get("items"),
+        ),
         journal=work.journal,
         judge=judge_of(work) if row.judged else None,
         progress=lambda text, done, total: work.heard.progress(f"{text}: {done} of {total}"),
@@ -260,20 +301,23 @@ def _asked(
 
 
 def settings_of(
-    row: suites.Benchmark, thinking: bool, models: Models, work: Work, items: int | None = None
+    row: suites.Benchmark,
+    thinking: bool,
+    work: Work,
+    lengths: Sequence[int] = (),
+    items: int | None = None,
 ) -> suite_runs.Settings:
     """A benchmark's settings in this run."""
     given = {key: value for key, value in work.benchmarks.items() if key != "judge"}
-    lengths: list[int | str] = []
     if work.tiny:
         given = {"data": tiny_data.written(work), **given}
-        lengths = [TINY_LENGTHS.get(int(n), n) if n != ORACLE else n for n in row.lengths]
+        lengths = [TINY_LENGTHS[n] for n in lengths]
     limits = [number for number in (items, work.size.items) if number is not None]
     return suite_runs.Settings(
         thinking=thinking,
         limit=min(limits, default=None),
         max_tokens=work.size.answer,
-        lengths=lengths or None,
+        lengths=list(lengths) or None,
         data=given.get("data", {}),
         prompts=given.get("prompts", {}),
         more={"responses": work.responses, "decode": decoding.decoder(work.place)},
@@ -291,28 +335,43 @@ def condition_of(cell: Cell, models: Models, work: Work) -> Condition:
     if cell.who == "text":
         return at(lineup.native(target, ways))
     if not is_translator(cell.who):
-        decoding.check_mlx(work.place, cell.who)
         name, _, layers = cell.who.partition(":")
         if layers and work.tiny:  # the paper's models have more
             layers = str(min(int(layers), len(target.attentions)))
         spec = f"{name}:{layers}" if layers else name
-        return reuse.baseline(droidspeak.spelt(spec, *models), *models)
+        return reuse.baseline(droidspeak.spelt(spec, *models, _profiled(target, work)), *models)
     folders = [trained(work, cell.pair, one) for one in needed(cell, work)]
     found = [load_translator(folder) for folder in folders]
     return at(lineup.translated(cell.who, source, target, found, ways=ways))
 
 
-def score(outcome: Outcome, condition: str, rung: str, work: Work) -> Mean:
-    """The number of a condition that a table shows, of all rungs or of one."""
-    parts = outcome.tables[condition]
-    return parts[part_named(rung, parts, work)][outcome.metrics[0]]
+def _profiled(target: LanguageModel, work: Work) -> list[Sample]:
+    """The conversations by which DroidSpeak's profiler chooses layers."""
+    found = to_samples(
+        statistics.records(work, droidspeak.PROFILED), target.tokenizer, target.context_length
+    )
+    return list(islice(found, droidspeak.PROFILED))
 
 
-def part_named(rung: str, parts: Mapping[str, Any], work: Work) -> str:
-    """The name of a rung's part of an outcome."""
-    if not rung:
-        return ALL
+def score(
+    outcome: Outcome, condition: str, cell: Cell, work: Work, seed: int | None = None
+) -> Mean:
+    """The number of a condition that a table shows, of all rungs or of its cell's; of one seed."""
+    tables = outcome.tables if seed is None else {condition: outcome.seeds[condition][seed]}
+    parts, metric = tables[condition], outcome.metrics[0]
+    known = (part_named(rung, parts, work) for rung in rungs_of(cell.rung))
+    names = [name for name in known if name is not None]
+    if len(names) < 2:
+        return parts[names[0] if cell.rung else ALL][metric]
+    items = [item for item in outcome.items[condition] if item.group in names]
+    if seed is not None:
+        items = [replace(item, scores=item.seeds[seed], seeds=()) for item in items]
+    return suite_runs.pooled(suites.benchmark(cell.benchmark).pooled, items, metric)
+
+
+def part_named(rung: str, parts: Mapping[str, Any], work: Work) -> str | None:
+    """The name of a rung's part of an outcome; None if it has no such part."""
     tokens = {f"{length // 1024}k": length for length in TINY_LENGTHS}.get(rung)
     length: Any = rung if tokens is None else TINY_LENGTHS[tokens] if work.tiny else tokens
     known = (rung_name(length), str(length), rung)
-    return next(name for name in known if name in parts)
+    return next((name for name in known if name in parts), None)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from benchmarks.paper.analysis.corpus import Corpus
 from benchmarks.paper.analysis.report import Report, Settings, analyze
+from benchmarks.paper.analysis.states import collect
+from benchmarks.paper.analysis.statistics import r2
 from benchmarks.paper.reproducing.entries import Entry
 from benchmarks.paper.reproducing.results import Line, Result
 from benchmarks.paper.reproducing.tables import (
@@ -16,14 +22,20 @@ from benchmarks.paper.reproducing.tables import (
     meaning,
     tables,
 )
+from benchmarks.paper.reproducing.trained import english
 from benchmarks.paper.reproducing.work import Work
+from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.tokenization.records import open_source
+from kvlingo_mlx.training import command_line
 
 # Paragraph "Protocol": 512 documents of 256 tokens. A tiny run reads fewer.
 DOCUMENTS, TOKENS = 512, 512 * 256
+# Figures "cka": keys behind their norm, 16k tokens.
+CKA = {"cka": True, "capture": "post_norm", "documents": 64, "tokens": 64 * 256}
 TINY_SIZE = {"documents": 24, "tokens": 24 * 128, "epochs": 2, "hidden": 16}
+PREFIXES, PREFIX = 16, 1024  # held-out prefixes of table "cachedist", and their most tokens
 SIDE_OF = {"K": "keys", "V": "values"}
 SCRATCH = "scratch"
 
@@ -32,13 +44,13 @@ def report_of(work: Work, pair: Pair, way: str, **asked: Any) -> Report:
     """What two models' caches have in common, in one direction; ``asked`` are settings."""
     ends = work.models.pair(pair)
     source, target = load_pair(*(ends if way == SMALL_TO_LARGE else ends[::-1]))
-    size = TINY_SIZE if work.tiny else {"documents": DOCUMENTS, "tokens": TOKENS}
-    settings = Settings(**{"cka": False, "mlp": False, "heads": False, **size, **asked})
+    size = {"documents": DOCUMENTS, "tokens": TOKENS, "cka": False, "mlp": False, "heads": False}
+    settings = Settings(**(size | asked | (TINY_SIZE if work.tiny else {})))
     work.heard.progress(f"reading {source.name} and {target.name}")
-    return analyze(source, target, _records(work, settings.documents), settings)
+    return analyze(source, target, records(work, settings.documents), settings)
 
 
-def _records(work: Work, count: int) -> Iterator[Mapping[str, Any]]:
+def records(work: Work, count: int) -> Iterator[Mapping[str, Any]]:
     """The first records of the training data, and some more, since some are of no use."""
     for name in work.training_data():
         source, _ = open_source(name)
@@ -46,9 +58,25 @@ def _records(work: Work, count: int) -> Iterator[Mapping[str, Any]]:
         yield from filter(None, records)
 
 
-def keys_r2(work: Work, pair: Pair, way: str, capture: str) -> float:
-    """The mean R2 of linear maps of keys at a capture point (table "cachedist")."""
-    return report_of(work, pair, way, capture=capture).summary["keys"].linear
+def keys_r2(work: Work, pair: Pair, way: str, folder: Path) -> float:
+    """The mean R2 of a translator's own maps of keys, on prefixes held out of its training."""
+    ends = work.models.pair(pair)
+    source, target = load_pair(*(ends if way == SMALL_TO_LARGE else ends[::-1]))
+    config, weights = translator_folder.read(folder)
+    options = command_line.Options(
+        source="", target="", data=work.training_data(), device="mlx", seed=42,
+        max_prefix=work.size.max_prefix, accepts=english(work),
+    )  # fmt: skip
+    context = min(source.context_length, target.context_length)
+    held_out = options.stream(target.tokenizer, context, PREFIXES).held_out(PREFIXES)
+    corpus = Corpus(tuple(sample.prefix[:PREFIX] for sample in held_out), frozenset())
+    read, wanted = (collect(m, corpus, str(config.capture)).keys for m in (source, target))
+    found = []
+    for layer, (reads, *_) in enumerate(config.assignment.keys):
+        y = wanted[layer]
+        made = read[reads] @ weights.arrays[f"keys.{layer}.weight"].T
+        found.append(r2(made, y, y.mean(axis=0, dtype=np.float64)))
+    return float(np.mean(found))
 
 
 def make(entry: Entry, work: Work) -> Result:
@@ -110,7 +138,7 @@ def _grids(entry: Entry, work: Work) -> Result:
     """Figure "cka": how alike each target layer's keys are to each source layer's, by pair."""
     lines: list[Line] = []
     for pair in entry.pairs:
-        grid = report_of(work, pair, SMALL_TO_LARGE, cka=True).cka["keys"].cka
+        grid = report_of(work, pair, SMALL_TO_LARGE, **CKA).cka["keys"].cka
         lines += [Line((_named(pair), str(at)), tuple(row)) for at, row in enumerate(grid.tolist())]
     widest = max(len(line.values) for line in lines)
     padded = [(*line.values, *[None] * (widest - len(line.values))) for line in lines]
@@ -119,14 +147,19 @@ def _grids(entry: Entry, work: Work) -> Result:
 
 
 def _by_pair(
-    columns: tuple[str, ...], numbers: Callable[[Report], Sequence[float]], **asked: bool
+    columns: tuple[str, ...], numbers: Callable[[Report], Sequence[float]], **asked: Any
 ) -> Callable[[Entry, Work], Result]:
     """A maker of a row for each pair and way."""
 
     def rows(entry: Entry, work: Work) -> Result:
+        models = [(pair, False) for pair in entry.pairs]
+        models += [(pair, True) for pair in entry.extra.get("random", ())]
         lines = [
-            Line((_named(pair), way), tuple(numbers(report_of(work, pair, way, **asked))))
-            for pair in entry.pairs
+            Line(
+                (_named(pair) + ", random weights" * null, way),
+                tuple(numbers(report_of(work, pair, way, **asked, random_init=null))),
+            )
+            for pair, null in models
             for way in WAYS
         ]
         return Result(("pair", "way"), columns, tuple(lines))
@@ -156,6 +189,6 @@ MAKERS: dict[str, Callable[[Entry, Work], Result]] = {
     "affine": _linearity,
     "rank": _rank,
     "cka": _grids,
-    "contrast": _by_pair(("contrast", "offset"), _contrast, cka=True),
+    "contrast": _by_pair(("contrast", "offset"), _contrast, **CKA),
     "heads": _by_pair(("share of keys", "share of values"), _heads, heads=True),
 }

@@ -20,7 +20,7 @@ from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.training.checkpoints import log_of, read_log
 
 WINDOW, TINY_WINDOW = (256, 256), (64, 32)
-WINDOWS = 512  # the paper does not say how many it reads
+WINDOWS = 128  # documents of a corpus, of which each gives its first window
 GAP, TASK = "gap", "continuation"
 
 
@@ -66,7 +66,7 @@ def _joint(entry: Entry, work: Work) -> Result:
         for corpus in entry.what[:2]:
             outcome, note = _outcome(entry, work, pair, way, corpus)
             notes |= {note} if note else set()
-            gaps.append(None if outcome is None else _difference(outcome, entry.who))
+            gaps.append(None if outcome is None else _gap(outcome, entry.who))
         cells = [Cell(pair, way, entry.what[2], who, seeds=entry.seeds) for who in entry.who]
         found, more = scores.measured(cells, work, entry)
         notes |= set(more)
@@ -77,10 +77,14 @@ def _joint(entry: Entry, work: Work) -> Result:
     return Result(columns[: table.labels], columns[table.labels :], tuple(lines), tuple(notes))
 
 
-def _difference(outcome: Outcome, who: tuple[str, ...] | list[str]) -> float:
-    """How far apart the log perplexities of two kinds of maps are."""
-    first, second = (outcome.tables[name]["text"][GAP].value for name in who)
-    return abs(first - second)
+def _gap(outcome: Outcome, who: tuple[str, ...] | list[str]) -> float:
+    """By how much the first kind of maps has the higher log perplexity."""
+    return difference(*(outcome.tables[name]["text"][GAP].value for name in who))
+
+
+def difference(split: float, joint: float) -> float:
+    """The paper's sign: what the split maps have more than the joint ones."""
+    return split - joint
 
 
 def _base(entry: Entry, pair: Pair) -> Pair:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ from benchmarks.paper.reproducing.forms import form, is_translator
 from benchmarks.paper.reproducing.models import FEW
 from benchmarks.paper.reproducing.record_filter import RecordFilter
 from benchmarks.paper.reproducing.work import Work
-from benchmarks.paper.training import jobs
+from benchmarks.paper.training import jobs, paper_pairs
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.files import sha256_of
 from kvlingo_mlx.training import command_line
 
 PLAN = ("fit_samples", "held_out", "hidden")
 BASE = "-Base"  # the ending of base models' names
+FIRST = (42, 56)  # the seeds at which the paper swept; other seeds train at the rate found there
 
 
 @dataclass(frozen=True, order=True)
@@ -40,6 +42,20 @@ class Wanted:
     def plain(self) -> bool:
         """Whether it is trained on windows of plain text, as between base models."""
         return self.source.endswith(BASE)
+
+    @property
+    def swept(self) -> bool:
+        """Whether its rate is to be swept, since the paper swept it and does not state it."""
+        found = form(self.form)
+        told = found.recipe.get("learning_rates") or found.recipe.get("steps") == 0
+        return not told and not paper_pairs.is_stated(self.source, self.target, found.plan)
+
+    @property
+    def first(self) -> Wanted | None:
+        """The translator at whose rates this one is trained; None if it has its own."""
+        if self.form == "mixing_mlp":
+            return replace(self, form="head_wise_mlp")
+        return replace(self, seed=FIRST[0]) if self.swept and self.seed not in FIRST else None
 
 
 def wanted(cell: Cell) -> list[Wanted]:
@@ -70,7 +86,9 @@ def trained(work: Work, pair: tuple[str, str], one: Wanted) -> Path:
     folder = one.folder(work, names)
     given = None if work.given is None else work.given / folder.name
     if given is not None and (given / translator_folder.CONFIG_FILE).exists():
+        work.used[one] = given
         return given
+    work.used[one] = folder
     source, target = (work.models.place(name) for name in names)
     form_of = form(one.form)
     options = command_line.Options(
@@ -80,16 +98,22 @@ def trained(work: Work, pair: tuple[str, str], one: Wanted) -> Path:
         device=work.device,
         seed=one.seed,
         plain_text=one.plain,
-        # The paper reads the English subset of its data.
-        accepts=RecordFilter(english=not (work.tiny or work.data or one.plain)),
+        accepts=english(work, one.plain),
         max_prefix=_smaller(form_of.stream.get("max_prefix"), work.size.max_prefix),
         max_continuation=work.size.answer,
     )
     plan, recipe, stage1 = settings(work, one)
+    if one.first is not None and work.size.sweeps:
+        made = translator_folder.read_config(trained(work, pair, one.first)).provenance
+        recipe |= {"learning_rates": (made["learning_rate"],), "sweep": False}
+        if stage1 is not None:
+            stage1["rates"] = (made["stage1_rate"],)
     if work.tiny and plan["nu"] is not None:
         plan["nu"] = _smaller(plan["nu"], FEW.get(names[0]))
     facts = {n: v for n, v in vars(options).items() if n not in ("device", "accepts")}
-    facts["english"] = options.accepts.english
+    # Known by what they are, so that a room and its models can move.
+    facts |= {"source": names[0], "target": names[1], "data": [_known(d) for d in options.data]}
+    facts["english"] = english(work, one.plain).english
     asked = {"options": facts, "plan": plan, "recipe": recipe, "stage1": stage1}
     if _is_done(folder, asked):
         return folder
@@ -103,6 +127,16 @@ def trained(work: Work, pair: tuple[str, str], one: Wanted) -> Path:
     jobs.train(options, jobs.plan_of(options, plan, recipe, stage1), str(folder), heard)
     work.write(str(_asked_file(folder).relative_to(work.room)), json.dumps(asked) + "\n")
     return folder
+
+
+def _known(data: str) -> str:
+    """Data by the digest of their file; a folder or a name of the Hub as it is."""
+    return sha256_of(Path(data)) if Path(data).is_file() else data
+
+
+def english(work: Work, plain: bool = False) -> RecordFilter:
+    """What a training reads: of the paper's data, the English subset."""
+    return RecordFilter(english=not (work.tiny or work.data or plain))
 
 
 def _asked_file(folder: Path) -> Path:
@@ -143,9 +177,11 @@ def settings(
     recipe |= {name: value for name, value in size.training.items() if name not in PLAN}
     if size.steps is not None and recipe.get("steps") != 0:
         recipe["steps"] = size.steps
+    if one.swept and size.sweeps:
+        recipe["sweep"] = True
     stage1 = None
     if plan.get("kind") == "mlp":
-        stage1 = {"steps": 5000 if size.steps is None else size.steps, "rates": ()}
+        stage1 = {"steps": 5000 if size.steps is None else size.steps, "rates": found.stage1_rates}
     return plan, recipe, stage1
 
 

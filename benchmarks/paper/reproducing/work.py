@@ -31,6 +31,7 @@ class Size:
         max_prefix: The longest prefix of a training sample.
         answer: The longest answer in tokens.
         nu: The most source layers that a target layer reads.
+        sweeps: Whether rates that the paper does not state are swept, as it did.
     """
 
     steps: int | None = None
@@ -40,6 +41,7 @@ class Size:
     max_prefix: int | None = None
     answer: int | None = None
     nu: int | None = None
+    sweeps: bool = True
 
     @property
     def told(self) -> dict[str, int]:
@@ -57,6 +59,7 @@ TINY = Size(
     max_prefix=512,
     answer=64,
     nu=4,
+    sweeps=False,
 )
 
 
@@ -83,6 +86,8 @@ class Work:
         benchmarks: Options of the evaluation: local files, the judge and its prompts.
         device: ``mlx``, or PyTorch's name of one; None chooses.
         heard: Who is told.
+        decoder: What decodes, where that is not what trains.
+        used: The translators that an entry's numbers are of, with their folders.
     """
 
     room: Path
@@ -94,6 +99,8 @@ class Work:
     benchmarks: Mapping[str, Any] = field(default_factory=dict)
     device: str | None = None
     heard: Heard = field(default_factory=Heard)
+    decoder: str | None = None
+    used: dict[Any, Path] = field(default_factory=dict)
 
     @property
     def tiny(self) -> bool:
@@ -101,9 +108,14 @@ class Work:
         return self.models.tiny
 
     @property
-    def place(self) -> str:
-        """The device that trains and evaluates: ``mlx``, or PyTorch's name of one."""
+    def trains(self) -> str:
+        """The device that trains: ``mlx``, or PyTorch's name of one."""
         return checked_place(self.device or ("cuda" if has_cuda() else "mlx"))
+
+    @property
+    def place(self) -> str:
+        """The device that decodes: the one that trains, unless an entry needs MLX."""
+        return self.decoder or self.trains
 
     @property
     def journal(self) -> Journal:

@@ -18,7 +18,7 @@ NONE: Rates = {}
 class PaperRate(NamedTuple):
     """One direction of one pair."""
 
-    rate: float  # of linear, head-mixing maps of one source layer
+    rate: float  # of linear, head-mixing maps of one source layer; 0 if the paper tells none
     selected: float = 0.0  # the same where that layer is chosen by R2 or greedily, if it differs
     mixing: Rates = NONE  # of more source layers
     head_wise: Rates = NONE  # of head-wise maps
@@ -51,8 +51,8 @@ PAIRS = {
     ("gemma-4-E2B-it", "gemma-4-E4B-it"): PaperRate(1e-4),
     ("Qwen3-4B", "Qwen3-30B-A3B"): PaperRate(3e-6, linear_mlp=3e-6, nu=3, norm="attention_mass"),
     ("Qwen3-30B-A3B", "Qwen3-4B"): PaperRate(1e-4, linear_mlp=3e-5, nu=3, norm="attention_mass"),
-    ("Qwen3-8B", "Mistral-7B-Instruct-v0.3"): PaperRate(DEFAULT_RATE, nu=3),
-    ("Mistral-7B-Instruct-v0.3", "Qwen3-8B"): PaperRate(DEFAULT_RATE, nu=3),
+    ("Qwen3-8B", "Mistral-7B-Instruct-v0.3"): PaperRate(0.0, nu=3),
+    ("Mistral-7B-Instruct-v0.3", "Qwen3-8B"): PaperRate(0.0, nu=3),
 }
 
 
@@ -80,7 +80,8 @@ def rate_of(source: str, target: str, plan: Mapping[str, Any]) -> float:
     """
     known = best_of(source, target)
     kind, nu = plan.get("kind", "linear"), max(NU, plan.get("nu") or NU)
-    if known is None or kind == "mlp":  # of an MLP alone the paper tells no rate
+    # Of an MLP alone the paper tells no rate.
+    if known is None or kind == "mlp" or not known.rate:
         return DEFAULT_RATE
     if kind == "linear_mlp":
         return known.linear_mlp or known.rate
@@ -90,3 +91,20 @@ def rate_of(source: str, target: str, plan: Mapping[str, Any]) -> float:
         return rates[min(rates, key=lambda number: (abs(math.log(number / nu)), -number))]
     by_depth = head_wise or plan.get("assignment", "relative_depth") == "relative_depth"
     return known.rate if by_depth else known.selected or known.rate
+
+
+def is_stated(source: str, target: str, plan: Mapping[str, Any]) -> bool:
+    """Whether the paper states the rate of a pair for a plan of just this form.
+
+    Where it does not, it swept rates and does not say which was best: those of MLPs, of Base
+    models, of two tokenizers, of more source layers than its table has, or chosen otherwise.
+    """
+    known, kind = best_of(source, target), plan.get("kind", "linear")
+    if known is None or kind == "mlp" or not known.rate:
+        return False
+    nu = plan.get("nu") or known.nu
+    if kind == "linear_mlp" or nu == known.nu > NU:
+        return True
+    if not plan.get("head_mixing", True):
+        return nu in known.head_wise
+    return nu == NU or (nu in known.mixing and plan.get("assignment") == "r2")

@@ -8,10 +8,14 @@ import pytest
 
 import kvlingo_mlx as kv
 from benchmarks.paper.commands import run
-from benchmarks.paper.evaluation.seeds import cells, medians, over_tasks
+from benchmarks.paper.evaluation.seeds import cells
+from benchmarks.paper.reproducing import comparisons
+from benchmarks.paper.reproducing.cells import Cell
+from benchmarks.paper.reproducing.entries import BY_LABEL, GEMMA3, LARGE, SMALL
+from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions, lineup, probes
-from kvlingo_mlx.evaluation.compare import ALL, Outcome, evaluate, found, outcome
+from kvlingo_mlx.evaluation.compare import evaluate, found, outcome
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.tokenization.samples import Sample
@@ -23,41 +27,35 @@ TALKS = [
 ]
 
 
-def planted(task: str, metrics: tuple[str, ...], values: dict[str, np.ndarray]) -> Outcome:
-    """An outcome of one group; ``values`` are (seeds, metrics) by condition, errors a tenth."""
+def test_tables_are_numpys(monkeypatch: Patch) -> None:
+    """Medians over a family's cells, and means over benchmarks, seed by seed."""
+    rng, drawn = np.random.default_rng(0), dict[Cell, np.ndarray]()
 
-    def table(row: np.ndarray) -> dict[str, dict[str, Mean]]:
-        return {ALL: {m: Mean(v, v / 10, 5) for m, v in zip(metrics, row, strict=True)}}
+    def planted(asked: list[Cell], *rest: object) -> dict[Cell, list[Mean]]:
+        for cell in asked:
+            drawn.setdefault(cell, rng.uniform(size=3))
+        return {cell: [Mean(v, v / 10, 5) for v in drawn[cell]] for cell in asked}
 
-    tables = {name: table(rows.mean(0)) for name, rows in values.items()}
-    seeds = {name: [table(row) for row in rows] for name, rows in values.items() if len(rows) > 1}
-    return Outcome(task, metrics, 5, 9, tables, {}, seeds=seeds)
-
-
-def test_tables_are_numpys() -> None:
-    """Medians over cells, and a mean over tasks for each seed; a single seed has no row."""
-    rng = np.random.default_rng(0)
-    drawn = {task: {name: rng.uniform(size=(3, 2)) for name in ("a", "b", "c")} for task in "xyz"}
-    one = {"native": rng.uniform(size=(1, 2))}
-    outcomes = [planted(task, ("acc", "f1"), {**one, **drawn[task]}) for task in "xyz"]
-    every = cells(outcomes)
-    assert [(c.task, c.metric, c.condition) for c in every[:3]] == [
-        ("x", "acc", "a"), ("x", "f1", "a"), ("x", "acc", "b")
-    ]  # fmt: skip
-    assert len(every) == 18
-    for task in "xyz":
-        for column, metric in enumerate(("acc", "f1")):
-            scores = np.array([drawn[task][name][:, column] for name in "abc"])
-            sd, error = medians(every)[task, metric]
-            assert sd == pytest.approx(np.median(scores.std(axis=1, ddof=1)))
-            assert error == pytest.approx(np.median(scores[:, 0]) / 10)
-    for cell in over_tasks(outcomes):
-        means = np.mean([drawn[task][cell.condition][:, 0] for task in "xyz"], axis=0)
-        assert [seed.value for seed in cell.seeds] == pytest.approx(means)
-        assert cell.seed_sd == pytest.approx(np.std(means, ddof=1))
-        errors = [drawn[task][cell.condition][0, 0] / 10 for task in "xyz"]
-        assert cell.item_error == pytest.approx(np.sqrt(np.sum(np.square(errors))) / 3)
-    assert over_tasks([]) == [] and cells([planted("x", ("acc",), {"n": np.ones((1, 1))})]) == []
+    monkeypatch.setattr(comparisons.scores, "by_seed", planted)
+    table = comparisons.make(BY_LABEL["tab:seedsd"], Work(Path("room")))
+    rows = {line.names[0]: line.values for line in table.lines}
+    rulers = np.array([v for c, v in drawn.items() if (c.pair in (SMALL, LARGE))
+                       and c.benchmark == "ruler"])  # fmt: skip
+    assert len(rulers) == 2 * 2 * 2 * 4 * 2  # pairs, ways, translators, rungs, modes
+    assert rows["RULER"][0] == pytest.approx(np.median(rulers.std(axis=1, ddof=1)))
+    assert rows["RULER"][1] == pytest.approx(np.median(rulers[:, 0]) / 10)
+    assert rows["CoQA"][4] is not None and rows["CoQA"][6] is None
+    drawn.clear()
+    first = comparisons.make(BY_LABEL["tab:seedsets"], Work(Path("room"))).lines[-1]
+    several = np.array([v for cell, v in drawn.items() if (cell.pair, cell.way, cell.who) == (
+        GEMMA3, "small to large", "mixing+greedy")])  # fmt: skip
+    assert several.shape == (11, 3)  # the rows of the paper's table
+    seed, middle, *others = first.values
+    means = several.mean(axis=0)
+    assert [seed.value, *others] == pytest.approx(means)  # type: ignore[union-attr]
+    assert (middle.value, middle.error) == pytest.approx(  # type: ignore[union-attr]
+        (means.mean(), means.std(ddof=1))
+    )
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The list of tables and figures against the paper's labels, and what each cell is a score of."""
 
+import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,34 @@ import pytest
 pytest.importorskip("lm_eval")
 
 from benchmarks.paper.evaluation.suites import BASE, PAPER
+from benchmarks.paper.reproducing import decoding, labels, sizes
 from benchmarks.paper.reproducing.cells import Cell
-from benchmarks.paper.reproducing.entries import BY_LABEL, ENTRIES, LARGE, MIXTURE, SMALL
+from benchmarks.paper.reproducing.entries import (
+    BY_LABEL,
+    ENTRIES,
+    FAR,
+    GEMMA3,
+    LARGE,
+    MISTRAL,
+    MIXTURE,
+    SMALL,
+)
 from benchmarks.paper.reproducing.forms import OWN, form, is_translator
-from benchmarks.paper.reproducing.listing import listed, pairs_of
+from benchmarks.paper.reproducing.listing import listed, overview, pairs_of, trainings_of
 from benchmarks.paper.reproducing.running import MAKERS
 from benchmarks.paper.reproducing.tables import tables
 from benchmarks.paper.reproducing.trained import Wanted, settings
-from benchmarks.paper.reproducing.work import Work
+from benchmarks.paper.reproducing.work import TINY, Heard, Work
 from benchmarks.paper.training.paper_pairs import filled
+from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 # Written by a script that read every figure and table of the paper's source.
-LABELS = [line.split() for line in (HERE / "labels.txt").read_text().splitlines()]
+LABELS = [
+    [told["kind"], told["label"]]
+    for told in map(json.loads, (HERE / "captions.jsonl").read_text().splitlines())
+]
 L2S, S2L = "large to small", "small to large"
 SCORES = [entry for entry in ENTRIES if entry.maker == "scores"]
 
@@ -116,9 +131,11 @@ def test_forms_are_the_papers() -> None:
     assert filled(plan, "Qwen3-4B", "Qwen3-30B-A3B")["norm"] == "attention_mass"
     plan, recipe, stage1 = settings(work, Wanted(*SMALL, "head_wise_mlp", 42))
     assert (plan["kind"], plan["head_mixing"]) == ("mlp", False)
-    assert stage1 == {"steps": 5000, "rates": ()}
+    assert stage1 == {"steps": 5000, "rates": ()} and recipe["sweep"]
     assert settings(work, Wanted(*SMALL, "closed", 42))[1]["steps"] == 0
     assert form("wide_mlp").plan == {"kind": "mlp", "hidden": 4096, "gated": False}
+    plan, recipe, stage1 = settings(work, Wanted(*LARGE, "wide_mlp", 42))
+    assert recipe == {"learning_rates": (3e-6, 1e-5, 3e-5)} and stage1["rates"] == (1e-3,)
     assert form("mixing+post_rope+cap8k").stream == {"max_prefix": 8192}
     assert form("mixing+r2+nu4").plan == {"assignment": "r2", "nu": 4}
     for wrong in ("mixin", "mixing+nu", "mixing+r3"):
@@ -129,10 +146,16 @@ def test_forms_are_the_papers() -> None:
 def test_the_list_tells_what_is_needed(tmp_path: Path) -> None:
     rows = {row.label: row for row in listed(tmp_path)}
     suite = rows["tab:qwen3sl"]
-    # Two pairs, one way: a closed form, and four trained translators of three seeds each.
-    assert suite.trainings == 2 * (1 + 4 * 3) and suite.judge
+    # Two pairs, one way: four trained translators of three seeds each.
+    assert suite.trainings == 2 * 4 * 3 and suite.judge
+    swept = trainings_of(BY_LABEL["tab:qwen3sl"], sweeps=True)
+    assert swept == 2 * (3 * 3 + 5 + 2)  # the MLP's first seed tries five rates
     assert suite.models == ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")
-    assert "a judge" in suite.takes and suite.state == "not done"
+    assert suite.command.endswith("tab:qwen3sl --judge MODEL") and suite.state == "not done"
+    assert suite.hours is None and rows["tab:gemma3"].gated == ("gemma-3-4b-it", "gemma-3-12b-it")
+    lines = overview(list(rows.values()))
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+    assert all(any(label in line for line in lines) for _, label in LABELS)
     assert rows["tab:cost"].machine == "an NVIDIA GPU"
     state = rows["tab:mla"].state
     assert state.startswith("needs Qwen3-4B and 8B converted")
@@ -140,3 +163,74 @@ def test_the_list_tells_what_is_needed(tmp_path: Path) -> None:
     assert "as they are" in rows["app:tab:mla"].state and "60000" in rows["app:tab:mla"].state
     assert rows["tab:base"].models[0] == "Qwen3-0.6B-Base"
     assert pairs_of(BY_LABEL["tab:linearity"]) == [LARGE, SMALL]
+
+
+def test_the_page_of_labels_is_todays() -> None:
+    """Else: python -m benchmarks.paper.reproducing.labels."""
+    assert labels.PAGE.read_text(encoding="utf-8") == labels.page()
+    verdicts = [labels.AUDIT.get(label) for _, label in LABELS]
+    assert (verdicts.count(labels.OTHER), verdicts.count(labels.MISSING)) == (19, 6)
+    assert set(labels.AUDIT) <= {label for _, label in LABELS}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "swept", "first"),
+    [
+        (Wanted(*SMALL, "mixing", 43), False, None),
+        (Wanted(*SMALL, "mixing+post_norm", 43), False, None),
+        (Wanted(*FAR, "mixing+r2+nu4", 56), False, None),
+        (Wanted(*FAR, "mixing+r2+nu8", 56), True, None),  # table "lrs" ends at 4
+        (Wanted(*FAR, "mixing+greedy+nu2", 56), True, None),  # its columns are by R2
+        (Wanted(*FAR, "head_wise+greedy+nu8", 42), False, None),
+        (Wanted(*GEMMA3, "mixing+nu2", 42), True, None),
+        (Wanted(*MISTRAL, "mixing+nu3", 42), True, None),
+        (Wanted(*MIXTURE, "mixing+nu3", 42), False, None),
+        (Wanted(*SMALL, "head_wise_mlp", 42), True, None),
+        (Wanted(*SMALL, "head_wise_mlp", 44), True, Wanted(*SMALL, "head_wise_mlp", 42)),
+        (Wanted(*FAR, "mixing_mlp", 42), True, Wanted(*FAR, "head_wise_mlp", 42)),
+        (Wanted(f"{SMALL[0]}-Base", f"{SMALL[1]}-Base", "mixing", 42), True, None),
+        (Wanted(f"{SMALL[0]}-Base", f"{SMALL[1]}-Base", "closed", 42), False, None),
+        (Wanted(*LARGE, "wide_mlp", 42), False, None),
+    ],
+)
+def test_rates_are_stated_or_swept(wanted: Wanted, swept: bool, first: Wanted | None) -> None:
+    """As appendix "Training protocol" has them; other seeds train at the first one's rate."""
+    assert (wanted.swept, wanted.first) == (swept, first)
+    assert settings(Work(Path("room")), wanted)[1].get("sweep", False) == swept
+    assert not settings(Work(Path("room"), size=TINY), wanted)[1].get("sweep", False)
+
+
+def test_what_cannot_run_is_refused_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    work = Work(tmp_path, heard=Heard(warn=said.append))
+    monkeypatch.setattr(Work, "trains", "cpu")
+    assert decoding.with_mlx(work, ["RULER"]).place == "mlx"
+    assert decoding.with_mlx(work, []).place == "cpu"
+    assert said == ["RULER: by MLX alone, which answers this entry; cpu trains"]
+    monkeypatch.setattr(Work, "trains", "cuda:0")
+    monkeypatch.setattr(decoding, "on_gpu", lambda: False)
+    with pytest.raises(KVLingoError, match=r"RULER, .*mlx\[cuda13\]'.* \(nothing was trained"):
+        decoding.with_mlx(work, ["RULER", "the judge"])
+    monkeypatch.setattr(sizes, "_free", lambda place: int(70e9))
+    sizes.check_memory(work, LARGE)
+    monkeypatch.setattr(sizes, "_free", lambda place: int(69e9))
+    with pytest.raises(NotEnoughMemoryError, match="30B-A3B take 69 GB, and cuda:0 has 69 GB free"):
+        sizes.check_memory(work, MIXTURE)
+
+
+def test_hours_are_by_a_measured_step(tmp_path: Path) -> None:
+    """A step of 0.6B and 1.7B in 2 s: 5,000 of 8B and 4B, twice, in proportion to their weights."""
+    folder = tmp_path / "translators"
+    folder.mkdir()
+    ends = {"source": SMALL[0], "target": SMALL[1]}
+    (folder / "a.json").write_text(json.dumps({"options": ends}))
+    (folder / "a.log.jsonl").write_text('{"step": 0}\n{"step": 10, "seconds": 20.0}\n')
+    second = sizes.seconds_per_work(tmp_path)
+    expected = 2 * 5000 * 2.0 * (4.0 + 8.2) / (0.6 + 1.7) / 3600
+    assert sizes.hours([LARGE], 2, second) == pytest.approx(expected)
+    assert sizes.hours([LARGE], 2, sizes.seconds_per_work(tmp_path / "other")) is None
+    (row,) = (row for row in listed(tmp_path) if row.label == "fig:xquad")
+    assert row.short == f"fig:xquad ~{3 * expected:.3g}h"
+    assert dict(row.whole)["trainings"] == f"6; about {3 * expected:.3g} hours"

@@ -24,9 +24,10 @@ from benchmarks.paper.reproducing.results import Line, Result, cells, keep, kept
 from benchmarks.paper.reproducing.stand_ins import deeper
 from benchmarks.paper.reproducing.work import TINY, Heard, Work
 from kvlingo_mlx.embedded import TRANSLATORS, zoo
-from kvlingo_mlx.evaluation.compare import Outcome
+from kvlingo_mlx.evaluation.compare import Outcome, Scored
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.training.on_mlx.pair import MLXPair
 
 S2L = "small to large"
 
@@ -54,11 +55,15 @@ def test_a_label_alone_finds_pytorch(tmp_path: Path) -> None:
     assert done.returncode == 0 and "re-prefill" in done.stdout, done.stderr
 
 
-def test_an_entry_of_each_maker_by_the_verb(room: Path) -> None:
+def test_an_entry_of_each_maker_by_the_verb(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MLXPair, "receipt", lambda *rest: None)  # which takes longer than the rest
     labels = ["fig:prefixhist", "app:fig:norms", "fig:head_alignment"]
     assert run(["reproduce", *labels, "--tiny", "--room", str(room)]) == 0
     for label in labels:
         assert record(room, label)["tiny"], label
+    made = {row["translator"]: row for row in record(room, "app:fig:norms")["translators"]}
+    (one,) = (row for form, row in made.items() if "attention_mass" in form)
+    assert len(made) == 2 and (one["rate"], one["seed"], len(one["sha256"])) == ("0.0001", "42", 12)
     lengths = record(room, "fig:prefixhist")["rows"]
     assert sum(sum(row["values"]) for row in lengths) == 240  # the paper's probe
     heads = record(room, "fig:head_alignment")["rows"]
@@ -92,7 +97,8 @@ def test_scores_are_those_of_the_suite_and_controls_collapse(work: Work) -> None
     ours = replace(work, given=given, size=replace(TINY, items=8))
     found, notes = scores.measured(cells, ours, entry)
     values = [found[cell].value for cell in cells]
-    assert not notes and all(found[cell].count == 8 for cell in cells)
+    assert notes == ["answers were decoded on mlx"]
+    assert all(found[cell].count == 8 for cell in cells)
     native, translated, wrong, text = values
     assert native == text > 0.9
     assert translated > native - 0.1 and wrong < 0.6  # "The hotel of Emma is" is most of F1
@@ -162,10 +168,29 @@ def test_a_figure_is_drawn_from_its_numbers(tmp_path: Path) -> None:
     ("task", "value", "error"), [("mt_bench_101", 0.5, 0.1), ("coqa", 5.5, 0.9)]
 )
 def test_ratings_are_from_0_to_1_in_tables_over_benchmarks(
-    task: str, value: float, error: float
+    task: str, value: float, error: float, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = {"mean": {"rating": Mean(5.5, 0.9, 4)}}
     outcome = Outcome(task, ("rating",), 4, 10, {}, {}, (), {"mixing": [table, table]})
-    for seed in scores.in_unit(outcome).seeds["mixing"]:
-        mean = seed["mean"]["rating"]
+    cell = Cell(SMALL, S2L, task, "mixing")
+    asked = scores.Asked(outcome, {cell: "mixing"}, {})
+    monkeypatch.setattr(scores, "_measured", lambda *given: [asked])
+    for mean in scores.by_seed([cell], work, BY_LABEL["tab:seedsd"], [])[cell]:
         assert (mean.value, mean.error, mean.count) == pytest.approx((value, error, 4))
+
+
+def test_a_span_of_rungs_is_pooled_from_its_items(work: Work) -> None:
+    """As the paper's RULER over 4k to 16k: each length counts once, and 32k not at all."""
+    tokens = {"4k": 512, "8k": 768, "16k": 1024, "32k": 1280}  # of a tiny run
+    scored = {"4k": (1.0, 0.0), "8k": (1.0,), "16k": (0.0, 0.0, 1.0), "32k": (0.0,) * 9}
+    items = [
+        Scored(f"{rung}/{n}", str(tokens[rung]), f"{rung}/{n}", {"recall": value})
+        for rung, several in scored.items()
+        for n, value in enumerate(several)
+    ]
+    table = {str(length): {"recall": Mean(0.1, 0.0, 1)} for length in tokens.values()}
+    outcome = Outcome("ruler", ("recall",), 15, 10, {"x": table}, {"x": items})
+    cell = Cell(SMALL, S2L, "ruler 4k-16k", "x")
+    found = scores.score(outcome, "x", cell, work)
+    assert (found.value, found.count) == (pytest.approx((0.5 + 1 + 1 / 3) / 3), 6)
+    assert scores.score(outcome, "x", replace(cell, what="ruler 8k"), work).value == 0.1

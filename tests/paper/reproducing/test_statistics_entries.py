@@ -73,7 +73,7 @@ def test_rho_is_the_mean_of_the_layers_quotients() -> None:
 
 def test_figures_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     contrast = made("app:fig:cka", monkeypatch).lines
-    assert len(contrast) == 8 and contrast[0].values == pytest.approx((0.6 - 0.4, 0.5))
+    assert len(contrast) == 2 * (6 + 2) and contrast[0].values == pytest.approx((0.6 - 0.4, 0.5))
     grids: Any = made("fig:cka", monkeypatch).lines
     assert [line.values for line in grids[:2]] == [(0.8, 0.2), (0.6, 0.4)]
     assert made("fig:head_alignment", monkeypatch).lines[0].values == (0.196, 0.249)

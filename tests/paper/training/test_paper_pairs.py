@@ -1,15 +1,13 @@
 """The learning rates of the paper's pairs, against the paper's own table (label "tab:lrs")."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.paper.training import jobs
 from benchmarks.paper.training.paper_pairs import PAIRS, filled, rate_of
-from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.training.command_line import Listeners, Options
+from kvlingo_mlx.training.command_line import Options
 from tests.support import paper_tables
 
 TABLES = paper_tables.FILE
@@ -96,32 +94,10 @@ def test_pairs_with_a_recipe_of_their_own() -> None:
     assert rate_of(sparse, dense, {"nu": 3, "kind": "linear_mlp"}) == 3e-5
 
 
-def test_a_training_takes_them(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_takes_them() -> None:
     """By the laboratory's own function, for models in folders of these names."""
-    ends = []
-    for name, model in (("Qwen3-4B", "dense"), ("Qwen3-30B-A3B", "wide")):
-        ends.append(tmp_path / name)
-        ends[-1].symlink_to(folders[model], target_is_directory=True)
-    chats = tmp_path / "chats.jsonl"
-    talk = [{"role": "user", "content": "Name a colour, please."},
-            {"role": "assistant", "content": "Blue is a colour."}]  # fmt: skip
-    chats.write_text(
-        "\n".join(json.dumps({"messages": [{**talk[0], "content": f"{n}: name one."}, talk[1]]})
-                  for n in range(200))
-    )  # fmt: skip
-    options = Options(
-        source=str(ends[0]), target=str(ends[1]), data=(str(chats),), device="mlx", packed_share=0.0
-    )
-    plan = {"nu": None, "norm": None, "kind": "linear", "fit_samples": 20, "held_out": 2}
-    recipe = {"learning_rates": (), "steps": 1, "batch": 1, "validate_every": 1}
-    heard = Listeners(lambda *report: None, lambda text: None, lambda text: None)
-    asked = jobs.plan_of(options, plan, recipe)
-    done = jobs.train(options, asked, str(tmp_path / "t"), heard)
-    assert done is not None
-    assert [line["learning_rates"] for line in (json.loads(text) for text in
-            (tmp_path / "t.log.jsonl").read_text().splitlines()[1:])] == [[3e-6]]  # fmt: skip
-    config = translator_folder.read_config(done.folder)
-    assert {len(every) for every in config.assignment.keys} == {3}
-    assert config.provenance["norm"] == "attention_mass"
+    options = Options(source="/m/Qwen3-4B", target="/m/Qwen3-30B-A3B", data=("d",), device="mlx")
+    plan = {"nu": None, "norm": None, "kind": "linear"}
+    asked = jobs.plan_of(options, plan, {"learning_rates": ()})
+    assert (asked.nu, asked.norm) == (3, "attention_mass")
+    assert asked.recipe.learning_rates == (3e-6,)

@@ -17,6 +17,7 @@ from mlx_lm import generate as mlx_generate  # noqa: E402
 
 import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx.embedded import zoo  # noqa: E402
+from tests.support import hybrid_models  # noqa: E402
 from tests.support.served import PLAIN, ZOO, Server, served  # noqa: E402
 
 
@@ -66,6 +67,40 @@ def test_a_server_heals_while_nothing_is_asked(tmp_path: Path) -> None:
             f"kvlingo_healed_tokens_total {float(healed)}"
             in httpx.get(f"{server.url}/metrics").text
         )
+
+
+def test_a_fast_hybrid_builds_and_a_dense_one_plans(tmp_path: Path) -> None:
+    """The recipe, by models of the types of Qwen3.6-35B-A3B and Qwen3.8-27B."""
+    kinds = {"build": "qwen3_5_moe", "plan": "qwen3_5"}
+    models = {
+        name: kv.load(hybrid_models.write_hybrid_model(tmp_path / name, kind))
+        for name, kind in kinds.items()
+    }
+    for source, target in (("build", "plan"), ("plan", "build")):
+        translator = hybrid_models.random_translator(models[source], models[target])
+        translator.save(tmp_path / f"to-{target}")
+    maps = [str(tmp_path / f"to-{name}") for name in kinds]
+    talk = kv.Conversation(models, maps, enable_thinking=False, eager=False)
+    messages = list[Any]()
+    options = [word for path in maps for word in ("--translator", path)]
+    folders = {name: tmp_path / name for name in kinds}
+    with served(tmp_path / "home", folders, "--route", "plan-build", *options) as server:
+        for question, name, strategy in (
+            ("Add a page.", "build", "read"),
+            ("Why does it fail?", "plan", "translate"),
+            ("Now review all.", "plan", "kept"),
+            ("Go on.", "build", "translate"),
+            ("I am stuck.", "plan", "translate"),
+        ):
+            messages.append({"role": "user", "content": question})
+            answer = server.openai.chat.completions.create(
+                model="auto", messages=messages, max_tokens=8, extra_body=PLAIN
+            )
+            messages.append(answer.choices[0].message)
+            said, told = talk.reply(name, question, max_tokens=8), answer.usage.model_dump()
+            assert (answer.model, messages[-1].content.strip()) == (name, said.strip())
+            assert told["kvlingo"]["strategy"] == strategy
+            assert told["kvlingo"]["translated_tokens"] == talk.last_switch.translated
 
 
 def test_streams_and_the_other_api_say_the_same(zoo_server: Server) -> None:

@@ -163,3 +163,20 @@ def test_probes_that_are_given_are_used(
     with pytest.raises(SystemExit):
         written()
     assert "exists; give another --out, or remove it" in capsys.readouterr().err
+
+
+def test_the_notebook_says_what_it_shows(capsys: Printed, monkeypatch: Patch) -> None:
+    """Every cell runs in one session, and prints what is stored beneath it."""
+    path = ROOT / "examples" / "switch_models.ipynb"
+    monkeypatch.chdir(path.parent)
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    session: dict[str, object] = {}
+    for cell in cells:
+        exec("".join(cell["source"]), session)
+        (shown,) = cell["outputs"]
+        assert capsys.readouterr() == ("".join(shown["text"]), "")
+    assert notebook["nbformat"] == 4 and len(cells) > 3
+    texts = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "markdown"]
+    pages = re.findall(r"\]\((\S+?)\)", "".join(texts))
+    assert pages and all((path.parent / page).is_file() for page in pages)

@@ -156,6 +156,7 @@ def test_what_a_callable_raises_is_told_as_its_fault(code: Path) -> None:
     [
         ("", "path/to/file.py:function, or a recipe: plan-build"),
         ("own_route", "the route is 'own_route'; give"),
+        ("plan-build", "for models named plan and build, and there are small, large, coder; name"),
         ("own_route:absent", "own_route has no 'absent'; name one of its functions"),
         ("own_route:number", "own_route has no callable 'number'"),
         ("no_such_module:f", "no_such_module cannot be imported (ModuleNotFoundError"),
@@ -175,7 +176,6 @@ def test_refused_callables(code: Path, tmp_path: Path, text: str, message: str) 
 PLANS = r"""
 Plan a small web shop.
 Now let's think about the errors.
-Could you review what you wrote?
 The test fails.\nWhy?
 <system-reminder>\nPlan mode is active. The user indicated that they do not want you to execute yet
 CRITICAL: Plan mode ACTIVE - you are in READ-ONLY phase.
@@ -189,9 +189,7 @@ Implement the plan.
 Your operational mode has changed from plan to build.
 Explain how a plane flies.
 Planets go here.
-Where does Oscar live?
 The reviewed design works: write it, with tests.
-Still, make it stick.
 
 """
 
@@ -201,12 +199,3 @@ def test_the_recipe_of_two_models(texts: str, name: str) -> None:
     route = load_route("plan-build", ("build", "other", "plan"))
     asked = [line.replace("\\n", "\n") for line in texts.split("\n")[1:-1]]
     assert {line: route(messages(line, 2), ()) for line in asked} == dict.fromkeys(asked, name)
-
-
-def test_a_recipe_names_its_models() -> None:
-    with pytest.raises(ValueError) as refusal:
-        load_route("plan-build", ("build", "large"))
-    assert str(refusal.value) == (
-        "the route plan-build is for models named plan and build, and there are build, large; "
-        "name them so: plan=MODEL build=MODEL"
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -72,35 +73,28 @@ def test_a_server_heals_while_nothing_is_asked(tmp_path: Path) -> None:
 def test_a_fast_hybrid_builds_and_a_dense_one_plans(tmp_path: Path) -> None:
     """The recipe, by models of the types of Qwen3.6-35B-A3B and Qwen3.8-27B."""
     kinds = {"build": "qwen3_5_moe", "plan": "qwen3_5"}
-    models = {
-        name: kv.load(hybrid_models.write_hybrid_model(tmp_path / name, kind))
-        for name, kind in kinds.items()
-    }
-    for source, target in (("build", "plan"), ("plan", "build")):
-        translator = hybrid_models.random_translator(models[source], models[target])
-        translator.save(tmp_path / f"to-{target}")
-    maps = [str(tmp_path / f"to-{name}") for name in kinds]
+    folders = {n: hybrid_models.write_hybrid_model(tmp_path / n, k) for n, k in kinds.items()}
+    models = {name: kv.load(folder) for name, folder in folders.items()}
+    maps = [
+        str(hybrid_models.random_translator(*ends).save(tmp_path / str(number)))
+        for number, ends in enumerate(permutations(models.values()))
+    ]
     talk = kv.Conversation(models, maps, enable_thinking=False, eager=False)
-    messages = list[Any]()
-    options = [word for path in maps for word in ("--translator", path)]
-    folders = {name: tmp_path / name for name in kinds}
+    turns = {"Add a page.": "build", "Why?": "plan", "Go on.": "build", "I am stuck.": "plan"}
+    messages, options = list[Any](), [word for path in maps for word in ("--translator", path)]
     with served(tmp_path / "home", folders, "--route", "plan-build", *options) as server:
-        for question, name, strategy in (
-            ("Add a page.", "build", "read"),
-            ("Why does it fail?", "plan", "translate"),
-            ("Now review all.", "plan", "kept"),
-            ("Go on.", "build", "translate"),
-            ("I am stuck.", "plan", "translate"),
-        ):
+        for question, name in turns.items():
             messages.append({"role": "user", "content": question})
             answer = server.openai.chat.completions.create(
                 model="auto", messages=messages, max_tokens=8, extra_body=PLAIN
             )
-            messages.append(answer.choices[0].message)
             said, told = talk.reply(name, question, max_tokens=8), answer.usage.model_dump()
+            messages.append(answer.choices[0].message)
             assert (answer.model, messages[-1].content.strip()) == (name, said.strip())
-            assert told["kvlingo"]["strategy"] == strategy
-            assert told["kvlingo"]["translated_tokens"] == talk.last_switch.translated
+            translated = told["kvlingo"]["translated_tokens"]
+            assert translated == talk.last_switch.translated and (translated > 0) is (
+                len(messages) > 2
+            )
 
 
 def test_streams_and_the_other_api_say_the_same(zoo_server: Server) -> None:

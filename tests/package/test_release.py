@@ -8,7 +8,6 @@ from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
 from kvlingo_mlx.cli import VERBS, run
-from tests.package.test_conventions import loaded_after
 from tests.support import ROOT
 from tests.support.fixtures import Patch, Printed
 from tests.support.repository_tools import tool
@@ -44,12 +43,6 @@ def test_verbs_and_options_are_completed(shell: str, monkeypatch: Patch, capsys:
     assert not words("kvlingo-mlx show x") & {*VERBS, "--help"}  # so the shell offers files
     script = completed({COMPLETE: f"source_{shell}"})
     assert f"{COMPLETE}=complete_{shell}" in script and "kvlingo-mlx" in script
-
-
-def test_completion_is_light() -> None:
-    code = f"import os; os.environ.update({typed('bash', 'kvlingo-mlx serve --')})"
-    code += "\nfrom kvlingo_mlx.cli import run\ntry: run([])\nexcept SystemExit: pass"
-    assert not loaded_after(code) & {"mlx", "mlx_lm", "torch", "transformers", "numpy"}
 
 
 def lacking(formula: str) -> set[str]:

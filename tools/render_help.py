@@ -33,7 +33,8 @@ command. What is typed goes over what a file says.
 is 130 after Ctrl-C. Progress bars go to standard error. An option that would have no effect is
 refused.
 
-**Completion**: `kvlingo-mlx --install-completion` installs it for your shell.
+**Completion**: `kvlingo-mlx --install-completion` installs it for your shell: bash, zsh or fish. In
+zsh a session's first Tab only loads it.
 """
 
 

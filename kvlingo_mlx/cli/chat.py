@@ -55,7 +55,7 @@ class ChatOptions(WritingOptions, HealOptions, GuardOptions):
         None, "Name of who answers at first; default: --route, or the first model."
     )
     route: str | None = option(
-        None, "Chooses who answers: FILE.toml, module:function or FILE.py:function."
+        None, "Chooses who answers: plan-build, FILE.toml, module:function or FILE.py:function."
     )
     on_missing: str = option(
         "error", "Without a translator: error, or reprefill (read it all again).",

@@ -42,7 +42,9 @@ class ServeOptions(NetworkOptions, Configured):
     max_kl: float | None = option(
         None, "Do not use translators whose receipt tells more than this many nats a token."
     )
-    route: str | None = option(None, "A TOML file of rules; the model `auto` goes by them.")
+    route: str | None = option(
+        None, "plan-build, or a TOML file of rules; the model `auto` goes by them."
+    )
     sharded: list[str] | None = None
     memory_limit: str | None = option(
         None, "Memory of weights, conversations and translators: 24GB; default: all there is."

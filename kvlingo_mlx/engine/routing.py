@@ -1,10 +1,11 @@
-"""Choose which model answers a turn, by rules in a TOML file or by a user's function."""
+"""Choose which model answers a turn, by a recipe, rules in a TOML file or a user's function."""
 
 import importlib
 import math
 import re
 import runpy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from kvlingo_mlx.options import read_table
 # A route takes the messages, the newest last, and the models' names; it returns one of the names.
 Route = Callable[[Sequence[Message], Sequence[str]], str]
 
+# Rules that come with the package, a file of recipes/ each, and how their models are called.
+RECIPES = {"plan-build": ("plan", "build")}
 END = 5000  # characters of a long message's ends, in which patterns are looked for
 # What a rule can ask of the user's newest message, and how many answers there must have been.
 CONDITIONS: dict[str, type] = {
@@ -25,7 +28,7 @@ CONDITIONS: dict[str, type] = {
 
 
 def load_route(text: str, names: Sequence[str]) -> Route:
-    """Load a route: rules in ``FILE.toml``, or a callable whose code is run.
+    """Load a route: a recipe, rules in ``FILE.toml``, or a callable whose code is run.
 
     A callable is named ``module:function`` or ``path/to/file.py:function``.
 
@@ -33,6 +36,13 @@ def load_route(text: str, names: Sequence[str]) -> Route:
         ValueError: The route cannot be read or names no model. A route raises it too if its
             callable fails or returns no model's name.
     """
+    if roles := RECIPES.get(text, ()):
+        if not {*roles} <= {*names}:
+            raise ValueError(
+                f"the route {text} is for models named {' and '.join(roles)}, and there are "
+                f"{', '.join(names)}; name them so: {' '.join(f'{role}=MODEL' for role in roles)}"
+            )
+        text = str(Path(__file__).with_name("recipes") / f"{text}.toml")
     if text.endswith(".toml"):
         return _rules(text, names)
     return _checked(_function(text), text)
@@ -108,7 +118,8 @@ def _function(text: str) -> Route:
     home, _, name = text.rpartition(":")
     if not home or not name.isidentifier():
         raise ValueError(
-            f"the route is {text!r}; give FILE.toml, module:function or path/to/file.py:function"
+            f"the route is {text!r}; give FILE.toml, module:function or path/to/file.py:function, "
+            f"or a recipe: {', '.join(RECIPES)}"
         )
     try:
         if home.endswith(".py"):

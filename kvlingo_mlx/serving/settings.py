@@ -59,7 +59,7 @@ class Settings:
     # without a receipt, are not used. None: all but useless ones are used.
     max_kl: Share | None = None
     pairs: dict[Text, PairRule] = field(default_factory=dict)  # by "SOURCE:TARGET"
-    routes: Text | None = None  # a TOML file of rules by which the model "auto" chooses
+    routes: Text | None = None  # a recipe, or a TOML file of rules, by which "auto" chooses
     host: Text = "127.0.0.1"  # others than this machine's own need a key
     port: Annotated[int, Strict(), Field(ge=0, le=65535)] = 8080  # 0 takes a free one
     api_key: Key | None = field(default=None, repr=False)

@@ -16,7 +16,7 @@ from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import EXAMPLE, TRANSLATORS, bundled
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading.translators import resolve_translator
-from tests.docs.doc_pages import ROOT
+from tests.docs.doc_pages import ROOT, links
 from tests.support.fixtures import Patch, Printed
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -163,3 +163,16 @@ def test_probes_that_are_given_are_used(
     with pytest.raises(SystemExit):
         written()
     assert "exists; give another --out, or remove it" in capsys.readouterr().err
+
+
+def test_the_notebook_says_what_it_shows(capsys: Printed) -> None:
+    """Every cell runs in one session, and prints what is stored beneath it."""
+    path = ROOT / "examples" / "switch_models.ipynb"
+    session: dict[str, object] = {}
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            exec(text, session)
+            assert capsys.readouterr() == ("".join(cell["outputs"][0]["text"]), "")
+        assert all((path.parent / page).is_file() for page in links(text))
+    assert "talk" in session

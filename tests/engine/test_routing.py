@@ -154,8 +154,9 @@ def test_what_a_callable_raises_is_told_as_its_fault(code: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the route is ''; give FILE.toml, module:function or path/to/file.py:function"),
+        ("", "path/to/file.py:function, or a recipe: plan-build"),
         ("own_route", "the route is 'own_route'; give"),
+        ("plan-build", "for models named plan and build, and there are small, large, coder; name"),
         ("own_route:absent", "own_route has no 'absent'; name one of its functions"),
         ("own_route:number", "own_route has no callable 'number'"),
         ("no_such_module:f", "no_such_module cannot be imported (ModuleNotFoundError"),
@@ -170,3 +171,31 @@ def test_refused_callables(code: Path, tmp_path: Path, text: str, message: str) 
     with pytest.raises(ValueError) as refusal:
         load_route(text, NAMES)
     assert message in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+PLANS = r"""
+Plan a small web shop.
+Now let's think about the errors.
+The test fails.\nWhy?
+<system-reminder>\nPlan mode is active. The user indicated that they do not want you to execute yet
+CRITICAL: Plan mode ACTIVE - you are in READ-ONLY phase.
+Plan mode still active (see full instructions earlier in conversation).
+I'm stuck.
+It still doesn't compile.
+That did not work, it is the same error.
+"""
+BUILDS = """
+Implement the plan.
+Your operational mode has changed from plan to build.
+Explain how a plane flies.
+Planets go here.
+The reviewed design works: write it, with tests.
+
+"""
+
+
+@pytest.mark.parametrize(("texts", "name"), [(PLANS, "plan"), (BUILDS, "build")])
+def test_the_recipe_of_two_models(texts: str, name: str) -> None:
+    route = load_route("plan-build", ("build", "other", "plan"))
+    asked = [line.replace("\\n", "\n") for line in texts.split("\n")[1:-1]]
+    assert {line: route(messages(line, 2), ()) for line in asked} == dict.fromkeys(asked, name)

@@ -214,6 +214,9 @@ def test_import_and_help_are_light() -> None:
     heavy = {"mlx", "mlx_lm", "torch", "transformers", "numpy"}
     assert not loaded_after("import kvlingo_mlx") & heavy
     assert not loaded_after("from kvlingo_mlx.cli import run; run(['--help'])") & heavy
+    tab = {"_KVLINGO_MLX_COMPLETE": "complete_bash", "COMP_WORDS": "x serve --", "COMP_CWORD": "2"}
+    code = f"import os; os.environ.update({tab}); from kvlingo_mlx.cli import run"
+    assert not loaded_after(f"{code}\ntry: run([])\nexcept SystemExit: pass") & heavy
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The verb with real models, asked by the published clients of both APIs."""
 
 import time
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from mlx_lm import generate as mlx_generate
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import zoo
+from tests.support import hybrid_models
 from tests.support.served import PLAIN, ZOO, Server, served
 
 
@@ -59,6 +61,33 @@ def test_a_server_heals_while_nothing_is_asked(tmp_path: Path) -> None:
             f"kvlingo_healed_tokens_total {float(healed)}"
             in httpx.get(f"{server.url}/metrics").text
         )
+
+
+def test_a_fast_hybrid_builds_and_a_dense_one_plans(tmp_path: Path) -> None:
+    """The recipe, by models of the types of Qwen3.6-35B-A3B and Qwen3.8-27B."""
+    kinds = {"build": "qwen3_5_moe", "plan": "qwen3_5"}
+    folders = {n: hybrid_models.write_hybrid_model(tmp_path / n, k) for n, k in kinds.items()}
+    models = {name: kv.load(folder) for name, folder in folders.items()}
+    maps = [
+        str(hybrid_models.random_translator(*ends).save(tmp_path / str(number)))
+        for number, ends in enumerate(permutations(models.values()))
+    ]
+    talk = kv.Conversation(models, maps, enable_thinking=False, eager=False)
+    turns = {"Add a page.": "build", "Why?": "plan", "Go on.": "build", "I am stuck.": "plan"}
+    messages, options = list[Any](), [word for path in maps for word in ("--translator", path)]
+    with served(tmp_path / "home", folders, "--route", "plan-build", *options) as server:
+        for question, name in turns.items():
+            messages.append({"role": "user", "content": question})
+            answer = server.openai.chat.completions.create(
+                model="auto", messages=messages, max_tokens=8, extra_body=PLAIN
+            )
+            said, told = talk.reply(name, question, max_tokens=8), answer.usage.model_dump()
+            messages.append(answer.choices[0].message)
+            assert (answer.model, messages[-1].content.strip()) == (name, said.strip())
+            translated = told["kvlingo"]["translated_tokens"]
+            assert translated == talk.last_switch.translated and (translated > 0) is (
+                len(messages) > 2
+            )
 
 
 def test_streams_and_the_other_api_say_the_same(zoo_server: Server) -> None:

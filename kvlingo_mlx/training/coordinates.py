@@ -23,6 +23,7 @@ RATE = 3e-3  # of whatever pair
 # Inputs of a map beyond which its steps get shorter: each moves every input's weight, and so the
 # output by the root of their number.
 WIDE = 512
+LEAST = 1e-3, 1e-6  # an output's unit: of the largest in its map, and at all
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ def apart(
             continue
         if f"{name}/size" in arrays:
             begins, inputs = name.rpartition(".")[0], array.shape[-1]
-            unit = arrays[f"{name}/size"][..., None] * min(1.0, WIDE / inputs) ** 0.5
+            size, (share, least) = arrays[f"{name}/size"], LEAST  # 0 where a map is exact
+            size = np.maximum(size, max(share * size.max(), least))
+            unit = size[..., None] * min(1.0, WIDE / inputs) ** 0.5
             turned = inverse[first.get(begins, begins)].astype(array.dtype)
             array = array / unit @ turned
             units[name] = copied(unit)

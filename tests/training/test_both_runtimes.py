@@ -230,6 +230,19 @@ def test_the_optimizer_is_pytorchs(models: Models, case: str) -> None:
     assert np.abs(expected - start).max() > 1e-2
 
 
+@pytest.mark.parametrize("exact", [2, 3])
+def test_exact_outputs_have_coordinates(models: Models, exact: int) -> None:
+    """A map whose first outputs, or all, have no error under the closed form."""
+    config = make_config(models["dense"], models["wide"], TrainingPlan())
+    name, start = "keys.0.weight", np.random.default_rng(0).normal(size=(3, 5))
+    size = np.where(np.arange(3) < exact, 0.0, 0.5)
+    arrays = {name: start, f"{name}/white": 2 * np.eye(5), f"{name}/size": size}
+    for made in (MLXTranslator.from_arrays, TorchTranslator.from_arrays):
+        place = ("cpu",) if made == TorchTranslator.from_arrays else ()
+        found = made(config, arrays, *place).arrays()[name]  # type: ignore[operator]
+        assert np.abs(found - start).max() < 1e-5
+
+
 @pytest.mark.parametrize("mixing", [True, False])
 @pytest.mark.parametrize("runtime", [0, 1])
 def test_coordinates_change_steps_alone(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lm_eval.api.task import ConfigurableTask
 
-from benchmarks.paper.tasks.records import SPEAKERS
-
-Message = dict[str, str]
+from benchmarks.paper.tasks.records import transcript
 
 
 class ChatTask(ConfigurableTask):
@@ -53,8 +51,3 @@ class ChatTask(ConfigurableTask):
         if apply_chat_template and chat_template is not None:
             return chat_template(messages)
         return transcript(messages) + "\n\nAssistant:"
-
-
-def transcript(messages: Sequence[Message]) -> str:
-    """A conversation as plain text, for models without a chat template and for judges."""
-    return "\n\n".join(f"{SPEAKERS[m['role']]}: {m['content']}" for m in messages)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.paper.tasks.chat import transcript
 from benchmarks.paper.tasks.records import (
     Document,
     Record,
@@ -23,6 +22,7 @@ from benchmarks.paper.tasks.records import (
     hub_file,
     ordered_by,
     to_judge,
+    transcript,
     turns_of,
 )
 from kvlingo_mlx.errors import KVLingoError

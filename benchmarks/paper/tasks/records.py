@@ -26,10 +26,16 @@ from kvlingo_mlx.errors import KVLingoError
 Record = Mapping[str, Any]
 Document = dict[str, Any]
 SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant"}
+Message = dict[str, str]
 DRAWN_BY = 42  # the seed of every subset; it never changes, so that all runs have the same items
 SECONDS = 30
 # What a record of another schema raises when it is read.
 ODD = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+
+
+def transcript(messages: Sequence[Message]) -> str:
+    """A conversation as plain text, for models without a chat template and for judges."""
+    return "\n\n".join(f"{SPEAKERS[m['role']]}: {m['content']}" for m in messages)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.tasks import QUAC_INSTRUCTION, QUAC_TURNS
-from benchmarks.paper.tasks.chat import transcript
 from benchmarks.paper.tasks.records import (
     Document,
     Record,
@@ -25,6 +24,7 @@ from benchmarks.paper.tasks.records import (
     hub,
     read_file,
     to_judge,
+    transcript,
     turns_of,
 )
 from kvlingo_mlx.errors import KVLingoError

@@ -248,9 +248,9 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "'paper reproduce'": [
         ("", "no label is given"),
         ("fig:main", "has no numbers to reproduce; README.md describes it"),
-        ("tab:mla", "it needs Qwen3-4B and 8B converted to latents"),
+        ("tab:mla", "it needs Qwen3-4B and 8B converted by `tools/convert_mla.py"),
         ("tab:linearity --judge x", "--judge changes nothing in tab:linearity"),
-        ("tab:qwen3sl --room {room}", "a model judges the answers of"),
+        ("fig:suite_small_on_mean --room {room}", "a model judges the answers of"),
         ("tab:qwen3sl --items 0", "--items"),
     ],
 }  # fmt: skip

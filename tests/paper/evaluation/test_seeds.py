@@ -86,7 +86,7 @@ def test_each_seed_is_scored_once_and_kept(
     (cell,) = [c for c in cells([whole]) if c.metric == "kl"]
     assert cell.seed_sd == pytest.approx(np.std(kls, ddof=1)) and len(set(kls)) == 3
     assert cell.mean == pytest.approx(whole.tables["three"]["no reasoning"]["kl"].value)
-    record = found([whole], {})
+    record = found([whole])
     assert list(record["seeds"][task.name]) == ["three"]
     assert len(record["items"][task.name]["three"][0]["seeds"]) == 3
     assert "seeds" not in record["items"][task.name]["native"][0]

@@ -140,13 +140,8 @@ def solve(args: argparse.Namespace) -> dict[str, Any]:
         for start in range(0, len(left), BATCH):
             items = [Item(path) for path in left[start : start + BATCH]]
             others = [Item(paths[paths.index(item.path) - 1]) for item in items]
-            if who == "source":
-                caches = [_own(model, item) for item in items]
-            else:
-                both = zip(items, others, strict=True)
-                caches = [filled(ways[way], *each, model, made)[0] for each in both]
-                for cache in caches:
-                    cache.crop(-1)  # the prefix's last token is read below
+            filling = None if who == "source" else (ways[way], others, made)
+            caches = _caches(model, items, filling)
             texts = written(model, caches, [item.kept["p"][-1] for item in items])
             for item, tokens in zip(items, texts, strict=True):
                 code = model.tokenizer.decode(tokens).split("```")[0]
@@ -156,6 +151,17 @@ def solve(args: argparse.Namespace) -> dict[str, Any]:
     for line in args.done:
         groups.setdefault(f"{line['who']} {line['way']}", []).append(float(line["passed"]))
     return {name: {"tasks": len(some), "passed": error(some)} for name, some in groups.items()}
+
+
+def _caches(model: TorchModel, items: Sequence[Item], filling: Any) -> list[Any]:
+    """Caches of prefixes but for their last tokens: the source's own, or filled in some way."""
+    if filling is None:
+        return [_own(model, item) for item in items]
+    way, others, made = filling
+    caches = [filled(way, *both, model, made)[0] for both in zip(items, others, strict=True)]
+    for cache in caches:
+        cache.crop(-1)
+    return caches
 
 
 def _own(model: TorchModel, item: Item) -> Any:

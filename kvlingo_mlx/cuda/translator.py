@@ -54,7 +54,7 @@ class TorchTranslator:
 
     def layer(self, t: int, states: States, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Target layer ``t``'s keys and values (T, width), of source tokens from ``start`` on."""
-        read = lambda side, s: states.side(side)[s]  # noqa: E731
+        read = lambda side, s, rows: states.side(side)[s][rows]  # noqa: E731
         return self._maps.layer(self.tensors, t, states, read, slice(start, None))
 
     @cached_property

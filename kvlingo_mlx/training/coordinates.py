@@ -32,12 +32,7 @@ class Coordinates:
 
     white: Mapping[str, Any]  # symmetric (inputs, inputs), in head-wise maps one for each head
     units: Mapping[str, Any]  # of a tensor's outputs, (outputs, 1) or (heads, outputs, 1)
-    first: Mapping[str, str]  # the map whose ``white`` another one has; see :func:`.first_readers`
-
-    def white_of(self, begins: str) -> tuple[str, Any] | None:
-        """The first map that reads what the map ``begins`` reads, and what makes that white."""
-        first = self.first.get(begins, begins)
-        return (first, self.white[first]) if first in self.white else None
+    first: Mapping[str, str]  # whose ``white`` a map has, where it has one: :func:`.first_readers`
 
     def applied(self, name: str, tensor: Any) -> Any:
         """What is applied to white inputs, where a tensor learns from them."""
@@ -45,14 +40,13 @@ class Coordinates:
 
     def plain(self, name: str, tensor: Any) -> Any:
         """What is applied to a source's states as they are."""
-        found = self.white_of(name.rpartition(".")[0]) if name in self.units else None
-        return tensor if found is None else self.applied(name, tensor) @ found[1]
+        if name not in self.units:
+            return tensor
+        return self.applied(name, tensor) @ self.white[self.first[name.rpartition(".")[0]]]
 
 
 def apart(
-    arrays: Mapping[str, np.ndarray],
-    config: TranslatorConfig,
-    copied: Callable[[np.ndarray], Any] = lambda array: array,
+    arrays: Mapping[str, np.ndarray], config: TranslatorConfig, copied: Callable[[np.ndarray], Any]
 ) -> tuple[dict[str, Any], Coordinates]:
     """The tensors of a translator in its coordinates, both as a runtime's arrays.
 
@@ -67,12 +61,10 @@ def apart(
         if "/" in name:
             continue
         if f"{name}/size" in arrays:
-            begins, inputs = name.rpartition(".")[0], array.shape[-1]
             size, (share, least) = arrays[f"{name}/size"], LEAST  # 0 where a map is exact
             size = np.maximum(size, max(share * size.max(), least))
-            unit = size[..., None] * min(1.0, WIDE / inputs) ** 0.5
-            turned = inverse[first.get(begins, begins)].astype(array.dtype)
-            array = array / unit @ turned
+            unit = size[..., None] * min(1.0, WIDE / array.shape[-1]) ** 0.5
+            array = array / unit @ inverse[first[name.rpartition(".")[0]]].astype(array.dtype)
             units[name] = copied(unit)
         tensors[name] = copied(array)
     return tensors, Coordinates({n: copied(a) for n, a in white.items()}, units, first)

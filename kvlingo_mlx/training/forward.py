@@ -5,12 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from weakref import ref
 
 from kvlingo_mlx.format.maps import Map, StateMap, head_map_of, maps_of, state_maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.training.coordinates import Coordinates
 
-Read = Callable[[str, int], Any]  # a side and a source layer, to their states (T, d)
+# A side, a source layer and some of the tokens, to their states (T, d).
+Read = Callable[[str, int, slice], Any]
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,14 @@ class Operations:
 class Inputs:
     """What maps read of one conversation, made white once for all layers."""
 
-    states: Any = None  # whose they are
-    white: dict[str, Any] = field(default_factory=dict)
+    white: dict[str, Any] = field(default_factory=dict)  # by the first map that reads it
+    of: Callable[[], Any] = lambda: None  # the conversation's states, while somebody has them
+
+    def begin(self, states: Any) -> None:
+        """Forget what is of other states; what is of these goes when they go."""
+        if self.of() is not states:
+            white = self.white = dict[str, Any]()
+            self.of = ref(states, lambda _: white.clear())
 
 
 @dataclass(frozen=True)
@@ -48,8 +56,8 @@ class Maps:
 
         ``states`` are those that ``read`` reads.
         """
-        if self.inputs.states is not states:
-            self.inputs.states, self.inputs.white = states, {}
+        if self.coordinates.white:
+            self.inputs.begin(states)
         found: dict[str, Any] = {}
         for m in self._by_layer[t]:
             both, start = self._apply(m, tensors, self._inputs(m, read, rows)), 0
@@ -77,18 +85,18 @@ class Maps:
 
     def _inputs(self, m: Map, read: Read, rows: slice) -> Any:
         """What a map is applied to: (T, in), or for head-wise maps (H, T, in)."""
-        found = self.coordinates.white_of(m.name)
-        if found is None:
+        first = self.coordinates.first.get(m.name)
+        if first is None:
             return self._joined(m, read, rows)
-        (first, white), kept, cast = found, self.inputs.white, self.operations.cast
-        if first not in kept:
+        white, made, cast = self.coordinates.white[first], self.inputs.white, self.operations.cast
+        if first not in made:
             own = self._joined(m, read, slice(None))
-            kept[first] = cast(cast(own, white) @ white, own)
-        return kept[first][..., rows, :]
+            made[first] = cast(cast(own, white) @ white, own)
+        return made[first][..., rows, :]
 
     def _joined(self, m: Map, read: Read, rows: slice) -> Any:
         """The states of the layers read, joined: (T, in), or for head-wise maps (H, T, in)."""
-        own = [read(side, s)[rows] for side, s in m.reads]
+        own = [read(side, s, rows) for side, s in m.reads]
         if m.heads is None:
             return own[0] if len(own) == 1 else self.operations.joined(own)
         heads = self.config.source.layers[0].kv_heads

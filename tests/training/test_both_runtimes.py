@@ -1,5 +1,6 @@
 """Training on MLX against training on PyTorch: gradients, steps, checkpoints, whole runs."""
 
+import gc
 import json
 import signal
 from dataclasses import dataclass
@@ -254,9 +255,8 @@ def test_coordinates_change_steps_alone(
     data = [Random(60, 20, different=99).sample(number) for number in range(7)]
     fit = trainings.closed_form(config, pair, data[1:])
     reading = pair.read(data[0], config, attends=True)
-    found = []
-    for arrays in (fit.weights | fit.coordinates, fit.weights):
-        made = pair.trainable(config, arrays)
+    found, whole = [], fit.weights | fit.coordinates
+    for made in (pair.trainable(config, fit.weights), learning := pair.trainable(config, whole)):
         for _ in range(2):  # the second time, what was made white is at hand
             made.forget()
             matched = pair.match(made, reading, 1.0)
@@ -264,7 +264,11 @@ def test_coordinates_change_steps_alone(
         slopes = made.gradients if runtime == 0 else {n: t.grad for n, t in made.tensors.items()}
         arrays = made.arrays()
         found.append((matched, lost, {n: np.asarray(a) for n, a in slopes.items()}, arrays))
-    (matched, lost, slopes, weights), (other_matched, other_lost, plain, wanted) = found
+    assert learning._maps.inputs.white
+    del reading
+    gc.collect()
+    assert not learning._maps.inputs.white, "kept longer than its conversation"
+    (other_matched, other_lost, plain, wanted), (matched, lost, slopes, weights) = found
     assert matched == pytest.approx(other_matched, rel=1e-4) and matched > 1e-3
     assert lost == pytest.approx(other_lost, rel=1e-4) and lost > 1e-3
     first, every = first_readers(config), [m.name for m in maps_of(config)]

@@ -85,7 +85,7 @@ def needs(
         answer: The tokens of the longest continuation.
         rates: The number of learning rates, each with a translator of its own.
         plan: What else a training takes: an MLP's hidden units, white coordinates, which have
-            matrices of their own, attention that is matched, for which the target reads a text in
+            matrices and inputs of their own, attention that is matched, for which the target reads a text in
             one pass, and conversations that are kept.
     """
     matches, reads = plan.matching > 0, plan.recipe.reads
@@ -93,8 +93,9 @@ def needs(
     # Tensors, two moments of AdamW, and gradients.
     numbers = 4 * _numbers(config, plan.hidden)
     if plan.recipe.whitened:
-        first = set(first_readers(config).values())
-        numbers += sum((m.heads or 1) * m.inputs**2 for m in maps_of(config) if m.name in first)
+        first, tokens = set(first_readers(config).values()), prefix + answer
+        whitened = [m for m in maps_of(config) if m.name in first]  # their matrices and inputs
+        numbers += sum((m.heads or 1) * m.inputs * (m.inputs + tokens) for m in whitened)
     translators = rates * FLOAT * numbers
     lengths, kept = (prefix, answer), config.state_maps
     reading = _reading(source, target, *lengths, kept=kept, matches=matches)

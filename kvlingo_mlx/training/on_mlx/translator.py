@@ -66,8 +66,8 @@ class MLXTranslator:
         for its own.
         """
 
-        def read(side: str, s: int) -> mx.array:
-            array = states.side(side)[s][0]
+        def read(side: str, s: int, rows: slice) -> mx.array:
+            array = states.side(side)[s][0, rows]
             return array if dtype is None else array.astype(dtype)
 
         own = self.tensors if tensors is None else tensors

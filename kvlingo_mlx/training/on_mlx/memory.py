@@ -85,8 +85,8 @@ def needs(
         answer: The tokens of the longest continuation.
         rates: The number of learning rates, each with a translator of its own.
         plan: What else a training takes: an MLP's hidden units, white coordinates, which have
-            matrices and inputs of their own, attention that is matched, for which the target reads a text in
-            one pass, and conversations that are kept.
+            matrices and inputs of their own, attention that is matched, for which the target reads
+            a text in one pass, and conversations that are kept.
     """
     matches, reads = plan.matching > 0, plan.recipe.reads
     models = sum({id(model): weights_bytes(model) for model in (source, target)}.values())

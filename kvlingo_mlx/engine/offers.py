@@ -42,16 +42,20 @@ class Offer:
 def contents(source: Rendering, target: Rendering) -> Iterator[np.ndarray | None]:
     """The minimal groups (G, 4) of each part of the contents; None for a part that a side lacks.
 
-    If one side holds only the beginning of a part, that beginning is aligned.
+    The parts end with the first that differ, of which what both begin with is aligned: what comes
+    later was read after another history.
     """
     ours, theirs = Cuts.of(source.ends), Cuts.of(target.ends)
     for a, b in zip(source.contents, target.contents, strict=False):
         if a is None or b is None:
             yield None
             continue
-        shared = common_prefix(source.text[slice(*a)], target.text[slice(*b)])
+        texts = source.text[slice(*a)], target.text[slice(*b)]
+        shared = common_prefix(*texts)
         sides = ours.within((a[0], a[0] + shared)), theirs.within((b[0], b[0] + shared))
         yield align(*sides).groups
+        if texts[0] != texts[1]:
+            return
 
 
 def offered(

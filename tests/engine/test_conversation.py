@@ -13,7 +13,7 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 
@@ -35,6 +35,7 @@ MESSAGES = ("the use of an other", "is it on?", "and you", "hi there")
 PLAIN = ("qwen3", "gemma3", "gemma4", "deepseek_v3")
 HYBRIDS = ("granitemoehybrid", "nemotron_h", "lfm2")  # of a state and a tail, or a tail alone
 ACROSS = "two tokenizers"
+CHANGED = [("a", "system", 143), ("b", "system", 41)]  # only the first message is another one
 Mask = Callable[[mx.array, mx.array], mx.array]
 
 
@@ -224,6 +225,7 @@ def test_any_history_is_answered_as_if_read_anew(
         eager=st.booleans(),
         layers=st.sampled_from([None, 1]),
     )
+    @example([("history", *each) for each in CHANGED], None, False, None)
     def run(steps: list[Any], thinking: bool | None, eager: bool, layers: int | None) -> None:
         if across:  # an answer is taken over in the context it was written in
             thinking = layers = None

@@ -156,6 +156,6 @@ def test_a_pattern_of_quadratic_time_is_noticed(
         return took(server, "/v1/chat/completions", body)
 
     spaces = "|\n" + " " * 30_000 + "|"
-    before = min(seconds(spaces) for _ in range(2))
+    before = min(seconds(spaces) for _ in range(4))
     monkeypatch.setattr(Keys, "_lasting", lasting)
-    assert seconds(spaces) > 5 * before
+    assert seconds(spaces) > 3 * before

@@ -50,11 +50,10 @@ def contents(source: Rendering, target: Rendering) -> Iterator[np.ndarray | None
         if a is None or b is None:
             yield None
             continue
-        texts = source.text[slice(*a)], target.text[slice(*b)]
-        shared = common_prefix(*texts)
+        shared = common_prefix(source.text[slice(*a)], target.text[slice(*b)])
         sides = ours.within((a[0], a[0] + shared)), theirs.within((b[0], b[0] + shared))
         yield align(*sides).groups
-        if texts[0] != texts[1]:
+        if not a[1] - a[0] == shared == b[1] - b[0]:
             return
 
 
@@ -86,13 +85,8 @@ def offered(
 
 def recorded(line: Line) -> list[Run]:
     """The positions of which a line keeps the states that its model's projections wrote."""
-    joined: list[Run] = []
-    for part in line.native.parts:
-        if joined and joined[-1][1] == part.start:
-            joined[-1] = joined[-1][0], part.end
-        else:
-            joined.append((part.start, part.end))
-    return joined
+    starts, ends = ({getattr(p, side) for p in line.native.parts} for side in ("start", "end"))
+    return list(zip(sorted(starts - ends), sorted(ends - starts), strict=True))
 
 
 def wrote_itself(line: Line) -> list[Run]:

@@ -347,7 +347,7 @@ def test_every_reason_is_still_one() -> None:
 # Whoever makes a room smaller lowers its number here, and TOTAL by as much. Whoever breaks a budget
 # takes something out; a number is raised only with a reason beside it.
 
-TOTAL, GOAL = 47_274, 36_000  # lines of the package: at most, and where this is going
+TOTAL, GOAL = 47_268, 36_000  # lines of the package: at most, and where this is going
 LINES_OF = {  # a room's lines; it may have a tenth more
     "agents": 219,
     "arguments": 272,
@@ -355,7 +355,7 @@ LINES_OF = {  # a room's lines; it may have a tenth more
     "cli": 4_135,
     "cuda": 1_617,
     "embedded": 534,
-    "engine": 8_176,
+    "engine": 8_170,
     "evaluation": 3_110,
     "families": 1_127,
     "fitting": 566,

@@ -13,8 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.cuda.translator import TorchTranslator
+from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.runtime import check_entries, matched_positions, shapes
+from kvlingo_mlx.training.runtime import check_entries, matched_positions, mixed, shapes
 
 SDPA = "sdpa"  # the implementation with which models are loaded
 SCORE_NUMBERS = 2**28  # the most attention scores in memory at once: 1 GB in float32
@@ -30,11 +31,13 @@ class TorchAttended:
     visible: torch.Tensor  # (1, 1, M, T)
     options: Mapping[str, Any]  # of transformers' attention
 
-    def gathered(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """What the queries gather from such entries, (1, M, Hq, D)."""
-        own = ALL_ATTENTION_FUNCTIONS[SDPA]
+    def gathered(
+        self, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What the queries gather from such entries, (1, M, Hq, D); of others see ``visible``."""
+        own, mask = ALL_ATTENTION_FUNCTIONS[SDPA], self.visible if visible is None else visible
         both = self.queries, keys, values
-        found: torch.Tensor = own(self.module, *both, self.visible, **self.options)[0]
+        found: torch.Tensor = own(self.module, *both, mask, **self.options)[0]
         return found.to(torch.promote_types(found.dtype, torch.float32))
 
 
@@ -55,14 +58,16 @@ def heard(listener: Callable[..., None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attended(target: TorchModel, tokens: int) -> Iterator[list[list[TorchAttended]]]:
+def attended(
+    target: TorchModel, tokens: int, aligned: AlignedPrefix | None
+) -> Iterator[list[list[TorchAttended]]]:
     """For each cache layer, what its attention modules gather in the one pass over a text.
 
     See :func:`.runtime.matched_positions` for the queries.
     """
     readers, layers = target.family.readers(target.model), target.geometry.layers
     windows = {a: g.window for each, g in zip(readers, layers, strict=True) for a in each}
-    at = torch.tensor(matched_positions(tokens), device=target.device)
+    at = torch.tensor(matched_positions(tokens, aligned), device=target.device)
     behind = at[:, None] - torch.arange(tokens, device=target.device)
     found, calls = list[list[TorchAttended]](), dict[Any, TorchAttended]()
 
@@ -86,18 +91,28 @@ def match(
     scale: float = 0.0,
 ) -> float:
     """See :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
+    if not reading.sample.num_translated:
+        return 0.0
     own, (states, native) = reading.attended, reading.whole
     total, layers = 0.0, [t for t in range(first, len(own)) if own[t]]
     placed = partial(target.entry, capture=translator.config.capture)
+    aligned, places, others, seen = reading.sample.aligned, 0, None, None
+    if aligned is not None:
+        places, others, seen = map(
+            partial(torch.tensor, device=target.device), mixed(aligned, len(native.keys[0]))
+        )
     for t in layers:
         right = placed(t, native.keys[t], native.values[t])
         with torch.set_grad_enabled(scale != 0.0):
-            entry, errors = placed(t, *translator.layer(t, states)), []
+            entry, errors = [*placed(t, *translator.layer(t, states), start=places)], []
+            if aligned is not None:
+                both = zip(entry, right, strict=True)
+                entry = [torch.cat([ours, its[:, :, others]], 2) for ours, its in both]
             for each in own[t]:
-                check_entries(target, entry, each.shapes)
+                check_entries(target, right, each.shapes)
                 with torch.no_grad():
                     wanted = each.gathered(*right)
-                wrong = (each.gathered(*entry) - wanted).square().sum()
+                wrong = (each.gathered(*entry, seen) - wanted).square().sum()
                 errors.append(wrong / wanted.square().sum() / len(own[t]) / len(layers))
             loss = torch.stack(errors).sum()
             if scale != 0.0:

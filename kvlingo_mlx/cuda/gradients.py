@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch.nn.functional import log_softmax
 from transformers import DynamicCache
@@ -47,22 +46,24 @@ def read(
     """Read a conversation with both models (about 80 % of a step's work).
 
     Without a continuation this is what a hand-over reads (one tokenizer): there is no teacher.
-    With ``attends`` also what :func:`.attention.match` needs (one tokenizer).
+    With ``attends`` also what :func:`.attention.match` needs.
     """
     tokens, num_read = (*sample.prefix, *sample.continuation[:-1]), len(sample.prefix) - 1
     tokens = tokens if sample.continuation else tokens[:-1]
     teacher, own = torch.empty(0), list[list[TorchAttended]]()
     with contextlib.ExitStack() as stack:
         taken = stack.enter_context(target.tapped(None if attends else native_layers))
-        own = stack.enter_context(attended(target, len(tokens))) if attends else own
+        if attends:
+            own = stack.enter_context(attended(target, len(tokens), sample.aligned))
         if sample.continuation or native_layers:
             teacher = target.hidden(tokens)[num_read:].clone()
     native = target.states_of(taken, target.family.points[0], native_layers).first(num_read)
-    if not attends:
-        states = _source_states(source, target, sample, capture)
-        return TorchReading(sample, states, native, teacher)
-    whole = source.states(tokens, capture).map(lambda a: a.to(target.device, target.dtype))
-    states, both = whole.map(lambda a: a[:num_read]), (whole, target.states_of(taken, capture))
+    if not attends or sample.aligned is not None:
+        whole = states = _source_states(source, target, sample, capture)
+    else:
+        whole = source.states(tokens, capture).map(lambda a: a.to(target.device, target.dtype))
+        states = whole.map(lambda a: a[:num_read])
+    both = (whole, target.states_of(taken, capture)) if attends else None
     return TorchReading(sample, states, native, teacher, both, own)
 
 
@@ -183,11 +184,8 @@ def _student(target: TorchModel, sample: Sample, cache: DynamicCache) -> torch.T
     if aligned is None:
         return target.hidden(following, cache)
     own = [sample.prefix[position] for position in aligned.own]
-    last = len(sample.prefix) - 1
-    positions = np.concatenate([aligned.own, np.arange(last, last + len(following))])
-    before = aligned.num_entries
-    visible = np.tril(np.ones((len(positions), before + len(following)), bool), before - len(own))
-    visible[: len(own), :before] = aligned.visible
+    positions = aligned.others(len(sample.prefix) - 1 + len(following))
+    visible = aligned.seen(positions, positions)
     more = {
         "position_ids": torch.tensor(positions, device=target.device)[None],
         "attention_mask": torch.tensor(visible, device=target.device)[None, None],

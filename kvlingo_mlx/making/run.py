@@ -196,7 +196,7 @@ class Making:
         )  # fmt: skip
         left = self.find("left", lambda: self.seconds - self.spent - later)
         reads = self.find("reads", lambda: self._reads(lengths, left - samples * lengths.reading))
-        if reads and usual.matching:
+        if reads and usual.matching and not self._other:
             samples = reads  # the closed form has what is read anyway
         seconds = max(LEAST, left - samples * lengths.reading)
         recipe = replace(usual.recipe, reads=reads, seconds=seconds)
@@ -306,8 +306,6 @@ class Making:
 
     def _matching(self) -> float:
         """The share of the training in which attention is matched; 0 where it cannot be."""
-        if self._other:
-            return 0.0
         config = next(iter(self._configs().values()))
         sample = Sample(tuple(range(8)), (8, 9))  # any tokens show it
         try:

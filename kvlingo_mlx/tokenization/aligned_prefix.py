@@ -88,8 +88,16 @@ class AlignedPrefix:
     @property
     def visible(self) -> np.ndarray:
         """(B, S + B) whether a token that the target prefills sees an entry: all up to its own."""
-        translated = self.groups[:, 1] <= self.own[:, None]
-        return np.concatenate([translated, self.own <= self.own[:, None]], axis=1)
+        return self.seen(self.own, self.own)
+
+    def seen(self, tokens: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """(B, S + C) whether target tokens (B,) see the entries: translated, and of others (C,)."""
+        translated = self.groups[:, 1] <= tokens[:, None] + 1
+        return np.concatenate([translated, others <= tokens[:, None]], axis=1)
+
+    def others(self, tokens: int) -> np.ndarray:
+        """Which of a text's first target tokens no entry stands for, those after the prefix too."""
+        return np.concatenate([self.own, np.arange(len(self.target_ids) - 1, tokens)])
 
     @property
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:

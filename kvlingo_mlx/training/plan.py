@@ -178,11 +178,6 @@ def make_config(source: Model, target: Model, plan: TrainingPlan) -> TranslatorC
             f"native_layers is {own}, but between two tokenizers every layer is translated; leave "
             "it out"
         )
-    if plan.matching and config.alignment is not None:
-        raise ValueError(
-            f"matching is {plan.matching:g}, but with two tokenizers entries stand for no one "
-            "position that a query sees; leave it out"
-        )
     most = len(config.target.layers) - 1
     if own > most:
         raise ValueError(

@@ -17,6 +17,7 @@ from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.stage1.passes import Rows
+from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training.objectives import Loss, Objective
 
@@ -29,9 +30,26 @@ Model = Any
 QUERIES = 128  # of a text, whose attention is matched
 
 
-def matched_positions(tokens: int) -> np.ndarray:
-    """The positions of the queries that are matched, evenly spaced over a text."""
-    return np.linspace(0, tokens - 1, min(tokens, QUERIES)).round().astype(int)
+def matched_positions(tokens: int, aligned: AlignedPrefix | None = None) -> np.ndarray:
+    """The positions of the queries that are matched, evenly spaced over a text.
+
+    Between two tokenizers none is amid tokens for which translated entries stand together.
+    """
+    found = np.arange(tokens)
+    if aligned is not None:
+        found = np.union1d(aligned.others(tokens), aligned.groups[:, 1] - 1)
+    return found[np.linspace(0, len(found) - 1, min(len(found), QUERIES)).round().astype(int)]
+
+
+def mixed(aligned: AlignedPrefix, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which entries the matched queries of a text see between two tokenizers.
+
+    Returns:
+        The positions of translated entries (S,), those of the target's other entries (C,), and
+        whether a query of :func:`matched_positions` sees an entry (M, S + C).
+    """
+    others = aligned.others(tokens)
+    return aligned.positions, others, aligned.seen(matched_positions(tokens, aligned), others)
 
 
 def shapes(arrays: Iterable[Any]) -> list[tuple[int, ...]]:
@@ -102,7 +120,8 @@ class Pair(Rows, Protocol):
         ``loss``, it adds ``scale`` times its gradient.
 
         Every position of a text stands for a switch there, and each layer learns by itself, from
-        the target's own queries: no gradient goes through the model.
+        the target's own queries: no gradient goes through the model. Between two tokenizers the
+        tokens that the target prefills have its own entries.
         """
 
     def loss(self, translator: Any, reading: Any, objective: Objective, scale: float = 0.0) -> Loss:
@@ -169,7 +188,8 @@ class Readings:
 
     def spans(self, sample: Sample, capture: str) -> Iterator[tuple[Any, Any]]:
         """See :meth:`.Rows.spans`."""
-        if len(self.kept) < (self.reads or 0) or sample in self.kept:
+        room = len(self.kept) < (self.reads or 0)
+        if sample.aligned is None and (room or sample in self.kept):
             yield self.of(sample, attends=True).whole
         else:
             yield from self.pair.spans(sample, capture)

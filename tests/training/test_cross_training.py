@@ -220,8 +220,8 @@ def test_a_pair_is_trained_and_used(
     tmp_path: Path, opened: Callable[[str], LanguageModel], loaded: Opener
 ) -> None:
     source, target = map(opened, PAIRS[0])
-    recipe = Recipe(steps=6, batch=2, learning_rates=(3e-3,), validate_every=3)
-    plan = TrainingPlan(nu=3, fit_samples=2, held_out=1, recipe=recipe)
+    recipe = Recipe(steps=12, batch=2, learning_rates=(3e-3,), validate_every=3, reads=2)
+    plan = TrainingPlan(nu=3, fit_samples=2, held_out=1, recipe=recipe, matching=0.5)
     folder = Trainer(source, target, Talks(source, target), plan, tmp_path / "out").run()
     translator = kv.load_translator(folder)
     assert translator.config.alignment == "minimal_groups" and translator.config.nu == 3

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
+from kvlingo_mlx.tokenization.samples import Sample, tokenise
 from kvlingo_mlx.training import distill
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.recipe import MATCHING, Recipe
@@ -20,6 +22,7 @@ from kvlingo_mlx.training.runtime import matched_positions, pair_of
 from kvlingo_mlx.training.trainer import Trainer
 from tests.support.fixtures import Folders, Models
 from tests.support.trainings import Random, random_arrays
+from tests.support.two_tokenizers import TALK, write_mistral, write_qwen
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 RUNTIMES = ["mlx", pytest.param("torch", marks=pytest.mark.skipif(not HAS_TORCH, reason="torch"))]
@@ -55,10 +58,24 @@ def gathered(query: np.ndarray, keys: list[np.ndarray], values: list[np.ndarray]
 
 
 def wrong_share(
-    source: LanguageModel, target: LanguageModel, config: Any, arrays: Any, tokens: list[int]
+    source: LanguageModel,
+    target: LanguageModel,
+    config: Any,
+    arrays: Any,
+    tokens: list[int],
+    aligned: AlignedPrefix | None = None,
 ) -> float:
     """The error in float64 by loops over layers, queries and heads (Qwen3)."""
-    read, own = (capture.whole(m, tokens, "pre_norm") for m in (source, target))
+    every = range(len(tokens))
+    rows, places, others, queried, ends = [*every], [*every], list[int](), [*every], [*every]
+    if aligned is not None:
+        rows, places = aligned.rows.tolist(), aligned.positions.tolist()
+        ends = [stop - 1 for _, stop in aligned.groups.tolist()]
+        covered = {place for group in aligned.groups.tolist() for place in range(*group)}
+        others = [place for place in every if place not in covered]
+        queried = sorted({*others, *ends})
+    heard = tokens if aligned is None else list(aligned.source_ids)
+    read, own = (capture.whole(m, t, "pre_norm") for m, t in ((source, heard), (target, tokens)))
     modules = [a.q_proj for a in target.attentions]
     with capture.tap(modules) as recorder:
         target.model(kv.backend.mx.array([tokens]))
@@ -71,37 +88,39 @@ def wrong_share(
             name: np.array(attention[name].weight, np.float64) for name in ("q_norm", "k_norm")
         }
 
-        def heads(rows: Any, name: str = "", dim: int = dim, scales: Any = scales) -> Any:
+        def heads(
+            rows: Any, name: str = "", places: Any = every, dim: int = dim, scales: Any = scales
+        ) -> Any:
             """By head, the vectors of all places."""
-            rows = np.array(rows, np.float64).reshape(len(tokens), -1, dim)
+            rows = np.array(rows, np.float64).reshape(len(places), -1, dim)
             return [
                 [
                     rotated(normed(row[h], scales[name], eps), place, base) if name else row[h]
-                    for place, row in enumerate(rows)
+                    for place, row in zip(places, rows, strict=True)
                 ]
                 for h in range(rows.shape[1])
             ]
 
         def mapped(side: str, t: int = t) -> np.ndarray:
-            states = [np.array(read.side(side)[s][0], np.float64) for s in
+            states = [np.array(read.side(side)[s][0], np.float64)[rows] for s in
                       config.assignment.side(side)[t]]  # fmt: skip
             return np.concatenate(states, -1) @ arrays[f"{side}.{t}.weight"].astype(np.float64).T
 
         queries = heads(projected[t][0], "q_norm")
-        entries = [
-            (heads(keys, "k_norm"), heads(values))
-            for keys, values in (
-                (own.keys[t][0], own.values[t][0]), (mapped("keys"), mapped("values"))
-            )
-        ]  # fmt: skip
+        native = heads(own.keys[t][0], "k_norm"), heads(own.values[t][0])
+        made = heads(mapped("keys"), "k_norm", places), heads(mapped("values"), "", places)
         wrong = whole = 0.0
-        for place in matched_positions(len(tokens)):
+        for place in queried if aligned else matched_positions(len(tokens)):
             for h, each in enumerate(queries):
-                kv_head = h * len(entries[0][0]) // len(queries)
-                right, ours = (
-                    gathered(each[place], k[kv_head][: place + 1], v[kv_head][: place + 1])
-                    for k, v in entries
+                kv_head = h * len(native[0]) // len(queries)
+                right = gathered(each[place], *(side[kv_head][: place + 1] for side in native))
+                seen = [n for n, end in enumerate(ends) if end <= place]
+                seen_others = [other for other in others if other <= place]
+                mixed = (
+                    [one[kv_head][n] for n in seen] + [its[kv_head][o] for o in seen_others]
+                    for one, its in zip(made, native, strict=True)
                 )
+                ours = gathered(each[place], *mixed)
                 wrong += float(((ours - right) ** 2).sum())
                 whole += float((right**2).sum())
         total += wrong / whole / len(target.attentions)
@@ -121,6 +140,39 @@ def test_the_error_is_that_of_plain_loops(
     reading = pair.read(Sample(tuple(tokens[:15]), (*tokens[15:], 7)), config, attends=True)
     expected = wrong_share(models["dense"], models["wide"], config, arrays, tokens)
     assert pair.match(made, reading) == pytest.approx(expected, rel=1e-4) and expected > 0.1
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Two models of two tokenizers."""
+    root = tmp_path_factory.mktemp("two")
+    return {"mistral": write_mistral(root / "mistral"), "qwen": write_qwen(root / "qwen")}
+
+
+def talk_of(pair: Any) -> Sample:
+    record = {"messages": [*TALK, {"role": "assistant", "content": "It is 24, and hers."}]}
+    return tokenise(record, pair.target.tokenizer, source_tokenizer=pair.source.tokenizer)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_between_two_tokenizers_too(
+    two: Folders, runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvlingo_mlx.training.runtime.QUERIES", 10_000)
+    pair = pair_on(runtime, two, ("mistral", "qwen"))
+    sample = talk_of(pair)
+    aligned, tokens = sample.aligned, [*sample.prefix, *sample.continuation[:-1]]
+    assert aligned is not None and len(aligned.own) and np.ptp(aligned.groups, 1).max() > 1
+    config = make_config(pair.source, pair.target, TrainingPlan(nu=2))
+    arrays = random_arrays(config, 3)
+    made, reading = pair.trainable(config, arrays), pair.read(sample, config, attends=True)
+    mlx = [kv.load(two[name]) for name in ("mistral", "qwen")]
+    expected = wrong_share(*mlx, config, arrays, tokens, aligned)
+    assert pair.match(made, reading) == pytest.approx(expected, rel=1e-4) and expected > 0.1
+    nothing = {"rows": aligned.rows[:0], "positions": aligned.positions[:0]}
+    nothing |= {"groups": aligned.groups[:0], "own": np.arange(len(sample.prefix) - 1)}
+    alone = replace(sample, aligned=replace(aligned, **nothing))
+    assert pair.match(made, pair.read(alone, config, attends=True), 1.0) == 0.0
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

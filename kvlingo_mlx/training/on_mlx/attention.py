@@ -15,8 +15,9 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.reclassed import Call, calling
 from kvlingo_mlx.threads import working
+from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
-from kvlingo_mlx.training.runtime import check_entries, matched_positions, shapes
+from kvlingo_mlx.training.runtime import check_entries, matched_positions, mixed, shapes
 
 HOOK = scaled_dot_product_attention.__name__  # which the modules of mlx-lm's models import
 
@@ -30,22 +31,26 @@ class Attended:
     visible: mx.array  # (M, T)
     options: dict[str, Any]  # of mlx-lm's attention: scale and sinks
 
-    def gathered(self, *entry: mx.array) -> mx.array:
-        """What the queries gather from keys and values, (1, Hq, M, D) in float32."""
-        given: Any = {"cache": None, "mask": self.visible, **self.options}
-        keys, values = entry
+    def gathered(
+        self, keys: mx.array, values: mx.array, visible: mx.array | None = None
+    ) -> mx.array:
+        """What the queries gather, (1, Hq, M, D) in float32; of other entries see ``visible``."""
+        mask = self.visible if visible is None else visible
+        given: Any = {"cache": None, "mask": mask, **self.options}
         found: mx.array = scaled_dot_product_attention(self.queries, keys, values, **given)
         return found.astype(mx.float32)
 
 
 @contextlib.contextmanager
-def attended(target: LanguageModel, tokens: int) -> Iterator[list[list[Attended]]]:
+def attended(
+    target: LanguageModel, tokens: int, aligned: AlignedPrefix | None
+) -> Iterator[list[list[Attended]]]:
     """For each cache layer, what its attention modules gather in the one pass over a text.
 
     A recurrent layer has none. See :func:`.runtime.matched_positions` for the queries.
     """
     readers, layers = target.family.readers(target.model), target.geometry.layers
-    at = mx.array(matched_positions(tokens))
+    at = mx.array(matched_positions(tokens, aligned))
     behind = at[:, None] - mx.arange(tokens)
     found, calls, running = list[list[Attended]](), dict[int, Attended](), list[int]()
 
@@ -94,19 +99,29 @@ def match(
     scale: float = 0.0,
 ) -> float:
     """See :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
+    if not reading.sample.num_translated:
+        return 0.0
     own, (states, native) = reading.attended, reading.whole
     layers, total = [t for t in range(first, len(own)) if own[t]], 0.0
     placed = partial(caches.entry, target, capture=translator.config.capture)
+    aligned, places, others, seen = reading.sample.aligned, None, None, None
+    if aligned is not None:
+        places, others, seen = map(mx.array, mixed(aligned, native.keys[0].shape[1]))
     for t in layers:
 
         def error(tensors: dict[str, mx.array], t: int = t) -> mx.array:
-            entry = placed(t, *translator.layer(t, states, tensors, target.cache_dtype))
+            mapped = translator.layer(t, states, tensors, target.cache_dtype)
+            entry = placed(t, *mapped, positions=places)
             right = placed(t, native.keys[t][0], native.values[t][0])
+            if aligned is not None:
+                both = zip(entry, right, strict=True)
+                entry = tuple(mx.concatenate([ours, its[:, :, others]], 2) for ours, its in both)
             errors = mx.zeros(())
             for each in own[t]:
-                check_entries(target, entry, each.shapes)
+                check_entries(target, right, each.shapes)
                 wanted = each.gathered(*right)
-                wrong = (each.gathered(*entry) - wanted).square().sum() / wanted.square().sum()
+                wrong = (each.gathered(*entry, seen) - wanted).square().sum()
+                wrong = wrong / wanted.square().sum()
                 errors = errors + wrong / len(own[t]) / len(layers)
             return errors
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
@@ -75,16 +74,20 @@ def read(
     more: dict[str, Any] = {}
     if attends:
         tokens, num_read = (*prefix, *continuation[:-1]), len(prefix) - 1
-        with working(), attended(target, len(tokens)) as gathered:
+        with working(), attended(target, len(tokens), sample.aligned) as gathered:
             ear = Ear(target)
             with ear.listening():
                 hidden = hidden_states(target, tokens, cache)
             own_states = move(ear.take(0), target, capture)
             mx.eval(hidden, own_states.arrays)
-        every = whole(source, tokens, capture)
-        more = {"whole": (every, own_states), "attended": gathered}
-        if not native_layers:
+        if sample.aligned is not None:
+            first = _source_states(source, target, sample, (capture, kept))
+            more = {"whole": (first, own_states), "attended": gathered}
+        else:
+            every = whole(source, tokens, capture)
             first = every.part(0, num_read) if num_read else None
+            more = {"whole": (every, own_states), "attended": gathered}
+        if not native_layers:
             return FrozenPasses(sample, first, [], hidden[num_read:], **more)
         cache = make_prompt_cache(target.model)
     for start in range(0, len(prefix) - 1, STEP):
@@ -266,11 +269,8 @@ def _continued(
     if aligned is None:
         return lambda: hidden_states(target, following, cache), contextlib.nullcontext
     own = [sample.prefix[position] for position in aligned.own]
-    last = len(sample.prefix) - 1
-    positions = np.concatenate([aligned.own, np.arange(last, last + len(following))])
-    before = aligned.num_entries
-    visible = np.tril(np.ones((len(positions), before + len(following)), bool), before - len(own))
-    visible[: len(own), :before] = aligned.visible
+    positions = aligned.others(len(sample.prefix) - 1 + len(following))
+    visible = aligned.seen(positions, positions)
     places, seen = mx.array(positions + aligned.shift), mx.array(visible)[None, None]
     return (
         lambda: hidden_states(target, (*own, *following), cache)[len(own) :],

@@ -83,42 +83,31 @@ def attended(
 
 
 def match(
-    target: TorchModel,
-    translator: TorchTranslator,
-    reading: Any,
-    *,
-    first: int = 0,
-    scale: float = 0.0,
+    target: TorchModel, translator: TorchTranslator, reading: Any, layer: int, scale: float
 ) -> float:
-    """See :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
-    if not reading.sample.num_translated:
-        return 0.0
-    own, (states, native) = reading.attended, reading.whole
-    total, layers = 0.0, [t for t in range(first, len(own)) if own[t]]
-    placed = partial(target.entry, capture=translator.config.capture)
-    aligned, places, others, seen = reading.sample.aligned, 0, None, None
+    """One layer's share; see :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
+    own, (states, native), aligned = reading.attended[layer], reading.whole, reading.sample.aligned
+    placed = partial(target.entry, layer, capture=translator.config.capture)
+    right, seen = placed(native.keys[layer], native.values[layer]), None
+    more: dict[str, Any] = {}
     if aligned is not None:
-        places, others, seen = map(
-            partial(torch.tensor, device=target.device), mixed(aligned, len(native.keys[0]))
-        )
-    for t in layers:
-        right = placed(t, native.keys[t], native.values[t])
-        with torch.set_grad_enabled(scale != 0.0):
-            entry, errors = [*placed(t, *translator.layer(t, states), start=places)], []
-            if aligned is not None:
-                both = zip(entry, right, strict=True)
-                entry = [torch.cat([ours, its[:, :, others]], 2) for ours, its in both]
-            for each in own[t]:
-                check_entries(target, right, each.shapes)
-                with torch.no_grad():
-                    wanted = each.gathered(*right)
-                wrong = (each.gathered(*entry, seen) - wanted).square().sum()
-                errors.append(wrong / wanted.square().sum() / len(own[t]) / len(layers))
-            loss = torch.stack(errors).sum()
-            if scale != 0.0:
-                (loss * scale).backward()
-        total += loss.item()
-    return total
+        on_device = partial(torch.tensor, device=target.device)
+        more["start"], others, seen = map(on_device, mixed(aligned, len(native.keys[0])))
+    with torch.set_grad_enabled(scale != 0.0):
+        (keys, values), errors = placed(*translator.layer(layer, states), **more), []
+        if aligned is not None:
+            both = zip((keys, values), right, strict=True)
+            keys, values = (torch.cat([ours, its[:, :, others]], 2) for ours, its in both)
+        for each in own:
+            check_entries(target, right, each.shapes)
+            with torch.no_grad():
+                wanted = each.gathered(*right)
+            wrong = (each.gathered(keys, values, seen) - wanted).square().sum()
+            errors.append(wrong / wanted.square().sum())
+        loss = torch.stack(errors).mean()
+        if scale != 0.0:
+            (loss * scale).backward()
+    return loss.item()
 
 
 @torch.no_grad()

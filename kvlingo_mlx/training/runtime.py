@@ -216,11 +216,10 @@ class Passes:
         return found
 
     def match(self, translator: Any, reading: Any, scale: float = 0.0) -> float:
-        found: float = self.gradients.match(
-            *(self.target, translator, reading),
-            first=translator.config.native_layers, scale=scale,
-        )  # fmt: skip
-        return found
+        first, own, match = translator.config.native_layers, reading.attended, self.gradients.match
+        layers = [t for t in range(first, len(own)) if own[t] and reading.sample.num_translated]
+        passes = self.target, translator, reading
+        return sum(match(*passes, t, scale / len(layers)) / len(layers) for t in layers)
 
     def loss(self, translator: Any, reading: Any, objective: Objective, scale: float = 0.0) -> Loss:
         return self.gradients.conversation_loss(  # type: ignore[no-any-return]

@@ -91,43 +91,31 @@ def attended(
 
 
 def match(
-    target: LanguageModel,
-    translator: MLXTranslator,
-    reading: Any,
-    *,
-    first: int = 0,
-    scale: float = 0.0,
+    target: LanguageModel, translator: MLXTranslator, reading: Any, layer: int, scale: float
 ) -> float:
-    """See :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
-    if not reading.sample.num_translated:
-        return 0.0
-    own, (states, native) = reading.attended, reading.whole
-    layers, total = [t for t in range(first, len(own)) if own[t]], 0.0
-    placed = partial(caches.entry, target, capture=translator.config.capture)
-    aligned, places, others, seen = reading.sample.aligned, None, None, None
+    """One layer's share; see :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
+    own, (states, native), aligned = reading.attended[layer], reading.whole, reading.sample.aligned
+    placed = partial(caches.entry, target, layer, capture=translator.config.capture)
+    at, others, seen = None, None, None
     if aligned is not None:
-        places, others, seen = map(mx.array, mixed(aligned, native.keys[0].shape[1]))
-    for t in layers:
+        at, others, seen = map(mx.array, mixed(aligned, native.keys[0].shape[1]))
 
-        def error(tensors: dict[str, mx.array], t: int = t) -> mx.array:
-            mapped = translator.layer(t, states, tensors, target.cache_dtype)
-            entry = placed(t, *mapped, positions=places)
-            right = placed(t, native.keys[t][0], native.values[t][0])
-            if aligned is not None:
-                both = zip(entry, right, strict=True)
-                entry = tuple(mx.concatenate([ours, its[:, :, others]], 2) for ours, its in both)
-            errors = mx.zeros(())
-            for each in own[t]:
-                check_entries(target, right, each.shapes)
-                wanted = each.gathered(*right)
-                wrong = (each.gathered(*entry, seen) - wanted).square().sum()
-                wrong = wrong / wanted.square().sum()
-                errors = errors + wrong / len(own[t]) / len(layers)
-            return errors
+    def error(tensors: dict[str, mx.array]) -> mx.array:
+        mapped = translator.layer(layer, states, tensors, target.cache_dtype)
+        entry = placed(*mapped, positions=at)
+        right, errors = placed(native.keys[layer][0], native.values[layer][0]), []
+        if aligned is not None:
+            both = zip(entry, right, strict=True)
+            entry = tuple(mx.concatenate([ours, its[:, :, others]], 2) for ours, its in both)
+        for each in own:
+            check_entries(target, right, each.shapes)
+            wanted = each.gathered(*right)
+            wrong = (each.gathered(*entry, seen) - wanted).square().sum()
+            errors.append(wrong / wanted.square().sum())
+        return mx.stack(errors).mean()
 
-        with working():
-            value, gradients = mx.value_and_grad(error)(translator.of_layer(t))
-            if scale != 0.0:
-                translator.learn({name: scale * g for name, g in gradients.items()})
-            total += float(value.item())  # type: ignore[arg-type]
-    return total
+    with working():
+        value, gradients = mx.value_and_grad(error)(translator.of_layer(layer))
+        if scale != 0.0:
+            translator.learn({name: scale * g for name, g in gradients.items()})
+        return float(value.item())  # type: ignore[arg-type]

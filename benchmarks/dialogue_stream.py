@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from kvlingo_mlx.embedded.dialogues import Dialogue, for_distilling, held_out
+from kvlingo_mlx.embedded.dialogues import Dialogue, dialogue, held_out
 from kvlingo_mlx.evaluation.continuation import recall_sample
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer
@@ -51,3 +51,11 @@ class DialogueStream:
         cut = random.Random(index).choice(sample.answers) if self.turns else 0
         prefix, rest = sample.prefix + sample.continuation[:cut], sample.continuation[cut:]
         return Sample(prefix, rest, sample.aligned)
+
+
+def for_distilling(
+    index: int, *, seed: int = 0, facts: tuple[int, int] = (4, 28), questions: int = 6
+) -> Dialogue:
+    """Dialogue number ``index`` of an endless stream, disjoint from those of the package."""
+    rng = random.Random(f"distil/{seed}/{index}")
+    return dialogue(rng, rng.randint(*facts), questions)

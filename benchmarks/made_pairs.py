@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not in
 
 import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
-from dialogue_stream import DialogueStream
+from dialogue_stream import DialogueStream, for_distilling
 from quality import model_folder, summary
 
 import benchmarks.paper.converted_mla.on_mlx  # noqa: F401  (registers the family)
@@ -170,8 +170,7 @@ class Models:
         if not out.exists():
             count = args.recovery_steps + HELD_OUT
             told = (
-                dialogues.for_distilling(i, seed=RECOVERED_ON, facts=told_facts(args))
-                for i in range(count)
+                for_distilling(i, seed=RECOVERED_ON, facts=told_facts(args)) for i in range(count)
             )
             data = self._written(f"recovery-{count}", (talk.conversation() for talk in told))
             tool(

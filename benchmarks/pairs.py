@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import quality as tables
+from dialogue_stream import for_distilling
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not installed
 
@@ -45,7 +46,7 @@ def made(pair: str, minutes: float, seed: int, args: argparse.Namespace) -> tupl
     place.mkdir(parents=True, exist_ok=True)
     if (place / "facts.json").exists():
         return place / "translator", json.loads((place / "facts.json").read_text())
-    talks = (dialogues.for_distilling(n, seed=seed) for n in range(TALKS))
+    talks = (for_distilling(n, seed=seed) for n in range(TALKS))
     data, told = place / "dialogues.jsonl", place / "told.jsonl"
     lines = (json.dumps({"messages": talk.conversation()}) for talk in talks)
     data.write_text("\n".join(lines) + "\n")

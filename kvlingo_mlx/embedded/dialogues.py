@@ -197,11 +197,3 @@ def for_fitting(
     for index in range(count):
         rng = random.Random(f"fit/{seed}/{index}")
         yield dialogue(rng, rng.randint(*facts), questions)
-
-
-def for_distilling(
-    index: int, *, seed: int = 0, facts: tuple[int, int] = (4, 28), questions: int = 6
-) -> Dialogue:
-    """Dialogue number ``index`` of an endless stream, disjoint from the other two generators."""
-    rng = random.Random(f"distil/{seed}/{index}")
-    return dialogue(rng, rng.randint(*facts), questions)

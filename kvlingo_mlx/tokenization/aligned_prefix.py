@@ -8,7 +8,7 @@ target prefills all other tokens itself. The MLX and the CUDA path share this ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -121,18 +121,6 @@ class AlignedPrefix:
     def between(self, start: int, stop: int) -> slice:
         """The slice of translated entries whose source tokens lie from ``start`` to ``stop``."""
         return slice(*np.searchsorted(self.rows, [start, stop]).tolist())
-
-    def canonical(self) -> AlignedPrefix:
-        """A control: translated keys are rotated at their entries' order in the text, 0, 1, ...
-
-        The next token keeps the target's own position. So its distance to the last entries is wrong
-        by the number of tokens in which the two models differ (the mismatch of the paper's
-        appendix).
-        """
-        order = np.argsort(np.concatenate([self.groups[:, 0], self.own]), kind="stable")
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        return replace(self, positions=place[: len(self.rows)])
 
 
 def check_capture(capture: str) -> None:

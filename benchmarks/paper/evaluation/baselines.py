@@ -1,6 +1,9 @@
 """Folded decoding, and canonical positions between two tokenizers, beside translated caches."""
 
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from kvlingo_mlx import folding
 from kvlingo_mlx.evaluation import lineup
@@ -43,7 +46,19 @@ def baseline(
 
 def canonical(make: CacheMaker) -> CacheMaker:
     """Control: rotate translated keys by their entries' order in the text, not as assigned."""
-    return lambda prefix: make(prefix.canonical() if isinstance(prefix, AlignedPrefix) else prefix)
+    return lambda prefix: make(in_order(prefix) if isinstance(prefix, AlignedPrefix) else prefix)
+
+
+def in_order(aligned: AlignedPrefix) -> AlignedPrefix:
+    """A prefix whose translated keys are rotated at their entries' order in the text, 0, 1, ...
+
+    The next token keeps the target's own position. So its distance to the last entries is wrong
+    by the number of tokens in which the two models differ (the mismatch of the paper's appendix).
+    """
+    order = np.argsort(np.concatenate([aligned.groups[:, 0], aligned.own]), kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return replace(aligned, positions=place[: len(aligned.rows)])
 
 
 def folded(

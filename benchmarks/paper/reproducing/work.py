@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.reproducing.models import Models
-from kvlingo_mlx.embedded.dialogues import for_distilling
+from kvlingo_mlx.embedded.dialogues import for_fitting
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.making.result import PAPERS_DATA
 from kvlingo_mlx.training import has_cuda
@@ -149,7 +149,7 @@ class Work:
         """A file of generated conversations, or of these as plain texts."""
         path = self.room / ("texts.jsonl" if plain else "chats.jsonl")
         if not path.exists():
-            talks = [for_distilling(number).conversation() for number in range(TINY_CHATS)]
+            talks = [talk.conversation() for talk in for_fitting(TINY_CHATS)]
             records: list[Any] = [{"messages": talk} for talk in talks]
             if plain:
                 lines = ["\n".join(m["content"] for m in talk) for talk in talks]

@@ -69,11 +69,10 @@ def read(
     ``kept`` keeps the source's recurrent states in the place of what went into them. With
     ``attends`` the target reads the text in one pass, and :func:`.attention.match` can learn of it.
     """
-    prefix, continuation = sample.prefix, sample.continuation
-    cache = make_prompt_cache(target.model)
+    tokens, num_read = (*sample.prefix, *sample.continuation[:-1]), len(sample.prefix) - 1
+    cache, reads = make_prompt_cache(target.model), (capture, kept)
     more: dict[str, Any] = {}
     if attends:
-        tokens, num_read = (*prefix, *continuation[:-1]), len(prefix) - 1
         with working(), attended(target, len(tokens), sample.aligned) as gathered:
             ear = Ear(target)
             with ear.listening():
@@ -81,35 +80,31 @@ def read(
             own_states = move(ear.take(0), target, capture)
             mx.eval(hidden, own_states.arrays)
         if sample.aligned is not None:
-            first = _source_states(source, target, sample, (capture, kept))
-            more = {"whole": (first, own_states), "attended": gathered}
+            every = first = _source_states(source, sample, reads)
         else:
             every = whole(source, tokens, capture)
             first = every.part(0, num_read) if num_read else None
-            more = {"whole": (every, own_states), "attended": gathered}
+        more = {"whole": (every, own_states), "attended": gathered}
         if not native_layers:
             return FrozenPasses(sample, first, [], hidden[num_read:], **more)
         cache = make_prompt_cache(target.model)
-    for start in range(0, len(prefix) - 1, STEP):
+    for start in range(0, num_read, STEP):
         with working():
-            target.model(
-                mx.array([prefix[start : min(start + STEP, len(prefix) - 1)]]), cache=cache
-            )
+            target.model(mx.array([tokens[start : min(start + STEP, num_read)]]), cache=cache)
             mx.eval([c.state for c in cache])
     with working():
         own = [_content(each) for each in cache[:native_layers]]
         mx.eval(own)
-    parts, following = [], (prefix[-1], *continuation[:-1])
-    for start in range(0, len(following), STEP):
+    parts = []
+    for start in range(num_read, len(tokens), STEP):
         with working():
-            parts.append(hidden_states(target, following[start : start + STEP], cache))
+            parts.append(hidden_states(target, tokens[start : start + STEP], cache))
             mx.eval(parts[-1], [c.state for c in cache])
     with working():
         teacher = mx.concatenate(parts)
         mx.eval(teacher)
     del cache
-    reads = capture, kept
-    states = _source_states(source, target, sample, reads)
+    states = _source_states(source, sample, reads)
     return FrozenPasses(sample, states, own, teacher, **more)
 
 
@@ -121,7 +116,7 @@ def _content(cache: Any) -> Entry:
 
 
 def _source_states(
-    source: LanguageModel, target: LanguageModel, sample: Sample, reads: tuple[str, bool]
+    source: LanguageModel, sample: Sample, reads: tuple[str, bool]
 ) -> KVStates | None:
     """The states to translate: of ``prefix[:-1]``, or of the shared tokens of two tokenizers."""
     aligned = sample.aligned

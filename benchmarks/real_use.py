@@ -10,7 +10,8 @@ writes the functions, greedily; they are run, and pass or fail. Beside it both m
 summary, the target reads it and the prefix's last 32 tokens.
 ``turns``: ten turns are given, and the models answer by turns, each from its own rows of what it
 read itself and translated rows of all else; rows are translated as they lie in the other's cache,
-so what is lost adds up. The measure is the same model that has read the same transcript by itself:
+so what is lost adds up (with ``--healed`` only the last turn is translated, as the model that does
+not answer reads all before it). The measure is the same model that has read the transcript itself:
 whether a code is told, in how many tokens of an answer the first choice is the same, and the KL.
 Both run on the CPU with PyTorch in bfloat16, keep a line of each result in ``--out``, and go on
 where they were stopped.
@@ -303,11 +304,15 @@ def turns(args: argparse.Namespace) -> dict[str, Any]:
         left = [first for first in (0, 1) if (name, first) not in done]
         alone = [_alone(model, conversation) if left else [] for model in models]
         for first in left:
-            lines, found = [Reader(model) for model in models], []
+            lines, found, spoken = [Reader(model) for model in models], [], list[int]()
             for turn, (said, told, digits) in enumerate(conversation):
                 mine = (first + turn) % 2
                 hidden, states = lines[mine].read([*said, *told])
+                if args.healed and spoken:
+                    lines[1 - mine] = Reader(models[1 - mine])
+                    lines[1 - mine].read(spoken)
                 lines[1 - mine].take_over(states, into[1 - mine])
+                spoken += [*said, *told]
                 both = (hidden, alone[mine][turn])
                 ours, theirs = (_answer(models[mine], each, told) for each in both)
                 found.append(_scored(turn, mine, told, digits, ours, theirs))
@@ -386,6 +391,10 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=["translated", "spread 0.25"], help="solve")
     parser.add_argument("--held", type=Path, help="turns: JSONL of conversations")
     parser.add_argument("--count", type=int, default=12, help="turns: conversations of each kind")
+    parser.add_argument(
+        "--healed", action="store_true",
+        help="turns: while one model answers, the other one reads all that was said before",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, help="results, a line each")
     parser.add_argument("--json", help="append the record to this file")
     args = parser.parse_args()

@@ -1,7 +1,6 @@
 """A room and its models may move: what was asked or trained is known again by its content."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 pytest.importorskip("lm_eval")
 
 from benchmarks.paper.commands import run
-from benchmarks.paper.reproducing import decoding, work
+from benchmarks.paper.reproducing import decoding
 from kvlingo_mlx.embedded import TRANSLATORS, zoo
 from kvlingo_mlx.evaluation.lineup import identity_of
 from kvlingo_mlx.training.on_mlx.pair import MLXPair
@@ -52,7 +51,6 @@ def asked(home: Path) -> int:
 def test_nothing_is_asked_again_where_files_are_the_same(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work, "TINY", replace(work.TINY, answer=8))
     # Three benchmarks by five readers, of whom two translators are one by content, and the traces.
     assert asked(home) == 18
     moved = home.rename(tmp_path / "there")

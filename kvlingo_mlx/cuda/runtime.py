@@ -61,6 +61,8 @@ def join(device: str) -> Group:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return Group()
+    if device.startswith("cuda"):
+        torch.cuda.set_device(local_device(device))  # else all sums and barriers are on the first
     torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     return TorchGroup(torch.distributed.get_rank(), size)
 

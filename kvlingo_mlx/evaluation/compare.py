@@ -51,7 +51,7 @@ def evaluate(
     results, identity = Results(), identity_of(target)
     for task in tasks:
         own = {"kvlingo-mlx": __version__, "task": task.name, **task.settings, "target": identity}
-        runs = {c.name: journal.run({**own, **c.identity}) for c in conditions}
+        runs = {c.name: journal.run(own | c.identity, c.name, target.name) for c in conditions}
         found = results[task.name] = {c.name: [] for c in conditions}
         for item in task.items:
             progress(task.name)

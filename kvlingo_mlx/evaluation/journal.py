@@ -112,11 +112,11 @@ class Journal(Responses):
         self._runs: set[str] = set()
         super().__init__(path)
 
-    def run(self, settings: Mapping[str, Any]) -> str:
-        """The key of a run with these settings."""
+    def run(self, settings: Mapping[str, Any], *told: str) -> str:
+        """The key of a run with these settings; its line has beside them what a reader is told."""
         key = digest_of(settings)[:KEY_LENGTH]
         if key not in self._runs:
-            self._append({"run": key, "settings": settings})
+            self._append({"run": key, "told": told, "settings": settings})
             self._runs.add(key)
         return key
 

@@ -165,10 +165,8 @@ def baseline(
 
 
 def identity_of(model: LanguageModel) -> dict[str, Any]:
-    """The facts that distinguish loaded models in a record, including a hash of all weights."""
+    """The facts that distinguish loaded models, wherever they lie: also a hash of all weights."""
     return {
-        "model": model.name,
-        "revision": model.revision,
         **model.spec().fingerprint,
         "weights": model.weights_fingerprint,
         "dtype": str(model.cache_dtype),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvlingo_mlx.cli.command import VerbOptions, verb
 from kvlingo_mlx.cli.eval_options import named_files
 from kvlingo_mlx.cli.output import keep, phase, say, table, warn
+from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.options import COUNT, Need, is_set, off, option
 
 if TYPE_CHECKING:
@@ -21,10 +23,12 @@ if TYPE_CHECKING:
 class ReproduceOptions(VerbOptions):
     NEEDS: ClassVar[tuple[Need, ...]] = (
         Need("tiny models translators data text task_data judge judge_prompts steps items seeds "
-             "device", "listing", off, why="which makes nothing"),
+             "device processes", "listing", off, why="which makes nothing"),
         Need("judge_prompts", "judge", is_set, "MODEL"),
     )  # fmt: skip
-    labels: list[str] | None = option(None, "Labels of the paper, such as tab:qwen3sl.", word=True)
+    labels: list[str] | None = option(
+        None, "Labels of the paper, such as tab:qwen3sl; or all.", word=True
+    )
     listing: bool = option(
         False, "Name all tables and figures and what they take; or those named, in full.", "--list"
     )
@@ -57,6 +61,10 @@ class ReproduceOptions(VerbOptions):
         None, "At most so many seeds, where the paper has three.", kind=COUNT
     )
     device: str | None = option(None, "What trains: mlx, cuda, cuda:N or cpu; as for train.")
+    processes: int | None = option(
+        None, "How many of PyTorch's processes train together; default: one on each GPU.",
+        kind=COUNT,
+    )  # fmt: skip
 
 
 @verb(ReproduceOptions, long=True)
@@ -64,7 +72,8 @@ def command(options: ReproduceOptions) -> None:
     """Make a table or a figure of the paper again, and lay it beside the paper's numbers.
 
     It trains the translators that are needed, evaluates, and writes a page into --room. What is
-    there already is not made again, so the same command goes on where it stopped.
+    there already is not made again, so the same command goes on where it stopped. Of several
+    labels, what cannot be made does not keep others from being made.
     """
     from benchmarks.paper.reproducing import listing
 
@@ -75,26 +84,39 @@ def command(options: ReproduceOptions) -> None:
         raise ValueError("no label is given; name one, or see them all by --list")
     entries = listing.named(options.labels)
     words = "models translators data text task_data judge judge_prompts steps items seeds device"
-    optional = options.some(words)
+    optional = options.some(f"{words} processes")
     given = [name for name, value in optional.items() if value]
     if idle := listing.unused(entries, given):
         raise ValueError(
             f"--{idle[0].replace('_', '-')} changes nothing in {', '.join(options.labels)}; "
             "leave it out"
         )
-    results = {}
+    results, failed = {}, []
     with phase("reproducing") as step:
         work = _work(options, lambda text: step(text=text))
         from benchmarks.paper.reproducing.running import reproduce
 
         for entry in entries:
-            found, page = reproduce(entry, work)
+            begun = time.monotonic()
+            try:
+                found, page = reproduce(entry, work)
+            except (KVLingoError, ValueError, OSError) as error:
+                if len(entries) == 1:
+                    raise
+                warn(f"{entry.label} is not made: {error}")
+                failed.append(entry.label)
+                continue
             _show(entry.label, entry.title, found)
-            say(f"it is kept in {page}")
+            say(f"it is kept in {page}, after {time.monotonic() - begun:.0f} s")
             results[entry.label] = found
     told = {label: [vars(line) for line in found.lines] for label, found in results.items()}
     config = options.some("labels tiny steps items seeds judge")
     keep(options.json_file, "reproduce", config, _plain(told))
+    if failed:
+        raise ValueError(
+            f"{len(failed)} of {len(entries)} labels are not made, as warned above: "
+            f"{', '.join(failed)}; mend that, and type the same again"
+        )
 
 
 def _plain(told: Any) -> Any:
@@ -122,7 +144,7 @@ def _work(options: ReproduceOptions, progress: Any) -> Work:
         from benchmarks.paper.evaluation.judge import read_prompts
 
         benchmarks["prompts"] = read_prompts(options.judge_prompts)
-    return Work(
+    work = Work(
         room,
         Models(folder, options.tiny, room / "models"),
         _size(options),
@@ -131,8 +153,15 @@ def _work(options: ReproduceOptions, progress: Any) -> Work:
         given=None if options.translators is None else Path(options.translators),
         benchmarks=benchmarks,
         device=options.device,
+        processes=options.processes,
         heard=Heard(say, warn, progress),
     )
+    if options.processes and work.trains not in ("cuda", "cpu"):
+        raise ValueError(
+            f"--processes are torchrun's, and {work.trains} trains here: add --device cuda or cpu, "
+            "or leave it out"
+        )
+    return work
 
 
 def _size(options: ReproduceOptions) -> Size:

@@ -89,7 +89,6 @@ class Judge:
     ) -> None:
         self.model, self.max_tokens = load(model), max_tokens
         self.responses = Responses(None if responses is None else Path(responses))
-        self._facts = [self.model.name, self.model.revision, self.model.weights_fingerprint]
 
     def __call__(self, prompt: str) -> str:
         """The reply to one prompt.
@@ -97,7 +96,7 @@ class Judge:
         Raises:
             ValueError: The model has no chat template, or the prompt exceeds its context.
         """
-        key = key_of("judge", self._facts, self.max_tokens, prompt)
+        key = key_of("judge", self.model.weights_fingerprint, self.max_tokens, prompt)
         if key not in self.responses:
             self.responses.add(key, self._reply(prompt))
         return self.responses[key]

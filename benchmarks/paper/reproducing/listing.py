@@ -16,6 +16,7 @@ from benchmarks.paper.reproducing.tables import Pair, meaning, tables
 from benchmarks.paper.reproducing.trained import wanted
 from benchmarks.paper.training.sweep import WIDTH as WIDTH_OF_SWEEP
 
+ALL = "all"
 TINY_ROOM, TINY_DONE = "tiny", "done on tiny models"
 NO_BREAK = "\N{NO-BREAK SPACE}"  # within an entry of the overview
 JUDGED = ("repliqa", "longmemeval", "mt_bench_101", "multichallenge")
@@ -139,13 +140,15 @@ def overview(rows: Sequence[Listed]) -> list[str]:
 
 
 def named(labels: Sequence[str]) -> list[Entry]:
-    """Entries by their labels.
+    """Entries by their labels; ``all`` alone stands for all that are made.
 
     Raises:
         ValueError: There is no such label; close ones are named.
     """
     from difflib import get_close_matches
 
+    if [*labels] == [ALL]:
+        return [entry for entry in ENTRIES if entry.maker not in ("missing", "protocol")]
     found = []
     for label in labels:
         if label not in BY_LABEL:
@@ -198,7 +201,7 @@ def trainings_of(entry: Entry, sweeps: bool = False) -> int:
 
 # The options that matter to entries of each maker, beside those that matter to all.
 _MODELS = frozenset(("models", "data"))
-_TRAINED = _MODELS | {"translators", "text", "steps", "device", "seeds"}
+_TRAINED = _MODELS | {"translators", "text", "steps", "device", "processes", "seeds"}
 _SCORED = _TRAINED | {"task_data", "items"}
 USED: dict[str, frozenset[str]] = {
     "scores": _SCORED,

@@ -12,6 +12,9 @@ from pathlib import Path
 from benchmarks.paper.reproducing.stand_ins import DEEPER, deeper
 from benchmarks.paper.reproducing.tables import Pair
 from kvlingo_mlx.embedded import zoo, zoo_names
+from kvlingo_mlx.errors import MissingModelError
+from kvlingo_mlx.format.fingerprints import files_fingerprint
+from kvlingo_mlx.loading.hub import MODEL_FILES, resolve
 
 OWNERS = {"Qwen3": "Qwen", "gemma": "google", "Mistral": "mistralai"}
 QWEN, UNEQUAL = ("tiny-qwen3-s", "tiny-qwen3-l"), ("tiny-qwen3-s", "tiny-qwen3-moe")
@@ -71,6 +74,14 @@ class Models:
             return str(deeper(name, self.made) if name.endswith(DEEPER) else zoo(name))
         owner = next((OWNERS[start] for start in OWNERS if name.startswith(start)), "")
         return f"{owner}/{name}" if owner else name
+
+    def files(self, name: str) -> str | None:
+        """What identifies a model's files; None if they are not on this machine."""
+        try:
+            found = resolve(self.place(name), None, MODEL_FILES, MissingModelError, offline=True)
+        except MissingModelError:
+            return None
+        return files_fingerprint(found[0])
 
     def stands_in(self, pair: Pair) -> str:
         """What to tell of a tiny pair that is not of the paper's family; empty if it is."""

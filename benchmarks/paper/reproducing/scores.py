@@ -200,6 +200,7 @@ def _measured(
                 if not work.tiny:
                     raise
                 notes[str(error)] = None
+        del models  # before the next pair is trained
 
 
 def _by_benchmark(cells: Iterable[Cell]) -> Iterable[tuple[tuple[str, bool], list[Cell]]]:

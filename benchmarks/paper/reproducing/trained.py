@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from benchmarks.paper.reproducing.record_filter import RecordFilter
 from benchmarks.paper.reproducing.work import Work
 from benchmarks.paper.training import jobs, paper_pairs
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.format.files import sha256_of
+from kvlingo_mlx.tokenization.records import open_source
 from kvlingo_mlx.training import command_line
 
 PLAN = ("fit_samples", "held_out", "hidden")
@@ -115,6 +116,7 @@ def trained(work: Work, pair: tuple[str, str], one: Wanted) -> Path:
     facts |= {"source": names[0], "target": names[1], "data": [_known(d) for d in options.data]}
     facts["english"] = english(work, one.plain).english
     asked = {"options": facts, "plan": plan, "recipe": recipe, "stage1": stage1}
+    asked["models"] = files = {name: work.models.files(name) for name in names}
     if _is_done(folder, asked):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -124,14 +126,21 @@ def trained(work: Work, pair: tuple[str, str], one: Wanted) -> Path:
         lambda text: None,
     )
     work.heard.progress(f"training {folder.name}")
-    jobs.train(options, jobs.plan_of(options, plan, recipe, stage1), str(folder), heard)
+    whole = jobs.plan_of(options, plan, recipe, stage1)
+    jobs.start(options, whole, str(folder), heard, work.processes)
+    files |= {name: work.models.files(name) for name in names}  # which may have been fetched
     work.write(str(_asked_file(folder).relative_to(work.room)), json.dumps(asked) + "\n")
     return folder
 
 
+@cache
 def _known(data: str) -> str:
-    """Data by the digest of their file; a folder or a name of the Hub as it is."""
-    return sha256_of(Path(data)) if Path(data).is_file() else data
+    """Data by the digest of their files, and their weight; a name of the Hub as it is."""
+    unweighted = data.rpartition("@")[0] or data
+    if not any(Path(name).expanduser().exists() for name in (data, unweighted)):
+        return data
+    source, weight = open_source(data)
+    return source.digest + f"@{weight:g}" * (weight != 1)
 
 
 def english(work: Work, plain: bool = False) -> RecordFilter:
@@ -153,11 +162,13 @@ def _is_done(folder: Path, asked: dict[str, Any]) -> bool:
     file = _asked_file(folder)
     if not (file.exists() and (folder / translator_folder.CONFIG_FILE).exists()):
         return False
-    kept = json.loads(file.read_text(encoding="utf-8"))
     wanted = json.loads(json.dumps(asked))
-    if kept == wanted:
+    # A room of before says nothing of models' files; nor can those be compared that are not here.
+    kept = {**wanted, **json.loads(file.read_text(encoding="utf-8"))}
+    wanted["models"] = {n: f or kept["models"].get(n) for n, f in wanted["models"].items()}
+    parts = [name for name in wanted if kept[name] != wanted[name]]
+    if not parts:
         return True
-    parts = [name for name in wanted if kept.get(name) != wanted[name]]
     raise ValueError(
         f"{folder} was trained with other {' and '.join(parts)}; give what was given then, name "
         "another --room, or remove that folder"

@@ -85,6 +85,7 @@ class Work:
         given: A folder with translators that are used instead of trained ones.
         benchmarks: Options of the evaluation: local files, the judge and its prompts.
         device: ``mlx``, or PyTorch's name of one; None chooses.
+        processes: How many of PyTorch's train together; None: one for each GPU of ``cuda``.
         heard: Who is told.
         decoder: What decodes, where that is not what trains.
         used: The translators that an entry's numbers are of, with their folders.
@@ -98,6 +99,7 @@ class Work:
     given: Path | None = None
     benchmarks: Mapping[str, Any] = field(default_factory=dict)
     device: str | None = None
+    processes: int | None = None
     heard: Heard = field(default_factory=Heard)
     decoder: str | None = None
     used: dict[Any, Path] = field(default_factory=dict)

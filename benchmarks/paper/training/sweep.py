@@ -143,6 +143,14 @@ class SweepTrainer(Trainer):
 
     at_once: int | None = None  # the most rates trained together; None: what fits
 
+    def _settings(self, config: TranslatorConfig) -> dict[str, Any]:
+        """Those of the package, by content alone, so that what was begun can move."""
+        found = super()._settings(config)
+        contents = [found.pop(name) for name in [*found] if name.startswith("contents of ")]
+        for place in ("source's name", "target's name", "data"):
+            found.pop(place, None)
+        return {**found, "contents": contents}
+
     def needed(self, config: TranslatorConfig) -> str:
         """A line that says what the training takes, and how many rates fit at a time."""
         if not self.plan.recipe.sweep:

@@ -48,9 +48,9 @@ class Decoder(abc.ABC):
         self._size, self.name, self.context_length = batch_size, target.name, target.context_length
 
     @property
-    def identity(self) -> list[Any]:
-        """The facts that tell the model from others."""
-        return [self.name, self._target.revision, self._target.weights_fingerprint]
+    def identity(self) -> str:
+        """What tells the model from others, wherever it lies."""
+        return self._target.weights_fingerprint
 
     def score(
         self, tokens: Sequence[int], continuations: Sequence[Sequence[int]]

@@ -23,7 +23,7 @@ from benchmarks.paper.reproducing.entries import (
     SMALL,
 )
 from benchmarks.paper.reproducing.forms import OWN, form, is_translator
-from benchmarks.paper.reproducing.listing import listed, overview, pairs_of, trainings_of
+from benchmarks.paper.reproducing.listing import listed, named, overview, pairs_of, trainings_of
 from benchmarks.paper.reproducing.running import MAKERS
 from benchmarks.paper.reproducing.tables import tables
 from benchmarks.paper.reproducing.trained import Wanted, settings
@@ -54,6 +54,13 @@ def test_every_entry_is_made_or_has_a_reason() -> None:
         if entry.maker == "protocol":
             assert (ROOT / entry.why).exists(), f"{entry.label} names {entry.why}"
     assert sum(entry.maker == "missing" for entry in ENTRIES) == 6
+
+
+def test_all_is_every_label_that_is_made() -> None:
+    made = [entry for entry in ENTRIES if entry.maker in MAKERS]
+    assert named(["all"]) == made and len(made) > 60
+    with pytest.raises(ValueError, match="no table or figure 'all'"):
+        named(["all", "tab:cost"])
 
 
 def test_every_table_of_numbers_is_data() -> None:

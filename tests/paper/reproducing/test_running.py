@@ -55,6 +55,16 @@ def test_a_label_alone_finds_pytorch(tmp_path: Path) -> None:
     assert done.returncode == 0 and "re-prefill" in done.stdout, done.stderr
 
 
+def test_a_label_that_fails_keeps_no_other_from_being_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["reproduce", "tab:mla", "tab:cost", "--tiny", "--room", str(tmp_path)]) == 2
+    assert record(tmp_path, "tab:cost")["rows"]
+    told = capsys.readouterr().err
+    assert "tab:mla is not made: tab:mla cannot be reproduced here" in told
+    assert "1 of 2 labels are not made, as warned above: tab:mla;" in told
+
+
 def test_an_entry_of_each_maker_by_the_verb(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MLXPair, "receipt", lambda *rest: None)  # which takes longer than the rest
     labels = ["fig:prefixhist", "app:fig:norms", "fig:head_alignment"]

@@ -170,9 +170,9 @@ def judge(source: Model, target: Model, made: Mapping[str, Translator], count: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dims", type=int, nargs="*", default=[64, 128, 256, 512])
+    parser.add_argument("--dims", type=int, nargs="*", default=[64, 128, 256])
     parser.add_argument("--texts", type=int, default=110, help="dialogues that maps are made of")
-    parser.add_argument("--dialogues", type=int, default=8, help="that judge")
+    parser.add_argument("--dialogues", type=int, default=5, help="that judge")
     parser.add_argument("--json", help="append a record of each way to this file")
     args = parser.parse_args()
     models = [load(tables.model_folder(name, Path("tests/zoo"))) for name in MODELS]

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.cuda.translator import TorchTranslator
-from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.runtime import check_entries, matched_positions, mixed, shapes
+from kvlingo_mlx.training.runtime import check_entries, shapes
 
 SDPA = "sdpa"  # the implementation with which models are loaded
 SCORE_NUMBERS = 2**28  # the most attention scores in memory at once: 1 GB in float32
@@ -58,16 +58,14 @@ def heard(listener: Callable[..., None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attended(
-    target: TorchModel, tokens: int, aligned: AlignedPrefix | None
-) -> Iterator[list[list[TorchAttended]]]:
+def attended(target: TorchModel, places: np.ndarray) -> Iterator[list[list[TorchAttended]]]:
     """For each cache layer, what its attention modules gather in the one pass over a text.
 
-    See :func:`.runtime.matched_positions` for the queries.
+    ``places`` are those of the queries, the text's last one among them.
     """
     readers, layers = target.family.readers(target.model), target.geometry.layers
     windows = {a: g.window for each, g in zip(readers, layers, strict=True) for a in each}
-    at = torch.tensor(matched_positions(tokens, aligned), device=target.device)
+    at, tokens = torch.tensor(places, device=target.device), int(places[-1]) + 1
     behind = at[:, None] - torch.arange(tokens, device=target.device)
     found, calls = list[list[TorchAttended]](), dict[Any, TorchAttended]()
 
@@ -83,19 +81,19 @@ def attended(
 
 
 def match(
-    target: TorchModel, translator: TorchTranslator, reading: Any, layer: int, scale: float
-) -> float:
+    target: TorchModel, translator: TorchTranslator, reading: Any, layer: int, scale: float,
+    mix: Any = None,
+) -> float:  # fmt: skip
     """One layer's share; see :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
-    own, (states, native), aligned = reading.attended[layer], reading.whole, reading.sample.aligned
+    own, (states, native) = reading.attended[layer], reading.whole
     placed = partial(target.entry, layer, capture=translator.config.capture)
-    right, seen = placed(native.keys[layer], native.values[layer]), None
-    more: dict[str, Any] = {}
-    if aligned is not None:
-        on_device = partial(torch.tensor, device=target.device)
-        more["start"], others, seen = map(on_device, mixed(aligned, len(native.keys[0])))
+    right = placed(native.keys[layer], native.values[layer])
+    at, others, seen = (
+        map(partial(torch.tensor, device=target.device), mix) if mix else (0, None, None)
+    )
     with torch.set_grad_enabled(scale != 0.0):
-        (keys, values), errors = placed(*translator.layer(layer, states), **more), []
-        if aligned is not None:
+        (keys, values), errors = placed(*translator.layer(layer, states), start=at), []
+        if mix is not None:
             both = zip((keys, values), right, strict=True)
             keys, values = (torch.cat([ours, its[:, :, others]], 2) for ours, its in both)
         for each in own:

@@ -20,6 +20,7 @@ from kvlingo_mlx.cuda.translator import TorchTranslator
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import BLOCK, Loss, Objective
+from kvlingo_mlx.training.runtime import matched_positions
 
 Entry = tuple[torch.Tensor, torch.Tensor]  # one layer's keys and values in the cache's form
 Head = Callable[[torch.Tensor], torch.Tensor]  # hidden states (B, width) to logits (B, vocabulary)
@@ -54,7 +55,8 @@ def read(
     with contextlib.ExitStack() as stack:
         taken = stack.enter_context(target.tapped(None if attends else native_layers))
         if attends:
-            own = stack.enter_context(attended(target, len(tokens), sample.aligned))
+            places = matched_positions(len(tokens), sample.aligned)
+            own = stack.enter_context(attended(target, places))
         if sample.continuation or native_layers:
             teacher = target.hidden(tokens)[num_read:].clone()
     native = target.states_of(taken, target.family.points[0], native_layers).first(num_read)

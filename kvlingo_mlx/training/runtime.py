@@ -42,11 +42,9 @@ def matched_positions(tokens: int, aligned: AlignedPrefix | None = None) -> np.n
 
 
 def mixed(aligned: AlignedPrefix, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which entries the matched queries of a text see between two tokenizers.
+    """The positions of translated entries (S,) and of others (C,), and which queries see them.
 
-    Returns:
-        The positions of translated entries (S,), those of the target's other entries (C,), and
-        whether a query of :func:`matched_positions` sees an entry (M, S + C).
+    It is for two tokenizers; the queries are those of :func:`matched_positions`, (M, S + C).
     """
     others = aligned.others(tokens)
     return aligned.positions, others, aligned.seen(matched_positions(tokens, aligned), others)
@@ -188,8 +186,7 @@ class Readings:
 
     def spans(self, sample: Sample, capture: str) -> Iterator[tuple[Any, Any]]:
         """See :meth:`.Rows.spans`."""
-        room = len(self.kept) < (self.reads or 0)
-        if sample.aligned is None and (room or sample in self.kept):
+        if sample.aligned is None and (len(self.kept) < (self.reads or 0) or sample in self.kept):
             yield self.of(sample, attends=True).whole
         else:
             yield from self.pair.spans(sample, capture)
@@ -218,8 +215,10 @@ class Passes:
     def match(self, translator: Any, reading: Any, scale: float = 0.0) -> float:
         first, own, match = translator.config.native_layers, reading.attended, self.gradients.match
         layers = [t for t in range(first, len(own)) if own[t] and reading.sample.num_translated]
+        aligned, tokens = reading.sample.aligned, reading.whole[1].keys[0].shape[-2]
+        mix = None if aligned is None else mixed(aligned, tokens)
         passes = self.target, translator, reading
-        return sum(match(*passes, t, scale / len(layers)) / len(layers) for t in layers)
+        return sum(match(*passes, t, scale / len(layers), mix) / len(layers) for t in layers)
 
     def loss(self, translator: Any, reading: Any, objective: Objective, scale: float = 0.0) -> Loss:
         return self.gradients.conversation_loss(  # type: ignore[no-any-return]

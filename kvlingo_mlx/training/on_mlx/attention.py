@@ -9,15 +9,15 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
+import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.reclassed import Call, calling
 from kvlingo_mlx.threads import working
-from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
-from kvlingo_mlx.training.runtime import check_entries, matched_positions, mixed, shapes
+from kvlingo_mlx.training.runtime import check_entries, shapes
 
 HOOK = scaled_dot_product_attention.__name__  # which the modules of mlx-lm's models import
 
@@ -42,15 +42,13 @@ class Attended:
 
 
 @contextlib.contextmanager
-def attended(
-    target: LanguageModel, tokens: int, aligned: AlignedPrefix | None
-) -> Iterator[list[list[Attended]]]:
+def attended(target: LanguageModel, places: np.ndarray) -> Iterator[list[list[Attended]]]:
     """For each cache layer, what its attention modules gather in the one pass over a text.
 
-    A recurrent layer has none. See :func:`.runtime.matched_positions` for the queries.
+    A recurrent layer has none. ``places`` are those of the queries, the text's last one among them.
     """
     readers, layers = target.family.readers(target.model), target.geometry.layers
-    at = mx.array(matched_positions(tokens, aligned))
+    at, tokens = mx.array(places), int(places[-1]) + 1
     behind = at[:, None] - mx.arange(tokens)
     found, calls, running = list[list[Attended]](), dict[int, Attended](), list[int]()
 
@@ -91,20 +89,19 @@ def attended(
 
 
 def match(
-    target: LanguageModel, translator: MLXTranslator, reading: Any, layer: int, scale: float
-) -> float:
+    target: LanguageModel, translator: MLXTranslator, reading: Any, layer: int, scale: float,
+    mix: Any = None,
+) -> float:  # fmt: skip
     """One layer's share; see :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
-    own, (states, native), aligned = reading.attended[layer], reading.whole, reading.sample.aligned
+    own, (states, native) = reading.attended[layer], reading.whole
     placed = partial(caches.entry, target, layer, capture=translator.config.capture)
-    at, others, seen = None, None, None
-    if aligned is not None:
-        at, others, seen = map(mx.array, mixed(aligned, native.keys[0].shape[1]))
+    at, others, seen = (None, None, None) if mix is None else map(mx.array, mix)
 
     def error(tensors: dict[str, mx.array]) -> mx.array:
         mapped = translator.layer(layer, states, tensors, target.cache_dtype)
         entry = placed(*mapped, positions=at)
         right, errors = placed(native.keys[layer][0], native.values[layer][0]), []
-        if aligned is not None:
+        if mix is not None:
             both = zip(entry, right, strict=True)
             entry = tuple(mx.concatenate([ours, its[:, :, others]], 2) for ours, its in both)
         for each in own:

@@ -33,6 +33,7 @@ from kvlingo_mlx.training.on_mlx.attention import Attended, attended, match  # n
 from kvlingo_mlx.training.on_mlx.layers import Entry, Pass
 from kvlingo_mlx.training.on_mlx.losses import loss_of
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
+from kvlingo_mlx.training.runtime import matched_positions
 
 STEP = 2048  # tokens of a chunk in the passes without gradient
 SEGMENT = 512  # tokens of a recurrence whose steps are in memory at once
@@ -73,7 +74,10 @@ def read(
     cache, reads = make_prompt_cache(target.model), (capture, kept)
     more: dict[str, Any] = {}
     if attends:
-        with working(), attended(target, len(tokens), sample.aligned) as gathered:
+        with (
+            working(),
+            attended(target, matched_positions(len(tokens), sample.aligned)) as gathered,
+        ):
             ear = Ear(target)
             with ear.listening():
                 hidden = hidden_states(target, tokens, cache)

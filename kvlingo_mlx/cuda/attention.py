@@ -82,18 +82,18 @@ def attended(target: TorchModel, places: np.ndarray) -> Iterator[list[list[Torch
 
 def match(
     target: TorchModel, translator: TorchTranslator, reading: Any, layer: int, scale: float,
-    mix: Any = None,
+    between: Any = None,
 ) -> float:  # fmt: skip
     """One layer's share; see :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
     own, (states, native) = reading.attended[layer], reading.whole
     placed = partial(target.entry, layer, capture=translator.config.capture)
     right = placed(native.keys[layer], native.values[layer])
     at, others, seen = (
-        map(partial(torch.tensor, device=target.device), mix) if mix else (0, None, None)
+        map(partial(torch.tensor, device=target.device), between) if between else (0, None, None)
     )
     with torch.set_grad_enabled(scale != 0.0):
         (keys, values), errors = placed(*translator.layer(layer, states), start=at), []
-        if mix is not None:
+        if between is not None:
             both = zip((keys, values), right, strict=True)
             keys, values = (torch.cat([ours, its[:, :, others]], 2) for ours, its in both)
         for each in own:

@@ -61,7 +61,7 @@ class PairResult:
             f"{len(self.config.target.layers)}, trained on {data}; prefixes of up to "
             f"{made.get('longest_prefix')} tokens",
             grade,
-            f"held-out KL {kls[0]:.4f} with the closed form, {min(kls):.4f} at best",
+            f"held-out KL {kls[0]:.4f} before self-distillation, {min(kls):.4f} at best",
             more,
             onward,
         ]

@@ -41,7 +41,7 @@ def matched_positions(tokens: int, aligned: AlignedPrefix | None = None) -> np.n
     return found[np.linspace(0, len(found) - 1, min(len(found), QUERIES)).round().astype(int)]
 
 
-def mixed(aligned: AlignedPrefix, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def entries_seen(aligned: AlignedPrefix, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The positions of translated entries (S,) and of others (C,), and which queries see them.
 
     It is for two tokenizers; the queries are those of :func:`matched_positions`, (M, S + C).
@@ -216,9 +216,9 @@ class Passes:
         first, own, match = translator.config.native_layers, reading.attended, self.gradients.match
         layers = [t for t in range(first, len(own)) if own[t] and reading.sample.num_translated]
         aligned, tokens = reading.sample.aligned, reading.whole[1].keys[0].shape[-2]
-        mix = None if aligned is None else mixed(aligned, tokens)
+        between = None if aligned is None else entries_seen(aligned, tokens)
         passes = self.target, translator, reading
-        return sum(match(*passes, t, scale / len(layers), mix) / len(layers) for t in layers)
+        return sum(match(*passes, t, scale / len(layers), between) / len(layers) for t in layers)
 
     def loss(self, translator: Any, reading: Any, objective: Objective, scale: float = 0.0) -> Loss:
         return self.gradients.conversation_loss(  # type: ignore[no-any-return]

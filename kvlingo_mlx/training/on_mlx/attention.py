@@ -90,18 +90,18 @@ def attended(target: LanguageModel, places: np.ndarray) -> Iterator[list[list[At
 
 def match(
     target: LanguageModel, translator: MLXTranslator, reading: Any, layer: int, scale: float,
-    mix: Any = None,
+    between: Any = None,
 ) -> float:  # fmt: skip
     """One layer's share; see :meth:`kvlingo_mlx.training.runtime.Pair.match`."""
     own, (states, native) = reading.attended[layer], reading.whole
     placed = partial(caches.entry, target, layer, capture=translator.config.capture)
-    at, others, seen = (None, None, None) if mix is None else map(mx.array, mix)
+    at, others, seen = (None, None, None) if between is None else map(mx.array, between)
 
     def error(tensors: dict[str, mx.array]) -> mx.array:
         mapped = translator.layer(layer, states, tensors, target.cache_dtype)
         entry = placed(*mapped, positions=at)
         right, errors = placed(native.keys[layer][0], native.values[layer][0]), []
-        if mix is not None:
+        if between is not None:
             both = zip(entry, right, strict=True)
             entry = tuple(mx.concatenate([ours, its[:, :, others]], 2) for ours, its in both)
         for each in own:

@@ -38,6 +38,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str], list[st
     while not any(" ready: " in line for line in printed):
         assert process.poll() is None and time.monotonic() < until, "".join(printed)
         time.sleep(0.2)
+    os.setpriority(os.PRIO_PROCESS, process.pid, 19)  # MLX's launcher keeps a processor busy
     (url,) = re.findall(r"a chat at (http://\S+?)/ ", "".join(printed))
     try:
         yield url, process, printed
@@ -68,17 +69,17 @@ def test_clients_of_a_server_on_two_ranks(
     assert switched["choices"][0]["message"]["content"] == "The home of Paul is Oslo."
     told = switched["usage"]["kvlingo"]
     assert told["strategy"] == "translate" and told["translated_tokens"] > 20
-    said: list[Any] = [None] * 4
+    said: list[Any] = [None] * 2
     several = [
         threading.Thread(target=lambda n=n: said.__setitem__(n, ask(url, "sl"[n % 2], messages)))
-        for n in range(4)
+        for n in range(2)
     ]
     for thread in several:
         thread.start()
     for thread in several:
         thread.join(120)
     texts = [answer["choices"][0]["message"]["content"] for answer in said]
-    assert texts == ["The home of Paul is Oslo."] * 4
+    assert texts == ["The home of Paul is Oslo."] * 2
     assert httpx.post(f"{url}/v1/chat/completions", json={"model": "x"}).status_code in (400, 404)
     assert any("several machines serve, so conversations are kept in memory" in p for p in printed)
     other = _follower(process.pid)

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
+if __name__ == "__main__":  # transformers would load PyTorch, which takes each rank seconds
+    sys.modules["torch"] = None  # type: ignore[assignment]
+
 import numpy as np
 
 import kvlingo_mlx as kv

@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from mlx_lm.generate import generate_step
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
@@ -27,7 +26,7 @@ from tests.support import tiny
 from tests.support.fixtures import Models
 from tests.support.identity import identity_of
 from tests.support.parity import in_order
-from tests.support.talks import NEW, ask, check_caches, talk_of, thought
+from tests.support.talks import NEW, ask, check_caches, expected, talk_of, thought
 from tests.support.two_tokenizers import identities
 
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "4"))  # more of them by hand
@@ -66,16 +65,6 @@ def plain_text(model: LanguageModel, most: int = 9) -> Mask:
             mask[token] = 0
     mask[list(model.tokenizer.eos_token_ids)] = 0
     return lambda tokens, logits: logits + mx.array(mask)
-
-
-def decoded(model: LanguageModel, prompt: list[int], only: Mask) -> Iterator[int]:
-    """What mlx-lm answers to a prompt that it reads whole."""
-    for token, _ in generate_step(
-        mx.array(prompt), model.model, max_tokens=NEW, logits_processors=[only]
-    ):
-        yield int(token)
-        if int(token) in model.tokenizer.eos_token_ids:
-            return
 
 
 @dataclasses.dataclass
@@ -140,8 +129,8 @@ def reply(
     responses = list(itertools.islice(answer, steps))
     answer.close()
     ids = [response.token for response in responses]
-    expected = list(decoded(shadow.model, prompt, shadow.only))
-    assert ids == expected[: len(ids)] and (steps < NEW or len(ids) == len(expected))
+    right = expected(shadow.model, prompt, logits_processors=[shadow.only])
+    assert ids == right[: len(ids)] and (steps < NEW or len(ids) == len(right))
     kept, first = common_prefix(held, prompt[:-1]), responses[0]
     assert first.prompt_tokens == len(prompt)
     assert first.cached_tokens + first.translated_tokens + first.read_tokens == len(prompt)
@@ -399,19 +388,7 @@ def test_a_history_without_its_reasoning_is_ours(model: LanguageModel, verbatim:
     assert other.messages[1]["content"] == "in the boat"
 
 
-def test_an_answer_ends_with_its_models_context(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    talk = talk_of(model)
-    prompt = len(talk.transcript.prompt(model, [{"role": "user", "content": "hi there"}]))
-    monkeypatch.setattr(type(model), "context_length", prompt + 3)
-    parts = list(talk.stream_reply("a", "hi there", max_tokens=-1))
-    assert len(parts) <= 4 and len(talk.lines["a"]) <= prompt + 4
-    with pytest.raises(ValueError, match="the context of"):
-        talk.reply("b", "and you")
-
-
-def test_a_full_context_drops_whole_turns_or_says_so(
+def test_a_full_context_is_told_where_no_turn_can_be_dropped(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LanguageModel, "context_length", 100)
@@ -420,19 +397,10 @@ def test_a_full_context_drops_whole_turns_or_says_so(
     with pytest.raises(ValueError, match="the context of .* is 100; shorten the prompt"):
         for _ in range(9):
             full.reply("a", "is it on?", **short)
-    talk, before = talk_of(model, on_full="drop_oldest", system="be kind"), list[Any]()
-    for turn in range(9):
-        earlier, before = before, talk.messages
-        talk.reply("ab"[turn % 2], "is it on?", **short)
-        roles = [message["role"] for message in talk.messages]
-        assert roles == ["system", *["user", "assistant"] * (len(roles) // 2)]
-    assert len(before) == len(earlier) == len(talk.messages) < 12
-    # The system message is not read again.
-    system = model.tokenizer.encode("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\n")
-    assert talk.last_switch is not None and talk.last_switch.kept >= len(system)
-    talk.undo()
-    assert talk.messages == before  # what was dropped is back
-    with pytest.raises(ValueError, match="the context of"):  # one turn alone is not dropped
+    talk = talk_of(model, on_full="drop_oldest", system="be kind")
+    talk.reply("a", "is it on?", **short)
+    before = talk.messages
+    with pytest.raises(ValueError, match="the context of"):
         talk.reply("a", "is it on? " * 40, max_tokens=NEW)
     assert talk.messages == before
     with pytest.raises(ValueError, match="on_full is 'drop'; give error or drop_oldest"):

@@ -17,37 +17,8 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.caches import arrays
 from kvlingo_mlx.engine import plan
 from kvlingo_mlx.models import capture
-from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support.fixtures import Folders, Models, Patch
 from tests.support.identity import TOKENS, identity_of
-
-NEW = 40
-
-
-def decode(model: LanguageModel, cache: list[Any] | None) -> list[int]:
-    prompt = TOKENS if cache is None else TOKENS[-1:]
-    steps = generate_step(mx.array(prompt), model.model, max_tokens=NEW, prompt_cache=cache)
-    return [int(token) for token, _ in steps]
-
-
-SETTINGS = [(7, True, "pre_norm"), (2048, False, "pre_norm"), (20, True, "post_norm"),
-            (20, True, "post_rope")]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["dense", "moe", "dense 4-bit", "moe 4-bit"])
-def test_decodes_token_for_token(models: Models, quantised_models: Models, name: str) -> None:
-    """However the prompt is cut, wherever keys are captured; and not if keys are rotated anew."""
-    name, *few = name.split()
-    model = (quantised_models if few else models)[name]
-    own = decode(model, None)
-    for step, head_mixing, point in SETTINGS:
-        translator = identity_of(model, head_mixing=head_mixing, capture=point)
-        cache = kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=step)
-        assert decode(model, cache) == own
-    cache = kv.hand_over(model, model, TOKENS, translator=translator)
-    for layer, finish in zip(cache, model.finishes, strict=True):
-        layer.keys = finish.rope(layer.keys * 1.0, offset=0)
-    assert decode(model, cache) != own
 
 
 def test_taps_leave_no_trace(models: Models) -> None:

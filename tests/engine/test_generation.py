@@ -159,18 +159,6 @@ def test_the_sources_cache_is_gone_while_the_target_decodes(
     assert bool(held) == drafts
 
 
-def test_logits_processors_see_the_whole_prompt(model: LanguageModel) -> None:
-    seen: list[list[int]] = []
-
-    def note(tokens: mx.array, logits: mx.array) -> mx.array:
-        seen.append(tokens.tolist())
-        return logits
-
-    options = {"translator": identity_of(model), "max_tokens": 3}
-    kv.generate(model, model, TOKENS, logits_processors=[note], **options)
-    assert seen[0] == TOKENS and seen[1][: len(TOKENS)] == TOKENS
-
-
 def test_cache_takes_the_targets_dtype(models: Models) -> None:
     """Float32 entries would turn a 16-bit model's decoding into float32 for good."""
     source = models["dense"]

@@ -11,7 +11,6 @@ import pytest
 import kvlingo_mlx as kv
 from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.prompts import render_text
 from tests.support import tiny
 from tests.support.identity import identity_of
 from tests.support.talks import talk_of, thought
@@ -81,14 +80,6 @@ def test_a_call_reaches_each_template_in_its_own_form(tmp_path: Path) -> None:
     assert talk.messages[1]["tool_calls"] == [{**call, "id": "x"}]
     assert "[look at=1]=a lamp" in prompt_of(talk, "beside", [])
     assert prompt_of(talk, "own", []) == own
-
-
-def test_a_template_that_ignores_calls_gets_them_as_text(model: LanguageModel) -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    told = [{"role": "user", "content": "hi"},
-            {"role": "assistant", "content": None, "tool_calls": [call]}]  # fmt: skip
-    assert '{"name": "look", "arguments": {}}' in render_text(model, told)
-    assert told[1]["tool_calls"] == [call]  # the caller's own stay as they are
 
 
 @pytest.mark.parametrize("verbatim", [True, False])
@@ -185,17 +176,3 @@ def test_models_of_one_vocabulary_keep_lines_in_their_own_templates(tmp_path: Pa
     prompt = talk.transcript.prompt(models["own"], [{"role": "user", "content": "and now?"}])
     kept = talk.lines["own"].common(prompt)
     assert kept > len(held) - 3 > 10 and talk.lines["own"].tokens[:kept] == held[:kept]
-
-
-@pytest.mark.parametrize("verbatim", [False, True])
-def test_an_answer_that_was_begun_is_in_the_prompt(model: LanguageModel, verbatim: bool) -> None:
-    """Also where a conversation goes on from its tokens; without it nothing is added."""
-    talk = talk_of(model, verbatim=verbatim)
-    thought(talk, "a", "is it on?", "it is on")
-    new = [{"role": "user", "content": "and you"}]
-    plain = prompt_of(talk, "a", new)
-    talk.transcript.begun = "I am"
-    found = talk.transcript.reading(model, new)
-    assert found.text.endswith("I am") and not plain.endswith("I am")
-    mark = talk.transcript.header(model, new, found)
-    assert mark is None or "I am" in model.tokenizer.decode(found.tokens[mark:])

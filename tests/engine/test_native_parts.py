@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import importlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +15,15 @@ from mlx_lm.models.cache import make_prompt_cache
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.engine import hybrid
-from kvlingo_mlx.engine.responses import summary
 from kvlingo_mlx.evaluation import conditions, lineup, tuning
-from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.lineup import Condition
-from kvlingo_mlx.evaluation.tuning import Point
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
-from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
 from tests.support.command_line import fails
 from tests.support.native_caches import native
-from tests.support.parity import WRONG, assert_same, decode, errors, in_order, within_windows
+from tests.support.parity import WRONG, errors, in_order
 from tests.support.tiny import Case
 
 TOKENS = tiny.random_tokens(41)
@@ -69,38 +63,6 @@ def equal(one: Any, other: Any) -> bool:
     """Whether two cache layers hold the same numbers, to the bit, up to the same position."""
     pairs = zip(arrays(one), arrays(other), strict=True)
     return one.offset == other.offset and all(np.array_equal(a, b) for a, b in pairs)
-
-
-def test_layers_are_the_targets_own_or_translated(root: Path, case: Case) -> None:
-    """From none, which is plain translation, to all, which is a prefill; to the bit."""
-    source, target, translator = opened(root, case)
-    for step in (2048, 16):
-        own, plain = native(target, TOKENS[:-1], step), None
-        for layers in range(len(own) + 1):
-            cache = kv.hand_over(
-                source, target, TOKENS, translator=translator, prefill_step_size=step,
-                native_layers=layers,
-            )  # fmt: skip
-            plain = cache if plain is None else plain
-            below = [equal(c, o) for c, o in zip(cache, own, strict=True)]
-            above = [equal(c, p) for c, p in zip(cache, plain, strict=True)]
-            assert below == [True] * layers + [False] * (len(own) - layers)
-            assert above == [False] * layers + [True] * (len(own) - layers)
-
-
-def test_against_pytorch(root: Path, case: Case) -> None:
-    """Caches and the logits of the last token, at every number of native layers."""
-    pytest.importorskip("torch")
-    reference = importlib.import_module("tests.support.reference")
-    source, target, folder = opened(root, case)
-    folders, files = tiny.write_case(root, case), translator_folder.read(folder)
-    for layers in range(1, len(target.attentions)):
-        cache = kv.hand_over(
-            source, target, TOKENS, translator=build(*files, batched=layers % 2 == 0),
-            native_layers=layers, prefill_step_size=16,
-        )  # fmt: skip
-        expected = reference.hand_over(*folders, TOKENS, native_layers=layers)
-        assert_same(decode(target, cache, TOKENS[-1]), within_windows(folders[1], expected))
 
 
 @pytest.mark.parametrize("heal", ["idle", "layers"])
@@ -265,29 +227,6 @@ def test_a_draft_model_has_read_all(root: Path) -> None:
     assert drafted == kv.generate(source, target, TOKENS, **options)
 
 
-def test_times_of_what_the_decode_model_read_itself(root: Path) -> None:
-    """An all-native hand-over has no prefill and no translation to report."""
-    source, target, translator = opened(root, CASES[0])
-    options: dict[str, Any] = {"translator": translator, "max_tokens": 1}
-    most = len(target.attentions)
-    (whole,) = kv.stream_generate(source, target, TOKENS, native_layers=most, **options)
-    assert whole.native_s > 0.0 == whole.prefill_s == whole.translate_s
-    text = summary(dataclasses.replace(whole, native_s=0.25))
-    assert "(the target's own part 0.250 s)" in text and "0.000 s" not in text
-    parts = {"prefill_s": 0.5, "native_s": 0.25, "translate_s": 0.125}
-    text = summary(dataclasses.replace(whole, **parts))
-    expected = "(prefill 0.500 s, the target's own part 0.250 s, translation 0.125 s)"
-    assert expected in text
-    assert "()" not in summary(dataclasses.replace(whole, native_s=0.0))
-
-
-def tuned(root: Path, layers: int) -> tuple[LanguageModel, LanguageModel, Translator]:
-    source, target, folder = opened(root, CASES[0])
-    translator = build(*translator_folder.read(folder))
-    config = dataclasses.replace(translator.config, provenance={"native_layers": layers})
-    return source, target, dataclasses.replace(translator, config=config)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -329,28 +268,6 @@ def talk_file(folder: Path, **facts: Any) -> str:
     return str(path)
 
 
-def points_of(way: str, kls: Sequence[float], recalls: Sequence[float | None]) -> list[Point]:
-    means = [(Mean(kl, 0.0, 4), None if r is None else Mean(r, 0.0, 4))
-             for kl, r in zip(kls, recalls, strict=True)]  # fmt: skip
-    return [Point(way, j, kl, recall) for j, (kl, recall) in enumerate(means)]
-
-
-@pytest.mark.parametrize(
-    ("bounds", "expected"),
-    [
-        ({"max_kl": 0.25}, 1), ({"max_kl": 0.05}, 2), ({"max_kl": 0.0}, 3), ({"max_kl": 9.0}, 0),
-        ({"min_recall": 0.6}, 2), ({"max_kl": 0.25, "min_recall": 0.4}, 1),
-        ({"min_recall": 1.1}, 3),
-    ],
-)  # fmt: skip
-def test_the_smallest_number_that_meets_the_bounds(bounds: dict, expected: int) -> None:
-    """Points of other ways, good as they are here, do not count."""
-    hybrids = points_of("hybrid", (0.3, 0.2, 0.02), (0.3, 0.5, 0.7))
-    others = points_of("text", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    native = Point("native", 3, Mean(0.0, 0.0, 4), Mean(1.0, 0.0, 4))
-    assert tuning.smallest([native, *others, *hybrids], **bounds) == expected
-
-
 def test_what_is_chosen_is_kept_with_the_translator(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -374,6 +291,13 @@ def test_what_is_chosen_is_kept_with_the_translator(
     out = capsys.readouterr().out
     assert "nan" not in out  # one conversation has no error bar
     assert ("hidden", None) in ways and ("shuffled", None) in ways
+    kls = [ways["hybrid", j]["kl"]["value"] for j in range(most)]
+    for bound in kls:  # the smallest number that meets it; other ways do not count
+        assert run([*command, "--max-kl", str(bound)]) == 0
+        wanted = next(j for j in range(most) if kls[j] <= bound)
+        assert translator_folder.read_config(own).native_layers == wanted
+    assert run([*command, "--min-recall", "0"]) == 0
+    assert translator_folder.read_config(own).native_layers == 0
     assert run([*command, "--max-kl", "1e9", "--native-layers", "1"]) == 0
     assert translator_folder.read_config(own).native_layers == 1
     hand_over = functools.partial(kv.hand_over, load(source), load(target), TOKENS)

@@ -77,16 +77,14 @@ def hand_over(
     tokens: Sequence[int],
     *,
     first_position: int = 0,
-    native_layers: int = 0,
 ) -> Reference:
     """Prefill the source, translate, decode one step with the target.
 
     ``first_position`` is where the target's keys are rotated to start; only a negative
-    control gives another one than 0. The first ``native_layers`` cache layers hold what the
-    target's own projections write.
+    control gives another one than 0.
     """
     keys, values = translate(
-        source_folder, target_folder, translator_folder, tokens[:-1], first_position, native_layers
+        source_folder, target_folder, translator_folder, tokens[:-1], first_position
     )
     return decode(load_model(target_folder), keys, values, tokens[-1])
 
@@ -97,15 +95,12 @@ def translate(
     translator_folder: Path,
     prefix: Sequence[int],
     first_position: int = 0,
-    native_layers: int = 0,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Every target layer's rotated keys and values of a prefix, (T, H, D)."""
     source, target = load_model(source_folder), load_model(target_folder)
     config, tensors = read_translator(translator_folder)
     capture = config["capture"]
     finished: dict[str, list[Tensor]] = {}
-    own = dict(zip(SIDES, capture_projections(target, prefix), strict=True))
-    origin = "latent" if has_latents(target) else "pre_norm"
     for side, states in zip(SIDES, capture_projections(source, prefix), strict=True):
         read = [
             finish(source, side, layer, array, "pre_norm", capture)
@@ -123,25 +118,7 @@ def translate(
             )
             for layer in range(len(config["target"]["layers"]))
         ]
-        for layer, array in enumerate(own[side][:native_layers]):
-            finished[side][layer] = finish(target, side, layer, array, origin, "post_rope")
     return finished["keys"], finished["values"]
-
-
-@torch.no_grad()
-def native(folder: Path, tokens: Sequence[int]) -> Reference:
-    """The same from a model's own prefill, as transformers does it."""
-    model = load_model(folder)
-    cache: Any = DynamicCache()
-    model(torch.tensor([tokens[:-1]]), past_key_values=cache)
-    if has_latents(model):  # which transformers may cache expanded
-        keys, values = capture_projections(model, tokens[:-1])
-        keys = [finish(model, "keys", i, k, "latent", "post_rope") for i, k in enumerate(keys)]
-    else:
-        keys = [layer.keys[0].transpose(0, 1) for layer in cache.layers]
-        values = [layer.values[0].transpose(0, 1) for layer in cache.layers]
-    logits = model(torch.tensor([tokens[-1:]]), past_key_values=cache).logits[0, -1]
-    return as_mlx_caches(model, keys, values, logits)
 
 
 def owners(model: Model) -> list[Model]:

@@ -27,10 +27,10 @@ def talk_of(model: LanguageModel, names: str = "ab", **options: Any) -> Conversa
     )  # fmt: skip
 
 
-def expected(model: LanguageModel, prompt: list[int]) -> list[int]:
+def expected(model: LanguageModel, prompt: list[int], most: int = NEW, **options: Any) -> list[int]:
     """What mlx-lm answers to a prompt that it reads whole."""
     stops, answer = model.tokenizer.eos_token_ids, []
-    for token, _ in generate_step(mx.array(prompt), model.model, max_tokens=NEW):
+    for token, _ in generate_step(mx.array(prompt), model.model, max_tokens=most, **options):
         answer.append(int(token))
         if answer[-1] in stops:
             break

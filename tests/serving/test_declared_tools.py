@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import anthropic
 import httpx
@@ -16,8 +16,7 @@ import openai
 import pytest
 
 from kvlingo_mlx.serving.app import apis
-from kvlingo_mlx.serving.messages import GenerationRequest
-from kvlingo_mlx.serving.scheduler import Scheduler
+from tests.support.engines import SEEN, Seen
 from tests.support.real_templates import CALL, FOLDER, IM, THINK, Family, write_real
 from tests.support.serving import running
 
@@ -55,16 +54,6 @@ class Caller(Family):
     pieces: tuple[str, ...] = ()  # type: ignore[assignment]
 
 
-class Heard(Scheduler):
-    """The server's engine, which notes what it is asked."""
-
-    asks: ClassVar[list[GenerationRequest]] = []
-
-    def ask(self, number: int, ask: GenerationRequest, tell: Any) -> None:
-        self.asks.append(ask)
-        super().ask(number, ask, tell)
-
-
 def in_tags(name: str, arguments: dict[str, Any]) -> str:
     values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
     inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
@@ -92,8 +81,7 @@ def callers() -> Iterator[Caller]:
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     root: Path = tmp_path_factory.mktemp("callers")
     models = {c.name: str(write_real(root / c.name, c)) for c in callers()}
-    engine = f"{__name__}:Heard"
-    with running(root, apis(), engine, models=models, keep_conversations=False) as server:
+    with running(root, apis(), SEEN, models=models, keep_conversations=False) as server:
         yield server.url
 
 
@@ -215,7 +203,7 @@ def test_codex_over_many_turns(url: str) -> None:
     agent = {"type": "agent_message", "author": "a", "recipient": "b", "content": spoken}
     history += [{"role": "user", "content": "Well?"}, agent]
     streamed(client, "runs", history)
-    ask = Heard.asks[-1]
+    ask = Seen.asks[-1]
     assert [tool["function"]["name"] for tool in ask.tools] == SHOWN
     text = json.dumps(ask.messages)
     assert all(fact in text for fact in facts if fact not in facts[22:24])  # of a search
@@ -224,24 +212,6 @@ def test_codex_over_many_turns(url: str) -> None:
     assert "All of mcp__docs__." in shown["mcp__docs__search"]["description"]
     assert "Begin Patch" in shown["edit"]["description"]
     assert shown["local_shell"]["parameters"]["properties"]["command"]["type"] == "array"
-
-
-def test_what_comes_back_is_what_models_wrote() -> None:
-    """A call's item, whatever has been told beside it, is read as the call that a model wrote."""
-    from kvlingo_mlx.tokenization.chat_messages import conversation
-
-    for name, told in TOLD.items():
-        model = name.removesuffix(" in tags")
-        if model not in EXACT:
-            continue
-        tool, arguments = JSON_CALLS[model]
-        item = {"call_id": "c", "status": "completed", **told}
-        if told["type"] == "function_call":
-            item["arguments"] = json.dumps(arguments)
-        (message,) = conversation([item], apart=True)
-        (call,) = message["tool_calls"]
-        assert call["function"]["name"] == tool
-        assert json.loads(call["function"]["arguments"]) == arguments
 
 
 # ---- chat and messages ---------------------------------------------------------------------------
@@ -309,7 +279,7 @@ def test_claudes_tools_over_many_turns(url: str) -> None:
             }
             history += [{"role": "assistant", "content": answer.content},
                         {"role": "user", "content": [told]}]  # fmt: skip
-    shown = {tool["function"]["name"]: tool["function"] for tool in Heard.asks[-1].tools}
+    shown = {tool["function"]["name"]: tool["function"] for tool in Seen.asks[-1].tools}
     assert shown.keys() == {
         "Task",
         *(JSON_CALLS[m][0] for m in ("bash", "views", "recalls", "clicks")),
@@ -345,15 +315,15 @@ def test_only_allowed_tools_are_shown(url: str, api: str) -> None:
     def ask() -> Any:
         return httpx.post(f"{url}/v1/{path}", json={**body, "tool_choice": choice}, timeout=60)
 
-    assert ask().is_success and Heard.asks[-1].tool_choice == "auto"
-    names = [tool["function"]["name"] for tool in Heard.asks[-1].tools]
+    assert ask().is_success and Seen.asks[-1].tool_choice == "auto"
+    names = [tool["function"]["name"] for tool in Seen.asks[-1].tools]
     assert names == ["now", "mcp__a__look", "edit", "shell"]
     allowed["mode"] = choice["mode"] = "required"
-    assert ask().is_success and Heard.asks[-1].tool_choice == "required"
+    assert ask().is_success and Seen.asks[-1].tool_choice == "required"
     body["tools"].append({"type": "function", "name": "web_search", "parameters": {}})
     listed[:] = [{"type": "function", "name": "web_search"}]  # the client's, not the provider's
     assert ask().is_success
-    assert [tool["function"]["name"] for tool in Heard.asks[-1].tools] == ["web_search"]
+    assert [tool["function"]["name"] for tool in Seen.asks[-1].tools] == ["web_search"]
     listed[:] = [{"type": "function", "name": "never"}]
     refused = ask()
     assert refused.status_code == 400 and "never" in refused.json()["error"]["message"]

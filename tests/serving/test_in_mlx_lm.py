@@ -1,13 +1,8 @@
 """mlx-lm's own server with a store that translates: against hand-overs, and mlx-lm alone."""
 
-import os
 import random
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,13 +27,11 @@ from kvlingo_mlx.translators.base import Translator
 from tests.support.fixtures import Models, Pair, Patch
 from tests.support.identity import identity, identity_of, same_layers
 from tests.support.native_caches import held, native
-from tests.support.ports import free_ports
-from tests.support.processes import WITHOUT_TORCH, command_line
-from tests.support.served import PLAIN, Server
+from tests.support.processes import command_line
+from tests.support.served import PLAIN, THEIRS, Server, of_mlx_lm
 
 NEW = 12  # tokens an answer
 USAGE = {"include_usage": True}
-STOCK = [sys.executable, "-c", f"{WITHOUT_TORCH}from mlx_lm.server import main; main()"]
 Message = dict[str, str]
 
 
@@ -115,24 +108,6 @@ def test_rows_are_what_their_marks_say(family: str, families: Models, monkeypatc
 
 
 # ---- the server ----------------------------------------------------------------------------
-
-
-@contextmanager
-def running(home: Path, command: Sequence[str], first: LanguageModel) -> Iterator[Server]:
-    """A server, ready; translators are in ``home``, and what it says in a file there."""
-    port = free_ports()
-    words = [*command, "--model", str(first.path), "--port", str(port)]
-    with (home / "log").open("w") as log:
-        settings = {**os.environ, "KVLINGO_HOME": str(home)}
-        process = subprocess.Popen(words, env=settings, stdout=log, stderr=log, text=True)
-    server = Server(f"http://127.0.0.1:{port}", process)
-    try:
-        server.until(lambda: "Starting httpd" in (home / "log").read_text())
-        server.ready()
-        yield server
-    finally:
-        process.terminate()  # which ends it at once, as it does mlx-lm's
-        assert process.wait(timeout=10) == -signal.SIGTERM
 
 
 def ask(server: Server, model: LanguageModel, messages: list[Message], **more: Any) -> Any:
@@ -220,7 +195,7 @@ def check(server: Server, pair: Pair, expected: Any, **more: Any) -> None:
 def test_a_switch_is_a_hand_over(home: Path, pair: Pair) -> None:
     first, second = pair
     one, *others = [switch(home, pair, number) for number in range(5)]
-    with running(home, command_line("in-mlx-lm"), first) as server:
+    with of_mlx_lm(home, command_line("in-mlx-lm"), first.path) as server:
         check(server, pair, one)
         tokens = prompt(second, one[0])
         text, ids, own = alone(second, tokens)
@@ -245,8 +220,8 @@ def test_without_a_translator_it_is_mlx_lms_own(pair: Pair, tmp_path: Path) -> N
     noted = {"role": "assistant", "content": "Noted."}
     asked = [[one], [one, noted, two], [one, noted, two, noted, three], [one]]
     found = []
-    for command in (STOCK, command_line("in-mlx-lm", "--no-reread")):
-        with running(tmp_path, command, pair[0]) as server:
+    for command in (THEIRS, command_line("in-mlx-lm", "--no-reread")):
+        with of_mlx_lm(tmp_path, command, pair[0].path) as server:
             answers = [
                 ask(server, pair[i % 2], messages, logprobs=True)
                 for i, messages in enumerate(asked)

@@ -15,23 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvlingo_mlx.serving.app import apis
-from kvlingo_mlx.serving.scheduler import Scheduler
-from kvlingo_mlx.serving.settings import Settings
+from tests.support.engines import SEEN, Seen
 from tests.support.real_templates import FAMILIES, NAMES, reference, write_real
 from tests.support.serving import running
 
 Item = dict[str, Any]
 MODELS = ("qwen3.5", "gemma4")  # neither shows ids
-
-
-class Looked(Scheduler):
-    """The server's engine, which a test may look at."""
-
-    now: Scheduler
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        Looked.now = self
 
 
 Prompt = Callable[..., str]
@@ -45,9 +34,7 @@ def prompt(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prompt]:
     folders = {family.name: write_real(root / family.name, family) for family in own}
     tokenizers = {name: reference(folder) for name, folder in folders.items()}
     models = {name: str(folder) for name, folder in folders.items()}
-    engine = f"{__name__}:Looked"
-
-    with running(root, apis(), engine, models=models, keep_conversations=False) as server:
+    with running(root, apis(), SEEN, models=models, keep_conversations=False) as server:
 
         def prompt(messages: list[Any], model: str = MODELS[0], api: str = "chat") -> str:
             path = {"chat": "chat/completions"}.get(api, api)
@@ -56,9 +43,9 @@ def prompt(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prompt]:
             body = {"model": model, field: messages, most: 1}
             answer = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
             assert answer.status_code == 200, answer.text
-            while Looked.now.busy:
+            while Seen.now.busy:
                 pass
-            session = max(Looked.now.store.sessions, key=lambda session: session.used)
+            session = max(Seen.now.store.sessions, key=lambda session: session.used)
             return tokenizers[model].decode(session.line(model).tokens[:-1])
 
         yield prompt

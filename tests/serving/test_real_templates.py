@@ -14,24 +14,14 @@ import pytest
 
 from kvlingo_mlx.serving.app import apis
 from kvlingo_mlx.serving.scheduler import Scheduler
-from kvlingo_mlx.serving.settings import Settings
 from tests.support import tiny
+from tests.support.engines import SEEN, Seen
 from tests.support.real_templates import FAMILIES, NAMES, Family, reference, rendered, write_real
 from tests.support.router_sessions import CHAT_TOOLS, FACT, AgentSession, missing, new_words, walk
 from tests.support.serving import Running, running
 
 CLIENTS = ("openai", "claude", "openai, streaming", "claude, streaming")
 ANSWERS = 8  # of a session
-
-
-class Seen(Scheduler):
-    """The server's engine, which a test may look at."""
-
-    now: Scheduler
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        Seen.now = self
 
 
 @dataclass
@@ -75,8 +65,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("real")
     folders = {family.name: write_real(root / family.name, family) for family in FAMILIES}
     models = {name: str(folder) for name, folder in folders.items()}
-    engine = f"{__name__}:Seen"
-    with running(root, apis(), engine, models=models, keep_conversations=False) as server:
+    with running(root, apis(), SEEN, models=models, keep_conversations=False) as server:
         yield clients(server, folders)
 
 
@@ -194,9 +183,9 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         str(tiny.write_random_translator(root / f"{a}-{b}", folders[a], folders[b], nu=1, seed=7))
         for a, b in itertools.permutations(TWO)
     )
-    models, engine = {name: str(folder) for name, folder in folders.items()}, f"{__name__}:Seen"
+    models = {name: str(folder) for name, folder in folders.items()}
     more = {"models": models, "translators": ways, "keep_conversations": False}
-    with running(root, apis(), engine, **more) as server:
+    with running(root, apis(), SEEN, **more) as server:
         yield clients(server, folders)
 
 

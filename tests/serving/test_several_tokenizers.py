@@ -6,17 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import mx
-
 import httpx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.engine.spans import translated
 from tests.support import TESTS
 from tests.support.served import PLAIN, Server, served
+from tests.support.talks import expected
 
 ZOO = TESTS / "zoo"
 TRANSLATORS = [
@@ -133,33 +131,23 @@ def completed(server: Server, model: str, prompt: Any, **more: Any) -> tuple[str
     return answer.choices[0].text, usage | usage["kvlingo"] | usage["prompt_tokens_details"]
 
 
-def continued(path: Path, tokens: list[int], most: int) -> str:
-    """The text that a model's likeliest tokens add, by plain mlx-lm without a cache."""
-    model = kv.load(path)
-    ids = list(tokens)
-    for _ in range(most):
-        logits = model.model(mx.array([ids]), cache=make_prompt_cache(model.model))
-        ids.append(int(mx.argmax(logits[0, -1]).item()))
-    decode = model.tokenizer.decode
-    return str(decode(ids)[len(decode(tokens)) :])
-
-
 @pytest.mark.parametrize("name", ["small", "mistral"])
 def test_a_plain_text_is_gone_on_with(server: Server, models: dict[str, Path], name: str) -> None:
     """With one <s> in front where the tokenizer has one, and the spaces that belong to it."""
-    tokenizer = kv.load(models[name], lazy=True).tokenizer
+    model = kv.load(models[name])
+    tokenizer, decode = model.tokenizer, model.tokenizer.decode
     tokens = tokenizer.encode(TEXT)
     assert (tokens[0] == tokenizer.bos_token_id) is (name == "mistral")
-    expected = continued(models[name], tokens, 8)
+    right = decode([*tokens, *expected(model, tokens, 8)])[len(decode(tokens)) :]
     text, usage = completed(server, name, TEXT)
-    assert text == expected and text.startswith(" ")
+    assert text == right and text.startswith(" ")
     assert usage["prompt_tokens"] == len(tokens) and usage["strategy"] == "read"
-    assert completed(server, name, TEXT, echo=True)[0] == TEXT + expected
+    assert completed(server, name, TEXT, echo=True)[0] == TEXT + right
     text, usage = completed(server, name, tokens)
-    assert text == expected and usage["cached_tokens"] == len(tokens) - 1
+    assert text == right and usage["cached_tokens"] == len(tokens) - 1
     if name == "mistral":
         text, usage = completed(server, name, "<s>" + TEXT)
-        assert usage["prompt_tokens"] == len(tokens) and text == expected
+        assert usage["prompt_tokens"] == len(tokens) and text == right
     else:
         _, usage = completed(server, "moe", TEXT)
         assert usage["translated_tokens"] == len(tokens) - 1 and usage["strategy"] == "translate"

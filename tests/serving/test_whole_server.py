@@ -90,31 +90,6 @@ def test_a_fast_hybrid_builds_and_a_dense_one_plans(tmp_path: Path) -> None:
             )
 
 
-def test_streams_and_the_other_api_say_the_same(zoo_server: Server) -> None:
-    messages = [{"role": "user", "content": "Maria lives in Vienna. Where does Maria live?"}]
-    chunks = list(
-        zoo_server.openai.chat.completions.create(
-            model="large",
-            messages=messages,
-            max_tokens=16,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body=PLAIN,
-        )
-    )
-    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert streamed and chunks[-1].usage.completion_tokens > 3
-    client = anthropic.Anthropic(base_url=zoo_server.url, api_key="none", max_retries=0)
-    with client.messages.stream(
-        model="large", messages=messages, max_tokens=16, extra_body=PLAIN
-    ) as stream:
-        text = "".join(stream.text_stream)
-        final = stream.get_final_message()
-    assert text == streamed and final.usage.cache_read_input_tokens > 0
-    counted = client.messages.count_tokens(model="large", messages=messages, extra_body=PLAIN)
-    assert counted.input_tokens == (final.usage.input_tokens + final.usage.cache_read_input_tokens)
-
-
 def test_an_answer_that_a_client_has_begun_is_gone_on_with(zoo_server: Server) -> None:
     """As transformers renders it and mlx-lm goes on with it; the conversation keeps all of it."""
     loaded = kv.load(zoo(ZOO["large"]))

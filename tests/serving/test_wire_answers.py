@@ -127,7 +127,9 @@ def test_messages_streamed_are_messages_whole(pieces: list[Delta], reason: str) 
         text = block.pop("json")
         if block["type"] == "tool_use":
             block["input"] = json.loads(text)
-    assert blocks == whole(anthropic.API, MESSAGES, planted)["content"]
+    body = whole(anthropic.API, MESSAGES, planted)
+    (ended,) = (frame for frame in frames if frame["type"] == "message_delta")
+    assert (blocks, ended["delta"]["stop_reason"]) == (body["content"], body["stop_reason"])
     said = "".join(block["text"] for block in blocks if block["type"] == "text")
     assert said == "".join(piece.content for piece in pieces)
 
@@ -138,6 +140,8 @@ def test_responses_streamed_are_responses_whole(pieces: list[Delta], reason: str
     planted = events(*pieces, reason=reason)
     frames = stream(responses.API, RESPONSES, planted)
     assert [f["sequence_number"] for f in frames] == list(range(len(frames)))
+    assert frames[0]["type"] == "response.created"
+    assert frames[-1]["type"] in ("response.completed", "response.incomplete")
     items = [f["item"] for f in frames if f["type"] == "response.output_item.done"]
     assert items == frames[-1]["response"]["output"]
     texts = [f["delta"] for f in frames if f["type"] == "response.output_text.delta"]

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.support.serving import Running
-from tests.support.wire_app import CALL, CALL_2, PLANTED, TOOL, Planted, planted_server
+from tests.support.wire_app import CALL, CALL_2, PLANTED, Planted, planted_server
 
 
 def user(text: str) -> list[Any]:
@@ -45,20 +45,6 @@ def claude(server: Running) -> Any:
 
 class City(BaseModel):
     city: str
-
-
-def test_chat_accumulates_reasoning_and_calls(client: Any, server: Running) -> None:
-    tools = [{"type": "function", "function": TOOL}]
-    with client.chat.completions.stream(model="calls", messages=HI, tools=tools) as stream:
-        seen = [event.type for event in stream]
-        answer = stream.get_final_completion()
-    assert "tool_calls.function.arguments.delta" in seen
-    message = answer.choices[0].message
-    assert message.content == "One moment." and message.reasoning_content == "Ask."
-    assert [c.function.name for c in message.tool_calls] == ["weather", "now"]
-    assert message.tool_calls[0].function.arguments == CALL["function"]["arguments"]
-    assert answer.choices[0].finish_reason == "tool_calls"
-    assert Planted.asks[-1].tools == ({"type": "function", "function": TOOL},)
 
 
 def test_chat_parses_into_a_class(client: Any, server: Running) -> None:
@@ -116,19 +102,6 @@ def test_responses_whole(client: Any) -> None:
     assert answer.usage.kvlingo["strategy"] == "translate" and answer.metadata == {"a": "b"}
 
 
-def test_responses_stream(client: Any) -> None:
-    seen = list(client.responses.create(model="calls", input="hi", stream=True))
-    assert [e.sequence_number for e in seen] == list(range(len(seen)))
-    kinds = [e.type for e in seen if e.type != "response.in_progress"]
-    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
-    assert "".join(e.delta for e in seen if e.type == "response.output_text.delta") == "One moment."
-    final = seen[-1].response
-    calls = ["function_call"] * 2
-    assert [item.type for item in final.output] == ["reasoning", "message", *calls]
-    done = [e.item for e in seen if e.type == "response.output_item.done"]
-    assert [item.model_dump() for item in done] == [item.model_dump() for item in final.output]
-
-
 def test_responses_history_comes_back_as_it_went(client: Any, server: Running) -> None:
     answer = client.responses.create(model="calls", input="hi")
     results = [
@@ -145,18 +118,6 @@ def test_responses_history_comes_back_as_it_went(client: Any, server: Running) -
         {"role": "tool", "tool_call_id": "call_1", "content": "9"},
         {"role": "tool", "tool_call_id": "call_2", "content": "9"},
     )
-
-
-@pytest.mark.parametrize("name", ["plain", "thinks", "calls", "cut", "stopped", "empty"])
-def test_messages_stream_is_the_whole(claude: Any, name: str) -> None:
-    whole = claude.messages.create(model=name, max_tokens=9, messages=HI)
-    with claude.messages.stream(model=name, max_tokens=9, messages=HI) as stream:
-        list(stream)
-        streamed = stream.get_final_message()
-    told = {"content", "stop_reason", "stop_sequence", "model"}
-    own = {"content": {"__all__": {"parsed_output"}}}
-    assert streamed.model_dump(include=told, exclude=own) == whole.model_dump(include=told)
-    assert streamed.usage.output_tokens == whole.usage.output_tokens
 
 
 def test_messages_call_tools_and_history_comes_back(claude: Any, server: Running) -> None:

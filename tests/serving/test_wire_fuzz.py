@@ -5,7 +5,6 @@ import json
 import pickle
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -127,7 +126,7 @@ def test_any_change_of_a_full_body(api: Any, full: dict[str, Any], data: st.Data
 @pytest.mark.parametrize(("api", "full"), FULL)
 def test_each_place_with_each_kind_of_value(api: Any, full: dict[str, Any]) -> None:
     assert check(api, full) is not None  # else only refusals would be seen
-    odd = [None, True, 0, -1, 1.5, 10**30, float("nan"), "", "x", "\ud800", [], [[]], {}, {"a": 1}]
+    odd = [None, True, -1, 1.5, 10**30, float("nan"), "x", "\ud800", [], {"a": 1}]
     for path in places(full):
         for value in odd:
             check(api, changed(full, path, value, "replaced"))
@@ -175,39 +174,3 @@ def test_answers_with_odd_arguments_can_be_told(api: Any, body: dict[str, Any]) 
         told = "".join(answer.take(Delta(tool_calls=(call,))))
         assert frames_of(told.encode().decode()) or api is chat.COMPLETIONS
         assert json.dumps(answer.body(), ensure_ascii=False, allow_nan=False).encode()
-
-
-PAST: list[Any] = [
-    *CHAT["messages"][:-1],
-    *MESSAGES["messages"][:3],
-    *RESPONSES["input"],
-    {"role": "function", "name": "f", "content": "1"},
-    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]},
-]
-
-
-@pytest.mark.parametrize("api", ["chat/completions", "messages", "responses"])
-@settings(SETTINGS, max_examples=12)
-@given(data=st.data())
-def test_a_model_answers_after_any_past(zoo_server: Any, api: str, data: st.DataObject) -> None:
-    """Over HTTP, by a real model; while what asks of it now is refused in a line."""
-    past = [data.draw(st.sampled_from(PAST)) for _ in range(data.draw(st.integers(1, 4)))]
-    for _ in range(data.draw(st.integers(0, 2))):
-        if ways := [path for path in places(past) if path]:
-            how = data.draw(st.sampled_from(["replaced", "gone", "doubled", "more"]))
-            past = changed(past, data.draw(st.sampled_from(ways)), data.draw(SENDABLE), how)
-    half = data.draw(st.sampled_from(["", "\\ud83d", "\\udc00"]))
-    name = "input" if api == "responses" else "messages"
-    most = "max_output_tokens" if api == "responses" else "max_tokens"
-
-    def post(last: Any) -> Any:
-        body = {"model": "large", name: [*past, last], most: 1}
-        sent = json.dumps(body).replace("HALF", half).encode()
-        return httpx.post(f"{zoo_server.url}/v1/{api}", content=sent, timeout=60)
-
-    answered = post({"role": "user", "content": "Well, HALF?"})
-    assert answered.status_code == 200, answered.text
-    assert answered.content.decode()
-    for wrong in (5, {"role": "user", "content": 5}, PAST[-1]):
-        refused = post(wrong)
-        assert refused.status_code == 400 and "\n" not in refused.json()["error"]["message"]

@@ -423,7 +423,7 @@ BEYOND: dict[str, list[Any]] = {
     "presence_context_size": [-1], "frequency_context_size": [-1], "xtc_probability": [1.5],
     "xtc_threshold": [-1], "logprobs": ["x"], "top_logprobs": [21],
     "logit_bias": [{"a": 1}, {"1": "a"}, [1]], "seed": [1.5, True], "adapters": ["a"],
-    "draft_model": ["other"], "role_mapping": [{}], "model": [3, ""],
+    "draft_model": ["other"], "stop": [3], "role_mapping": [{}], "model": [3, ""],
 }  # fmt: skip
 
 

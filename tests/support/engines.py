@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from kvlingo_mlx.serving.messages import (
     Delta,
@@ -14,6 +14,7 @@ from kvlingo_mlx.serving.messages import (
     Usage,
 )
 from kvlingo_mlx.serving.scheduler import Scheduler
+from kvlingo_mlx.serving.settings import Settings
 
 
 @dataclass
@@ -91,3 +92,21 @@ class Clients:
 def asked(model: str, messages: Sequence[dict[str, Any]], **facts: Any) -> GenerationRequest:
     facts = {"max_tokens": 12, "template": {"enable_thinking": False}, **facts}
     return GenerationRequest(model=model, messages=tuple(messages), **facts)
+
+
+class Seen(Scheduler):
+    """A server's engine that a test looks at: the one that was made last, and what it is asked."""
+
+    now: ClassVar[Scheduler]
+    asks: ClassVar[list[GenerationRequest]] = []
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        Seen.now = self
+
+    def ask(self, number: int, ask: GenerationRequest, tell: Any) -> None:
+        self.asks.append(ask)
+        super().ask(number, ask, tell)
+
+
+SEEN = f"{__name__}:Seen"

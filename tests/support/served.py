@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,15 @@ import httpx
 import openai
 
 from tests.support import ROOT
+from tests.support.ports import free_ports
+from tests.support.processes import WITHOUT_TORCH
 
 ZOO = {"large": "tiny-qwen3-l", "moe": "tiny-qwen3-moe"}  # what ``zoo_server`` offers
 # The zoo's models begin no reasoning trace then.
 PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
+
+# The command of mlx-lm's own server.
+THEIRS = [sys.executable, "-c", f"{WITHOUT_TORCH}from mlx_lm.server import main; main()"]
 
 
 @dataclass
@@ -70,3 +75,21 @@ def served(home: Path, models: Mapping[str, Path], *options: str) -> Iterator[Se
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
+
+
+@contextmanager
+def of_mlx_lm(home: Path, command: Sequence[str], model: Path) -> Iterator[Server]:
+    """mlx-lm's server, ready; translators are in ``home``, and what it says in a file there."""
+    port = free_ports()
+    words = [*command, "--model", str(model), "--port", str(port)]
+    with (home / "log").open("w") as log:
+        settings = {**os.environ, "KVLINGO_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+        process = subprocess.Popen(words, env=settings, stdout=log, stderr=log, text=True)
+    server = Server(f"http://127.0.0.1:{port}", process)
+    try:
+        server.until(lambda: "Starting httpd" in (home / "log").read_text())
+        server.ready()
+        yield server
+    finally:
+        process.terminate()  # which ends it at once
+        assert process.wait(timeout=10) == -signal.SIGTERM

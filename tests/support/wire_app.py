@@ -71,17 +71,13 @@ PLANTED: dict[str, list[Event]] = {
         Delta(tool_calls=(CALL_2,)),
         reason="tool_calls",
     ),
-    "one_call": events(Delta(tool_calls=(CALL,)), reason="tool_calls"),
     "cut": events(Delta("Once upon a"), reason="length"),
     "stopped": events(Delta("one, two"), stop_text="three"),
     "empty": events(),
     "json": events(Delta('{"city": '), Delta('"Malmö"}')),
     "logprobs": events(Delta("Hej då", logprobs=LOGPROBS, tokens=2)),
     "breaks": [*events(Delta("Well"))[:-1], Failure("crashed", "the worker stopped; ask again")],
-    "missing": [Failure("not_found", "there is no model missing; there are plain", "model")],
-    "busy": [Failure("busy", "the queue is full; ask again later")],
     "long": [Failure("too_long", "the prompt has 9 tokens, expected at most 8; shorten it")],
-    "broken": [Failure("internal", "the worker failed")],
 }
 
 

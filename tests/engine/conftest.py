@@ -6,6 +6,9 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.translators.base import Translator
+from tests.support.fixtures import Models
+from tests.support.guards import with_receipt
 from tests.support.two_tokenizers import write_qwen
 
 
@@ -26,3 +29,11 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> list[LanguageModel]:
         path.write_text(json.dumps(facts))
         found.append(kv.load(folder))
     return found
+
+
+@pytest.fixture(scope="module")
+def poor(models: Models) -> list[Translator]:
+    """Poor translators between "dense" and "wide", each way, whose receipts say what is usual."""
+    data = [{"text": "the you and use is of an other " * 25}]
+    ends = models["dense"], models["wide"]
+    return [with_receipt(kv.fit(a, b, data)) for a, b in (ends, ends[::-1])]

@@ -162,18 +162,3 @@ def test_an_error_of_the_model_ends_all_its_answers(families: Models, monkeypatc
             row.take()
         assert batch.leave(row) is None
     assert not len(batch) and not batch.full
-
-
-def test_an_answer_ends_at_its_limit_or_at_a_stop(families: Models) -> None:
-    model, tokens = families["qwen3"], prompt(9, 1)
-    batch = Batch(model, records=False)
-    row = batch.join(filled(model, tokens), tokens, GREEDY, 3)
-    reasons = []
-    while not row.over:
-        batch.step()
-        response = row.take()
-        assert response is not None
-        reasons.append(response.finish_reason)
-    assert reasons == [None, None, "length"]
-    batch.step()  # a row that has ended gets no more
-    assert row.take() is None

@@ -93,14 +93,6 @@ def test_vocabularies_may_be_padded_differently(tmp_path: Path) -> None:
     assert numbers(found.guarded) == pytest.approx(wanted, rel=1e-4)
 
 
-@pytest.fixture(scope="module")
-def poor(models: dict[str, LanguageModel]) -> list[Translator]:
-    """Poor translators between two models of different shape, with receipts."""
-    data = [{"text": "the you and use is of an other " * 25}]
-    ends = models["dense"], models["wide"]
-    return [with_receipt(kv.fit(a, b, data)) for a, b in (ends, ends[::-1])]
-
-
 def last_of(talk: Conversation, name: str, message: Any, **options: Any) -> kv.GenerationResponse:
     *_, last = talk.stream_reply(name, message, **{"max_tokens": 4, **options})
     return last

@@ -31,17 +31,9 @@ MESSAGES = ("the use of an other", "is it on?", "and you", "hi there, and this i
 NEW = 9
 
 
-@pytest.fixture(scope="module")
-def translators(models: Models) -> list[Translator]:
-    """Poor translators between two models of different shape, in both directions."""
-    data = [{"text": "the you and use is of an other " * 25}]
-    ends = models["dense"], models["wide"]
-    return [kv.fit(a, b, data) for a, b in (ends, ends[::-1])]
-
-
-def talk_between(models: Models, translators: list[Translator], **options: Any) -> Conversation:
+def talk_between(models: Models, poor: list[Translator], **options: Any) -> Conversation:
     pair = {"a": models["dense"], "b": models["wide"]}
-    return Conversation(pair, translators, prefill_step_size=7, **options)
+    return Conversation(pair, poor, prefill_step_size=7, **options)
 
 
 def furthest(line: Line, positions: slice | list[int] = slice(None)) -> float:
@@ -116,15 +108,13 @@ STEPS = st.lists(
 )
 
 
-def test_what_each_position_holds(
-    models: Models, translators: list[Translator], tmp_path: Path
-) -> None:
+def test_what_each_position_holds(models: Models, poor: list[Translator], tmp_path: Path) -> None:
     """Asked, healed in part, undone, branched, put away, saved and resumed in any order."""
 
     @settings(max_examples=4 * EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
     @given(steps=STEPS)
     def run(steps: list) -> None:
-        talk = talk_between(models, translators, eager=False, verbatim=True)
+        talk = talk_between(models, poor, eager=False, verbatim=True)
         lines = {name: Simulation() for name in talk.lines}
         for action, number, most, answers in steps:
             name = "ab"[number % 2]
@@ -147,7 +137,7 @@ def test_what_each_position_holds(
             elif action == "resume" and talk.messages:
                 pair = {n: each.model for n, each in talk.lines.items()}
                 talk = Conversation.resume(
-                    talk.save(tmp_path / "t"), pair, translators, eager=False, prefill_step_size=7
+                    talk.save(tmp_path / "t"), pair, poor, eager=False, prefill_step_size=7
                 )
             for each, simulated in lines.items():
                 assert kinds(talk.lines[each]) == simulated.kinds
@@ -158,11 +148,9 @@ def test_what_each_position_holds(
     run()
 
 
-def test_a_translation_is_told_from_a_prefill(
-    models: Models, translators: list[Translator]
-) -> None:
+def test_a_translation_is_told_from_a_prefill(models: Models, poor: list[Translator]) -> None:
     """The control of the others: what is not healed is far from a prefill."""
-    talk = talk_between(models, translators, eager=False)
+    talk = talk_between(models, poor, eager=False)
     talk.reply("a", MESSAGES[0], max_tokens=NEW)
     talk.reply("b", MESSAGES[1], max_tokens=NEW)
     line = talk.lines["b"]
@@ -207,10 +195,10 @@ def test_healed_at_every_turn_is_a_prefill_at_every_turn() -> None:
 
 
 def test_until_seconds_and_chunks(
-    models: Models, translators: list[Translator], monkeypatch: Patch
+    models: Models, poor: list[Translator], monkeypatch: Patch
 ) -> None:
     """It ends where it is told to, goes on there, and reads nothing twice."""
-    talk = talk_between(models, translators, eager=False)
+    talk = talk_between(models, poor, eager=False)
     assert talk.heal() == 0  # nobody has answered
     talk.reply("a", " ".join(MESSAGES) * 4, max_tokens=NEW)
     talk.reply("b", MESSAGES[1], max_tokens=NEW)
@@ -227,10 +215,8 @@ def test_until_seconds_and_chunks(
         talk.heal("c")
 
 
-def test_while_a_user_types(
-    models: Models, translators: list[Translator], monkeypatch: Patch
-) -> None:
-    talk = talk_between(models, translators, eager=False)
+def test_while_a_user_types(models: Models, poor: list[Translator], monkeypatch: Patch) -> None:
+    talk = talk_between(models, poor, eager=False)
     talk.reply("a", " ".join(MESSAGES) * 4, max_tokens=NEW)
     talk.reply("b", MESSAGES[1], max_tokens=NEW)
     chunk, reread = threading.Event(), healing.reread
@@ -264,13 +250,13 @@ WAYS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_between_the_steps_of_an_answer(
-    models: Models, translators: list[Translator], monkeypatch: Patch, way: dict[str, Any]
+    models: Models, poor: list[Translator], monkeypatch: Patch, way: dict[str, Any]
 ) -> None:
     """The prefix is read once, from the front, while the answer grows behind it.
 
     By layers a quarter of them, or the number that is asked for, is read at once.
     """
-    talk = talk_between(models, translators, eager=False, **way)
+    talk = talk_between(models, poor, eager=False, **way)
     talk.reply("a", " ".join(MESSAGES) * 2, max_tokens=NEW)
     read = noted(monkeypatch)
     *_, last = talk.stream_reply("b", MESSAGES[1], max_tokens=300)
@@ -343,7 +329,7 @@ def test_decoding_keeps_its_share(monkeypatch: Patch) -> None:
 
 
 def test_what_cannot_be_healed_is_refused(
-    models: Models, families: Models, translators: list[Translator], twins: list[LanguageModel]
+    models: Models, families: Models, poor: list[Translator], twins: list[LanguageModel]
 ) -> None:
     model = families["gemma3"]
     with pytest.raises(kv.UnsupportedModelError, match="cannot be healed while it answers: 4 of"):
@@ -365,8 +351,8 @@ def test_what_cannot_be_healed_is_refused(
     none = ({"heal": "layers", "native_layers": 0}, "and native_layers is 0, which reads none")
     for options, message in (*both, none):
         with pytest.raises(ValueError, match=message):
-            talk_between(models, translators, **options)
-    talk = talk_between(models, translators, heal="interleaved")
+            talk_between(models, poor, **options)
+    talk = talk_between(models, poor, heal="interleaved")
     with pytest.raises(ValueError, match="would be written from a copy of the cache"):
         talk.reply("a", "hi", max_tokens=2, kv_bits=8, kv_group_size=32)
     for options, message in (

@@ -1,7 +1,5 @@
 """Translators that map recurrent states, through every function that hands over."""
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,6 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 import kvlingo_mlx as kv
@@ -28,7 +25,6 @@ from kvlingo_mlx.translators.base import Translator
 from tests.support import hybrid_models, tiny
 from tests.support.identity import identity_of
 from tests.support.native_caches import TOKENS, alike, native
-from tests.support.network import Offered
 
 pytestmark = pytest.mark.filterwarnings("ignore::kvlingo_mlx.errors.KVLingoWarning")
 # Of each rule two models, of which no width or head count is alike.
@@ -231,18 +227,6 @@ def test_a_filled_cache_beyond_the_state_that_is_mapped(pairs: Any) -> None:
     kv.hand_over(source, target, TOKENS, prompt_cache=own, native_layers=layers, **given)
 
 
-@pytest.mark.parametrize("rule", PAIRS)
-def test_saved_and_resumed(pairs: Any, translators: Any, rule: str, tmp_path: Path) -> None:
-    source, target = pairs[rule]
-    found = kv.hand_over(source, target, TOKENS, translator=translators[rule])
-    told = [
-        [int(token) for token, _ in itertools.islice(
-            generate_step(mx.array(TOKENS[-1:]), target.model, prompt_cache=cache), 40)]
-        for cache in (through_a_file(found, tmp_path), found)
-    ]  # fmt: skip
-    assert told[0] == told[1] and len(told[0]) == 40
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_maps_of_states_stay_floats(
     pairs: Any, translators: Any, bits: int, tmp_path: Path
@@ -298,24 +282,3 @@ def test_a_receipt_maps_the_state_at_each_cut(pairs: Any, translators: Any, rule
         watch.keep("target", hidden_states(target, tokens[begun:stop], both[1]))
         wanted.append(watch.measured(tokens[begun + 1 : stop + 1])[0])
     assert len(stops) == 4 and found == pytest.approx(wanted, rel=1e-4)
-
-
-@pytest.fixture(scope="module")
-def offered(pairs: Any, translators: Any) -> Iterator[dict[str, Offered]]:
-    found = {rule: Offered(pairs[rule][0], [translators[rule]]) for rule in PAIRS}
-    yield found
-    for each in found.values():
-        each.stop()
-
-
-@pytest.mark.parametrize("sent", ["states", "translated"])
-@pytest.mark.parametrize("rule", PAIRS)
-def test_a_source_elsewhere(
-    pairs: Any, translators: Any, offered: Any, rule: str, sent: str
-) -> None:
-    source, target = pairs[rule]
-    remote = kv.connect(offered[rule].address, sent=sent)
-    for way in ({}, {"prefill_step_size": 7}, *WAYS):
-        options = {"translator": translators[rule], **way}
-        mine, theirs = (kv.hand_over(each, target, TOKENS, **options) for each in (source, remote))
-        same(mine, theirs)

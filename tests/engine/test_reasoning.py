@@ -8,23 +8,22 @@ from kvlingo_mlx.backend import mx
 import pytest
 from mlx_lm.generate import generate_step
 
-import kvlingo_mlx as kv
-from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
+from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support.fixtures import Models, Pair
 
-SMALL, LARGE = "tiny-qwen3-s", "tiny-qwen3-l"
-PAIRS = (f"{SMALL}--{LARGE}", f"{LARGE}--{SMALL}")
+PAIRS = ("tiny-qwen3-s--tiny-qwen3-l", "tiny-qwen3-l--tiny-qwen3-s")
 END = "</think>"
 
 
-@pytest.fixture(scope="module")
-def models() -> dict[str, LanguageModel]:
-    return {"small": kv.load(zoo(SMALL)), "large": kv.load(zoo(LARGE))}
+@pytest.fixture
+def models(pair: Pair) -> Models:
+    return dict(zip(("small", "large"), pair, strict=True))
 
 
 @pytest.fixture
-def talk(models: dict[str, LanguageModel]) -> Conversation:
+def talk(models: Models) -> Conversation:
     """A conversation on facts, some of which will be asked for."""
     made = Conversation(models, [str(TRANSLATORS / pair) for pair in PAIRS],
                         enable_thinking=True)  # fmt: skip
@@ -45,9 +44,7 @@ def decoded(model: LanguageModel, tokens: list[int], until: str) -> Iterator[int
             return
 
 
-def test_one_model_thinks_and_the_other_answers(
-    talk: Conversation, models: dict[str, LanguageModel]
-) -> None:
+def test_one_model_thinks_and_the_other_answers(talk: Conversation, models: Models) -> None:
     asked = TALK.questions[0]
     prompt = talk.transcript.prompt(models["small"], [{"role": "user", "content": asked}])
     thought = list(decoded(models["small"], prompt, END))

@@ -5,7 +5,6 @@ is not mapped, has no effect, and through unit matrices every state must be that
 reads all by itself.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ refused = kv.UnsupportedModelError
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Of each rule one, "half" in bfloat16, and those whose tails do not matter."""
+    """Of each rule one, and those whose tails do not matter."""
     root, found = tmp_path_factory.mktemp("recurrent"), dict[str, LanguageModel]()
     for name in (*NAMES, *MAPPED):
         family, *mapped = name.split()
@@ -50,7 +49,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         found[name] = kv.load(hybrid_models.write_hybrid_model(folder, family, **more))
         if mapped:
             hybrid_models.forget_tails(found[name])
-    found["half"] = cast(found["granitemoehybrid"], root / "half", mx.bfloat16)
     return found
 
 
@@ -171,22 +169,6 @@ def test_in_the_middle_of_an_answer(models: Models, name: str) -> None:
         assert each.last_switch is not None and each.last_switch.translated > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_ctrl_c_while_decoding(models: Models, name: str) -> None:
-    """What was given out stays in the line, or nothing does; a new try begins at the header."""
-    talk = talk_of(models[name], name)
-    ask(talk, "a", "the use of an other")
-    answer = talk.stream_reply("b", "is it on?", max_tokens=NEW)
-    for _ in range(1 + NAMES.index(name)):
-        next(answer)
-    with pytest.raises(KeyboardInterrupt):
-        answer.throw(KeyboardInterrupt)
-    header = talk.lines["b"]._marks[-1][0]
-    check(talk)
-    ask(talk, "b", "is it on?")
-    assert talk.last_switch is not None and talk.last_switch.kept >= header > 32
-
-
 @pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2"])
 @pytest.mark.parametrize(
     ("place", "error"),
@@ -241,34 +223,6 @@ def test_without_a_state_nothing_is_taken_over(models: Models, monkeypatch: Patc
         assert talk.last_switch is not None and talk.last_switch.translated == 0
 
 
-def parts_of(line: Line) -> dict[str, np.ndarray]:
-    """Copies of what a line's caches hold, and its marks."""
-    return {name: np.array(a.astype(mx.float32)) for name, a in line.arrays().items()}
-
-
-def test_a_line_on_disk_comes_back_bit_by_bit(models: Models) -> None:
-    """Its states are float32 where all else is bfloat16, so they have a file of their own."""
-    talk = talk_of(models["half"])
-    talk.reply("a", LONG, max_tokens=NEW)
-    line = talk.lines["a"]
-    assert {a.dtype for a in line.arrays().values()} == {mx.bfloat16, mx.float32}
-    before, held = parts_of(line), line.cache_bytes
-    assert any(name.startswith("mark") for name in before)
-    assert talk.offload("a", "disk") == held > 0 == line.cache_bytes
-    assert all(not caches.held(cache) for cache in line.resident)
-    len(line.cache)
-    after = parts_of(line)
-    assert after.keys() == before.keys()
-    for name, array in after.items():
-        np.testing.assert_array_equal(array, before[name], err_msg=name)
-    talk.offload("a", "disk")
-    again = talk.branch()
-    talk.undo()
-    for each in (talk, again):
-        each.reply("a", "and you", max_tokens=NEW)
-        assert apart(each.lines["a"]) < 0.05  # bfloat16, in other chunks
-
-
 @pytest.mark.parametrize("name", MAPPED)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_what_is_recorded(models: Models, name: str, kind: str, tmp_path: Path) -> None:
@@ -290,33 +244,6 @@ def test_what_is_recorded(models: Models, name: str, kind: str, tmp_path: Path) 
     for each in (talk, again):
         each.reply("a", "and you", max_tokens=NEW)
     assert again.transcript.tokens == talk.transcript.tokens
-
-
-def test_parts_that_do_not_fit_are_refused(model: LanguageModel) -> None:
-    talk = talk_of(model, eager=False)
-    ask(talk, "a", "is it on?")
-    line = talk.lines["a"]
-    facts: Any = json.loads(json.dumps(line.facts()))
-    arrays = line.arrays() | line.native.arrays()
-    fresh = Line("a", model, records=False)
-    fresh.restore(facts, arrays)
-    assert apart(fresh) < CLOSE
-    state, tail = (arrays[f"0.{part}"] for part in ("state", "tail"))
-    for name, wrong, message in (
-        ("0.state", state.astype(mx.float16), "holds mlx.core.float16 .*expected mlx.core.float32"),
-        ("0.state", state[:, :-1], r"holds .*expected mlx.core.float32 \(1, 8, 16, 24\)"),
-        ("0.tail", tail[:, 1:], "holds .*expected"),
-        ("mark0.1.tail", tail[..., 1:], "holds .*expected"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Line("a", model, records=False).restore(facts, {**arrays, name: wrong})
-    for name in ("0.state", "mark0.3.tail"):
-        with pytest.raises(KeyError, match=name):
-            some = {each: array for each, array in arrays.items() if each != name}
-            Line("a", model, records=False).restore(facts, some)
-    facts["caches"][0]["parts"] = 1
-    with pytest.raises(ValueError, match="keeps {'parts': 2}, not {'parts': 1}"):
-        Line("a", model, records=False).restore(facts, arrays)
 
 
 def test_reading_behind_a_translation_makes_the_models_own_states(
@@ -353,34 +280,6 @@ def test_reading_behind_a_translation_makes_the_models_own_states(
     talk.reply("b", "hi there", max_tokens=NEW)  # from a mark that was healed, too
     assert talk.last_switch is not None and talk.last_switch.kept > whole - 20
     assert apart(line) < CLOSE
-
-
-def test_a_plain_target_reads_the_layers_of_attention(models: Models, families: Models) -> None:
-    """And hands back by text, since it has nothing of which states are made.
-
-    Random maps, not fitted ones: those of so few tokens multiply rounding by what the kernel is.
-    """
-    plain = families["qwen3"]
-    there = hybrid_models.random_translator(models["delta"], plain)
-    talk = Conversation(
-        {"hybrid": models["delta"], "plain": plain}, [there], on_missing="reprefill",
-        prefill_step_size=7, enable_thinking=False, verbatim=True,
-    )  # fmt: skip
-    talk.reply("hybrid", LONG, max_tokens=NEW)
-    first = list(talk.lines["hybrid"].tokens)
-    talk.reply("plain", "is it on?", max_tokens=NEW)
-    line = talk.lines["plain"]
-    assert line.spans[0] == Span(0, len(first), "hybrid", 1)
-    cache = kv.hand_over(models["delta"], plain, [*first, 1], translator=there)
-    for mine, theirs in zip(line.cache, cache, strict=True):
-        for one, other in zip(caches.contents(mine), caches.contents(theirs), strict=True):
-            np.testing.assert_allclose(
-                np.array(one[..., : len(first), :]), np.array(other), rtol=1e-3, atol=1e-4
-            )
-    talk.reply("hybrid", "and you", max_tokens=NEW)
-    assert talk.last_switch is not None
-    assert (talk.last_switch.kept, talk.last_switch.translated) == (len(first), 0)
-    assert apart(talk.lines["hybrid"]) < CLOSE
 
 
 def test_what_would_go_back_is_refused_before_anything_is_read(

@@ -19,12 +19,14 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import caches
 from kvlingo_mlx.engine import storage
 from kvlingo_mlx.engine.conversation import Conversation
+from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished
 from tests.support import TESTS, tiny
 from tests.support.fixtures import Models
 from tests.support.identity import identity_of
-from tests.support.talks import NEW, ask, talk_of
+from tests.support.opened import cast
+from tests.support.talks import NEW, apart, ask, talk_of
 
 FAMILIES = ("qwen3", "gemma3", "gemma4", "deepseek_v3", "converted_mla")
 LONG = "the use of an other is it on? " * 2
@@ -61,22 +63,39 @@ def resume(folder: Path, model: LanguageModel, **options: Any) -> Conversation:
     return Conversation.resume(folder, {"a": model, "b": model}, [same], **options)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def written(line: Line) -> dict[str, np.ndarray]:
+    """Copies of what a line's caches hold, and its marks."""
+    return {name: np.array(a.astype(mx.float32)) for name, a in line.arrays().items()}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "granitemoehybrid in 16 bits"])
 def test_a_line_on_disk_comes_back_bit_by_bit(
-    families: Models, family: str, files: Callable[[], list[Path]]
+    families: Models, family: str, files: Callable[[], list[Path]], tmp_path: Path
 ) -> None:
-    talk = talk_of(families[family], verbatim=True)
-    ask(talk, "a", LONG)
-    ask(talk, "b", "is it on?")
-    before = held(talk, "a")
-    assert talk.offload("a", "disk") > 0
-    (file,) = files()
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert talk.lines["a"].where == "disk" and talk.lines["a"].cache_bytes == 0
-    equal(held(talk, "a"), before)
-    assert talk.lines["a"].where == "resident" and not files()
+    """Marks, too, and states, which are float32 where all else is bfloat16."""
+    name, *half = family.split()
+    model = cast(families[name], tmp_path / "half", mx.bfloat16) if half else families[name]
+    talk = talk_of(model, verbatim=True)
+    talk.reply("a", LONG, max_tokens=NEW)
+    line = talk.lines["a"]
+    kinds = {array.dtype for array in line.arrays().values()}
+    assert kinds == {mx.float32, *([mx.bfloat16] if half else [])}
+    before, nbytes = written(line), line.cache_bytes
+    assert not half or any(name.startswith("mark") for name in before)
+    assert talk.offload("a", "disk") == nbytes > 0 == line.cache_bytes
+    assert {file.stat().st_mode & 0o777 for file in files()} == {0o600}
+    assert line.where == "disk" and all(not caches.held(cache) for cache in line.resident)
+    assert len(line.cache) and line.where == "resident" and not files()
+    after = written(line)
+    assert after.keys() == before.keys()
+    equal(list(after.values()), list(before.values()))
     talk.offload("a", "disk")
-    ask(talk, "a", "and you")  # its own answer, from the line that came back and grew
+    if half:
+        talk.undo()
+        talk.reply("a", "and you", max_tokens=NEW)
+        assert apart(line) < 0.05  # bfloat16, in other chunks
+    else:
+        ask(talk, "a", "and you")  # its own answer, from the line that came back and grew
 
 
 def test_eight_bits_round_once_to_half_a_step(model: LanguageModel) -> None:

@@ -87,7 +87,7 @@ def worsened(model: LanguageModel) -> Translator:
     return build(exact.config, Weights("float32", arrays))
 
 
-@pytest.mark.parametrize("name", THOROUGH)
+@pytest.mark.parametrize("name", [*tiny.FAMILIES, *THOROUGH])
 def test_native_layers(name: str, families: Models) -> None:
     """From none to all: the target's own below, translated above, to the bit."""
     model = families[name]

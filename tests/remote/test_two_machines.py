@@ -123,14 +123,19 @@ def test_the_caches_are_those_of_one_machine(pairs: Any, name: str, sent: str) -
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "second", "mapped"),
     [
-        ("granitemoehybrid", None), ("lfm2", None),  # what recurrences are given is sent, no more
-        ("qwen3", "qwen3_5"), ("qwen3_5", "qwen3"), ("granitemoehybrid", "lfm2"),
+        ("granitemoehybrid", None, False),  # what recurrences are given is sent, no more
+        ("lfm2", None, False),
+        ("qwen3", "qwen3_5", False), ("qwen3_5", "qwen3", False),
+        ("granitemoehybrid", "lfm2", False),
+        ("qwen3_5", "qwen3_5_moe", True), ("nemotron_h", "granitemoehybrid", True),
     ],
 )  # fmt: skip
-def test_a_hybrid_reads_elsewhere(first: str, second: str | None, tmp_path: Path) -> None:
-    """To itself by the identity; a map that reads both sides of a layer gets what it reads."""
+def test_a_hybrid_reads_elsewhere(
+    first: str, second: str | None, mapped: bool, tmp_path: Path
+) -> None:
+    """To itself by the identity; a map that reads both sides of a layer, or a state, gets these."""
 
     def loaded(name: str) -> LanguageModel:
         if name not in tiny.FAMILIES:
@@ -140,9 +145,9 @@ def test_a_hybrid_reads_elsewhere(first: str, second: str | None, tmp_path: Path
 
     source = loaded(first)
     target = source if second is None else loaded(second)
-    found = (
-        identity_of(source) if second is None else hybrid_models.random_translator(source, target)
-    )
+    found = identity_of(source)
+    if second is not None:
+        found = hybrid_models.random_translator(source, target, state_maps=mapped)
     with offered(source, [found]) as one:
         for sent, way in itertools.product(SENT, (WAYS[1], WAYS[2], WAYS[3])):
             mine, theirs = (

@@ -1,14 +1,11 @@
 """The command line, run as a user runs it: what it prints, writes and refuses."""
 
-import hashlib
 import io
 import json
 import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,14 +16,12 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import fitting
 from kvlingo_mlx.cli import VERBS, run
 from kvlingo_mlx.embedded import EXAMPLE, TRANSLATORS, zoo_pairs
-from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading import notes
 from kvlingo_mlx.stage1 import passes
 from kvlingo_mlx.version import __version__
-from tests.support import ROOT, tiny, translator_folders
+from tests.support import ROOT, tiny
 from tests.support.command_line import RECORD, fails
 from tests.support.fixtures import Folders, Patch, Printed
-from tests.support.translator_folders import LAYOUTS, arrays_of
 
 
 @pytest.fixture
@@ -92,14 +87,6 @@ def test_prompt_from_standard_input(
     assert capsys.readouterr().out == expected
 
 
-def test_a_models_record_holds_what_its_geometry_hashes(folders: Folders, capsys: Printed) -> None:
-    assert run(["show", str(folders["moe"]), "--json", "-"]) == 0
-    facts = json.loads(capsys.readouterr().out)["results"]
-    names = ("model_type", "layers", "rope", "norm_eps", "embedding_rows")
-    text = json.dumps({n: facts[n] for n in names}, sort_keys=True, separators=(",", ":"))
-    assert hashlib.sha256(text.encode()).hexdigest() == facts["geometry"]
-
-
 def test_a_fit_that_can_leave_no_receipt_says_what_measures(
     folders: Folders, data: Path, tmp_path: Path, monkeypatch: Patch, capsys: Printed
 ) -> None:
@@ -108,13 +95,6 @@ def test_a_fit_that_can_leave_no_receipt_says_what_measures(
     out = capsys.readouterr().out
     assert "grade: ungraded: these models cannot read" in out and "kvlingo-mlx eval" in out
     assert "verify" not in out
-
-
-def test_bad_prompts(folders: Folders, fitted: Path, capsys: Printed) -> None:
-    given = generate_arguments(folders, "--translator", str(fitted))
-    fails([*given, "--prompt", ""], "the prompt is empty", capsys)
-    fails([*given, "--prompt", "x" * 600], "the context of", capsys)
-    fails([*given, "--prompt", "a\udcff"], "not valid Unicode", capsys)
 
 
 def test_bad_models(folders: Folders, fitted: Path, tmp_path: Path, capsys: Printed) -> None:
@@ -247,12 +227,6 @@ def test_import_checks_before_it_writes(
     assert not store.exists()
 
 
-def test_debug_shows_the_traceback() -> None:
-    command = [sys.executable, "-m", "kvlingo_mlx.cli", "show", "absent", "--debug"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode != 0 and "Traceback" in done.stderr and "absent" in done.stderr
-
-
 def test_unfinished_folders_block_nobody(
     folders: Folders, fitted: Path, store: Path, capsys: Printed
 ) -> None:
@@ -322,28 +296,6 @@ def test_another_translator_is_not_replaced_unasked(
     assert [path.name for path in store.iterdir()] == [folder.name]
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert after["translator.safetensors"] != before["translator.safetensors"]
-
-
-@pytest.mark.parametrize("force", [[], ["--force"]])
-@pytest.mark.parametrize(
-    "names", [("head-wise-r2", "head-wise-bias"), ("mlp", "mlp-gated"), ("mlp-bias", "mlp")]
-)
-def test_a_translator_with_other_tensors_is_another_one(
-    names: tuple[str, str], force: list[str], tmp_path: Path, store: Path, capsys: Printed
-) -> None:
-    """One pair and one form, with and without a tensor that is optional; both ways."""
-    for pair in (names, names[::-1]):
-        folders = [translator_folders.store(tmp_path / n / pair[0], LAYOUTS[n]) for n in pair]
-        assert run(["import", str(folders[0]), "--dtype", "float32", "--force"]) == 0
-        capsys.readouterr()
-        status = run(["import", str(folders[1]), "--dtype", "float32", *force])
-        captured = capsys.readouterr()
-        if not force:
-            assert status == 2 and "holds another translator" in captured.err
-            continue
-        assert status == 0 and "was replaced" in captured.out
-        (kept,) = (path for path in store.iterdir() if path.is_dir())
-        assert set(translator_folder.read(kept)[1].arrays) == set(arrays_of(LAYOUTS[pair[1]]))
 
 
 def test_mismatch_is_allowed_for_the_stores_own_too(

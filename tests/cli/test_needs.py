@@ -32,8 +32,6 @@ from kvlingo_mlx.folding.decoding import FoldedOptions
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode, rendering
 from kvlingo_mlx.options import Need
-from kvlingo_mlx.tokenization.samples import read_jsonl
-from kvlingo_mlx.training.conversations import normalise
 from tests.support import tiny
 from tests.support.command_line import COMMANDS, NEEDS, PAPER, fails, run
 from tests.support.fixtures import Models, Patch, Printed
@@ -126,13 +124,6 @@ def starts(verb: str, option: str) -> Iterator[list[str]]:
 def begun(monkeypatch: Patch) -> None:
     """Verbs end where they would begin."""
     monkeypatch.setattr(TyperCommand, "invoke", lambda self, ctx: 0)
-
-
-@pytest.mark.parametrize("verb", NEEDS)
-def test_the_table_names_options_that_there_are(verb: str) -> None:
-    options = {p.name for p in COMMANDS[verb].params}
-    for need in NEEDS[verb]:  # a sampler is Python's alone
-        assert {*need.options.split(), *need.partner.split()} <= options | {"sampler"}
 
 
 @pytest.mark.parametrize(("verb", "option"), ROWS, ids=[" ".join(row) for row in ROWS])
@@ -315,12 +306,6 @@ def test_every_argument_is_checked(name: str) -> None:
         assert parameter.name in KINDS or parameter.name in READ_ELSEWHERE
     if parameters(name):
         assert hasattr(PUBLIC[name], "__wrapped__"), "decorate it with @checked"
-
-
-def test_the_table_names_what_there_is() -> None:
-    for name, needs in FUNCTIONS.items():
-        for need in needs:
-            assert {*need.options.split(), *need.partner.split()} <= names_of(name)
 
 
 class LanguageModelDouble:
@@ -514,28 +499,6 @@ def test_parts_of_text_are_one_text(models: Models) -> None:
     ):
         with pytest.raises(ValueError, match="has a part of type 'image_url'; models read text"):
             refuse()
-
-
-def test_records_of_parts(tmp_path: Path) -> None:
-    """A JSONL file in that form, for fit and for train."""
-    said = [{"role": "user", "content": [{"type": "text", "text": "one"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": "two"}]}]  # fmt: skip
-    plain = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": said}) + "\n")
-    assert read_jsonl(tmp_path / "x.jsonl") == [{"messages": plain}]
-    assert normalise({"messages": said}, "x") == {"messages": plain}
-
-
-def test_a_translator_that_is_not_there(models: Models, capsys: Printed) -> None:
-    """The example is no model's id where a translator is looked for."""
-    with pytest.raises(kv.MissingTranslatorError) as caught:
-        kv.load_translator("no-such")
-    given = "a translator's folder, a name that `list` shows, or a Hub id"
-    assert str(caught.value) == f"no-such does not exist; give {given}"
-    fails(["verify", "no-such"], f"give {given}", capsys)
-    fails(["show", "no-such"], "give a translator's or a model's folder or Hub id, or a", capsys)
-    with pytest.raises(kv.MissingModelError, match="give a model's folder, or a Hub id such as Q"):
-        kv.load("no-such")
 
 
 def test_fit_takes_a_files_path(models: Models, tmp_path: Path) -> None:

@@ -198,6 +198,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("fit --source h:1 --target tiny-qwen3-l --data {text} --out y", OTHER_MACHINE),
         ("tune --source h:1 --target tiny-qwen3-l --translator t", OTHER_MACHINE),
         ("show absent --quantize 3", "quantize is 3; give 8 or 4"),
+        ("show no-such", "give a translator's or a model's folder or Hub id, or a"),
+        ("verify no-such", "no-such does not exist; give a translator's folder, a name that"),
         ("show {dense} --quantize 8", "--quantize is for translators"),
         ("verify t --target x", "--target has no effect without --source"),
         ("'paper bench' --batch-sizes 1,2", "--batch-sizes has no effect"),

@@ -69,7 +69,7 @@ def test_a_user_without_a_home(monkeypatch: Patch) -> None:
         translators.store()
 
 
-@pytest.mark.parametrize("name", ["two words", "ünï-código 数", "-dash", "semi;colon $HOME", "a'b"])
+@pytest.mark.parametrize("name", ["-dash", "two wörds 数字; $HOME a'b"])
 def test_odd_paths(
     folders: Folders, tmp_path: Path, monkeypatch: Patch, name: str, capsys: Printed
 ) -> None:

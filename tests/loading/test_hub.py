@@ -421,22 +421,17 @@ def translator_alone(folder: Path) -> Path:
     return folder
 
 
-def test_offline(hub: LoopbackHub, translator: Path, command, process, store) -> None:
+def test_offline(hub: LoopbackHub, translator: Path, command, store) -> None:
+    """By the user's word, or since the Hub cannot be reached."""
     hub.add("me/maps", translator)
-    refused(process("import", "me/maps", HF_HUB_OFFLINE="1"), "hf download me/maps")
+    refused(command("import", "me/maps", HF_HUB_OFFLINE="1"), "hf download me/maps")
+    unreached = command("import", "me/maps", HF_ENDPOINT="http://127.0.0.1:9")
+    refused(unreached, "cannot be reached, and it is not in the cache", "hf download me/maps")
     assert hub.requests == [] and not store.exists()
     assert command("import", "me/maps").returncode == 0
     hub.requests.clear()
     assert command("import", "me/maps", HF_HUB_OFFLINE="1").returncode == 0
     assert hub.requests == []
-
-
-def test_a_hub_that_cannot_be_reached(command, store) -> None:
-    refused(
-        command("import", "me/maps", HF_ENDPOINT="http://127.0.0.1:9"),
-        "the Hub cannot be reached, and it is not in the cache", "hf download me/maps",
-    )  # fmt: skip
-    assert not store.exists()
 
 
 EACH = """

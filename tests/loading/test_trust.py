@@ -273,6 +273,7 @@ def test_digests_tell_all_that_is_computed_apart() -> None:
     first = next(iter(weights.arrays))
     nudged = {n: a.copy() for n, a in weights.arrays.items()}
     nudged[first].flat[0] = np.nextafter(nudged[first].flat[0], np.float32(9))
+    more = {**weights.arrays, "keys.0.bias": np.zeros(4, np.float32)}  # a tensor that is optional
     changed = {
         translator_folder.digest(dataclasses.replace(config, **{name: value}), weights)
         for name, value in (("kind", "mlp"), ("head_mixing", False), ("joint", True),
@@ -280,10 +281,11 @@ def test_digests_tell_all_that_is_computed_apart() -> None:
                             ("head_map", (0,)), ("assignment", other))
     } | {
         translator_folder.digest(config, Weights("float32", nudged)),
+        translator_folder.digest(config, Weights("float32", more)),
         translator_folder.digest(config, weights, 8),
         translator_folder.digest(config, weights.cast("bfloat16")),
     }  # fmt: skip
-    assert len(changed) == 10 and digest not in changed
+    assert len(changed) == 11 and digest not in changed
 
 
 def test_responses_and_records_name_the_translator(

@@ -31,6 +31,7 @@ def test_a_client_switches_models_in_mid_conversation(zoo_server: Server) -> Non
         if turn:
             assert told["translated_tokens"] > 0 and told["read_tokens"] < 70
         messages.append(message)
+    assert zoo_server.status()["healed"] == 0  # nobody told it to read behind translations
 
 
 def test_a_server_heals_while_nothing_is_asked(tmp_path: Path) -> None:

@@ -455,14 +455,12 @@ WRONG_VALUES: list[tuple[Place, Sequence[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [pytest.param(p, v, id=f"{p[-1]}={v!r:.24}") for p, values in WRONG_VALUES for v in values],
-)
-def test_a_wrong_value(folder: Path, place: Place, value: Any) -> None:
-    put_config(folder, changed(place, value))
+@pytest.mark.parametrize(("place", "values"), WRONG_VALUES, ids=lambda v: str(v)[:40])
+def test_a_wrong_value(folder: Path, place: Place, values: Sequence[Any]) -> None:
     word = {"format_version": "version", "attention": "attention"}.get(str(place[-1]), place[-1])
-    refuse(folder, str(word))
+    for value in values:
+        put_config(folder, changed(place, value))
+        refuse(folder, str(word))
 
 
 def test_another_version_says_what_to_do(folder: Path) -> None:

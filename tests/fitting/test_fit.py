@@ -12,7 +12,6 @@ from mlx_lm.models.cache import make_prompt_cache
 import kvlingo_mlx as kv
 from kvlingo_mlx import fitting
 from kvlingo_mlx.fitting.attention import attention_mass
-from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample, read_jsonl, to_samples, tokenise
@@ -67,8 +66,10 @@ def test_an_answer_before_any_question_is_none(models: dict[str, LanguageModel])
 
 def test_head_wise_maps_are_least_squares(models: dict[str, LanguageModel]) -> None:
     """Each head by the same head of two source layers; mixing ones are in ``test_fit_hybrids``."""
-    ends, data = (models["dense"], models["moe"]), samples(10, 60)
-    made = kv.fit(*ends, data, nu=2, head_mixing=False, ridge=0.0)
+    ends, data, seen = (models["dense"], models["moe"]), samples(10, 60), list[tuple[int, int]]()
+    told = lambda done, total: seen.append((done, total))  # noqa: E731
+    made = kv.fit(*ends, data, nu=2, head_mixing=False, ridge=0.0, progress=told)
+    assert seen == [(done, 10) for done in range(1, 11)]
     states = [[capture.whole(end, each.prefix, "pre_norm") for each in data] for end in ends]
 
     def rows(end: int, layer: int, head: int) -> np.ndarray:
@@ -108,23 +109,6 @@ def test_attention_mass_equals_a_plain_loop(
                 weights = np.exp(scores - scores.max())
                 expected += (weights / weights.sum())[:30] / (4 * 9)
         assert np.allclose(mass[layer], expected, atol=1e-6)
-
-
-def test_explicit_assignment_and_progress(models: dict[str, LanguageModel]) -> None:
-    source, target = models["moe"], models["dense"]
-    assignment = Assignment(((0, 3), (2, 1), (3, 0)), ((3,), (2,), (1,)))
-    seen: list[tuple] = []
-    translator = kv.fit(
-        source,
-        target,
-        samples(3, 50),
-        assignment=assignment,
-        progress=lambda done, total: seen.append((done, total)),
-    )
-    assert seen == [(1, 3), (2, 3), (3, 3)]
-    shapes = {n: a.shape for n, a in translator.to_weights().arrays.items()}
-    assert shapes["keys.0.weight"] == (64, 128) and shapes["values.0.weight"] == (64, 64)
-    assert translator.config.provenance["samples"] == 3
 
 
 def test_conversation_is_cut_where_its_last_reply_opens(models: dict[str, LanguageModel]) -> None:

@@ -33,6 +33,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 pytest.register_assert_rewrite("tests.support")  # before it is imported
 
 from tests.support import tiny  # noqa: E402
+from tests.support.lm_eval_tasks import write_tiny_tasks  # noqa: E402
 from tests.support.opened import Families, quantised  # noqa: E402
 
 pytest_plugins = ["tests.support.extras"]
@@ -111,6 +112,12 @@ def makers(pair: tuple[LanguageModel, LanguageModel]) -> dict[str, conditions.Ca
         "shuffled": conditions.translated(*pair, conditions.shuffled(translator)),
         "hidden": conditions.hidden(pair[1]),
     }
+
+
+@pytest.fixture(scope="module")
+def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One local task of lm-eval's of each kind, and a group of two."""
+    return write_tiny_tasks(tmp_path_factory.mktemp("tasks"))
 
 
 @pytest.fixture(scope="session")

@@ -123,14 +123,6 @@ def test_a_translator_written_by_hand_is_accepted_at_once(
     assert kv.load_translator(stored).config.nu == nu
 
 
-def test_its_fingerprints_are_those_that_the_package_computes(written: Callable[..., Path]) -> None:
-    config = json.loads((written() / "translator_config.json").read_text())
-    for end, name in (("source", "tiny-qwen3-s"), ("target", "tiny-qwen3-l")):
-        spec = kv.load(name).spec()
-        assert config[end]["fingerprint"] == dict(spec.fingerprint)
-        assert config[end]["model_type"] == spec.model_type
-
-
 def test_its_numbers_are_used_as_they_are_meant(
     written: Callable[..., Path], tmp_path: Path, capsys: Printed
 ) -> None:

@@ -52,36 +52,6 @@ def test_identity_scores_as_native(models: Models, task: probes.Task) -> None:
         assert hidden.scores["kl"] > 0.0 and hidden.scores["nll"] != own.scores["nll"]
 
 
-class Stop(Exception):
-    pass
-
-
-def test_an_interrupted_run_goes_on_where_it_stopped(
-    models: Models, task: probes.Task, tmp_path: Path
-) -> None:
-    model, journal = models["dense"], tmp_path / "scores.jsonl"
-    whole = evaluate(model, [task], line_of(model), Journal())
-    seen: list[str] = []
-
-    def stop_at_third(name: str) -> None:
-        seen.append(name)
-        if len(seen) == 3:
-            raise Stop
-
-    with pytest.raises(Stop):
-        evaluate(model, [task], line_of(model), Journal(journal), stop_at_third)
-    with journal.open("a") as file:
-        file.write('{"run": "half a li')  # killed as it wrote
-    calls: list[int] = []
-    line = line_of(model)
-    line[1] = counted(line[1], calls)
-    assert evaluate(model, [task], line, Journal(journal)) == whole
-    assert len(calls) == 1  # the third item alone
-    assert evaluate(model, [task], line, Journal(journal)) == whole
-    assert len(calls) == 1
-    assert all(json.loads(text) for text in journal.read_text().splitlines())
-
-
 def test_another_translator_or_item_is_another_run(
     models: Models, task: probes.Task, tmp_path: Path
 ) -> None:
@@ -204,10 +174,14 @@ def test_another_checkpoints_translator(
     assert run([*words, "--allow-mismatch"]) == 0
 
 
-def test_an_interruption_says_how_to_go_on(
+def test_an_interrupted_run_says_how_to_go_on_and_does(
     tmp_path: Path, monkeypatch: Patch, capsys: Printed
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    """Although it was killed as it wrote; what was scored is not scored again."""
+    options = ["--limit", "2", "--tasks", "recall", "--baselines", "none"]
+    whole = evaluated(tmp_path, *options)[1]["items"]
+    journal = tmp_path / "scores.jsonl"
+    journal.unlink()
     add, kept = Journal.add, []
 
     def keep_and_stop(self: Journal, *entry: Any) -> None:
@@ -217,7 +191,10 @@ def test_an_interruption_says_how_to_go_on(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Journal, "add", keep_and_stop)
-    options = [*PAIR, "--limit", "2", "--tasks", "recall", "--baselines", "none"]
-    assert run(options) == 130
+    assert evaluated(tmp_path, *options)[0] == 130
     assert "the same command goes on" in capsys.readouterr().err
-    assert run(options) == 0 and len(kept) == 4  # two items, native and translated
+    with journal.open("a") as file:
+        file.write('{"run": "half a li')
+    assert evaluated(tmp_path, *options)[1]["items"] == whole
+    assert len(kept) == 4  # two items, native and translated
+    assert all(json.loads(text) for text in journal.read_text().splitlines())

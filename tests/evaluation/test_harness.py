@@ -11,19 +11,25 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
 
+import numpy as np
 import pytest
 import yaml
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
+from benchmarks.paper import commands as verbs
 from benchmarks.paper.tasks import ADDED, NAMES
+from kvlingo_mlx.caches import memory
+from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.errors import KVLingoError, MissingExtraError
-from kvlingo_mlx.evaluation import conditions
-from kvlingo_mlx.evaluation.harness import running
+from kvlingo_mlx.evaluation import conditions, lineup
+from kvlingo_mlx.evaluation.harness import benchmarks, running
+from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.models.language_model import LanguageModel
-from tests.support.fixtures import Models, Patch
+from tests.support.fixtures import Models, Pair, Patch
 from tests.support.identity import identity_of
 from tests.support.lm_eval_tasks import offline
+from tests.support.recalling import MOST, TALKS, Makers, alone, asked, prompt, recalled, same
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -163,20 +169,25 @@ def test_long_contexts_lose_their_front_as_in_mlx_lm(
 
 
 @pytest.mark.parametrize(
-    "opened, text, answer, stopped",
+    "opened, text, answer, stopped, untraced",
     [
-        (False, "four\n\nQ: and?", "four", True),
-        (False, "fourQ: \n\n", "four", True),
-        (False, "<think>\nso\n\nQ: hm</think>\n\nfour\n\nmore", "\n\nfour", True),
-        (True, "so\n\nQ: hm</think>four", "four", False),
-        (False, "<think>\nso\n\nthen", "<think>\nso", False),
-        (False, "a</think>b\n\nc", "b", True),
+        (False, "four\n\nQ: and?", "four", True, "four"),
+        (False, "fourQ: \n\n", "four", True, "four"),
+        (False, "<think>\nso\n\nQ: hm</think>\n\nfour\n\nQ:", "\n\nfour", True, "\n\nfour"),
+        (True, "so\n\nQ: hm</think>four", "four", False, "four"),
+        (False, "<think>\nso\n\nthen", "<think>\nso", False, ""),  # a trace that never ends
+        (True, "so", "<think>so", False, ""),
+        (False, "a</think>b\n\nc", "b", True, "b"),
     ],
 )
-def test_where_answers_end(opened: bool, text: str, answer: str, stopped: bool) -> None:
+def test_where_answers_end(
+    models: Models, opened: bool, text: str, answer: str, stopped: bool, untraced: str
+) -> None:
     found = Ends(["\n\n", "Q:"], "<think>", "</think>", opened)
     assert found.cut(text) == answer
     assert found.stopped(text) is stopped
+    lm = PrefixLM(MLXDecoder(models["dense"], conditions.native(models["dense"])), condition="x")
+    assert lm.without_trace(answer) == untraced
 
 
 def test_generation_stops_at_a_stop_string(models: Models, monkeypatch: Patch) -> None:
@@ -214,16 +225,6 @@ def test_thinking_switch_and_budget(models: Models, run: Run) -> None:
     assert make.texts[1].endswith("<|im_start|>assistant\n")
     assert "<|im_start|>" not in make.texts[2]
     assert MLXLM.apply_chat_template is before
-
-
-def test_a_trace_that_never_ends_is_no_answer(models: Models) -> None:
-    lm = PrefixLM(MLXDecoder(models["dense"], conditions.native(models["dense"])), condition="x")
-    for opened, written, answer in (
-        (False, "<think>\nso", ""), (True, "so", ""), (False, "four", "four"),
-        (False, "<think>\nso</think>four", "four"), (True, "so</think>four", "four"),
-    ):  # fmt: skip
-        response = Ends([], "<think>", "</think>", opened).cut(written)
-        assert lm.without_trace(response) == answer
 
 
 def test_one_cache_serves_all_continuations(models: Models, run: Run) -> None:
@@ -369,3 +370,159 @@ def test_nothing_is_left_behind(run: Run, capfd: pytest.CaptureFixture) -> None:
     assert capfd.readouterr() == ("", "")
     assert noisy.tqdm is bar and logging.getLogger("lm_eval").level == level
     assert datasets.are_progress_bars_disabled() == hidden
+
+
+# ---- several answers at once; the references are mlx-lm's own decoding, one at a time ----------
+
+
+def lm(model: LanguageModel, make: conditions.CacheMaker, size: int = 5, **more: Any) -> PrefixLM:
+    return PrefixLM(MLXDecoder(model, make, size), condition="x", **more)
+
+
+def test_answers_written_together_are_those_written_alone(pair: Pair, makers: Makers) -> None:
+    """Prompts of 30 to 500 tokens, 5 at once; greedy choices may differ where two are a tie."""
+    target, recall = pair[1], {}
+    contexts = [prompt(target, talk) for talk in TALKS]
+    tokens = [target.tokenizer.encode(c, add_special_tokens=False) for c in contexts]
+    for name, make in makers.items():
+        found = lm(target, make).generate_until(asked(contexts))
+        recall[name] = recalled(found)
+        if name in ("native", "translated"):  # the others are controls
+            wanted = [alone(target, t, make(t)) for t in tokens]
+            assert same(found, wanted) >= 15 / 16, name
+            assert abs(recall[name] - recalled(wanted)) <= 1 / 16
+    assert min(recall["native"], recall["translated"]) > 0.8
+    assert max(recall["hidden"], recall["shuffled"]) < 0.3
+
+
+def test_each_ends_at_its_own_place(pair: Pair, makers: Makers) -> None:
+    """Stop strings and budgets of its own, beside others that go on."""
+    target, make = pair[1], makers["native"]
+    contexts = [prompt(target, talk) for talk in TALKS[:6]]
+    whole = lm(target, make).generate_until(asked(contexts))
+    requests = []
+    for n, (context, answer) in enumerate(zip(contexts, whole, strict=True)):
+        until = [answer[8:11]] if n % 2 else []
+        requests += asked([context], until, most=3 + n if n % 3 == 0 else MOST)
+    found = lm(target, make).generate_until(requests)
+    for n, (answer, text) in enumerate(zip(whole, found, strict=True)):
+        if n % 3 == 0:
+            ids = target.tokenizer.encode(answer, add_special_tokens=False)[: 3 + n]
+            answer = target.tokenizer.decode(ids)
+        assert text == (answer[: answer.find(whole[n][8:11])] if n % 2 else answer)
+    assert len(set(map(len, found))) >= 3
+
+
+def counted(decoder: MLXDecoder, seen: list[int]) -> MLXDecoder:
+    """The same, with the number of answers that are in hand at each look for room."""
+    fits = decoder._fits
+
+    def look(wanted: Any, running: dict) -> bool:
+        seen.append(len(running))
+        return fits(wanted, running)
+
+    decoder._fits = look  # type: ignore[method-assign]
+    return decoder
+
+
+def test_fewer_at_once_where_memory_is_short(
+    pair: Pair, makers: Makers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, make = pair[1], makers["translated"]
+    contexts = [prompt(target, talk) for talk in TALKS[:6]]
+    most: dict[str, int] = {}
+    answers = {}
+    longest = max(len(target.tokenizer.encode(c)) for c in contexts) + MOST
+    for name, free in (("all", None), ("two", 3), ("one", 0)):
+        # Two together need three: the joined caches, and the copy of those that were there.
+        room = None if free is None else free * memory.cache_bytes(target, longest)
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "free", lambda room=room: room)
+            patch.setattr(memory, "check_caches", lambda *args: None)
+            patch.setattr(conditions, "check_caches", lambda *args: None)
+            seen: list[int] = []
+            decoder = counted(MLXDecoder(target, make, 4), seen)
+            answers[name] = PrefixLM(decoder, condition="x").generate_until(asked(contexts))
+        most[name] = max(seen)
+    # At a look, those in hand are one fewer than are written where the next one fits.
+    assert most == {"all": 4, "two": 2, "one": 1}
+    assert answers["all"] == answers["two"] == answers["one"]
+
+
+# ---- across a line-up, and in the verb -----------------------------------------------------------
+
+PAIR = ["eval", "--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
+
+
+def test_seeds_are_averaged_item_by_item_and_groups_weighted(
+    models: Models, task_folder: Path, monkeypatch: Patch
+) -> None:
+    # A group may name tasks of lm-eval's own, so all of them would be read; this one names none.
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(task_folder / "none" / "manager.py"))
+    model, names = models["dense"], ["tiny_group", "tiny_words"]
+    seeds = (conditions.native(model), conditions.hidden(model))
+    line = [lineup.native(model), lineup.Condition("two", seeds)]
+    found = benchmarks.evaluate(model, names, line, include_path=task_folder)
+    assert [o.task for o in found] == ["tiny_choice", "tiny_other", "tiny_words", "tiny_group"]
+    single = [
+        running.run(model, make, names, condition=str(i), include_path=task_folder)["tasks"]
+        for i, make in enumerate(seeds)
+    ]
+    tables = {o.task: o.tables["two"]["mean"] for o in found}
+    squares, values, differ = [], [], []
+    for name in ("tiny_choice", "tiny_other"):
+        runs = [[item["scores"]["acc_norm"] for item in run[name]["items"]] for run in single]
+        differ.append(runs[0] != runs[1])
+        both = np.mean(runs, axis=0)
+        values.append(both.mean())
+        squares.append((both.std(ddof=1) / np.sqrt(len(both))) ** 2)
+        assert tables[name]["acc_norm"].value == pytest.approx(values[-1])
+        assert tables[name]["acc_norm"].error == pytest.approx(np.sqrt(squares[-1]))
+    assert any(differ)
+    assert tables["tiny_group"]["acc_norm"].value == pytest.approx(np.mean(values))
+    assert tables["tiny_group"]["acc_norm"].error == pytest.approx(np.sqrt(sum(squares)) / 2)
+    # A perplexity is no mean over items: the seeds' mean, without an error.
+    two = [run["tiny_words"]["metrics"]["perplexity"]["value"] for run in single]
+    assert tables["tiny_words"]["perplexity"].value == pytest.approx(np.mean(two))
+    assert np.isnan(tables["tiny_words"]["perplexity"].error)
+    assert found[0].count == len(single[0]["tiny_choice"]["items"])
+    # Each seed alone, and the group of their tasks.
+    for outcome in found[:2]:
+        alone = [run[outcome.task]["metrics"]["acc_norm"] for run in single]
+        each = [table["mean"]["acc_norm"] for table in outcome.seeds["two"]]
+        assert [m.value for m in each] == pytest.approx([one["value"] for one in alone])
+        assert [m.error for m in each] == pytest.approx([one["error"] for one in alone])
+    whole = [table["mean"]["acc_norm"].value for table in found[3].seeds["two"]]
+    parts = [[t["mean"]["acc_norm"].value for t in o.seeds["two"]] for o in found[:2]]
+    assert whole == pytest.approx(np.mean(parts, axis=0)) and list(found[3].seeds) == ["two"]
+
+
+def evaluated(tmp_path: Path, *more: str) -> dict[str, Any]:
+    record = tmp_path / "record.json"
+    record.unlink(missing_ok=True)
+    out = ["--out", str(tmp_path / "scores.jsonl"), "--json", str(record)]
+    assert verbs.run([*PAIR, *out, *more]) == 0
+    return json.loads(record.read_text())["results"]
+
+
+def test_the_verb_runs_them_and_resumes(tmp_path: Path, task_folder: Path) -> None:
+    options = ["--tasks", "recall,tiny_choice,tiny_answers", "--include-path", str(task_folder),
+               "--limit", "3", "--baselines", "hidden", "--num-shots", "0",
+               "--no-apply-chat-template", "--max-tokens", "4"]  # fmt: skip
+    found = evaluated(tmp_path, *options)
+    assert set(found["means"]) == {"recall", "tiny_choice", "tiny_answers"}
+    assert set(found["means"]["tiny_choice"]) == {"native", "translated", "prefix hidden"}
+    target = load(zoo("tiny-qwen3-l"))
+    own = running.run(
+        target, conditions.native(target), ["tiny_choice"], condition="x", limit=3,
+        include_path=task_folder, apply_chat_template=False,
+    )["tasks"]["tiny_choice"]  # fmt: skip
+    means = found["means"]["tiny_choice"]["native"]["mean"]
+    assert means["acc"] == pytest.approx(own["metrics"]["acc"])
+    items = found["items"]["tiny_choice"]["native"]
+    assert [i["scores"]["acc"] for i in items] == [i["scores"]["acc"] for i in own["items"]]
+    kept = tmp_path / "scores.responses.jsonl"
+    before = kept.read_text()
+    assert len(before.splitlines()) == 3 * (3 + 3)  # conditions, contexts of both tasks
+    assert evaluated(tmp_path, *options)["means"] == found["means"]
+    assert kept.read_text() == before

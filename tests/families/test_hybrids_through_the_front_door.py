@@ -1,9 +1,7 @@
 """Hybrids by every verb and function that treats them otherwise, and what is refused."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -17,7 +15,7 @@ from benchmarks.paper.evaluation import recalled
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches import validation
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.embedded import bundled, dialogues
 from kvlingo_mlx.errors import CacheError
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
@@ -97,36 +95,14 @@ def test_fits(room: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
     assert run(["verify", str(tmp_path / "t")]) == 0
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        ("-c", "native_layers=3"),
-        ("-c", "native_head=4"),
-        ("-c", "native_tail=4"),
-        ("--kv-bits", "4", "-c", "quantized_kv_start=0", "-c", "kv_group_size=32"),
-        ("-c", "quantize=8"),
-        ("-c", "quantize=4"),
-    ],
-)
 @pytest.mark.parametrize("translator", ["translator", "mapped"])
-def test_answers(room: Path, more: tuple[str, ...], translator: str) -> None:
-    assert run(generate(room, *more, translator=translator)) == 0
-
-
-@pytest.mark.parametrize("layers", [0, 5, 8])
-def test_native_layers_are_the_targets_own(room: Path, layers: int) -> None:
-    source, target = kv.load(room / "small"), kv.load(room / "large")
-    own = native(target, TOKENS[:-1], 7)
-    made = kv.hand_over(
-        source, target, TOKENS, translator=str(room / "translator"), native_layers=layers,
-        prefill_step_size=7,
-    )  # fmt: skip
-    alike = []
-    for mine, theirs in zip(made, own, strict=True):
-        both = zip(caches.held(mine).values(), caches.held(theirs).values(), strict=True)
-        ends = [(a[..., : len(TOKENS) - 1, :], b[..., : len(TOKENS) - 1, :]) for a, b in both]
-        alike.append(all(bool(mx.array_equal(a, b)) for a, b in ends))
-    assert alike == [layer < layers for layer in range(8)]
+def test_answers(room: Path, translator: str) -> None:
+    for more in (
+        ("-c", "native_layers=3", "-c", "quantize=8"),
+        ("-c", "native_head=4", "-c", "native_tail=4"),
+        ("--kv-bits", "4", "-c", "quantized_kv_start=0", "-c", "kv_group_size=32"),
+    ):
+        assert run(generate(room, *more, translator=translator)) == 0, more
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2"])
@@ -147,9 +123,7 @@ def test_states_are_exact_in_bfloat16(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "target", "more"),
     [
-        ("small", "plain", ("--nu", "2", "--norm", "attention")),
         ("plain", "small", ("--assignment", "greedy")),
-        ("plain", "convolutions", ()),
         ("small", "convolutions", ("--nu", "2", "--norm", "attention")),
     ],
 )
@@ -202,48 +176,30 @@ def test_an_unlike_state_is_damage(room: Path) -> None:
         validation.validate_cache(made, model, len(TOKENS) - 1)
 
 
-# In the repository, in bfloat16, is the small one alone: `tools/pretrain.py NAME --out
-# build/models/NAME` makes the others, of which the tests below then run as well.
-SMALL, OTHERS = "tiny-qwen3.5-s", ("tiny-qwen3.5-l", "tiny-qwen3.5-twin")
-FACTS = (6, 12)
-
-
-def folder(name: str) -> Path:
-    return (TESTS / "zoo" if name == SMALL else ROOT / "build") / "models" / name
-
-
-def made(*names: str) -> Any:
-    there = all(folder(name).exists() for name in names)
-    return pytest.param(*names, marks=pytest.mark.skipif(not there, reason="was not trained here"))
-
-
 @pytest.fixture(scope="module")
-def hybrids() -> Callable[[str], LanguageModel]:
-    return lambda name: kv.load(name if name.startswith("tiny-qwen3-") else folder(name))
-
-
-@pytest.fixture
-def recurrent(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return pytest.importorskip("recurrent")
+def trained() -> LanguageModel:
+    """The hybrid of the zoo: taught to recall some attributes by attention, others by states."""
+    model = kv.load(TESTS / "zoo" / "models" / "tiny-qwen3.5-s")
+    model.model.set_dtype(mx.float32)  # a CPU is slow with the 16 bits that it is stored in
+    return model
 
 
 def samples(model: LanguageModel, count: int) -> list[Any]:
-    talks = dialogues.held_out(count, seed=3, facts=FACTS)
+    talks = dialogues.held_out(count, seed=3, facts=(6, 12))
     return [quality.recall_sample(model, talk) for talk in talks]
 
 
-@pytest.mark.parametrize("name", [SMALL, *map(made, OTHERS)])
-def test_answers_need_both_ways(name: str, hybrids: Any, recurrent: ModuleType) -> None:
+def test_answers_need_both_ways(trained: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way alone recalls its part of the attributes, and neither of them the other's."""
-    model = hybrids(name)
-    own = conditions.native(model)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    recurrent = pytest.importorskip("recurrent")
+    own = conditions.native(trained)
     makers = {
-        "by attention": recurrent.hidden(own, model, True),
-        "by states": recurrent.hidden(own, model, False),
-        "by nothing": conditions.hidden(model),
+        "by attention": recurrent.hidden(own, trained, True),
+        "by states": recurrent.hidden(own, trained, False),
+        "by nothing": conditions.hidden(trained),
     }
-    scores = recalled.score(model, samples(model, 16), makers)
+    scores = recalled.score(trained, samples(trained, 7), makers)
     recall = {way: score.recall for way, score in scores.items()}
     assert recall["native"] > 0.85 and recall["by nothing"] < 0.1
     for way in ("by attention", "by states"):
@@ -253,24 +209,20 @@ def test_answers_need_both_ways(name: str, hybrids: Any, recurrent: ModuleType) 
     assert (hits["by attention"] | hits["by states"]).mean() > 0.8 * recall["native"]
 
 
-@pytest.mark.parametrize(
-    ("source", "target"), [("tiny-qwen3-s", SMALL), made(SMALL, OTHERS[0]), made(OTHERS[0], SMALL)]
-)
 def test_a_translation_keeps_more_than_its_controls(
-    source: Any, target: Any, hybrids: Any, recurrent: ModuleType
+    trained: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a plain model as well: of its keys and values the recurrences' inputs are made."""
-    source, target = hybrids(source), hybrids(target)
-    records = [{"messages": talk.conversation()} for talk in dialogues.for_fitting(60)]
-    found = kv.fit(source, target, records, nu=2)
-    whole = conditions.translated(source, target, found)
+    monkeypatch.setattr(bundled, "COUNT", 1)  # a receipt of one conversation, for speed
+    source = kv.load("tiny-qwen3-s")
+    records = [{"messages": talk.conversation()} for talk in dialogues.for_fitting(30)]
+    found = kv.fit(source, trained, records, nu=2)
     makers = {
-        "translated": whole,
-        "attention alone": recurrent.hidden(whole, target, True),
-        "shuffled": conditions.translated(source, target, conditions.shuffled(found)),
-        "hidden": conditions.hidden(target),
+        "translated": conditions.translated(source, trained, found),
+        "shuffled": conditions.translated(source, trained, conditions.shuffled(found)),
+        "hidden": conditions.hidden(trained),
     }
-    scores = recalled.score(target, samples(target, 12), makers)
+    scores = recalled.score(trained, samples(trained, 4), makers)
     kl = {way: float(np.mean(score.kl)) for way, score in scores.items()}
     assert kl["translated"] < 0.7 * min(kl["shuffled"], kl["hidden"]), kl
     assert scores["translated"].recall > scores["shuffled"].recall

@@ -12,20 +12,13 @@ from mlx_lm.models.cache import make_prompt_cache
 import kvlingo_mlx as kv
 from kvlingo_mlx import fitting
 from kvlingo_mlx.fitting.attention import attention_mass
-from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.stage1.norms import token_weights
 from kvlingo_mlx.tokenization.samples import Sample, read_jsonl, to_samples, tokenise
 from tests.support import tiny
 from tests.support.random_samples import samples
 
 CUT = 1e-4  # of the largest singular value: 1e-8 of the largest eigenvalue
-
-
-def weights_of(norm: str, target: LanguageModel, sample: Sample) -> np.ndarray | None:
-    mass = lambda: attention_mass(target, sample)  # noqa: E731
-    return token_weights(norm.replace("attention", "attention_mass"), len(sample.prefix), mass)
 
 
 def test_a_record_beyond_either_context_is_left_out(tmp_path: Path) -> None:
@@ -71,69 +64,24 @@ def test_an_answer_before_any_question_is_none(models: dict[str, LanguageModel])
     assert tokenizer.decode(list(both.continuation)).startswith("Yes.")
 
 
-def recorded(model: LanguageModel, data: list[Sample]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """All prefix states of a model, a layer: (tokens, width), by a plain loop."""
-    keys: list[list[np.ndarray]] = [[] for _ in model.attentions]
-    values: list[list[np.ndarray]] = [[] for _ in model.attentions]
-    for sample in data:
-        for states in capture.prefill(model, sample.prefix):
-            for layer in range(len(keys)):
-                keys[layer].append(np.array(states.keys[layer][0], np.float64))
-                values[layer].append(np.array(states.values[layer][0], np.float64))
-    return [np.concatenate(k) for k in keys], [np.concatenate(v) for v in values]
+def test_head_wise_maps_are_least_squares(models: dict[str, LanguageModel]) -> None:
+    """Each head by the same head of two source layers; mixing ones are in ``test_fit_hybrids``."""
+    ends, data, seen = (models["dense"], models["moe"]), samples(10, 60), list[tuple[int, int]]()
+    told = lambda done, total: seen.append((done, total))  # noqa: E731
+    made = kv.fit(*ends, data, nu=2, head_mixing=False, ridge=0.0, progress=told)
+    assert seen == [(done, 10) for done in range(1, 11)]
+    states = [[capture.whole(end, each.prefix, "pre_norm") for each in data] for end in ends]
 
+    def rows(end: int, layer: int, head: int) -> np.ndarray:
+        every = np.concatenate([np.array(each.keys[layer][0]) for each in states[end]])
+        return every[:, 32 * head : 32 * head + 32]
 
-@pytest.mark.parametrize(
-    ("norm", "nu", "head_mixing"), [("frobenius", 2, False), ("attention", 2, True)]
-)
-def test_equals_least_squares(
-    models: dict[str, LanguageModel], norm: str, nu: int, head_mixing: bool
-) -> None:
-    """Against numpy.linalg.lstsq on all tokens at once, weighted by scaling the rows."""
-    source, target = models["dense"], models["moe"]
-    data = samples(10, 60)
-    options = {"norm": norm, "nu": nu, "head_mixing": head_mixing}
-    translator = kv.fit(source, target, data, **options, ridge=0.0)
-    weights = [weights_of(norm, target, sample) for sample in data]
-    (keys, values), (wanted_keys, wanted_values) = recorded(source, data), recorded(target, data)
-    for side, read, wanted in (("keys", keys, wanted_keys), ("values", values, wanted_values)):
-        for layer, sources in enumerate(translator.config.assignment.side(side)):
-            scale = np.ones(len(wanted[layer]))
-            if weights[0] is not None:
-                scale = np.sqrt(np.concatenate([w[layer] for w in weights]))
-            found = translator.to_weights().as_float32(f"{side}.{layer}.weight")
-            x = [read[s] * scale[:, None] for s in sources]
-            y = wanted[layer] * scale[:, None]
-            expected = least_squares(x, y, head_mixing)
+    for layer, reads in enumerate(made.config.assignment.keys):
+        for head, weight in enumerate(made.to_weights().as_float32(f"keys.{layer}.weight")):
+            x = np.concatenate([rows(0, source, head) for source in reads], axis=1)
             # Fits, not maps, are compared: directions near the cut may fall on either side.
-            stacked = np.concatenate(x, axis=1)
-            ours, theirs = (
-                fitted(stacked, found, len(sources)),
-                fitted(stacked, expected, len(sources)),
-            )
-            assert np.linalg.norm(ours - theirs) / np.linalg.norm(theirs) < 1e-4
-
-
-def least_squares(x: list[np.ndarray], y: np.ndarray, head_mixing: bool) -> np.ndarray:
-    if head_mixing:
-        return np.linalg.lstsq(np.concatenate(x, axis=1), y, rcond=CUT)[0].T
-    heads = [
-        np.linalg.lstsq(
-            np.concatenate([part[:, h * 32 : h * 32 + 32] for part in x], axis=1),
-            y[:, h * 32 : h * 32 + 32],
-            rcond=CUT,
-        )[0].T
-        for h in range(2)
-    ]
-    return np.stack(heads)
-
-
-def fitted(x: np.ndarray, weight: np.ndarray, nu: int) -> np.ndarray:
-    if weight.ndim == 2:
-        return x @ weight.T
-    parts = x.reshape(len(x), nu, 2, 32)
-    heads = [parts[:, :, h].reshape(len(x), -1) @ weight[h].T for h in range(2)]
-    return np.concatenate(heads, axis=1)
+            fitted = x @ np.linalg.lstsq(x, rows(1, layer, head), rcond=CUT)[0]
+            assert np.linalg.norm(x @ weight.T - fitted) < 1e-4 * np.linalg.norm(fitted)
 
 
 def test_attention_mass_equals_a_plain_loop(
@@ -161,23 +109,6 @@ def test_attention_mass_equals_a_plain_loop(
                 weights = np.exp(scores - scores.max())
                 expected += (weights / weights.sum())[:30] / (4 * 9)
         assert np.allclose(mass[layer], expected, atol=1e-6)
-
-
-def test_explicit_assignment_and_progress(models: dict[str, LanguageModel]) -> None:
-    source, target = models["moe"], models["dense"]
-    assignment = Assignment(((0, 3), (2, 1), (3, 0)), ((3,), (2,), (1,)))
-    seen: list[tuple] = []
-    translator = kv.fit(
-        source,
-        target,
-        samples(3, 50),
-        assignment=assignment,
-        progress=lambda done, total: seen.append((done, total)),
-    )
-    assert seen == [(1, 3), (2, 3), (3, 3)]
-    shapes = {n: a.shape for n, a in translator.to_weights().arrays.items()}
-    assert shapes["keys.0.weight"] == (64, 128) and shapes["values.0.weight"] == (64, 64)
-    assert translator.config.provenance["samples"] == 3
 
 
 def test_conversation_is_cut_where_its_last_reply_opens(models: dict[str, LanguageModel]) -> None:

@@ -1,7 +1,5 @@
 """fit between hybrids: recurrent layers by the same least squares, with every option."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -24,10 +22,6 @@ PAIRS = {
     "mamba2": (("nemotron_h", {}), ("granitemoehybrid", {})),
     "short_conv": (("lfm2", {}), ("lfm2_moe", {})),
 }
-OPTIONS: list[dict[str, Any]] = [
-    {"norm": "attention", "nu": 2}, {"norm": "sink_4", "assignment": "greedy"},
-    {"assignment": "r2", "nu": 2}, {"capture": "post_rope"}, {"ridge": 0.01}, {"memory": 500_000},
-]  # fmt: skip
 DATA = samples(7, 40)
 
 
@@ -84,26 +78,6 @@ def test_equals_least_squares(
             expected = np.linalg.lstsq(x * scale, y * scale, rcond=1e-4)[0]
             ours = x @ translator.to_weights().as_float32(f"{side}.{layer}.weight").T
             assert np.linalg.norm((ours - x @ expected) * scale) < 2e-4 * np.linalg.norm(y * scale)
-
-
-@pytest.mark.parametrize(("rule", "options"), zip([*PAIRS] * 2, OPTIONS, strict=True), ids=str)
-def test_every_option(
-    pairs: dict[str, tuple[LanguageModel, ...]], rule: str, options: dict[str, Any]
-) -> None:
-    """Each makes a translator of whole numbers, by which the target decodes."""
-    source, target = pairs[rule]
-    with pytest.warns(kv.KVLingoWarning, match="only .* tokens for"):
-        translator = kv.fit(source, target, DATA, **options)
-    arrays = translator.to_weights().arrays
-    assert all(np.isfinite(np.asarray(array, np.float32)).all() for array in arrays.values())
-    assert len({layer.attention for layer in translator.config.target.layers}) == 2
-    assert kv.generate(source, target, list(range(5, 60)), translator=translator, max_tokens=4)
-
-
-def test_head_wise_maps_are_refused(pairs: dict[str, tuple[LanguageModel, ...]]) -> None:
-    """A recurrence reads one head, attention several."""
-    with pytest.raises(ValueError, match="head-wise maps need one KV-head count per model"):
-        kv.fit(*pairs["mamba2"], DATA, head_mixing=False)
 
 
 def test_analyze(

@@ -9,7 +9,7 @@ from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format.assignment import by_depth, narrow_groups, relative_depth
 from kvlingo_mlx.format.geometry import LayerGeometry, Recurrence
 
-DEPTHS = (1, 2, 3, 4, 5, 7, 12, 13, 24, 28, 36, 48)
+DEPTHS = (1, 2, 3, 4, 5, 7, 12, 13, 28, 36)
 
 
 def test_kinds_with_few_layers_are_told() -> None:

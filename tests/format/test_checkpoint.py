@@ -12,7 +12,7 @@ import threading
 import time
 import tracemalloc
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
@@ -237,6 +237,11 @@ def replace(arrays: Arrays, name: str, change: Callable[[np.ndarray], np.ndarray
 Damage = Callable[[Arrays], Any]
 WRONG_TENSORS: dict[str, tuple[Layout, Damage, tuple[str, ...]]] = {
     "missing": (MIXING, lambda a: a.pop("keys.1.weight"), ("missing", "keys.1.weight")),
+    "many missing": (  # the first ten by name
+        MLP,
+        lambda a: [a.pop(name) for name in list(a) if not name.startswith("keys.0.")],
+        ("15 missing tensor(s): keys.1.b1, keys.1.b2", "values.0.w1, values.0.w2, ..."),
+    ),
     "extra": (
         MIXING,
         lambda a: a.update({"keys.2.weight": a["keys.1.weight"]}),
@@ -305,7 +310,8 @@ def test_numbers_that_are_none(tmp_path: Path, dtype: str, value: float) -> None
     arrays = arrays_of(MIXING, dtype)
     arrays["values.1.weight"][-1, -1] = stored(np.array([value], np.float32), dtype)[0]
     put_tensors(folder / TENSORS, arrays, dtype)
-    refuse(folder, "values.1.weight", "NaN or Inf", names=TENSORS)
+    last = tuple(n - 1 for n in arrays["values.1.weight"].shape)
+    refuse(folder, "values.1.weight", "NaN or Inf", f"first at {last}", names=TENSORS)
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -370,23 +376,27 @@ def changed(place: Place, value: Any, layout: Layout = MIXING) -> Json:
     return data
 
 
-def documented_keys() -> Iterator[Place]:
-    """Every key that the format page names."""
-    top = ("kind", "head_mixing", "joint", "capture", "source", "target", "assignment")
-    yield from ((key,) for key in ("format_version", *top, "alignment", "provenance"))
-    yield from (("assignment", side) for side in SIDES)
-    for end in ("source", "target"):
-        model = ("name", "revision", "model_type", "fingerprint", "layers")
-        yield from ((end, key) for key in model)
-        yield from ((end, "fingerprint", key) for key in ("geometry", "norms", "tokenizer"))
-        layer = ("layer", "kv_heads", "key_dim", "value_dim", "attention", "window")
-        yield from ((end, "layers", 1, key) for key in layer)
+# Where a config has objects, but for provenance, which is free.
+OBJECTS: list[Place] = [(), ("assignment",)]
+OBJECTS += [(end, *place) for end in ("source", "target")
+            for place in ((), ("fingerprint",), ("layers", 1))]  # fmt: skip
 
 
-@pytest.mark.parametrize("place", list(documented_keys()), ids=str)
+@pytest.mark.parametrize("place", OBJECTS, ids=str)
 def test_a_missing_key(folder: Path, place: Place) -> None:
-    put_config(folder, changed(place, GONE))
-    refuse(folder, "version" if place == ("format_version",) else repr(place[-1]))
+    inner: Any = config_json()
+    for step in place:
+        inner = inner[step]
+    for key in inner:
+        put_config(folder, changed((*place, key), GONE))
+        refuse(folder, "version" if key == "format_version" else repr(key))
+
+
+@pytest.mark.parametrize("place", OBJECTS, ids=str)
+def test_an_unknown_key(folder: Path, place: Place) -> None:
+    for key in ("ext", "", "Kind", "new\nline\x1b[31m", "\u2028", "k" * 99_999):
+        put_config(folder, changed((*place, key), None))
+        refuse(folder, "unknown key")
 
 
 def test_a_missing_key_is_told_with_its_place(folder: Path) -> None:
@@ -394,17 +404,6 @@ def test_a_missing_key_is_told_with_its_place(folder: Path) -> None:
     refuse(folder, "source.fingerprint lacks the key 'norms'")
     put_config(folder, changed(("target", "layers", 1, "window"), GONE))
     refuse(folder, "target.layers[1] lacks the key 'window'")
-
-
-@pytest.mark.parametrize(
-    "place",
-    [(), ("source",), ("target", "fingerprint"), ("assignment",), ("target", "layers", 1)],
-    ids=str,
-)
-@pytest.mark.parametrize("key", ["ext", "", "Kind", "new\nline\x1b[31m", "\u2028", "k" * 99_999])
-def test_an_unknown_key(folder: Path, place: Place, key: str) -> None:
-    put_config(folder, changed((*place, key), None))
-    refuse(folder, "unknown key")
 
 
 INTEGERS = (True, False, 1.0, "1", None, [1], 2**70, -1, 10**4000)
@@ -456,14 +455,12 @@ WRONG_VALUES: list[tuple[Place, Sequence[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [pytest.param(p, v, id=f"{p[-1]}={v!r:.24}") for p, values in WRONG_VALUES for v in values],
-)
-def test_a_wrong_value(folder: Path, place: Place, value: Any) -> None:
-    put_config(folder, changed(place, value))
+@pytest.mark.parametrize(("place", "values"), WRONG_VALUES, ids=lambda v: str(v)[:40])
+def test_a_wrong_value(folder: Path, place: Place, values: Sequence[Any]) -> None:
     word = {"format_version": "version", "attention": "attention"}.get(str(place[-1]), place[-1])
-    refuse(folder, str(word))
+    for value in values:
+        put_config(folder, changed(place, value))
+        refuse(folder, str(word))
 
 
 def test_another_version_says_what_to_do(folder: Path) -> None:
@@ -833,7 +830,7 @@ STEPS = [
     *[("os.fsync", call) for call in (1, 2, 3, 4)],
     ("model_card", 1),
 ]
-errors = pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, MemoryError])
+errors = pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 timing = pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 
 

@@ -361,11 +361,3 @@ def test_released_configs_are_taken(name: str) -> None:
     window = misread.ignored_window(config["model_type"], config)
     longest = config.get("max_position_embeddings", 0)
     assert min(longest, window or longest) == context
-
-
-def test_glm_4_of_2024_is_refused() -> None:
-    """glm-4-9b-chat-hf rotates half of each head, mlx-lm's ``glm`` all of it."""
-    config = dict(model_type="glm", num_hidden_layers=40, max_position_embeddings=131072,
-                  rope_theta=1e4, hidden_act="silu", partial_rotary_factor=0.5)  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match="partial_rotary_factor 0.5 .* rotates all of"):
-        family_of("glm").overrides(config)

@@ -160,17 +160,3 @@ def test_steps_alone_run_in_chunks(counted: list[int], monkeypatch: pytest.Monke
     steps.close()  # type: ignore[attr-defined]
     assert closed == [True]
     assert list(stepping_in_chunks(read())) == [0, 1, 2]
-
-
-def test_gates_that_vanish_within_a_chunk() -> None:
-    """Products fall below all numbers of float32; what is near the chunk's end does not."""
-    gates = np.full(64, 1e-3)
-    gates[60:] = 0.5
-    inner, last, decay = map(np.array, delta_rule._decays(mx.array(gates.astype(np.float32))))
-    wanted = np.array([[np.prod(gates[j + 1 : i + 1]) * (j <= i) for j in range(64)]
-                       for i in range(64)])  # fmt: skip
-    there = wanted > 1e-37
-    assert np.allclose(inner[there], wanted[there], rtol=1e-5, atol=0)
-    assert (inner[~there] <= 1e-37).all()
-    assert np.allclose(last[:, 0], wanted[-1], rtol=1e-5, atol=1e-37)
-    assert np.allclose(decay[:, 0], np.cumprod(gates), rtol=1e-5, atol=1e-37)

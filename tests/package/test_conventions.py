@@ -83,20 +83,18 @@ def imports(path: Path, *, top_level: bool = False) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_run_one_way(path: Path) -> None:
-    own = room(path)
-    if own == "__init__":
-        return
-    for name in imports(path):
-        parts = name.split(".")
-        if parts[0] == "kvlingo_mlx" and len(parts) > 1 and parts[1] in ROOMS:
-            assert ROOMS.index(parts[1]) <= ROOMS.index(own), f"{own} imports {parts[1]}"
+def test_imports_run_one_way() -> None:
+    for path in FILES:
+        own = room(path)
+        rooms = [name.split(".")[1] for name in imports(path) if name.startswith("kvlingo_mlx.")]
+        if own != "__init__":
+            wrong = [r for r in rooms if r in ROOMS and ROOMS.index(r) > ROOMS.index(own)]
+            assert not wrong, f"{name_of(path)} imports {wrong}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_the_package_does_not_know_the_papers_tables(path: Path) -> None:
-    assert not [name for name in imports(path) if name.split(".")[0] == "benchmarks"]
+def test_the_package_does_not_know_the_papers_tables() -> None:
+    names = {name.split(".")[0] for path in FILES for name in imports(path)}
+    assert "kvlingo_mlx" in names and "benchmarks" not in names
 
 
 def test_scripts_find_the_laboratory() -> None:
@@ -123,33 +121,32 @@ def test_no_import_circles() -> None:
     assert not left, "import circles among these"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_owners(path: Path) -> None:
-    names = {name.split(".")[0] for name in imports(path)}
-    own = room(path)
-    file = path.relative_to(PACKAGE).with_suffix("").as_posix()
-    assert own in ROOMS or own == "__init__"
-    if not file.startswith(TORCH):
-        assert "torch" not in names
-    if file != "reporting/pictures":
-        assert "matplotlib" not in names
-    if own != "cli":
-        assert not names & {"typer", "rich"}
-        calls = [n for n in ast.walk(parsed(path)) if isinstance(n, ast.Call)]
-        assert not [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
-    if not file.startswith(ON_MLX) and (own in NO_MLX or file.startswith(WITHOUT)):
-        assert not names & {"mlx", "mlx_lm"}
+def test_owners() -> None:
+    for path in FILES:
+        names = {name.split(".")[0] for name in imports(path)}
+        own, file = room(path), name_of(path)
+        assert own in ROOMS or own == "__init__", file
+        taken = set() if file.startswith(TORCH) else {"torch"}
+        taken |= set() if file == "reporting/pictures" else {"matplotlib"}
+        if own != "cli":
+            taken |= {"typer", "rich"}
+            calls = [n for n in ast.walk(parsed(path)) if isinstance(n, ast.Call)]
+            printing = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
+            assert not printing, f"{file} prints"
+        if not file.startswith(ON_MLX) and (own in NO_MLX or file.startswith(WITHOUT)):
+            taken |= {"mlx", "mlx_lm"}
+        assert not names & taken, f"{file} imports {names & taken}"
 
 
-@pytest.mark.parametrize("path", BOTH, ids=name_of)
-def test_backend_comes_before_mlx(path: Path) -> None:
-    loads = [
-        name
-        for name in imports(path)
-        if name.split(".")[0] in ("mlx", "mlx_lm") or name.startswith("kvlingo_mlx.backend")
-    ]
-    if loads and path.name != "backend.py":
-        assert loads[0] == "kvlingo_mlx.backend"
+def test_backend_comes_before_mlx() -> None:
+    for path in BOTH:
+        loads = [
+            name
+            for name in imports(path)
+            if name.split(".")[0] in ("mlx", "mlx_lm") or name.startswith("kvlingo_mlx.backend")
+        ]
+        first = path.name == "backend.py" or not loads or loads[0] == "kvlingo_mlx.backend"
+        assert first, f"{name_of(path)} imports {loads[0]} first"
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -321,16 +318,15 @@ def parameters_of(function: ast.FunctionDef) -> int:
     return len([a for a in named if a.arg not in ("self", "cls")])
 
 
-@pytest.mark.parametrize("path", BOTH, ids=name_of)
-def test_shapes_of_functions(path: Path) -> None:
-    file = name_of(path)
+def test_shapes_of_functions() -> None:
     known = {name for names in MANY.values() for name in names}
-    for function in functions(path):
-        name = f"{file}.{function.name}"
-        assert lines_of(function) <= LINES, f"{name} has {lines_of(function)} lines"
-        if name not in known:
-            count = parameters_of(function)
-            assert count <= PARAMETERS, f"{name} takes {count} parameters; why?"
+    for path in BOTH:
+        for function in functions(path):
+            name = f"{name_of(path)}.{function.name}"
+            assert lines_of(function) <= LINES, f"{name} has {lines_of(function)} lines"
+            if name not in known:
+                count = parameters_of(function)
+                assert count <= PARAMETERS, f"{name} takes {count} parameters; why?"
 
 
 def test_every_reason_is_still_one() -> None:

@@ -128,22 +128,6 @@ def check(source: Offsets, target: Offsets, text: str) -> TokenAlignment:
     return found
 
 
-excerpts = st.builds(
-    lambda text, start, length: text[start : start + length],
-    st.sampled_from(list(TEXTS.values())),
-    st.integers(0, 280),
-    st.integers(1, 60),
-)
-odd = st.sampled_from([
-    " ", "  ", "\n", "\r\n", "\t", "a", "<|im_end|>", "[INST]", "<think>", "👩‍👩‍👧", "🏴󠁧󠁢󠁳󠁣󠁴󠁿",
-    "e\u0301", "\u0301", "각", "\u1100\u1161\u11a8", "İ", "ﬁ", "½", "▁", "Ġ", "<0x41>",
-    "\u200d", "\ufffd", "\u00a0", "\u2028", "\x00", "שלום", "\u202e", "ཀྵ", "𝔊",
-])  # fmt: skip
-anything = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-texts = st.lists(st.one_of(excerpts, odd, anything), min_size=1, max_size=4).map("".join)
-texts = texts.filter(bool)
-
-
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_language(name: str) -> None:
     text = unicodedata.normalize("NFC", TEXTS[name])[:160]

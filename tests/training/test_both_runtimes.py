@@ -312,7 +312,7 @@ def test_states_are_white_in_the_coordinates_of_their_map(models: Models, mixing
     assert np.abs(np.sqrt((wrong**2).mean(0)) - size).max() < 1e-4 * size.max()
 
 
-@pytest.mark.parametrize("kind", ["linear", "whitened", "joint", "mlp", "linear_mlp", "native"])
+@pytest.mark.parametrize("kind", ["whitened", "joint", "linear_mlp", "native"])
 def test_a_whole_training_on_mlx(models: Models, tmp_path: Path, kind: str) -> None:
     first = Recipe(
         steps=12, batch=2, learning_rates=(1e-2,), objective="reconstruction", validate_every=12

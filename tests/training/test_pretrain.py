@@ -111,17 +111,6 @@ def test_a_run_goes_on_to_the_bit(
     assert whole.state["tokens"] == again.state["tokens"] > 6 * 100
 
 
-def test_a_run_of_other_settings_is_not_resumed(
-    pretrain: ModuleType, data: Path, tmp_path: Path
-) -> None:
-    run = training(pretrain, words(data, tmp_path / "out")).run("first")
-    next(run)
-    run.close()
-    other = training(pretrain, words(data, tmp_path / "out", "--lr", "0.001"))
-    with pytest.raises(ValueError, match=r"other settings \(rate was 0.0015, is 0.001\)"):
-        next(other.run("second"))
-
-
 def test_a_step_is_adamws_on_the_mean_over_the_batch(
     pretrain: ModuleType, data: Path, tmp_path: Path
 ) -> None:

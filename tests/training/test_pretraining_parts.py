@@ -4,10 +4,9 @@ import copy
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -300,75 +299,6 @@ def test_a_slice_of_a_planted_model_is_the_small_one() -> None:
         found.load_state_dict(sliced(large.state_dict(), large.config, small.config))
         assert torch.equal(found(ids).logits, expected)
         torch.testing.assert_close(large(ids).logits, expected, rtol=1e-4, atol=1e-4)
-
-
-TOLD, ASKED = 30, 10
-NOTHING, ATTENTION, STATES = 0, 1, 2
-
-
-@pytest.fixture
-def curriculum() -> Any:
-    return tool("pretraining.curriculum")
-
-
-@pytest.fixture(autouse=True)
-def as_it_was(curriculum: Any) -> Iterator[None]:
-    """What ``Ways`` puts around transformers' function is taken off again."""
-    inner = curriculum.modeling_qwen3_5.torch_chunk_gated_delta_rule
-    yield
-    curriculum.modeling_qwen3_5.torch_chunk_gated_delta_rule = inner
-
-
-@pytest.fixture
-def model() -> Any:
-    torch.manual_seed(0)
-    recipe = tool("pretraining.models").MODELS["tiny-qwen3.5-s"]
-    config = transformers.AutoConfig.for_model(
-        recipe.model_type, **tool("pretraining.models").SHARED | recipe.shape
-    )
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
-
-
-def changes(model: Any, ways: Any, lost: int) -> np.ndarray:
-    """By how much each layer's output (layers, tokens) changes where one told token is another."""
-    ids = torch.randint(10, 1000, (1, TOLD + ASKED), generator=torch.Generator().manual_seed(1))
-    drawn = {NOTHING: 0.99, ATTENTION: 0.0, STATES: 0.5}[lost]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "rand", lambda count: torch.full((count,), drawn))
-        batch = {"ids": ids, "asked": torch.tensor([TOLD])}
-        assert ways.lose(batch, SimpleNamespace(shares=(0.3, 0.7))).item() == lost
-    outputs = []
-    for token in (5, 999):
-        ids[0, 2] = token
-        with torch.no_grad():
-            found = model(
-                ids, use_cache=False, attention_mask=ways.masks, output_hidden_states=True
-            )
-        outputs.append(torch.stack(found.hidden_states[1:])[:, 0])
-    return (outputs[0] - outputs[1]).abs().amax(-1).numpy()
-
-
-@pytest.mark.parametrize("lost", [NOTHING, ATTENTION, STATES])
-def test_what_is_left_still_tells(curriculum: Any, model: Any, lost: int) -> None:
-    assert changes(model, curriculum.Ways(model), lost)[-1, -1] > 1e-3
-
-
-def test_a_state_begins_anew(curriculum: Any, model: Any) -> None:
-    # Later layers' convolutions still see what the layers below made of the last three told tokens.
-    ways = curriculum.Ways(model)
-    lost, kept = (changes(model, ways, way)[0] for way in (STATES, NOTHING))
-    assert lost[TOLD:].max() < 1e-5 < 1e-2 < lost[TOLD - 5 : TOLD].min()
-    assert kept[TOLD:].min() > 1e-3
-
-
-def test_attention_sees_nothing_told(curriculum: Any, model: Any) -> None:
-    for layer in model.model.layers:
-        if hasattr(layer, "linear_attn"):  # nothing but attention looks back
-            layer.linear_attn.out_proj.weight.data.zero_()
-    ways = curriculum.Ways(model)
-    lost, kept = (changes(model, ways, way)[-1] for way in (ATTENTION, STATES))
-    assert lost[TOLD:].max() == 0 < 1e-3 < lost[3:TOLD].min()
-    assert kept[TOLD:].min() > 1e-4
 
 
 @pytest.mark.parametrize("tokenizer", ["QWEN", "MISTRAL"])

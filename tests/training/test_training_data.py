@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -26,6 +25,7 @@ from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.conversations import keeps_system, normalise, to_sample, until
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.mixture import Mixture, PlainText
+from tests.support import real_templates
 
 MODEL = Path(dialogues.__file__).parent / "models" / "tiny-qwen3-s"
 GEMMA = (
@@ -38,17 +38,7 @@ GEMMA = (
     "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-MISTRAL = (
-    "{% if messages[0]['role'] == 'system' %}{% set rule = messages[0]['content'] %}"
-    "{% set turns = messages[1:] %}{% else %}{% set turns = messages %}{% endif %}"
-    "{{ bos_token }}{% for message in turns %}"
-    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('conversation roles must alternate') }}{% endif %}"
-    "{% if message['role'] == 'user' %}{% if loop.last and rule is defined %}"
-    "{{ '[INST] ' + rule + '\n\n' + message['content'] + '[/INST]' }}"
-    "{% else %}{{ '[INST] ' + message['content'] + '[/INST]' }}{% endif %}"
-    "{% else %}{{ ' ' + message['content'] | trim + eos_token }}{% endif %}{% endfor %}"
-)
+MISTRAL = (real_templates.FOLDER / "mistral-nemo.jinja").read_text()
 SPECIALS = {
     "gemma": ["<bos>", "<start_of_turn>", "<end_of_turn>"],
     "mistral": ["<s>", "</s>", "[INST]", "[/INST]"],
@@ -330,8 +320,8 @@ RENDERED = {
         "three!<end_of_turn>",
     ),
     ("mistral", ON): (
-        "<s>[INST] Be brief.\n\none?[/INST] one!</s>[INST] two?[/INST]",
-        " <think>\nsecond trace\n</think>\n\ntwo!</s>",
+        "<s>[INST]Be brief.\n\none?[/INST]one!</s>[INST]two?[/INST]",
+        "<think>\nsecond trace\n</think>\n\ntwo!</s>",
     ),
 }  # fmt: skip
 
@@ -439,43 +429,6 @@ def test_packed_samples_hold_whole_conversations(
         behind += prefix.index(remainder) > 0
         assert "Let me see" not in prefix
     assert 10 < behind < 118, "the evaluated conversation stands anywhere"
-
-
-def chi_square(lengths: list[int], low: int, high: int, bins: int = 8) -> float:
-    counts, _ = np.histogram(lengths, np.linspace(low, high + 1, bins + 1))
-    expected = len(lengths) / bins
-    return float(((counts - expected) ** 2).sum() / expected)
-
-
-@pytest.fixture(scope="module")
-def plenty(tmp_path_factory: pytest.TempPathFactory, qwen3: Any) -> list[Any]:
-    """256 samples of data that have enough of every length, though most of them are short."""
-    rng = random.Random(1)
-    facts = [min(100, 2 + int(rng.paretovariate(0.8) * 2)) for _ in range(2400)]
-    records = [conversation(i, n, reasons=i % 4 == 0) for i, n in enumerate(facts)]
-    path = write(tmp_path_factory.mktemp("plenty") / "plenty.jsonl", records)
-    stream = Stream([path], qwen3, SMALL, seed=3, planned=256)
-    return [stream.draw(index) for index in range(256)]
-
-
-def test_lengths_are_near_uniform_and_half_reason(
-    plenty: list[Any], told: list[dict[str, Any]], qwen3: Any
-) -> None:
-    low, high = SMALL.natural
-    drawn = [len(d.sample.prefix) for d in plenty if d.kind == "natural"]
-    assert len(drawn) == 128
-    as_they_come = [
-        len(qwen3.encode(by_hand(r["messages"], len(r["messages"]) - 1)[0])) for r in told[:128]
-    ]
-    # The 0.999 quantile of chi-square with 7 degrees of freedom is 24.3.
-    assert chi_square(as_they_come, low, high) > 100, "the data must not be uniform to begin with"
-    assert chi_square(drawn, low, high) < 24.3
-    for kind in ("natural", "packed"):
-        on = [draw.reasoning for draw in plenty if draw.kind == kind]
-        assert 0.45 < sum(on) / len(on) < 0.55
-    natural = [draw for draw in plenty if draw.kind == "natural"]
-    long = [d.reasoning for d in natural if len(d.sample.prefix) > high / 2]
-    assert 0.35 < sum(long) / len(long) < 0.65
 
 
 def test_a_sample_is_a_function_of_seed_and_index(data: str, qwen3: Any, draws: list[Any]) -> None:

@@ -45,8 +45,11 @@ def tokenizer() -> Any:
     return Words()
 
 
-def write(path: Path, lengths: Iterable[int], replies: int = 1) -> str:
-    """A conversation for each number of words that its first question has."""
+def write(path: Path, lengths: Iterable[int], replies: int = 1, traced: int = 0) -> str:
+    """A conversation for each number of words that its first question has.
+
+    Every ``traced``-th one reasons.
+    """
     with path.open("w", encoding="utf-8") as file:
         for number, words in enumerate(lengths):
             text = f"#{number} " + " ".join(WORDS[(number + i) % 10] for i in range(words))
@@ -54,6 +57,8 @@ def write(path: Path, lengths: Iterable[int], replies: int = 1) -> str:
             for turn in range(replies):
                 turns += [{"role": "user", "content": text if turn == 0 else f"And {turn}?"},
                           {"role": "assistant", "content": f"Answer {number}.{turn}."}]  # fmt: skip
+                if traced and number % traced == 0:
+                    turns[-1]["reasoning_content"] = "Let me see."
             file.write(json.dumps({"messages": turns}) + "\n")
     return str(path)
 
@@ -118,6 +123,28 @@ def test_sources_keep_their_weights_and_their_records(tmp_path: Path, tokenizer:
         mine = [record for origin, record in drawn if origin == source]
         assert abs(len(mine) - 300 * weight / sum(weights)) <= 4
         check(mine, size - max(2, size // 10))
+
+
+def test_lengths_are_near_uniform_and_half_reason(tmp_path: Path, tokenizer: Any) -> None:
+    """Of data that have enough of every length, though most of them are short and untraced."""
+    rng = random.Random(1)
+    sizes = [min(540, 2 + int(rng.paretovariate(0.8) * 30)) for _ in range(2400)]
+    path = write(tmp_path / "data.jsonl", sizes, traced=4)
+    mixture = NATURAL.scaled(2048)
+    stream = Stream([path], tokenizer, mixture, 3, planned=128)
+    draws = [stream.draw(index) for index in range(128)]
+    low, high = mixture.natural
+
+    def chi_square(lengths: list[int]) -> float:
+        counts = np.histogram(lengths, np.linspace(low, high + 1, 9))[0]
+        return float(((counts - 16) ** 2 / 16).sum())
+
+    # The 0.999 quantile with 7 degrees of freedom is 24.3.
+    assert chi_square([2 * size for size in sizes[:128]]) > 100, "the data are not uniform"
+    assert chi_square([len(draw.sample.prefix) for draw in draws]) < 24.3
+    assert 0.45 < np.mean([draw.reasoning for draw in draws]) < 0.55
+    long = [draw.reasoning for draw in draws if len(draw.sample.prefix) > high / 2]
+    assert 0.35 < np.mean(long) < 0.65
 
 
 @pytest.mark.parametrize("planned", [10_000, 250_000])

@@ -38,14 +38,6 @@ def run_native(models: Models, task_folder: Path) -> Callable[..., dict]:
     return run
 
 
-def responses(found: dict[str, Any], task: str) -> list[list[Any]]:
-    """Each item's responses: ours, or those lm-eval logged for the reference."""
-    if "tasks" in found:
-        return [item["responses"] for item in found["tasks"][task]["items"]]
-    return [[one for request in sample["resps"] for one in request]
-            for sample in found["samples"][task]]  # fmt: skip
-
-
 SESSION = [{"role": "user", "content": "I moved to Bern.", "has_answer": True},
            {"role": "assistant", "content": "Noted."}]  # fmt: skip
 LONGMEMEVAL = [

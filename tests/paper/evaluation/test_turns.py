@@ -159,7 +159,7 @@ def plain_f1(answer: str, references: Sequence[str]) -> float:
 
 def test_coqas_score_by_plain_loops() -> None:
     texts = ["Paris", "in the Paris", "in Paris, in France", "", "No!", "the", "red red blue"]
-    for answer, count in itertools.product(texts, (1, 2, 4)):
+    for answer, count in itertools.product(texts, (1, 2, 3)):
         for references in itertools.permutations(texts, count):
             wanted = pytest.approx(plain_f1(answer, references))
             assert scoring.one_left_out(answer, references) == wanted

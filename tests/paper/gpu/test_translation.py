@@ -1,33 +1,22 @@
-"""Whole prefixes translated at once in PyTorch: against plain loops, and against MLX."""
+"""Whole prefixes translated at once in PyTorch: against plain loops, and against transformers."""
 
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support import tiny
-
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from kvlingo_mlx.backend import mx  # noqa: E402
 
 from benchmarks.paper.gpu.switch import FORMS, MapForm, Scene, forms_between, translators  # noqa: E402
 from benchmarks.paper.gpu.translation import METHODS, CacheMemory, PrefixTranslation  # noqa: E402
-from kvlingo_mlx import caches  # noqa: E402
-from kvlingo_mlx.cuda import model as torch_model  # noqa: E402
 from kvlingo_mlx.cuda.model import TorchModel  # noqa: E402
 from kvlingo_mlx.format.assignment import by_depth  # noqa: E402
 from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
-from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
 from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
-from kvlingo_mlx.loading.models import load  # noqa: E402
-from kvlingo_mlx.models.states import KVStates  # noqa: E402
-from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
-from kvlingo_mlx.translators import build  # noqa: E402
 from tests.support.gpu_scenes import ends_of, made, read  # noqa: E402
 
 # Triton's interpreter runs kernels on a CPU where TRITON_INTERPRET=1 is set, slowly.
@@ -42,10 +31,6 @@ PAIRS = (
     "tiny-gemma-l:tiny-gemma-s",
     "tiny-s:tiny-moe",
 )
-FORMS_OF_DEVICE = [  # capture point, whether heads mix, source layers that a target layer reads
-    ("pre_norm", True, 1), ("pre_norm", False, 3), ("post_norm", True, 3), ("post_rope", True, 1),
-    ("post_rope", False, 3),
-]  # fmt: skip
 
 
 def loops(
@@ -121,45 +106,6 @@ def test_translations_equal_a_loop(pair: str, nu: int) -> None:
                     assert np.linalg.norm(ours[:, :end] - exact) < 2e-6 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize(("capture", "mixing", "nu"), FORMS_OF_DEVICE)
-@pytest.mark.parametrize("target", ["qwen3", "llama"])
-def test_equals_the_device(
-    tmp_path: Path, target: str, capture: str, mixing: bool, nu: int
-) -> None:
-    """A later span, by the package's own MLX path."""
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
-    more: dict[str, Any] = {"rope_scaling": scaling} if target == "llama" else {}
-    folders = [
-        tiny.write_tiny_model(tmp_path / "s", "qwen3", seed=0, layers=3, kv_heads=2, head_dim=32),
-        tiny.write_tiny_model(
-            tmp_path / "t", target, seed=1, layers=5, kv_heads=4, head_dim=16, **more
-        ),
-    ]
-    here = [torch_model.load(str(folder), dtype=torch.float32) for folder in folders]
-    there = [load(folder) for folder in folders]
-    config = make_config(*here, TrainingPlan(nu=nu, capture=capture, head_mixing=mixing))
-    rng = np.random.default_rng(0)
-    arrays = {
-        n: (rng.normal(size=s) / math.sqrt(s[-1])).astype(np.float32)
-        for n, s in expected_shapes(config, ()).items()
-    }
-    states = rng.normal(size=(2, 3, 29, 64)).astype(np.float32)
-    cache = caches.empty(there[1])
-    for start, end in ((0, 9), (9, 29)):
-        sides = (tuple(mx.array(layer[None, start:end]) for layer in side) for side in states)
-        kv = KVStates(*sides, capture, start)
-        caches.append(cache, build(config, Weights("float32", arrays))(kv), there[1])
-    tensors = {name: torch.tensor(array) for name, array in arrays.items()}
-    memory = CacheMemory.allocate(here[1], 20, torch.float32)
-    fast = PrefixTranslation.build(config, tensors, here[1], 29)
-    fast(list(torch.tensor(states[:, :, 9:])), memory, 9)
-    for layer, (_, room) in zip(cache, memory.rooms(), strict=True):
-        for ours, theirs in zip(room, (layer.keys, layer.values), strict=True):
-            wanted = np.array(theirs)[0, :, 9:29]
-            assert np.linalg.norm(ours[0, :, :20].numpy() - wanted) < 2e-6 * np.linalg.norm(wanted)
-
-
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_model_goes_on_from_its_own_translated_states(name: str) -> None:
     """The identity of a model's own states is its own cache: a step's logits are those of a whole
@@ -207,14 +153,3 @@ def test_the_kernel_equals_plain_pytorch(
             scene = Scene.of(source, target, tokens)
             most = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
             assert scene.error(FORMS[form], both, "fused") < most
-
-
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_the_kernels_pipeline_fits_in_shared_memory(itemsize: int) -> None:
-    """For heads of 128 numbers, on Hopper: as Triton compiles it for compute capability 9.0."""
-    pytest.importorskip("triton")
-    from benchmarks.paper.gpu import kernels
-
-    for tile in (kernels.MIXING, kernels.HEAD_WISE):
-        inputs = tile.inputs * 2 // itemsize
-        assert tile.stages * (tile.tokens + 128) * inputs * itemsize <= 227 * 1024

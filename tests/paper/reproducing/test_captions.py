@@ -100,20 +100,14 @@ def test_an_entry_asks_what_its_caption_says(label: str) -> None:
 @pytest.mark.parametrize(
     ("label", "changes", "noticed"),
     [
-        ("tab:xdepth", {"how": {}}, {"ruler"}),
         ("tab:gemma4", {"how": {}}, {"ruler", "on"}),
         ("tab:xtok", {"how": {}}, {"longmemeval", "tokens", "rubric"}),
-        ("fig:xtok_pair", {"how": {}}, {"longmemeval", "tokens", "rubric"}),
-        ("tab:qwen3sl", {"how": {}}, {"rubric"}),
-        ("app:tab:moe", {"how": {}}, {"rubric"}),
-        ("tab:pre_vs_post_rope", {"how": {}}, {"on"}),
         ("tab:splitjoint", {"how": {}}, {"shots"}),
         ("tab:droidspeak_sweep", {"how": {}}, {"arc_challenge", "mmlu_pro"}),
         ("fig:xdepth_all_1", {"by": {}}, {"seeds"}),
         ("app:fig:moe", {"means": {}}, {"means"}),
         ("fig:gemma-4", {"what": ("mmlu_pro", "ruler")}, {"mean", "ruler"}),
         ("app:fig:reasoningboost", {"modes": ("off",)}, {"modes"}),
-        ("fig:suite_off", {"seeds": (42,)}, {"seeds"}),
     ],
 )
 def test_what_asks_otherwise_is_noticed(

@@ -307,30 +307,6 @@ def test_costs_by_hand(models: Models, translator: Translator) -> None:
     assert work.flops == 10 * translator.flops_per_token
 
 
-def test_reading_a_prompt_ends_with_the_last_keys_and_values(models: Models) -> None:
-    """By hand: of the last layer all but two projections is left out, and the head."""
-    for name in ("dense", "moe"):
-        costs, config = Costs(models[name]), models[name].config
-        whole, read = costs.tokens(5, touched=0.5), costs.reading(5, touched=0.5)
-        layer = models[name].model.layers[-1]
-        unused = [layer.self_attn.q_proj, layer.self_attn.o_proj]
-        if name == "dense":
-            unused += [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
-            flops, weights = 0.0, 0.0
-        else:
-            active, experts = config["num_experts_per_tok"], config["num_experts"]
-            switch = [getattr(layer.mlp.switch_mlp, f"{n}_proj") for n in ("gate", "up", "down")]
-            flops = sum(2 * active * m.weight.size / experts for m in switch)
-            weights = 0.5 * sum(m.weight.nbytes for m in switch)
-            unused.append(layer.mlp.gate)
-        flops += sum(2 * m.weight.size for m in unused)
-        weights += sum(m.weight.nbytes for m in unused)
-        head = config["vocab_size"] * config["hidden_size"]
-        seen = 4 * config["num_attention_heads"] * 32 * (1 + 2 + 3 + 4 + 5)
-        assert whole.flops - read.flops == pytest.approx(5 * flops + seen + 2 * head)
-        assert whole.bytes - read.bytes == pytest.approx(weights + 4 * head)
-
-
 def test_windows_take_no_work_beyond_them(tmp_path: Path) -> None:
     """By the caches themselves: a step reads what a ring holds, a translation writes no more."""
     options: dict[str, Any] = {"seed": 3, "layers": 5, "kv_heads": 2, "head_dim": 32}

@@ -31,18 +31,18 @@ def test_two_processes_train_what_one_does(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(ROOT)
     commands, listen = [], jobs._listen
     monkeypatch.setattr(jobs, "_listen", lambda c, heard: (commands.append(c), listen(c, heard)))
-    few = {"batch": 2, "validate_every": 1, "fit_samples": 4, "held_out": 2}
-    size, heard = replace(TINY, steps=1, training=few, max_prefix=64, answer=16), list[str]()
+    few = {"batch": 3, "validate_every": 1, "fit_samples": 4, "held_out": 3}
+    size, heard = replace(TINY, steps=2, training=few, max_prefix=64, answer=16), list[str]()
     made = []
     for processes in (1, 2):
         room, models = tmp_path / str(processes), Models(None, True, tmp_path)
         work = Work(room, models, size, device="cpu", processes=processes)
         work = replace(work, heard=Heard(progress=heard.append))
         folder = trained(work, SMALL, Wanted(*SMALL, "mixing", 42))
-        assert read_log(log_of(folder))[-1]["step"] == 1
+        assert read_log(log_of(folder))[-1]["step"] == 2
         made.append(translator_folder.read(folder)[1].arrays)
     assert ["--nproc-per-node=2" in command for command in commands] == [True]
-    assert heard.count("tiny-qwen3-s--tiny-qwen3-l--mixing--42: stage2") == 2
+    assert heard.count("tiny-qwen3-s--tiny-qwen3-l--mixing--42: stage2") == 4
     for name, array in made[0].items():
         np.testing.assert_allclose(made[1][name], array, atol=1e-5 * np.abs(array).max())
 

@@ -129,20 +129,10 @@ def disk_errors(what: str, folder: Path) -> Iterator[None]:
 
 
 def check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse (ValueError) to resume with other settings; the message names those that differ.
-
-    A setting with several parts differs where the parts that both have do, or where there are none:
-    what identifies a model's weights depends on the runtime, its files do not.
-    """
+    """Refuse (ValueError) to resume with other settings; the message names those that differ."""
     current = json.loads(json.dumps(dict(settings)))
 
-    def same(ours: Any, theirs: Any) -> bool:
-        if isinstance(ours, dict) and isinstance(theirs, dict):
-            both = ours.keys() & theirs.keys()
-            return bool(both) and all(ours[part] == theirs[part] for part in both)
-        return ours == theirs
-
-    changed = [n for n in sorted({*kept, *current}) if not same(kept.get(n), current.get(n))]
+    changed = [n for n in sorted({*kept, *current}) if kept.get(n) != current.get(n)]
     if changed:
         listed = "; ".join(f"{n} was {kept.get(n)!r}, is {current.get(n)!r}" for n in changed)
         raise ValueError(

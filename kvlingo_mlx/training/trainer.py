@@ -14,7 +14,6 @@ import numpy as np
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.assignment import Assignment, narrow_groups
-from kvlingo_mlx.format.fingerprints import files_fingerprint
 from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
@@ -208,23 +207,16 @@ class Trainer:
         for role, spec in (("source", config.source), ("target", config.target)):
             model: Model = getattr(self, role)
             own = {"name": spec.name, **spec.fingerprint, "precision": model.precision}
-            # Known by the weights within a runtime, and by the files in both.
-            weights = {self.pair.runtime: model.weights_fingerprint}
-            if model.path is not None:
-                weights["files"] = files_fingerprint(model.path)
-            facts: dict[str, Any] = {**own, "weights": weights}
+            facts: dict[str, Any] = {**own, "weights": model.weights_fingerprint}
             found |= {f"{role}'s {fact}": value for fact, value in facts.items()}
         return found
 
     def _identity(self, config: TranslatorConfig) -> str:
         """The sha256 of all that the result depends on; its provenance keeps it as ``run``.
 
-        It is the same on both runtimes where the models' files are known.
+        It is the same on both runtimes.
         """
         facts = {**self._settings(config), **dataclasses.asdict(self.plan.recipe)}
-        for name, value in facts.items():
-            if isinstance(value, dict) and "files" in value:
-                facts[name] = value["files"]
         return hashlib.sha256(canonical_json(facts).encode()).hexdigest()
 
     def _is_ours(self, config: TranslatorConfig) -> bool:

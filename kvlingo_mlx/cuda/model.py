@@ -27,9 +27,6 @@ from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
 from kvlingo_mlx.loading.hub import MODEL_FILES, SMALL_FILES, resolve
 
-# Required in a config.json; transformers would fill in its own defaults.
-NEEDED = ("model_type", "rms_norm_eps", "vocab_size", "max_position_embeddings")
-
 
 @dataclass(frozen=True)
 class States:
@@ -58,7 +55,7 @@ class TorchModel:
 
     model: Any
     tokenizer: Any
-    config: dict[str, Any]  # the text model's, as mlx-lm reads it
+    config: dict[str, Any]  # the text model's
     name: str
     revision: str | None = None
     path: Path | None = None
@@ -74,12 +71,12 @@ class TorchModel:
 
     @cached_property
     def geometry(self) -> CacheGeometry:
-        return self.family.geometry(self.model, self.config)
+        return self.family.geometry(self.model)
 
     @property
     def context_length(self) -> int:
         """The most tokens that the model was made for."""
-        return self.config["max_position_embeddings"]
+        return self.family.text(self.model).config.max_position_embeddings
 
     @property
     def device(self) -> torch.device:
@@ -261,7 +258,7 @@ def _steps(origin: str, goal: str) -> tuple[str, ...]:
 
 
 def read_config(path_or_hf_repo: str) -> tuple[dict[str, Any], Any]:
-    """A text model's config, as mlx-lm reads it, and its tokenizer; named as for :func:`load`.
+    """A text model's config and its tokenizer; named as for :func:`load`.
 
     Raises:
         MissingModelError: There is no such model, or its config or tokenizer is damaged.
@@ -279,9 +276,10 @@ def _read_config(name: str, path: Path) -> tuple[dict[str, Any], Any]:
                 f"{name} has {config['quantization']['bits']}-bit weights of mlx-lm, which PyTorch "
                 "cannot read; use --device mlx, or give the model that it was made from"
             )
-        if "model_type" in config:
-            config = {**family_of(config["model_type"]).facts(config)}
-        lacking = [name for name in NEEDED if name not in config]
+        config = config | config.get("text_config", {})
+        kind = config.get("model_type")
+        needed = () if kind is None else family_of(kind).needed
+        lacking = [name for name in ("model_type", *needed) if name not in config]
         if lacking:
             raise MissingModelError(
                 f"{name} has no {', '.join(lacking)} in its config.json; download the model again"

@@ -51,7 +51,8 @@ def _facts(place: str, name: str) -> tuple[int, Any]:
     from kvlingo_mlx.cuda.model import read_config
 
     config, tokenizer = read_config(name)
-    return config["max_position_embeddings"], tokenizer
+    # A Gemma may leave it to transformers.
+    return config.get("max_position_embeddings", 131_072), tokenizer
 
 
 def prefix_histogram(stream: Stream, count: int = 240, bins: int = 12) -> list[Bin]:

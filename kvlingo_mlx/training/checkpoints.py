@@ -33,8 +33,15 @@ class Checkpoint:
     settings: Mapping[str, Any]
 
     def write(self, what: str, tensors: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
-        """Replace the state, as :func:`write_state` does."""
-        write_state(self.path, what, tensors, {**facts, "settings": dict(self.settings)})
+        """Replace the state, tensors and JSON facts, atomically.
+
+        Raises:
+            KVLingoError: The file could not be written; the old one is still there. The message
+                names its content, ``what``.
+        """
+        known = {**facts, "settings": dict(self.settings)}
+        with _replaced(self.path, what) as temporary:
+            save_file(dict(tensors), temporary, {"facts": json.dumps(known)})
 
     def facts(self) -> dict[str, Any] | None:
         """The facts of the state; None if there is none.
@@ -44,7 +51,13 @@ class Checkpoint:
         """
         if not self.path.exists():
             return None
-        facts = read_facts(self.path)
+        try:
+            with safe_open(self.path, framework="np") as file:
+                facts: dict[str, Any] = json.loads((file.metadata() or {})["facts"])
+        except (SafetensorError, KeyError, ValueError):
+            raise ValueError(
+                f"{self.path} is damaged, or of another version; remove it to start this stage anew"
+            ) from None
         check_settings(self.path.parent, facts["settings"], self.settings)
         return facts
 
@@ -52,34 +65,6 @@ class Checkpoint:
         """Tensors and facts, if there are any; raises as :meth:`facts` does."""
         facts = self.facts()
         return None if facts is None else (load_file(self.path), facts)
-
-
-def write_state(
-    path: Path, what: str, tensors: Mapping[str, np.ndarray], facts: Mapping[str, Any]
-) -> None:
-    """Replace a file of tensors and JSON facts atomically.
-
-    Raises:
-        KVLingoError: The file could not be written; the old one is still there. The message names
-            its content, ``what``.
-    """
-    with _replaced(path, what) as temporary:
-        save_file(dict(tensors), temporary, {"facts": json.dumps(facts)})
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """The facts in a file that :func:`write_state` wrote.
-
-    Raises:
-        ValueError: The file is damaged, or :func:`write_state` did not write it.
-    """
-    try:
-        with safe_open(path, framework="np") as file:
-            return json.loads((file.metadata() or {})["facts"])
-    except (SafetensorError, KeyError, ValueError):
-        raise ValueError(
-            f"{path} is damaged, or of another version; remove it to start this stage anew"
-        ) from None
 
 
 def log_of(folder: Path) -> Path:
@@ -93,7 +78,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def write_json(path: Path, what: str, values: Iterable[Mapping[str, Any]]) -> None:
-    """Replace a file of JSON lines atomically; raises as :func:`write_state` does."""
+    """Replace a file of JSON lines atomically; raises as :meth:`Checkpoint.write` does."""
     lines = [json.dumps(plain(dict(line))) for line in values]
     with _replaced(path, what) as temporary:
         temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

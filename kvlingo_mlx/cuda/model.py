@@ -25,7 +25,7 @@ from kvlingo_mlx.format import fingerprints
 from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
-from kvlingo_mlx.loading.hub import MODEL_FILES, SMALL_FILES, resolve
+from kvlingo_mlx.loading.hub import MODEL_FILES, resolve
 
 
 @dataclass(frozen=True)
@@ -257,18 +257,13 @@ def _steps(origin: str, goal: str) -> tuple[str, ...]:
     return POINTS[POINTS.index(first) : POINTS.index(last)]
 
 
-def read_config(path_or_hf_repo: str) -> tuple[dict[str, Any], Any]:
-    """A text model's config and its tokenizer; named as for :func:`load`.
+def read_config(name: str, path: Path) -> tuple[dict[str, Any], Any]:
+    """A text model's config and its tokenizer, of a folder that messages call ``name``.
 
     Raises:
-        MissingModelError: There is no such model, or its config or tokenizer is damaged.
+        MissingModelError: The config or the tokenizer is damaged.
         UnsupportedModelError: Its family cannot be trained.
     """
-    path, _ = resolve(path_or_hf_repo, None, SMALL_FILES, MissingModelError)
-    return _read_config(path_or_hf_repo, path)
-
-
-def _read_config(name: str, path: Path) -> tuple[dict[str, Any], Any]:
     with _damage(name):
         config, _ = PretrainedConfig.get_config_dict(path)
         if "bits" in (config.get("quantization") or {}):
@@ -299,7 +294,7 @@ def load(
         UnsupportedModelError: Its family cannot be trained, or mlx-lm runs it differently.
     """
     path, commit = resolve(path_or_hf_repo, None, MODEL_FILES, MissingModelError)
-    config, tokenizer = _read_config(path_or_hf_repo, path)
+    config, tokenizer = read_config(path_or_hf_repo, path)
     with _damage(path_or_hf_repo):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,

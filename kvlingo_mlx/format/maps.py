@@ -43,12 +43,6 @@ class StateMap:
         """The beginning of its tensors' names, for example ``states.0``."""
         return f"{STATES}.{self.layer}"
 
-    @property
-    def flops(self) -> int:
-        """The floating-point operations of one application: L S, and that times R."""
-        (heads, rows, given), (_, keys, columns) = self.shapes["left"], self.shapes["right"]
-        return 2 * heads * rows * keys * (given // len(self.reads) + columns)
-
 
 def maps_states(config: TranslatorConfig, t: int) -> bool:
     """Whether the state of target layer ``t`` is mapped, and not made of mapped inputs."""

@@ -254,12 +254,6 @@ class CacheGeometry:
         """The first of ``num_tokens`` positions on which each cache layer still depends."""
         return [max(0, num_tokens - (g.reach or num_tokens)) for g in self.layers]
 
-    def bytes_per_token(self, itemsize: int) -> int:
-        """The bytes of one token in a cache whose numbers have ``itemsize`` bytes each."""
-        kept = (layer for layer in self.layers if layer.recurrence is None)
-        widths = (layer.key_width + layer.value_width for layer in kept)
-        return itemsize * sum(widths)
-
 
 def canonical_json(value: Any) -> str:
     """JSON with sorted keys and no spaces: equal facts give equal bytes."""

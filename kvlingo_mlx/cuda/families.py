@@ -95,10 +95,6 @@ class TorchFamily:
         norm = getattr(attention, "k_norm", None)
         return heads if norm is None else norm(heads)
 
-    def key_norm(self, attention: Any) -> tuple[torch.Tensor, float]:
-        """What a key is multiplied by after it was divided by its root mean square, and epsilon."""
-        return attention.k_norm.weight, attention.k_norm.variance_epsilon
-
     def rotate(
         self, model: Any, attention: Any, heads: torch.Tensor, start: Positions
     ) -> torch.Tensor:
@@ -164,10 +160,6 @@ class TorchGemma3(TorchFamily):
         scale = self.text(model).embed_tokens.embed_scale
         scale.copy_(scale.bfloat16())
 
-    def key_norm(self, attention: Any) -> tuple[torch.Tensor, float]:
-        """Gemma's norms store what is added to one."""
-        return 1 + attention.k_norm.weight.float(), attention.k_norm.eps
-
     def window(self, attention: Any) -> int | None:
         return attention.sliding_window
 
@@ -175,7 +167,7 @@ class TorchGemma3(TorchFamily):
 class TorchGemma4(TorchGemma3):
     """Gemma-4: normed values, wider heads in global layers, last layers that share a cache."""
 
-    align, key_norm = TorchFamily.align, TorchFamily.key_norm
+    align = TorchFamily.align
 
     def attentions(self, model: Any) -> list[Any]:
         """Later layers share a cache, and are left out."""

@@ -123,20 +123,19 @@ def postponed() -> Iterator[Interruption]:
     """
     received = Interruption()
     main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in SIGNALS if main}
+    before = {number: signal.getsignal(number) for number in SIGNALS if main}
+    handlers = {n: each for n, each in before.items() if each not in (signal.SIG_IGN, None)}
 
     def restore() -> None:
         for number, handler in handlers.items():
-            if handler not in (signal.SIG_IGN, None):
-                signal.signal(number, handler)
+            signal.signal(number, handler)
 
     def note(number: int, frame: object) -> None:
         received.signal = number
         restore()
 
-    for number, handler in handlers.items():
-        if handler not in (signal.SIG_IGN, None):
-            signal.signal(number, note)
+    for number in handlers:
+        signal.signal(number, note)
     try:
         yield received
     finally:

@@ -14,7 +14,7 @@ from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.entries import BY_LABEL, GEMMA3, LARGE, SMALL
 from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.embedded import dialogues
-from kvlingo_mlx.evaluation import conditions, lineup, probes
+from kvlingo_mlx.evaluation import lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate, found, outcome
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.journal import Journal
@@ -66,7 +66,7 @@ def task(models: Models) -> probes.Task:
 def test_each_seed_is_scored_once_and_kept(
     models: Models, task: probes.Task, tmp_path: Path
 ) -> None:
-    """From a real run: each seed's table is what it has alone; a journal of averages is redone."""
+    """From a real run: each seed's table is what it has alone."""
     model, path = models["dense"], tmp_path / "scores.jsonl"
     maps = [kv.fit(model, model, [Sample(tuple(tiny.random_tokens(90 + i)), ())]) for i in range(3)]
     three = lineup.translated("three", model, model, maps)
@@ -92,20 +92,6 @@ def test_each_seed_is_scored_once_and_kept(
     assert "seeds" not in record["items"][task.name]["native"][0]
     again = outcome(task, evaluate(model, [task], line, Journal(path))[task.name])
     assert repr((again.seeds, again.tables)) == repr((whole.seeds, whole.tables))
-    # A journal that knows the averages alone.
-    entries = [json.loads(text) for text in path.read_text().splitlines()]
-    for entry in entries:
-        entry.pop("seeds", None)
-    old = tmp_path / "old.jsonl"
-    old.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    calls: list[int] = []
-
-    def counted(make: conditions.CacheMaker) -> conditions.CacheMaker:
-        return lambda tokens: (calls.append(1), make(tokens))[1]
-
-    line[1] = lineup.Condition("three", tuple(map(counted, three.makers)), three.identity)
-    redone = outcome(task, evaluate(model, [task], line, Journal(old))[task.name])
-    assert len(calls) == 3 * len(task.items) and repr(redone.seeds) == repr(whole.seeds)
 
 
 def test_eval_shows_both(

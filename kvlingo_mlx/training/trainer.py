@@ -17,6 +17,7 @@ from kvlingo_mlx.format.assignment import Assignment, narrow_groups
 from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.format.typed import read
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.stage1.closed_form import METHODS, shortage
 from kvlingo_mlx.stage1.norms import norm_named
@@ -252,7 +253,7 @@ class Trainer:
         state = self.group.firsts(kept.read)
         assert state is not None, "it was written, or was there"
         arrays, facts = state
-        config = dataclasses.replace(config, assignment=Assignment.from_json(facts["assignment"]))
+        config = dataclasses.replace(config, assignment=read(Assignment, facts["assignment"]))
         return config, arrays, facts["provenance"]
 
     def _stage1(self, config: TranslatorConfig, held_out: Sequence[Sample]) -> Start:

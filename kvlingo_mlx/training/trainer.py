@@ -145,7 +145,7 @@ class Trainer:
             arrays = {n: a for n, a in arrays.items() if "/" not in n}  # no coordinates
             self._write(config, arrays, told, held_out)
             if best is not None:
-                write_json(self.log, "the log", curve)
+                write_json(log_of(self.out), "the log", curve)
             shutil.rmtree(self.partial)
         self.group.wait()
         return self.out
@@ -180,11 +180,6 @@ class Trainer:
     def partial(self) -> Path:
         """The folder of unfinished work."""
         return self.out.with_name(f"{self.out.name}.partial")
-
-    @property
-    def log(self) -> Path:
-        """The log of a finished stage 2: JSON lines with the held-out KL and more."""
-        return log_of(self.out)
 
     def _held_out(self) -> list[Sample]:
         held_out = list(self.data.held_out(self.plan.held_out))

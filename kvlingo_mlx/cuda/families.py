@@ -255,20 +255,9 @@ FAMILIES: dict[str, TorchFamily] = {
 # Families of models that transformers does not know: importing their file adds them to the table.
 ELSEWHERE = {"converted_mla": "benchmarks.paper.converted_mla.on_torch"}
 
-# They keep recurrent states: a cache that PyTorch's path here cannot make.
-HYBRIDS = (
-    *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
-    *("granitemoehybrid", "nemotron_h", "lfm2", "lfm2_moe"),
-)
-
 
 def family_of(model_type: str) -> TorchFamily:
     """The adapter of a model type; without one UnsupportedModelError, which says what there is."""
-    if model_type.removesuffix("_text") in HYBRIDS:
-        raise UnsupportedModelError(
-            f"model_type {model_type!r} keeps recurrent states, through which only MLX trains "
-            "here: --device mlx"
-        )
     if model_type not in FAMILIES:
         instead = f"--device mlx, or one of {', '.join(sorted(FAMILIES))}"
         if model_type in ELSEWHERE:

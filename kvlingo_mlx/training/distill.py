@@ -70,13 +70,6 @@ class Best:
     tensors: Mapping[str, np.ndarray]
 
 
-def start_runs(
-    pair: Pair, config: TranslatorConfig, arrays: Mapping[str, np.ndarray], rates: Sequence[float]
-) -> list[Run]:
-    """A run for each learning rate, all from the same tensors."""
-    return [Run(rate, pair.trainable(config, arrays)) for rate in rates]
-
-
 @dataclass(frozen=True)
 class Report:
     """The progress of a training, for a progress bar and the log.

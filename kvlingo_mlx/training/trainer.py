@@ -325,7 +325,7 @@ class Trainer:
     ) -> distill.Distillation:
         """The distillation of a stage that trains a translator at each of some rates."""
         config, arrays, _ = start
-        runs = distill.start_runs(self.pair, config, arrays, rates)
+        runs = [distill.Run(rate, self.pair.trainable(config, arrays)) for rate in rates]
         kept = self.checkpoint(stage, config, recipe)
         return distill.Distillation(
             self.pair, runs, self.data, held_out, recipe, kept, self.group, self.keep_every,

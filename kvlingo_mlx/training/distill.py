@@ -41,9 +41,11 @@ class DivergedError(KVLingoError):
 
 
 class Samples(Protocol):
-    """A source of samples, each a function of its index alone."""
+    """A training stream (``data.Stream``): samples, each a function of its index, and others."""
 
     def sample(self, index: int) -> Sample: ...
+
+    def held_out(self, count: int = 64) -> Sequence[Sample]: ...
 
 
 @dataclass

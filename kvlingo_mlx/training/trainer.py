@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,13 +31,6 @@ from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Model, Pair, Readings, pair_of
 from kvlingo_mlx.version import __version__
 
-
-class Data(distill.Samples, Protocol):
-    """A training stream (``data.Stream``): numbered samples, and held-out ones."""
-
-    def held_out(self, count: int = 64) -> Sequence[Sample]: ...
-
-
 SHORT = 16  # tokens of a continuation that serves to see whether there is a gradient
 Progress = Callable[[str, distill.Report], None]
 Start = tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]  # with its provenance
@@ -53,7 +46,7 @@ class Trainer:
 
     source: Model
     target: Model
-    data: Data
+    data: distill.Samples
     plan: TrainingPlan
     out: Path
     group: Group = field(default_factory=Group)

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.between import prefill_between
 from kvlingo_mlx.evaluation.conditions import prefill_layers
-from kvlingo_mlx.models.capture import tap
+from kvlingo_mlx.fitting.attention import heard
 from kvlingo_mlx.models.language_model import LanguageModel
 
 Work = Callable[[], list[Any]]
@@ -65,24 +65,19 @@ def attention(
     The largest over layers and heads, the mean over these tokens. The cache holds the ``start``
     tokens before.
     """
-    family, readers = source.family, source.family.readers(source.model)
-    modules = [family.query_projection(a) for group in readers for a in group]
-    with tap(modules, nested=True) as recorder:
+    count, most = len(tokens), [mx.zeros((len(tokens), start))]
+
+    def listener(layer: int, queries: Any, keys: Any, scale: float, *others: Any) -> None:
+        seen = mx.arange(start + count) <= mx.arange(start, start + count)[:, None]
+        own, held = queries[0].astype(mx.float32), keys[0].astype(mx.float32)  # (H, start + M, D)
+        scores = own.reshape(held.shape[0], -1, own.shape[-1]) @ held.swapaxes(-1, -2) * scale
+        scores = scores.reshape(len(own), count, -1)
+        weights = mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1)
+        most[0] = mx.maximum(most[0], weights[..., :start].max(axis=0))
+
+    with heard(source, listener):
         source.model(mx.array(tokens)[None], cache=list(cache))
-        projected = iter(recorder.take())
-    most = mx.zeros((len(tokens), start))
-    for layer, group in zip(cache, readers, strict=True):
-        keys = layer.keys_and_values()[0][0].astype(mx.float32)  # (H, start + M, D)
-        own = mx.arange(len(tokens))[:, None] + start
-        seen = mx.arange(keys.shape[1]) <= own
-        for module in group:
-            queries = family.queries(module, next(projected), start)[0].astype(mx.float32)
-            heads, count, dim = queries.shape
-            scores = queries.reshape(keys.shape[0], -1, dim) @ keys.swapaxes(-1, -2)
-            scores = (scores * family.scale(module)).reshape(heads, count, -1)
-            weights = mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1)
-            most = mx.maximum(most, weights[..., :start].max(axis=0))
-    return np.array(most[-last:].mean(axis=0))
+    return np.array(most[0][-last:].mean(axis=0))
 
 
 def written(source: LanguageModel, cache: Sequence[Any], tokens: Sequence[int]) -> list[int]:

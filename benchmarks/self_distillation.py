@@ -41,7 +41,7 @@ from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.distill import Distillation, start_runs
+from kvlingo_mlx.training.distill import Distillation, Run
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.translators import build
 
@@ -99,7 +99,7 @@ def run_seed(
     readings: dict[Sample, TorchReading] = {}
     kept = stream.held_out(args.validation)
     trainings = {}
-    starts = {norm: start_runs(TorchPair(*twins), config, fits[norm], (0.0,)) for norm in NORMS}
+    starts = {n: [Run(0.0, TorchPair(*twins).trainable(config, fits[n]))] for n in NORMS}
     probe = {n: lockstep(twins, starts[n], stream, kept, Recipe(), readings) for n in NORMS}
     for norm in NORMS:
         probe[norm].validate()
@@ -112,7 +112,7 @@ def run_seed(
         recipe = Recipe(
             steps=args.steps, batch=args.batch, learning_rates=(rate,), objective=objective
         )
-        runs = start_runs(TorchPair(*twins), config, fits[norm or better], (rate,))
+        runs = [Run(rate, TorchPair(*twins).trainable(config, fits[norm or better]))]
         trainings[name] = lockstep(twins, runs, stream, kept, recipe, readings)
     curves = {name: [start_kl[norm or better]] for name, norm, _ in TRAINED if name in trainings}
     started = time.perf_counter()

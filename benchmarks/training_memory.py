@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks.paper is not in
 from benchmarks.paper.timing.geometries import make, unmade_model
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.reporting import measure
+from kvlingo_mlx.timing.random_maps import random_maps
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.initial import drawn
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.on_mlx import gradients
 from kvlingo_mlx.training.on_mlx.memory import needs
@@ -50,7 +50,7 @@ def step(pair: MLXPair, prefix: int, continuation: int) -> dict[str, int]:
     config = make_config(pair.source, pair.target, TrainingPlan())
     tokens = np.random.default_rng(0).integers(0, 1000, prefix + continuation).tolist()
     sample = Sample(tuple(tokens[:prefix]), tuple(tokens[prefix:]))
-    made = [pair.trainable(config, drawn(config)) for _ in range(RATES)]
+    made = [pair.trainable(config, random_maps(config)) for _ in range(RATES)]
     goal = objective_named("kl")
     for each in made:  # the optimizer's state is there from the first step on
         each.gather(Group())

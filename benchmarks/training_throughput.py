@@ -33,7 +33,7 @@ from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.distill import Distillation, start_runs
+from kvlingo_mlx.training.distill import Distillation, Run
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Model, Pair, pair_of
 
@@ -86,7 +86,7 @@ def start(pair: Pair, sample: Sample, nu: int) -> Distillation:
         shape = (m.outputs, m.inputs)
         arrays[f"{m.name}.weight"] = rng.normal(size=shape).astype(np.float32) / m.inputs**0.5
         arrays[f"{m.name}.bias"] = np.zeros(m.outputs, np.float32)
-    runs = start_runs(pair, config, arrays, (1e-4,))
+    runs = [Run(1e-4, pair.trainable(config, arrays))]
     return Distillation(pair, runs, OneSample(sample), [], Recipe(batch=1))
 
 

@@ -20,6 +20,7 @@ from kvlingo_mlx.backend import mx
 from translation_cost import alternated, model_of_shape, random_translator
 
 from kvlingo_mlx import caches
+from kvlingo_mlx.format.maps import flops_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.reporting import measure
@@ -62,9 +63,10 @@ def run(tokens: int, layers: int, nu: int, step: int, trials: int) -> dict[str, 
     found = alternated(actions, trials)
     every_s = measure.median(found["samples_s"]["every token"])
     kept = [tokens - first for first in target.geometry.first_kept(tokens)]
+    flops = flops_of((name, part.size) for name, part in translator.tensors())
     return {
         **found,
-        "gflops": translator.flops_per_token * tokens / every_s / 1e9,
+        "gflops": flops * tokens / every_s / 1e9,
         "tokens_kept": sum(kept) / (tokens * layers),
     }
 

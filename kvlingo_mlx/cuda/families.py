@@ -1,8 +1,9 @@
 """What training needs to know about a model family in transformers, and the families there are.
 
 :class:`TorchFamily` describes the common attention block: ``k_proj`` and ``v_proj``, an optional
-per-head ``k_norm``, then rotation by halves. A family states the facts as mlx-lm uses them;
-``check_agreement`` compares them with what transformers reads from the same files.
+per-head ``k_norm``, then rotation by halves. Facts are those of the model that transformers made.
+mlx-lm must read the same ones from the files: :func:`check_agreement` refuses what is known to
+differ, and a translator's fingerprint of the geometry all else, once it is used there.
 """
 
 import dataclasses
@@ -20,11 +21,11 @@ from kvlingo_mlx.format.geometry import (
     LayerGeometry,
     RopeSpec,
     configured_rope,
-    layer_period,
+    spelled_out,
 )
 
 POINTS = ("pre_norm", "post_norm", "post_rope")
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
+LOCAL = "sliding_attention"
 
 # The position of a span's first token, or of each token (T,). mypy without torch needs the word.
 Positions: TypeAlias = int | torch.Tensor
@@ -40,26 +41,18 @@ def places(start: Positions, heads: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TorchFamily:
-    """One model family, by the ``model_type`` of its text model's config.
-
-    ``scaled_rope`` is False where mlx-lm builds a plain RoPE and ignores the config's scaling.
-    """
+    """One model family, by the ``model_type`` of its text model's config."""
 
     model_type: str
-    scaled_rope: bool = True
 
     # The capture points of keys; projections output keys at the first one.
     points: ClassVar[tuple[str, ...]] = POINTS
     # Whether transformers has a rotation for each kind of layer.
     turned_by_kind: ClassVar[bool] = False
-    # How a user turns windows off in config.json.
-    no_windows: ClassVar[str] = "use_sliding_window to false"
+    # What a config.json must have; for what it lacks transformers would fill in its own defaults.
+    needed: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "vocab_size", "max_position_embeddings")
 
     # ---- the model ------------------------------------------------------------------------
-
-    def facts(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The text model's config as mlx-lm reads it; ``config`` is the raw one."""
-        return config
 
     def text(self, model: Any) -> Any:
         """The decoder of the text model, without its language-model head and its other towers."""
@@ -102,10 +95,6 @@ class TorchFamily:
         norm = getattr(attention, "k_norm", None)
         return heads if norm is None else norm(heads)
 
-    def key_norm(self, attention: Any) -> tuple[torch.Tensor, float]:
-        """What a key is multiplied by after it was divided by its root mean square, and epsilon."""
-        return attention.k_norm.weight, attention.k_norm.variance_epsilon
-
     def rotate(
         self, model: Any, attention: Any, heads: torch.Tensor, start: Positions
     ) -> torch.Tensor:
@@ -127,31 +116,23 @@ class TorchFamily:
 
     # ---- facts ----------------------------------------------------------------------------
 
-    def geometry(self, model: Any, config: Mapping[str, Any]) -> CacheGeometry:
-        """All facts that shape this model's cache; ``config`` is the result of ``facts``."""
-        attentions = self.attentions(model)
-        windows = self.windows(config, len(attentions))
+    def geometry(self, model: Any) -> CacheGeometry:
+        """All facts that shape this model's cache."""
+        config, attentions = self.text(model).config, self.attentions(model)
         return CacheGeometry(
             model_type=self.model_type,
-            layers=tuple(self.layer_geometry(i, a, windows[i]) for i, a in enumerate(attentions)),
-            rope=tuple(self.rope(config, a) for a in attentions),
-            norm_eps=config["rms_norm_eps"],
-            embedding_rows=config["vocab_size"],
+            layers=tuple(map(self.layer_geometry, range(len(attentions)), attentions)),
+            rope=tuple(self.rope(model, attention) for attention in attentions),
+            norm_eps=config.rms_norm_eps,
+            embedding_rows=config.vocab_size,
         )
 
-    def windows(self, config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-        """Each layer's window in tokens in mlx-lm; None where a layer attends to all tokens."""
-        return [None] * num_layers
+    def window(self, attention: Any) -> int | None:
+        """A layer's window in tokens; None where mlx-lm has none, whatever the config says."""
+        return None
 
-    def windows_here(self, model: Any) -> list[int | None]:
-        return [getattr(a, "sliding_window", None) for a in self.attentions(model)]
-
-    def rope(self, config: Mapping[str, Any], attention: Any) -> RopeSpec:
-        """How mlx-lm rotates a layer's keys."""
-        return configured_rope(config, self.key_dim(attention), scaled=self.scaled_rope)
-
-    def rope_here(self, model: Any, attention: Any) -> RopeSpec:
-        """How transformers rotates a layer's keys."""
+    def rope(self, model: Any, attention: Any) -> RopeSpec:
+        """How a layer's keys are rotated."""
         parameters = self.text(model).config.rope_parameters
         own = parameters[attention.layer_type] if self.turned_by_kind else parameters
         return configured_rope({"rope_parameters": own}, self.key_dim(attention))
@@ -160,124 +141,33 @@ class TorchFamily:
         """The width of one head's keys."""
         return attention.head_dim
 
-    def layer_geometry(self, index: int, attention: Any, window: int | None) -> LayerGeometry:
+    def layer_geometry(self, index: int, attention: Any) -> LayerGeometry:
         """The shape of one cache layer."""
-        taps, dim = self.taps(attention), self.key_dim(attention)
+        taps, dim, window = self.taps(attention), self.key_dim(attention), self.window(attention)
         heads = taps[0].out_features // dim
         value_dim, local = taps[-1].out_features // heads, window is not None
         return LayerGeometry(index, heads, dim, value_dim, "sliding" if local else "full", window)
-
-
-class Llama(TorchFamily):
-    """Llama, Mistral and Ministral-3: no k_norm, and windows by ``layer_types``."""
-
-    no_windows = "sliding_window to null and drop layer_types"
-
-    def windows(self, config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-        """mlx-lm ignores a window that ``layer_types`` gives to no layer."""
-        kinds = config.get("layer_types") or [GLOBAL] * num_layers
-        return [config["sliding_window"] if kind == LOCAL else None for kind in kinds]
-
-    def windows_here(self, model: Any) -> list[int | None]:
-        """Every layer of Mistral and Ministral-3 has one, none of Llama."""
-        config = self.text(model).config
-        window = None if config.model_type == "llama" else config.sliding_window
-        return [window] * len(self.attentions(model))
 
 
 class TorchGemma3(TorchFamily):
     """Gemma-3, alone or inside a multimodal model: local and global layers, two rotations."""
 
     turned_by_kind = True
-    no_windows = "sliding_window_pattern and layer_types to the same layers"
-
-    # mlx-lm's defaults for what a config leaves out; those of transformers differ.
-    DEFAULTS: ClassVar[dict[str, Any]] = {
-        "model_type": "gemma3_text",
-        "rms_norm_eps": 1e-6,
-        "vocab_size": 262144,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "rope_scaling": None,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-    }
-    MULTIMODAL_ROWS: ClassVar[int] = 262208
-
-    def facts(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The text model's config, completed with mlx-lm's defaults; released ones are sparse."""
-        text = config.get("text_config", config)
-        found = {**self.DEFAULTS, **self._period(text), **text}
-        if text is config:
-            return found
-        return {**found, "vocab_size": config.get("vocab_size", self.MULTIMODAL_ROWS)}
-
-    def _period(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """``sliding_window_pattern`` from ``layer_types``, the only one that newer configs give."""
-        types = text.get("layer_types")
-        if types is None or "sliding_window_pattern" in text:
-            return {}  # if the two contradict each other, the comparison of windows finds it
-        period = layer_period(types)
-        if period is None:
-            raise UnsupportedModelError(
-                "the local and global layers of this gemma3 do not alternate regularly, which "
-                "mlx-lm cannot run"
-            )
-        return {"sliding_window_pattern": period}
+    needed = ()  # released configs are sparse
 
     def align(self, model: Any) -> None:
         """Round the scale of embeddings to bfloat16, as mlx-lm does for a model of any dtype."""
         scale = self.text(model).embed_tokens.embed_scale
         scale.copy_(scale.bfloat16())
 
-    def key_norm(self, attention: Any) -> tuple[torch.Tensor, float]:
-        """Gemma's norms store what is added to one."""
-        return 1 + attention.k_norm.weight.float(), attention.k_norm.eps
-
-    def windows(self, config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-        """One layer in every ``sliding_window_pattern`` is global."""
-        window, pattern = config["sliding_window"], config["sliding_window_pattern"]
-        return [window if (i + 1) % pattern else None for i in range(num_layers)]
-
-    def rope(self, config: Mapping[str, Any], attention: Any) -> RopeSpec:
-        """Local layers have their own base and no scaling."""
-        own = (config.get("rope_parameters") or {}).get(attention.layer_type)
-        if own is not None:
-            return configured_rope({"rope_parameters": own}, attention.head_dim)
-        if attention.is_sliding:
-            return RopeSpec("default", float(config["rope_local_base_freq"]), attention.head_dim)
-        named = {name: config[name] for name in ("rope_theta", "rope_scaling")}
-        return configured_rope(named, attention.head_dim)
+    def window(self, attention: Any) -> int | None:
+        return attention.sliding_window
 
 
 class TorchGemma4(TorchGemma3):
     """Gemma-4: normed values, wider heads in global layers, last layers that share a cache."""
 
-    no_windows = "layer_types to the same layers"
-
-    DEFAULTS: ClassVar[dict[str, Any]] = {
-        "model_type": "gemma4_text",
-        "num_hidden_layers": 35,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": 262144,
-        "max_position_embeddings": 131072,
-        "sliding_window": 512,
-        "sliding_window_pattern": 5,
-        "layer_types": None,
-        "rope_parameters": None,
-        "final_logit_softcapping": 30.0,
-    }
-    MULTIMODAL_ROWS: ClassVar[int] = 262144
-    ROPES: ClassVar[dict[str, dict[str, Any]]] = {
-        GLOBAL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-        LOCAL: {"rope_type": "default", "rope_theta": 1e4},
-    }
-
-    align, key_norm = TorchFamily.align, TorchFamily.key_norm
-
-    def _period(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        return {}
+    align = TorchFamily.align
 
     def attentions(self, model: Any) -> list[Any]:
         """Later layers share a cache, and are left out."""
@@ -308,29 +198,13 @@ class TorchGemma4(TorchGemma3):
         """Gemma-4's function takes one array, not queries and keys."""
         return module.apply_rotary_pos_emb(states, *angles)
 
-    def windows(self, config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-        """By ``layer_types``, or as in Gemma-3."""
-        if not config["layer_types"]:
-            return super().windows(config, num_layers)
-        kinds = config["layer_types"][:num_layers]
-        return [config["sliding_window"] if kind == LOCAL else None for kind in kinds]
 
-    def rope(self, config: Mapping[str, Any], attention: Any) -> RopeSpec:
-        own = (config["rope_parameters"] or self.ROPES).get(attention.layer_type)
-        return configured_rope({"rope_parameters": own}, attention.head_dim)
-
-
-@dataclass(frozen=True)
 class Latent(TorchFamily):
     """Multi-head latent attention: DeepSeek-V3, and models built like it.
 
     ``values`` are the latents c_KV after kv_a_layernorm, ``keys`` the rotary keys k_R before their
-    rotation, one head each. ``base`` is mlx-lm's default rope_theta; ``rope_type`` is what mlx-lm
-    builds where it ignores the config's own type.
+    rotation, one head each.
     """
-
-    base: float = 1e4
-    rope_type: str | None = None
 
     points: ClassVar[tuple[str, ...]] = ("latent",)
 
@@ -353,25 +227,14 @@ class Latent(TorchFamily):
             return module.apply_rotary_emb(states, states, angles)[0]
         return module.apply_rotary_pos_emb_interleave(states, states, *angles)[0]
 
-    def rope(self, config: Mapping[str, Any], attention: Any) -> RopeSpec:
-        parameters = config.get("rope_parameters") or {}
-        base = config.get("rope_theta") or parameters.get("rope_theta") or self.base
-        scaling = config.get("rope_scaling") or parameters
-        if self.rope_type is not None:
-            scaling = {**scaling, "type": self.rope_type}
-        facts = {"rope_theta": base, "rope_scaling": scaling}
-        spec = configured_rope(facts, self.key_dim(attention))
-        return dataclasses.replace(spec, traditional=True)
-
-    def rope_here(self, model: Any, attention: Any) -> RopeSpec:
-        spec = super().rope_here(model, attention)
+    def rope(self, model: Any, attention: Any) -> RopeSpec:
         interleaved = getattr(self.text(model).config, "rope_interleave", True)
-        return dataclasses.replace(spec, traditional=interleaved)
+        return dataclasses.replace(super().rope(model, attention), traditional=interleaved)
 
     def key_dim(self, attention: Any) -> int:
         return attention.qk_rope_head_dim
 
-    def layer_geometry(self, index: int, attention: Any, window: int | None) -> LayerGeometry:
+    def layer_geometry(self, index: int, attention: Any) -> LayerGeometry:
         """One head, with rotary keys and latents as values."""
         width = attention.qk_rope_head_dim
         return LayerGeometry(index, 1, width, attention.kv_lora_rank, "latent")
@@ -379,38 +242,22 @@ class Latent(TorchFamily):
 
 # Read and written here as in mlx-lm, biases, multipliers and scaled rotations among it.
 PLAIN = ("granite", "iquestcoder", "qwen2", "qwen3", "seed_oss")
+LLAMAS = ("llama", "mistral", "ministral3")
 FAMILIES: dict[str, TorchFamily] = {
-    **{name: TorchFamily(name) for name in PLAIN},
-    "qwen3_moe": TorchFamily("qwen3_moe", scaled_rope=False),
-    "llama": Llama("llama"),
-    "mistral": Llama("mistral"),
-    "ministral3": Llama("ministral3"),
+    **{name: TorchFamily(name) for name in (*PLAIN, "qwen3_moe", *LLAMAS)},
     "gemma3_text": TorchGemma3("gemma3_text"),
     "gemma3": TorchGemma3("gemma3_text"),
     "gemma4_text": TorchGemma4("gemma4_text"),
     "gemma4": TorchGemma4("gemma4_text"),
-    "deepseek_v2": Latent("deepseek_v2", rope_type="yarn"),
-    "deepseek_v3": Latent("deepseek_v3"),
-    "glm4_moe_lite": Latent("glm4_moe_lite", base=1e6),
+    **{name: Latent(name) for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")},
 }
 
 # Families of models that transformers does not know: importing their file adds them to the table.
 ELSEWHERE = {"converted_mla": "benchmarks.paper.converted_mla.on_torch"}
 
-# They keep recurrent states: a cache that PyTorch's path here cannot make.
-HYBRIDS = (
-    *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
-    *("granitemoehybrid", "nemotron_h", "lfm2", "lfm2_moe"),
-)
-
 
 def family_of(model_type: str) -> TorchFamily:
     """The adapter of a model type; without one UnsupportedModelError, which says what there is."""
-    if model_type.removesuffix("_text") in HYBRIDS:
-        raise UnsupportedModelError(
-            f"model_type {model_type!r} keeps recurrent states, through which only MLX trains "
-            "here: --device mlx"
-        )
     if model_type not in FAMILIES:
         instead = f"--device mlx, or one of {', '.join(sorted(FAMILIES))}"
         if model_type in ELSEWHERE:
@@ -444,50 +291,31 @@ def check_agreement(family: TorchFamily, model: Any, config: Mapping[str, Any], 
     """Refuse (UnsupportedModelError) a model that transformers runs differently from mlx-lm.
 
     A translator trained here would be for a model that computes something else than the one on the
-    Mac. ``config`` is the result of ``family.facts``.
+    Mac. ``config`` is the text model's.
     """
+    kind, context = family.model_type, family.text(model).config.max_position_embeddings
+    text = {**config, **spelled_out(config.get("rope_parameters"))}
     try:
-        misread.check(config["model_type"], config)
-        _check_windows(family, model, config)
-        ropes = {
-            (family.rope(config, attention), family.rope_here(model, attention))
-            for attention in family.attentions(model)
-        }
+        misread.check(kind, text)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name}: {error}") from None
-    for ours, theirs in sorted(ropes, key=str):
-        _check_rope(ours, theirs, name)
-
-
-def _check_windows(family: TorchFamily, model: Any, config: Mapping[str, Any]) -> None:
-    here, context = family.windows_here(model), config["max_position_embeddings"]
-    for layer, windows in enumerate(zip(here, family.windows(config, len(here)), strict=True)):
-        # A window at least as long as the context is none.
-        reach = [f"{w} tokens" if w is not None and w < context else "all" for w in windows]
-        if reach[0] != reach[1]:
+    window = misread.ignored_window(kind, text)
+    if window is not None and window < context:
+        raise UnsupportedModelError(
+            f"{name}: attends to {window} tokens in transformers and to all in mlx-lm; turn its "
+            "window off in its config.json"
+        )
+    if kind in LLAMAS and LOCAL in (config.get("layer_types") or ()):
+        raise UnsupportedModelError(
+            f"{name}: has layers with a window in mlx-lm and none in transformers; drop "
+            "layer_types from its config.json"
+        )
+    for rope in {family.rope(model, attention) for attention in family.attentions(model)}:
+        parameters = dict(rope.scaling)
+        alone = len([each for each in MSCALES if parameters.get(each)]) == 1
+        if alone or not set(parameters) <= COMMON_ROPES.get(rope.type, set()):
+            known = "; ".join(" ".join([each, *sorted(has)]) for each, has in COMMON_ROPES.items())
             raise UnsupportedModelError(
-                f"layer {layer} attends to {reach[0]} in transformers and to {reach[1]} in "
-                f"mlx-lm; set {family.no_windows} in its config.json"
+                f"{name} has RoPE {rope.type!r} with {parameters}, which mlx-lm and transformers "
+                f"compute differently; training knows these types and parameters: {known}"
             )
-
-
-def _check_rope(ours: RopeSpec, theirs: RopeSpec, name: str) -> None:
-    if ours != theirs:
-        raise UnsupportedModelError(
-            f"{name} has RoPE {_in_words(theirs)}, which mlx-lm runs as {_in_words(ours)}: a "
-            "translator trained here would not fit it there; make its config.json say what "
-            "mlx-lm runs"
-        )
-    parameters = dict(ours.scaling)
-    alone = len([name for name in MSCALES if parameters.get(name)]) == 1
-    if alone or ours.type not in COMMON_ROPES or not set(parameters) <= COMMON_ROPES[ours.type]:
-        known = "; ".join(" ".join([kind, *sorted(has)]) for kind, has in COMMON_ROPES.items())
-        raise UnsupportedModelError(
-            f"{name} has RoPE {_in_words(ours)}, which mlx-lm and transformers compute "
-            f"differently; training knows these types and parameters: {known}"
-        )
-
-
-def _in_words(rope: RopeSpec) -> str:
-    scaling = "".join(f", {name} {value}" for name, value in rope.scaling)
-    return f"{rope.type!r} (base {rope.base:g}{scaling})"

@@ -25,10 +25,7 @@ from kvlingo_mlx.format import fingerprints
 from kvlingo_mlx.format.geometry import CacheGeometry, vocabulary_fingerprint
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
-from kvlingo_mlx.loading.hub import MODEL_FILES, SMALL_FILES, resolve
-
-# Required in a config.json; transformers would fill in its own defaults.
-NEEDED = ("model_type", "rms_norm_eps", "vocab_size", "max_position_embeddings")
+from kvlingo_mlx.loading.hub import MODEL_FILES, resolve
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class TorchModel:
 
     model: Any
     tokenizer: Any
-    config: dict[str, Any]  # the text model's, as mlx-lm reads it
+    config: dict[str, Any]  # the text model's
     name: str
     revision: str | None = None
     path: Path | None = None
@@ -74,12 +71,12 @@ class TorchModel:
 
     @cached_property
     def geometry(self) -> CacheGeometry:
-        return self.family.geometry(self.model, self.config)
+        return self.family.geometry(self.model)
 
     @property
     def context_length(self) -> int:
         """The most tokens that the model was made for."""
-        return self.config["max_position_embeddings"]
+        return self.family.text(self.model).config.max_position_embeddings
 
     @property
     def device(self) -> torch.device:
@@ -111,11 +108,9 @@ class TorchModel:
         return fingerprints.sketch(outputs)
 
     @cached_property
-    @torch.no_grad()
     def weights_fingerprint(self) -> str:
-        """The sha256 of all weights, by this runtime's names, and the config."""
-        arrays = self.model.state_dict().items()
-        return fingerprints.weights_fingerprint((_checked(*item) for item in arrays), self.config)
+        """Sha256 that distinguishes this model from all others, the same in both runtimes."""
+        return fingerprints.weights_fingerprint(self)
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -256,36 +251,19 @@ class TorchModel:
         return cache
 
 
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by bytes
-
-
-def _checked(name: str, tensor: torch.Tensor) -> fingerprints.Checked:
-    """A tensor's bits, summed along its last axis in 64 bits, and a sample of its numbers."""
-    bits = torch.atleast_1d(tensor.contiguous()).view(BITS[tensor.element_size()])
-    flat = bits.flatten()
-    sums = bits.sum(dim=-1, dtype=torch.int64).cpu().numpy().tobytes()
-    sample = flat[:: max(1, flat.numel() // fingerprints.SAMPLED)].cpu().numpy().tobytes()
-    return fingerprints.Checked(name, f"{tensor.dtype} {tuple(tensor.shape)}", sums, sample)
-
-
 def _steps(origin: str, goal: str) -> tuple[str, ...]:
     """The steps between two capture points; each is named after the point before it."""
     first, last = ("post_norm" if point == "latent" else point for point in (origin, goal))
     return POINTS[POINTS.index(first) : POINTS.index(last)]
 
 
-def read_config(path_or_hf_repo: str) -> tuple[dict[str, Any], Any]:
-    """A text model's config, as mlx-lm reads it, and its tokenizer; named as for :func:`load`.
+def read_config(name: str, path: Path) -> tuple[dict[str, Any], Any]:
+    """A text model's config and its tokenizer, of a folder that messages call ``name``.
 
     Raises:
-        MissingModelError: There is no such model, or its config or tokenizer is damaged.
+        MissingModelError: The config or the tokenizer is damaged.
         UnsupportedModelError: Its family cannot be trained.
     """
-    path, _ = resolve(path_or_hf_repo, None, SMALL_FILES, MissingModelError)
-    return _read_config(path_or_hf_repo, path)
-
-
-def _read_config(name: str, path: Path) -> tuple[dict[str, Any], Any]:
     with _damage(name):
         config, _ = PretrainedConfig.get_config_dict(path)
         if "bits" in (config.get("quantization") or {}):
@@ -293,9 +271,10 @@ def _read_config(name: str, path: Path) -> tuple[dict[str, Any], Any]:
                 f"{name} has {config['quantization']['bits']}-bit weights of mlx-lm, which PyTorch "
                 "cannot read; use --device mlx, or give the model that it was made from"
             )
-        if "model_type" in config:
-            config = {**family_of(config["model_type"]).facts(config)}
-        lacking = [name for name in NEEDED if name not in config]
+        config = config | config.get("text_config", {})
+        kind = config.get("model_type")
+        needed = () if kind is None else family_of(kind).needed
+        lacking = [name for name in ("model_type", *needed) if name not in config]
         if lacking:
             raise MissingModelError(
                 f"{name} has no {', '.join(lacking)} in its config.json; download the model again"
@@ -315,7 +294,7 @@ def load(
         UnsupportedModelError: Its family cannot be trained, or mlx-lm runs it differently.
     """
     path, commit = resolve(path_or_hf_repo, None, MODEL_FILES, MissingModelError)
-    config, tokenizer = _read_config(path_or_hf_repo, path)
+    config, tokenizer = read_config(path_or_hf_repo, path)
     with _damage(path_or_hf_repo):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,

@@ -59,7 +59,7 @@ def evaluate(
             scorer = cache(partial(task.scorer, target, item))  # it reads the item when called
             for c in conditions:
                 key, makers = f"{runs[c.name]} {name}", (None,) if c.name == NATIVE else c.makers
-                if key not in journal or len(journal[key]) != len(makers):
+                if key not in journal:
                     journal.add(key, [scorer()(make) for make in makers])
                     mx.clear_cache()
                 seeds = tuple(map(dict, journal[key]))

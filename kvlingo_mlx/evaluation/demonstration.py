@@ -1,12 +1,8 @@
 """The whole product on two embedded models: answers, recall and time from a translated cache."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
-
-from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.embedded.dialogues import Dialogue
@@ -16,7 +12,6 @@ from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.prompts import Message, encode
 from kvlingo_mlx.timing import bench
 from kvlingo_mlx.timing.switching import interleaved, prompt_of
 from kvlingo_mlx.translators.base import Translator
@@ -63,15 +58,9 @@ def _answers(
     talk: Dialogue, source: LanguageModel, target: LanguageModel, translator: Translator
 ) -> list[str]:
     """One row of answers, decoded greedily."""
-    options: dict[str, Any] = {"max_tokens": 24}
-
-    def own(messages: Sequence[Message]) -> str:
-        tokens = encode(target, messages, False)
-        responses = mlx_stream_generate(target.model, target.tokenizer, tokens, **options)
-        return "".join(response.text for response in responses)
-
-    native, alone = own(talk.messages), own(talk.messages[-1:])
-    translated = generate(
-        source, target, talk.messages, translator=translator, enable_thinking=False, **options
+    options: dict[str, Any] = {"max_tokens": 24, "enable_thinking": False}
+    translated = generate(source, target, talk.messages, translator=translator, **options)
+    native, alone = (
+        generate(target, target, t, **options) for t in (talk.messages, talk.messages[-1:])
     )
     return [talk.questions[0], talk.asked[0].value, native, translated, alone]

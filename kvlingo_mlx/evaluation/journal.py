@@ -31,8 +31,6 @@ class Responses:
         ValueError: The file holds something else, or cannot be read or written.
     """
 
-    CONTENT = "kept responses"
-
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = None if path is None else Path(path)
         self._known: dict[str, Any] = {}
@@ -47,8 +45,14 @@ class Responses:
 
     def add(self, key: str, value: Any) -> None:
         """Keep a value; it is in the file when this returns."""
-        self._append(self._line(key, value))
         self._known[key] = value
+        if self.path is None:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, "response": value}) + "\n")
+        except OSError as error:
+            raise KVLingoError(f"{self.path} cannot be written: {error.strerror}") from None
 
     def fill(self, wanted: Mapping[str, Callable[[], Any]]) -> Iterator[str]:
         """Make the values that are missing; yields each key, once its value is there."""
@@ -57,34 +61,19 @@ class Responses:
                 self.add(key, make())
             yield key
 
-    def _line(self, key: str, value: Any) -> Mapping[str, Any]:
-        return {"key": key, "response": value}
-
-    def _take(self, line: dict[str, Any]) -> None:
-        self._known[line["key"]] = line["response"]
-
     def _read(self, path: Path) -> None:
         data = _bytes_of(path)
         whole = data.rfind(b"\n") + 1
         for number, line in enumerate(data[:whole].splitlines(), 1):
             try:
-                self._take(json.loads(line))
+                found = json.loads(line)
+                self._known[found["key"]] = found["response"]
             except (ValueError, KeyError, TypeError):
-                raise ValueError(
-                    f"{path}, line {number}: not a line of {self.CONTENT}; name another file"
-                ) from None
+                told = f"{path}, line {number}: not a line of kept responses or scores"
+                raise ValueError(f"{told}; name another file") from None
         if whole < len(data):  # the next line must not join an incomplete one
             with path.open("r+b") as file:
                 file.truncate(whole)
-
-    def _append(self, line: Mapping[str, Any]) -> None:
-        if self.path is None:
-            return
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise KVLingoError(f"{self.path} cannot be written: {error.strerror}") from None
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -101,36 +90,16 @@ def _bytes_of(path: Path) -> bytes:
 class Journal(Responses):
     """Scores of single items: by a run's key and an item's name, one dict for each seed.
 
-    One line describes a run's settings and gives it a key, their hash. Each later line holds one
-    item's scores: averaged over seeds, and those of each seed if there are several. So one file can
-    hold many runs, and a changed model or translator makes a different run.
+    A run's key is a hash of its settings, which a line of its own describes. So one file can hold
+    many runs, and a changed model or translator makes a different run.
     """
-
-    CONTENT = "an evaluation's journal"
-
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self._runs: set[str] = set()
-        super().__init__(path)
 
     def run(self, settings: Mapping[str, Any], *told: str) -> str:
         """The key of a run with these settings; its line has beside them what a reader is told."""
         key = digest_of(settings)[:KEY_LENGTH]
-        if key not in self._runs:
-            self._append({"run": key, "told": told, "settings": settings})
-            self._runs.add(key)
+        if key not in self:
+            super().add(key, {"told": told, "settings": settings})
         return key
-
-    def _line(self, key: str, value: Seeds) -> Mapping[str, Any]:
-        run, _, item = key.partition(" ")
-        more = {"seeds": value} if len(value) > 1 else {}
-        return {"run": run, "item": item, "scores": averaged(value), **more}
-
-    def _take(self, line: dict[str, Any]) -> None:
-        if "settings" in line:
-            self._runs.add(line["run"])
-        else:
-            seeds = line.get("seeds") or [line["scores"]]
-            self._known[f"{line['run']} {line['item']}"] = [dict(scores) for scores in seeds]
 
 
 def averaged(seeds: Any) -> Scores:

@@ -6,8 +6,6 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
 
-from mlx_lm.models.ministral3 import _get_llama_4_attn_scale
-
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.base import Family, Finish, Sides, text_model
 from kvlingo_mlx.format.geometry import RopeSpec, configured_rope, spelled_out
@@ -110,14 +108,6 @@ class Mistral3(Family):
             )
         return super().settings(text)
 
-    def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        heads = super().queries(attention, projected, offset)
-        if not hasattr(attention, "scaling_beta"):
-            return heads
-        beta, length = attention.scaling_beta, attention.original_max_position_embeddings
-        scales = _get_llama_4_attn_scale(heads.shape[2], offset, beta, length)
-        return heads * scales.astype(heads.dtype)
-
 
 class Olmo3(Family):
     """OLMo 3: newer configs give a rotation per kind of layer; mlx-lm scales only global layers."""
@@ -155,13 +145,6 @@ class Phi3(Family):
         """The keys and values, which are the last two parts."""
         _, keys, values = self._parts(attention, outputs[0])
         return keys, values
-
-    def query_projection(self, attention: nn.Module) -> nn.Module:
-        return attention.qkv_proj
-
-    def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """The queries, which are the first part, rotated."""
-        return super().queries(attention, self._parts(attention, projected)[0], offset)
 
     def key_dim(self, attention: nn.Module) -> int:
         return attention.head_dim

@@ -34,8 +34,6 @@ POINTS = ("pre_norm", "post_norm", "post_rope")
 LATENT, FULL = "latent", "full_attention"
 # How mlx-lm's families call the same thing.
 KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
-QUERY_NORMS = ("q_norm", "q_layernorm", "query_layernorm")
-SCALES = ("scale", "sm_scale", "softmax_scale")
 KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
 NORM_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
 SCALED = (
@@ -208,10 +206,6 @@ class Family:
         """The arrays (B, H, T, D) that a layer's cache stores, from finished keys and values."""
         return keys, values
 
-    def attended(self, attention: nn.Module, keys: mx.array, values: mx.array) -> mx.array:
-        """The keys (B, H, T, D) that ``queries`` multiply, from finished keys and values."""
-        return keys
-
     def recurrence(self, module: nn.Module) -> Recurrence | None:
         """What a layer keeps of a text in place of keys and values; None if it is attention."""
         return None
@@ -226,27 +220,6 @@ class Family:
             values: (B, T, width) its inputs of its gates.
         """
         raise NotImplementedError(f"{self.model_type} has no recurrent layers")
-
-    def query_projection(self, attention: nn.Module) -> nn.Module:
-        """The module whose output ``queries`` takes as its input."""
-        return attention.q_proj
-
-    def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """Queries (B, Hq, T, D) as attention uses them, from the projection's (B, T, Hq * D)."""
-        batch, tokens, width = projected.shape
-        norm = next((attention[name] for name in QUERY_NORMS if name in attention), None)
-        if norm is not None and norm.weight.size == width:
-            projected, norm = norm(projected), None
-        heads = projected.reshape(batch, tokens, -1, self.key_dim(attention)).swapaxes(1, 2)
-        if norm is not None and not self.norm_last:
-            heads = norm(heads)
-        heads = self.rotary(attention)(heads, offset=offset)
-        return norm(heads) if norm is not None and self.norm_last else heads
-
-    def scale(self, attention: nn.Module) -> float:
-        """The factor that attention applies to the products of queries and keys."""
-        names = [name for name in SCALES if hasattr(attention, name)]
-        return getattr(attention, names[0]) if names else self.key_dim(attention) ** -0.5
 
     def layer_geometry(self, index: int, attention: nn.Module, cache: Any) -> LayerGeometry:
         """The shape of one cache layer; ``cache`` is the cache that mlx-lm makes for it."""

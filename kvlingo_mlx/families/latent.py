@@ -48,17 +48,6 @@ class LatentFamily(Family):
         known = {"rope_theta": facts["rope_theta"], "rope_scaling": scaling}
         return configured_rope(known, attention.qk_rope_head_dim, traditional=self.traditional)
 
-    def query_projection(self, attention: nn.Module) -> nn.Module:
-        """The module that projects queries, from their own latent if they have one."""
-        return attention.q_b_proj if "q_b_proj" in attention else attention.q_proj
-
-    def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """Queries (B, Hq, T, nope + dr): the part without a position, then the rotated part."""
-        batch, tokens, _ = projected.shape
-        heads = projected.reshape(batch, tokens, attention.num_heads, -1).transpose(0, 2, 1, 3)
-        plain, rotary = mx.split(heads, [attention.qk_nope_head_dim], axis=-1)
-        return mx.concatenate([plain, attention.rope(rotary, offset=offset)], axis=-1)
-
     def layer_geometry(self, index: int, attention: nn.Module, cache: Any) -> LayerGeometry:
         """One head: rotary keys as keys and latents as values."""
         return LayerGeometry(
@@ -80,16 +69,6 @@ class AbsorbedFamily(LatentFamily):
         """The latents (B, 1, T, r) and the rotary keys (B, 1, T, dr)."""
         return values, keys
 
-    def attended(self, attention: nn.Module, keys: mx.array, values: mx.array) -> mx.array:
-        """The latent and the rotary key joined; one head of keys serves all heads of queries."""
-        return mx.concatenate([values, keys], axis=-1)
-
-    def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """Queries (B, Hq, T, r + dr), projected into the space of latents."""
-        heads = super().queries(attention, projected, offset)
-        plain, rotary = mx.split(heads, [attention.qk_nope_head_dim], axis=-1)
-        return mx.concatenate([attention.embed_q(plain), rotary], axis=-1)
-
 
 @dataclass(frozen=True)
 class ExpandedFamily(LatentFamily):
@@ -103,10 +82,6 @@ class ExpandedFamily(LatentFamily):
         plain, expanded = mx.split(both, [attention.qk_nope_head_dim], axis=-1)
         rotary = mx.repeat(keys, attention.num_heads, axis=1)
         return mx.concatenate([plain, rotary], axis=-1), expanded
-
-    def attended(self, attention: nn.Module, keys: mx.array, values: mx.array) -> mx.array:
-        """The expanded keys."""
-        return self.stored(attention, keys, values)[0]
 
 
 FAMILIES = {

@@ -210,13 +210,6 @@ class GatedDelta(Recurrent):
         )
         return tail, state
 
-    def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """Queries; a head's projection also holds the gate of its output, which they leave out."""
-        batch, tokens, _ = projected.shape
-        heads = projected.reshape(batch, tokens, -1, 2 * self.key_dim(attention))
-        queries = mx.split(heads, 2, axis=-1)[0].reshape(batch, tokens, -1)
-        return super().queries(attention, queries, offset)
-
 
 @dataclass(frozen=True)
 class InterleavedProjection(GatedDelta):

@@ -1,15 +1,64 @@
 """The attention that a continuation pays to its prefix, which the attention norms use."""
 
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
 from kvlingo_mlx.backend import mx
 
 import numpy as np
+from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx.models.capture import Ear, move, tap, to_heads
+from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.reclassed import Call, calling
+from kvlingo_mlx.threads import working
 from kvlingo_mlx.tokenization.samples import Sample
 
 SCORE_NUMBERS = 2**26  # most attention scores in memory at once: 256 MB in float32
+HOOK = scaled_dot_product_attention.__name__  # which the modules of mlx-lm's models import
+
+
+@contextlib.contextmanager
+def heard(model: LanguageModel, listener: Callable[..., None]) -> Iterator[None]:
+    """Let ``listener`` have what mlx-lm's attention is given in this thread.
+
+    That is the number of the cache layer, queries (1, Hq, L, D) and keys (1, H, K, D) as they are
+    multiplied, the scale, the mask and the sinks.
+    """
+    readers, running = model.family.readers(model.model), list[int]()
+    own = threading.get_ident()
+
+    def within(call: Call, layer: int) -> Call:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            running.append(layer)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                running.pop()
+
+        return run
+
+    def attention(
+        queries: Any, keys: Any, values: Any, cache: Any, scale: Any, mask: Any, sinks: Any = None
+    ) -> Any:
+        if running and threading.get_ident() == own:
+            listener(running[-1], queries, keys, scale, mask, sinks)
+        return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+
+    rooms = {sys.modules[type(module).__module__] for group in readers for module in group}
+    with contextlib.ExitStack() as stack:
+        for layer, group in enumerate(readers):
+            stack.enter_context(calling(group, partial(within, layer=layer)))
+        for room in rooms:
+            if hasattr(room, HOOK):
+                setattr(room, HOOK, attention)
+                stack.callback(setattr, room, HOOK, scaled_dot_product_attention)
+        yield
 
 
 def attention_mass(target: LanguageModel, sample: Sample, step_size: int = 2048) -> np.ndarray:
@@ -21,103 +70,55 @@ def attention_mass(target: LanguageModel, sample: Sample, step_size: int = 2048)
 
     Returns:
         (N layers, T prefix tokens), float64.
+
+    Raises:
+        UnsupportedModelError: The target computes its attention by itself.
     """
-    cache = make_prompt_cache(target.model)
-    prefix, continuation = sample.prefix, sample.continuation
-    family, readers = target.family, target.family.readers(target.model)
-    keys: list[list[mx.array]] = [[] for _ in target.attentions]
-    ear = Ear(target)
-    with ear.listening():
+    layers, cache = target.geometry.layers, make_prompt_cache(target.model)
+    *before, last = sample.prefix
+    paid: list[list[np.ndarray]] = [[] for _ in layers]
 
-        def read(tokens: tuple[int, ...], start: int) -> None:
-            target.model(mx.array(tokens)[None], cache=cache)
-            states = move(ear.take(start), target, "post_rope")
-            met = [
-                family.attended(attention, *(to_heads(a, layer)[0] for a in pair))
-                if layer.recurrence is None
-                else pair[1][:, :0]  # nothing attends to it
-                for attention, layer, *pair in zip(
-                    target.attentions,
-                    target.geometry.layers,
-                    states.keys,
-                    states.values,
-                    strict=True,
-                )
-            ]
-            mx.eval([c.state for c in cache], met)
-            for parts, array in zip(keys, met, strict=True):
-                parts.append(array)
+    def listener(layer: int, queries: Any, keys: Any, scale: float, mask: Any, sinks: Any) -> None:
+        seen = mask[..., 1:, :] if isinstance(mask, mx.array) else mask
+        own = _mean_attention(queries[:, :, 1:], keys, scale, seen, sinks)
+        first = len(sample.continuation) + len(sample.prefix) - len(own)  # that a window keeps
+        paid[layer].append(np.pad(own, (first, 0))[: len(sample.prefix)])
 
-        for start in range(0, len(prefix), step_size):
-            read(prefix[start : start + step_size], start)
-        modules = [
-            family.query_projection(a)
-            for group, layer in zip(readers, target.geometry.layers, strict=True)
-            for a in group
-            if layer.recurrence is None
-        ]
-        with tap(modules, nested=True) as recorder:  # fused projections write keys as well
-            read(continuation, len(prefix))
-            projected = iter(recorder.take())
-    rows = []
-    for layer, parts in enumerate(keys):
-        if target.geometry.layers[layer].recurrence is not None:
-            rows.append(np.full(len(prefix), 1 / len(prefix)))
-            continue
-        whole = mx.concatenate(parts, axis=2)[0]  # (H, T + M, D)
-        window = target.geometry.layers[layer].window
-        masses = [
-            _mean_attention(
-                family.queries(attention, next(projected), len(prefix))[0],
-                whole,
-                family.scale(attention),
-                len(prefix),
-                window,
-                softcap=getattr(attention, "attn_logit_softcapping", None),
-                sinks=attention.get("sinks"),
-            )
-            for attention in readers[layer]
-        ]
-        rows.append(np.mean(masses, axis=0))
-    return np.stack(rows)
+    for start in range(0, len(before), step_size):
+        with working():
+            target.model(mx.array(before[start : start + step_size])[None], cache=cache)
+            mx.eval([c.state for c in cache])
+    # With the prefix's last token there are several, whose keys a ring gives in their order.
+    with working(), heard(target, listener):
+        target.model(mx.array([[last, *sample.continuation]]), cache=cache)
+    if not all(paid[t] or layer.recurrence for t, layer in enumerate(layers)):
+        raise UnsupportedModelError(
+            f"{target.name} computes its attention by itself, so what it pays to a token is not "
+            "known; take another norm (--norm frobenius)"
+        )
+    alike = np.full(len(sample.prefix), 1 / len(sample.prefix))
+    return np.stack([np.mean(each, axis=0) if each else alike for each in paid])
 
 
 def _mean_attention(
-    queries: mx.array,
-    keys: mx.array,
-    scale: float,
-    num_prefix: int,
-    window: int | None,
-    *,
-    softcap: float | None = None,
-    sinks: mx.array | None = None,
+    queries: mx.array, keys: mx.array, scale: float, mask: Any, sinks: mx.array | None
 ) -> np.ndarray:
-    """Mean over queries and heads of softmax(q k) on the prefix, in blocks of queries.
+    """What each key gets of softmax(q k), the mean over queries and heads: (K,).
 
-    The queries are (Hq, M, D), at positions from ``num_prefix`` on; the keys are (H, T + M, D).
-    ``softcap`` bounds scores by a tanh. ``sinks`` (Hq,) are scores without a key that take part in
-    each softmax.
+    It is the slope of what is gathered in the key's value, taken for a block of queries at a time.
+    The queries are (1, Hq, M, D), of the last M keys (1, H, K, D).
     """
-    heads, count, dim = queries.shape
-    kv_heads, total, _ = keys.shape
-    block = max(1, SCORE_NUMBERS // (heads * total))
-    keys = keys.astype(mx.float32).swapaxes(-1, -2)
-    positions = mx.arange(total)
-    mass = np.zeros(num_prefix)
+    heads, count, total = queries.shape[1], queries.shape[2], keys.shape[2]
+    block, mass = max(1, SCORE_NUMBERS // (heads * total)), np.zeros(total)
+    queries, keys = queries.astype(mx.float32), keys.astype(mx.float32)
+    values = mx.zeros((*keys.shape[:3], 1))
+    if isinstance(mask, str):  # causal
+        mask = mx.arange(total) <= mx.arange(total - count, total)[:, None]
     for start in range(0, count, block):
-        part = queries[:, start : start + block].astype(mx.float32)
-        size = part.shape[1]
-        scores = part.reshape(kv_heads, -1, dim) @ keys * scale
-        scores = scores.reshape(heads, size, total)
-        scores = scores if softcap is None else softcap * mx.tanh(scores / softcap)
-        own = mx.arange(start, start + size)[:, None] + num_prefix
-        seen = positions <= own
-        if window is not None:
-            seen = seen & (positions > own - window)
-        scores = mx.where(seen, scores, -mx.inf)
-        if sinks is not None:
-            column = mx.broadcast_to(sinks[:, None, None], (heads, size, 1))
-            scores = mx.concatenate([scores, column.astype(scores.dtype)], axis=-1)
-        weights = mx.softmax(scores, axis=-1)
-        mass += np.array(weights[..., :num_prefix].sum(axis=(0, 1)), np.float64)
+        part = queries[:, :, start : start + block]
+        seen = None if mask is None else mask[..., start : start + block, :]
+        given: Any = {"scale": scale, "mask": seen, "sinks": sinks}
+        gathered = partial(mx.fast.scaled_dot_product_attention, part, keys, **given)
+        (slope,) = mx.vjp(gathered, [values], [mx.ones((*part.shape[:3], 1))])[1]
+        mass += np.array(slope.sum((0, 1, 3)), np.float64)
     return mass / (heads * count)

@@ -176,10 +176,10 @@ def folded_hand_over(
 def _rows(tokens: Any) -> list[list[int]]:
     """The prompts as rows of one length; a single prompt is one row."""
     listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    first = listed[0] if isinstance(listed, Sequence) and listed else None
+    several = hasattr(first, "__len__") and not isinstance(first, str | Mapping)
     try:
-        if not isinstance(listed, Sequence) or not listed or not _nested(listed):
-            return [as_ids(listed)]
-        rows = [as_ids(row) for row in listed]
+        rows = list(map(as_ids, listed if several else [listed]))
     except (TypeError, ValueError):
         raise ValueError(
             "the prompt is not token ids; folded_hand_over takes a list of them, or several lists "
@@ -194,24 +194,6 @@ def _rows(tokens: Any) -> list[list[int]]:
     return rows
 
 
-def _nested(listed: Sequence[Any]) -> bool:
-    """Whether ``listed`` is several prompts, and not one prompt's ids or messages."""
-    first = listed[0]
-    return hasattr(first, "__len__") and not isinstance(first, str | Mapping)
-
-
-def _check_single(prompt: Any) -> None:
-    """Refuse (ValueError) several prompts where one is expected."""
-    listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if isinstance(listed, str) or not isinstance(listed, Sequence) or not listed:
-        return  # encode refuses anything that is not a prompt
-    if isinstance(listed[0], str) or _nested(listed):
-        raise ValueError(
-            f"the prompt is a list of {len(listed)} prompts; folded_generate answers one at a "
-            "time: call it for each, or decode token ids of one length by folded_hand_over"
-        )
-
-
 @checked
 def folded_stream_generate(
     prefill_model: Model, decode_model: Model, prompt: Prompt, **options: Unpack[FoldedOptions]
@@ -224,7 +206,6 @@ def folded_stream_generate(
     choice = choice_of(known, known.get("sampler"), known.get("logits_processors"))
     max_tokens = known.get("max_tokens", 256)
     check_max_tokens(max_tokens)
-    _check_single(prompt)
     request = FoldedRequest.of(known)
     plan = _prepare(prefill_model, decode_model, prompt, request)
     yield from FoldedTurn(plan, request).answered(choice, max_tokens, request.tools)

@@ -8,7 +8,7 @@ concatenated into the map's input. There is one list for keys and one for values
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvlingo_mlx.errors import IncompatibleTranslatorError
@@ -28,12 +28,6 @@ class Assignment:
     def side(self, side: str) -> Layers:
         """The lists of one side, ``"keys"`` or ``"values"``."""
         return self.keys if side == "keys" else self.values
-
-    @classmethod
-    def from_json(cls, lists: Mapping[str, Sequence[Sequence[int]]]) -> Assignment:
-        """Build an assignment from what :meth:`to_json` returns."""
-        keys, values = (tuple(tuple(found) for found in lists[n]) for n in ("keys", "values"))
-        return cls(keys, values)
 
     def to_json(self) -> dict[str, list[list[int]]]:
         """The lists as ``translator_config.json`` stores them."""

@@ -8,7 +8,7 @@ projected on another known vector.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.format.geometry import canonical_json
+from kvlingo_mlx.format.geometry import canonical_json, digest_of
 from kvlingo_mlx.format.tensor_file import FILE_DTYPES, DType, Header, Weights, rounded
 from kvlingo_mlx.format.translator_folder import probe
 
@@ -25,7 +25,6 @@ from kvlingo_mlx.format.translator_folder import probe
 # difference of a few hundred such sums counts.
 SAME, ROUNDED = 1e-3, 2e-2
 PARTS = 4
-SAMPLED = 256  # about how many of an array's numbers its fingerprint holds unchanged
 READ = 1024  # bytes of a tensor that are read at its beginning, in its middle, and at its end
 MOST = 2**16  # numbers of a norm
 NARROW: tuple[DType, ...] = ("bfloat16", "float16")
@@ -74,27 +73,15 @@ def facts_of_models(models: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Checked:
-    """One array of a model's weights, read once."""
+def weights_fingerprint(model: Any) -> str:
+    """Sha256 that distinguishes a loaded model from all others, wherever it lies.
 
-    name: str  # in its runtime
-    kind: str  # its dtype and shape
-    # Its bits as integers, summed along the last axis with wrap-around: exact in any order.
-    sums: bytes
-    sample: bytes  # numbers at regular intervals
-
-
-def weights_fingerprint(arrays: Iterable[Checked], config: Mapping[str, Any]) -> str:
-    """Sha256 that identifies a model's weights and config within one runtime.
-
-    ``config`` is the model's config.json; it holds scales and caps that no weight contains.
+    It is of the model's files; of one that has none, of what its numbers are known by.
     """
-    digest = _begun(config)
-    for array in sorted(arrays, key=lambda each: each.name):
-        digest.update(f"{array.name} {array.kind} {len(array.sums)}".encode())
-        digest.update(array.sums + array.sample)
-    return digest.hexdigest()
+    if model.path is not None:
+        return files_fingerprint(model.path)
+    sketch = model.projections
+    return digest_of([model.spec().fingerprint, sketch and sketch.numbers])
 
 
 def files_fingerprint(folder: Path) -> str:
@@ -106,7 +93,9 @@ def files_fingerprint(folder: Path) -> str:
     Raises:
         ValueError: A file of weights is damaged.
     """
-    digest = _begun(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    facts = {name: value for name, value in config.items() if name not in OF_THE_FILE}
+    digest = hashlib.sha256(canonical_json(facts).encode())
     for path in sorted(folder.glob("model*.safetensors")):
         header = Header.of_model(path)
         digest.update(path.name.encode() + header.text)
@@ -118,11 +107,6 @@ def files_fingerprint(folder: Path) -> str:
                     file.seek(place)
                     digest.update(file.read(min(READ, stop - place)))
     return digest.hexdigest()
-
-
-def _begun(config: Mapping[str, Any]) -> Any:
-    facts = {name: value for name, value in config.items() if name not in OF_THE_FILE}
-    return hashlib.sha256(canonical_json(facts).encode())
 
 
 def norms_fingerprint(

@@ -45,13 +45,11 @@ class RopeSpec:
     scaling: tuple[tuple[str, Any], ...] = ()
 
 
-def configured_rope(
-    config: Mapping[str, Any], dims: int, *, scaled: bool = True, traditional: bool = False
-) -> RopeSpec:
+def configured_rope(config: Mapping[str, Any], dims: int, *, traditional: bool = False) -> RopeSpec:
     """The rotation that a raw ``config.json`` asks for, over ``dims`` numbers per head.
 
     Equal rotations get equal descriptions, however a config spells them: 4 equals 4.0, and linear
-    scaling by 1 is no scaling. ``scaled=False`` is for families whose scaling mlx-lm ignores.
+    scaling by 1 is no scaling.
 
     Raises:
         UnsupportedModelError: The rotation depends on the length of the text.
@@ -64,7 +62,7 @@ def configured_rope(
     kind = scaling.get("type") or scaling.get("rope_type") or "default"
     ignored = ("rope_type", "type", "rope_theta")
     rest = {k: _plain(v) for k, v in scaling.items() if k not in ignored and v is not None}
-    if not scaled or kind == "default" or (kind == "linear" and rest.get("factor") == 1.0):
+    if kind == "default" or (kind == "linear" and rest.get("factor") == 1.0):
         return RopeSpec("default", base, dims, traditional)
     if kind == "dynamic":
         raise UnsupportedModelError(DYNAMIC)
@@ -255,12 +253,6 @@ class CacheGeometry:
     def first_kept(self, num_tokens: int) -> list[int]:
         """The first of ``num_tokens`` positions on which each cache layer still depends."""
         return [max(0, num_tokens - (g.reach or num_tokens)) for g in self.layers]
-
-    def bytes_per_token(self, itemsize: int) -> int:
-        """The bytes of one token in a cache whose numbers have ``itemsize`` bytes each."""
-        kept = (layer for layer in self.layers if layer.recurrence is None)
-        widths = (layer.key_width + layer.value_width for layer in kept)
-        return itemsize * sum(widths)
 
 
 def canonical_json(value: Any) -> str:

@@ -43,12 +43,6 @@ class StateMap:
         """The beginning of its tensors' names, for example ``states.0``."""
         return f"{STATES}.{self.layer}"
 
-    @property
-    def flops(self) -> int:
-        """The floating-point operations of one application: L S, and that times R."""
-        (heads, rows, given), (_, keys, columns) = self.shapes["left"], self.shapes["right"]
-        return 2 * heads * rows * keys * (given // len(self.reads) + columns)
-
 
 def maps_states(config: TranslatorConfig, t: int) -> bool:
     """Whether the state of target layer ``t`` is mapped, and not made of mapped inputs."""
@@ -180,11 +174,13 @@ def check_states(source: ModelSpec, target: ModelSpec) -> None:
         )
 
 
-def expected_shapes(config: TranslatorConfig, names: Iterable[str]) -> dict[str, tuple]:
+def expected_shapes(
+    config: TranslatorConfig, names: Iterable[str], hidden: int = -1
+) -> dict[str, tuple]:
     """The name and shape of every tensor in a file of this config.
 
     ``names`` are those found in the file. They decide whether biases and gates are expected: every
-    map has them or none has. A hidden width stands as -1, because the config does not tell it.
+    map has them or none has. The config does not tell the ``hidden`` width, for which -1 stands.
     """
     lasts = {name.rsplit(".", 1)[-1] for name in names}
     spec = config.spec
@@ -192,7 +188,7 @@ def expected_shapes(config: TranslatorConfig, names: Iterable[str]) -> dict[str,
     found = {
         f"{m.name}.{name}": shape
         for m in maps_of(config)
-        for name, shape in shapes_of(config, m, present).items()
+        for name, shape in shapes_of(config, m, present, hidden).items()
     }
     for each in state_maps_of(config):
         found |= {f"{each.name}.{name}": shape for name, shape in each.shapes.items()}

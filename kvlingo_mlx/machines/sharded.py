@@ -5,7 +5,6 @@ heads; its logits are whole. A translator reads and writes all heads, so a part 
 is a source, and takes its own when it is a target. That is all that lines know of it.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
@@ -13,7 +12,6 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-from kvlingo_mlx.caches import memory
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.base import LATENT
 from kvlingo_mlx.group import ALONE, Group
@@ -144,16 +142,12 @@ def facts_of(models: Mapping[str, LanguageModel]) -> dict[str, str]:
     """Versions, and models by their roles."""
     facts = {"version": versions()}
     for role, model in models.items():
-        whole = model.full
-        shape = f"{whole.norms_fingerprint} {memory.weights_bytes(whole)}"
-        text = json.dumps(whole.config, sort_keys=True, default=str)
-        facts[f"model for {role}"] = digest_of(f"{shape} {text}")
+        facts[f"model for {role}"] = model.full.weights_fingerprint
         facts[f"way to share {role}"] = "heads" if model.group.several else "none"
     return facts
 
 
 def facts_of_work(models: Sequence[LanguageModel], asked: Mapping[str, Any]) -> dict[str, str]:
-    """:func:`facts_of` a source and a target of which every weight counts, and what is asked."""
+    """:func:`facts_of` a source and a target, and of what is asked."""
     roles = dict(zip(("source", "target"), models, strict=True))
-    weights = {f"{role}'s weights": model.weights_fingerprint for role, model in roles.items()}
-    return facts_of(roles) | weights | {name: digest_of(value) for name, value in asked.items()}
+    return facts_of(roles) | {name: digest_of(value) for name, value in asked.items()}

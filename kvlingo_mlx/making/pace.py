@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.stage1.closed_form import ENOUGH, solving_seconds, unknowns
+from kvlingo_mlx.timing.random_maps import random_maps
 from kvlingo_mlx.tokenization.samples import MAX_PREFIX, Sample
 from kvlingo_mlx.training.distill import VALIDATING
-from kvlingo_mlx.training.initial import drawn
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.runtime import Pair
 
@@ -47,7 +47,7 @@ def measured(
 
     The first one warms up. It counts only where there is no time for others.
     """
-    made, kl, found = pair.trainable(config, drawn(config)), objective_named("kl"), []
+    made, kl, found = pair.trainable(config, random_maps(config)), objective_named("kl"), []
     began = time.perf_counter()
     for sample in samples:
         started = time.perf_counter()

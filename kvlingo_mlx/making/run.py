@@ -35,13 +35,13 @@ from kvlingo_mlx.loading.grading import GRADES, receipt_of, said_of
 from kvlingo_mlx.making.result import AS_IT_IS, GENERATED, NO_DATA, Callbacks, PairResult
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.store.importing import import_translator, place_of
+from kvlingo_mlx.timing.random_maps import random_maps
 from kvlingo_mlx.tokenization.samples import MAX_PREFIX, Sample, other_tokenizer
 from kvlingo_mlx.training import command_line
 from kvlingo_mlx.training.checkpoints import check_settings, log_of, read_log, write_json
 from kvlingo_mlx.training.coordinates import RATE
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.distill import Report
-from kvlingo_mlx.training.initial import drawn
 from kvlingo_mlx.training.mixture import Mixture
 from kvlingo_mlx.training.on_mlx.memory import kept_bytes
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
@@ -310,7 +310,7 @@ class Making:
         sample = Sample(tuple(range(8)), (8, 9))  # any tokens show it
         try:
             reading = self._pair.read(sample, config, attends=True)
-            self._pair.match(self._pair.trainable(config, drawn(config)), reading)
+            self._pair.match(self._pair.trainable(config, random_maps(config)), reading)
         except UnsupportedModelError:  # `check_gradients` refuses what cannot be trained at all
             return 0.0
         return MATCHING

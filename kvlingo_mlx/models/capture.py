@@ -32,10 +32,8 @@ class Recorder:
         self._runs: list[list[mx.array]] = [[] for _ in modules]
 
     @contextlib.contextmanager
-    def recording(self, nested: bool = False) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Record what this thread runs inside the context, which is a unit of work.
-
-        ``nested`` allows modules that a surrounding tap already records.
 
         Raises:
             RuntimeError: This thread already taps one of the modules; captures cannot overlap.
@@ -43,7 +41,7 @@ class Recorder:
         runs = iter(self._runs)
 
         def tapped(cls: type[nn.Module]) -> type[nn.Module]:
-            if not nested and cls.__qualname__.startswith("_tapped"):
+            if cls.__qualname__.startswith("_tapped"):
                 raise RuntimeError("this model is being captured already: one capture at a time")
             return _tapped(cls, next(runs).append)
 
@@ -77,14 +75,6 @@ def _tapped(cls: type[nn.Module], record: Callable[[mx.array], None]) -> type[nn
 
     Tapped.__name__ = cls.__name__
     return Tapped
-
-
-@contextlib.contextmanager
-def tap(modules: Sequence[nn.Module], *, nested: bool = False) -> Iterator[Recorder]:
-    """Record the outputs of ``modules`` during the context; see :meth:`Recorder.recording`."""
-    recorder = Recorder(modules)
-    with recorder.recording(nested):
-        yield recorder
 
 
 class Ear:

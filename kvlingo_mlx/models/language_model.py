@@ -11,7 +11,6 @@ from typing import Any
 from kvlingo_mlx.backend import mx, nn, on_gpu
 
 import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -136,15 +135,8 @@ class LanguageModel:
 
     @cached_property
     def weights_fingerprint(self) -> str:
-        """Sha256 of all weights and the config, which distinguishes this model from all others.
-
-        Every weight is read once, quantised ones as they are stored, at some 2 GB a second on an
-        idle core. ``name`` and ``path`` are not part of it.
-        """
-        arrays = dict(tree_flatten(self.model.parameters()))
-        return fingerprints.weights_fingerprint(
-            (_checked(*item) for item in arrays.items()), self.config
-        )
+        """Sha256 that distinguishes this model from all others; see :mod:`.fingerprints`."""
+        return fingerprints.weights_fingerprint(self)
 
     @cached_property
     def _projections(self) -> list[nn.Module]:
@@ -270,15 +262,3 @@ class LanguageModel:
             f"the prompt is too long: {count} tokens > {self.context_length} maximum, the context "
             f"of {self.name} is {self.context_length}{window}; shorten the prompt"
         )
-
-
-BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}  # integer types by their bytes
-
-
-def _checked(name: str, array: mx.array) -> fingerprints.Checked:
-    """An array's bits summed along its last axis, and a sample of its numbers."""
-    bits = (array if array.ndim else array[None]).view(BITS[array.dtype.size])
-    flat = bits.reshape(-1)
-    sums, sample = bits.sum(axis=-1), flat[:: max(1, flat.size // fingerprints.SAMPLED)]
-    kind = f"{array.dtype} {array.shape}"
-    return fingerprints.Checked(name, kind, np.array(sums).tobytes(), np.array(sample).tobytes())

@@ -1,4 +1,4 @@
-"""Random translators, for pairs that have none: times do not depend on the weights' values."""
+"""Random translators, to time and to probe: neither depends on the weights' values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +12,8 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
+
+HIDDEN = 8  # units of an MLP
 
 
 def random_translators(
@@ -30,9 +32,9 @@ def random_translators(
 
 
 def random_maps(config: TranslatorConfig) -> dict[str, np.ndarray]:
-    """Random linear maps by name, whose outputs are about as large as their inputs."""
+    """Random tensors by name, of which maps have outputs about as large as their inputs."""
     rng = np.random.default_rng(0)
     return {
         name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
-        for name, shape in expected_shapes(config, ()).items()
+        for name, shape in expected_shapes(config, (), HIDDEN).items()
     }

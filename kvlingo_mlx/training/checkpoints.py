@@ -33,8 +33,15 @@ class Checkpoint:
     settings: Mapping[str, Any]
 
     def write(self, what: str, tensors: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
-        """Replace the state, as :func:`write_state` does."""
-        write_state(self.path, what, tensors, {**facts, "settings": dict(self.settings)})
+        """Replace the state, tensors and JSON facts, atomically.
+
+        Raises:
+            KVLingoError: The file could not be written; the old one is still there. The message
+                names its content, ``what``.
+        """
+        known = {**facts, "settings": dict(self.settings)}
+        with _replaced(self.path, what) as temporary:
+            save_file(dict(tensors), temporary, {"facts": json.dumps(known)})
 
     def facts(self) -> dict[str, Any] | None:
         """The facts of the state; None if there is none.
@@ -44,7 +51,13 @@ class Checkpoint:
         """
         if not self.path.exists():
             return None
-        facts = read_facts(self.path)
+        try:
+            with safe_open(self.path, framework="np") as file:
+                facts: dict[str, Any] = json.loads((file.metadata() or {})["facts"])
+        except (SafetensorError, KeyError, ValueError):
+            raise ValueError(
+                f"{self.path} is damaged, or of another version; remove it to start this stage anew"
+            ) from None
         check_settings(self.path.parent, facts["settings"], self.settings)
         return facts
 
@@ -52,34 +65,6 @@ class Checkpoint:
         """Tensors and facts, if there are any; raises as :meth:`facts` does."""
         facts = self.facts()
         return None if facts is None else (load_file(self.path), facts)
-
-
-def write_state(
-    path: Path, what: str, tensors: Mapping[str, np.ndarray], facts: Mapping[str, Any]
-) -> None:
-    """Replace a file of tensors and JSON facts atomically.
-
-    Raises:
-        KVLingoError: The file could not be written; the old one is still there. The message names
-            its content, ``what``.
-    """
-    with _replaced(path, what) as temporary:
-        save_file(dict(tensors), temporary, {"facts": json.dumps(facts)})
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """The facts in a file that :func:`write_state` wrote.
-
-    Raises:
-        ValueError: The file is damaged, or :func:`write_state` did not write it.
-    """
-    try:
-        with safe_open(path, framework="np") as file:
-            return json.loads((file.metadata() or {})["facts"])
-    except (SafetensorError, KeyError, ValueError):
-        raise ValueError(
-            f"{path} is damaged, or of another version; remove it to start this stage anew"
-        ) from None
 
 
 def log_of(folder: Path) -> Path:
@@ -93,7 +78,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def write_json(path: Path, what: str, values: Iterable[Mapping[str, Any]]) -> None:
-    """Replace a file of JSON lines atomically; raises as :func:`write_state` does."""
+    """Replace a file of JSON lines atomically; raises as :meth:`Checkpoint.write` does."""
     lines = [json.dumps(plain(dict(line))) for line in values]
     with _replaced(path, what) as temporary:
         temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -129,20 +114,10 @@ def disk_errors(what: str, folder: Path) -> Iterator[None]:
 
 
 def check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse (ValueError) to resume with other settings; the message names those that differ.
-
-    A setting with several parts differs where the parts that both have do, or where there are none:
-    what identifies a model's weights depends on the runtime, its files do not.
-    """
+    """Refuse (ValueError) to resume with other settings; the message names those that differ."""
     current = json.loads(json.dumps(dict(settings)))
 
-    def same(ours: Any, theirs: Any) -> bool:
-        if isinstance(ours, dict) and isinstance(theirs, dict):
-            both = ours.keys() & theirs.keys()
-            return bool(both) and all(ours[part] == theirs[part] for part in both)
-        return ours == theirs
-
-    changed = [n for n in sorted({*kept, *current}) if not same(kept.get(n), current.get(n))]
+    changed = [n for n in sorted({*kept, *current}) if kept.get(n) != current.get(n)]
     if changed:
         listed = "; ".join(f"{n} was {kept.get(n)!r}, is {current.get(n)!r}" for n in changed)
         raise ValueError(

@@ -41,9 +41,11 @@ class DivergedError(KVLingoError):
 
 
 class Samples(Protocol):
-    """A source of samples, each a function of its index alone."""
+    """A training stream (``data.Stream``): samples, each a function of its index, and others."""
 
     def sample(self, index: int) -> Sample: ...
+
+    def held_out(self, count: int = 64) -> Sequence[Sample]: ...
 
 
 @dataclass
@@ -68,13 +70,6 @@ class Best:
     step: int
     held_out: float
     tensors: Mapping[str, np.ndarray]
-
-
-def start_runs(
-    pair: Pair, config: TranslatorConfig, arrays: Mapping[str, np.ndarray], rates: Sequence[float]
-) -> list[Run]:
-    """A run for each learning rate, all from the same tensors."""
-    return [Run(rate, pair.trainable(config, arrays)) for rate in rates]
 
 
 @dataclass(frozen=True)
@@ -123,20 +118,19 @@ def postponed() -> Iterator[Interruption]:
     """
     received = Interruption()
     main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in SIGNALS if main}
+    before = {number: signal.getsignal(number) for number in SIGNALS if main}
+    handlers = {n: each for n, each in before.items() if each not in (signal.SIG_IGN, None)}
 
     def restore() -> None:
         for number, handler in handlers.items():
-            if handler not in (signal.SIG_IGN, None):
-                signal.signal(number, handler)
+            signal.signal(number, handler)
 
     def note(number: int, frame: object) -> None:
         received.signal = number
         restore()
 
-    for number, handler in handlers.items():
-        if handler not in (signal.SIG_IGN, None):
-            signal.signal(number, note)
+    for number in handlers:
+        signal.signal(number, note)
     try:
         yield received
     finally:

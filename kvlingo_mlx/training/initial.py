@@ -5,25 +5,8 @@ import math
 import numpy as np
 
 from kvlingo_mlx.format.kinds import TENSORS
-from kvlingo_mlx.format.maps import maps_of, shapes_of, state_maps_of
+from kvlingo_mlx.format.maps import maps_of, shapes_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-
-PROBED = 8  # hidden units of an MLP that is only probed
-
-
-def drawn(config: TranslatorConfig) -> dict[str, np.ndarray]:
-    """Small random tensors of a translator that is only probed."""
-    generator, arrays = np.random.default_rng(0), dict[str, np.ndarray]()
-    shapes = [
-        (m.name, shapes_of(config, m, config.spec.tensors, PROBED), m.inputs)
-        for m in maps_of(config)
-    ]
-    shapes += [(m.name, dict(m.shapes), 0) for m in state_maps_of(config)]
-    for prefix, own, inputs in shapes:
-        for name, shape in own.items():
-            scale = (inputs or max(shape[-2:])) ** 0.5
-            arrays[f"{prefix}.{name}"] = generator.standard_normal(shape).astype(np.float32) / scale
-    return arrays
 
 
 def initial(

@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.assignment import Assignment, narrow_groups
-from kvlingo_mlx.format.fingerprints import files_fingerprint
 from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.format.typed import read
 from kvlingo_mlx.group import Group
 from kvlingo_mlx.stage1.closed_form import METHODS, shortage
 from kvlingo_mlx.stage1.norms import norm_named
@@ -30,13 +30,6 @@ from kvlingo_mlx.training.plan import TrainingPlan, make_config, provenance_of
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Model, Pair, Readings, pair_of
 from kvlingo_mlx.version import __version__
-
-
-class Data(distill.Samples, Protocol):
-    """A training stream (``data.Stream``): numbered samples, and held-out ones."""
-
-    def held_out(self, count: int = 64) -> Sequence[Sample]: ...
-
 
 SHORT = 16  # tokens of a continuation that serves to see whether there is a gradient
 Progress = Callable[[str, distill.Report], None]
@@ -53,7 +46,7 @@ class Trainer:
 
     source: Model
     target: Model
-    data: Data
+    data: distill.Samples
     plan: TrainingPlan
     out: Path
     group: Group = field(default_factory=Group)
@@ -145,7 +138,7 @@ class Trainer:
             arrays = {n: a for n, a in arrays.items() if "/" not in n}  # no coordinates
             self._write(config, arrays, told, held_out)
             if best is not None:
-                write_json(self.log, "the log", curve)
+                write_json(log_of(self.out), "the log", curve)
             shutil.rmtree(self.partial)
         self.group.wait()
         return self.out
@@ -181,11 +174,6 @@ class Trainer:
         """The folder of unfinished work."""
         return self.out.with_name(f"{self.out.name}.partial")
 
-    @property
-    def log(self) -> Path:
-        """The log of a finished stage 2: JSON lines with the held-out KL and more."""
-        return log_of(self.out)
-
     def _held_out(self) -> list[Sample]:
         held_out = list(self.data.held_out(self.plan.held_out))
         if len(held_out) < self.plan.held_out:
@@ -208,23 +196,16 @@ class Trainer:
         for role, spec in (("source", config.source), ("target", config.target)):
             model: Model = getattr(self, role)
             own = {"name": spec.name, **spec.fingerprint, "precision": model.precision}
-            # Known by the weights within a runtime, and by the files in both.
-            weights = {self.pair.runtime: model.weights_fingerprint}
-            if model.path is not None:
-                weights["files"] = files_fingerprint(model.path)
-            facts: dict[str, Any] = {**own, "weights": weights}
+            facts: dict[str, Any] = {**own, "weights": model.weights_fingerprint}
             found |= {f"{role}'s {fact}": value for fact, value in facts.items()}
         return found
 
     def _identity(self, config: TranslatorConfig) -> str:
         """The sha256 of all that the result depends on; its provenance keeps it as ``run``.
 
-        It is the same on both runtimes where the models' files are known.
+        It is the same on both runtimes.
         """
         facts = {**self._settings(config), **dataclasses.asdict(self.plan.recipe)}
-        for name, value in facts.items():
-            if isinstance(value, dict) and "files" in value:
-                facts[name] = value["files"]
         return hashlib.sha256(canonical_json(facts).encode()).hexdigest()
 
     def _is_ours(self, config: TranslatorConfig) -> bool:
@@ -260,7 +241,7 @@ class Trainer:
         state = self.group.firsts(kept.read)
         assert state is not None, "it was written, or was there"
         arrays, facts = state
-        config = dataclasses.replace(config, assignment=Assignment.from_json(facts["assignment"]))
+        config = dataclasses.replace(config, assignment=read(Assignment, facts["assignment"]))
         return config, arrays, facts["provenance"]
 
     def _stage1(self, config: TranslatorConfig, held_out: Sequence[Sample]) -> Start:
@@ -337,7 +318,7 @@ class Trainer:
     ) -> distill.Distillation:
         """The distillation of a stage that trains a translator at each of some rates."""
         config, arrays, _ = start
-        runs = distill.start_runs(self.pair, config, arrays, rates)
+        runs = [distill.Run(rate, self.pair.trainable(config, arrays)) for rate in rates]
         kept = self.checkpoint(stage, config, recipe)
         return distill.Distillation(
             self.pair, runs, self.data, held_out, recipe, kept, self.group, self.keep_every,

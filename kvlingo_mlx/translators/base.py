@@ -15,7 +15,7 @@ from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.kinds import SIDES
-from kvlingo_mlx.format.maps import Read, flops_of, head_map_of
+from kvlingo_mlx.format.maps import Read, head_map_of
 from kvlingo_mlx.format.tensor_file import DType, Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.states import KVStates, LayerGroup, Stacked, TranslatedStates
@@ -224,14 +224,6 @@ class Translator:
     def nbytes(self) -> int:
         """The bytes that the maps take in memory."""
         return sum(part.nbytes for _, part in self.tensors())
-
-    @property
-    def flops_per_token(self) -> int:
-        """The floating-point operations per token (appendix "Computational gains").
-
-        Maps of recurrent states, which run once a hand-over, are not counted.
-        """
-        return flops_of((name, part.size) for name, part in self.tensors())
 
     def tensors(self) -> Iterator[tuple[str, mx.array | Quantised]]:
         """All tensors, by the last part of their names or, for maps of states, by the whole."""

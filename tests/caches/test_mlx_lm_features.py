@@ -27,6 +27,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.utils import _get_classes
 
 import kvlingo_mlx as kv
+from kvlingo_mlx import caches
 from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.families import family_of
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -153,7 +154,7 @@ def test_kv_bits_let_go_of_what_they_replace(opened: Opener) -> None:
         mx.clear_cache()
         held_in[bits] = mx.get_active_memory()
         stream.close()
-    float_cache = 512 * model.geometry.bytes_per_token(4)
+    float_cache = 512 * caches.bytes_per_token(model)
     assert held_in[None] - held_in[4] > 0.7 * float_cache
 
 

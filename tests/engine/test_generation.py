@@ -137,10 +137,10 @@ def test_peak_memory_is_two_caches_and_a_chunk(models: Models, layers: int) -> N
             lambda: kv.hand_over(source, target, tokens, prefill_step_size=step, **options)
         )
 
-    own = target.geometry.bytes_per_token(4)
-    chunk = step * (source.geometry.bytes_per_token(4) + 2 * own)
-    caches = 512 * own if not layers else prefill_bytes(target, tokens, step)
-    bound = prefill_bytes(source, tokens, step) + caches + chunk
+    own = caches.bytes_per_token(target)
+    chunk = step * (caches.bytes_per_token(source) + 2 * own)
+    filled = 512 * own if not layers else prefill_bytes(target, tokens, step)
+    bound = prefill_bytes(source, tokens, step) + filled + chunk
     assert hand_over(step) <= bound
     assert hand_over(480) > bound  # the bound has power: a large chunk breaks it
 

@@ -240,13 +240,11 @@ def test_quantised_maps_of_states_stay_floats(
 
 
 def test_what_maps_of_states_cost(pairs: Any, translators: Any) -> None:
-    """Their numbers count as parameters and bytes, and not as work for each token."""
+    """Their numbers count as parameters and bytes."""
     translator = translators["gated_delta"]
     sizes = {name: array.size for name, array in translator.floats().items()}
-    by_token = sum(n for name, n in sizes.items() if not name.startswith("states."))
     assert translator.num_parameters == sum(sizes.values())
     assert translator.nbytes == 4 * sum(sizes.values())
-    assert translator.flops_per_token == 2 * by_token
     above = translator.above(4)
     assert all(int(name.split(".")[1]) >= 4 for name in above.floats())
     assert sum(name.startswith("states.") for name in above.floats()) == 2 * 3

@@ -15,7 +15,7 @@ from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample, read_jsonl, to_samples, tokenise
-from tests.support import tiny
+from tests.support import plain_models, tiny
 from tests.support.random_samples import samples
 
 CUT = 1e-4  # of the largest singular value: 1e-8 of the largest eigenvalue
@@ -95,7 +95,8 @@ def test_attention_mass_equals_a_plain_loop(
     cache = make_prompt_cache(target.model)
     tokens = mx.array([*sample.prefix, *sample.continuation])
     modules = [a.q_proj for a in target.attentions]
-    with capture.tap(modules) as recorder:
+    recorder = capture.Recorder(modules)
+    with recorder.recording():
         target.model(tokens[None], cache=cache)
         projected = recorder.take()
     for layer, attention in enumerate(target.attentions):
@@ -109,6 +110,21 @@ def test_attention_mass_equals_a_plain_loop(
                 weights = np.exp(scores - scores.max())
                 expected += (weights / weights.sum())[:30] / (4 * 9)
         assert np.allclose(mass[layer], expected, atol=1e-6)
+
+
+def test_attention_that_is_seen_and_that_is_not(tmp_path: Path) -> None:
+    """A wrapper's windows count, though its caches are whole; gemma2 computes by itself."""
+    sample, found = samples(1, 30)[0], {}
+    for name in ("llama", "llava", "gemma2"):
+        (tmp_path / name).mkdir()
+        model = kv.load(plain_models.write_plain_model(tmp_path / name, name))
+        if name == "gemma2":
+            with pytest.raises(kv.UnsupportedModelError, match="take another norm"):
+                attention_mass(model, sample)
+        else:
+            found[name] = attention_mass(model, sample, step_size=7)
+    assert (found["llama"][0] == 0).sum() == 30 - 15 and (found["llama"][1] > 0).all()
+    assert np.allclose(*found.values(), atol=1e-6)
 
 
 def test_conversation_is_cut_where_its_last_reply_opens(models: dict[str, LanguageModel]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.group import Group
-from kvlingo_mlx.training.initial import drawn
+from kvlingo_mlx.timing.random_maps import random_maps
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from tests.support import hybrid_models, rank_jobs, tiny, two_tokenizers
@@ -136,7 +136,7 @@ def test_gradients_have_one_order_on_all_ranks(cases: dict[str, Case]) -> None:
     """Their norm is summed in that order, and rounding would let ranks part: found with four."""
     models = [kv.load(cases["training"][role]) for role in ("source", "target")]
     config = make_config(*models, TrainingPlan())
-    made = MLXTranslator.from_arrays(config, drawn(config))
+    made = MLXTranslator.from_arrays(config, random_maps(config))
     names = list(made.tensors)
     made.learn({name: made.tensors[name] for name in reversed(names)})
     assert made.gather(Group(1, 2))

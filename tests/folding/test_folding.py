@@ -420,9 +420,9 @@ REFUSED: list[tuple[Case, Use, str]] = [
     (BIASED, handed([TOKENS, [1, 2]]), "2 to 3 tokens; folded decoding takes several at once"),
     (BIASED, handed([]), "the prompt is empty"),
     (BIASED, answered([1, 2], max_tokens=0), "max_tokens is 0"),
-    *((BIASED, answered([first, first]), "a list of 2 prompts; folded_generate answers one at a")
+    *((BIASED, answered([first, first]), "several prompts: hand each over")
       for first in ([1, 2], "text", MESSAGES)),
-    (BIASED, lambda *pair: answered(mx.array([TOKENS, TOKENS]))(*pair), "a list of 2 prompts"),
+    (BIASED, lambda *pair: answered(mx.array([TOKENS, TOKENS]))(*pair), "several prompts: hand"),
     *((BIASED, handed(prompt), "the prompt is not token ids; folded_hand_over")
       for prompt in ("text", MESSAGES)),
     (BIASED, lambda s, t, m: fold_caches(filled(s)[:-1], s, t, m), OTHER_CACHES),

@@ -23,7 +23,7 @@ from kvlingo_mlx.format import translator_folder  # noqa: E402
 from kvlingo_mlx.format.maps import first_readers, head_map_of, maps_of  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.training.checkpoints import Checkpoint  # noqa: E402
-from kvlingo_mlx.training.distill import Distillation, start_runs  # noqa: E402
+from kvlingo_mlx.training.distill import Distillation, Run  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
 from kvlingo_mlx.training.on_mlx import gradients  # noqa: E402
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator  # noqa: E402
@@ -137,7 +137,8 @@ def distillation(
     reads: int | None = None,
 ) -> Distillation:
     config = make_config(pair.source, pair.target, TrainingPlan(nu=2))
-    runs = start_runs(pair, config, random_arrays(config, 3), (1e-3, 3e-3))
+    arrays = random_arrays(config, 3)
+    runs = [Run(rate, pair.trainable(config, arrays)) for rate in (1e-3, 3e-3)]
     rates = (1e-3, 3e-3)
     recipe = Recipe(steps=steps, batch=2, validate_every=10, learning_rates=rates, reads=reads)
     stream = Random(different=different)

@@ -77,7 +77,8 @@ def wrong_share(
     heard = tokens if aligned is None else list(aligned.source_ids)
     read, own = (capture.whole(m, t, "pre_norm") for m, t in ((source, heard), (target, tokens)))
     modules = [a.q_proj for a in target.attentions]
-    with capture.tap(modules) as recorder:
+    recorder = capture.Recorder(modules)
+    with recorder.recording():
         target.model(kv.backend.mx.array([tokens]))
         projected = recorder.take()
     eps, base = target.config["rms_norm_eps"], target.config["rope_theta"]

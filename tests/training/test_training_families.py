@@ -163,7 +163,8 @@ def test_both_runtimes_describe_and_read_alike(
     device, ours = models[name], torch_models[name]
     mine, theirs = (dataclasses.replace(m.spec(), name="", revision=None) for m in (ours, device))
     assert mine == theirs
-    assert ours.context_length == device.context_length
+    if name != "wrapped":  # whose config leaves it to the library
+        assert ours.context_length == device.context_length
     assert device.projections.difference(ours.projections.numbers) < 1e-5  # nor in what they keep
     tokens = tiny.random_tokens(60)
     (states,) = capture.prefill(device, tokens)
@@ -297,16 +298,15 @@ def test_both_spellings_of_a_rotation_are_one(
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("mistral4x24", {"sliding_window": 8}, "layer 0 attends to 8 .* to all in mlx-lm"),
+        (
+            "mistral4x24",
+            {"sliding_window": 8},
+            "attends to 8 tokens in transformers and to all in mlx-lm",
+        ),
         (
             "llama2x16",
             {"sliding_window": 8, "layer_types": [GLOBAL, LOCAL, GLOBAL, GLOBAL]},
-            "layer 1 attends to all in transformers and to 8 tokens in mlx-lm",
-        ),
-        (
-            "gemma2x32",
-            {"layer_types": KINDS[::-1]},
-            "layer 1 .* to all .* to 16 .* sliding_window_pattern",
+            "has layers with a window in mlx-lm and none in transformers",
         ),
         ("gemma2x32", {"final_logit_softcapping": 30.0}, "has final_logit_softcapping"),
         ("llama2x16", {"hidden_act": "relu"}, "has the activation 'relu' .* computes another"),

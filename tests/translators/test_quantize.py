@@ -159,8 +159,6 @@ def test_sizes(form: Layout, bits: int | None, batched: bool) -> None:
     arrays = random_arrays(form, data, True)
     translator = quantised(data, arrays, bits, batched)
     assert translator.num_parameters == sum(a.size for a in arrays.values())
-    multiplied = [a.size for n, a in arrays.items() if n.split(".")[2] in MATRICES]
-    assert translator.flops_per_token == 2 * sum(multiplied)
     taken = {name: a.size * bits // 8 + 2 * 4 * a.size // GROUP if bits and is_quantised(name, a)
              else 4 * a.size for name, a in arrays.items()}  # fmt: skip
     assert translator.nbytes == sum(taken.values())

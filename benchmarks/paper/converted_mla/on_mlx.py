@@ -267,14 +267,6 @@ class ConvertedMLA(AbsorbedFamily):
         listed = (("frequencies", tuple(attention.frequencies)),)
         return RopeSpec("listed", float(facts["rope_theta"]), attention.rope.dims, scaling=listed)
 
-    def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """Queries (B, Hq, T, D + dr), normed per head and their last part rotated."""
-        return attention.queries(projected, offset)
-
-    def attended(self, attention: nn.Module, keys: mx.array, values: mx.array) -> mx.array:
-        """The expanded keys of every KV head."""
-        return attention.expanded(values, keys)[0]
-
 
 families.register(ConvertedMLA(MODEL_TYPE))
 # mlx-lm imports a model's file by this name.

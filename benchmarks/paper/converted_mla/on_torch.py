@@ -5,7 +5,7 @@ Importing this registers them with ``AutoConfig`` and ``AutoModelForCausalLM``, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -213,19 +213,12 @@ class TorchConvertedMLA(Latent):
         angles = self.cosines(model, attention, states, places(start, heads))
         return attention.turned(states, angles)
 
-    def rope(self, config: Mapping[str, Any], attention: Any) -> RopeSpec:
+    def rope(self, model: Any, attention: Any) -> RopeSpec:
         """The rotation of the chosen pairs, by their frequencies."""
-        half = attention.head_dim // 2
-        listed = tuple(config["rotary_frequencies"][slot % half] for slot in attention.slots)
-        base, dims = float(config["rope_theta"]), attention.qk_rope_head_dim
+        config, half = attention.config, attention.head_dim // 2
+        listed = tuple(config.rotary_frequencies[slot % half] for slot in attention.slots)
+        base, dims = float(config.rope_parameters["rope_theta"]), attention.qk_rope_head_dim
         return RopeSpec("listed", base, dims, scaling=(("frequencies", listed),))
-
-    def rope_here(self, model: Any, attention: Any) -> RopeSpec:
-        """The same: both runtimes rotate by the config's list."""
-        config = attention.config
-        base = config.rope_parameters["rope_theta"]
-        facts = {"rotary_frequencies": config.rotary_frequencies, "rope_theta": base}
-        return self.rope(facts, attention)
 
 
 FAMILIES[MODEL_TYPE] = TorchConvertedMLA(MODEL_TYPE)

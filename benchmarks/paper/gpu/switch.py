@@ -31,7 +31,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.paper.gpu.translation import CacheMemory, PrefixTranslation, nbytes
 from benchmarks.paper.timing.widths import cache_layers
-from kvlingo_mlx.cuda.families import family_of
 from kvlingo_mlx.cuda.model import TorchModel
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format.assignment import by_depth
@@ -137,9 +136,8 @@ def build_target(name: str, shape: Shape, device: str, dtype: torch.dtype) -> To
         model = AutoModelForCausalLM.from_config(
             config_of(shape), dtype=dtype, attn_implementation="sdpa"
         )
-    facts = family_of(shape["model_type"]).facts(shape)
     no_tokenizer = SimpleNamespace(get_vocab=dict)  # random ids need none
-    return TorchModel(model.eval().requires_grad_(False), no_tokenizer, dict(facts), name)
+    return TorchModel(model.eval().requires_grad_(False), no_tokenizer, {**shape}, name)
 
 
 def source_spec(name: str, shape: Shape) -> ModelSpec:
@@ -197,7 +195,7 @@ class Scene:
         widths = (source.layers[0].width(side) for side in SIDES)
         keys, values = (torch.randn(len(source.layers), num_tokens, w, **there) for w in widths)
         memory = CacheMemory.allocate(target, num_tokens, target.dtype)
-        vocabulary = target.config["vocab_size"]
+        vocabulary = target.geometry.embedding_rows
         ids = torch.randint(vocabulary, (1, num_tokens + 1), device=target.device)
         return cls(source, target, (keys, values), memory, ids, num_tokens)
 

@@ -59,6 +59,14 @@ def like_layers(target: TorchModel) -> tuple[LikeLayers, ...]:
     return tuple(LikeLayers(tuple(n), w) for n, w in zip(found.values(), windows, strict=True))
 
 
+def key_norm(attention: Any) -> tuple[torch.Tensor, float]:
+    """What a key is multiplied by after it was divided by its root mean square, and epsilon."""
+    norm = attention.k_norm
+    if type(norm).__name__ == "Gemma3RMSNorm":  # it stores what is added to one
+        return 1 + norm.weight.float(), norm.eps
+    return norm.weight, norm.variance_epsilon
+
+
 class PreallocatedLayer(DynamicLayer):
     """A layer of a transformers cache that grows within preallocated memory, without copies."""
 
@@ -163,7 +171,7 @@ class NormAndRope:
         """What the keys of like layers need after a capture point."""
         attentions, norm, eps = [target.attentions[layer] for layer in like.layers], None, 0.0
         if capture == POINTS[0] and hasattr(attentions[0], "k_norm"):
-            norms = [target.family.key_norm(attention) for attention in attentions]
+            norms = list(map(key_norm, attentions))
             norm, eps = in_pairs(torch.stack([w.to(exact) for w, _ in norms])), norms[0][1]
         places = torch.arange(positions, device=target.device)[None]
         empty = torch.empty(0, dtype=exact, device=target.device)

@@ -10,6 +10,7 @@ from benchmarks.paper.reproducing.entries import Entry
 from benchmarks.paper.reproducing.results import Line, Result
 from benchmarks.paper.reproducing.trained import english
 from benchmarks.paper.reproducing.work import Work
+from kvlingo_mlx.errors import MissingModelError
 from kvlingo_mlx.tokenization.samples import other_tokenizer
 from kvlingo_mlx.training import command_line
 from kvlingo_mlx.training.data import Stream
@@ -49,9 +50,12 @@ def _facts(place: str, name: str) -> tuple[int, Any]:
         model = load(name, lazy=True)
         return model.context_length, model.tokenizer
     from kvlingo_mlx.cuda.model import read_config
+    from kvlingo_mlx.loading.hub import SMALL_FILES, resolve
 
-    config, tokenizer = read_config(name)
-    return config["max_position_embeddings"], tokenizer
+    path, _ = resolve(name, None, SMALL_FILES, MissingModelError)
+    config, tokenizer = read_config(name, path)
+    # A Gemma may leave it to transformers.
+    return config.get("max_position_embeddings", 131_072), tokenizer
 
 
 def prefix_histogram(stream: Stream, count: int = 240, bins: int = 12) -> list[Bin]:

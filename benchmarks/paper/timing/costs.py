@@ -16,7 +16,7 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.families.base import text_model
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.kinds import SIDES
-from kvlingo_mlx.format.maps import Read, flops_of, maps_states
+from kvlingo_mlx.format.maps import Read, StateMap, flops_of, maps_states
 from kvlingo_mlx.models.hidden import decoder_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
@@ -105,6 +105,12 @@ class Costs:
         return Work(flops, states + sum(map(operator.mul, sizes, entries)))
 
 
+def state_map_flops(m: StateMap) -> int:
+    """The operations of one application of a map of states: L S, and that times R."""
+    (heads, rows, given), (_, keys, columns) = m.shapes["left"], m.shapes["right"]
+    return 2 * heads * rows * keys * (given // len(m.reads) + columns)
+
+
 def translation_work(
     translator: Translator, source: LanguageModel, target: LanguageModel, count: int
 ) -> Work:
@@ -116,7 +122,7 @@ def translation_work(
     layers = target.geometry.layers
     kept = [min(count, g.reach or count) for g in layers]
     maps = [m.map for m in translator.of_states]
-    flops = float(sum(m.flops for m in maps))
+    flops = float(sum(map(state_map_flops, maps)))
     for t, (layer, tokens) in enumerate(zip(layers, kept, strict=True)):
         flops += 0 if maps_states(translator.config, t) else recurrent_flops(layer) * tokens
     read = dict[Read, int]()

@@ -22,6 +22,7 @@ from kvlingo_mlx.training.plan import TrainingPlan
 PLAN = TrainingPlan()
 SHORTEST = 64  # tokens: the shortest prefix that is proposed
 FLOAT = 4  # bytes of the numbers of translators and logits
+HEADS = "num_attention_heads"
 MLP = 6  # arrays as wide as the MLP that a pass without gradient has at once
 BACKWARD = 2.15  # as many of these has a layer's backward pass
 SCORES = 4.5  # arrays of attention scores that a layer's backward pass has at once
@@ -138,7 +139,7 @@ def _reading(
         chunk = min(prefix, gradients.STEP)
         chunk = prefix + answer if matches and model is target else chunk
         # A GPU's attention writes no scores; a CPU writes those of a chunk and all before it.
-        scores = 0 if on_gpu() else _heads(model) * chunk * prefix
+        scores = 0 if on_gpu() else _fact(model, HEADS) * chunk * prefix
         rule, steps = _steps(model)
         run = FLOAT * chunk * RUN.get(rule, 0.0) * steps
         parts = model.cache_dtype.size * chunk * _wide(model), model.cache_dtype.size * scores
@@ -159,7 +160,7 @@ def _learning(
     states += 0 if kept else _inputs_bytes(source, prefix)
     between = (len(target.geometry.layers) + 4) * answer * width * size
     logits = HEAD * FLOAT * min(LOGITS, answer * target.geometry.embedding_rows)
-    scores = SCORES * _heads(target) * answer * (prefix + answer)
+    scores = SCORES * _fact(target, HEADS) * answer * (prefix + answer)
     layer = size * (BACKWARD * answer * _wide(target) + scores)
     by_token = [g for g in target.geometry.layers if not kept or g.recurrence is None]
     widest = max(each.key_width + each.value_width for each in by_token)
@@ -203,10 +204,6 @@ def _wide(model: LanguageModel) -> int:
     experts = _fact(model, "num_experts_per_tok") * _fact(model, "moe_intermediate_size")
     inner = max(_fact(model, "intermediate_size"), experts)
     return MLP * inner + _fact(model, "hidden_size")
-
-
-def _heads(model: LanguageModel) -> int:
-    return _fact(model, "num_attention_heads")
 
 
 def _fact(model: LanguageModel, name: str) -> int:

@@ -19,8 +19,8 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.capture import whole
 from kvlingo_mlx.models.delta_rule import in_chunks
 from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.timing.random_maps import random_maps
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
-from kvlingo_mlx.training.initial import drawn
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.on_mlx import gradients, memory
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
@@ -53,7 +53,7 @@ class MLXPair(Passes, DeviceRows):
         return MLXTranslator.from_arrays(config, arrays)
 
     def check_gradients(self, sample: Sample, config: TranslatorConfig) -> None:
-        made = self.trainable(config, drawn(config))
+        made = self.trainable(config, random_maps(config))
         try:
             self.loss(made, self.read(sample, config), objective_named("kl"), 1.0)
         except (ValueError, RuntimeError) as problem:

@@ -68,7 +68,7 @@ class Scheduler:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.pool = ModelPool(settings.models, settings.sharded)
+        self.pool = ModelPool(settings.models, settings.sharded or ())
         models = self.pool.models
         self.policy = Policy(models, settings)
         self._blank = Conversation(

@@ -32,6 +32,13 @@ PART, PART_TOKENS = 1000, 16  # characters of a message's parts, and tokens of a
 REDONE, REDONE_PARTS = 2, 3
 SAVED: Future[None] = Future()  # of what was found on disk
 SAVED.set_result(None)
+# How lines of system prompts begin that agents change with every request or model. They do not
+# count when histories are compared.
+VOLATILE = (
+    "x-anthropic-billing-header:",
+    "You are powered by the model",
+    *("Model:", "Provider:", "Platform:"),  # Hermes's
+)
 BEFORE_LINES = " \t-*"  # white space and marks of lists, before a volatile line
 # Of a whole message, of its reasoning ("" for none), and of its beginnings, each one part longer.
 Key = tuple[str, ...]
@@ -41,12 +48,13 @@ class Keys:
     """Makes the keys by which messages are compared: of all that a template may render of them.
 
     Args:
-        volatile: How the lines of system prompts begin that do not count.
+        volatile: How the lines of system prompts begin that do not count; None: ``VOLATILE``.
         verbatim: Whether conversations go on from their tokens, whatever their tools are now.
     """
 
-    def __init__(self, volatile: Sequence[str] = (), verbatim: bool = False) -> None:
-        self._volatile, self._verbatim = tuple(volatile), verbatim
+    def __init__(self, volatile: Sequence[str] | None = None, verbatim: bool = False) -> None:
+        self._volatile = VOLATILE if volatile is None else tuple(volatile)
+        self._verbatim = verbatim
 
     def of(self, ask: GenerationRequest) -> list[Key]:
         """The keys of what stands before the messages, and of each message."""

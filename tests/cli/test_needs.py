@@ -206,7 +206,7 @@ def test_a_key_is_read_as_its_flag_is(
         (tmp_path / "c.toml").write_text(f"{key.replace('_', '-')} = {shown}\n")
         typed = [parameter.opts[0], *([] if parameter.is_flag else [str(value)])]
         given = str(value).lower() if parameter.is_flag else value
-        files = () if verb == "serve" else (tmp_path / "c.json", tmp_path / "c.toml")
+        files = (tmp_path / "c.json", tmp_path / "c.toml")
         for words in (*(["--config", str(f)] for f in files), ["-c", f"{key}={given}"], typed):
             capsys.readouterr()
             if run([*line, *words]):

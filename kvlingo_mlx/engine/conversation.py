@@ -41,8 +41,6 @@ from kvlingo_mlx.tokenization.probes import think_marks
 
 __all__ = ["Conversation", "Stats", "Switch"]
 
-ON_FULL = ("error", "drop_oldest")
-
 
 class ReplyOptions(DecodingOptions, total=False):
     """The options of :meth:`Conversation.reply` and :meth:`Conversation.stream_reply`."""
@@ -185,8 +183,6 @@ class Conversation(State):
         guard: int = 0,
         on_doubt: str = WARN,
     ) -> None:
-        if on_full not in ON_FULL:
-            raise ValueError(f"on_full is {on_full!r}; give {' or '.join(ON_FULL)}")
         if not models:
             raise ValueError("a conversation needs a model; give models={'name': model}")
         check_json(tools)
@@ -303,8 +299,6 @@ class Conversation(State):
         choice = choice_of(known, request.sampler, request.logits_processors)
         choice = self.exchange.chosen_together(choice)
         check_max_tokens(request.max_tokens)
-        if first not in ("target", "source"):
-            raise ValueError(f"first_token is {first!r}; it must be target or source")
         self._compare_templates()
         named = [n for n in (name, request.prefill, reasoning) if n is not None]
         for each in named:  # check all names before any model begins

@@ -33,7 +33,6 @@ from kvlingo_mlx.engine.positioned import PositionedLine
 from kvlingo_mlx.engine.reading import Reading
 from kvlingo_mlx.engine.rules import Rules
 from kvlingo_mlx.engine.spans import cut, translated, wrote
-from kvlingo_mlx.engine.storage import PLACES
 from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
 from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.notes import tell, tell_of_length, to_get
@@ -426,11 +425,9 @@ class Exchange(LineSet):
         """Put a line's arrays away and wait until that is done; return the bytes freed.
 
         Raises:
-            ValueError: There is no such model or place.
+            ValueError: There is no such model.
             OSError: The file cannot be written; the line is as it was.
         """
-        if where not in PLACES:
-            raise ValueError(f"where is {where!r}; it must be one of {', '.join(PLACES)}")
         line = self.line(name)
         before = line.cache_bytes
         stored = line.put_away(where)

@@ -9,14 +9,11 @@ from kvlingo_mlx.caches.limits import check_going_back, check_interleaving
 from kvlingo_mlx.engine.guarding import HEAL, WARN
 from kvlingo_mlx.engine.healing import HEAL_SHARE, LAYERS
 from kvlingo_mlx.engine.spans import common_prefix
-from kvlingo_mlx.engine.storage import PLACES
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.machines import group_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 
-SWITCHING = ("alternated", "reprefill")
-ON_MISSING = ("error", "reprefill")
 SAMPLE = [
     {"role": "user", "content": "One."},
     {"role": "assistant", "content": "Two."},
@@ -52,14 +49,6 @@ class Rules:
 
     def check(self, models: Mapping[str, LanguageModel]) -> None:
         """Raise ValueError for rules that are invalid, in general or for these models."""
-        for what, value, allowed in (
-            ("switching", self.switching, SWITCHING),
-            ("on_missing", self.on_missing, ON_MISSING),
-            ("offload", self.offload, (None, *PLACES)),
-        ):
-            if value not in allowed:
-                listed = ", ".join(map(str, allowed))
-                raise ValueError(f"{what} is {value!r}; it must be one of {listed}")
         if self.heal == LAYERS and self.native_layers == 0:
             raise ValueError(
                 "heal is 'layers', which reads first layers at a switch, and native_layers is 0, "

@@ -286,8 +286,6 @@ class Transcript:
         if last.get("role") != "assistant":
             raise ValueError("the last message is no answer, so there is nothing to truncate")
         known = self.written.get(_places(self.messages)[-1], Written(last, content_of(last)))
-        if isinstance(characters, bool) or not isinstance(characters, int):
-            raise ValueError(f"characters is {characters!r:.40}; give a whole number")
         if not 0 <= characters <= len(known.text):
             raise ValueError(
                 f"characters is {characters}, but the answer has {len(known.text)}; give 0 to "

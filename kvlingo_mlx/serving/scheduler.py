@@ -41,7 +41,7 @@ from kvlingo_mlx.serving.active_request import (
     usage_of,
 )
 from kvlingo_mlx.serving.messages import Event, Failure, GenerationRequest, Status, TokenCount
-from kvlingo_mlx.serving.model_pool import ModelPool, PooledModel
+from kvlingo_mlx.serving.model_pool import ModelPool
 from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.session_store import SessionStore, conversing, too_large
 from kvlingo_mlx.serving.sessions import Found, Key, Keys, Session, find, keys_of_text
@@ -228,7 +228,7 @@ class Scheduler:
         resident.running += 1
         session.busy, job.queued = True, time.perf_counter() - job.arrived
         try:
-            yield from self._written(job, session, keys, resident)
+            yield from self._written(job, session, keys)
         finally:
             session.busy, session.ending, session.expected = False, False, 0
             session.used = resident.used = clock.now()
@@ -329,25 +329,23 @@ class Scheduler:
         job.take(response, resident.model.tokenizer)
         return job.ended or job.ready
 
-    def _written(
-        self, job: ActiveRequest, session: Session, keys: list[Key], resident: PooledModel
-    ) -> Steps:
+    def _written(self, job: ActiveRequest, session: Session, keys: list[Key]) -> Steps:
         """Let the conversation answer, and keep what it says; who is refused changes nothing."""
         conversation, kept = session.conversation, (session.keys, session.messages)
         assert conversation is not None
-        exchange, line = conversation.exchange, session.line(resident.name)
+        exchange, line = conversation.exchange, session.line(job.name)
         chat = job.ask.messages is not None
         try:
             self._prepare(exchange, job)
             request = self._request(job)
             if chat:
-                steps = conversation.reply_in_steps(resident.name, request)
+                steps = conversation.reply_in_steps(job.name, request)
             else:
                 steps = self._completed(job, exchange, request)
             for number, response in enumerate(steps):
                 if not number:  # nothing refuses it now
                     session.begin(keys, job.messages, job.ask.pin)
-                    line = exchange.lines[resident.name]
+                    line = exchange.lines[job.name]
                 at_once = self._tell(job, response, exchange, len(line))
                 if job.ended:
                     session.ending = True
@@ -357,7 +355,7 @@ class Scheduler:
                     steps.close()  # the answer as it is joins the conversation
         except Exception:
             session.keys, session.messages = kept
-            exchange.lines[resident.name] = line
+            exchange.lines[job.name] = line
             raise
         session.messages = conversation.messages
 
@@ -412,7 +410,7 @@ class Scheduler:
         begun = sum(job.row is not None for job in self._jobs.values())
         return replace(
             self.store.status(),
-            models=tuple(resident.info() for resident in self.pool.all.values()),
+            models=tuple(resident.info(name) for name, resident in self.pool.all.items()),
             routes=self._route is not None,
             translators_bytes=self.policy.nbytes,
             running=begun,

@@ -330,7 +330,7 @@ class SessionStore:
 def too_large(resident: PooledModel) -> NotEnoughMemoryError:
     """The error of a model for which there is no room."""
     return NotEnoughMemoryError(
-        f"the weights of {resident.name} ({resident.weights / 1e9:.1f} GB) do not fit into the "
+        f"the weights of {resident.model.name} ({resident.weights / 1e9:.1f} GB) do not fit into the "
         "server's memory; raise --memory-limit, or offer a smaller model"
     )
 

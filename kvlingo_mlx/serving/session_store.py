@@ -42,7 +42,7 @@ IDLE_S = 30.0  # an idle conversation is written to disk after so long, in case 
 PATIENCE_S = 5.0  # a request that has lacked room for so long goes before those that do not
 STEP = 256  # tokens by which mlx-lm's caches grow
 DRAFT = ".tmp"  # the ending of keys that are being written
-KEYS_OF = 2  # what keys are made of; others are not found again
+KEYS_OF = 3  # what keys are made of; others are not found again
 LOST = (KVLingoError, OSError, ValueError, RuntimeError)
 
 
@@ -330,8 +330,8 @@ class SessionStore:
 def too_large(resident: PooledModel) -> NotEnoughMemoryError:
     """The error of a model for which there is no room."""
     return NotEnoughMemoryError(
-        f"the weights of {resident.model.name} ({resident.weights / 1e9:.1f} GB) do not fit into the "
-        "server's memory; raise --memory-limit, or offer a smaller model"
+        f"the weights of {resident.model.name} ({resident.weights / 1e9:.1f} GB) do not fit into "
+        "the server's memory; raise --memory-limit, or offer a smaller model"
     )
 
 

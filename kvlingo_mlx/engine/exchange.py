@@ -57,7 +57,6 @@ class Exchange(LineSet):
         several: Whether their models have several tokenizers.
         known: The readings with which a line was last brought up to date, if there are several.
         last: The last switch, or None.
-        brought: The tokens that its line held then.
         active: The name of the line that was brought up to date last, or None.
         barred: Ordered pairs of models between which nothing is translated for now.
         asleep: Models whose weights are not in memory. Their lines are not brought up to date after
@@ -80,7 +79,6 @@ class Exchange(LineSet):
         records = len(models) > 1 and rules.switching != "reprefill"
         self.lines = {name: self._open(name, m, records) for name, m in models.items()}
         self.last: Switch | None = None
-        self.brought: list[int] = []
         self.active: str | None = None
         self.directions = Directions(models, translators, rules)
         self.barred: frozenset[tuple[str, str]] = frozenset()
@@ -156,38 +154,25 @@ class Exchange(LineSet):
             line.inputs, line.states = inputs, states
 
     def bring(
-        self,
-        name: str,
-        tokens: Sequence[int],
-        mark: int | None = None,
-        known: Known | None = None,
-        then: int | None = None,
+        self, name: str, tokens: Sequence[int], mark: int | None = None, known: Known | None = None
     ) -> Generator[None, None, Switch]:
         """Make a line hold ``tokens``: translate what others wrote, read the rest natively.
 
         Each chunk is a step. ``mark`` is a length to which the line may have to return. ``known``
-        has the readings of the same conversation by models of other tokenizers. ``then`` is the
-        token that follows, without which a guard compares nothing.
+        has the readings of the same conversation by models of other tokenizers.
 
         Raises:
             MissingTranslatorError: Other models wrote a part that cannot be translated; nothing
                 has changed.
         """
         clock, self.known = Clock(), known
-        steps = self._bring(name, tokens, mark, known, then, clock)
+        steps = self._bring(name, tokens, mark, known, clock)
         plan, kept, found = yield from clock.during(steps)
-        self.brought = list(tokens)
         self.last = self._switch(self.line(name), plan, kept, clock, found)
         return self.last
 
     def _bring(
-        self,
-        name: str,
-        tokens: Sequence[int],
-        mark: int | None,
-        known: Known | None,
-        then: int | None,
-        clock: Clock,
+        self, name: str, tokens: Sequence[int], mark: int | None, known: Known | None, clock: Clock
     ) -> Generator[None, None, tuple[list[Step], int, Guarded | None]]:
         """:meth:`bring`; returns the steps, where they began, and what the guard found."""
         line = self.line(name)
@@ -197,10 +182,10 @@ class Exchange(LineSet):
         whole = switched and self.rules.switching != "alternated"
         kept = line.kept(0 if whole else line.common(tokens))
         plan, look = self._plan(line, tokens, kept, known), None
-        if self.rules.guard and switched and then is not None:
+        if self.rules.guard and switched:
             plan, look = self._watched(line, tokens, plan, kept)
             kept = line.kept(kept if look is None else min(kept, look.start))
-        found = yield from self.carried_out(line, plan, kept, tokens, clock, mark, look, then)
+        found = yield from self.carried_out(line, plan, kept, tokens, clock, mark, look)
         self.active = name
         if not self.several:  # else what lines lack is known only after the answer
             with working():

@@ -21,9 +21,7 @@ from kvlingo_mlx.engine.offers import (
     Known,
     Offer,
     Offers,
-    character,
     furthest,
-    must_wait,
     next_start,
     offered,
     recorded,
@@ -42,8 +40,6 @@ from kvlingo_mlx.machines import group_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit, working
 from kvlingo_mlx.translators.base import Translator
-
-Wanted = Mapping[str, Reading | None]  # by tokenizer; None where the reading is unknown
 
 
 class Exchange(LineSet):
@@ -350,27 +346,19 @@ class Exchange(LineSet):
         states = hybrid and self.directions.maps_states(source.name, line.name)
         return source.native.reach(begun, most, kept=states)
 
-    def can_follow(self, name: str) -> bool:
-        """Whether a line can take over what another has."""
-        others = (other for other in self.lines if other != name)
-        return not all(self.directions.missing(other, name) for other in others)
+    def follow(self, tokenizer: str, reading: Reading, mark: int | None) -> Steps:
+        """Translate as much as possible of what each line of a tokenizer lacks of a reading.
 
-    def follow(
-        self, wanted: Wanted, others: Mapping[str, Sequence[Reading]], mark: int | None
-    ) -> Steps:
-        """Translate as much as possible of what each line lacks; nothing waits for the results.
-
-        The models read the text between translated contents themselves. Lines that were put away
-        stay away.
+        Nothing waits for the results. Lines that were put away stay away. Those of other tokenizers
+        get what they lack when they are next asked.
 
         Args:
-            wanted: The reading that the lines of each tokenizer are to hold.
-            others: How each tokenizer's models have read the conversation, if there are several.
+            tokenizer: The tokenizer's fingerprint.
+            reading: The tokens that its lines are to hold.
             mark: A length to which a line with ring caches may have to return.
         """
         for name, line in self.lines.items():
-            reading = wanted.get(self.key(name))
-            if reading is None or line.away or name in self.asleep:
+            if self.key(name) != tokenizer or line.away or name in self.asleep:
                 continue
             tokens, common = reading.tokens, line.common(reading.tokens)
             alike = reading.tokenizer.chat_template == line.model.tokenizer.chat_template
@@ -378,19 +366,22 @@ class Exchange(LineSet):
                 continue  # by another template: it would lose its own prompt's tokens
             if line.trim(common) == len(tokens):
                 continue
-            known = Known(reading, others) if self.several else None
             try:
-                plan = self._plan(line, tokens, len(line), known)
+                plan = self._plan(line, tokens, len(line))
             except (MissingTranslatorError, UnsupportedModelError):
                 continue
-            steps = _followed(plan, len(line), known)
+            steps = list(itertools.takewhile(lambda step: step.source is not None, plan))
             yield from self.grow(line, steps, tokens, mark, Clock() if self.waits else None)
 
     @unit
-    def forget(self, wanted: Wanted, others: Mapping[str, Sequence[Reading]]) -> None:
+    def forget(
+        self, wanted: Mapping[str, Reading], others: Mapping[str, Sequence[Reading]]
+    ) -> None:
         """Drop the recorded states that every line that could take them has.
 
-        The arguments are those of :meth:`follow`; one tokenizer needs none.
+        Args:
+            wanted: The readings that lines hold now, by tokenizer; one tokenizer needs none.
+            others: How each tokenizer's models have read the conversation, if there are several.
         """
         for line in self.lines.values():
             needed = []
@@ -435,24 +426,6 @@ class Exchange(LineSet):
 def _alike(one: Line, other: Line) -> bool:
     """Whether two lines' models have one tokenizer."""
     return one.model.tokenizer_fingerprint == other.model.tokenizer_fingerprint
-
-
-def _followed(plan: Sequence[Step], begun: int, known: Known | None) -> list[Step]:
-    """The steps up to the last translation before which no content must wait for another model."""
-    if known is None:  # all that is read must wait
-        return list(itertools.takewhile(lambda step: step.source is not None, plan))
-    at = [begun, *(step.stop for step in plan)]
-    places = [character(known.target, length) for length in at]
-    runs = list(itertools.pairwise(places))
-    taken = [run for run, step in zip(runs, plan, strict=True) if step.source is not None]
-    waiting = must_wait(known, [(0, places[0]), *taken])
-    steps = 0
-    for index, (run, step) in enumerate(zip(runs, plan, strict=True)):
-        if step.source is not None:
-            steps = index + 1
-        elif any(a < run[1] and run[0] < b for a, b in waiting):
-            break
-    return list(plan[:steps])
 
 
 def _lacked(source: Line, target: Line, wanted: Reading | None, readings: Sequence[Reading]) -> int:

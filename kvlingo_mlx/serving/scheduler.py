@@ -24,7 +24,7 @@ from kvlingo_mlx.engine.conversation import Conversation, Request
 from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.responses import GenerationResponse
 from kvlingo_mlx.engine.routing import Route, load_route
-from kvlingo_mlx.engine.sampling import choice_of
+from kvlingo_mlx.engine.sampling import Choice
 from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.engine.turn import Decoding, Part, Turn
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
@@ -286,8 +286,7 @@ class Scheduler:
         self, job: ActiveRequest, exchange: Exchange, request: Request
     ) -> Generator[GenerationResponse | None, None, Any]:
         """Go on with a plain text."""
-        choice = choice_of(request.options, request.sampler, request.logits_processors)
-        choice = exchange.chosen_together(choice)
+        choice = exchange.chosen_together(request.choice)
         progress = AnswerInProgress.to_text(exchange, job.name, job.tokens)
         turn = Turn(
             exchange, progress, request.max_tokens,
@@ -369,16 +368,13 @@ class Scheduler:
             inputs = self._blank.exchange.line(job.name).inputs
             batch = Batch(model, records=records, inputs=inputs, size=most, group=self.group)
             self._batches[id(model)] = batch
-        options: dict[str, Any] = {"stop": ask.stop or None, "seed": ask.sampling.seed}
-        told = announces_tools(model.tokenizer)
-        options |= {"tools": tools_of(ask, model) or None if told else None}
+        processors = processors_of(ask, model) or None
         return Request(
             messages=job.messages,
             begun=ask.begun,
             max_tokens=ask.max_tokens or self._settings.max_tokens,
-            sampler=sampler_of(ask.sampling),
-            logits_processors=processors_of(ask, model) or None,
-            options={name: value for name, value in options.items() if value is not None},
+            choice=Choice(sampler_of(ask.sampling), processors, ask.sampling.seed, ask.stop),
+            tools=(tools_of(ask, model) or None) if announces_tools(model.tokenizer) else None,
             template=_switches(ask, model),  # also for lines of models that tell of tools
             batch=batch,
             seat=job.sit,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from kvlingo_mlx.backend import mx, nn
 
+import numpy as np
+
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.grading import receipt_of
@@ -64,7 +66,7 @@ class Watch:
     def divergence(self) -> float:
         """KL(source || target) of the next token, in nats, the mean over the tokens."""
         source, target = self.predictions()
-        return float((mx.exp(source) * (source - target)).sum(axis=-1).mean().item())
+        return float(np.array((mx.exp(source) * (source - target)).sum(axis=-1).mean()))
 
 
 def judged(config: TranslatorConfig, divergence: float, tokens: int, prefix: int) -> Guarded:

@@ -165,7 +165,6 @@ class AnswerInProgress:
         transcript, exchange = self._transcript, self._exchange
         assert isinstance(exchange, Exchange)
         done = transcript.readings.get(self.latest, self._readings[self.latest])
-        others = {key: [reading] for key, reading in transcript.readings.items()}
         if eager:
             yield from exchange.follow(self.latest, done, self.mark())
-        exchange.forget({self.latest: done}, others)
+        exchange.forget()

@@ -183,9 +183,7 @@ class Exchange(LineSet):
             kept = line.kept(kept if look is None else min(kept, look.start))
         found = yield from self.carried_out(line, plan, kept, tokens, clock, mark, look)
         self.active = name
-        if not self.several:  # else what lines lack is known only after the answer
-            with working():
-                self.forget({}, {})
+        self.forget()
         return found
 
     def _switch(
@@ -374,14 +372,10 @@ class Exchange(LineSet):
             yield from self.grow(line, steps, tokens, mark, Clock() if self.waits else None)
 
     @unit
-    def forget(
-        self, wanted: Mapping[str, Reading], others: Mapping[str, Sequence[Reading]]
-    ) -> None:
+    def forget(self) -> None:
         """Drop the recorded states that every line that could take them has.
 
-        Args:
-            wanted: The readings that lines hold now, by tokenizer; one tokenizer needs none.
-            others: How each tokenizer's models have read the conversation, if there are several.
+        Of another tokenizer that is the active line, which holds all that was said.
         """
         for line in self.lines.values():
             needed = []
@@ -391,8 +385,7 @@ class Exchange(LineSet):
                 if _alike(line, other):
                     needed.append(other.kept(other.common(line.tokens)))
                 else:
-                    reading, theirs = wanted.get(self.key(other.name)), self.key(line.name)
-                    needed.append(_lacked(line, other, reading, others.get(theirs, ())))
+                    needed.append(len(line) if other.name == self.active else 0)
             line.native.forget(min(needed, default=len(line)))
 
     # ---- memory ---------------------------------------------------------------------------
@@ -426,21 +419,6 @@ class Exchange(LineSet):
 def _alike(one: Line, other: Line) -> bool:
     """Whether two lines' models have one tokenizer."""
     return one.model.tokenizer_fingerprint == other.model.tokenizer_fingerprint
-
-
-def _lacked(source: Line, target: Line, wanted: Reading | None, readings: Sequence[Reading]) -> int:
-    """The first position of the source that a target of another tokenizer still lacks."""
-    if wanted is None:
-        return 0
-    begun = target.kept(target.common(wanted.tokens))
-    rendering = wanted.rendering(len(wanted.tokens))
-    runs = recorded(source)
-    rows = [
-        int(offer.groups[:, 0].min())
-        for reading in readings
-        for offer in offered(source, reading, rendering, begun, runs)
-    ]
-    return min(rows, default=max((source.common(r.tokens) for r in readings), default=0))
 
 
 def no_translator(source: Line, target: Line) -> MissingTranslatorError:

@@ -173,7 +173,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--save /dev/null/x", "--save is '/dev/null/x'; name a folder"),
     ],
     "serve": [
-        ("", "no model is given; give --model NAME=MODEL"),
+        ("", "no model is given; give NAME=MODEL"),
         ("--model a=x --model a=y", "the name 'a' is taken"),
         ("--model nomodel", "nomodel does not exist; give a model's folder"),
     ],

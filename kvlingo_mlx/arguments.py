@@ -137,7 +137,8 @@ KINDS: dict[str, Kind] = {
     "load_translator.path_or_hf_repo": Kind(is_path, "a translator's folder or Hub id"),
     **dict.fromkeys(
         ("find_translator.source", "find_translator.target"),
-        Kind(lambda value: named(value, "LanguageModel"), "what kvlingo_mlx.load returns")),
+        Kind(lambda value: named(value, "LanguageModel", "TorchModel"),
+             "what kvlingo_mlx.load returns")),
     **dict.fromkeys(("folder", "out"), FOLDER),
     "quantize": BITS,
     "logits_processors": Kind(

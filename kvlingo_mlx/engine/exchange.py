@@ -33,7 +33,7 @@ from kvlingo_mlx.engine.rules import Rules
 from kvlingo_mlx.engine.spans import cut, translated, wrote
 from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
 from kvlingo_mlx.loading.grading import watched
-from kvlingo_mlx.loading.notes import tell, tell_of_length, to_get
+from kvlingo_mlx.loading.notes import tell_of_length, to_get
 from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.loading.translators import name_of
 from kvlingo_mlx.machines import group_of
@@ -91,7 +91,8 @@ class Exchange(LineSet):
     @directions.setter
     def directions(self, directions: Directions) -> None:
         self._directions = directions
-        self._look_again()
+        for name, line in self.lines.items():
+            line.inputs, line.states = directions.read_of(name)
 
     @unit
     def copy(self) -> Exchange:
@@ -131,24 +132,6 @@ class Exchange(LineSet):
 
     # ---- switching ------------------------------------------------------------------------
 
-    def _look_again(self) -> None:
-        """Record what translators read by now: a stored one may have been replaced meanwhile.
-
-        Warns:
-            KVLingoWarning: What a line holds was recorded for another kind of translator.
-        """
-        for name, line in self.lines.items():
-            inputs, states = self.directions.read_of(name)
-            lacking = (inputs and not line.inputs) or (states and not line.states)
-            if lacking and line.native.parts:
-                tell(
-                    None,
-                    f"a translator from {name} was replaced by one that reads something else of "
-                    f"recurrent layers; what {name} has read so far was not recorded for it, so a "
-                    "model that needs it reads that itself; what follows is recorded",
-                )
-            line.inputs, line.states = inputs, states
-
     def bring(
         self, name: str, tokens: Sequence[int], mark: int | None = None, known: Known | None = None
     ) -> Generator[None, None, Switch]:
@@ -173,8 +156,6 @@ class Exchange(LineSet):
         """:meth:`bring`; returns the steps, where they began, and what the guard found."""
         line = self.line(name)
         switched = self.active not in (None, name)
-        if switched:
-            self._look_again()
         whole = switched and self.rules.switching != "alternated"
         kept = line.kept(0 if whole else line.common(tokens))
         plan, look = self._plan(line, tokens, kept, known), None

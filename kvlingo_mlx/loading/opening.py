@@ -2,9 +2,6 @@
 
 import contextlib
 import json
-import logging
-import re
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,12 +33,9 @@ REJECTED = (
     ArithmeticError,
     StrictDataclassError,
 )
-# How Python says that mlx-lm's arguments of a model, which are fields of its config, are not whole.
-LACKING = re.compile(r"^ModelArgs\.__init__\(\) missing \d+ required positional arguments?: (.*)")
 
 # The name under which a tokenizer of transformers keeps whether it has warned of a long text.
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
-OF_CONFIGS = (".configuration_", ".modeling_rope_utils")  # transformers' files that read configs
 
 
 def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
@@ -64,7 +58,7 @@ def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
     with damage_told(path):
         config = load_config(path)
         model, config = _unread_module(path, family.overrides(config))
-    with damage_told(path, "the tokenizer of "), _quiet_about_models():
+    with damage_told(path, "the tokenizer of "):
         tokenizer = load_tokenizer(
             path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
         )
@@ -148,11 +142,6 @@ def damage_told(path: Path | None, part: str = "") -> Iterator[None]:
         yield
     except (*DAMAGED, *REJECTED) as error:
         said = " ".join(str(error).split()) or repr(error)
-        if lacking := LACKING.search(said):
-            raise MissingModelError(
-                f"the config.json of {path} lacks {lacking[1]}, which mlx-lm needs; correct it, or "
-                "download the model again"
-            ) from error
         if isinstance(error, DAMAGED):
             what = "is its download complete?"
         elif part:
@@ -162,28 +151,6 @@ def damage_told(path: Path | None, part: str = "") -> Iterator[None]:
         raise MissingModelError(
             f"{part}the model {path} cannot be loaded ({type(error).__name__}: {said:.250}); {what}"
         ) from error
-
-
-@contextlib.contextmanager
-def _quiet_about_models() -> Iterator[None]:
-    """Drop what transformers logs in this thread about a model's config.
-
-    It reads the config only to choose a tokenizer. mlx-lm runs the model, so advice on how
-    transformers would run it misleads; what mlx-lm misreads is refused before.
-    """
-    here = threading.get_ident()
-
-    def shown(record: logging.LogRecord) -> bool:
-        return record.thread != here or not any(part in record.name for part in OF_CONFIGS)
-
-    handlers = list(logging.getLogger("transformers").handlers)
-    for handler in handlers:
-        handler.addFilter(shown)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(shown)
 
 
 def _check_files(path: Path) -> None:

@@ -188,13 +188,9 @@ class Conversation(State):
         check_json(tools)
         loaded = dict(zip(models, load_together(list(models.values())), strict=True))
         rules = Rules(
-            *(switching, on_missing, offload, prefill_step_size, allow_mismatch),
-            *(quantize, native_layers),
-            heal=heal,
-            heal_share=heal_share,
-            guard=guard,
-            on_doubt=on_doubt,
-        )
+            switching, on_missing, offload, prefill_step_size, allow_mismatch, quantize,
+            native_layers, heal, heal_share, guard, on_doubt,
+        )  # fmt: skip
         exchange = Exchange(loaded, translators, rules)
         exchange.group.agree(lambda: facts_of(loaded) | exchange.directions.facts())
         start = [{"role": "system", "content": system}] if system is not None else []

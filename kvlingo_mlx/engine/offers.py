@@ -39,8 +39,8 @@ class Offer:
         return TokenAlignment(groups) if len(groups) else None
 
 
-def contents(source: Rendering, target: Rendering) -> Iterator[np.ndarray | None]:
-    """The minimal groups (G, 4) of each part of the contents; None for a part that a side lacks.
+def contents(source: Rendering, target: Rendering) -> Iterator[np.ndarray]:
+    """The minimal groups (G, 4) of each part of the contents that neither side lacks.
 
     The parts end with the first that differ, of which what both begin with is aligned: what comes
     later was read after another history.
@@ -48,7 +48,6 @@ def contents(source: Rendering, target: Rendering) -> Iterator[np.ndarray | None
     ours, theirs = Cuts.of(source.ends), Cuts.of(target.ends)
     for a, b in zip(source.contents, target.contents, strict=False):
         if a is None or b is None:
-            yield None
             continue
         shared = common_prefix(source.text[slice(*a)], target.text[slice(*b)])
         sides = ours.within((a[0], a[0] + shared)), theirs.within((b[0], b[0] + shared))
@@ -70,8 +69,7 @@ def offered(
         runs: The source's positions that can be given, in order and apart.
     """
     usable = source.common(reading.tokens)
-    found = [g for g in contents(reading.rendering(usable), target) if g is not None]
-    groups = np.concatenate([EMPTY, *found])
+    groups = np.concatenate([EMPTY, *contents(reading.rendering(usable), target)])
     inside = np.zeros(len(groups), bool)
     for start, stop in runs:
         inside |= (groups[:, 0] >= start) & (groups[:, 1] <= stop)

@@ -72,16 +72,6 @@ class Rules:
         group_of(models.values()).refuse({"models of another tokenizer": several})
         if several and self.native_layers not in (None, 0):
             raise ValueError("native_layers cannot be used between two tokenizers; leave it out")
-        layers, deep = (
-            self.native_layers,
-            max(models.values(), key=lambda m: len(m.geometry.layers)),
-        )
-        most = len(deep.geometry.layers)
-        if isinstance(layers, int) and not 0 <= layers <= most:
-            raise ValueError(
-                f"native_layers is {layers}; give a number from 0 to {most}, the cache layers "
-                f"of {deep.name}, or 'auto'"
-            )
 
 
 def by_tokenizer(models: Iterable[LanguageModel]) -> list[list[LanguageModel]]:

@@ -396,7 +396,7 @@ def test_native_layers_of_stored_translators(models: Models, store: Path) -> Non
     pair = {"a": models["dense"], "b": models["moe"]}
     store.mkdir(parents=True)
     tiny.write_random_translator(store / "t", models["moe"].path, models["dense"].path)
-    shallow = len(models["dense"].attentions)
+    shallow, deep = (len(models[name].attentions) for name in ("dense", "moe"))
     assert shallow < deep
     with pytest.raises(ValueError, match=f"give a number from 0 to {shallow}"):
         kv.Conversation(pair, native_layers=deep)

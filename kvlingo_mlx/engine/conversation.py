@@ -219,7 +219,6 @@ class Conversation(State):
         return "".join(response.text for response in self.stream_reply(name, message, **options))
 
     @checked
-    @claiming
     def stream_reply(
         self,
         name: str,
@@ -273,7 +272,7 @@ class Conversation(State):
             switches["enable_thinking"] = request.enable_thinking
         model = self.exchange.line(name).model
         heard = Heard(model, lambda: render_text(model, self.messages[:-1], **switches), chat=True)
-        yield from tokens_alone(self._steps(name, request), heard)
+        yield from tokens_alone(self.reply_in_steps(name, request), heard)
 
     @claiming
     def reply_in_steps(
@@ -285,11 +284,6 @@ class Conversation(State):
         or translated, or a line that followed the answer. With ``request.batch`` the answer is
         decoded beside others, and None also means that the batch must make a step.
         """
-        yield from self._steps(name, request)
-
-    def _steps(
-        self, name: str, request: Request
-    ) -> Generator[GenerationResponse | None, None, None]:
         first, reasoning, rules = request.first_token, request.reasoning, self.exchange.rules
         check_max_tokens(request.max_tokens)
         self._compare_templates()

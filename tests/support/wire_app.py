@@ -76,7 +76,7 @@ PLANTED: dict[str, list[Event]] = {
     "stopped": events(Delta("one, two"), stop_text="three"),
     "empty": events(),
     "json": events(Delta('{"city": '), Delta('"Malmö"}')),
-    "logprobs": events(Delta("Hej då", logprobs=LOGPROBS, tokens=2)),
+    "logprobs": events(Delta("Hej då", logprobs=LOGPROBS)),
     "breaks": [*events(Delta("Well"))[:-1], Failure("crashed", "the worker stopped; ask again")],
     "missing": [Failure("not_found", "there is no model missing; there are plain", "model")],
     "busy": [Failure("busy", "the queue is full; ask again later")],

@@ -168,8 +168,6 @@ KINDS: dict[str, Kind] = {
 # Defaults of options that functions take by a TypedDict.
 DEFAULTS = {each.name: each.default for group in GROUPS for each in fields(group)}
 DEFAULTS["first_token"] = "target"
-# Arguments that the functions check themselves, because they accept many types.
-READ_ELSEWHERE = ("prompt", "tokens", "message", "messages", "prompt_cache")
 
 
 # What an argument is called by other functions here, and by other libraries.

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from kvlingo_mlx.backend import mx, nn
 from huggingface_hub.errors import StrictDataclassError
 from mlx_lm.utils import load_config, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
+from transformers.utils import logging as transformers
 
 from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import MissingModelError
@@ -34,6 +36,7 @@ REJECTED = (
     StrictDataclassError,
 )
 
+_LOADING = threading.Lock()  # what transformers logs is settled for the whole process
 # The name under which a tokenizer of transformers keeps whether it has warned of a long text.
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 
@@ -58,7 +61,7 @@ def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
     with damage_told(path):
         config = load_config(path)
         model, config = _unread_module(path, family.overrides(config))
-    with damage_told(path, "the tokenizer of "):
+    with damage_told(path, "the tokenizer of "), _quiet_about_configs():
         tokenizer = load_tokenizer(
             path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
         )
@@ -151,6 +154,18 @@ def damage_told(path: Path | None, part: str = "") -> Iterator[None]:
         raise MissingModelError(
             f"{part}the model {path} cannot be loaded ({type(error).__name__}: {said:.250}); {what}"
         ) from error
+
+
+@contextlib.contextmanager
+def _quiet_about_configs() -> Iterator[None]:
+    """Keep out transformers' advice about a config: it reads it for a tokenizer, mlx-lm runs it."""
+    with _LOADING:
+        level = transformers.get_verbosity()
+        transformers.set_verbosity_error()
+        try:
+            yield
+        finally:
+            transformers.set_verbosity(level)
 
 
 def _check_files(path: Path) -> None:

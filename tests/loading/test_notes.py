@@ -1,6 +1,7 @@
 """What is told of a pair that fits and yet differs: commit, bits, fine-tune, length; each once."""
 
 import dataclasses
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
+import transformers
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
@@ -23,7 +25,7 @@ from kvlingo_mlx.loading.grading import Agreement, Receipt
 from kvlingo_mlx.loading.pairing import check_pair
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
-from tests.support import tiny
+from tests.support import plain_models, tiny
 from tests.support.fixtures import Folders, Models, Patch, Printed
 from tests.support.identity import TOKENS, identity_of
 from tests.support.opened import quantised
@@ -290,3 +292,20 @@ def test_the_command_line_tells_in_a_line(
     kept = translator_folder.read_config(tmp_path / "t")
     assert kept.fitted_on("target") == "float32"
     assert len(kept.provenance["projections"]["source"]) == 24  # keys and values of 3 layers
+
+
+def test_transformers_advice_about_configs_is_kept_out(tmp_path: Path) -> None:
+    """It only loads the tokenizer. What it says otherwise is heard, before and after too."""
+    folder = plain_models.write_plain_model(tmp_path / "m", "xverse")
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        kv.load(folder)
+        assert heard == []
+        transformers.PretrainedConfig.from_pretrained(folder)
+        assert len(heard) == 1 and "You are using a model of type `xverse`" in heard[0]
+    finally:
+        logger.removeHandler(handler)

@@ -158,14 +158,17 @@ def measured(
     plan = Plan(source, target, tokens, translator, Native(tail=number), guard=number)
     watch = plan.watch()
     bring(plan, watch=watch)
-    divergence, source_loss, target_loss = watch.measured(tokens[-number:])
+    p, q = watch.predictions()
+    true = mx.array(tokens[-number:])[:, None]
+    losses = [-mx.take_along_axis(each, true, axis=-1).mean().item() for each in (p, q)]
     ways = [conditions.translated(source, target, translator), conditions.native(target)]
     run = mx.array([[tokens[-1], *answer[:-1]]])
     logs = [nn.log_softmax(target.model(run, cache=make(tokens))[0]) for make in ways]
     lost = (mx.exp(logs[1]) * (logs[1] - logs[0])).sum(-1).mean().item()
     hits = [np.array_equal(np.array(each.argmax(-1)), answer) for each in logs]
     return {
-        "divergence": divergence, "excess": target_loss - source_loss, "answer_kl": lost,
+        "divergence": (mx.exp(p) * (p - q)).sum(-1).mean().item(),
+        "excess": losses[1] - losses[0], "answer_kl": lost,
         "hit": float(hits[0]) if is_value else float("nan"),
         "native_hit": float(hits[1]) if is_value else float("nan"),
         "own_divergence": own_divergence(source, target, tokens, number),

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from kvlingo_mlx.group import ALONE
 from kvlingo_mlx.options import (
+    BITS,
     COUNT,
     GROUPS,
     MODEL,
@@ -118,23 +119,28 @@ KINDS: dict[str, Kind] = {
                         lambda value: 0 <= value < float("inf")),
     "hand_over.on_doubt": one_of("warn", "reread"),
     "hand_over.heal": one_of("idle", "layers"),
+    "switching": one_of("alternated", "reprefill"),
+    "on_missing": one_of("error", "reprefill"),
+    "on_full": one_of("error", "drop_oldest"),
+    "first_token": one_of("target", "source"),
+    **dict.fromkeys(("offload", "where"), one_of("8bit", "disk")),
+    "shard": Kind(lambda value: value == "tensor", "tensor, or leave it out"),
     "characters": whole("a number of characters, 0 or more", 0),
     **dict.fromkeys(
         "verbose enable_thinking lazy head_mixing state_maps eager verbatim overwrite force "
         "answers".split(), SWITCH),
     **dict.fromkeys(
-        "address switching revision capture norm on_missing offload system key sent name prefill "
-        "reasoning first_token where on_full shard".split(), TEXT),
+        "address revision capture norm system key sent name prefill reasoning".split(), TEXT),
     **dict.fromkeys(
         "prefill_model decode_model source target path_or_hf_repo".split(), MODEL),
     **dict.fromkeys("sampler progress say suits until".split(), FUNCTION),
     "load_translator.path_or_hf_repo": Kind(is_path, "a translator's folder or Hub id"),
     **dict.fromkeys(
         ("find_translator.source", "find_translator.target"),
-        Kind(lambda value: named(value, "LanguageModel"), "what kvlingo_mlx.load returns")),
+        Kind(lambda value: named(value, "LanguageModel", "TorchModel"),
+             "what kvlingo_mlx.load returns")),
     **dict.fromkeys(("folder", "out"), FOLDER),
-    "quantize": Kind(lambda value: type(value) is int and value in (8, 4),
-                     "8 or 4, or leave it out for float weights"),
+    "quantize": BITS,
     "logits_processors": Kind(
         lambda value: isinstance(value, Sequence) and all(map(callable, value)),
         "a list of functions"),
@@ -162,8 +168,6 @@ KINDS: dict[str, Kind] = {
 # Defaults of options that functions take by a TypedDict.
 DEFAULTS = {each.name: each.default for group in GROUPS for each in fields(group)}
 DEFAULTS["first_token"] = "target"
-# Arguments that the functions check themselves, because they accept many types.
-READ_ELSEWHERE = ("prompt", "tokens", "message", "messages", "prompt_cache")
 
 
 # What an argument is called by other functions here, and by other libraries.

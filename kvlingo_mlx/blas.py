@@ -8,14 +8,12 @@ does not know of. ``KVLINGO_BLAS=0`` switches all this off; ``KVLINGO_BLAS=path`
 library.
 """
 
-import contextlib
 import ctypes
 import os
 import platform
 import re
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ ABSENT = (
     "package of libopenblas.so.0), or set KVLINGO_BLAS=0 to end this notice"
 )
 late = False  # whether MLX was imported before this package
-LONG_RUN = "KVLINGO_LONG_RUN"  # set by verbs that compute for long, also for their processes
+long_run = False  # whether what is about to run computes for long; verbs say so
 
 
 def prepare() -> None:
@@ -94,22 +92,10 @@ def missed() -> str | None:
     return f"{named} was opened, but this build of MLX computes by the BLAS that it bundles"
 
 
-@contextlib.contextmanager
-def in_run(long: bool) -> Iterator[None]:
-    """A context in which work begins that takes long, or not: so for its own processes, too."""
-    before = os.environ.pop(LONG_RUN, None)
-    os.environ |= {LONG_RUN: "1"} if long else {}
-    try:
-        yield
-    finally:
-        os.environ.pop(LONG_RUN, None)
-        os.environ |= {} if before is None else {LONG_RUN: before}
-
-
 def tell_if_missed() -> None:
     """Warn (KVLingoWarning) of :func:`missed`; that none is installed only in a long run."""
     found = missed()
-    if found is not None and (os.environ.get(LONG_RUN) or found != ABSENT):
+    if found is not None and (long_run or found != ABSENT):
         warnings.warn(printable(found), KVLingoWarning, stacklevel=2)
 
 

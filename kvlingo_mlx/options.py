@@ -203,6 +203,7 @@ def option(
     kind: Kind | None = None,
     read: Callable[[Any], Any] | None = None,
     word: bool = False,
+    secret: bool = False,
 ) -> Any:
     """A group's field.
 
@@ -213,9 +214,10 @@ def option(
         kind: The values that it takes.
         read: Makes a value of what is typed there.
         word: Whether it is typed there as a word, without a flag.
+        secret: Whether what shows the group leaves it out.
     """
     facts = {"help": help, "flags": flags, "kind": kind, "read": read, "word": word}
-    return field(default=MISSING if default is ... else default, metadata=facts)
+    return field(default=MISSING if default is ... else default, metadata=facts, repr=not secret)
 
 
 @dataclass(frozen=True, kw_only=True)

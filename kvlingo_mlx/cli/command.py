@@ -215,7 +215,8 @@ def verb(
             # mlx.launch keeps the terminal to itself, and a dumb one cannot be drawn in.
             dumb = launched() or os.environ.get("TERM") == "dumb"
             shown = watching(None if waits else name, sys.stderr.isatty() and not dumb, not leads())
-            with blas.in_run(long), shown:
+            blas.long_run = long
+            with shown:
                 function(given)
 
         command.__doc__ = function.__doc__

@@ -5,6 +5,7 @@ both into the same parameter, and may be typed as one, too.
 """
 
 import difflib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ GROUPS = {
 }
 HEADING = "Keys of --config (-c KEY=VALUE, or a TOML or JSON file of KEY = VALUE)"
 HINT = "; give a TOML or JSON file, or KEY=VALUE"
-OWN_FILE = ("serve",)  # whose file has tables, too: serving/settings reads it
 
 
 def key_of(parameter: Any) -> str:
@@ -46,38 +46,33 @@ def spelled(parameter: Any, value: Any = None) -> str:
     return parameter.opts[0] + ("" if value is None or isinstance(value, bool) else f" {value}")
 
 
-def read_config(context: typer.Context, given: list[str] | None) -> list[str] | None:
+def read_config(context: typer.Context, given: list[str] | None) -> None:
     """Make what ``--config`` says the verb's defaults; flags that are typed go over them.
-
-    Returns:
-        The files that are left for the verb to read.
 
     Raises:
         ValueError: A file cannot be read, or a key is unknown or no value.
     """
-    known = {key_of(p): p for p in context.command.params if p.name != "config" and p.opts}
+    options = (p for p in context.command.params if p.param_type_name == "option")
+    known = {key_of(p): p for p in options if p.name != "config"}
     values: dict[str, Any] = {}
-    left = []
     for text in given or ():
         key, mark, value = text.partition("=")
         if mark and not Path(text).is_file():
             parameter = _known(key, known, "--config")
             several = values.get(parameter.name, []) if parameter.multiple else ()
             values[parameter.name] = [*several, value] if parameter.multiple else value
-        elif context.command.name in OWN_FILE:
-            left.append(text)
         else:
             for key, value in read_table(text, "--config", HINT).items():
                 parameter = _known(key, known, text)
                 values[parameter.name] = _text(f"{text}: {key}", value, parameter.multiple)
     context.default_map = values
-    return left or None
 
 
 def _known(key: str, known: Mapping[str, Any], where: str) -> Any:
     key = key.strip().replace("-", "_")
-    if key in known:
-        return known[key]
+    for name in (key, key.removesuffix("s")):  # lists and tables are plural in a file
+        if name in known:
+            return known[name]
     close = difflib.get_close_matches(key, known, 1, 0.6)
     expected = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
     raise ValueError(f"{where}: unknown key {key!r}; {expected}")
@@ -85,6 +80,9 @@ def _known(key: str, known: Mapping[str, Any], where: str) -> Any:
 
 def _text(where: str, value: Any, multiple: bool = False) -> Any:
     """A value of a file as it would be typed, so that it is checked as a flag's is."""
+    if isinstance(value, dict) and multiple:  # a table is KEY=VALUE for each of its entries
+        inner = {k: json.dumps(v) if isinstance(v, dict) else v for k, v in value.items()}
+        value = [f"{key}={_text(f'{where}.{key}', each)}" for key, each in inner.items()]
     if isinstance(value, list):
         texts = [_text(where, one) for one in value]
         return texts if multiple else ",".join(texts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,7 @@ class Comparison:
         with resumable():
             outcomes = self.outcomes()
         for outcome in outcomes:
-            print_outcome(outcome, self.shares(outcome.prefix_tokens))
+            print_outcome(outcome)
             for note in outcome.notes:
                 warn(note)
         self.print_more(outcomes)
@@ -60,10 +60,9 @@ class Comparison:
         from kvlingo_mlx.reporting import measure
 
         say(measure.machine_line())
-        written = self.written()
-        if asked or "out" in written:
+        if asked:
             say(f"every item's scores are in {options.out}")
-        if self.public or "responses" in written:
+        if self.public:
             say(f"every response is in {options.responses}")
         settings, more = self.record()
         results = compare.found(outcomes) | {"translators": self._identities()} | more
@@ -149,16 +148,8 @@ class Comparison:
         found = self._of_harness() if self.public else []
         return [*found, *self._of_probes()]
 
-    def shares(self, tokens: int) -> Mapping[str, float] | None:
-        """What each condition computes at a switch, to be printed beside its scores."""
-        return None
-
     def print_more(self, outcomes: list[Outcome]) -> None:
         """Print more of all outcomes."""
-
-    def written(self) -> set[str]:
-        """Which files further outcomes were written to: ``out``, ``responses``."""
-        return set()
 
     def record(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The run's settings in a record, and further results."""
@@ -231,8 +222,8 @@ def resumable() -> Iterator[None]:
 # ---- tables ------------------------------------------------------------------------------------
 
 
-def print_outcome(outcome: Outcome, shares: Mapping[str, float] | None = None) -> None:
-    """Print an outcome; with ``shares``, a last column has what each condition computes.
+def print_outcome(outcome: Outcome) -> None:
+    """Print an outcome.
 
     One metric makes one table with a column per group, or a row per group if there are many, and
     then a table for every few conditions.
@@ -242,40 +233,25 @@ def print_outcome(outcome: Outcome, shares: Mapping[str, float] | None = None) -
     groups = list(next(iter(tables.values())))
     if len(metrics) > 1:
         if len(groups) > MOST_COLUMNS:
-            print_outcome(replace(outcome, metrics=metrics[:1]), shares)
+            print_outcome(replace(outcome, metrics=metrics[:1]))
             groups = groups[-1:]  # all items; the other scores of each part are in the record
         for group in groups:
             count = max(mean.count for mean in next(iter(tables.values()))[group].values())
-            cells = {name: [_cell(of[group][m]) for m in metrics] for name, of in tables.items()}
-            _with_shares(f"{title} ({group}), {count} items", metrics, cells, shares)
+            rows = [[name, *(_cell(of[group][m]) for m in metrics)] for name, of in tables.items()]
+            table(f"{title} ({group}), {count} items", ["cache", *metrics], rows)
         return
     title += f": {metrics[0]}, {outcome.count} items"
     cells = {
         name: [_cell(of[group][metrics[0]]) for group in groups] for name, of in tables.items()
     }
     if len(groups) <= MOST_COLUMNS:
-        _with_shares(title, groups, cells, shares)
+        table(title, ["cache", *groups], [[name, *row] for name, row in cells.items()])
         return
     names = list(cells)
     for start in range(0, len(names), MOST_COLUMNS):
         some = names[start : start + MOST_COLUMNS]
         columns = zip(*(cells[name] for name in some), strict=True)
         table(title, ["", *some], [[g, *row] for g, row in zip(groups, columns, strict=True)])
-
-
-def _with_shares(
-    title: str,
-    columns: Sequence[str],
-    cells: Mapping[str, list[str]],
-    shares: Mapping[str, float] | None,
-) -> None:
-    """Print a table of conditions, with their share of the target's prefill if it is known."""
-    rows = [[name, *row] for name, row in cells.items()]
-    if shares:
-        columns = [*columns, "compute"]
-        for row in rows:
-            row.append(f"{shares[row[0]]:.2f}" if row[0] in shares else "")
-    table(title, ["cache", *columns], rows)
 
 
 def _cell(mean: Mean) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -207,17 +208,11 @@ def _messages(text: str, path: str) -> list[dict[str, Any]]:
 
 def _json(text: str, path: str) -> list[Any]:
     """All values in a JSON or JSONL file, as a list."""
+    found, at, white = list[Any](), 0, re.compile(r"\s*")
     try:
-        whole = json.loads(text)
-    except (ValueError, RecursionError):
-        pass
-    else:
-        return whole if isinstance(whole, list) else [whole]
-    found = []
-    # splitlines would also split at U+2028, which a JSON string may hold.
-    for number, line in enumerate(text.split("\n"), 1):
-        try:
-            found += [json.loads(line)] if line.strip() else []
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
-    return found
+        while (at := white.match(text, at).end()) < len(text):  # type: ignore[union-attr]
+            value, at = json.JSONDecoder().raw_decode(text, at)
+            found.append(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error})") from None
+    return found[0] if len(found) == 1 and isinstance(found[0], list) else found

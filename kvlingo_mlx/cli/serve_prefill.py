@@ -1,17 +1,18 @@
 """kvlingo-mlx serve-prefill: a model that reads prompts for another machine."""
 
 import contextlib
+import os
 from dataclasses import dataclass
 
-from kvlingo_mlx.cli.command import verb
+from kvlingo_mlx.cli.command import VerbOptions, verb
 from kvlingo_mlx.cli.output import keep, say
-from kvlingo_mlx.cli.serve import NetworkOptions
 from kvlingo_mlx.errors import needs_extra
 from kvlingo_mlx.options import option
+from kvlingo_mlx.serving.settings import API_KEY, NetworkOptions, Settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServePrefillOptions(NetworkOptions):
+class ServePrefillOptions(NetworkOptions, VerbOptions):
     source: str
     translator: list[str] | None = option(
         None, "A translator to apply here; once a translator. Stored ones are found by themselves."
@@ -28,13 +29,14 @@ def command(options: ServePrefillOptions) -> None:
     states and the key travel in plain text: see the guide on several machines.
     """
     with needs_extra("server", "a server needs starlette and others"):
-        from kvlingo_mlx.serving import prefill, server, settings
+        from kvlingo_mlx.serving import prefill, server
 
     from kvlingo_mlx.loading.models import load
     from kvlingo_mlx.loading.translators import load_translator
 
-    given = options.some("host port api_key allow_anyone write_timeout log_level")
-    found = settings.read(None, {"models": {"source": options.source}, **given})
+    given = options.some("host port allow_anyone write_timeout log_level")
+    key = options.api_key or os.environ.get(API_KEY)
+    found = Settings(models={"source": options.source}, api_key=key, **given)
     server.log_to_stderr(found.log_level)
     model = load(options.source)
     translators = [load_translator(name) for name in options.translator or []]

@@ -165,12 +165,6 @@ class AnswerInProgress:
         transcript, exchange = self._transcript, self._exchange
         assert isinstance(exchange, Exchange)
         done = transcript.readings.get(self.latest, self._readings[self.latest])
-        wanted: dict[str, Reading | None] = {self.latest: done}
-        for line in exchange.lines.values():
-            key = line.model.tokenizer_fingerprint
-            if key not in wanted and exchange.can_follow(line.name):
-                wanted[key] = transcript.ahead(line.model)
-        others = {key: [reading] for key, reading in transcript.readings.items()}
         if eager:
-            yield from exchange.follow(wanted, others, self.mark())
-        exchange.forget(wanted, others)
+            yield from exchange.follow(self.latest, done, self.mark())
+        exchange.forget()

@@ -28,7 +28,7 @@ from kvlingo_mlx.engine.line import Line, Steps
 from kvlingo_mlx.engine.messages import history_of, messages_of, without_oldest_turn
 from kvlingo_mlx.engine.responses import GenerationResponse, Heard
 from kvlingo_mlx.engine.rules import Rules, tell_of_templates
-from kvlingo_mlx.engine.sampling import DecodingOptions, LogitsProcessor, Sampler, choice_of, given
+from kvlingo_mlx.engine.sampling import Choice, DecodingOptions, choice_of, given
 from kvlingo_mlx.engine.state import State
 from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.engine.turn import Decoding, Part, Turn, tokens_alone
@@ -40,8 +40,6 @@ from kvlingo_mlx.models.prompts import Message, check_json, check_tools, render_
 from kvlingo_mlx.tokenization.probes import think_marks
 
 __all__ = ["Conversation", "Stats", "Switch"]
-
-ON_FULL = ("error", "drop_oldest")
 
 
 class ReplyOptions(DecodingOptions, total=False):
@@ -63,13 +61,12 @@ class Request:
     first_token: str = "target"
     reasoning: str | None = None
     max_tokens: int = 256
-    sampler: Sampler | None = None
-    logits_processors: list[LogitsProcessor] | None = None
     enable_thinking: bool | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
     draft_model: Model | None = None
     num_draft_tokens: int | None = None
-    # its :class:`~kvlingo_mlx.engine.sampling.DecodingOptions`
-    options: Mapping[str, Any] = field(default_factory=dict)
+    choice: Choice = field(default_factory=Choice)  # how tokens are chosen
+    quantised: Mapping[str, Any] = field(default_factory=dict)  # mlx-lm's options of such a cache
     # further switches of the chat template
     template: Mapping[str, Any] = field(default_factory=dict)
     begun: str = ""  # the text with which the answer begins, which is given
@@ -80,8 +77,9 @@ class Request:
     def of(cls, message: str | Sequence[Message] | None, options: Mapping[str, Any]) -> Self:
         """The request in a caller's options, of which those that are None are not given."""
         known, own = given(options), {field.name for field in fields(cls)}
-        more = {name: value for name, value in known.items() if name not in own}
-        return cls(message, **{n: v for n, v in known.items() if n in own}, options=more)
+        choice = choice_of(known, known.get("sampler"), known.get("logits_processors"))
+        asked = {name: value for name, value in known.items() if name in own}
+        return cls(message, **asked, choice=choice, quantised=quantised(known))
 
 
 class ResumeOptions(TypedDict, total=False):
@@ -185,20 +183,14 @@ class Conversation(State):
         guard: int = 0,
         on_doubt: str = WARN,
     ) -> None:
-        if on_full not in ON_FULL:
-            raise ValueError(f"on_full is {on_full!r}; give {' or '.join(ON_FULL)}")
         if not models:
             raise ValueError("a conversation needs a model; give models={'name': model}")
         check_json(tools)
         loaded = dict(zip(models, load_together(list(models.values())), strict=True))
         rules = Rules(
-            *(switching, on_missing, offload, prefill_step_size, allow_mismatch),
-            *(quantize, native_layers),
-            heal=heal,
-            heal_share=heal_share,
-            guard=guard,
-            on_doubt=on_doubt,
-        )
+            switching, on_missing, offload, prefill_step_size, allow_mismatch, quantize,
+            native_layers, heal, heal_share, guard, on_doubt,
+        )  # fmt: skip
         exchange = Exchange(loaded, translators, rules)
         exchange.group.agree(lambda: facts_of(loaded) | exchange.directions.facts())
         start = [{"role": "system", "content": system}] if system is not None else []
@@ -227,7 +219,6 @@ class Conversation(State):
         return "".join(response.text for response in self.stream_reply(name, message, **options))
 
     @checked
-    @claiming
     def stream_reply(
         self,
         name: str,
@@ -281,7 +272,7 @@ class Conversation(State):
             switches["enable_thinking"] = request.enable_thinking
         model = self.exchange.line(name).model
         heard = Heard(model, lambda: render_text(model, self.messages[:-1], **switches), chat=True)
-        yield from tokens_alone(self._steps(name, request), heard)
+        yield from tokens_alone(self.reply_in_steps(name, request), heard)
 
     @claiming
     def reply_in_steps(
@@ -293,28 +284,19 @@ class Conversation(State):
         or translated, or a line that followed the answer. With ``request.batch`` the answer is
         decoded beside others, and None also means that the batch must make a step.
         """
-        yield from self._steps(name, request)
-
-    def _steps(
-        self, name: str, request: Request
-    ) -> Generator[GenerationResponse | None, None, None]:
-        known, first, reasoning = request.options, request.first_token, request.reasoning
-        rules = self.exchange.rules
-        choice = choice_of(known, request.sampler, request.logits_processors)
-        choice = self.exchange.chosen_together(choice)
+        first, reasoning, rules = request.first_token, request.reasoning, self.exchange.rules
         check_max_tokens(request.max_tokens)
-        if first not in ("target", "source"):
-            raise ValueError(f"first_token is {first!r}; it must be target or source")
         self._compare_templates()
         named = [n for n in (name, request.prefill, reasoning) if n is not None]
         for each in named:  # check all names before any model begins
             self.exchange.line(each)
         base, new = self._asked(request)
-        check_tools(self.exchange.line(name).model, [*base.messages, *new], known.get("tools"))
+        check_tools(self.exchange.line(name).model, [*base.messages, *new], request.tools)
+        self._check_quantised(named, request.quantised)
         decoding = Decoding(
-            choice,
+            self.exchange.chosen_together(request.choice),
             base.switches.get("tools"),
-            self._quantised(named, known),
+            request.quantised,
             self._draft(request),
             request.num_draft_tokens or 2,
             request.batch,
@@ -375,15 +357,14 @@ class Conversation(State):
         waiting = any(m.get("role") in ("user", "tool") for m in base.messages[-1:])
         if message is None and messages is None and not waiting:
             messages_of(message)  # message is None: this raises ValueError
-        tools = request.options.get("tools")
-        switches = {"enable_thinking": request.enable_thinking, "tools": tools and list(tools)}
+        tools = request.tools and list(request.tools)
+        switches = {"enable_thinking": request.enable_thinking, "tools": tools}
         switches |= request.template
         base.switches |= {name: value for name, value in switches.items() if value is not None}
         return base, new
 
-    def _quantised(self, names: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
-        """mlx-lm's options for a quantised cache; refuses models that cannot have one."""
-        found = quantised(known)
+    def _check_quantised(self, names: Sequence[str], found: Mapping[str, Any]) -> None:
+        """Refuse models that cannot have a quantised cache."""
         if found and self.exchange.several:
             raise ValueError(
                 "kv_bits cannot be used in a conversation of several tokenizers, whose caches "
@@ -392,7 +373,6 @@ class Conversation(State):
         for name in names if found else ():
             model = self.exchange.line(name).model
             check_bits(model, found["kv_bits"], found.get("kv_group_size", 64))
-        return found
 
     def _draft(self, request: Request) -> Line | None:
         """A separate line for a draft model; a copy if it is one of the conversation's models."""

@@ -21,9 +21,7 @@ from kvlingo_mlx.engine.offers import (
     Known,
     Offer,
     Offers,
-    character,
     furthest,
-    must_wait,
     next_start,
     offered,
     recorded,
@@ -33,18 +31,15 @@ from kvlingo_mlx.engine.positioned import PositionedLine
 from kvlingo_mlx.engine.reading import Reading
 from kvlingo_mlx.engine.rules import Rules
 from kvlingo_mlx.engine.spans import cut, translated, wrote
-from kvlingo_mlx.engine.storage import PLACES
 from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
 from kvlingo_mlx.loading.grading import watched
-from kvlingo_mlx.loading.notes import tell, tell_of_length, to_get
+from kvlingo_mlx.loading.notes import tell_of_length, to_get
 from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.loading.translators import name_of
 from kvlingo_mlx.machines import group_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit, working
 from kvlingo_mlx.translators.base import Translator
-
-Wanted = Mapping[str, Reading | None]  # by tokenizer; None where the reading is unknown
 
 
 class Exchange(LineSet):
@@ -58,7 +53,6 @@ class Exchange(LineSet):
         several: Whether their models have several tokenizers.
         known: The readings with which a line was last brought up to date, if there are several.
         last: The last switch, or None.
-        brought: The tokens that its line held then.
         active: The name of the line that was brought up to date last, or None.
         barred: Ordered pairs of models between which nothing is translated for now.
         asleep: Models whose weights are not in memory. Their lines are not brought up to date after
@@ -81,7 +75,6 @@ class Exchange(LineSet):
         records = len(models) > 1 and rules.switching != "reprefill"
         self.lines = {name: self._open(name, m, records) for name, m in models.items()}
         self.last: Switch | None = None
-        self.brought: list[int] = []
         self.active: str | None = None
         self.directions = Directions(models, translators, rules)
         self.barred: frozenset[tuple[str, str]] = frozenset()
@@ -98,7 +91,8 @@ class Exchange(LineSet):
     @directions.setter
     def directions(self, directions: Directions) -> None:
         self._directions = directions
-        self._look_again()
+        for name, line in self.lines.items():
+            line.inputs, line.states = directions.read_of(name)
 
     @unit
     def copy(self) -> Exchange:
@@ -138,74 +132,39 @@ class Exchange(LineSet):
 
     # ---- switching ------------------------------------------------------------------------
 
-    def _look_again(self) -> None:
-        """Record what translators read by now: a stored one may have been replaced meanwhile.
-
-        Warns:
-            KVLingoWarning: What a line holds was recorded for another kind of translator.
-        """
-        for name, line in self.lines.items():
-            inputs, states = self.directions.read_of(name)
-            lacking = (inputs and not line.inputs) or (states and not line.states)
-            if lacking and line.native.parts:
-                tell(
-                    None,
-                    f"a translator from {name} was replaced by one that reads something else of "
-                    f"recurrent layers; what {name} has read so far was not recorded for it, so a "
-                    "model that needs it reads that itself; what follows is recorded",
-                )
-            line.inputs, line.states = inputs, states
-
     def bring(
-        self,
-        name: str,
-        tokens: Sequence[int],
-        mark: int | None = None,
-        known: Known | None = None,
-        then: int | None = None,
+        self, name: str, tokens: Sequence[int], mark: int | None = None, known: Known | None = None
     ) -> Generator[None, None, Switch]:
         """Make a line hold ``tokens``: translate what others wrote, read the rest natively.
 
         Each chunk is a step. ``mark`` is a length to which the line may have to return. ``known``
-        has the readings of the same conversation by models of other tokenizers. ``then`` is the
-        token that follows, without which a guard compares nothing.
+        has the readings of the same conversation by models of other tokenizers.
 
         Raises:
             MissingTranslatorError: Other models wrote a part that cannot be translated; nothing
                 has changed.
         """
         clock, self.known = Clock(), known
-        steps = self._bring(name, tokens, mark, known, then, clock)
+        steps = self._bring(name, tokens, mark, known, clock)
         plan, kept, found = yield from clock.during(steps)
-        self.brought = list(tokens)
         self.last = self._switch(self.line(name), plan, kept, clock, found)
         return self.last
 
     def _bring(
-        self,
-        name: str,
-        tokens: Sequence[int],
-        mark: int | None,
-        known: Known | None,
-        then: int | None,
-        clock: Clock,
+        self, name: str, tokens: Sequence[int], mark: int | None, known: Known | None, clock: Clock
     ) -> Generator[None, None, tuple[list[Step], int, Guarded | None]]:
         """:meth:`bring`; returns the steps, where they began, and what the guard found."""
         line = self.line(name)
         switched = self.active not in (None, name)
-        if switched:
-            self._look_again()
         whole = switched and self.rules.switching != "alternated"
         kept = line.kept(0 if whole else line.common(tokens))
         plan, look = self._plan(line, tokens, kept, known), None
-        if self.rules.guard and switched and then is not None:
+        if self.rules.guard and switched:
             plan, look = self._watched(line, tokens, plan, kept)
             kept = line.kept(kept if look is None else min(kept, look.start))
-        found = yield from self.carried_out(line, plan, kept, tokens, clock, mark, look, then)
+        found = yield from self.carried_out(line, plan, kept, tokens, clock, mark, look)
         self.active = name
-        if not self.several:  # else what lines lack is known only after the answer
-            with working():
-                self.forget({}, {})
+        self.forget()
         return found
 
     def _switch(
@@ -366,27 +325,19 @@ class Exchange(LineSet):
         states = hybrid and self.directions.maps_states(source.name, line.name)
         return source.native.reach(begun, most, kept=states)
 
-    def can_follow(self, name: str) -> bool:
-        """Whether a line can take over what another has."""
-        others = (other for other in self.lines if other != name)
-        return not all(self.directions.missing(other, name) for other in others)
+    def follow(self, tokenizer: str, reading: Reading, mark: int | None) -> Steps:
+        """Translate as much as possible of what each line of a tokenizer lacks of a reading.
 
-    def follow(
-        self, wanted: Wanted, others: Mapping[str, Sequence[Reading]], mark: int | None
-    ) -> Steps:
-        """Translate as much as possible of what each line lacks; nothing waits for the results.
-
-        The models read the text between translated contents themselves. Lines that were put away
-        stay away.
+        Nothing waits for the results. Lines that were put away stay away. Those of other tokenizers
+        get what they lack when they are next asked.
 
         Args:
-            wanted: The reading that the lines of each tokenizer are to hold.
-            others: How each tokenizer's models have read the conversation, if there are several.
+            tokenizer: The tokenizer's fingerprint.
+            reading: The tokens that its lines are to hold.
             mark: A length to which a line with ring caches may have to return.
         """
         for name, line in self.lines.items():
-            reading = wanted.get(self.key(name))
-            if reading is None or line.away or name in self.asleep:
+            if self.key(name) != tokenizer or line.away or name in self.asleep:
                 continue
             tokens, common = reading.tokens, line.common(reading.tokens)
             alike = reading.tokenizer.chat_template == line.model.tokenizer.chat_template
@@ -394,19 +345,18 @@ class Exchange(LineSet):
                 continue  # by another template: it would lose its own prompt's tokens
             if line.trim(common) == len(tokens):
                 continue
-            known = Known(reading, others) if self.several else None
             try:
-                plan = self._plan(line, tokens, len(line), known)
+                plan = self._plan(line, tokens, len(line))
             except (MissingTranslatorError, UnsupportedModelError):
                 continue
-            steps = _followed(plan, len(line), known)
+            steps = list(itertools.takewhile(lambda step: step.source is not None, plan))
             yield from self.grow(line, steps, tokens, mark, Clock() if self.waits else None)
 
     @unit
-    def forget(self, wanted: Wanted, others: Mapping[str, Sequence[Reading]]) -> None:
+    def forget(self) -> None:
         """Drop the recorded states that every line that could take them has.
 
-        The arguments are those of :meth:`follow`; one tokenizer needs none.
+        Of another tokenizer that is the active line, which holds all that was said.
         """
         for line in self.lines.values():
             needed = []
@@ -416,8 +366,7 @@ class Exchange(LineSet):
                 if _alike(line, other):
                     needed.append(other.kept(other.common(line.tokens)))
                 else:
-                    reading, theirs = wanted.get(self.key(other.name)), self.key(line.name)
-                    needed.append(_lacked(line, other, reading, others.get(theirs, ())))
+                    needed.append(len(line) if other.name == self.active else 0)
             line.native.forget(min(needed, default=len(line)))
 
     # ---- memory ---------------------------------------------------------------------------
@@ -426,11 +375,9 @@ class Exchange(LineSet):
         """Put a line's arrays away and wait until that is done; return the bytes freed.
 
         Raises:
-            ValueError: There is no such model or place.
+            ValueError: There is no such model.
             OSError: The file cannot be written; the line is as it was.
         """
-        if where not in PLACES:
-            raise ValueError(f"where is {where!r}; it must be one of {', '.join(PLACES)}")
         line = self.line(name)
         before = line.cache_bytes
         stored = line.put_away(where)
@@ -453,39 +400,6 @@ class Exchange(LineSet):
 def _alike(one: Line, other: Line) -> bool:
     """Whether two lines' models have one tokenizer."""
     return one.model.tokenizer_fingerprint == other.model.tokenizer_fingerprint
-
-
-def _followed(plan: Sequence[Step], begun: int, known: Known | None) -> list[Step]:
-    """The steps up to the last translation before which no content must wait for another model."""
-    if known is None:  # all that is read must wait
-        return list(itertools.takewhile(lambda step: step.source is not None, plan))
-    at = [begun, *(step.stop for step in plan)]
-    places = [character(known.target, length) for length in at]
-    runs = list(itertools.pairwise(places))
-    taken = [run for run, step in zip(runs, plan, strict=True) if step.source is not None]
-    waiting = must_wait(known, [(0, places[0]), *taken])
-    steps = 0
-    for index, (run, step) in enumerate(zip(runs, plan, strict=True)):
-        if step.source is not None:
-            steps = index + 1
-        elif any(a < run[1] and run[0] < b for a, b in waiting):
-            break
-    return list(plan[:steps])
-
-
-def _lacked(source: Line, target: Line, wanted: Reading | None, readings: Sequence[Reading]) -> int:
-    """The first position of the source that a target of another tokenizer still lacks."""
-    if wanted is None:
-        return 0
-    begun = target.kept(target.common(wanted.tokens))
-    rendering = wanted.rendering(len(wanted.tokens))
-    runs = recorded(source)
-    rows = [
-        int(offer.groups[:, 0].min())
-        for reading in readings
-        for offer in offered(source, reading, rendering, begun, runs)
-    ]
-    return min(rows, default=max((source.common(r.tokens) for r in readings), default=0))
 
 
 def no_translator(source: Line, target: Line) -> MissingTranslatorError:

@@ -1,9 +1,9 @@
 """A conversation on disk: one folder, replaced atomically, refused when anything in it differs.
 
-``conversation.json`` holds everything except the arrays. It names the files with the arrays; each
-has its sha256 there, and a part of that in its name. A save writes new files, then replaces
-``conversation.json``, then removes the files that it no longer names. Whatever interrupts a save,
-the folder holds the old conversation or the new one.
+``conversation.json`` holds everything except the arrays. It names the files with the arrays, and
+their sha256. A save writes new files, then replaces ``conversation.json``, then removes the files
+that it no longer names. Whatever interrupts a save, the folder holds the old conversation or the
+new one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvlingo_mlx.version import __version__
 
 FORMAT, VERSION = "kvlingo-conversation", 5  # 4: answers by place; 5: a line is one file
 FACTS = "conversation.json"
-OURS = re.compile(r"line-\d+\.[0-9a-f]{16}\.safetensors(\.tmp)?")
+OURS = re.compile(r"line-\d+\.[0-9a-f]{16}\.safetensors")
 SAMPLED = 64  # about how many numbers of an array go into the digest
 
 
@@ -107,9 +107,11 @@ class Draft:
         lines: dict[str, dict[str, Any]] = facts["lines"]
         try:
             for index, (name, entry) in enumerate(lines.items()):
-                if self.lines[name]:
-                    entry |= self._write_line(folder, index, name, written)
-            _replace(folder / FACTS, json.dumps(facts) + "\n")
+                if held := self.lines[name]:
+                    path = folder / f"line-{index}.{os.urandom(8).hex()}.safetensors"
+                    written.append(path)
+                    entry |= {"file": path.name, "sha256": write_file(path, held)}
+            replace_text(folder / FACTS, json.dumps(facts) + "\n")
         except BaseException:
             for path in written:
                 path.unlink(missing_ok=True)
@@ -121,18 +123,6 @@ class Draft:
             if OURS.fullmatch(path.name) and path.name not in named:
                 path.unlink()
         return folder
-
-    def _write_line(
-        self, folder: Path, index: int, name: str, written: list[Path]
-    ) -> dict[str, str]:
-        temporary = folder / f"line-{index}.{os.urandom(8).hex()}.safetensors.tmp"
-        written.append(temporary)
-        digest = write_file(temporary, self.lines[name])
-        path = folder / f"line-{index}.{digest[:16]}.safetensors"
-        if not path.exists():
-            written.append(path)
-        os.replace(temporary, path)
-        return {"file": path.name, "sha256": digest}
 
 
 @unit
@@ -179,11 +169,12 @@ def check_destination(folder: Path) -> None:
         )
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that its owner alone may read, which takes the place of an older one at once."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), 0o600)  # the file holds the messages
+            os.fchmod(file.fileno(), 0o600)
             file.write(text)
             file.flush()
             sync_file(file.fileno())

@@ -7,7 +7,6 @@ find facts that got lost in a long prompt, since a prompt's last words seldom de
 prompt longer than those that the translator was made and tested on is in doubt by its length.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvlingo_mlx.backend import mx, nn
@@ -32,9 +31,6 @@ class Guarded:
     tokens: int  # the number of these tokens
     divergence: float  # KL(source || target) of the next token, in nats, the mean over them
     limit: float  # the largest divergence that is nothing unusual, by the translator's receipt
-    # Minus the log probability that the source gives to each token that follows, in nats, the mean
-    source_loss: float
-    target_loss: float  # the same by the target
     # Why the translation is in doubt, a phrase for each reason; empty if it is not
     doubts: tuple[str, ...] = ()
 
@@ -59,24 +55,22 @@ class Watch:
         """Keep the hidden states of the ``"source"`` or ``"target"``, which are evaluated."""
         self._hidden[role] = hidden
 
-    def measured(self, following: Sequence[int]) -> tuple[float, float, float]:
-        """The divergence, the source's loss and the target's; ``following`` are the true tokens."""
+    def predictions(self) -> tuple[mx.array, mx.array]:
+        """The log probabilities (T, vocabulary) of both models; the hidden states are let go of."""
         hidden = [self._hidden.pop(role) for role in ("source", "target")]
         logits = [logits_of(m, h) for m, h in zip(self._models, hidden, strict=True)]
         rows = min(each.shape[-1] for each in logits)  # a vocabulary may be padded differently
         source, target = (nn.log_softmax(each[:, :rows]) for each in logits)
-        apart = (mx.exp(source) * (source - target)).sum(axis=-1).mean()
-        true = mx.array(list(following))[:, None]
-        losses = [-mx.take_along_axis(each, true, axis=-1).mean() for each in (source, target)]
-        found = mx.stack([apart, *losses])
-        divergence, *losses = np.array(found).tolist()
-        return divergence, losses[0], losses[1]
+        return source, target
+
+    def divergence(self) -> float:
+        """KL(source || target) of the next token, in nats, the mean over the tokens."""
+        source, target = self.predictions()
+        return float(np.array((mx.exp(source) * (source - target)).sum(axis=-1).mean()))
 
 
-def judged(config: TranslatorConfig, found: tuple[float, float, float], tokens: int,
-           prefix: int) -> Guarded:  # fmt: skip
-    """A measurement over ``tokens`` at a ``prefix``'s end beside what the translator knew."""
-    divergence, source_loss, target_loss = found
+def judged(config: TranslatorConfig, divergence: float, tokens: int, prefix: int) -> Guarded:
+    """A divergence over ``tokens`` at a ``prefix``'s end beside what the translator knew."""
     receipt = receipt_of(config)
     assert receipt is not None and receipt.guard is not None
     limit, doubts = receipt.guard.limit(tokens), []
@@ -91,7 +85,7 @@ def judged(config: TranslatorConfig, found: tuple[float, float, float], tokens: 
             f"the prompt has {prefix + 1} tokens, and the translator was made and tested on "
             f"prefixes of at most {longest}"
         )
-    return Guarded(tokens, divergence, limit, source_loss, target_loss, tuple(doubts))
+    return Guarded(tokens, divergence, limit, tuple(doubts))
 
 
 def check_reference(config: TranslatorConfig) -> None:

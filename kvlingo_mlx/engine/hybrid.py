@@ -88,9 +88,6 @@ def native_part(
             f"native_layers is {layers!r}; give a number from 0 to {most}, the cache layers of "
             f"{config.target.name}, or 'auto'"
         )
-    for name, value in (("head", head), ("tail", tail), ("middle", middle)):
-        if type(value) is not int or value < 0:
-            raise ValueError(f"native_{name} is {value!r}; give a number of tokens, 0 or more")
     return Native(chosen, head, tail, middle)
 
 

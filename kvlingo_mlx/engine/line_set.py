@@ -116,12 +116,7 @@ class LineSet(ABC):
 
     @abstractmethod
     def bring(
-        self,
-        name: str,
-        tokens: Sequence[int],
-        mark: int | None = None,
-        known: Any = None,
-        then: int | None = None,
+        self, name: str, tokens: Sequence[int], mark: int | None = None, known: Any = None
     ) -> Generator[None, None, Switch]:
         """Make a line hold ``tokens``; each chunk is a step."""
 
@@ -142,11 +137,10 @@ class LineSet(ABC):
         clock: Clock,
         mark: int | None = None,
         look: Look | None = None,
-        then: int | None = None,
     ) -> Generator[None, None, tuple[list[Step], int, Guarded | None]]:
         """Keep a line's first ``kept`` tokens, append the steps, and judge the translation.
 
-        ``mark`` is a length to which the line may have to return; ``then`` the token that follows.
+        ``mark`` is a length to which the line may have to return.
         Returns what was done in the end: the steps, where they began, and what the guard found.
         """
         with working():
@@ -154,8 +148,8 @@ class LineSet(ABC):
         clock.lap("prepare")
         yield from self.grow(line, steps, tokens, mark, clock)
         found = None
-        if look is not None and then is not None:
-            found = self._judged(line, look, [*tokens, then], clock)
+        if look is not None:
+            found = self._judged(line, look, tokens, clock)
             clock.lap("guard")
         if found is not None and found.doubts and self.on_doubt == guarding.REREAD:
             self.gave_up()
@@ -223,12 +217,11 @@ class LineSet(ABC):
     def _judged(self, line: Line, look: Look, tokens: Sequence[int], clock: Clock) -> Guarded:
         """What a guard finds; warns, or lets the line read behind its translation, as asked."""
         config = self.translator(look.source, line).config
-        start, stop = look.start, look.stop
         self.source_reads(look, tokens, clock)
         with working():
-            own = look.watch.measured(tokens[start + 1 : stop + 1])
-            measured = self.group.firsts(lambda: own)
-        found = guarding.judged(config, measured, stop - start, look.prefix)
+            own = look.watch.divergence()
+            divergence = self.group.firsts(lambda: own)
+        found = guarding.judged(config, divergence, look.stop - look.start, look.prefix)
         self.doubted -= {line.name}
         if found.doubts and self.on_doubt == guarding.HEAL:
             self.doubted |= {line.name}

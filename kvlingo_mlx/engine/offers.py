@@ -9,7 +9,7 @@ import numpy as np
 from kvlingo_mlx.engine.line import Line
 from kvlingo_mlx.engine.reading import Reading
 from kvlingo_mlx.engine.spans import common_prefix
-from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, TokenAlignment, align
+from kvlingo_mlx.tokenization.alignment import Cuts, TokenAlignment, align
 from kvlingo_mlx.tokenization.renderings import Rendering
 
 Offers = tuple[Sequence["Offer"], Sequence["Offer"]]  # offers, and those without a translator
@@ -39,8 +39,8 @@ class Offer:
         return TokenAlignment(groups) if len(groups) else None
 
 
-def contents(source: Rendering, target: Rendering) -> Iterator[np.ndarray | None]:
-    """The minimal groups (G, 4) of each part of the contents; None for a part that a side lacks.
+def contents(source: Rendering, target: Rendering) -> Iterator[np.ndarray]:
+    """The minimal groups (G, 4) of each part of the contents that neither side lacks.
 
     The parts end with the first that differ, of which what both begin with is aligned: what comes
     later was read after another history.
@@ -48,7 +48,6 @@ def contents(source: Rendering, target: Rendering) -> Iterator[np.ndarray | None
     ours, theirs = Cuts.of(source.ends), Cuts.of(target.ends)
     for a, b in zip(source.contents, target.contents, strict=False):
         if a is None or b is None:
-            yield None
             continue
         shared = common_prefix(source.text[slice(*a)], target.text[slice(*b)])
         sides = ours.within((a[0], a[0] + shared)), theirs.within((b[0], b[0] + shared))
@@ -70,8 +69,7 @@ def offered(
         runs: The source's positions that can be given, in order and apart.
     """
     usable = source.common(reading.tokens)
-    found = [g for g in contents(reading.rendering(usable), target) if g is not None]
-    groups = np.concatenate([EMPTY, *found])
+    groups = np.concatenate([EMPTY, *contents(reading.rendering(usable), target)])
     inside = np.zeros(len(groups), bool)
     for start, stop in runs:
         inside |= (groups[:, 0] >= start) & (groups[:, 1] <= stop)
@@ -133,33 +131,3 @@ def next_start(offers: Sequence[Offer], position: int) -> int | None:
     """The first target position after ``position`` at which an offer can be taken up."""
     rests = (offer.since(position + 1) for offer in offers)
     return min((rest.target[0] for rest in rests if rest is not None), default=None)
-
-
-def must_wait(known: Known, taken: Sequence[Run]) -> list[Run]:
-    """Parts of the target's contents, as characters, that another model may still translate.
-
-    A part need not wait if some of its characters are ``taken``. Nor need a part wait that other
-    readings hold without any minimal group in common, since no model can ever translate it.
-    """
-    target = known.target.rendering(len(known.target.tokens))
-    found: dict[int, list[np.ndarray]] = {}
-    for readings in known.others.values():
-        for reading in readings:
-            other = reading.rendering(len(reading.tokens))
-            for part, groups in enumerate(contents(other, target)):
-                if groups is not None:
-                    found.setdefault(part, []).append(groups)
-    waiting = []
-    for part, span in enumerate(target.contents):
-        if span is None or any(a < span[1] and span[0] < b for a, b in taken):
-            continue
-        if part not in found or any(len(groups) for groups in found[part]):
-            waiting.append(span)
-    return waiting
-
-
-def character(reading: Reading, length: int) -> int:
-    """The character at which the first ``length`` tokens end, or the last of them with an end."""
-    ends = reading.ends[:length]
-    ends = ends[ends != NO_END]
-    return int(ends[-1]) if len(ends) else 0

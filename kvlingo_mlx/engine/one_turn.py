@@ -133,9 +133,8 @@ class OneTurn(LineSet):
                 # What is read amid others stands behind them before it takes its places.
                 line.reserve(len(plan.prefix) + min(plan.native.middle, plan.step_size))
                 _, _, found = yield from self.carried_out(
-                    line, self.steps(watch), 0, plan.prefix, self.clock,
-                    look=look, then=plan.tokens[-1],
-                )  # fmt: skip
+                    line, self.steps(watch), 0, plan.prefix, self.clock, look=look
+                )
         finally:
             if isinstance(self.source, Given):
                 self.source.close()
@@ -179,12 +178,7 @@ class OneTurn(LineSet):
         return Look(self.source, length - watch.tokens, length, watch, length)
 
     def bring(
-        self,
-        name: str,
-        tokens: Sequence[int],
-        mark: int | None = None,
-        known: Any = None,
-        then: int | None = None,
+        self, name: str, tokens: Sequence[int], mark: int | None = None, known: Any = None
     ) -> Generator[None, None, Switch]:
         """Grow the target's line from the source's, or let the target read the prompt itself."""
         watch = self.plan.watch()

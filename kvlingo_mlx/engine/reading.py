@@ -236,17 +236,6 @@ class Reading:
             prompt = replace(prompt, segments=(*prompt.segments, segment), answer=answer, said=left)
         return prompt.booked(message, located=located)
 
-    def cut(self, character: int) -> Reading:
-        """This reading without the tokens that reach beyond a character of its last segment."""
-        cuts = Cuts.of(self.ends)
-        kept = int(cuts.fewest[np.searchsorted(cuts.offsets, character, "right") - 1])
-        last = self.segments[-1]
-        count = max(0, kept - (len(self.tokens) - len(last.tokens)))
-        ends = None if last.ends is None else last.ends[:count]
-        left = replace(last, tokens=last.tokens[:count], ends=ends)
-        asked = tuple(c if c and c[1] <= character else None for c in self.asked)
-        return replace(self, segments=(*self.segments[:-1], left), asked=asked)
-
 
 def moved(spans: Sequence[Span | None], by: int) -> tuple[Span | None, ...]:
     """The spans, moved by ``by`` characters."""

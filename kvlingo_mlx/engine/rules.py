@@ -9,14 +9,11 @@ from kvlingo_mlx.caches.limits import check_going_back, check_interleaving
 from kvlingo_mlx.engine.guarding import HEAL, WARN
 from kvlingo_mlx.engine.healing import HEAL_SHARE, LAYERS
 from kvlingo_mlx.engine.spans import common_prefix
-from kvlingo_mlx.engine.storage import PLACES
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.machines import group_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 
-SWITCHING = ("alternated", "reprefill")
-ON_MISSING = ("error", "reprefill")
 SAMPLE = [
     {"role": "user", "content": "One."},
     {"role": "assistant", "content": "Two."},
@@ -52,14 +49,6 @@ class Rules:
 
     def check(self, models: Mapping[str, LanguageModel]) -> None:
         """Raise ValueError for rules that are invalid, in general or for these models."""
-        for what, value, allowed in (
-            ("switching", self.switching, SWITCHING),
-            ("on_missing", self.on_missing, ON_MISSING),
-            ("offload", self.offload, (None, *PLACES)),
-        ):
-            if value not in allowed:
-                listed = ", ".join(map(str, allowed))
-                raise ValueError(f"{what} is {value!r}; it must be one of {listed}")
         if self.heal == LAYERS and self.native_layers == 0:
             raise ValueError(
                 "heal is 'layers', which reads first layers at a switch, and native_layers is 0, "
@@ -83,16 +72,6 @@ class Rules:
         group_of(models.values()).refuse({"models of another tokenizer": several})
         if several and self.native_layers not in (None, 0):
             raise ValueError("native_layers cannot be used between two tokenizers; leave it out")
-        layers, deep = (
-            self.native_layers,
-            max(models.values(), key=lambda m: len(m.geometry.layers)),
-        )
-        most = len(deep.geometry.layers)
-        if isinstance(layers, int) and not 0 <= layers <= most:
-            raise ValueError(
-                f"native_layers is {layers}; give a number from 0 to {most}, the cache layers "
-                f"of {deep.name}, or 'auto'"
-            )
 
 
 def by_tokenizer(models: Iterable[LanguageModel]) -> list[list[LanguageModel]]:

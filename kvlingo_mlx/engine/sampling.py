@@ -53,10 +53,10 @@ class DecodingOptions(AnswerOptions, total=False):
 class Choice:
     """How tokens are chosen, and before which texts the answer ends."""
 
-    sampler: Sampler | None  # mlx-lm's sampler; None is greedy
-    logits_processors: list[LogitsProcessor] | None  # mlx-lm's logits processors
-    seed: int | None  # the seed of the random numbers, or None
-    stop: tuple[str, ...]  # the stop texts, none of them empty
+    sampler: Sampler | None = None  # mlx-lm's sampler; None is greedy
+    logits_processors: list[LogitsProcessor] | None = None  # mlx-lm's logits processors
+    seed: int | None = None  # the seed of the random numbers, or None
+    stop: tuple[str, ...] = ()  # the stop texts, none of them empty
 
     def begin(self) -> None:
         """Seed the random numbers if a seed is given; called right before the first token."""

@@ -256,10 +256,11 @@ class State:
                 raise ValueError(
                     "no model has answered yet, so there is no prompt to measure; call reply first"
                 )
-            exchange = self.exchange
-            fresh = Line(last.name, exchange.line(last.name).model, records=False)
+            line = self.exchange.line(last.name)
+            prompt = line.tokens[: last.kept + last.translated + last.read]
+            fresh = Line(last.name, line.model, records=False)
             started = time.perf_counter()
-            finished(fresh.read(exchange.brought, exchange.step_size))
+            finished(fresh.read(prompt, self.exchange.step_size))
             return time.perf_counter() - started
 
     @checked

@@ -21,7 +21,6 @@ from kvlingo_mlx.format.tensor_file import DType, open_tensors, write_arrays
 from kvlingo_mlx.loading.translators import store
 from kvlingo_mlx.translators.products import loaded
 
-PLACES = ("8bit", "disk")
 GROUP = 64  # numbers that share a scale, as mlx-lm quantises a cache
 # By NumPy's names; it has no bfloat16, of which the bits are held.
 DTYPES: dict[str, DType] = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}

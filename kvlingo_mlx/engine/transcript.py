@@ -40,7 +40,6 @@ from kvlingo_mlx.tokenization.probes import TemplateNeeds
 from kvlingo_mlx.tokenization.renderings import content_spans, message_parts
 
 MARK = "\u2039answer\u203a"  # a text that no conversation holds, in place of an answer
-NEXT = "\u2039next\u203a"  # stands for the user's next words, which are not known yet
 
 
 @dataclass(frozen=True)
@@ -216,15 +215,6 @@ class Transcript:
         known = header and (reading.rendered or not self.begun)
         return reading.place(len(reading.text) - len(header)) if known else None
 
-    def ahead(self, model: LanguageModel) -> Reading | None:
-        """The part that will be read whatever the user says next; None if it is unknown."""
-        try:
-            found = self.reading(model, [{"role": "user", "content": NEXT}])
-        except ValueError:
-            return None
-        place = found.contents[-1]
-        return None if place is None else found.cut(place[0])
-
     def _answered(self, model: LanguageModel, messages: Sequence[Message]) -> str:
         """The text of messages and an answer to them, in whose place MARK stands."""
         both = [*map(dict, messages), {"role": "assistant", "content": MARK}]
@@ -286,8 +276,6 @@ class Transcript:
         if last.get("role") != "assistant":
             raise ValueError("the last message is no answer, so there is nothing to truncate")
         known = self.written.get(_places(self.messages)[-1], Written(last, content_of(last)))
-        if isinstance(characters, bool) or not isinstance(characters, int):
-            raise ValueError(f"characters is {characters!r:.40}; give a whole number")
         if not 0 <= characters <= len(known.text):
             raise ValueError(
                 f"characters is {characters}, but the answer has {len(known.text)}; give 0 to "

@@ -125,8 +125,8 @@ class Turn:
     def _begin(self, name: str) -> Generator[None, None, tuple[list[int], Switch]]:
         """All tokens so far; the model's line now holds all of them except the last."""
         tokens, known = self.progress.reading(name).tokens, self.progress.known(name)
-        mark, then = self.progress.mark(name), tokens[-1]
-        switch = yield from self._exchange.bring(name, tokens[:-1], mark, known, then)
+        mark = self.progress.mark(name)
+        switch = yield from self._exchange.bring(name, tokens[:-1], mark, known)
         return tokens, switch
 
     def write(self, part: Part, *, last: bool) -> Iterator[GenerationResponse | None]:

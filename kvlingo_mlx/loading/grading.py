@@ -12,16 +12,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, ClassVar
 
 from kvlingo_mlx.embedded.bundled import NAME, bundled
+from kvlingo_mlx.format.geometry import MAX_LAYERS
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.format.typed import read
 from kvlingo_mlx.phases import counted
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample, other_tokenizer
-
-T = TypeVar("T", bound="Recall | OwnData | Apart | Receipt")
 
 # Limits of the share recovered, from measurements on the zoo (paper/LOG.md, "how much data"):
 # self-distilled translators reach 0.95 to 1.00, two hard pairs 0.89 and 0.66; closed forms on
@@ -51,6 +50,7 @@ class Recall:
     ``facts`` is their number; None in receipts of older versions.
     """
 
+    EXTRA: ClassVar[bool] = True
     translated: float
     native: float
     hidden: float
@@ -96,6 +96,7 @@ class Recall:
 class OwnData:
     """What was measured on conversations of the user's data that the translator was not made of."""
 
+    EXTRA: ClassVar[bool] = True
     data: str  # its name
     conversations: int
     kl: float
@@ -115,7 +116,8 @@ class Apart:
     The KL is KL(source || target) of the next token, in nats, the target's from a translated cache.
     """
 
-    tokens: int  # the last ones that are compared
+    EXTRA: ClassVar[bool] = True
+    tokens: Annotated[int, range(1, 2**31)]  # the last ones that are compared
     mean: float  # of the KL over these tokens and over prefixes
     spread: float  # the standard deviation of the prefixes' own means
 
@@ -141,9 +143,12 @@ class Apart:
 class Receipt:
     """What was measured on the bundled conversations; older receipts lack some of it."""
 
+    EXTRA: ClassVar[bool] = True
     kl: float  # KL(native || translated) in nats per token, the mean over conversations
     top1: float  # the share of tokens at which both have the same first choice
-    native_layers: int = 0  # with how many the receipt was measured
+    native_layers: Annotated[int, range(MAX_LAYERS + 1)] = (
+        0  # with how many the receipt was measured
+    )
     hidden_kl: float | None = None  # the same KL with the prefix hidden
     recall: Recall | None = None  # of the value that each conversation asks for
     guard: Apart | None = None  # what is usual over a prompt's last tokens; none of two tokenizers
@@ -280,23 +285,11 @@ def receipt_of(config: TranslatorConfig) -> Receipt | None:
     left: Any = config.provenance.get("receipt")
     if not isinstance(left, dict) or left.get("prompts") != NAME:
         return None
-    guard = _part(Apart, left.get("guard"))
-    if guard is not None and (guard.tokens < 1 or min(guard.mean, guard.spread) < 0):
-        guard = None
-    recall, own = _part(Recall, left.get("recall")), _part(OwnData, left.get("own"))
-    found = _part(Receipt, left | dict.fromkeys(("recall", "guard", "own")))
-    if found is None or not 0 <= found.native_layers <= len(config.target.layers):
-        return None
-    return replace(found, recall=recall, guard=guard, own=own)
-
-
-def _part(kind: type[T], left: Any) -> T | None:
-    """A part of a stored receipt, which is untrusted and may hold anything; None if it is none."""
     try:
-        known = {f.name: left[f.name] for f in fields(kind) if left.get(f.name) is not None}
-        return read(kind, known)
-    except (AttributeError, ValueError):
+        found: Receipt = read(Receipt, left)
+    except ValueError:  # it is a stranger's, and may hold anything
         return None
+    return found if found.native_layers <= len(config.target.layers) else None
 
 
 def watched(tokens: int, prefix: int) -> int:

@@ -51,8 +51,6 @@ def load(
     """
     if isinstance(path_or_hf_repo, LanguageModel):
         return path_or_hf_repo
-    if shard not in (None, TENSOR):
-        raise ValueError(f"shard is {shard!r}; give {TENSOR}, or leave it out")
     model = _unread(path_or_hf_repo, revision)
     if shard is not None:
         model = shard_of(model, _unread(path_or_hf_repo, revision))

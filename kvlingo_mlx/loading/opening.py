@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import logging
-import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from kvlingo_mlx.backend import mx, nn
 from huggingface_hub.errors import StrictDataclassError
 from mlx_lm.utils import load_config, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
+from transformers.utils import logging as transformers
 
 from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import MissingModelError
@@ -36,12 +35,10 @@ REJECTED = (
     ArithmeticError,
     StrictDataclassError,
 )
-# How Python says that mlx-lm's arguments of a model, which are fields of its config, are not whole.
-LACKING = re.compile(r"^ModelArgs\.__init__\(\) missing \d+ required positional arguments?: (.*)")
 
+_LOADING = threading.Lock()  # what transformers logs is settled for the whole process
 # The name under which a tokenizer of transformers keeps whether it has warned of a long text.
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
-OF_CONFIGS = (".configuration_", ".modeling_rope_utils")  # transformers' files that read configs
 
 
 def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
@@ -64,7 +61,7 @@ def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
     with damage_told(path):
         config = load_config(path)
         model, config = _unread_module(path, family.overrides(config))
-    with damage_told(path, "the tokenizer of "), _quiet_about_models():
+    with damage_told(path, "the tokenizer of "), _quiet_about_configs():
         tokenizer = load_tokenizer(
             path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
         )
@@ -148,11 +145,6 @@ def damage_told(path: Path | None, part: str = "") -> Iterator[None]:
         yield
     except (*DAMAGED, *REJECTED) as error:
         said = " ".join(str(error).split()) or repr(error)
-        if lacking := LACKING.search(said):
-            raise MissingModelError(
-                f"the config.json of {path} lacks {lacking[1]}, which mlx-lm needs; correct it, or "
-                "download the model again"
-            ) from error
         if isinstance(error, DAMAGED):
             what = "is its download complete?"
         elif part:
@@ -165,25 +157,15 @@ def damage_told(path: Path | None, part: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet_about_models() -> Iterator[None]:
-    """Drop what transformers logs in this thread about a model's config.
-
-    It reads the config only to choose a tokenizer. mlx-lm runs the model, so advice on how
-    transformers would run it misleads; what mlx-lm misreads is refused before.
-    """
-    here = threading.get_ident()
-
-    def shown(record: logging.LogRecord) -> bool:
-        return record.thread != here or not any(part in record.name for part in OF_CONFIGS)
-
-    handlers = list(logging.getLogger("transformers").handlers)
-    for handler in handlers:
-        handler.addFilter(shown)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(shown)
+def _quiet_about_configs() -> Iterator[None]:
+    """Keep out transformers' advice about a config: it reads it for a tokenizer, mlx-lm runs it."""
+    with _LOADING:
+        level = transformers.get_verbosity()
+        transformers.set_verbosity_error()
+        try:
+            yield
+        finally:
+            transformers.set_verbosity(level)
 
 
 def _check_files(path: Path) -> None:

@@ -75,7 +75,7 @@ def resolve_translator(
         MissingTranslatorError: None was given and none is stored.
     """
     if translator is None:
-        translator = _find(source, target, allow_mismatch)
+        translator = find_translator(source, target, allow_mismatch=allow_mismatch)
     if not isinstance(translator, Translator):
         translator = load_translator(translator, quantize=quantize)
     check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
@@ -174,16 +174,6 @@ def find_translator(
     Warns:
         KVLingoWarning: There are several, and receipts do not show which is best.
     """
-    return _find(source, target, allow_mismatch, suits)
-
-
-def _find(
-    source: LanguageModel,
-    target: LanguageModel,
-    allow_mismatch: bool,
-    suits: Suits = lambda config: True,
-) -> Path:
-    """:func:`find_translator`, also for models of another library with the same facts."""
     one = source.tokenizer_fingerprint == target.tokenizer_fingerprint
     exact, others = list[tuple[Path, TranslatorConfig]](), list[tuple[Path, TranslatorConfig]]()
     for path in stored_translators():

@@ -74,7 +74,7 @@ class Gate:
                 f"ask for {told.host}, or start it with --api-key"
             )
         same = origin is None or urlsplit(origin).netloc == host
-        if not (same or "*" in told.cors or origin in told.cors):
+        if not (same or {"*", origin} & {*(told.cors or ())}):
             raise _forbidden(
                 f"a page of {origin!r:.80} asks, which is not listed; start the server with --cors "
                 "and that origin to allow it"

@@ -140,7 +140,6 @@ class Delta:
     reasoning: str = ""
     tool_calls: tuple[Mapping[str, Any], ...] = ()  # whole ones, in OpenAI's chat form
     logprobs: tuple[TokenLogprob, ...] = ()
-    tokens: int = 1
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from kvlingo_mlx.serving.messages import ModelInfo
 
 @dataclass
 class PooledModel:
-    """A model that is offered."""
+    """A model that is offered, under one name or several."""
 
-    name: str  # in requests
     path: str  # the folder or Hub id that was given for it
     model: LanguageModel
     weights: int  # bytes
@@ -28,11 +27,11 @@ class PooledModel:
     used: float = field(default_factory=now)  # last
     read_s: float | None = None  # seconds a token to read a prompt, once measured
 
-    def info(self) -> ModelInfo:
-        """What clients are told of it."""
+    def info(self, name: str) -> ModelInfo:
+        """What clients are told of it, by one of its names."""
         context = self.model.context_length
         family = str(self.model.config["model_type"])
-        return ModelInfo(self.name, self.path, context, self.loaded, self.weights, family)
+        return ModelInfo(name, self.path, context, self.loaded, self.weights, family)
 
     def took(self, tokens: int, seconds: float) -> None:
         """Learn from a prompt how fast the model reads; short ones tell nothing."""
@@ -54,15 +53,14 @@ class ModelPool:
     """
 
     def __init__(self, models: Mapping[str, str], sharded: Sequence[str] = ()) -> None:
-        self.all: dict[str, PooledModel] = {}
         self.between: Callable[[], None] = lambda: None
-        opened: dict[str, LanguageModel] = {}
         paths = list(dict.fromkeys(models.values()))
-        for path, model in open_sharded(paths, [models[name] for name in sharded]).items():
-            opened[path] = replace(model, described={})
-        for name, path in models.items():
-            model = opened[path]
-            self.all[name] = PooledModel(name, path, model, memory.weights_bytes(model))
+        opened = open_sharded(paths, [models[name] for name in sharded])
+        self._each = {
+            path: PooledModel(path, replace(model, described={}), memory.weights_bytes(model))
+            for path, model in opened.items()
+        }
+        self.all = {name: self._each[path] for name, path in models.items()}
 
     def __getitem__(self, name: str) -> PooledModel:
         return self.all[name]
@@ -75,8 +73,7 @@ class ModelPool:
     @property
     def weights(self) -> int:
         """The bytes of all weights in memory."""
-        each = {id(r.model): r.weights for r in self.all.values() if r.loaded}
-        return sum(each.values())
+        return sum(each.weights for each in self._each.values() if each.loaded)
 
     def read(self, name: str) -> None:
         """Read a model's weights, if they are not in memory.
@@ -88,23 +85,23 @@ class ModelPool:
         if not resident.loaded:
             read_weights(resident.model, self.between)
             describe(resident.model)  # what is saved later need not read it again
-            self._mark(resident, loaded=True)
+            resident.loaded = True
         resident.used = now()
 
     def unload(self, name: str) -> int:
         """Let go of a model's weights; return the bytes freed, 0 if an answer needs them."""
         resident = self.all[name]
-        if not resident.loaded or any(r.running for r in self._same(resident)):
+        if not resident.loaded or resident.running:
             return 0
         let_go(resident.model)
-        self._mark(resident, loaded=False)
+        resident.loaded = False
         mx.clear_cache()
         return resident.weights
 
     @contextlib.contextmanager
     def asleep(self) -> Iterator[None]:
         """Let go of what is read meanwhile of models that are not loaded, to compare them."""
-        unknown = [r.model for r in self.all.values() if not (r.loaded or r.model.described)]
+        unknown = [r.model for r in self._each.values() if not (r.loaded or r.model.described)]
         try:
             yield
         finally:
@@ -114,20 +111,7 @@ class ModelPool:
 
     def idle(self, beside: str) -> list[str]:
         """Models whose weights could be let go of for ``beside``, least recently used first."""
-        kept = self._same(self.all[beside])
-        free = [
-            resident
-            for resident in self.all.values()
-            if resident.loaded
-            and resident not in kept
-            and not any(r.running for r in self._same(resident))
-        ]
-        return [resident.name for resident in sorted(free, key=lambda r: r.used)]
-
-    def _same(self, resident: PooledModel) -> list[PooledModel]:
-        """All names of one model."""
-        return [r for r in self.all.values() if r.model is resident.model]
-
-    def _mark(self, resident: PooledModel, *, loaded: bool) -> None:
-        for each in self._same(resident):
-            each.loaded = loaded
+        names = {id(resident): name for name, resident in self.all.items()}
+        free = [r for r in self._each.values() if r.loaded and not r.running]
+        others = sorted((r for r in free if r is not self.all[beside]), key=lambda r: r.used)
+        return [names[id(resident)] for resident in others]

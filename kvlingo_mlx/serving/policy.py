@@ -34,7 +34,7 @@ class Policy:
         with warnings.catch_warnings():  # how good they are is in the reasons below
             warnings.simplefilter("ignore", KVLingoWarning)
             rules = Rules(on_missing="reprefill", guard=settings.guard)
-            self.directions = Directions(models, settings.translators, rules)
+            self.directions = Directions(models, settings.translators or (), rules)
         given = set(self.directions.loaded)
         told = {tuple(pair.split(":", 1)): rule for pair, rule in settings.pairs.items()}
         self._rules = {

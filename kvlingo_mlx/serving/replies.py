@@ -13,8 +13,7 @@ from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.engine_thread import ClientGone, EngineThread, EventStream
 from kvlingo_mlx.serving.messages import LAST, LEFT, Failure, FirstToken, Usage
 from kvlingo_mlx.serving.metrics import HttpExchange
-from kvlingo_mlx.serving.wire import Incoming
-from kvlingo_mlx.serving.wire.requests import Api
+from kvlingo_mlx.serving.wire.requests import Api, Incoming
 
 log = logging.getLogger("kvlingo_mlx.serving")
 

@@ -24,7 +24,7 @@ from kvlingo_mlx.engine.conversation import Conversation, Request
 from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.responses import GenerationResponse
 from kvlingo_mlx.engine.routing import Route, load_route
-from kvlingo_mlx.engine.sampling import choice_of
+from kvlingo_mlx.engine.sampling import Choice
 from kvlingo_mlx.engine.transcript import Transcript
 from kvlingo_mlx.engine.turn import Decoding, Part, Turn
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
@@ -41,7 +41,7 @@ from kvlingo_mlx.serving.active_request import (
     usage_of,
 )
 from kvlingo_mlx.serving.messages import Event, Failure, GenerationRequest, Status, TokenCount
-from kvlingo_mlx.serving.model_pool import ModelPool, PooledModel
+from kvlingo_mlx.serving.model_pool import ModelPool
 from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.session_store import SessionStore, conversing, too_large
 from kvlingo_mlx.serving.sessions import Found, Key, Keys, Session, find, keys_of_text
@@ -68,7 +68,7 @@ class Scheduler:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.pool = ModelPool(settings.models, settings.sharded)
+        self.pool = ModelPool(settings.models, settings.sharded or ())
         models = self.pool.models
         self.policy = Policy(models, settings)
         self._blank = Conversation(
@@ -228,7 +228,7 @@ class Scheduler:
         resident.running += 1
         session.busy, job.queued = True, time.perf_counter() - job.arrived
         try:
-            yield from self._written(job, session, keys, resident)
+            yield from self._written(job, session, keys)
         finally:
             session.busy, session.ending, session.expected = False, False, 0
             session.used = resident.used = clock.now()
@@ -286,8 +286,7 @@ class Scheduler:
         self, job: ActiveRequest, exchange: Exchange, request: Request
     ) -> Generator[GenerationResponse | None, None, Any]:
         """Go on with a plain text."""
-        choice = choice_of(request.options, request.sampler, request.logits_processors)
-        choice = exchange.chosen_together(choice)
+        choice = exchange.chosen_together(request.choice)
         progress = AnswerInProgress.to_text(exchange, job.name, job.tokens)
         turn = Turn(
             exchange, progress, request.max_tokens,
@@ -329,25 +328,23 @@ class Scheduler:
         job.take(response, resident.model.tokenizer)
         return job.ended or job.ready
 
-    def _written(
-        self, job: ActiveRequest, session: Session, keys: list[Key], resident: PooledModel
-    ) -> Steps:
+    def _written(self, job: ActiveRequest, session: Session, keys: list[Key]) -> Steps:
         """Let the conversation answer, and keep what it says; who is refused changes nothing."""
         conversation, kept = session.conversation, (session.keys, session.messages)
         assert conversation is not None
-        exchange, line = conversation.exchange, session.line(resident.name)
+        exchange, line = conversation.exchange, session.line(job.name)
         chat = job.ask.messages is not None
         try:
             self._prepare(exchange, job)
             request = self._request(job)
             if chat:
-                steps = conversation.reply_in_steps(resident.name, request)
+                steps = conversation.reply_in_steps(job.name, request)
             else:
                 steps = self._completed(job, exchange, request)
             for number, response in enumerate(steps):
                 if not number:  # nothing refuses it now
                     session.begin(keys, job.messages, job.ask.pin)
-                    line = exchange.lines[resident.name]
+                    line = exchange.lines[job.name]
                 at_once = self._tell(job, response, exchange, len(line))
                 if job.ended:
                     session.ending = True
@@ -357,7 +354,7 @@ class Scheduler:
                     steps.close()  # the answer as it is joins the conversation
         except Exception:
             session.keys, session.messages = kept
-            exchange.lines[resident.name] = line
+            exchange.lines[job.name] = line
             raise
         session.messages = conversation.messages
 
@@ -371,16 +368,13 @@ class Scheduler:
             inputs = self._blank.exchange.line(job.name).inputs
             batch = Batch(model, records=records, inputs=inputs, size=most, group=self.group)
             self._batches[id(model)] = batch
-        options: dict[str, Any] = {"stop": ask.stop or None, "seed": ask.sampling.seed}
-        told = announces_tools(model.tokenizer)
-        options |= {"tools": tools_of(ask, model) or None if told else None}
+        processors = processors_of(ask, model) or None
         return Request(
             messages=job.messages,
             begun=ask.begun,
             max_tokens=ask.max_tokens or self._settings.max_tokens,
-            sampler=sampler_of(ask.sampling),
-            logits_processors=processors_of(ask, model) or None,
-            options={name: value for name, value in options.items() if value is not None},
+            choice=Choice(sampler_of(ask.sampling), processors, ask.sampling.seed, ask.stop),
+            tools=(tools_of(ask, model) or None) if announces_tools(model.tokenizer) else None,
             template=_switches(ask, model),  # also for lines of models that tell of tools
             batch=batch,
             seat=job.sit,
@@ -412,7 +406,7 @@ class Scheduler:
         begun = sum(job.row is not None for job in self._jobs.values())
         return replace(
             self.store.status(),
-            models=tuple(resident.info() for resident in self.pool.all.values()),
+            models=tuple(resident.info(name) for name, resident in self.pool.all.items()),
             routes=self._route is not None,
             translators_bytes=self.policy.nbytes,
             running=begun,

@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 
+from kvlingo_mlx import blas
 from kvlingo_mlx.errors import MissingModelError
 from kvlingo_mlx.group import launched
 from kvlingo_mlx.loading.hub import SMALL_FILES, model_type, resolve
@@ -77,6 +78,7 @@ def _child(
     """The server in a process of its own; it ends with its parent."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # see backend.py
+    blas.long_run = True
     log_to_stderr(settings.log_level)
     thread = EngineThread(settings, engine, restarts)
     server = Server(settings, thread)

@@ -11,7 +11,6 @@ import fcntl
 import json
 import logging
 import math
-import os
 import shutil
 import time
 import uuid
@@ -24,7 +23,7 @@ from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.engine.conversation import Conversation
-from kvlingo_mlx.engine.folder import Draft
+from kvlingo_mlx.engine.folder import Draft, replace_text
 from kvlingo_mlx.engine.storage import worker as files
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.loading.translators import home
@@ -41,8 +40,7 @@ MOST_HERE, MOST_KEPT = 200, 1000  # conversations in memory, and in all; the old
 IDLE_S = 30.0  # an idle conversation is written to disk after so long, in case the process crashes
 PATIENCE_S = 5.0  # a request that has lacked room for so long goes before those that do not
 STEP = 256  # tokens by which mlx-lm's caches grow
-DRAFT = ".tmp"  # the ending of keys that are being written
-KEYS_OF = 2  # what keys are made of; others are not found again
+KEYS_OF = 3  # what keys are made of; others are not found again
 LOST = (KVLingoError, OSError, ValueError, RuntimeError)
 
 
@@ -221,7 +219,7 @@ class SessionStore:
         self._lock = (folder / "lock").open("w")
         self._take_lock(folder, patience)
         for path in folder.iterdir():
-            if path.suffix == DRAFT:
+            if path.suffix == ".tmp":
                 path.unlink()
             elif path.is_dir() and not path.with_suffix(".json").exists():
                 shutil.rmtree(path, ignore_errors=True)
@@ -330,8 +328,8 @@ class SessionStore:
 def too_large(resident: PooledModel) -> NotEnoughMemoryError:
     """The error of a model for which there is no room."""
     return NotEnoughMemoryError(
-        f"the weights of {resident.name} ({resident.weights / 1e9:.1f} GB) do not fit into the "
-        "server's memory; raise --memory-limit, or offer a smaller model"
+        f"the weights of {resident.model.name} ({resident.weights / 1e9:.1f} GB) do not fit into "
+        "the server's memory; raise --memory-limit, or offer a smaller model"
     )
 
 
@@ -340,15 +338,11 @@ def _write(session: Session, draft: Draft, path: Path, facts: str) -> None:
 
     Nothing of it is left where that fails.
     """
-    keys = path.with_suffix(DRAFT)
     try:
         draft.write(path)
-        with open(os.open(keys, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-            file.write(facts)
-        keys.replace(path.with_suffix(".json"))
+        replace_text(path.with_suffix(".json"), facts)
     except BaseException as error:
         _tell_unsaved(error)
-        keys.unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
         raise
     _remove_saved(session)

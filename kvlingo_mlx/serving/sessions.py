@@ -7,11 +7,10 @@ parts; so does a plain text, by its tokens. What really need not be read anew is
 token, by its lines.
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.engine.exchange import Exchange
 from kvlingo_mlx.engine.line import Line
+from kvlingo_mlx.engine.messages import meaning
 from kvlingo_mlx.engine.spans import common_prefix
 from kvlingo_mlx.serving.clock import now
 from kvlingo_mlx.serving.messages import GenerationRequest, Message
@@ -32,6 +32,13 @@ PART, PART_TOKENS = 1000, 16  # characters of a message's parts, and tokens of a
 REDONE, REDONE_PARTS = 2, 3
 SAVED: Future[None] = Future()  # of what was found on disk
 SAVED.set_result(None)
+# How lines of system prompts begin that agents change with every request or model. They do not
+# count when histories are compared.
+VOLATILE = (
+    "x-anthropic-billing-header:",
+    "You are powered by the model",
+    *("Model:", "Provider:", "Platform:"),  # Hermes's
+)
 BEFORE_LINES = " \t-*"  # white space and marks of lists, before a volatile line
 # Of a whole message, of its reasoning ("" for none), and of its beginnings, each one part longer.
 Key = tuple[str, ...]
@@ -41,12 +48,13 @@ class Keys:
     """Makes the keys by which messages are compared: of all that a template may render of them.
 
     Args:
-        volatile: How the lines of system prompts begin that do not count.
+        volatile: How the lines of system prompts begin that do not count; None: ``VOLATILE``.
         verbatim: Whether conversations go on from their tokens, whatever their tools are now.
     """
 
-    def __init__(self, volatile: Sequence[str] = (), verbatim: bool = False) -> None:
-        self._volatile, self._verbatim = tuple(volatile), verbatim
+    def __init__(self, volatile: Sequence[str] | None = None, verbatim: bool = False) -> None:
+        self._volatile = VOLATILE if volatile is None else tuple(volatile)
+        self._verbatim = verbatim
 
     def of(self, ask: GenerationRequest) -> list[Key]:
         """The keys of what stands before the messages, and of each message."""
@@ -56,13 +64,10 @@ class Keys:
         return [(head, "", *parts), *map(self.message, ask.messages or ())]
 
     def message(self, message: Message) -> Key:
-        """A message's key; white space around an answer does not count."""
-        role, content = message.get("role"), self._lasting(message)
-        calls = [_call(call) for call in message.get("tool_calls") or ()]
-        told = [content.strip() if role == "assistant" else content, calls]
-        whole = _digest(_json([role, message.get("name"), message.get("tool_call_id"), *told]))
+        """A message's key; of an answer counts what it means."""
+        whole = _digest(meaning({**message, "content": self._lasting(message)}))
         thought = str(message.get("reasoning_content") or "").strip()
-        parts = _beginnings(str(role), str(message.get("content") or ""))
+        parts = _beginnings(str(message.get("role")), str(message.get("content") or ""))
         return (whole, _digest(thought) if thought else "", *parts)
 
     def _lasting(self, message: Message) -> str:
@@ -84,15 +89,6 @@ class Keys:
             if given.get("role") == "system":
                 given["content"] = own["content"]
         return messages
-
-
-def _call(call: Mapping[str, Any]) -> list[Any]:
-    """A tool call's id, name and arguments; clients may write these otherwise than we did."""
-    function = call.get("function") or {}
-    arguments = function.get("arguments")
-    with contextlib.suppress(ValueError, RecursionError):
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return [call.get("id"), function.get("name"), arguments]
 
 
 def _json(data: Any) -> str:

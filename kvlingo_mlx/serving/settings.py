@@ -1,112 +1,156 @@
-"""What a server is told: one frozen dataclass, from a TOML file and the options of the verb."""
+"""What a server is told: options in groups, to which the command line adds its verbs' own."""
 
-import difflib
 import ipaddress
-import os
-from collections.abc import Mapping
-from dataclasses import field, fields
-from typing import Annotated, Any, Literal
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, Strict, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
-
-from kvlingo_mlx.options import read_table
+from kvlingo_mlx.options import (
+    COUNT,
+    TOKENS,
+    Kind,
+    Need,
+    OptionGroup,
+    number,
+    one_of,
+    option,
+    whole,
+)
 
 API_KEY = "KVLINGO_API_KEY"  # the environment variable, which other users' `ps` does not show
 AUTO = "auto"  # the model's name by which a client lets the rules choose
+LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b?", re.IGNORECASE | re.ASCII)
+BYTES = whole("a number of bytes: 24GB, 512MiB", 1)
+SECONDS = number("seconds above 0", lambda value: 0 < value < math.inf)
+SHARE = number("a number, 0 or more", lambda value: 0 <= value < math.inf)
+IDLE = Kind(lambda value: value == "idle", "idle, or leave it out")
 
 
-def _bytes(value: Any) -> Any:
-    """A number of bytes, or a text such as "24GB" or "512 MiB"."""
-    return int(TypeAdapter(ByteSize).validate_python(value)) if isinstance(value, str) else value
+def size_of(text: str | None) -> int | str | None:
+    """The bytes of a size such as ``24GB``; any other text as it is."""
+    if (found := SIZE.fullmatch(text or "")) is None:
+        return text
+    step = 1024 if found[3] else 1000
+    return int(float(found[1]) * step ** " kmgt".index(found[2].lower() or " "))
 
 
-def _beginning(value: Any) -> Any:
-    """How lines begin, as plain text; it was a regular expression once, and may have its ``^``."""
-    value = value.removeprefix("^") if isinstance(value, str) else value
-    if isinstance(value, str) and any(sign in value for sign in ("\\", ".*")):
-        raise ValueError('expected how a line begins, as plain text such as "Model:"')
-    return value
-
-
-Text = Annotated[str, Strict(), Field(min_length=1)]
-Whole = Annotated[int, Strict(), Field(ge=1)]
-Seconds = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
-Switch = Annotated[bool, Strict()]
-Size = Annotated[int, Strict(), Field(ge=1), BeforeValidator(_bytes)]
-Beginning = Annotated[Text, BeforeValidator(_beginning)]
-Key = Annotated[str, Strict(), Field(min_length=1, pattern=r"^[!-~]+$")]
-
-
-@dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
+@dataclass(frozen=True)
 class PairRule:
     """A rule for one model taking over from another one."""
 
     strategy: Literal["translate", "reread"] | None = None  # translate asks no receipt
-    max_kl: Share | None = None  # as in Settings, for this pair
-    shortest: Annotated[int, Strict(), Field(ge=0)] = 0  # tokens of a conversation to translate
-    longest: Whole | None = None
+    max_kl: float | None = None  # as for all pairs, for this one
+    shortest: Annotated[int, range(2**31)] = 0  # tokens of a conversation to translate
+    longest: Annotated[int, range(1, 2**31)] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
-class Settings:
-    """The settings of a server; times are in seconds, sizes in bytes. `serve --help` says more."""
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions(OptionGroup):
+    """The options of every server."""
 
-    models: Annotated[dict[Text, Text], Field(min_length=1)]  # a folder or Hub id by its name
-    translators: tuple[Text, ...] = ()  # none: those of the local store
-    # The most that a translator's receipt may tell as KL in nats a token; others, and translators
-    # without a receipt, are not used. None: all but useless ones are used.
-    max_kl: Share | None = None
-    pairs: dict[Text, PairRule] = field(default_factory=dict)  # by "SOURCE:TARGET"
-    routes: Text | None = None  # a recipe, or a TOML file of rules, by which "auto" chooses
-    host: Text = "127.0.0.1"  # others than this machine's own need a key
-    port: Annotated[int, Strict(), Field(ge=0, le=65535)] = 8080  # 0 takes a free one
-    api_key: Key | None = field(default=None, repr=False)
-    allow_anyone: Switch = False  # to listen at another host without a key
-    cors: tuple[Text, ...] = ()  # origins whose web pages may ask; "*" for all
-    # Under mlx.launch, the names of the models that all hold together; none: the largest
-    sharded: tuple[Text, ...] = ()
-    memory_limit: Size | None = None  # of weights, lines and translators; None: all there is
-    max_tokens: Whole = 4096  # of an answer, where a request gives none
-    verbatim: Switch = False  # go on from the tokens as written, whatever a template changes
-    heal: Literal["idle"] | None = None  # read behind translations while nothing is asked
-    guard: Annotated[int, Strict(), Field(ge=0)] = 0  # tokens that are compared at a switch
-    on_doubt: Literal["warn", "reread"] = "warn"
-    prefill_step_size: Whole = 2048  # answers of others go on in between
-    max_concurrent: Whole = 16  # answers that one model writes at once
-    queue_limit: Whole = 64  # requests that may wait for their first token; more are told 429
-    body_limit: Size = 32_000_000
-    header_timeout: Seconds = 10.0
-    body_timeout: Seconds = 60.0
-    write_timeout: Seconds = 30.0  # that a client may take nothing of what waits for it
-    keep_alive: Seconds = 10.0  # of silence before a stream is sent a sign of life
-    worker_timeout: Seconds = 600.0  # without a sign of the models before a restart
-    stop_timeout: Seconds = 20.0  # for running answers when the server stops, and then to save
-    conversations: Text | None = None  # their folder; None: one in the user's data folder
-    keep_conversations: Switch = True  # whether they survive the server's end
-    # How lines of system prompts begin that agents change with every request or model, behind white
-    # space and a list's mark. They do not count when histories are compared.
-    volatile: tuple[Beginning, ...] = (
-        "x-anthropic-billing-header:",
-        "You are powered by the model",
-        *("Model:", "Provider:", "Platform:"),  # Hermes's
+    host: str = option(
+        "127.0.0.1", "Address to listen at; others than this machine's own need a key."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    port: int = option(
+        8080, "Port to listen at; 0 takes a free one.", kind=whole("0 to 65535", 0, 65535)
+    )
+    api_key: str | None = option(
+        None, "What clients must send; better in the environment: KVLINGO_API_KEY.", secret=True
+    )
+    allow_anyone: bool = option(False, "Listen at other hosts without a key.", "--allow-anyone")
+    write_timeout: float = option(30.0, "Seconds that a client may take nothing.", kind=SECONDS)
+    log_level: str = option(
+        "info", "debug, info, warning or error.", kind=one_of("debug", "info", "warning", "error")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(NetworkOptions):
+    """The options of a server of conversations, but for what has a form of its own there."""
+
+    NEEDS: ClassVar[tuple[Need, ...]] = (Need("on_doubt", "guard", bool, 32),)
+    max_kl: float | None = option(
+        None, "Do not use translators whose receipt tells more than this many nats a token.",
+        kind=SHARE,
+    )  # fmt: skip
+    cors: list[str] | None = option(None, "An origin whose web pages may ask; * for all.")
+    sharded: list[str] | None = option(
+        None, "Under mlx.launch, a name whose model all hold together; default: the largest."
+    )
+    memory_limit: str | None = option(
+        None, "Memory of weights, conversations and translators: 24GB; default: all there is.",
+        kind=BYTES, read=size_of,
+    )  # fmt: skip
+    max_tokens: int = option(4096, "Longest answer where a request gives none.", kind=COUNT)
+    verbatim: bool = option(
+        False, "Go on from the tokens as written, even where a template changes earlier turns."
+    )
+    heal: str | None = option(
+        None, "idle: while nothing is asked, models read what they hold translated, in its place.",
+        kind=IDLE,
+    )  # fmt: skip
+    guard: int = option(
+        0, "At a switch, compare both models over so many tokens; 0: do not.", kind=TOKENS
+    )
+    on_doubt: str = option(
+        "warn", "If they are further apart than usual: warn in the log, or reread.",
+        kind=one_of("warn", "reread"),
+    )  # fmt: skip
+    prefill_step_size: int = option(2048, "Tokens per prefill chunk.", kind=COUNT)
+    max_concurrent: int = option(16, "Answers that a model writes at once.", kind=COUNT)
+    queue_limit: int = option(64, "Requests that may wait for their first token.", kind=COUNT)
+    body_limit: str = option("32MB", "The largest request.", kind=BYTES, read=size_of)
+    header_timeout: float = option(10.0, "Seconds for a request's headers.", kind=SECONDS)
+    body_timeout: float = option(60.0, "Seconds for a request's body.", kind=SECONDS)
+    keep_alive: float = option(
+        10.0, "Seconds of silence before a stream is kept open.", kind=SECONDS
+    )
+    worker_timeout: float = option(
+        600.0, "Seconds without a sign of the models before the server is restarted.", kind=SECONDS
+    )
+    stop_timeout: float = option(
+        20.0, "Seconds that running answers have when the server stops.", kind=SECONDS
+    )
+    conversations: str | None = option(
+        None, "Folder of conversations on disk; default: in the user's data folder."
+    )
+    keep_conversations: bool = option(True, "Keep conversations when the server ends.")
+    volatile: list[str] | None = option(
+        None, "How lines of system prompts begin that change with every request; default: those of "
+        "known agents.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(ServerOptions):
+    """The settings of a server; times are in seconds, sizes in bytes."""
+
+    models: dict[str, str]  # a folder or Hub id by its name
+    translators: list[str] | None = None  # None: those of the local store
+    pairs: dict[str, PairRule] = field(default_factory=dict)  # by "SOURCE:TARGET"
+    routes: str | None = None  # a recipe, or a TOML file of rules, by which "auto" chooses
+    memory_limit: int | None = None  # type: ignore[assignment]
+    body_limit: int = 32_000_000  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.models:
+            raise ValueError(
+                "no model is given; give NAME=MODEL once a model, or --config with [models]"
+            )
+        if not re.fullmatch("[!-~]+", self.api_key or "none"):
+            raise ValueError("api_key is not what a header can hold; give letters and digits")
         if not (is_loopback(self.host) or self.api_key or self.allow_anyone):
             raise ValueError(
                 f"host is {self.host}, which others can reach, and no key is set; "
                 f"give --api-key (or {API_KEY}), or --allow-anyone"
             )
-        if self.on_doubt != "warn" and not self.guard:
-            raise ValueError(
-                f"on_doubt is {self.on_doubt!r}, and nothing is compared; give guard 32 as well"
-            )
         if AUTO in self.models:
             raise ValueError(f"a model is named {AUTO!r}, the name of routing; give another name")
-        for name in self.sharded:
+        for name in self.sharded or ():
             if name not in self.models:
                 raise ValueError(f"sharded names {name!r}; expected {', '.join(self.models)}")
         for pair in self.pairs:
@@ -122,68 +166,9 @@ class Settings:
         return (*self.models, *([AUTO] if self.routes else []))
 
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
-OPTIONS = {"models": "model", "translators": "translator", "routes": "route"}  # named otherwise
-NAMES = tuple(field.name for field in fields(Settings))
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a host, by its name or address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def read(config: str | None, options: Mapping[str, Any]) -> Settings:
-    """The settings of a TOML file, if one is named, with the options that were given over them.
-
-    Args:
-        config: The file's path.
-        options: Values by the settings' names; those that are None are taken as not given.
-
-    Raises:
-        ValueError: The file cannot be read, or a setting is unknown or out of range.
-    """
-    given = {} if config is None else read_table(config, "--config")
-    for name in given:
-        if name not in NAMES:
-            raise ValueError(f"{config}: unknown setting {name!r}; {_nearest(name)}")
-    wheres = dict.fromkeys(given, f"{config}: ")
-    chosen = {name: value for name, value in options.items() if value is not None}
-    given |= chosen
-    wheres |= dict.fromkeys(chosen, "--")
-    if os.environ.get(API_KEY):
-        given.setdefault("api_key", os.environ[API_KEY])
-    if not given.get("models"):
-        raise ValueError(
-            "no model is given; give --model NAME=MODEL once a model, or --config with [models]"
-        )
-    try:
-        return Settings(**given)
-    except ValidationError as error:
-        raise ValueError(_refusal(error, given, wheres)) from None
-
-
-def _refusal(error: ValidationError, given: dict[str, Any], wheres: dict[str, str]) -> str:
-    """The first thing that is wrong, by pydantic's words, in one line."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    told = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    told = told.replace("Unexpected keyword argument", "expected no such setting")
-    if not first["loc"]:  # settings that do not go together
-        return told
-    name, *places = first["loc"]
-    where, spelled = wheres.get(str(name), ""), str(name)
-    inner: Any = given.get(spelled)
-    if where == "--":
-        spelled = OPTIONS.get(spelled, spelled).replace("_", "-")
-    for part in places:  # pydantic's own parts, such as a union's branch, are left out
-        if isinstance(part, int) or (isinstance(inner, dict) and part in inner):
-            spelled, inner = f"{spelled}[{part!r}]", inner[part]
-    shown = "not what it can be" if name == "api_key" else f"{first['input']!r:.80}"
-    return f"{where}{spelled} is {shown}; {told[:1].lower()}{told[1:]}"
-
-
-def _nearest(name: str) -> str:
-    close = difflib.get_close_matches(name.replace("-", "_").lower(), NAMES, 1, 0.6)
-    return f"did you mean {close[0]}?" if close else f"known are {', '.join(NAMES)}"

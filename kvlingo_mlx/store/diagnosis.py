@@ -27,8 +27,6 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading.translators import store
 from kvlingo_mlx.reporting import measure
 
-# The versions that the package's metadata require, for a checkout that has no metadata.
-TESTED = {"mlx": ">=0.32.4,<0.33", "mlx-lm": ">=0.32.2,<0.33"}
 OTHERS = ("torch", "transformers", "datasets", "lm-eval")
 BACKENDS = ("mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")  # each brings its own libmlx
 LEAST_FREE = 2**30  # bytes of free disk space
@@ -90,14 +88,13 @@ def _versions() -> Iterator[Finding]:
 
 
 def _tested() -> dict[str, str]:
-    """The packages and versions that the package's metadata require."""
+    """The packages and versions that the package's metadata require; a bare checkout has none."""
     try:
-        lines = metadata.requires("kvlingo-mlx") or []
+        wanted = map(Requirement, metadata.requires("kvlingo-mlx") or [])
     except metadata.PackageNotFoundError:
-        return TESTED
-    wanted = [Requirement(line) for line in lines]
+        return {}
     here = [r for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})]
-    return {r.name: str(r.specifier) for r in here} or TESTED
+    return {r.name: str(r.specifier) for r in here}
 
 
 def _device() -> Finding:

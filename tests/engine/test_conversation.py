@@ -438,7 +438,7 @@ def test_what_cannot_be_truncated_or_set_is_said(model: LanguageModel) -> None:
 
 def test_bad_arguments(families: Models) -> None:
     model, other = families["qwen3"], families["deepseek_v3"]
-    with pytest.raises(ValueError, match="switching is 'fast'; it must be one of alternated"):
+    with pytest.raises(ValueError, match="switching is 'fast'; give alternated or reprefill"):
         talk_of(model, switching="fast")
     with pytest.raises(ValueError, match="there is no model 'z'; there are a, b"):
         talk_of(model).reply("z", "hi")

@@ -376,10 +376,9 @@ def test_three_turns_are_those_of_plain_loops(
             found = say(talk, name, ASKED[turn], told.said)
             assert np.abs(found - expected).max() < TOLERANCE
             assert talk.lines[name].tokens == slow[name].ids
-        eagerly, lazily = (talk.last_switch for talk in talks)
-        assert eagerly is not None and lazily is not None
-        assert eagerly.ahead == eagerly.translated and lazily.ahead == 0
-        assert (lazily.translated > 20) == (turn > 0)
+        switches = [talk.last_switch for talk in talks]
+        assert switches[0] is not None and switches[0].ahead == 0  # eager is for one tokenizer
+        assert (switches[0].translated > 20) == (turn > 0)
 
 
 @pytest.mark.parametrize("most", [1, None])

@@ -139,7 +139,7 @@ def messages(folder: Path, models: list[Any], receipt: Any) -> list[str]:
     provenance = {} if receipt is None else {"receipt": receipt}
     config = dataclasses.replace(config, provenance=provenance)
     translator_folder.write(folder, config, weights, overwrite=True)
-    found = guarding.Guarded(8, 9.0, 1.0, 1.0, 1.0, ("the models are far apart",))
+    found = guarding.Guarded(8, 9.0, 1.0, ("the models are far apart",))
     longer = dataclasses.replace(config, provenance={"longest_prefix": 4})
     return [
         said(lambda: kv.find_translator(models[1], models[0])),  # there is none

@@ -1,20 +1,26 @@
 """Settings from a file and from options: what is taken, and how what is wrong is told."""
 
-import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvlingo_mlx.cli import run
 from kvlingo_mlx.cli.command import named_models
-from kvlingo_mlx.serving import settings
-from kvlingo_mlx.serving.settings import PairRule, Settings, read
+from kvlingo_mlx.serving import server, settings
+from kvlingo_mlx.serving.settings import PairRule, Settings
 
 MODELS = {"small": "a", "large": "b"}
 
 
 @pytest.fixture(autouse=True)
-def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings with which the verb would have served."""
+    found: list[Settings] = []
     monkeypatch.delenv(settings.API_KEY, raising=False)
+    monkeypatch.setattr(server, "serve", lambda settings, listening: found.append(settings))
+    monkeypatch.setattr(server, "log_to_stderr", lambda level: None)
+    return found
 
 
 def write(folder: Path, text: str) -> str:
@@ -23,53 +29,69 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_pairs_have_rules_of_their_own(tmp_path: Path) -> None:
+def test_tables_of_a_file_are_read(served: list[Settings], tmp_path: Path) -> None:
     text = "max_kl=0.5\n[models]\na='x'\nb='y'\n[pairs.'a:b']\nmax_kl=0.2\nshortest=64"
-    found = read(write(tmp_path, text), {})
-    assert found.max_kl == 0.5 and found.pairs == {"a:b": PairRule(max_kl=0.2, shortest=64)}
+    assert run(["serve", "--config", write(tmp_path, text)]) == 0
+    typed = ["a=x", "b=y", "--max-kl", "0.5", "-c", 'pairs=a:b={"max_kl": 0.2, "shortest": 64}']
+    assert run(["serve", *typed]) == 0
+    for found in served:
+        assert found.models == {"a": "x", "b": "y"} and found.max_kl == 0.5
+        assert found.pairs == {"a:b": PairRule(max_kl=0.2, shortest=64)}
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[models]\na='x'\n[prot]", "unknown setting 'prot'; did you mean port?"),
-        ("max-token=3\n[models]\na='x'", "unknown setting 'max-token'; did you mean max_tokens?"),
-        ("zzz=3\n[models]\na='x'", "unknown setting 'zzz'; known are models, "),
-        ("port=70000\n[models]\na='x'", "port is 70000; expected less than or equal to 65"),
-        ("port=true\n[models]\na='x'", "port is True; expected a valid integer"),
-        ("port='80'\n[models]\na='x'", "port is '80'; expected a valid integer"),
-        ("allow_anyone=1\n[models]\na='x'", "allow_anyone is 1; expected a valid boolean"),
-        ("memory_limit='much'\n[models]\na='x'", "memory_limit is 'much'; "),
-        ("keep_alive=0\n[models]\na='x'", "keep_alive is 0; expected greater than 0"),
-        ("keep_alive=inf\n[models]\na='x'", "keep_alive is inf; expected a finite number"),
-        ("volatile=['a.*b']\n[models]\na='x'", "volatile[0] is 'a.*b'; expected how a line begins"),
-        ("cors='http://a'\n[models]\na='x'", "cors is 'http://a'; expected a valid tuple"),
-        ("log_level='loud'\n[models]\na='x'", "log_level is 'loud'; expected 'debug'"),
-        ("models=3", "models is 3; expected a valid dictionary"),
-        ("[models]\na=3", "models['a'] is 3; expected a valid string"),
+        ("[models]\na='x'\n[prot]", "unknown key 'prot'; did you mean port?"),
+        ("max-token=3\n[models]\na='x'", "unknown key 'max_token'; did you mean max_tokens?"),
+        ("zzz=3\n[models]\na='x'", "unknown key 'zzz'; known are allow_anyone, "),
+        ("port=70000\n[models]\na='x'", "--port is 70000; give 0 to 65535"),
+        ("port=true\n[models]\na='x'", "'--port': input should be a valid integer"),
+        ("allow_anyone=9\n[models]\na='x'", "'--allow-anyone': "),
+        (
+            "memory_limit='much'\n[models]\na='x'",
+            "--memory-limit is 'much'; give a number of bytes",
+        ),
+        ("keep_alive=0\n[models]\na='x'", "keep_alive is 0.0; give seconds above 0"),
+        ("keep_alive=inf\n[models]\na='x'", "keep_alive is inf; give seconds above 0"),
+        ("log_level='loud'\n[models]\na='x'", "--log-level is 'loud'; give debug, info"),
+        ("on_doubt='reread'\n[models]\na='x'", "on_doubt has no effect with -c guard=0; give"),
         ("[models]\nauto='x'", "a model is named 'auto'"),
         ("[models]\na='x'\n[pairs.'a:b']", "pairs names 'a:b'; expected SOURCE:TARGET, two of a"),
-        ("[models]\na='x'\n[pairs.'a:b']\nmaxkl=1", "pairs['a:b']['maxkl'] is 1; expected no such"),
-        ("[models]\na='x'\n[pairs.'a:b']\nmax_kl=-1", "pairs['a:b']['max_kl'] is -1; expected "),
-        ("", "no model is given; give --model NAME=MODEL"),
+        ("[models]\na='x'\n[pairs.'a:b']\nmaxkl=1", "pairs.a:b has the unknown key 'maxkl'"),
+        ("[models]\na='x'\n[pairs.'a:b']\nmax_kl='x'", "pairs.a:b.max_kl is 'x', expected a n"),
+        ("[models]\na='x'\n[pairs]\n'a:b'=1", "pairs.a:b is 1, expected an object"),
+        ("", "no model is given; give NAME=MODEL"),
         ("port=", "is not valid TOML: "),
         ("host='0.0.0.0'\n[models]\na='x'", "and no key is set; give --api-key (or KVLINGO_API_K"),
     ],
 )
-def test_what_is_wrong_is_told(text: str, told: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)) as raised:
-        read(write(tmp_path, text), {})
-    assert "\n" not in str(raised.value)
+def test_what_is_wrong_is_told(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["serve", "--config", write(tmp_path, text)]) == 2
+    error = capsys.readouterr().err
+    assert told.lower() in error.lower() and error.count("\n") == 1
 
 
-def test_a_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError) as raised:
-        read(None, {"models": MODELS, "api_key": "two words"})
-    assert "two words" not in str(raised.value)
+def test_a_key_is_never_shown(
+    served: list[Settings], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    typed = ["serve", "small=a", "large=b"]
+    assert run([*typed, "--api-key", "two words"]) == 2
+    assert "two words" not in capsys.readouterr().err
     monkeypatch.setenv(settings.API_KEY, "from-env")
-    found = read(None, {"models": MODELS, "host": "0.0.0.0"})
-    assert found.api_key == "from-env" and "from-env" not in repr(found)
-    assert read(None, {"models": MODELS, "api_key": "typed"}).api_key == "typed"
+    assert run([*typed, "--host", "0.0.0.0"]) == run([*typed, "--api-key", "typed"]) == 0
+    assert [found.api_key for found in served] == ["from-env", "typed"]
+    assert "from-env" not in repr(served)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GB", 24 * 10**9), ("512 MiB", 2**29), ("1.5k", 1500), ("7", 7), ("x", "x"), (None, None)],
+)
+def test_sizes(text: str | None, size: object) -> None:
+    assert settings.size_of(text) == size
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
@@ -92,7 +114,3 @@ def test_models_are_named() -> None:
     for texts in (["=x"], ["a="], ["a=x", "a=y"], ["q/a", "p/a"]):
         with pytest.raises(ValueError, match="NAME=MODEL"):
             named_models(texts)
-
-
-def test_beginnings_of_volatile_lines_were_patterns_once() -> None:
-    assert Settings(models=MODELS, volatile=["^Model: ", "cwd ("]).volatile == ("Model: ", "cwd (")

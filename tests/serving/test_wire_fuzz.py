@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvlingo_mlx.serving.messages import Delta, Failure, GenerationRequest
-from kvlingo_mlx.serving.wire import BadRequest, Incoming, anthropic, chat, responses
+from kvlingo_mlx.serving.wire import BadRequest, anthropic, chat, responses
 from kvlingo_mlx.serving.wire.forms import sendable
+from kvlingo_mlx.serving.wire.requests import Incoming
 from kvlingo_mlx.tokenization.chat_messages import KEPT_ROLES
 from tests.support.wire_app import PLANTED, frames_of
 from tests.support.wire_bodies import (

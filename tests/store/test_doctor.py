@@ -143,14 +143,6 @@ def test_a_device_that_does_not_compute(capsys: Printed, monkeypatch: Patch) -> 
     assert "wrong: device: it computes a product wrongly" in told(capsys, 1)
 
 
-def test_without_metadata_of_our_own(capsys: Printed, monkeypatch: Patch) -> None:
-    def requires(name: str) -> list[str]:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(diagnosis.metadata, "requires", requires)
-    assert "0.32.2 (tested >=0.32.2,<0.33)" in told(capsys, 0)
-
-
 def test_reaching_the_hub(reach: Callable[[str], bool]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"

@@ -26,7 +26,8 @@ from kvlingo_mlx.serving.messages import (
     TokenCount,
 )
 from kvlingo_mlx.serving.settings import Settings
-from kvlingo_mlx.serving.wire import Answer, BadRequest, Incoming, openai_error
+from kvlingo_mlx.serving.wire import BadRequest, openai_error
+from kvlingo_mlx.serving.wire.requests import Incoming
 from tests.support.scripted_engine import ENGINE, TOLD
 
 
@@ -66,7 +67,7 @@ class PlainApi:
         if not isinstance(body, dict) or not isinstance(body.get("prompt"), str):
             raise BadRequest("prompt is no text; give one", "prompt", 422)
         ask = GenerationRequest(str(body.get("model", "small")), prompt=body["prompt"])
-        answer: Answer = PlainAnswer()
+        answer: Any = PlainAnswer()
         return Incoming(ask, bool(body.get("stream")), answer)
 
     def error(self, failed: Failure) -> tuple[int, dict[str, Any]]:

@@ -75,7 +75,7 @@ PLANTED: dict[str, list[Event]] = {
     "stopped": events(Delta("one, two"), stop_text="three"),
     "empty": events(),
     "json": events(Delta('{"city": '), Delta('"Malmö"}')),
-    "logprobs": events(Delta("Hej då", logprobs=LOGPROBS, tokens=2)),
+    "logprobs": events(Delta("Hej då", logprobs=LOGPROBS)),
     "breaks": [*events(Delta("Well"))[:-1], Failure("crashed", "the worker stopped; ask again")],
     "long": [Failure("too_long", "the prompt has 9 tokens, expected at most 8; shorten it")],
 }

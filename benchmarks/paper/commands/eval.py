@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,6 @@ class PaperComparison(packages.Comparison):
         self.points = parsing.points(options.switch_at, options.thinking)
         self.prompts = judge_prompts(options)
         self.profile: Profile | None = None
-        self.compute: dict[int, dict[str, float]] = {}  # by a prefix's tokens
         self.computed: dict[str, dict[str, float]] = {}  # by task
         self.times: dict[str, list[float]] = {}  # to the first token, by condition
         self.drawn: list[Outcome] = []
@@ -187,25 +186,28 @@ class PaperComparison(packages.Comparison):
         alone = windows.alone(self.models[0], task, native, self.journal)
         return windows.outcome(task, {**outcome.items, ALONE: alone})
 
-    def shares(self, tokens: int) -> Mapping[str, float] | None:
-        """What each condition computes, which PyTorch's do not tell; shown beside reuse alone."""
-        from benchmarks.paper.evaluation import reuse
-
-        if self.options.device != "mlx":
-            return None
-        found = self.compute[tokens] = reuse.shares(*self.models, self.line, tokens)
-        return found if any("recomputed" in c.identity for c in self.line) else None
-
     def print_more(self, outcomes: list[Outcome]) -> None:
-        """Print how far the seeds of a method lie apart, and times to a first token."""
+        """Print what each condition computes, how far seeds lie apart, and first tokens' times."""
+        if self.options.device == "mlx":  # PyTorch's conditions do not tell what they compute
+            self._compute(outcomes)
         print_seeds(outcomes)
         if self.options.compare:
             self._time(outcomes)
-        self.computed = {o.task: self.compute.get(o.prefix_tokens, {}) for o in outcomes}
+        for row in self.rows:
+            where = self.options.out if row.task in OWN else self.options.responses
+            say(f"{row.name}: every item is in {where}")
 
-    def written(self) -> set[str]:
-        """Where a suite's scores and answers are."""
-        return {"out" if row.task in OWN else "responses" for row in self.rows}
+    def _compute(self, outcomes: list[Outcome]) -> None:
+        """Count what each condition computes at a switch; it is printed beside reuse alone."""
+        from benchmarks.paper.evaluation import reuse
+
+        lengths = {o.prefix_tokens for o in outcomes}
+        found = {n: reuse.shares(*self.models, self.line, n) for n in lengths}
+        self.computed = {o.task: found[o.prefix_tokens] for o in outcomes}
+        if any("recomputed" in condition.identity for condition in self.line):
+            for task, shares in self.computed.items():
+                rows = [[name, f"{share:.2f}"] for name, share in shares.items()]
+                table(f"{task}: share of the target's prefill", ["cache", "compute"], rows)
 
     def record(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The settings that the package's verb lacks, and what DroidSpeak was chosen by."""

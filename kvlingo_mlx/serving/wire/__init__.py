@@ -5,10 +5,9 @@ and what clients send beside it in ``oddities``. Nothing here waits or sends.
 """
 
 import json
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from kvlingo_mlx.serving.messages import Event, Failure, GenerationRequest
+from kvlingo_mlx.serving.messages import Failure
 
 
 class BadRequest(Exception):
@@ -17,32 +16,6 @@ class BadRequest(Exception):
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.message, self.param, self.status = message, param, status
-
-
-class Answer(Protocol):
-    """What a client gets for one request; it is given every event in order."""
-
-    def take(self, event: Event) -> list[str]:
-        """The frames of a stream that this event makes; none for most while a prompt is read.
-
-        Call it for every event, also if the client does not stream.
-        """
-
-    def keep_alive(self) -> str:
-        """A frame that says no more than that the stream is open."""
-
-    def body(self) -> dict[str, Any]:
-        """The whole answer, for a client that does not stream; after the last event."""
-
-
-@dataclass(frozen=True)
-class Incoming:
-    """One request, understood."""
-
-    ask: GenerationRequest
-    stream: bool
-    answer: Answer
-    left_out: tuple[str, ...] = ()  # kinds of the tools that only a provider runs
 
 
 class FailureKind(NamedTuple):

@@ -64,9 +64,13 @@ def logprobs_of(tokens: list[TokenLogprob]) -> list[dict[str, Any]]:
 
 
 class Gathered:
-    """An answer so far; an API's own adds what becomes of each event."""
+    """What a client gets for one request, so far; an API's own adds what becomes of each event.
 
-    toolbox = Toolbox([])  # what may be called
+    Attributes:
+        toolbox: What may be called.
+    """
+
+    toolbox: Toolbox
 
     def __init__(self, ask: GenerationRequest, prefix: str) -> None:
         self.id = new_id(prefix)
@@ -83,7 +87,10 @@ class Gathered:
         self.stop_text: str | None = None
 
     def take(self, event: Event) -> list[str]:
-        """The frames of this event; none after the last one."""
+        """The frames of a stream that an event makes; none for most while a prompt is read.
+
+        Call it for every event in order, also if the client does not stream.
+        """
         if self.over:
             return []
         if isinstance(event, Failure):
@@ -138,3 +145,7 @@ class Gathered:
     def keep_alive(self) -> str:
         """A comment, as mlx-lm's server sends them, with how far the prompt has been read."""
         return f": keepalive {self.waiting.done}/{self.waiting.total}\n\n"
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer, for a client that does not stream; after the last event."""
+        raise NotImplementedError

@@ -14,7 +14,7 @@ from kvlingo_mlx.serving.messages import (
     TokenCount,
     Usage,
 )
-from kvlingo_mlx.serving.wire import Answer, anthropic_error, oddities
+from kvlingo_mlx.serving.wire import anthropic_error, oddities
 from kvlingo_mlx.serving.wire.answers import Gathered, extension, frame
 from kvlingo_mlx.serving.wire.forms import check_text, conversation
 from kvlingo_mlx.serving.wire.requests import Api, Body, Conversing, Effort, Positive, Stop
@@ -70,8 +70,8 @@ class CountRequest(Conversing):
             count=True,
         )
 
-    def answer(self, ask: GenerationRequest) -> Answer:
-        return Count()
+    def answer(self, ask: GenerationRequest) -> Gathered:
+        return Count(ask, "")
 
 
 class MessagesRequest(CountRequest):
@@ -85,31 +85,23 @@ class MessagesRequest(CountRequest):
         stop = tuple(self.stop_sequences or ())
         return replace(super().ask(), count=False, max_tokens=self.max_tokens, stop=stop)
 
-    def answer(self, ask: GenerationRequest) -> Answer:
+    def answer(self, ask: GenerationRequest) -> Gathered:
         return MessagesAnswer(ask, bool(self.thinking and self.thinking.display == "omitted"))
 
 
 # ---- answers ------------------------------------------------------------------------------------
 
 
-class Count:
-    """The number of a prompt's tokens."""
+class Count(Gathered):
+    """The number of a prompt's tokens, which is all that comes."""
 
-    def __init__(self) -> None:
-        self.tokens = 0
+    tokens = 0
 
     def take(self, event: Event) -> list[str]:
-        """Note the number."""
-        if isinstance(event, TokenCount):
-            self.tokens = event.tokens
+        self.tokens = event.tokens if isinstance(event, TokenCount) else 0
         return []
 
-    def keep_alive(self) -> str:
-        """Nothing: the number comes at once."""
-        return ""
-
     def body(self) -> dict[str, Any]:
-        """The whole answer."""
         return {"input_tokens": self.tokens}
 
 
@@ -157,7 +149,6 @@ class MessagesAnswer(Gathered):
         return _event("ping")
 
     def body(self) -> dict[str, Any]:
-        """The whole answer."""
         return self._message() | {"content": self.blocks} | self._stopped()
 
     def _message(self) -> dict[str, Any]:

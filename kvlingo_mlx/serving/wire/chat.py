@@ -15,7 +15,7 @@ from kvlingo_mlx.serving.messages import (
     Message,
     TokenLogprob,
 )
-from kvlingo_mlx.serving.wire import Answer, BadRequest, oddities, openai_error
+from kvlingo_mlx.serving.wire import BadRequest, oddities, openai_error
 from kvlingo_mlx.serving.wire.answers import (
     Gathered,
     bytes_of,
@@ -100,10 +100,8 @@ class ChatRequest(OpenAIRequest, Conversing):
             logprobs=tops(self.logprobs, self.top_logprobs),
         )
 
-    def answer(self, ask: GenerationRequest) -> Answer:
-        answer = ChatAnswer(ask, "chatcmpl-", self.counted)
-        answer.toolbox = self.toolbox
-        return answer
+    def answer(self, ask: GenerationRequest) -> Gathered:
+        return ChatAnswer(ask, "chatcmpl-", self.counted)
 
 
 def tops(wanted: bool | None, top: int | None) -> int | None:
@@ -156,7 +154,7 @@ class CompletionRequest(OpenAIRequest):
             echo=bool(self.echo),
         )
 
-    def answer(self, ask: GenerationRequest) -> Answer:
+    def answer(self, ask: GenerationRequest) -> Gathered:
         return CompletionAnswer(ask, "cmpl-", self.counted)
 
 
@@ -205,7 +203,6 @@ class ChatAnswer(Gathered):
         return [frame(openai_error(failed)[1]), frame("[DONE]")]
 
     def body(self) -> dict[str, Any]:
-        """The whole answer."""
         choice = {"index": 0, "finish_reason": self.finish_reason, "logprobs": None} | self.choice()
         return self._whole(self.object, [choice]) | {"usage": _usage(self)}
 

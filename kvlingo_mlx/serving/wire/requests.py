@@ -12,7 +12,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.messages import MOST, Failure, GenerationRequest, Message, Sampling
-from kvlingo_mlx.serving.wire import Answer, BadRequest, Incoming, oddities, shown
+from kvlingo_mlx.serving.wire import BadRequest, oddities, shown
+from kvlingo_mlx.serving.wire.answers import Gathered
 from kvlingo_mlx.serving.wire.forms import schema_of, sendable
 from kvlingo_mlx.serving.wire.oddities import UNSUPPORTED, Rules, meaning
 from kvlingo_mlx.serving.wire.tools import Toolbox
@@ -113,9 +114,14 @@ class Sampled(Sampling, Body):
         """The request for the engine."""
         raise NotImplementedError
 
-    def answer(self, ask: GenerationRequest) -> Answer:
+    def answer(self, ask: GenerationRequest) -> Gathered:
         """What is to become its answer."""
         raise NotImplementedError
+
+    @functools.cached_property
+    def toolbox(self) -> Toolbox:
+        """The tools."""
+        return Toolbox([])
 
     def request(self, **own: Any) -> GenerationRequest:
         """The request for the engine, of which the API gives the rest."""
@@ -142,7 +148,6 @@ class Conversing(Sampled):
 
     @functools.cached_property
     def toolbox(self) -> Toolbox:
-        """The tools."""
         return Toolbox(self.tools or [])
 
     @property
@@ -193,6 +198,16 @@ class Conversing(Sampled):
 
 
 @dataclass(frozen=True)
+class Incoming:
+    """One request, understood."""
+
+    ask: GenerationRequest
+    stream: bool
+    answer: Gathered
+    left_out: tuple[str, ...] = ()  # kinds of the tools that only a provider runs
+
+
+@dataclass(frozen=True)
 class Api:
     """An API: where it is asked, what requests are, and how it tells of a failure."""
 
@@ -209,8 +224,8 @@ class Api:
         """
         request = read_body(self.request, body)
         ask = request.ask()
-        toolbox = request.toolbox if isinstance(request, Conversing) else Toolbox([])
-        answer, left_out = request.answer(ask), tuple(toolbox.left_out)
+        answer, left_out = request.answer(ask), tuple(request.toolbox.left_out)
+        answer.toolbox = request.toolbox
         return Incoming(ask, bool(request.stream) and not ask.count, answer, left_out)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from kvlingo_mlx.serving.messages import Delta, Failure, GenerationRequest, Message, Usage
-from kvlingo_mlx.serving.wire import Answer, oddities, openai_error
+from kvlingo_mlx.serving.wire import oddities, openai_error
 from kvlingo_mlx.serving.wire.answers import Gathered, extension, frame, logprobs_of, new_id
 from kvlingo_mlx.serving.wire.chat import StreamOptions, tops
 from kvlingo_mlx.serving.wire.forms import conversation
@@ -75,10 +75,8 @@ class ResponsesRequest(Conversing):
             logprobs=tops(LOGPROBS in (self.include or []), self.top_logprobs),
         )
 
-    def answer(self, ask: GenerationRequest) -> Answer:
-        answer = ResponsesAnswer(ask, self.echoed())
-        answer.toolbox = self.toolbox
-        return answer
+    def answer(self, ask: GenerationRequest) -> Gathered:
+        return ResponsesAnswer(ask, self.echoed())
 
     def echoed(self) -> dict[str, Any]:
         """What a response repeats of its request."""
@@ -153,7 +151,6 @@ class ResponsesAnswer(Gathered):
         return self._event("response.in_progress", response=self._response("in_progress"))
 
     def body(self) -> dict[str, Any]:
-        """The whole answer."""
         cut = self.reason == "length"
         done: dict[str, Any] = {"usage": _usage(self.usage), "completed_at": int(time.time())}
         if cut:

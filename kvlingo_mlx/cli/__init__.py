@@ -36,6 +36,25 @@ VERBS = tuple(verb for verbs in GROUPS.values() for verb in verbs)
 ON_TORCH = ("train", "eval", "reproduce")  # the verbs that may compute with PyTorch
 LAUNCHED = ("generate", "chat", "serve", "fit", "train")  # the verbs that mlx.launch may start
 FIRST_S = 5.0  # in which the first process prints an error of all, and the launcher ends them
+PAPER = "python -m benchmarks.paper"
+
+
+def _in_checkout(verb: str, options: str) -> dict[str, str]:
+    return {f"{verb} --{name}": f"{PAPER} {verb} --{name}" for name in options.split()}
+
+
+# Where each verb and option is now that has gone, most of them to what the paper's tables need.
+MOVED = {
+    "reproduce": PAPER,
+    "analyze": f"{PAPER} analyze",
+    **_in_checkout("eval", "suite turns switch-at judge judge-prompts window compare plot"),
+    "eval -c window": f"{PAPER} eval --window",
+    **_in_checkout("bench", "batch-sizes table decode-tokens geometry"),
+    "bench -c decode_tokens": f"{PAPER} bench --decode-tokens",
+    "tune --droidspeak": f"{PAPER} eval --baselines",
+    "tune -c droidspeak": f"{PAPER} eval --baselines",
+    **dict.fromkeys(("tune --lengths", "tune -c lengths"), "kvlingo-mlx tune --data"),
+}
 
 
 class Verbs(TyperGroup):
@@ -105,6 +124,12 @@ def run(arguments: list[str]) -> int:
     verb = next((word for word in arguments if not word.startswith("-")), None)
     if launched() and verb in VERBS and verb not in LAUNCHED:
         return _failed(ValueError(f"{verb} runs in one process; start it without mlx.launch"))
+    words = f" {' '.join(arguments).replace('=', ' ')} "
+    for old, now in MOVED.items():
+        first, _, rest = old.partition(" ")
+        if first == verb and f" {rest or verb} " in words:
+            where = " in a checkout (see benchmarks/paper/README.md)" * now.startswith(PAPER)
+            return _failed(ValueError(f"`{old}` is now `{now}`{where}"))
     return carry_out(command_line, arguments, "kvlingo-mlx")
 
 

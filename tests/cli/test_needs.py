@@ -23,7 +23,7 @@ from typer.core import TyperCommand
 import kvlingo_mlx as kv
 from kvlingo_mlx import arguments
 from kvlingo_mlx.arguments import FUNCTIONS, KINDS
-from kvlingo_mlx.cli import VERBS
+from kvlingo_mlx.cli import MOVED, VERBS
 from kvlingo_mlx.cli.config import GROUPS, is_key, key_of, spelled
 from kvlingo_mlx.engine.conversation import ReplyOptions
 from kvlingo_mlx.engine.generation import GenerateOptions
@@ -562,3 +562,22 @@ def test_source_and_target_in_every_verb(verb: str, asked: list[dict[str, Any]])
     assert len(asked) == 4 and all(each == asked[0] for each in asked)
     assert (asked[0]["source"], asked[0]["target"]) == ("A", "B")
     assert run([verb, *needed, "--from", "A", "--to", "B"]) == 2 and len(asked) == 4
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_what_the_papers_tables_alone_need_is_in_a_checkout(
+    old: str, new: str, asked: list[dict[str, Any]], capsys: Printed
+) -> None:
+    """What is typed of old is refused in a line that says what to type; its beginning is not."""
+    verb, *rest = old.split()
+    for typed in (rest, ["=".join(rest)] if len(rest) == 2 else rest):
+        assert run([verb, "--source", "a", *typed, "x"]) == 2 and not asked
+        error = capsys.readouterr().err
+        where = "\n" if new.startswith("kvlingo-mlx") else " in a checkout"
+        assert error.count("\n") == 1 and f"`{old}` is now `{new}`{where}" in error
+    assert run(["bench", "--source", "a", "--target", "b"]) == 0 and len(asked) == 1
+    if new.startswith("kvlingo-mlx"):
+        assert new.split()[1] in COMMANDS
+        return
+    module, command, *_ = [*new.split()[2:], "reproduce"]
+    assert module == "benchmarks.paper" and f"{PAPER}{command}" in COMMANDS

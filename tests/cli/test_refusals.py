@@ -81,7 +81,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("-c nu=2", "nu is 2, but it is for random maps, and the stored"),
         ("--quantize 7", "7"),
         ("--quantize 3", "--quantize is '3'; give 8, 4"),
-        ("--geometry a:b", "No such option: --geometry"),
+        ("--geometry a:b", "`bench --geometry` is now `python -m benchmarks.paper bench"),
+        ("--table quant", "`bench --table` is now `python -m benchmarks.paper bench --table`"),
         ("--source h:1 --target tiny-qwen3-l", OTHER_MACHINE),
     ],
     "'paper bench'": [

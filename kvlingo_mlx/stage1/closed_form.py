@@ -52,13 +52,14 @@ class Moments:
     xy: np.ndarray  # (input, output)
     yy: np.ndarray  # (output,)
     tokens: int
+    x: np.ndarray | None = None  # (input,): the sum of w x, where it is known
 
     @classmethod
     def of(cls, x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> Moments:
         """The moments of ``x`` (T, input), ``y`` (T, output) and ``weights`` (T,), or None."""
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         w = np.ones(len(x)) if weights is None else np.asarray(weights, np.float64)
-        return cls((x.T * w) @ x, (x.T * w) @ y, w @ np.square(y), len(x))
+        return cls((x.T * w) @ x, (x.T * w) @ y, w @ np.square(y), len(x), w @ x)
 
     @property
     def finite(self) -> bool:
@@ -73,7 +74,8 @@ class Moments:
     def block(self, rows: np.ndarray, columns: Any = slice(None)) -> Moments:
         """The moments of a map that reads only ``rows`` of x and writes only ``columns`` of y."""
         xx, xy = self.xx[np.ix_(rows, rows)], self.xy[rows][:, columns]
-        return Moments(xx, xy, self.yy[columns], self.tokens)
+        means = None if self.x is None else self.x[rows]
+        return Moments(xx, xy, self.yy[columns], self.tokens, means)
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ def coordinates(
     found = {"/size": errors}
     if first:
         found["/white"] = np.stack([white(part, eigen) for part in parts])
+        found["/mean"] = np.stack([part.x / part.tokens for part in parts if part.x is not None])
     return {name: array.astype(np.float32) for name, array in found.items()}
 
 

@@ -84,7 +84,7 @@ class Regression:
 
 
 class Sums:
-    """Sums over tokens of w x x^T, w x y^T and w y^2 of several maps, in a runtime's float64.
+    """Sums over tokens of w x x^T, w x, w x y^T and w y^2 of several maps, in a runtime's float64.
 
     Maps that read the same states share the first one. Float32 sums would leave noise of 1e-7 of
     the largest eigenvalue, which is above the tolerance at which eigenvalues count as zero.
@@ -111,6 +111,7 @@ class Sums:
             weighted = read if weights is None else read * weights[row][:, None]
             # The product of an array with itself takes half of the work.
             self._plus(inputs, weighted.T @ read)
+            self._plus((inputs, "x"), weighted.sum(0))
             for name, m in self.maps.items():
                 if m.inputs == inputs:
                     wanted = joined([y(*state) for state in m.writes])
@@ -133,9 +134,10 @@ class Sums:
 
     def moments(self, name: str) -> closed_form.Moments:
         """The moments of a map."""
-        keys = self.maps[name].inputs, (name, "xy"), (name, "yy")
-        xx, xy, yy = (_numpy(self._sums[key]) for key in keys)
-        return closed_form.Moments(xx, xy, yy, self.tokens)
+        inputs = self.maps[name].inputs
+        keys = inputs, (name, "xy"), (name, "yy"), (inputs, "x")
+        xx, xy, yy, x = (_numpy(self._sums[key]) for key in keys)
+        return closed_form.Moments(xx, xy, yy, self.tokens, x)
 
 
 def _numpy(array: Any) -> np.ndarray:
@@ -306,7 +308,8 @@ class ClosedForm:
         shapes: dict[Any, tuple[int, ...]] = {}
         for name, m in maps.items():
             width, out = self._widths(m)
-            shapes |= {m.inputs: (width, width), (name, "xy"): (width, out), (name, "yy"): (out,)}
+            shapes |= {m.inputs: (width, width), (m.inputs, "x"): (width,)}
+            shapes |= {(name, "xy"): (width, out), (name, "yy"): (out,)}
         sums = Sums(maps, shapes)
         self.used = self.longest = seen = 0
         again = "" if passes == 1 else f", pass {done + 1} of {passes}"

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.format.maps import first_readers
+from kvlingo_mlx.format.assignment import LATENT
+from kvlingo_mlx.format.maps import first_readers, maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 
 RATE = 3e-3  # of whatever pair
@@ -24,6 +25,7 @@ RATE = 3e-3  # of whatever pair
 # output by the root of their number.
 WIDE = 512
 LEAST = 1e-3, 1e-6  # an output's unit: of the largest in its map, and at all
+LONGER = 1.15  # the factor of keys' deviations from their mean
 
 
 @dataclass(frozen=True)
@@ -68,3 +70,24 @@ def apart(
             units[name] = copied(unit)
         tensors[name] = copied(array)
     return tensors, Coordinates({n: copied(a) for n, a in white.items()}, units, first)
+
+
+def lengthened(arrays: Mapping[str, np.ndarray], config: TranslatorConfig) -> dict[str, np.ndarray]:
+    """The maps of keys, by name, whose results deviate from their mean ``LONGER`` times as much.
+
+    Least squares draw what is uncertain to its mean. Where all entries are translated, a softmax
+    hardly sees it; beside a target's own entries, as in a conversation in which it answers too, it
+    finds translated ones too seldom (paper/LOG.md, "longer keys"). ``NAME/mean`` are the means
+    (inputs,) of what a map reads. Maps without coordinates, of recurrent layers and of latents are
+    left as they are.
+    """
+    found, first = dict[str, np.ndarray](), first_readers(config)
+    for m in maps_of(config) if config.capture != LATENT else ():
+        means, white = (arrays.get(f"{first[m.name]}.weight/{what}") for what in ("mean", "white"))
+        attends = m.writes == ("keys",) and config.target.layers[m.layer].recurrence is None
+        if attends and means is not None and white is not None:
+            # The product of a map's inputs with ``one`` is 1, as nearly as their squares allow.
+            weight, one = arrays[f"{m.name}.weight"], white @ (white @ means[..., None])
+            kept = weight @ means[..., None] @ one.mT
+            found[f"{m.name}.weight"] = kept + LONGER * (weight - kept)
+    return found

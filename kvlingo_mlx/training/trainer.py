@@ -25,6 +25,7 @@ from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import HeldOut, Sample
 from kvlingo_mlx.training import distill
 from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoint, disk_errors, log_of, write_json
+from kvlingo_mlx.training.coordinates import lengthened
 from kvlingo_mlx.training.initial import initial
 from kvlingo_mlx.training.plan import TrainingPlan, make_config, provenance_of
 from kvlingo_mlx.training.recipe import Recipe
@@ -263,6 +264,7 @@ class Trainer:
             start = config, arrays, provenance
             best, _ = self.distilled("matching", start, recipe, held_out)
             arrays |= best.tensors
+            arrays |= lengthened(arrays, config)
             provenance = {**provenance, "matching": plan.matching, "matched": best.held_out}
         return config, arrays, provenance
 

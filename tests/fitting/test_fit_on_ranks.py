@@ -111,7 +111,7 @@ def test_ranks_make_the_fit_of_one_process(cases: dict[str, Case], found: dict[s
         # The first rank tells of all samples.
         assert every[0]["told"][0] >= alone["told"][0] - 1 >= 0
         if name == "plain":  # of four layers' keys and values, which read three, 16 wide
-            tiles = 2 * (3 * 16 * 16 + 4 * (16 * 16 + 16))
+            tiles = 2 * (3 * (16 * 16 + 16) + 4 * (16 * 16 + 16))
             assert [own["told"][1] for own in every] == [8 * tiles] * 2
 
 

@@ -23,6 +23,7 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.machines import ranks
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training.checkpoints import log_of
 from kvlingo_mlx.training.plan import TrainingPlan
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.trainer import Trainer
@@ -106,7 +107,7 @@ def training(case: Case) -> Found:
     made.run()
     if here.rank:
         return {"wrote": np.array(out.parent.exists())}
-    lines = [json.loads(line) for line in made.log.read_text().splitlines()]
+    lines = [json.loads(line) for line in log_of(out).read_text().splitlines()]
     _, weights = translator_folder.read(out)
     return {
         "held_out": np.array([line["held_out"] for line in lines], float),

@@ -339,7 +339,7 @@ def test_eval_shows_each_form_beside_the_float_one(folders: Folders, tmp_path: P
     assert kl[2] == pytest.approx(np.mean([item.scores["kl"] for item in scored]))
     written = journal.read_text()
     runs = [json.loads(line) for line in written.splitlines() if "settings" in line]
-    assert [r["settings"].get("bits") for r in runs] == [None, None, [8], [4], None]
+    assert [r["response"]["settings"].get("bits") for r in runs] == [None, None, [8], [4], None]
     assert run([*command, "--baselines", "none", "--quantize", "4"]) == 0
     assert run([*command, "--baselines", "none"]) == 0
     assert journal.read_text() == written

@@ -28,7 +28,7 @@ def heard(model: LanguageModel, listener: Callable[..., None]) -> Iterator[None]
     """Let ``listener`` have what mlx-lm's attention is given in this thread.
 
     That is the number of the cache layer, queries (1, Hq, L, D) and keys (1, H, K, D) as they are
-    multiplied, the scale, the mask and the sinks.
+    multiplied, values, the scale, the mask and the sinks.
     """
     readers, running = model.family.readers(model.model), list[int]()
     own = threading.get_ident()
@@ -47,7 +47,7 @@ def heard(model: LanguageModel, listener: Callable[..., None]) -> Iterator[None]
         queries: Any, keys: Any, values: Any, cache: Any, scale: Any, mask: Any, sinks: Any = None
     ) -> Any:
         if running and threading.get_ident() == own:
-            listener(running[-1], queries, keys, scale, mask, sinks)
+            listener(running[-1], queries, keys, values, scale, mask, sinks)
         return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
 
     rooms = {sys.modules[type(module).__module__] for group in readers for module in group}
@@ -78,7 +78,9 @@ def attention_mass(target: LanguageModel, sample: Sample, step_size: int = 2048)
     *before, last = sample.prefix
     paid: list[list[np.ndarray]] = [[] for _ in layers]
 
-    def listener(layer: int, queries: Any, keys: Any, scale: float, mask: Any, sinks: Any) -> None:
+    def listener(
+        layer: int, queries: Any, keys: Any, values: Any, scale: float, mask: Any, sinks: Any
+    ) -> None:
         seen = mask[..., 1:, :] if isinstance(mask, mx.array) else mask
         own = _mean_attention(queries[:, :, 1:], keys, scale, seen, sinks)
         first = len(sample.continuation) + len(sample.prefix) - len(own)  # that a window keeps

@@ -1,7 +1,6 @@
 """What a target's attention gathers from its cache, and how a translation changes it."""
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +12,11 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from kvlingo_mlx import caches
+from kvlingo_mlx.fitting.attention import heard
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.reclassed import Call, calling
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.training.runtime import check_entries, shapes
-
-HOOK = scaled_dot_product_attention.__name__  # which the modules of mlx-lm's models import
 
 
 @dataclass(frozen=True)
@@ -47,45 +44,24 @@ def attended(target: LanguageModel, places: np.ndarray) -> Iterator[list[list[At
 
     A recurrent layer has none. ``places`` are those of the queries, the text's last one among them.
     """
-    readers, layers = target.family.readers(target.model), target.geometry.layers
     at, tokens = mx.array(places), int(places[-1]) + 1
     behind = at[:, None] - mx.arange(tokens)
-    found, calls, running = list[list[Attended]](), dict[int, Attended](), list[int]()
+    layers = target.geometry.layers
+    found: list[list[Attended]] = [[] for _ in layers]
 
-    def within(call: Call, number: int) -> Call:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            running.append(number)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                running.pop()
-
-        return run
-
-    def attention(queries: Any, keys: Any, values: Any, *args: Any, **more: Any) -> Any:
-        given = dict(zip(("cache", "scale", "mask", "sinks"), args, strict=False)) | more
-        if running and keys.shape[2] == tokens:
-            options = {name: given.get(name) for name in ("scale", "sinks")}
-            visible = (behind >= 0) & (behind < (reaches[running[-1]] or tokens))
+    def listener(
+        layer: int, queries: Any, keys: Any, values: Any, scale: float, mask: Any, sinks: Any
+    ) -> None:
+        if keys.shape[2] == tokens:
+            visible = (behind >= 0) & (behind < (layers[layer].reach or tokens))
+            options = {"scale": scale, "sinks": sinks}
             both = shapes((keys, values))
-            calls[running[-1]] = Attended(queries[:, :, at], both, visible, options)
-        return scaled_dot_product_attention(queries, keys, values, **given)
+            found[layer].append(Attended(queries[:, :, at], both, visible, options))
 
-    modules = [each for group in readers for each in group]
-    reaches = [g.reach for group, g in zip(readers, layers, strict=True) for _ in group]
-    rooms = {sys.modules[type(each).__module__] for each in modules}
-    with contextlib.ExitStack() as stack:
-        for number, module in enumerate(modules):
-            stack.enter_context(calling([module], partial(within, number=number)))
-        for room in rooms:
-            if hasattr(room, HOOK):
-                setattr(room, HOOK, attention)
-                stack.callback(setattr, room, HOOK, scaled_dot_product_attention)
+    with heard(target, listener):
         yield found
-    numbers = iter(range(len(modules)))
-    for group in readers:
-        found.append([calls[n] for n in [next(numbers) for _ in group] if n in calls])
-        mx.eval([each.queries for each in found[-1]])
+    for each in found:
+        mx.eval([own.queries for own in each])
 
 
 def match(

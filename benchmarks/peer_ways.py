@@ -67,7 +67,9 @@ def attention(
     """
     count, most = len(tokens), [mx.zeros((len(tokens), start))]
 
-    def listener(layer: int, queries: Any, keys: Any, scale: float, *others: Any) -> None:
+    def listener(
+        layer: int, queries: Any, keys: Any, values: Any, scale: float, *others: Any
+    ) -> None:
         seen = mx.arange(start + count) <= mx.arange(start, start + count)[:, None]
         own, held = queries[0].astype(mx.float32), keys[0].astype(mx.float32)  # (H, start + M, D)
         scores = own.reshape(held.shape[0], -1, own.shape[-1]) @ held.swapaxes(-1, -2) * scale

@@ -87,6 +87,13 @@ class Texts:
 
     def needle(self, rng: random.Random, length: int) -> tuple[Sample, list[int]]:
         """Four codes in the first third of the manual's text, one asked for at the end."""
+        message, said, code = self.hidden_code(rng, length)
+        prefix = self._tokens(self._rendered([message], asks=True))
+        answer, digits = self.told(said, code)
+        return Sample(tuple(prefix), answer), digits
+
+    def hidden_code(self, rng: random.Random, length: int) -> tuple[Message, str, str]:
+        """A message that asks for a code in itself, how its answer begins, and the code."""
         places, codes = rng.sample(HIDING, 4), [rng.randint(1000, 9999) for _ in range(4)]
         text = ""
         while len(self._tokens(text)) < length - 80:
@@ -97,11 +104,12 @@ class Texts:
         n, chosen = len(text) // 3, rng.randrange(4)
         asked = f"{text[:n]}\n\n{facts}\n\n{text[n:]}\n\nWhat is the code for the "
         message = {"role": "user", "content": f"{asked}{places[chosen]}?"}
-        prefix = self._tokens(self._rendered([message], asks=True))
-        said, code = f"The code for the {places[chosen]} is", f" {codes[chosen]}"
+        return message, f"The code for the {places[chosen]} is", f" {codes[chosen]}"
+
+    def told(self, said: str, code: str) -> tuple[tuple[int, ...], list[int]]:
+        """The tokens of an answer, and the places of its code's digits."""
         first, whole = self._tokens(said), self._tokens(said + code + ".")
-        digits = [i for i in range(len(first), len(whole) - 1) if self._digit(whole[i])]
-        return Sample(tuple(prefix), tuple(whole)), digits
+        return tuple(whole), [i for i in range(len(first), len(whole) - 1) if self._digit(whole[i])]
 
     def task(self, task: Mapping[str, str]) -> Sample:
         """A function to complete, up to where its code begins."""

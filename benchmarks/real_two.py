@@ -1,0 +1,138 @@
+"""A pair of real models with two tokenizers, judged: what a translator keeps, beside controls.
+
+    python benchmarks/real_two.py A B NAME=TRANSLATOR... --held CHATS --scores FILE --json FILE
+
+As ``real_pair.py`` does it for one tokenizer: codes (one of four amid the manual of Python, right
+if each digit is the first choice), generated look-back conversations and conversations of yours,
+each up to the header of an answer, as both models' templates render them; the first 64 tokens of
+the answer are judged by the target's own predictions. The target prefills what no token of the
+source stands for; *hidden* is a cache with that alone. With PyTorch in bfloat16 on the CPU.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from real_pair import JUDGING_SEED, Message, Texts, compared, opened, records, summary, table
+
+from kvlingo_mlx.cuda import gradients
+from kvlingo_mlx.cuda.gradients import TorchReading
+from kvlingo_mlx.cuda.model import TorchModel
+from kvlingo_mlx.cuda.translator import TorchTranslator
+from kvlingo_mlx.embedded.lookback import lookback
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.reporting import measure
+from kvlingo_mlx.tokenization.samples import Sample, between, tokenise
+
+LEAST, MOST, FOLLOWING, CODES = 150, 700, 64, 384  # tokens of prefixes, answers, codes' prompts
+NEVER = 10**9  # a position that no token is at
+
+
+def items(
+    source: Any, target: Any, held: Sequence[Sequence[Message]], count: int
+) -> Iterator[tuple[str, Sample, list[int]]]:
+    """Name, sample and the places of a code in its continuation."""
+    texts, rng = Texts(target), random.Random("codes of two")
+    for number in range(count):
+        message, said, code = texts.hidden_code(rng, CODES)
+        told, digits = texts.told(said, code)
+        yield (
+            f"code-{number:03d}",
+            replace(between([message], source, target), continuation=told),
+            digits,
+        )
+    generated = [chat for chat in lookback(8 * count, seed=JUDGING_SEED)]
+    for kind, chats in (("lookback", generated), ("chat", held)):
+        found, rng = 0, random.Random(f"{kind} of two")
+        while chats and found < count:
+            if sample := longest(rng.choice(chats), source, target):
+                yield f"{kind}-{found:03d}", sample, []
+                found += 1
+
+
+def longest(chat: Sequence[Message], source: Any, target: Any) -> Sample | None:
+    """The longest prefix of fitting length that ends before an answer of the chat."""
+    for end in range(len(chat), 1, -1):
+        if chat[end - 1]["role"] != "assistant":
+            continue
+        sample = tokenise({"messages": chat[:end]}, target, source_tokenizer=source)
+        if LEAST <= len(sample.prefix) <= MOST and len(sample.continuation) > 16:
+            return replace(sample, continuation=sample.continuation[:FOLLOWING])
+    return None
+
+
+@torch.no_grad()
+def predicting(target: TorchModel, made: TorchTranslator, reading: TorchReading) -> torch.Tensor:
+    """The hidden states (M, width) that predict the continuation behind a translated cache."""
+    cache = target.cache(gradients.entries(target, made, reading), len(reading.sample.prefix) - 1)
+    return gradients._student(target, reading.sample, cache)
+
+
+def ways(reading: TorchReading, other: TorchReading) -> dict[str, TorchReading]:
+    """The readings to decode from: as it is, with a hidden prefix, with another one's states."""
+    aligned = reading.sample.aligned
+    assert aligned is not None
+    unseen = replace(aligned, groups=aligned.groups + NEVER)
+    rows = [n % len(other.states.keys[0]) for n in range(len(aligned.rows))]
+    strange = other.states.map(lambda array: array[rows])
+    return {
+        "translated": reading,
+        "hidden": replace(reading, sample=replace(reading.sample, aligned=unseen)),
+        "wrong document": replace(reading, states=strange),
+    }
+
+
+def judge(args: argparse.Namespace) -> None:
+    """Score what is not scored yet, print a table, and keep a record of it."""
+    source, target = opened(args)
+    lines = records(args.scores if args.scores.exists() else None)
+    done = {(line["translator"], line["way"], line["item"]) for line in lines}
+    made = {}
+    for name, folder in (each.split("=", 1) for each in args.translators):
+        config, weights = translator_folder.read(Path(folder))
+        arrays = {name: weights.as_float32(name) for name in weights.arrays}
+        made[name] = TorchTranslator.from_arrays(config, arrays, "cpu")
+    held = [line["messages"] for line in records(args.held)]
+    last = None
+    for item, sample, places in items(source.tokenizer, target.tokenizer, held, args.count):
+        capture = next(iter(made.values())).config.capture
+        reading = gradients.read(source, target, sample, capture)
+        kept = {"c": sample.continuation, "teacher": reading.teacher, "extra": places}
+        judged: Any = SimpleNamespace(kept=kept)
+        for name, translator in made.items():
+            for way, given in ways(reading, last or reading).items():
+                if (name, way, item) in done or (way == "wrong document" and last is None):
+                    continue
+                began = time.perf_counter()
+                found = compared(target, predicting(target, translator, given), judged)
+                seconds = round(time.perf_counter() - began, 2)
+                own = len(sample.aligned.own) / len(sample.prefix)  # type: ignore[union-attr]
+                facts = {"translator": name, "way": way, "item": item, "work": own}
+                lines.append({**facts, **found, "seconds": seconds})
+                with args.scores.open("a") as file:
+                    file.write(json.dumps(lines[-1]) + "\n")
+        last = reading
+    print(table(found := summary(lines)))
+    if args.json:
+        asked = {"a": Path(args.a).name, "b": Path(args.b).name, "items": args.count}
+        measure.append_json(args.json, measure.record("real_two", asked, found))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("a")
+    parser.add_argument("b")
+    parser.add_argument("translators", nargs="+", metavar="NAME=TRANSLATOR")
+    parser.add_argument("--held", type=Path)
+    parser.add_argument("--count", type=int, default=16)
+    parser.add_argument("--scores", type=Path, required=True)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
+    judge(parser.parse_args())

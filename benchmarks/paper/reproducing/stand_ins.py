@@ -18,7 +18,7 @@ from kvlingo_mlx.format.atomic import replace_folder, temporary_beside
 
 DEEPER, LATENTS = "-deeper", "-latents"
 CONVERT = Path(__file__).parents[3] / "tools" / "convert_mla.py"
-NARROW = "--rank 64 --rotary 32 --sequences 12 --length 256".split()
+NARROW = "--rank 96 --rotary 64 --sequences 12 --length 256".split()
 COPIED = (1, 3)  # the layers that get a copy behind them
 SILENT = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 

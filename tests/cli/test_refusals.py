@@ -249,7 +249,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "'paper reproduce'": [
         ("", "no label is given"),
         ("fig:main", "has no numbers to reproduce; README.md describes it"),
-        ("tab:mla", "it needs Qwen3-4B and 8B converted by `tools/convert_mla.py"),
+        ("tab:mla", "found: none (no --models is given), missing: Qwen3-4B-latents, Qwen3-8B-l"),
         ("tab:linearity --judge x", "--judge changes nothing in tab:linearity"),
         ("fig:suite_small_on_mean --room {room}", "a model judges the answers of"),
         ("tab:qwen3sl --items 0", "--items"),

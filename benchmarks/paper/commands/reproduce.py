@@ -86,7 +86,8 @@ def command(options: ReproduceOptions) -> None:
     words = "models translators data text task_data judge judge_prompts steps items seeds device"
     optional = options.some(f"{words} processes")
     given = [name for name, value in optional.items() if value]
-    if idle := listing.unused(entries, given):
+    at_most = ("steps", "items", "seeds")  # bounds that hold where there is nothing to count
+    if idle := [name for name in listing.unused(entries, given) if name not in at_most]:
         raise ValueError(
             f"--{idle[0].replace('_', '-')} changes nothing in {', '.join(options.labels)}; "
             "leave it out"

@@ -5,4 +5,14 @@
 VERB ...`` is ``kvlingo-mlx`` with both registered.
 """
 
+import contextlib
+import importlib
+
 MODEL_TYPE = "converted_mla"
+
+
+def register() -> None:
+    """Tell both runtimes of converted models, or the one that is installed."""
+    for side in ("on_mlx", "on_torch"):
+        with contextlib.suppress(ImportError):  # what an extra brings may be missing
+            importlib.import_module(f"{__name__}.{side}")

@@ -157,7 +157,18 @@ BASE = (
         limit=2000, shots=5, chat=False,
     ),
 )  # fmt: skip
-SUITES = {"paper": PAPER, "base": BASE}
+SCRATCH = tuple(
+    Benchmark(
+        name=task, title=title, task=task, metrics=(metric,), budget=None, limit=2000, shots=0,
+        chat=False,
+    )
+    for task, title, metric in (
+        ("boolq", "BoolQ", "acc"), ("hellaswag", "HellaSwag", "acc_norm"),
+        ("piqa", "PIQA", "acc_norm"), ("arc_easy", "ARC-E", "acc_norm"),
+        ("arc_challenge", "ARC-C", "acc_norm"), ("winogrande", "WinoGrande", "acc"),
+    )
+)  # fmt: skip
+SUITES = {"paper": PAPER, "base": BASE, "scratch": SCRATCH}
 
 
 def benchmark(name: str, suite: str = "paper") -> Benchmark:

@@ -81,6 +81,7 @@ def said(caption: str) -> dict[str, Any]:
         "documents": r"(\d+) documents", "prefix": r"(\d+)-token prefix", "shots": r"(\w+)-shot",
         "continuation": r"(\d+)-token continuation", "tokens": r"at a (\d+)-token budget",
         "conversations": r"(\d+) frozen conversations", "questions": r"(\d+) questions per",
+        "examples": r"(\d+) examples",
         "arc_challenge": r"(\d+) ARC-C", "mmlu_pro": r"(\d+) MMLU-Pro",
     }.items():  # fmt: skip
         if at := re.search(pattern, caption):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,7 +36,7 @@ def _spread(entry: Entry, work: Work) -> Result:
     """
     table = tables()[entry.label]
     notes: list[str] = []
-    medians: dict[tuple[str, str], tuple[float, float]] = {}
+    medians: dict[tuple[str, str], tuple[float | None, float]] = {}
     for family, (pairs, _, _) in entry.extra["families"].items():
         cells = cells_of_families(entry, (family,))
         judged = replace(entry, how=FACTS if {*pairs} <= {SMALL, LARGE} else {})
@@ -43,8 +44,9 @@ def _spread(entry: Entry, work: Work) -> Result:
         for cell, means in scores.by_seed(cells, work, judged, notes).items():
             found.setdefault(cell.benchmark, []).append(means)
         for what, several in found.items():
-            sds = statistics.median(seeds.spread([m.value for m in each]) for each in several)
-            medians[family, what] = sds, statistics.median(each[0].error for each in several)
+            sd = statistics.median(seeds.spread([m.value for m in each]) for each in several)
+            error = statistics.median(each[0].error for each in several)
+            medians[family, what] = None if math.isnan(sd) else sd, error
     lines = []
     for row in range(len(table.rows)):
         what = meaning(table.names(row))["what"]

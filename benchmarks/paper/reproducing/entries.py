@@ -24,7 +24,6 @@ Maker = Literal[
     "lengths",  # of the training data
     "times",  # of a switch and its parts
     "protocol",  # nothing is measured: what the figure draws is in the documentation
-    "missing",  # nothing here makes it; ``why`` says what it would need
 ]
 
 SMALL, LARGE = ("Qwen3-0.6B", "Qwen3-1.7B"), ("Qwen3-4B", "Qwen3-8B")
@@ -32,6 +31,14 @@ FAR, NEAR = ("Qwen3-0.6B", "Qwen3-8B"), ("Qwen3-1.7B", "Qwen3-4B")
 GEMMA3, GEMMA4 = ("gemma-3-4b-it", "gemma-3-12b-it"), ("gemma-4-E2B-it", "gemma-4-E4B-it")
 MIXTURE = ("Qwen3-4B", "Qwen3-30B-A3B")
 MISTRAL = ("Mistral-7B-Instruct-v0.3", "Qwen3-8B")
+BASES = (f"{SMALL[0]}-Base", f"{SMALL[1]}-Base")
+# Of models that the authors made (made-models.md); they are found in --models by these names.
+LATENTS_60K, BASELINE_60K, LATENTS, BASELINE = (
+    (f"{LARGE[0]}-{how}", f"{LARGE[1]}-{how}")
+    for how in ("latents-60k", "baseline-60k", "latents", "baseline")
+)
+SCRATCH = (f"{SMALL[0]}-scratch", f"{SMALL[1]}-scratch")
+SLICED = (f"{SMALL[0]}-scratch-sliced", f"{SMALL[1]}-scratch")
 
 NINE = "mmlu_pro arc_challenge ruler longmemeval coqa ifeval xquad repliqa mt_bench_101".split()
 FOUR = "mmlu_pro arc_challenge ruler longmemeval".split()
@@ -39,6 +46,9 @@ SIX = [*"mmlu_pro arc_challenge longbench_v2 xquad mt_bench_101".split(), "ruler
 REASONED = "mmlu_pro arc_challenge gsm8k repliqa mt_bench_101 longmemeval".split()
 SEVEN = "mmlu_pro arc_challenge repliqa longmemeval gsm8k ifeval xquad".split()
 LONG = "ruler longmemeval longbench_v2".split()
+CONVERTED = "mmlu_pro arc_challenge xquad coqa repliqa".split()  # figure "mla_pair": no IFEval
+ZERO_SHOT = "boolq hellaswag piqa arc_easy arc_challenge winogrande".split()
+CORPORA = "nemotron wikitext code books arxiv".split()
 SEEDS = (42, 43, 44)
 LONG_TOO = [*(name for name in NINE if name != "repliqa"), "longbench_v2"]
 SHORT = "mmlu_pro arc_challenge gsm8k ifeval coqa xquad".split()
@@ -73,7 +83,8 @@ XTOK: How = {"repliqa": {"row": "repliqa_all"}, "longmemeval": {"rungs": "oracle
 SUBSAMPLE: How = {"arc_challenge": {"items": 400}, "mmlu_pro": {"items": 420}}
 # What a page says under its numbers of several labels.
 NO_TIMES = "the paper's axis of times is not drawn here: these are the scores alone"
-NO_SCRATCH = "no rows of the pair pretrained from scratch: tools/pretrain.py makes its models"
+IF_MADE = "rows of the pair pretrained from scratch, on --text, are there if --models has it"
+ONE_RATE = "rates are swept; the paper has a single one for the pair from scratch, unnamed"
 MEAN_OF_THREE = "RULER at 4k, 8k and 16k counts three times, as it has three rows in tab:gemma3"
 RANDOM = "models have random weights; vLLM is timed in its process, not at a client"
 
@@ -95,6 +106,7 @@ class Entry:
         seeds: The seeds of trainings.
         by: Other seeds, by a reader's name or by a pair.
         suffix: The ending of the models' names that the table leaves out.
+        suite: The suite that its benchmarks are of.
         ways: Which of the two directions a figure has.
         only: The ways or pairs of readers that a figure does not have everywhere.
         how: By benchmark, what is asked otherwise than in the suite: its ``row`` there (another
@@ -103,7 +115,7 @@ class Entry:
         means: The benchmarks of a figure's means, by name; all of them where nothing is said.
         differs: How its numbers are made otherwise than the paper's, a sentence each.
         extra: What its maker is told besides.
-        why: What would make a missing one, or where a protocol is described.
+        why: Where a protocol is described.
     """
 
     label: str
@@ -118,6 +130,7 @@ class Entry:
     seeds: tuple[int, ...] = (42,)
     by: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
     suffix: str = ""
+    suite: str = "paper"
     ways: tuple[str, ...] = WAYS
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     how: How = field(default_factory=dict)
@@ -165,25 +178,13 @@ def _on(columns: list[str]) -> list[str]:
     return [f"on {column}" for column in columns]
 
 
-def _missing(label: str, title: str, why: str) -> Entry:
-    return Entry(label, title, "missing", why=why)
-
-
-# Made in a checkout, on GPUs.
-LATENTS = (
-    "Qwen3-4B and 8B converted by `tools/convert_mla.py --rank 1024 --rotary 64` and recovered by "
-    "`tools/recover_mla.py --steps {}` (benchmarks/paper/made-models.md)"
-)
-MLA = LATENTS.format(120000)
-MLA_AND_NOT = f"{LATENTS.format('60000, then 120000')}, and the same two fine-tuned as they are"
-SCRATCH = "a pair that `tools/pretrain.py` makes from scratch (benchmarks/paper/made-models.md)"
 L2S, S2L = {"way": LARGE_TO_SMALL}, {"way": SMALL_TO_LARGE}
 
 ENTRIES = (
     # The main text.
     Entry("fig:main", "what a translator does", "protocol", why="README.md"),
     Entry("fig:cka", "which layers of two models correspond", "statistics", (SMALL, GEMMA3),
-          differs=(NO_SCRATCH,), extra={"statistic": "cka"}),
+          differs=(IF_MADE,), extra={"statistic": "cka", "made": (SCRATCH,)}),
     Entry("fig:qwen3small", "means of nine benchmarks, two pairs", "scores", (SMALL, FAR), NINE,
           [*SHAPE, "mixing+r2+nu2", "mixing_mlp"], seeds=SEEDS, by={FAR: (42,)}, how=FACTS,
           only={"mixing+r2+nu2": (FAR,), "mixing_mlp": (FAR,)},
@@ -197,21 +198,20 @@ ENTRIES = (
     Entry("fig:cost", "what a switch costs", "times", (SMALL, LARGE, MIXTURE), differs=(RANDOM,)),
     # Motivating measurements.
     Entry("app:fig:cka", "how sharply layers correspond", "statistics",
-          (SMALL, LARGE, (f"{SMALL[0]}-Base", f"{SMALL[1]}-Base"),
-           (f"{LARGE[0]}-Base", f"{LARGE[1]}-Base"), GEMMA3, FAR),
-          differs=(NO_SCRATCH, "the paper does not name the two pairs of its random controls"),
-          extra={"statistic": "contrast", "random": (SMALL, GEMMA3)}),
+          (SMALL, LARGE, BASES, (f"{LARGE[0]}-Base", f"{LARGE[1]}-Base"), GEMMA3, FAR),
+          differs=(IF_MADE, "the paper does not name the two pairs of its random controls"),
+          extra={"statistic": "contrast", "random": (SMALL, GEMMA3), "made": (SCRATCH,)}),
     Entry("tab:linearity", "R2 of linear maps and of an MLP", "statistics", (LARGE, SMALL),
-          differs=(NO_SCRATCH, "the MLP starts as the linear map; the paper's may keep it instead"),
-          extra={"statistic": "linearity"}),
+          differs=(IF_MADE, "the MLP starts as the linear map; the paper's may keep it instead"),
+          extra={"statistic": "linearity", "made": (SCRATCH,)}),
     Entry("tab:affine", "R2 with and without an intercept", "statistics", (LARGE, SMALL),
-          differs=(NO_SCRATCH,), extra={"statistic": "affine"}),
+          differs=(IF_MADE,), extra={"statistic": "affine", "made": (SCRATCH,)}),
     Entry("tab:erank", "effective ranks, trained and random", "statistics", (SMALL, LARGE),
-          differs=(NO_SCRATCH, "ranks are of keys; the paper does not say of what"),
-          extra={"statistic": "rank"}),
+          differs=(IF_MADE, "ranks are of keys; the paper does not say of what"),
+          extra={"statistic": "rank", "made": (SCRATCH,)}),
     Entry("fig:head_alignment", "which heads correspond", "statistics", (SMALL, LARGE),
-          differs=(NO_SCRATCH, "the mean diagonal of each grid, not the grid"),
-          extra={"statistic": "heads"}),
+          differs=(IF_MADE, "the mean diagonal of each grid, not the grid"),
+          extra={"statistic": "heads", "made": (SCRATCH, SLICED)}),
     # Data and protocol.
     Entry("fig:kvlingo_computation", "architecture and training", "protocol",
           why="ARCHITECTURE.md"),
@@ -291,9 +291,14 @@ ENTRIES = (
           columns=["small", "large", "mixing+nu3"], how=XTOK),
     Entry("fig:xtok_pair", "two tokenizers, means", "scores", (MISTRAL,), SEVEN,
           ("small", "large", "mixing+nu3"), how=XTOK),
-    _missing("fig:mla_pair", "latents, means", MLA),
-    _missing("tab:mla", "latents", MLA),
-    _missing("app:tab:mla", "latents beside keys and values", MLA_AND_NOT),
+    Entry("fig:mla_pair", "latents, means", "scores", (LATENTS,), CONVERTED,
+          ("small", "large", "closed", "mixing")),
+    Entry("tab:mla", "latents", "scores", (LATENTS,),
+          columns=["small", "large", "closed", "mixing"]),
+    Entry("app:tab:mla", "latents beside keys and values", "scores",
+          (LATENTS_60K, BASELINE_60K, LATENTS, BASELINE), ("mmlu_pro", "arc_challenge"),
+          ("mixing",), extra={"beside": "native"},
+          differs=("the paper does not say whether its 60k is a run of its own: here it is",)),
     # DroidSpeak, a mixture of experts.
     Entry("tab:droidspeak", "DroidSpeak", "scores", (SMALL,),
           columns=[f"{way} {what}" for way in ("small-to-large", "large-to-small")
@@ -362,16 +367,25 @@ ENTRIES = (
           columns=_on(["small", "large", "text@trace", "closed", "closed@trace", "mixing",
                        "mixing@trace"]), default=L2S, seeds=SEEDS),
     # From scratch, base models, languages.
-    _missing("app:fig:scratch", "a pair from scratch", SCRATCH),
-    _missing("tab:scratch", "a pair from scratch, six tasks", SCRATCH),
-    _missing("tab:scratchppl", "a pair from scratch, perplexity", SCRATCH),
+    Entry("app:fig:scratch", "a pair from scratch beside the released one", "perplexity",
+          (BASES, SCRATCH), [*CORPORA[:2], *ZERO_SHOT], ("target", "closed", "mixing"),
+          suite="scratch", means={"mean": ZERO_SHOT}, only={"closed": (SCRATCH,)},
+          differs=(ONE_RATE,), extra={"window": (256, 64)}),
+    Entry("tab:scratch", "a pair from scratch, six tasks", "scores", (SCRATCH,),
+          columns=["small", "large", "mixing", "head_wise_mlp+hidden512", "head_wise_mlp"],
+          suite="scratch", differs=(ONE_RATE,)),
+    Entry("tab:scratchppl", "a pair from scratch, perplexity", "perplexity", (SCRATCH,),
+          CORPORA[:2], ("closed", "cross_entropy", "mixing", "head_wise_mlp+hidden512",
+                        "head_wise_mlp"), suite="scratch", differs=(ONE_RATE,),
+          extra={"window": (256, 64)}),
     Entry("tab:base", "base models, four tasks", "scores",
-          columns=["small", "large", "closed", "mixing"], seeds=SEEDS, suffix="-Base"),
+          columns=["small", "large", "closed", "mixing"], seeds=SEEDS, suffix="-Base",
+          suite="base"),
     Entry("tab:baseppl", "base models, perplexity of five corpora", "perplexity", suffix="-Base",
-          who=("mixing",), seeds=SEEDS,
-          what=("nemotron", "wikitext", "code", "books", "arxiv")),
+          who=("mixing",), seeds=SEEDS, what=CORPORA),
     Entry("tab:splitjoint", "separate and joint maps", "perplexity", who=("mixing", "joint"),
-          what=("nemotron", "wikitext", "boolq"), suffix="-Base", how={"boolq": {"shots": 0}},
+          what=("nemotron", "wikitext", "boolq"), suffix="-Base", suite="base",
+          how={"boolq": {"shots": 0}},
           differs=("KL is of the held-out samples of training; the paper's of 2,048 tokens",)),
     Entry("fig:xquad", "eleven languages", "scores", (LARGE,), ("xquad",),
           ("small", "large", "closed", "mixing"), seeds=SEEDS, extra={"by": "language"}),

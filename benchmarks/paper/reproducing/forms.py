@@ -34,6 +34,7 @@ CHANGES: dict[str, Callable[[re.Match[str]], dict[str, Any]]] = {
     r"r2": lambda _: {"assignment": "r2"},
     r"greedy": lambda _: {"assignment": "greedy"},
     r"nu(\d+)": lambda m: {"nu": int(m[1])},
+    r"hidden(\d+)": lambda m: {"hidden": int(m[1])},
     r"post_norm": lambda _: {"capture": "post_norm"},
     r"post_rope": lambda _: {"capture": "post_rope"},
     r"cap(\d+)k": lambda m: {"max_prefix": 1024 * int(m[1])},

@@ -58,10 +58,9 @@ def page() -> str:
 
 def _row(one: Listed) -> str:
     entry = BY_LABEL[one.label]
-    if entry.maker in ("missing", "protocol"):
-        today = f"{'described' if entry.maker == 'protocol' else MISSING}: {entry.why}"
-    else:
-        today = "; ".join(entry.differs) or "same"
+    today = "; ".join(entry.differs) or "same"
+    if entry.maker == "protocol":
+        today = f"described: {entry.why}"
     command = f"`{one.command}`" if one.command else ""
     return f"| {one.label} | {AUDIT.get(one.label, 'ok')} | {today} | {command} |\n"
 

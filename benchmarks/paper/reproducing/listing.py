@@ -11,6 +11,7 @@ from benchmarks.paper.reproducing import sizes
 from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.comparisons import cells_of_families
 from benchmarks.paper.reproducing.entries import BY_LABEL, ENTRIES, Entry
+from benchmarks.paper.reproducing.models import PAGE, made_by
 from benchmarks.paper.reproducing.results import kept
 from benchmarks.paper.reproducing.tables import Pair, meaning, tables
 from benchmarks.paper.reproducing.trained import wanted
@@ -81,6 +82,7 @@ class Listed:
             "command": self.command,
             "models": ", ".join((*self.models, weights)) if self.models else "",
             "gated": f"{', '.join(self.gated)}: accept on the Hub" if self.gated else "",
+            "made": f"{', '.join(self.made)}: as {PAGE} tells" if self.made else "",
             "trainings": f"{self.trainings}; {spent or f'about {self.hours:.3g} hours'}"
             if self.trainings else "",
             "benchmarks": ", ".join(self.benchmarks),
@@ -93,14 +95,20 @@ class Listed:
         return [(name, text) for name, text in found.items() if text]
 
     @property
+    def made(self) -> tuple[str, ...]:
+        """Those of its models that nobody released."""
+        return tuple(filter(made_by, self.models))
+
+    @property
     def command(self) -> str:
-        """What makes it; empty if nothing does."""
-        if self.maker in ("missing", "protocol"):
+        """What makes it; empty if nothing is measured."""
+        if self.maker == "protocol":
             return ""
+        models = " --models FOLDER" * bool(self.made)
         judge = " --judge MODEL" * self.judge
         text = " --text FILE" * any("--text" in each for each in self.data)
         files = "".join(f" {each}" for each in self.data if "--task-data" in each)
-        return f"python -m benchmarks.paper {self.label}{judge}{text}{files}"
+        return f"python -m benchmarks.paper {self.label}{models}{judge}{text}{files}"
 
     @property
     def short(self) -> str:
@@ -124,8 +132,8 @@ def overview(rows: Sequence[Listed]) -> list[str]:
     for row in rows:
         if row.maker == "protocol":
             name = "nothing is measured"
-        elif row.maker == "missing":
-            name = "not made (made-models.md)"
+        elif row.made:
+            name = "of models that are to be made (made-models.md)"
         else:
             by_size = sorted(row.models, key=sizes.gigabytes)
             short = [model.removeprefix("Qwen3-") for model in by_size]
@@ -140,7 +148,7 @@ def overview(rows: Sequence[Listed]) -> list[str]:
 
 
 def named(labels: Sequence[str]) -> list[Entry]:
-    """Entries by their labels; ``all`` alone stands for all that are made.
+    """Entries by their labels; ``all`` alone stands for all that are measured.
 
     Raises:
         ValueError: There is no such label; close ones are named.
@@ -148,7 +156,7 @@ def named(labels: Sequence[str]) -> list[Entry]:
     from difflib import get_close_matches
 
     if [*labels] == [ALL]:
-        return [entry for entry in ENTRIES if entry.maker not in ("missing", "protocol")]
+        return [entry for entry in ENTRIES if entry.maker != "protocol"]
     found = []
     for label in labels:
         if label not in BY_LABEL:
@@ -164,7 +172,7 @@ def pairs_of(entry: Entry) -> list[Pair]:
     if entry.maker == "scores":
         return list(dict.fromkeys(cell.pair for cell in entry.grid().cells()))
     found = [*entry.pairs]
-    if entry.label in tables() and entry.maker not in ("seeds", "missing", "protocol"):
+    if entry.label in tables() and entry.maker not in ("seeds", "protocol"):
         table = tables()[entry.label]
         rows = (meaning(table.names(row)) for row in range(len(table.rows)))
         found += [row["pair"] for row in rows if "pair" in row and "scratch" not in str(row)]
@@ -186,9 +194,10 @@ def trainings_of(entry: Entry, sweeps: bool = False) -> int:
     if cells := cells_of(entry):
         every = {one for c in cells for one in wanted(c) if not one.form.startswith("closed")}
         return sum(WIDTH_OF_SWEEP if sweeps and o.swept and not o.first else 1 for o in every)
-    each = len(entry.who) * len(entry.seeds)
+    who = [one for one in entry.who if one not in ("target", "closed")]
+    each = len(who) * len(entry.seeds)
     if entry.maker == "perplexity":
-        return len(tables()[entry.label].rows) * each
+        return 2 * len(pairs_of(entry)) * each
     if entry.maker in ("turns", "signs"):
         return 2 * len(entry.pairs) * each
     if entry.maker == "curves":
@@ -220,6 +229,8 @@ def unused(entries: Sequence[Entry], given: Sequence[str]) -> list[str]:
     used: set[str] = set()
     for entry in entries:
         used |= USED.get(entry.maker, frozenset())
+        if entry.extra.get("made"):
+            used.add("text")
         if set(_scored(entry)) & set(JUDGED):
             used |= {"judge", "judge_prompts"}
     return [name for name in given if name not in used]
@@ -255,8 +266,6 @@ def _listed(entry: Entry, room: Path, second: float | None) -> Listed:
 
 def state(entry: Entry, room: Path) -> str:
     """The status of an entry: reproduced, made on tiny models, or what it needs."""
-    if entry.maker == "missing":
-        return f"needs {entry.why}"
     if entry.maker == "protocol":
         return f"described in {entry.why}"
     if (record := kept(room, entry)) is not None:

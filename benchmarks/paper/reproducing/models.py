@@ -6,10 +6,12 @@ kinds of differences between the two models of a pair.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.paper.reproducing.stand_ins import DEEPER, deeper
+from benchmarks.paper.reproducing.stand_ins import DEEPER, LATENTS, MAKERS, can_be_made
 from benchmarks.paper.reproducing.tables import Pair
 from kvlingo_mlx.embedded import zoo, zoo_names
 from kvlingo_mlx.errors import MissingModelError
@@ -29,13 +31,25 @@ TINY: dict[Pair, tuple[Pair, Pair | None]] = {
     ("gemma-3-4b-it", "gemma-3-12b-it"): (UNEQUAL, ("tiny-gemma3-s", "tiny-gemma3-l")),
     ("gemma-4-E2B-it", "gemma-4-E4B-it"): (UNEQUAL, ("tiny-gemma4-s", "tiny-gemma4-l")),
     ("Mistral-7B-Instruct-v0.3", "Qwen3-8B"): (UNEQUAL, ("tiny-mistral", "tiny-qwen3-s")),
-    ("Qwen3-0.6B-Base", "Qwen3-1.7B-Base"): (QWEN, None),
-    ("Qwen3-4B-Base", "Qwen3-8B-Base"): (QWEN, None),
 }
+PAGE = "benchmarks/paper/made-models.md"
+# Endings of models that nobody released, and where the page tells how they are made.
+MADE = {"latents": "#latents", "baseline": "#latents", "scratch": "#pretrain-the-pair-from-scratch"}
+PLAIN = ("-Base", "-scratch")  # endings of models without a chat template
 
 
 # The most layers of one kind of a source that has fewer of them than a tiny run reads (four).
 FEW = {"tiny-gemma3-s": 2}
+
+
+def made_by(name: str) -> str:
+    """The section of ``PAGE`` that tells how a model is made; empty for a released one."""
+    return next((MADE[word] for word in name.split("-") if word in MADE), "")
+
+
+def released(name: str) -> str:
+    """The released model whose shape a model has."""
+    return re.sub(rf"-(Base|{'|'.join(MADE)})\b.*", "", name)
 
 
 @dataclass(frozen=True)
@@ -61,17 +75,41 @@ class Models:
         """The names of the two models that stand for the paper's."""
         if not self.tiny:
             return pair
-        packed, better = TINY[pair]
-        if better is not None and all(self._here(name) or name in zoo_names() for name in better):
-            return better
-        return packed
+        packed, better = _stand_ins(pair)
+        if better is None or not all(
+            self._here(name) or name in zoo_names() or can_be_made(name) for name in better
+        ):
+            return packed
+        return better
+
+    def lacks(self, pair: Pair) -> list[str]:
+        """Those of two models that nobody released and that are not here."""
+        return [name for name in pair if made_by(name) and not (self.tiny or self._here(name))]
+
+    def check(self, label: str, pairs: Sequence[Pair]) -> None:
+        """Refuse, before anything is read, an entry of models that nobody released.
+
+        Raises:
+            MissingModelError: Some are not here; the message names them.
+        """
+        missing = dict.fromkeys(name for pair in pairs for name in self.lacks(pair))
+        if not missing:
+            return
+        there = [n for n in dict.fromkeys(sum(pairs, ())) if made_by(n) and n not in missing]
+        where = "no --models is given" if self.folder is None else f"--models {self.folder}"
+        raise MissingModelError(
+            f"{label} is of models that nobody released; found: {', '.join(there) or 'none'} "
+            f"({where}), missing: {', '.join(missing)}; {PAGE}{made_by(next(iter(missing)))} tells "
+            "how to make them; then give --models FOLDER that holds them by these names"
+        )
 
     def place(self, name: str) -> str:
         """A model's folder, or its id on the Hub."""
         if self._here(name):
             return str(self._at(name))
         if self.tiny:
-            return str(deeper(name, self.made) if name.endswith(DEEPER) else zoo(name))
+            make = next((make for ending, make in MAKERS.items() if name.endswith(ending)), None)
+            return str(make(name, self.made) if make else zoo(name))
         owner = next((OWNERS[start] for start in OWNERS if name.startswith(start)), "")
         return f"{owner}/{name}" if owner else name
 
@@ -85,7 +123,7 @@ class Models:
 
     def stands_in(self, pair: Pair) -> str:
         """What to tell of a tiny pair that is not of the paper's family; empty if it is."""
-        better = TINY[pair][1] if self.tiny else None
+        better = _stand_ins(pair)[1] if self.tiny else None
         used = self.names(pair)
         if better is None or used == better:
             return ""
@@ -99,3 +137,11 @@ class Models:
 
     def _here(self, name: str) -> bool:
         return self.folder is not None and (self._at(name) / "config.json").exists()
+
+
+def _stand_ins(pair: Pair) -> tuple[Pair, Pair | None]:
+    """The pair of the package that stands for one, and a better one if there is any."""
+    packed, better = TINY[released(pair[0]), released(pair[1])]
+    if LATENTS in pair[0]:
+        better = packed[0] + LATENTS, packed[1] + LATENTS
+    return packed, better

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.paper import converted_mla
 from benchmarks.paper.reproducing import (
     comparisons,
     curves,
@@ -22,6 +23,7 @@ from benchmarks.paper.reproducing import (
 from benchmarks.paper.reproducing.entries import Entry
 from benchmarks.paper.reproducing.listing import pairs_of
 from benchmarks.paper.reproducing.results import Result, keep
+from benchmarks.paper.reproducing.stand_ins import LATENTS
 from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.errors import MissingExtraError
 from kvlingo_mlx.format.atomic import alone
@@ -48,19 +50,21 @@ def reproduce(entry: Entry, work: Work) -> tuple[Result, Path]:
     """An entry's numbers, and the page that keeps them; what is known already is not made again.
 
     Raises:
-        ValueError: The entry draws or describes something, or nothing here makes it.
+        ValueError: The entry draws or describes something.
         KVLingoError: A model, a translator or data cannot be had, or another process works in the
             same room.
     """
-    if entry.maker == "missing":
-        raise ValueError(f"{entry.label} cannot be reproduced here; it needs {entry.why}")
     if entry.maker == "protocol":
         raise ValueError(f"{entry.label} has no numbers to reproduce; {entry.why} describes it")
-    for note in filter(None, map(work.models.stands_in, pairs_of(entry))):
+    pairs = pairs_of(entry)
+    work.models.check(entry.label, pairs)
+    if any(LATENTS in name for pair in pairs for name in pair):
+        converted_mla.register()
+    for note in filter(None, map(work.models.stands_in, pairs)):
         work.heard.warn(note)
     work = decoding.with_mlx(replace(work, used={}), ON_MLX.get(entry.maker, ()))
     if not work.tiny and entry.maker not in ("times", "lengths"):
-        for pair in pairs_of(entry):
+        for pair in pairs:
             sizes.check_memory(work, pair)
     work.room.mkdir(parents=True, exist_ok=True)
     with alone(work.room):

@@ -10,24 +10,25 @@ from itertools import groupby, islice
 from typing import Any
 
 from benchmarks.paper.evaluation import droidspeak, points, reuse, suite_runs, suites
-from benchmarks.paper.reproducing import decoding, statistics, tiny_data
+from benchmarks.paper.reproducing import curves, decoding, statistics, tiny_data
 from benchmarks.paper.reproducing.cells import Cell, Grid
 from benchmarks.paper.reproducing.entries import Entry
 from benchmarks.paper.reproducing.forms import OWN, is_translator
 from benchmarks.paper.reproducing.judging import judge_of
 from benchmarks.paper.reproducing.results import Line, Result, Value
-from benchmarks.paper.reproducing.tables import RUNGS
+from benchmarks.paper.reproducing.tables import RUNGS, meaning, tables
 from benchmarks.paper.reproducing.trained import needed, trained, wanted
 from benchmarks.paper.reproducing.work import Work
 from benchmarks.paper.tasks.memory import rung_name
 from kvlingo_mlx.errors import MissingExtraError
 from kvlingo_mlx.evaluation import lineup
-from kvlingo_mlx.evaluation.compare import ALL, Outcome
+from kvlingo_mlx.evaluation.compare import ALL, NATIVE, Outcome
 from kvlingo_mlx.evaluation.error_bars import Mean, over_sets
 from kvlingo_mlx.evaluation.lineup import Condition
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample, to_samples
+from kvlingo_mlx.training.checkpoints import log_of, read_log
 
 POINTS = {"whole": "prompt"}
 # In a tiny run, the lengths that stand for the paper's rungs.
@@ -42,6 +43,8 @@ def make(entry: Entry, work: Work) -> Result:
     """An entry's scores where its cells stand."""
     if entry.extra.get("by") == "language":
         return _by_part(entry, work)
+    if entry.extra.get("beside") == "native":
+        return _beside_native(entry, work)
     grid = entry.grid()
     found, notes = measured(list(grid.cells()), work, entry)
     lines = []
@@ -53,7 +56,7 @@ def make(entry: Entry, work: Work) -> Result:
             ]
         lines.append(Line(row.names, tuple(values), row.paper))
     if not entry.columns:
-        lines += _means(entry, grid, found)
+        lines += means_of(entry, grid, found)
     return Result(grid.titles, grid.columns, tuple(lines), tuple(notes))
 
 
@@ -65,7 +68,7 @@ def _r2(work: Work, cells: Sequence[Cell | None], at: int) -> float:
     return statistics.keys_r2(work, beside.pair, beside.way, folder)
 
 
-def _means(entry: Entry, grid: Grid, found: Mapping[Cell, Mean]) -> list[Line]:
+def means_of(entry: Entry, grid: Grid, found: Mapping[Cell, Mean]) -> list[Line]:
     """For each pair and way of a figure, its means over benchmarks, which name them."""
     rows: dict[tuple[str, ...], list[tuple[str, tuple[Cell | None, ...]]]] = {}
     for row in grid.rows:
@@ -104,6 +107,42 @@ def _by_part(entry: Entry, work: Work) -> Result:
         for part, found in several.items()
     ]
     return Result(grid.titles, grid.columns, tuple(lines), tuple(notes))
+
+
+def _beside_native(entry: Entry, work: Work) -> Result:
+    """Table "app:tab:mla": held-out KL, and scores less those of the target's own cache."""
+    table = tables()[entry.label]
+    gains, notes = {}, dict[str, None]()
+    for asked in _measured(list(entry.grid().cells()), work, entry, notes):
+        for cell, name in asked.names.items():
+            pooled = row_of(cell.benchmark, entry).pooled
+            gains[cell] = less_native(asked.outcome, name, pooled)
+    lines = []
+    for row in range(len(table.rows)):
+        _, steps, way = table.names(row)
+        pairs = [pair for pair in entry.pairs if pair[0].endswith("-60k") == (steps == "60k")]
+        said = meaning((way,))["way"]
+        cells = [
+            Cell(pair, said, what, entry.who[0], seeds=entry.seeds)
+            for what in entry.what
+            for pair in pairs
+        ]
+        logs = [read_log(log_of(trained(work, c.pair, *wanted(c)))) for c in cells[: len(pairs)]]
+        kls = [curves.held_out(log, share) for share in (0.0, 1.0) for log in logs]
+        values = (*kls, *(gains.get(cell) for cell in cells))
+        lines.append(Line((steps, way), values, table.values(row)))
+    return Result(table.columns[:2], table.columns[2:], tuple(lines), tuple(notes))
+
+
+def less_native(outcome: Outcome, name: str, rule: str) -> Mean:
+    """A condition's score less that of the target's own cache; its error is of paired items."""
+    metric = outcome.metrics[0]
+    own = {item.item: item.scores[metric] for item in outcome.items[NATIVE]}
+    gains = [
+        replace(item, scores={metric: item.scores[metric] - own[item.item]})
+        for item in outcome.items[name]
+    ]
+    return suite_runs.pooled(rule, gains, metric)
 
 
 def _value(cell: Cell | None, found: Mapping[Cell, Mean]) -> Value:
@@ -147,7 +186,7 @@ def by_seed(
     found = {}
     for asked in _measured(cells, work, entry, told):
         for cell, name in asked.names.items():
-            several = range(len(asked.outcome.seeds.get(name, ())))
+            several = range(len(asked.outcome.seeds.get(name, ()))) or (None,)
             means = [score(asked.outcome, name, cell, work, seed) for seed in several]
             found[cell] = [_rescaled(cell, mean) for mean in means]
     notes += told
@@ -247,7 +286,7 @@ def _is_baseline(cell: Cell) -> bool:
 def row_of(benchmark: str, entry: Entry) -> suites.Benchmark:
     """A benchmark of the suite that an entry is of, as the entry asks it."""
     how = entry.how.get(benchmark, {})
-    row = suites.benchmark(how.get("row", benchmark), "base" if entry.suffix else "paper")
+    row = suites.benchmark(how.get("row", benchmark), entry.suite)
     return replace(
         row, **{n: value for n, value in how.items() if n in ("budget", "shots", "draw")}
     )

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.paper.reproducing.cells import Cell
-from benchmarks.paper.reproducing.entries import Entry
-from benchmarks.paper.reproducing.models import Models
+from benchmarks.paper.reproducing.entries import CORPORA, Entry
+from benchmarks.paper.reproducing.models import PLAIN, Models, released
 from benchmarks.paper.reproducing.tables import Pair
 from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.errors import NotEnoughMemoryError
@@ -90,19 +90,21 @@ def check_memory(work: Work, pair: Pair) -> None:
 
 def data_of(entry: Entry, cells: Iterable[Cell], trainings: int) -> list[str]:
     """What an entry reads that no model is: training data, texts, corpora."""
-    plain = bool(entry.suffix)
+    models = [model for pair in entry.pairs for model in pair]
+    plain = bool(entry.suffix) or (models != [] and all(m.endswith(PLAIN) for m in models))
     found = []
     if trainings or entry.maker in ("statistics", "lengths"):
         found.append("--text FILE (Nemotron-CC)" if plain else "Nemotron chat v2 (Hub)")
     if entry.maker == "perplexity":
-        found += [f"--task-data {what}=FILE" for what in entry.what if what != "boolq"]
-    if any(cell.what != "compute" for cell in cells):
+        found += [f"--task-data {what}=FILE" for what in entry.what if what in CORPORA]
+    scored = [cell.what for cell in cells] if entry.maker != "perplexity" else entry.what
+    if any(what not in ("compute", *CORPORA) for what in scored):
         found.append("benchmarks (Hub)")
     return found
 
 
 def _known(model: str) -> tuple[float, float]:
-    return SIZES.get(model.removesuffix("-Base"), (0.0, 0.0))
+    return SIZES.get(released(model), (0.0, 0.0))
 
 
 def _free(place: str) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from benchmarks.paper.analysis.report import Report, Settings, analyze
 from benchmarks.paper.analysis.states import collect
 from benchmarks.paper.analysis.statistics import r2
 from benchmarks.paper.reproducing.entries import Entry
+from benchmarks.paper.reproducing.models import made_by
 from benchmarks.paper.reproducing.results import Line, Result
 from benchmarks.paper.reproducing.tables import (
     LARGE_TO_SMALL,
@@ -37,7 +39,7 @@ CKA = {"cka": True, "capture": "post_norm", "documents": 64, "tokens": 64 * 256}
 TINY_SIZE = {"documents": 24, "tokens": 24 * 128, "epochs": 2, "hidden": 16}
 PREFIXES, PREFIX = 16, 1024  # held-out prefixes of table "cachedist", and their most tokens
 SIDE_OF = {"K": "keys", "V": "values"}
-SCRATCH = "scratch"
+SCRATCH = "-scratch"  # in names of models without a chat template
 
 
 def report_of(work: Work, pair: Pair, way: str, **asked: Any) -> Report:
@@ -47,12 +49,13 @@ def report_of(work: Work, pair: Pair, way: str, **asked: Any) -> Report:
     size = {"documents": DOCUMENTS, "tokens": TOKENS, "cka": False, "mlp": False, "heads": False}
     settings = Settings(**(size | asked | (TINY_SIZE if work.tiny else {})))
     work.heard.progress(f"reading {source.name} and {target.name}")
-    return analyze(source, target, records(work, settings.documents), settings)
+    read = records(work, settings.documents, plain=SCRATCH in pair[0])
+    return analyze(source, target, read, settings)
 
 
-def records(work: Work, count: int) -> Iterator[Mapping[str, Any]]:
+def records(work: Work, count: int, plain: bool = False) -> Iterator[Mapping[str, Any]]:
     """The first records of the training data, and some more, since some are of no use."""
-    for name in work.training_data():
+    for name in work.training_data(plain):
         source, _ = open_source(name)
         records = (source.read(row)[0] for row in range(min(len(source.sizes), 4 * count)))
         yield from filter(None, records)
@@ -80,7 +83,9 @@ def keys_r2(work: Work, pair: Pair, way: str, folder: Path) -> float:
 
 
 def make(entry: Entry, work: Work) -> Result:
-    """The result of an entry of statistics."""
+    """The result of an entry of statistics; of pairs that nobody released, those that are here."""
+    here = (pair for pair in entry.extra["made"] if not work.models.lacks(pair))
+    entry = replace(entry, pairs=(*entry.pairs, *here))
     return MAKERS[entry.extra["statistic"]](entry, work)
 
 
@@ -96,8 +101,8 @@ def _linearity(entry: Entry, work: Work) -> Result:
     for row in range(len(table.rows)):
         names = [name for name in table.names(row) if name]
         said = meaning(names)
-        if "pair" not in said or SCRATCH in " ".join(names):
-            continue  # of models that are no released ones
+        if said["pair"] not in entry.pairs:
+            continue
         key = said["pair"], said.get("way", LARGE_TO_SMALL)
         if key not in reports:
             reports[key] = report_of(work, *key, mlp=not affine)
@@ -118,10 +123,12 @@ def _rank(entry: Entry, work: Work) -> Result:
     places = {table.names(row)[-1]: row for row in range(len(table.rows))}
     lines = []
     for pair in entry.pairs:
-        for random_init in (False, True):
+        made = made_by(pair[0]) != ""
+        for random_init in (False,) if made else (False, True):
             report = report_of(work, pair, SMALL_TO_LARGE, random_init=random_init)
             for model, end in zip(pair, ("source", "target"), strict=True):
-                name = f"{model}, {'random init' if random_init else 'trained'}"
+                shape = f"from-scratch {model.split('-')[1]}" if made else model
+                name = f"{shape}, {'random init' if random_init else 'trained'}"
                 layers = report.rank[end]["keys"]
                 first, middle, last = layers[0], layers[len(layers) // 2], layers[-1]
                 ranks = " → ".join(f"{layer.effective:.0f}" for layer in (first, middle, last))

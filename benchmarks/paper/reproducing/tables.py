@@ -100,7 +100,9 @@ def meaning(names: Sequence[str]) -> dict[str, Any]:
         pair, way = _ordered(*_full(found[1], found[2]))
         said |= {"pair": pair, "way": way}
     elif found := re.search(rf"({_MODEL})/({_MODEL})", text):
-        said["pair"] = _ordered(*_full(found[1], found[2]))[0]
+        small, large = _ordered(*_full(found[1], found[2]))[0]
+        ending = "-scratch" * ("scratch" in text)
+        said["pair"] = small + ending, large + ending
     for spelled, name in BENCHMARKS.items():
         if re.search(rf"\b{spelled}\b", text):
             rung = next((r for r in RUNGS if re.search(rf"\b{r}\b", names[-1])), "")

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.paper.evaluation import windows
 from benchmarks.paper.reproducing import curves, scores
 from benchmarks.paper.reproducing.cells import Cell
-from benchmarks.paper.reproducing.entries import Entry
+from benchmarks.paper.reproducing.entries import CORPORA, Entry
+from benchmarks.paper.reproducing.forms import is_translator
 from benchmarks.paper.reproducing.results import Line, Result, Value
 from benchmarks.paper.reproducing.tables import Pair, meaning, tables
 from benchmarks.paper.reproducing.trained import Wanted, trained
 from benchmarks.paper.reproducing.work import Work
 from kvlingo_mlx.evaluation import compare, lineup
-from kvlingo_mlx.evaluation.compare import Outcome
+from kvlingo_mlx.evaluation.compare import NATIVE, Outcome
 from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.training.checkpoints import log_of, read_log
 
 WINDOW, TINY_WINDOW = (256, 256), (64, 32)
 WINDOWS = 128  # documents of a corpus, of which each gives its first window
-GAP, TASK = "gap", "continuation"
+GAP, PPL = "gap", "perplexity"
 
 
 def make(entry: Entry, work: Work) -> Result:
-    """The result of a table of perplexities."""
-    return _joint(entry, work) if entry.label == "tab:splitjoint" else _corpora(entry, work)
+    """The result of an entry of perplexities."""
+    return MAKERS.get(entry.label, _corpora)(entry, work)
 
 
 def _corpora(entry: Entry, work: Work) -> Result:
@@ -49,6 +51,49 @@ def _corpora(entry: Entry, work: Work) -> Result:
 def _percent(outcome: Outcome, name: str) -> float:
     """By how many percent the perplexity is above native."""
     return 100 * math.expm1(outcome.tables[name]["text"][GAP].value)
+
+
+def _gaps(entry: Entry, work: Work) -> Result:
+    """Table "scratchppl": the target's own perplexity, and the rise of its logarithm, by reader."""
+    table = tables()[entry.label]
+    lines, notes = [], set()
+    for row in range(len(table.rows)):
+        _, way, corpus = table.names(row)
+        said = meaning((way,))["way"]
+        outcome, note = _outcome(entry, work, entry.pairs[0], said, corpus.lower())
+        notes |= {note} if note else set()
+        values: list[Value] = [None] * (1 + len(entry.who))
+        if outcome is not None:
+            found = {name: each["text"] for name, each in outcome.tables.items()}
+            values = [found[NATIVE][PPL].value, *(found[name][GAP].value for name in entry.who)]
+        lines.append(Line((way, corpus), tuple(values), table.values(row)))
+    return Result(table.columns[:2], table.columns[2:], tuple(lines), tuple(notes))
+
+
+def _scratch(entry: Entry, work: Work) -> Result:
+    """Figure "scratch": perplexities of corpora, accuracies of tasks, and these tasks' mean."""
+    grid = entry.grid()
+    asked = [cell for cell in grid.cells() if cell.what not in CORPORA]
+    found, told = scores.measured(asked, work, entry)
+    notes = dict.fromkeys(told)
+    lines = []
+    for row in grid.rows:
+        name, way, what = row.names
+        values: list[Value] = [None if cell is None else found.get(cell) for cell in row.cells]
+        if what in CORPORA:
+            pair = next(cell.pair for cell in row.cells if cell is not None)
+            outcome, note = _outcome(entry, work, pair, way, what)
+            notes |= {note: None} if note else {}
+            values = [None] * len(entry.who)
+            if outcome is not None:
+                readers = (NATIVE, *entry.who[1:])
+                values = [outcome.tables[who]["text"][PPL].value for who in readers]
+        kind = "perplexity" if what in CORPORA else "accuracy"
+        lines.append(Line((name, way, kind, what), tuple(values)))
+    for line in scores.means_of(entry, grid, found):
+        lines.append(replace(line, names=(*line.names[:2], "accuracy", line.names[2])))
+    titles = ("pair", "way", "of", "what")
+    return Result(titles, grid.columns, tuple(lines), tuple(notes))
 
 
 def _joint(entry: Entry, work: Work) -> Result:
@@ -103,12 +148,13 @@ def _outcome(
     file = _file(work, corpus)
     if file is None:
         return None, f"no text of {corpus} was given (--task-data {corpus}=FILE)"
-    wanted = {form: _wanted(entry, pair, way, form)[: work.size.seeds] for form in entry.who}
+    forms = filter(is_translator, (who for who in entry.who if who != "target"))
+    wanted = {form: _wanted(entry, pair, way, form)[: work.size.seeds] for form in forms}
     folders = {form: [trained(work, pair, one) for one in ones] for form, ones in wanted.items()}
     small, large = work.models.pair(pair)
     ends = (small, large) if Cell(pair, way, "", "x").models == pair else (large, small)
     source, target = load_pair(*ends)
-    window = TINY_WINDOW if work.tiny else WINDOW
+    window = TINY_WINDOW if work.tiny else entry.extra.get("window", WINDOW)
     task = windows.task(source, target, file, work.size.items or WINDOWS, window)
     line = [lineup.native(target)] + [
         lineup.translated(form, source, target, [load_translator(f) for f in found])
@@ -125,3 +171,6 @@ def _file(work: Work, corpus: str) -> str | None:
     if given is not None:
         return str(Path(given))
     return work.training_data(plain=True)[0] if work.tiny else None
+
+
+MAKERS = {"tab:splitjoint": _joint, "tab:scratchppl": _gaps, "app:fig:scratch": _scratch}

@@ -182,6 +182,24 @@ def _squad(talk: Dialogue, number: int) -> dict[str, Any]:
     }
 
 
+def _hellaswag(talk: Dialogue, number: int) -> dict[str, Any]:
+    fact = talk.asked[0]
+    endings = _choices(fact)
+    return {
+        "activity_label": "Facts",
+        "ctx_a": _story(talk),
+        "ctx_b": f"the {fact.attribute} of {fact.name} is",
+        "endings": endings,
+        "label": str(endings.index(fact.value)),
+    }
+
+
+def _piqa(talk: Dialogue, number: int) -> dict[str, Any]:
+    asked = _winogrande(talk, number)
+    goal, label = f"{_story(talk)}\n{talk.questions[0]}", int(asked["answer"]) - 1
+    return {"goal": goal, "sol1": asked["option1"], "sol2": asked["option2"], "label": label}
+
+
 def _gsm8k(talk: Dialogue, number: int) -> dict[str, Any]:
     """A number to read off: the digit of a code."""
     fact = next((f for f in talk.facts if f.attribute in ("code", "key")), talk.asked[0])
@@ -232,6 +250,9 @@ SPLIT = {  # tasks that lm-eval reads, some of which show examples
     "gsm8k": _gsm8k,
     "ifeval": _ifeval,
     "arc_challenge": _arc,
+    "arc_easy": _arc,
+    "hellaswag": _hellaswag,
+    "piqa": _piqa,
     "squad_v1": _squad,
     "boolq": _boolq,
     "winogrande": _winogrande,

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.forms import form, is_translator
-from benchmarks.paper.reproducing.models import FEW
+from benchmarks.paper.reproducing.models import FEW, PLAIN
 from benchmarks.paper.reproducing.record_filter import RecordFilter
 from benchmarks.paper.reproducing.work import Work
 from benchmarks.paper.training import jobs, paper_pairs
@@ -19,7 +19,6 @@ from kvlingo_mlx.tokenization.records import open_source
 from kvlingo_mlx.training import command_line
 
 PLAN = ("fit_samples", "held_out", "hidden")
-BASE = "-Base"  # the ending of base models' names
 FIRST = (42, 56)  # the seeds at which the paper swept; other seeds train at the rate found there
 
 
@@ -42,7 +41,7 @@ class Wanted:
     @property
     def plain(self) -> bool:
         """Whether it is trained on windows of plain text, as between base models."""
-        return self.source.endswith(BASE)
+        return self.source.endswith(PLAIN)
 
     @property
     def swept(self) -> bool:

@@ -14,19 +14,22 @@ import pytest
 
 pytest.importorskip("lm_eval")
 
+from benchmarks.paper import converted_mla
 from benchmarks.paper.commands import run
 from benchmarks.paper.reproducing import scores, trained
 from benchmarks.paper.reproducing.cells import Cell
 from benchmarks.paper.reproducing.drawing import draw, panels
-from benchmarks.paper.reproducing.entries import BY_LABEL, SMALL
+from benchmarks.paper.reproducing.entries import BY_LABEL, LATENTS, SMALL
 from benchmarks.paper.reproducing.models import Models
 from benchmarks.paper.reproducing.results import Line, Result, cells, keep, kept, markdown
 from benchmarks.paper.reproducing.stand_ins import deeper
 from benchmarks.paper.reproducing.work import TINY, Heard, Work
 from kvlingo_mlx.embedded import TRANSLATORS, zoo
+from kvlingo_mlx.embedded.dialogues import held_out
 from kvlingo_mlx.evaluation.compare import Outcome, Scored
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.tokenization.samples import encode_plain
 from kvlingo_mlx.training.on_mlx.pair import MLXPair
 
 S2L = "small to large"
@@ -58,11 +61,11 @@ def test_a_label_alone_finds_pytorch(tmp_path: Path) -> None:
 def test_a_label_that_fails_keeps_no_other_from_being_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["reproduce", "tab:mla", "tab:cost", "--tiny", "--room", str(tmp_path)]) == 2
+    assert run(["reproduce", "fig:main", "tab:cost", "--tiny", "--room", str(tmp_path)]) == 2
     assert record(tmp_path, "tab:cost")["rows"]
     told = capsys.readouterr().err
-    assert "tab:mla is not made: tab:mla cannot be reproduced here" in told
-    assert "1 of 2 labels are not made, as warned above: tab:mla;" in told
+    assert "fig:main is not made: fig:main has no numbers" in told
+    assert "1 of 2 labels are not made, as warned above: fig:main;" in told
 
 
 def test_an_entry_of_each_maker_by_the_verb(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +90,8 @@ def test_what_is_there_is_not_made_again(room: Path, monkeypatch: pytest.MonkeyP
 
     before = record(room, "app:fig:norms")["rows"]
     monkeypatch.setattr(trained.jobs, "train", never)
-    assert run(["reproduce", "app:fig:norms", "--tiny", "--room", str(room)]) == 0
+    words = ["app:fig:norms", "--tiny", "--items", "1"]  # it has no items, so no more than one
+    assert run(["reproduce", *words, "--room", str(room)]) == 0
     assert record(room, "app:fig:norms")["rows"] == before
     monkeypatch.undo()
     assert run(["reproduce", "app:fig:norms", "--tiny", "--steps", "3", "--room", str(room)]) == 2
@@ -137,6 +141,40 @@ def test_a_deeper_stand_in_says_the_same(tmp_path: Path) -> None:
     np.testing.assert_allclose(both[1], both[0], atol=1e-4)
 
 
+def test_latents_that_stand_in_say_the_same(tmp_path: Path) -> None:
+    """Of a zoo model, converted by the tool of the paper's: nearly whole, as its rank is."""
+    pytest.importorskip("transformers")
+    models = Models(None, True, tmp_path)
+    name, _ = models.names(LATENTS)
+    assert (name, models.stands_in(LATENTS)) == ("tiny-qwen3-s-latents", "")
+    converted_mla.register()
+    both = [load(folder) for folder in (models.place(name), zoo("tiny-qwen3-s"))]
+    assert [model.model.args.model_type for model in both] == ["converted_mla", "qwen3"]
+    talk = next(held_out(1, seed=3))
+    tokens = mx.array([encode_plain(both[1].tokenizer, talk.messages[0]["content"])])
+    chosen = [np.array(model.model(tokens).argmax(-1)) for model in both]
+    assert (chosen[0] == chosen[1]).mean() > 0.9
+    there = Models(tmp_path / "none", True, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.paper.reproducing.models.can_be_made", lambda name: False)
+        assert there.names(LATENTS) == ("tiny-qwen3-s", "tiny-qwen3-l")
+        assert "stand for Qwen3-4B-latents and Qwen3-8B-latents" in there.stands_in(LATENTS)
+
+
+def test_scores_less_the_targets_own_are_of_paired_items() -> None:
+    """Two categories of two items, equal in weight; by hand, and unlike unpaired errors."""
+    own, ours = (1.0, 0.0, 1.0, 1.0), (1.0, 1.0, 0.0, 1.0)
+    items = {
+        name: [Scored(str(n), "ab"[n // 2], str(n), {"acc": v}) for n, v in enumerate(values)]
+        for name, values in (("native", own), ("mixing", ours))
+    }
+    outcome = Outcome("mmlu_pro", ("acc",), 4, 9, {}, items)
+    found = scores.less_native(outcome, "mixing", "groups")
+    sd = 0.5**0.5  # of 0 and 1 in the one, of -1 and 0 in the other
+    assert (found.value, found.error) == pytest.approx((0.0, (2 * (sd / 2**0.5) ** 2) ** 0.5 / 2))
+    assert scores.less_native(outcome, "native", "groups").error == 0
+
+
 def test_numbers_are_laid_beside_the_papers(work: Work, tmp_path: Path) -> None:
     entry = BY_LABEL["tab:affine"]
     line = Line(("Qwen3 8B/4B", "K"), (Mean(0.5, 0.01, 9), None), ([0.815, 0.02], 0.25))
@@ -183,10 +221,14 @@ def test_ratings_are_from_0_to_1_in_tables_over_benchmarks(
     table = {"mean": {"rating": Mean(5.5, 0.9, 4)}}
     outcome = Outcome(task, ("rating",), 4, 10, {}, {}, (), {"mixing": [table, table]})
     cell = Cell(SMALL, S2L, task, "mixing")
-    asked = scores.Asked(outcome, {cell: "mixing"}, {})
-    monkeypatch.setattr(scores, "_measured", lambda *given: [asked])
-    for mean in scores.by_seed([cell], work, BY_LABEL["tab:seedsd"], [])[cell]:
-        assert (mean.value, mean.error, mean.count) == pytest.approx((value, error, 4))
+    single = replace(outcome, tables={"mixing": table}, seeds={})
+    for found, count in ((outcome, 2), (single, 1)):  # as --seeds 1 has it
+        asked = scores.Asked(found, {cell: "mixing"}, {})
+        monkeypatch.setattr(scores, "_measured", lambda *given, asked=asked: [asked])
+        means = scores.by_seed([cell], work, BY_LABEL["tab:seedsd"], [])[cell]
+        assert len(means) == count
+        for mean in means:
+            assert (mean.value, mean.error, mean.count) == pytest.approx((value, error, 4))
 
 
 def test_a_span_of_rungs_is_pooled_from_its_items(work: Work) -> None:

@@ -13,6 +13,7 @@ from benchmarks.paper.analysis.report import Grid, Rank, Report
 from benchmarks.paper.analysis.statistics import HeadAlignment, correspondence
 from benchmarks.paper.reproducing import statistics
 from benchmarks.paper.reproducing.entries import BY_LABEL
+from benchmarks.paper.reproducing.models import Models
 from benchmarks.paper.reproducing.results import Result
 from benchmarks.paper.reproducing.tables import tables
 from benchmarks.paper.reproducing.work import Work
@@ -39,10 +40,12 @@ PLANTED = Report(
 )  # fmt: skip
 
 
-def made(label: str, monkeypatch: pytest.MonkeyPatch, report: Report = PLANTED) -> Result:
-    """An entry whose every report is a planted one."""
+def made(
+    label: str, monkeypatch: pytest.MonkeyPatch, report: Report = PLANTED, tiny: bool = False
+) -> Result:
+    """An entry whose every report is a planted one; a tiny run has all pairs."""
     monkeypatch.setattr(statistics, "report_of", lambda *given, **asked: report)
-    return statistics.make(BY_LABEL[label], Work(Path("nowhere")))
+    return statistics.make(BY_LABEL[label], Work(Path("nowhere"), Models(tiny=tiny)))
 
 
 def test_rows_have_the_papers_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,11 +54,17 @@ def test_rows_have_the_papers_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     for line in found.lines[:2]:
         assert line.values[:3] == pytest.approx(line.paper[:3]) and len(line.paper) == 4
     assert [line.names[-1] for line in found.lines] == ["K", "V"] * 2  # none of the scratch pair
+    scratch = made("tab:linearity", monkeypatch, tiny=True).lines[4:]
+    assert [line.paper[0] for line in scratch] == [0.752, 0.651]
+    assert len(made("tab:affine", monkeypatch, tiny=True).lines) == 12
     shifted = made("tab:affine", monkeypatch)
     assert shifted.lines[0].names[:2] == ("Qwen3 8B/4B", "L → S")
     assert shifted.lines[0].values == pytest.approx((0.815, 0.816))
     ranks = {line.names[0]: line for line in made("tab:erank", monkeypatch).lines}
     assert ranks["Qwen3-1.7B, trained"].values == ranks["Qwen3-1.7B, trained"].paper
+    every = {line.names[0]: line for line in made("tab:erank", monkeypatch, tiny=True).lines}
+    assert set(every) - set(ranks) == {f"from-scratch {size}, trained" for size in ("0.6B", "1.7B")}
+    assert every["from-scratch 1.7B, trained"].paper[0] == "13 → 113 → 157"
 
 
 def test_rho_is_the_mean_of_the_layers_quotients() -> None:
@@ -76,6 +85,8 @@ def test_figures_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(contrast) == 2 * (6 + 2) and contrast[0].values == pytest.approx((0.6 - 0.4, 0.5))
     grids: Any = made("fig:cka", monkeypatch).lines
     assert [line.values for line in grids[:2]] == [(0.8, 0.2), (0.6, 0.4)]
-    assert made("fig:head_alignment", monkeypatch).lines[0].values == (0.196, 0.249)
+    heads = made("fig:head_alignment", monkeypatch, tiny=True).lines
+    assert heads[0].values == (0.196, 0.249) and len(heads) == 2 * (2 + 2)
+    assert heads[-1].names[0] == "Qwen3-0.6B-scratch-sliced and Qwen3-1.7B-scratch"
     with pytest.raises(ValueError, match="no head alignment: not run"):
         made("fig:head_alignment", monkeypatch, replace(PLANTED, heads={}))

@@ -2,7 +2,7 @@
 
     python benchmarks/real_two.py A B NAME=TRANSLATOR... --held CHATS --scores FILE --json FILE
 
-As ``real_pair.py`` does it for one tokenizer: codes (one of four amid the manual of Python, right
+As ``real_pair.py`` does for one tokenizer: codes (one of four amid the manual of Python, right
 if each digit is the first choice), generated look-back conversations and conversations of yours,
 each up to the header of an answer, as both models' templates render them; the first 64 tokens of
 the answer are judged by the target's own predictions. The target prefills what no token of the
@@ -69,8 +69,12 @@ def longest(chat: Sequence[Message], source: Any, target: Any) -> Sample | None:
 
 
 @torch.no_grad()
-def predicting(target: TorchModel, made: TorchTranslator, reading: TorchReading) -> torch.Tensor:
-    """The hidden states (M, width) that predict the continuation behind a translated cache."""
+def predicting(
+    way: str, target: TorchModel, made: TorchTranslator, reading: TorchReading
+) -> torch.Tensor:
+    """The hidden states (M, width) that predict the continuation behind a way's cache."""
+    if way == "native":
+        return reading.teacher
     cache = target.cache(gradients.entries(target, made, reading), len(reading.sample.prefix) - 1)
     return gradients._student(target, reading.sample, cache)
 
@@ -83,6 +87,7 @@ def ways(reading: TorchReading, other: TorchReading) -> dict[str, TorchReading]:
     rows = [n % len(other.states.keys[0]) for n in range(len(aligned.rows))]
     strange = other.states.map(lambda array: array[rows])
     return {
+        "native": reading,
         "translated": reading,
         "hidden": replace(reading, sample=replace(reading.sample, aligned=unseen)),
         "wrong document": replace(reading, states=strange),
@@ -111,7 +116,7 @@ def judge(args: argparse.Namespace) -> None:
                 if (name, way, item) in done or (way == "wrong document" and last is None):
                     continue
                 began = time.perf_counter()
-                found = compared(target, predicting(target, translator, given), judged)
+                found = compared(target, predicting(way, target, translator, given), judged)
                 seconds = round(time.perf_counter() - began, 2)
                 own = len(sample.aligned.own) / len(sample.prefix)  # type: ignore[union-attr]
                 facts = {"translator": name, "way": way, "item": item, "work": own}

@@ -26,16 +26,12 @@ from kvlingo_mlx.threads import finished
 from tests.support import TESTS, tiny
 from tests.support.fixtures import Models
 from tests.support.identity import identity_of
+from tests.support.native_caches import entries
 from tests.support.opened import cast
 from tests.support.talks import NEW, apart, ask, talk_of
 
 FAMILIES = ("qwen3", "gemma3", "gemma4", "deepseek_v3", "converted_mla")
 LONG = "the use of an other is it on? " * 2
-
-
-@pytest.fixture
-def model(families: Models) -> LanguageModel:
-    return families["qwen3"]
 
 
 @pytest.fixture
@@ -47,11 +43,7 @@ def files() -> Callable[[], list[Path]]:
 
 def held(talk: Conversation, name: str) -> list[np.ndarray]:
     """Copies of all that a line's caches hold, used part alone."""
-    return [
-        np.array(array.astype(mx.float32))
-        for cache in talk.lines[name].cache
-        for array in cache.keys_and_values()
-    ]
+    return entries(talk.lines[name].cache)
 
 
 def equal(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:

@@ -40,7 +40,9 @@ from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from tests.support import hybrid_models, plain_models, tiny
 from tests.support.command_line import fails
+from tests.support.fixtures import Patch, Printed, Temp
 from tests.support.identity import identity_of
+from tests.support.talks import writing
 from tests.support.two_tokenizers import TALK, Script, write_mistral, write_qwen, write_translator
 
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "3"))  # more of them by hand
@@ -59,7 +61,7 @@ Opener = Callable[[str], LanguageModel]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory: Temp) -> Path:
     """A tiny Qwen and a tiny Mistral, a random translator for each direction."""
     root = tmp_path_factory.mktemp("two-tokenizers")
     write_qwen(root / "qwen"), write_mistral(root / "mistral")
@@ -323,12 +325,6 @@ def script(model: LanguageModel, text: str) -> Script:
     return Script([*ids, int(model.tokenizer.eos_token_id)], lead + text, ends, text)
 
 
-def writing(ids: list[int]) -> Callable[[Any], mx.array]:
-    """A sampler that writes these tokens."""
-    left = iter(ids + ids[-1:] * 9)
-    return lambda _: mx.array([next(left)])
-
-
 def talk_of(root: Path, opened: Opener, **options: Any) -> Conversation:
     translators = [root / "-".join(pair) for pair in PAIRS]
     models = {name: opened(name) for name in PAIRS[0]}
@@ -452,15 +448,9 @@ def test_whatever_is_said_and_done(seed: int, root: Path, opened: Opener, tmp_pa
         check_order(talk)
 
 
-def held(talk: Conversation, name: str) -> list[np.ndarray]:
-    """What a line's caches hold."""
-    sides = (side for c in talk.lines[name].cache for side in c.keys_and_values())
-    return [np.array(side) for side in sides]
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_switch_that_is_interrupted_changes_nothing(
-    error: type[BaseException], root: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], root: Path, opened: Opener, monkeypatch: Patch
 ) -> None:
     """In the middle of a translation whose entries stand between what is read."""
     talk, calm = (talk_of(root, opened, eager=False) for _ in range(2))
@@ -599,8 +589,8 @@ def test_what_a_conversation_refuses(root: Path, opened: Opener) -> None:
 
 
 def test_the_verbs(
-    root: Path, tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    root: Path, tmp_path: Path, store: Path, capsys: Printed,
+    monkeypatch: Patch,
 ) -> None:  # fmt: skip
     """Made, shown, used, judged and talked with; no flag says that the tokenizers differ."""
     ends = [str(root / "qwen"), str(root / "mistral")]

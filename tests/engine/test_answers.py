@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import kvlingo_mlx as kv
@@ -21,6 +20,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
 from tests.support.fixtures import Models, Pair, Temp
 from tests.support.identity import identity_of
+from tests.support.native_caches import native
 from tests.support.responses import response
 from tests.support.talks import expected, spelled, talk_of, writing
 from tests.support.tool_callers import TEMPLATE, TOOLS
@@ -302,8 +302,7 @@ def test_kv_bits_for_one_reply(model: LanguageModel, start: int) -> None:
     talk, other = talk_of(model), talk_of(model)
     for name, message in (("a", "the use of an other"), ("b", "is it on?")):
         prompt = talk.transcript.prompt(model, [{"role": "user", "content": message}])
-        cache = make_prompt_cache(model.model)
-        model.model(mx.array(prompt[:-1])[None], cache=cache)
+        cache = native(model, prompt[:-1], 2048)
         right = expected(model, prompt[-1:], 12, prompt_cache=cache, **options)
         assert {type(c).__name__ for c in cache} == {"QuantizedKVCache"}
         found = list(talk.stream_reply(name, message, max_tokens=12, **options))

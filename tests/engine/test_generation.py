@@ -24,11 +24,6 @@ from tests.support.identity import TOKENS, identity_of
 MESSAGES = [{"role": "user", "content": "Where does Anna live?"}]
 
 
-@pytest.fixture
-def model(models: Models) -> LanguageModel:
-    return models["dense"]
-
-
 def test_prompt_as_text_ids_and_messages(model: LanguageModel) -> None:
     translator = identity_of(model)
     text = "Some words, and some more."

@@ -27,7 +27,7 @@ from tests.support import tiny
 from tests.support.fixtures import Models
 from tests.support.guards import logs, with_receipt
 from tests.support.healings import in_a_row, noted
-from tests.support.native_caches import entries
+from tests.support.native_caches import entries, native
 from tests.support.ranks import no_end
 from tests.support.talks import talk_of
 from tests.support.tiny import Case
@@ -212,8 +212,7 @@ def test_what_was_read_for_the_guard_alone_is_read_again(
     ):  # fmt: skip
         pass
     assert in_a_row(chunks) == len(tokens) - 1
-    own = make_prompt_cache(target.model)
-    target.model(mx.array([tokens[:-1]]), cache=own)
+    own = native(target, tokens[:-1], 2048)
     for a, b in zip(chunks[-1].cache, own, strict=True):
         for side in tiny.SIDES:
             found, wanted = (np.array(getattr(c, side)[0, :, : len(tokens) - 1]) for c in (a, b))
@@ -222,8 +221,7 @@ def test_what_was_read_for_the_guard_alone_is_read_again(
 
 def test_a_handed_over_cache_is_read_anew(pair: Ends, good: list[Translator]) -> None:
     target, wrong, tokens = pair[1], conditions.shuffled(good[0]), tokens_of(pair[1])
-    own = make_prompt_cache(target.model)
-    target.model(mx.array([tokens[:-1]]), cache=own)
+    own = native(target, tokens[:-1], 2048)
     for found, near, heal in ((wrong, True, None), (good[0], False, None), (wrong, True, "idle")):
         cache = kv.hand_over(
             *pair, tokens, translator=found, guard=32, on_doubt="reread", heal=heal

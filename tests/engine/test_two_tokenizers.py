@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,13 +17,7 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models.cache import (
-    KVCache,
-    load_prompt_cache,
-    make_prompt_cache,
-    save_prompt_cache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache, trim_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
@@ -42,6 +36,7 @@ from tests.support import hybrid_models, plain_models, tiny
 from tests.support.command_line import fails
 from tests.support.fixtures import Patch, Printed, Temp
 from tests.support.identity import identity_of
+from tests.support.native_caches import native
 from tests.support.talks import writing
 from tests.support.two_tokenizers import TALK, Script, write_mistral, write_qwen, write_translator
 
@@ -180,8 +175,7 @@ def several(start: int, stop: int) -> list[int]:
 
 def stretch_by_stretch(model: LanguageModel, kind: type) -> np.ndarray:
     """Logits from caches that rotate where they are told, entries put between what is read."""
-    own = make_prompt_cache(model.model)
-    model.model(mx.array(IDS)[None], cache=own)
+    own = native(model, IDS, 99)
     slow: list[Any] = [kind() for _ in model.attentions]
     for start, stop, translated in STRETCHES:
         if not translated:
@@ -271,12 +265,7 @@ def test_batches_with_prompts_of_its_own(handed: Any) -> None:
     """Beside a prompt that mlx-lm prefilled, whichever comes first."""
     target, make = handed
     last, ids = encode(target, TALK)[-1], [3, 5, 8, 13, 21, 34, 55]
-
-    def read() -> list[Any]:
-        cache = make_prompt_cache(target.model)
-        target.model(mx.array(ids[:-1])[None], cache=cache)
-        return cache
-
+    read = partial(native, target, ids[:-1], 99)
     expected = [decode(target, make(), last), decode(target, read(), ids[-1])]
     for order in ((0, 1), (1, 0)):
         caches, tokens = (make(), read()), ([last], ids[-1:])

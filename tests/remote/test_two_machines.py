@@ -17,7 +17,6 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
@@ -28,7 +27,7 @@ from kvlingo_mlx.translators.base import Translator
 from tests.support import ROOT, hybrid_models, tiny
 from tests.support.command_line import fails
 from tests.support.identity import identity_of
-from tests.support.native_caches import entries
+from tests.support.native_caches import entries, native
 from tests.support.network import Network, Offered, offered
 from tests.support.opened import quantised
 
@@ -221,8 +220,7 @@ def test_answers_are_those_of_one_machine(pairs: Any, tmp_path: Path) -> None:
                          heal="idle")  # fmt: skip
     while cache.heal():
         pass
-    alone = make_prompt_cache(pair.target.model)
-    pair.target.model(mx.array([PROMPT[:-1]]), cache=alone)
+    alone = native(pair.target, PROMPT[:-1], 2048)
     for one, other in zip(cache, alone, strict=True):
         assert mx.allclose(one.keys[..., :60, :], other.keys[..., :60, :], atol=1e-4)
 

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +62,7 @@ BODIES = {
 
 def texts(body: Any) -> list[tuple[Any, ...]]:
     """The places of texts in a body, those of a call's arguments included."""
-    return [path for path in places(body) if isinstance(at(body, path), str)]
-
-
-def at(body: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        body = body[key]
-    return body
+    return [path for path in places(body) if isinstance(reduce(getitem, path, body), str)]
 
 
 @dataclass

@@ -250,16 +250,13 @@ def test_a_prefix_that_is_in_use_is_shared(clients: Clients) -> None:
         assert expected.startswith(other.text.strip()) and other.text
 
 
-def document(rng: random.Random, facts: int = 60) -> str:
-    return " ".join(f"{rng.choice(WORDS)} lives in {rng.choice(WORDS)}." for _ in range(facts))
-
-
 @pytest.mark.parametrize("model", ["large", "moe"])
 def test_another_question_about_a_long_message_reads_the_question(
     clients: Clients, model: str
 ) -> None:
     """No message is shared; another model translates what the first has read."""
-    text = document(random.Random(1))
+    choice = random.Random(1).choice
+    text = " ".join(f"{choice(WORDS)} lives in {choice(WORDS)}." for _ in range(60))
     first = clients.one("large", [user(f"{text} Where does Anna live?")])
     history = [user(f"{text} Who lives in Rome, and who does not?")]
     second = clients.one(model, history)

@@ -13,12 +13,7 @@ from tests.support.fixtures import Temp
 from tests.support.serving import Running
 from tests.support.wire_app import CALL, CALL_2, PLANTED, Planted, planted_server
 
-
-def user(text: str) -> list[Any]:
-    return [{"role": "user", "content": text}]
-
-
-HI = user("hi")
+HI: list[Any] = [{"role": "user", "content": "hi"}]
 KEY = "right-key"
 SAID = {
     "role": "assistant", "content": "One moment.", "reasoning_content": "Ask.",

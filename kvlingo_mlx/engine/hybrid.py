@@ -15,7 +15,6 @@ from kvlingo_mlx.backend import mx
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx import caches
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading import notes
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -121,9 +120,6 @@ def read_layers(
     own = list(cache[:layers])
     later = make_prompt_cache(model.model)[layers:]
     for start in range(0, len(tokens), step_size):
-        for empty in later:  # mlx-lm makes masks from a cache's offset
-            if not caches.is_recurrent(empty):
-                empty.offset = caches.length(own)
         chunk = mx.array(list(tokens[start : start + step_size]))
         with working():
             with _end_at(own[-1]) if later else contextlib.nullcontext():

@@ -104,8 +104,7 @@ class _Endpoints:
         try:
             incoming = api.read(body)
         except BadRequest as bad:
-            failed = Failure("invalid", bad.message, bad.param)
-            raise Refused(failed, status=bad.status) from None
+            raise Refused(Failure("invalid", bad.message, bad.param)) from None
         ask = self._admitted(incoming.ask, request.scope["kvlingo"])
         incoming = dataclasses.replace(incoming, ask=ask)
         return Reply(self.engine, api, incoming, self.settings.keep_alive)

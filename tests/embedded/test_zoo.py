@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import kvlingo_mlx as kv
@@ -15,6 +17,7 @@ from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.format.translator_config import unfoldable
 from tests.support import ROOT, TESTS
+from tests.support.real_templates import FOLDER
 
 
 @pytest.mark.parametrize("name", embedded.zoo_names())
@@ -83,75 +86,67 @@ def test_unknown_zoo_model() -> None:
         kv.zoo("gpt")
 
 
-TEMPLATE = ROOT / "tools" / "chat_template.jinja"
-TALK = [
+ANNOUNCED = (
+    'Call with an object of "name" and "arguments" between <tool_call> and </tool_call>.',
+    "A call is JSON in <tool_call></tool_call>.",
+)
+FUNCTION = {"name": "clock", "parameters": {}}
+CALLS = [{"function": {"name": "clock", "arguments": given}} for given in ('{"a": 1}', {"a": 1})]
+SAID: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "one"},
     {"role": "assistant", "content": "<think>\nhm\n</think>\n\ntwo"},
-    {"role": "user", "content": "three"},
+    {"role": "assistant", "content": "two", "reasoning_content": "hm"},
+    {"role": "assistant", "content": "two"},
+    {"role": "assistant", "content": "two", "tool_calls": CALLS},
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
+    {"role": "tool", "content": "42"},
 ]
-HEAD = (
-    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none<|im_end|>\n"
-    "<|im_start|>assistant\ntwo<|im_end|>\n<|im_start|>user\nthree<|im_end|>\n"
-)
 
 
-def render(messages: list[dict], **options: Any) -> str:
+def compiled(path: Path) -> Any:
     def refuse(message: str) -> None:
         raise ValueError(message)
 
     environment = ImmutableSandboxedEnvironment()
     environment.globals["raise_exception"] = refuse
-    return environment.from_string(TEMPLATE.read_text()).render(messages=messages, **options)
+    return environment.from_string(path.read_text())
 
 
-def test_template_has_qwen3s_thinking_switch() -> None:
-    opened = HEAD + "<|im_start|>assistant\n"
-    assert render(TALK) == HEAD
-    assert render(TALK, add_generation_prompt=True) == opened
-    assert render(TALK, add_generation_prompt=True, enable_thinking=True) == opened
-    off = render(TALK, add_generation_prompt=True, enable_thinking=False)
-    assert off == opened + "<think>\n\n</think>\n\n"
+OURS, QWEN3S = map(compiled, (ROOT / "tools" / "chat_template.jinja", FOLDER / "qwen3.jinja"))
 
 
-def test_template_keeps_only_the_last_turns_reasoning() -> None:
-    last = {"role": "assistant", "content": "<think>\nwell\n</think>\n\nfour"}
-    expected = HEAD + "<|im_start|>assistant\n<think>\nwell\n</think>\n\nfour<|im_end|>\n"
-    assert render([*TALK, last]) == expected
-    apart = {"role": "assistant", "content": "four", "reasoning_content": "well"}
-    assert render([*TALK, apart]) == expected
-    plain = {"role": "assistant", "content": "four"}
-    assert render([*TALK, plain]).endswith("<think>\n\n</think>\n\nfour<|im_end|>\n")
-
-
-def test_template_announces_tools_and_shows_calls() -> None:
-    """Prompts without tools are as they were when the models were trained."""
-    tool = {"function": {"name": "clock", "parameters": {}}, "type": "function"}
-    said = render(TALK, tools=[tool], add_generation_prompt=True)
-    assert said.startswith(
-        "<|im_start|>system\nBe brief.\n\n# Tools\n<tools>\n"
-        '{"function": {"name": "clock", "parameters": {}}, "type": "function"}\n</tools>\n'
-    )
-    assert said.count("Be brief.") == 1
-    rest = HEAD.removeprefix("<|im_start|>system\nBe brief.<|im_end|>\n")
-    assert said.endswith(f"<|im_end|>\n{rest}<|im_start|>assistant\n")
-    assert render(TALK, tools=[]) == render(TALK, tools=None) == HEAD
-    call = {"type": "function", "function": {"name": "clock", "arguments": '{"a": 1}'}}
-    parsed = {"function": {"name": "clock", "arguments": {"a": 1}}}
-    asked = {"role": "assistant", "content": None, "tool_calls": [call, parsed]}
-    block = '<tool_call>\n{"name": "clock", "arguments": {"a": 1}}\n</tool_call>'
-    assert (
-        render([TALK[1], asked, TALK[3]])
-        .split("assistant\n")[1]
-        .startswith(f"{block}\n{block}<|im_end|>")
+def test_the_template_of_a_turn() -> None:
+    """An earlier thought is left out; without thinking the header closes an empty one."""
+    told, off = [*SAID[:2], SAID[3], SAID[1]], {"enable_thinking": False}
+    assert OURS.render(messages=told, add_generation_prompt=True, **off) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none<|im_end|>\n"
+        "<|im_start|>assistant\ntwo<|im_end|>\n<|im_start|>user\none<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
 
 
-def test_template_takes_tools_and_refuses_other_roles() -> None:
-    said = render([{"role": "tool", "content": "42"}])
-    assert said == "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
+@settings(deadline=None)
+@given(
+    messages=st.lists(st.sampled_from(SAID), max_size=6),
+    system=st.booleans(),
+    tools=st.sampled_from([None, [], [{"type": "function", "function": FUNCTION}]]),
+    prompt=st.booleans(),
+    thinking=st.sampled_from([{}, {"enable_thinking": True}, {"enable_thinking": False}]),
+)
+def test_the_template_is_qwen3s(
+    messages: list[Any], system: bool, tools: Any, prompt: bool, thinking: dict[str, bool]
+) -> None:
+    """But for how tools are announced; and each result is a turn of its own."""
+    told = [*SAID[: 1 if system else 0], SAID[1], *messages]
+    options = {"tools": tools, "add_generation_prompt": prompt, **thinking}
+    between = "</tool_response><|im_end|>\n<|im_start|>user\n<tool_response>"
+    found = OURS.render(messages=told, **options).replace(
+        between, "</tool_response>\n<tool_response>"
+    )
+    assert found == QWEN3S.render(messages=told, **options).replace(*ANNOUNCED)
     with pytest.raises(ValueError, match="unknown role bot"):
-        render([{"role": "bot", "content": "x"}])
+        OURS.render(messages=[*told, {"role": "bot", "content": "x"}])
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -12,6 +12,11 @@ from tests.support.guards import with_receipt
 from tests.support.two_tokenizers import write_qwen
 
 
+@pytest.fixture
+def model(families: Models) -> LanguageModel:
+    return families["qwen3"]
+
+
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> list[LanguageModel]:
     """One model twice, of tokenizers that differ in a token that no text has."""

@@ -1,7 +1,6 @@
 """Where an answer ends, what of it is what, and how its tokens are chosen: against plain mlx-lm."""
 
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import kvlingo_mlx as kv
@@ -20,32 +18,26 @@ from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.engine.answers import AnswerReader
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
+from tests.support.fixtures import Models, Pair, Temp
 from tests.support.identity import identity_of
+from tests.support.native_caches import native
 from tests.support.responses import response
-from tests.support.talks import expected, spelled, talk_of
-from tests.support.tools import TOOLS, TOOLS_TEMPLATE
+from tests.support.talks import expected, spelled, talk_of, writing
+from tests.support.tool_callers import TEMPLATE, TOOLS
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+def model(tmp_path_factory: Temp) -> LanguageModel:
     """A tiny Qwen3 whose template announces tools; mlx-lm infers Qwen's parser from it."""
     kind, sizes = tiny.FAMILIES["qwen3"]
     folder = tiny.write_tiny_model(tmp_path_factory.mktemp("tools") / "qwen3", kind, **sizes)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TOOLS_TEMPLATE}))
+    tiny.amend(folder / "tokenizer_config.json", chat_template=TEMPLATE)
     return kv.load(folder)
 
 
 def question() -> list[dict[str, Any]]:
     talk = next(iter(dialogues.held_out(1)))
     return [*talk.messages[:-1], {"role": "user", "content": talk.questions[0]}]
-
-
-def scripted(model: LanguageModel, text: str) -> Callable[[Any], Any]:
-    """A sampler that writes a text, letter by letter where it can."""
-    ids = spelled(model, text)
-    listed = iter(ids + ids[-1:] * 99)
-    return lambda _: mx.array([next(listed)])
 
 
 def naive_stop(text: str, stops: list[str], opened: bool = False) -> str | None:
@@ -117,9 +109,7 @@ def ways(small: LanguageModel, large: LanguageModel, options: dict[str, Any]) ->
     return found
 
 
-def test_an_answer_ends_before_a_stop_text_in_every_way(
-    pair: tuple[LanguageModel, LanguageModel],
-) -> None:
+def test_an_answer_ends_before_a_stop_text_in_every_way(pair: Pair) -> None:
     thinks = {"enable_thinking": True}
     whole = ways(*pair, thinks)
     for stop in ("</think>", "the home", ["zz", "k fo"], "never said"):
@@ -140,8 +130,7 @@ def test_a_conversation_goes_on_from_before_the_stop_text(model: LanguageModel) 
     talk = talk_of(model)
     ids = model.tokenizer.encode("in the house", add_special_tokens=False)
     assert "Ġthe" in model.tokenizer.convert_ids_to_tokens(ids)
-    sampler = iter([*ids, *ids])
-    text = talk.reply("a", "hi", stop="he h", sampler=lambda _: mx.array([next(sampler)]))
+    text = talk.reply("a", "hi", stop="he h", sampler=writing(ids))
     assert text == "in t" == talk.messages[-1]["content"]
     header = model.tokenizer.apply_chat_template(
         [{"role": "user", "content": "hi"}], add_generation_prompt=True
@@ -220,9 +209,7 @@ def test_bad_arguments_are_refused_in_every_way(
     assert isinstance(asked, str)  # None is as good as leaving it out
 
 
-def test_tools_that_nobody_announces_are_refused(
-    model: LanguageModel, models: dict[str, LanguageModel]
-) -> None:
+def test_tools_that_nobody_announces_are_refused(model: LanguageModel, models: Models) -> None:
     with pytest.raises(ValueError, match="tools are announced by a chat template, but the prompt"):
         kv.generate(model, model, "hi", strategy="native", tools=TOOLS)
     with pytest.raises(ValueError, match="template of .* does not announce tools"):
@@ -238,7 +225,7 @@ def test_reasoning_content_and_calls_are_told_apart(model: LanguageModel, way: s
     text = f"<think>who\nis it</think>\n\nI look. {CALL} So < 3.{CALL}"
     prompt = [{"role": "user", "content": "hi"}]
     options: dict[str, Any] = {
-        "sampler": scripted(model, text), "max_tokens": 400, "tools": TOOLS,
+        "sampler": writing(spelled(model, text)), "max_tokens": 400, "tools": TOOLS,
     }  # fmt: skip
     if way == "talk":
         responses = list(talk_of(model).stream_reply("a", "hi", **options))
@@ -259,15 +246,13 @@ def test_reasoning_content_and_calls_are_told_apart(model: LanguageModel, way: s
 
 def test_a_trace_that_the_template_opens_is_reasoning(model: LanguageModel) -> None:
     opened = [*model.tokenizer.encode("so <think>"), *model.tokenizer.encode("hm")]
-    sampler = scripted(model, "why</think>on")
+    sampler = writing(spelled(model, "why</think>on"))
     responses = list(kv.stream_generate(model, model, opened, strategy="native", sampler=sampler))
     parts = [("".join(getattr(r, n) for r in responses)) for n in ("reasoning", "content")]
     assert parts == ["why", "on"]
 
 
-def test_tokens_and_times_are_told_where_they_belong(
-    pair: tuple[LanguageModel, LanguageModel],
-) -> None:
+def test_tokens_and_times_are_told_where_they_belong(pair: Pair) -> None:
     found = {way: r[0] for way, r in ways(*pair, {}).items()}
     count = found["native"].prompt_tokens
     tokens = {w: (r.cached_tokens, r.translated_tokens, r.read_tokens) for w, r in found.items()}
@@ -294,9 +279,7 @@ def test_a_switch_tells_what_it_took(model: LanguageModel) -> None:
     assert (first.translated_tokens, first.read_tokens) == (first.prompt_tokens - 1, 1)
 
 
-def test_hand_over_takes_the_templates_switches(
-    model: LanguageModel, pair: tuple[LanguageModel, LanguageModel]
-) -> None:
+def test_hand_over_takes_the_templates_switches(model: LanguageModel, pair: Pair) -> None:
     asked = question()
     for (one, other), switches in ((pair, {"enable_thinking": False}),):
         ids = other.tokenizer.apply_chat_template(asked, add_generation_prompt=True, **switches)
@@ -319,8 +302,7 @@ def test_kv_bits_for_one_reply(model: LanguageModel, start: int) -> None:
     talk, other = talk_of(model), talk_of(model)
     for name, message in (("a", "the use of an other"), ("b", "is it on?")):
         prompt = talk.transcript.prompt(model, [{"role": "user", "content": message}])
-        cache = make_prompt_cache(model.model)
-        model.model(mx.array(prompt[:-1])[None], cache=cache)
+        cache = native(model, prompt[:-1], 2048)
         right = expected(model, prompt[-1:], 12, prompt_cache=cache, **options)
         assert {type(c).__name__ for c in cache} == {"QuantizedKVCache"}
         found = list(talk.stream_reply(name, message, max_tokens=12, **options))
@@ -355,7 +337,7 @@ def test_a_draft_changes_no_greedy_answer(model: LanguageModel, draft: str, tmp_
 
 
 def test_what_cannot_be_combined_is_said_before_anything_is_read(
-    model: LanguageModel, pair: tuple[LanguageModel, LanguageModel]
+    model: LanguageModel, pair: Pair
 ) -> None:
     talk = talk_of(model)
     for options, message in (

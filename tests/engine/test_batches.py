@@ -1,14 +1,11 @@
 """Answers written together beside the same answers alone, and what their model wrote for each."""
 
-import random
-from collections.abc import Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.engine.batches import Batch, Row
@@ -18,23 +15,13 @@ from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from tests.support.fixtures import Models, Patch
+from tests.support.native_caches import native
+from tests.support.tiny import random_tokens
 
 GREEDY = Choice(None, None, None, ())
 FAMILIES = ("qwen3", "gemma3", "deepseek_v3", "qwen3_moe", "converted_mla")
 HYBRIDS = ("qwen3_5", "granitemoehybrid", "nemotron_h", "lfm2")
 TIE = 2e-3
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(5, 280) for _ in range(length)]
-
-
-def filled(model: LanguageModel, tokens: Sequence[int]) -> list[Any]:
-    cache = make_prompt_cache(model.model)
-    model.model(mx.array([tokens[:-1]]), cache=cache)
-    mx.eval([each.state for each in cache])
-    return cache
 
 
 def check_greedy(model: LanguageModel, tokens: list[int], answer: list[int]) -> None:
@@ -55,7 +42,7 @@ def staggered(
     while len(done) < len(prompts):
         index, on_time = divmod(step, 3)
         if not on_time and index < len(prompts):
-            cache = filled(model, prompts[index])
+            cache = native(model, prompts[index][:-1], 99)
             rows[index] = batch.join(cache, prompts[index], GREEDY, 100)
             given[index] = []
         batch.step()
@@ -75,7 +62,7 @@ def staggered(
 @pytest.mark.parametrize("family", FAMILIES + HYBRIDS)
 def test_each_answer_is_the_models_own(families: Models, family: str) -> None:
     model = families[family]
-    prompts = [prompt(length, length) for length in (30, 7, 61, 18)]
+    prompts = [random_tokens(length, length) for length in (30, 7, 61, 18)]
     for tokens, (row, answer, cache, parts) in zip(
         prompts, staggered(model, prompts, [20, 9, 14, 3]), strict=True
     ):
@@ -89,8 +76,7 @@ def test_each_answer_is_the_models_own(families: Models, family: str) -> None:
 
 def check_cache(model: LanguageModel, tokens: list[int], cache: list[Any]) -> None:
     """The caches go on as those of a model that has read all of it at once."""
-    fresh = make_prompt_cache(model.model)
-    model.model(mx.array([tokens]), cache=fresh)
+    fresh = native(model, tokens, 99)
     one, other = (model.model(mx.array([[7, 9]]), cache=each) for each in (cache, fresh))
     np.testing.assert_allclose(np.array(one), np.array(other), atol=TIE)
 
@@ -115,10 +101,10 @@ def test_a_failing_processor_ends_its_own_answer(families: Models) -> None:
             raise ZeroDivisionError("mine")
         return logits
 
-    batch, tokens = Batch(model, records=True), [prompt(9, 1), prompt(12, 2)]
+    batch, tokens = Batch(model, records=True), [random_tokens(9, 1), random_tokens(12, 2)]
     choices = [Choice(None, [broken], None, ()), GREEDY]
     rows = [
-        batch.join(filled(model, each), each, choice, 100)
+        batch.join(native(model, each[:-1], 99), each, choice, 100)
         for each, choice in zip(tokens, choices, strict=True)
     ]
     answers: list[list[int]] = [[], []]
@@ -139,7 +125,7 @@ def test_a_failing_processor_ends_its_own_answer(families: Models) -> None:
 
 def test_caches_that_cannot_be_merged_stay_alone(families: Models, monkeypatch: Patch) -> None:
     monkeypatch.setattr("kvlingo_mlx.engine.batches.can_merge", lambda _: False)
-    prompts = [prompt(9, 1), prompt(12, 2), prompt(5, 3)]
+    prompts = [random_tokens(9, 1), random_tokens(12, 2), random_tokens(5, 3)]
     for tokens, (_, answer, _, _) in zip(
         prompts, staggered(families["qwen3"], prompts, [6, 9, 4]), strict=True
     ):
@@ -147,9 +133,9 @@ def test_caches_that_cannot_be_merged_stay_alone(families: Models, monkeypatch: 
 
 
 def test_an_error_of_the_model_ends_all_its_answers(families: Models, monkeypatch: Patch) -> None:
-    model, tokens = families["qwen3"], prompt(9, 1)
+    model, tokens = families["qwen3"], random_tokens(9, 1)
     batch = Batch(model, records=True, size=2)
-    rows = [batch.join(filled(model, tokens), tokens, GREEDY, 100) for _ in range(2)]
+    rows = [batch.join(native(model, tokens[:-1], 99), tokens, GREEDY, 100) for _ in range(2)]
     assert batch.full
     monkeypatch.setattr(
         "kvlingo_mlx.engine.batches.GenerationBatch.next",

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import os
 import warnings
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from kvlingo_mlx.threads import finished
 from tests.support import tiny
 from tests.support.fixtures import Models
 from tests.support.identity import identity_of
-from tests.support.parity import in_order
+from tests.support.native_caches import held
 from tests.support.talks import NEW, ask, check_caches, expected, talk_of, thought
 from tests.support.two_tokenizers import identities
 
@@ -38,21 +37,14 @@ CHANGED = [("a", "system", 143), ("b", "system", 41)]  # only the first message 
 Mask = Callable[[mx.array, mx.array], mx.array]
 
 
-@pytest.fixture
-def model(families: Models) -> LanguageModel:
-    return families["qwen3"]
-
-
 def altered(folder: Path, name: str, **facts: Any) -> LanguageModel:
     """A tiny Qwen3 with other entries in its tokenizer's config, and the stop that it has there."""
     kind, sizes = tiny.FAMILIES["qwen3"]
     folder = tiny.write_tiny_model(folder / name, kind, **sizes)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | facts))
+    tiny.amend(folder / "tokenizer_config.json", **facts)
     if "eos_token" in facts:
         stop = tiny.byte_tokenizer().token_to_id(facts["eos_token"])
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": stop}))
+        tiny.amend(folder / "config.json", eos_token_id=stop)
     return kv.load(folder)
 
 
@@ -313,11 +305,11 @@ def test_native_layers_read_what_is_brought(
         own.lines["b"].clear()
         for each in (talk, own):
             finished(each.exchange.bring("b", talk.transcript.tokens))
-        held, expected = (
-            [a for c in t.lines["b"].cache for a in (in_order(c, c.keys), in_order(c, c.values))]
-            for t in (talk, own)
+        found, expected = (
+            [array for cache in each.lines["b"].cache for array in held(cache)]
+            for each in (talk, own)
         )
-        alike = [np.allclose(a, b, atol=1e-5) for a, b in zip(held, expected, strict=True)]
+        alike = [np.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True)]
         assert alike == [True] * 2 * layers + [False] * (len(alike) - 2 * layers)
 
 

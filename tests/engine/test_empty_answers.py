@@ -1,11 +1,8 @@
 """A warning where an answer gives the user nothing, and none where it does."""
 
 import shutil
-import warnings
 from collections.abc import Callable
 from typing import Any
-
-from kvlingo_mlx.backend import mx
 
 import pytest
 
@@ -13,6 +10,9 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import dialogues, zoo
 from kvlingo_mlx.loading import notes
 from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support.fixtures import Patch, Temp
+from tests.support.talks import writing
+from tests.support.warned import told
 
 MESSAGES = [{"role": "user", "content": "The hotel of Emma is Lima. What is the hotel of Emma?"}]
 TEXT = MESSAGES[0]["content"]
@@ -20,29 +20,21 @@ END, WORD = "<|im_end|>", "Lima"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+def model(tmp_path_factory: Temp) -> LanguageModel:
     """A copy, which is no embedded model, so that it thinks unless it is told otherwise."""
     folder = tmp_path_factory.mktemp("copy") / "l"
     return kv.load(shutil.copytree(zoo("tiny-qwen3-l"), folder))
 
 
 @pytest.fixture(autouse=True)
-def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+def untold(monkeypatch: Patch) -> None:
     monkeypatch.setattr(notes, "_told", set())
 
 
-def writing(model: LanguageModel, *texts: str) -> Callable[[Any], Any]:
+def spelling(model: LanguageModel, *texts: str) -> Callable[[Any], Any]:
     """A sampler that writes these texts, one token after the other."""
     ids = [i for t in texts for i in model.tokenizer.encode(t, add_special_tokens=False)]
-    rest = iter(ids)
-    return lambda logits: mx.array([next(rest, model.tokenizer.eos_token_id)])
-
-
-def told(call: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return [str(w.message) for w in caught if issubclass(w.category, kv.KVLingoWarning)]
+    return writing([*ids, int(model.tokenizer.eos_token_id)])
 
 
 CASES: list[tuple[tuple[str, ...], Any, dict[str, Any], str | None]] = [
@@ -70,10 +62,12 @@ def test_what_is_told_of_an_answer(
     expected: str | None,
 ) -> None:
     """By ``generate``, and where messages are given also by a conversation."""
-    calls = [lambda: kv.generate(model, model, prompt, sampler=writing(model, *written), **options)]
+    calls = [
+        lambda: kv.generate(model, model, prompt, sampler=spelling(model, *written), **options)
+    ]
     if prompt is MESSAGES:
         talk = kv.Conversation({"a": model})
-        calls.append(lambda: talk.reply("a", TEXT, sampler=writing(model, *written), **options))
+        calls.append(lambda: talk.reply("a", TEXT, sampler=spelling(model, *written), **options))
     for call in calls:
         found = told(call)
         assert len(found) == (expected is not None), found
@@ -84,7 +78,7 @@ def test_an_answer_that_the_caller_ends_is_not_judged(model: LanguageModel) -> N
     talk = kv.Conversation({"a": model})
 
     def first() -> None:
-        responses = talk.stream_reply("a", TEXT, sampler=writing(model, "<think>", "I look"))
+        responses = talk.stream_reply("a", TEXT, sampler=spelling(model, "<think>", "I look"))
         next(responses)
         responses.close()
 

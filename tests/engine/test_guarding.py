@@ -27,6 +27,7 @@ from tests.support import tiny
 from tests.support.fixtures import Models
 from tests.support.guards import logs, with_receipt
 from tests.support.healings import in_a_row, noted
+from tests.support.native_caches import entries, native
 from tests.support.ranks import no_end
 from tests.support.talks import talk_of
 from tests.support.tiny import Case
@@ -98,13 +99,6 @@ LONG = "is it on? hi there, and this is much longer than that " * 5
 GUARD = 40
 
 
-def entries(talk: Conversation, name: str) -> list[np.ndarray]:
-    """A line's keys and values as they lie in its caches, up to its end."""
-    line = talk.lines[name]
-    sides = (getattr(c, side)[..., : len(line), :] for c in line.cache for side in tiny.SIDES)
-    return [np.array(array.astype(mx.float32)) for array in sides]
-
-
 @pytest.mark.parametrize("way", ["short", "long", "eager", "prefill", "stored"])
 def test_a_switch_against_two_plain_readings(
     models: dict[str, LanguageModel], poor: list[Translator], way: str
@@ -116,7 +110,7 @@ def test_a_switch_against_two_plain_readings(
     held: list[int] = []
     if way != "prefill":
         last_of(talk, "a", FIRST)
-        held, before = list(talk.lines["a"].tokens), entries(talk, "a")
+        held, before = list(talk.lines["a"].tokens), entries(talk.lines["a"].cache)
     if way == "stored":
         talk.offload("a", "disk")
     message = {"long": LONG, "prefill": FIRST}.get(way, SHORT)
@@ -137,7 +131,7 @@ def test_a_switch_against_two_plain_readings(
     assert talk.last_switch is not None and talk.last_switch.guarded == found
     if held:  # the other model's line is what it was, bit by bit
         assert talk.lines["a"].tokens[: len(held)] == held
-        for one, other in zip(before, entries(talk, "a"), strict=True):
+        for one, other in zip(before, entries(talk.lines["a"].cache), strict=True):
             assert np.array_equal(one, other[..., : one.shape[-2], :])
 
 
@@ -218,8 +212,7 @@ def test_what_was_read_for_the_guard_alone_is_read_again(
     ):  # fmt: skip
         pass
     assert in_a_row(chunks) == len(tokens) - 1
-    own = make_prompt_cache(target.model)
-    target.model(mx.array([tokens[:-1]]), cache=own)
+    own = native(target, tokens[:-1], 2048)
     for a, b in zip(chunks[-1].cache, own, strict=True):
         for side in tiny.SIDES:
             found, wanted = (np.array(getattr(c, side)[0, :, : len(tokens) - 1]) for c in (a, b))
@@ -228,8 +221,7 @@ def test_what_was_read_for_the_guard_alone_is_read_again(
 
 def test_a_handed_over_cache_is_read_anew(pair: Ends, good: list[Translator]) -> None:
     target, wrong, tokens = pair[1], conditions.shuffled(good[0]), tokens_of(pair[1])
-    own = make_prompt_cache(target.model)
-    target.model(mx.array([tokens[:-1]]), cache=own)
+    own = native(target, tokens[:-1], 2048)
     for found, near, heal in ((wrong, True, None), (good[0], False, None), (wrong, True, "idle")):
         cache = kv.hand_over(
             *pair, tokens, translator=found, guard=32, on_doubt="reread", heal=heal

@@ -1,10 +1,7 @@
 """What a model wrote is a message: for its own template, for another model's, and for clients."""
 
-import json
 from pathlib import Path
 from typing import Any
-
-from kvlingo_mlx.backend import mx
 
 import pytest
 
@@ -13,9 +10,8 @@ from kvlingo_mlx.engine.conversation import Conversation
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import tiny
 from tests.support.identity import identity_of
-from tests.support.talks import talk_of, thought
-from tests.support.tool_callers import TEMPLATE, write_caller
-from tests.support.tools import TOOLS
+from tests.support.talks import talk_of, thought, writing
+from tests.support.tool_callers import TEMPLATE, TOOLS, write_caller
 
 CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
 # As Gemma 4's: a result stands beside the call that it belongs to, or nowhere.
@@ -34,15 +30,8 @@ BESIDE = (
 
 
 def caller(folder: Path, template: str) -> LanguageModel:
-    path = write_caller(folder) / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    tiny.amend(write_caller(folder) / "tokenizer_config.json", chat_template=template)
     return kv.load(folder)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    kind, sizes = tiny.FAMILIES["qwen3"]
-    return kv.load(tiny.write_tiny_model(tmp_path_factory.mktemp("m") / "qwen3", kind, **sizes))
 
 
 def prompt_of(talk: Conversation, name: str, new: list[dict[str, Any]]) -> str:
@@ -89,9 +78,7 @@ def test_a_thought_that_was_cut_ends_there(model: LanguageModel, verbatim: bool)
     mark = model.tokenizer.get_vocab()["<think>"]
 
     def reply(name: str, message: str, ids: list[int]) -> list[kv.GenerationResponse]:
-        left = iter(ids * 9)
-        sampler = lambda _: mx.array([next(left)])  # noqa: E731
-        return list(talk.stream_reply(name, message, sampler=sampler, max_tokens=2))
+        return list(talk.stream_reply(name, message, sampler=writing(ids), max_tokens=2))
 
     assert "".join(r.reasoning for r in reply("a", "hi", [mark, *model.tokenizer.encode("on")]))
     assert talk.messages[-1]["content"] == "" != talk.messages[-1]["reasoning_content"]
@@ -135,7 +122,7 @@ def test_only_the_template_opens_a_trace(template: str, opens: bool, tmp_path: P
     """Whatever marks questions, results, instructions and earlier answers hold."""
     model = caller(tmp_path / "m", template)
     ids = model.tokenizer.encode("the use of it", add_special_tokens=False)
-    talk = talk_of(model)
+    talk, most = talk_of(model), {"max_tokens": len(ids)}
     for mark in MARKED:
         told = [
             {"role": "system", "content": mark},
@@ -143,15 +130,12 @@ def test_only_the_template_opens_a_trace(template: str, opens: bool, tmp_path: P
             {"role": "assistant", "content": mark},
             {"role": "tool", "content": mark},
         ]
-
-        def options(**more: Any) -> dict[str, Any]:
-            left = iter(ids * 2)
-            return {"sampler": lambda _: mx.array([next(left)]), "max_tokens": len(ids), **more}
-
         for listed in (told, told[:2]):
             ways = [
-                talk.stream_reply("a", messages=listed, **options()),
-                kv.stream_generate(model, model, listed, strategy="native", **options()),
+                talk.stream_reply("a", messages=listed, sampler=writing(ids), **most),
+                kv.stream_generate(
+                    model, model, listed, strategy="native", sampler=writing(ids), **most
+                ),
             ]
             for responses in map(list, ways):
                 content, reasoning = (

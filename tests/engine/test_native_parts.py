@@ -22,8 +22,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from tests.support import tiny
 from tests.support.command_line import fails
-from tests.support.native_caches import native
-from tests.support.parity import WRONG, errors, in_order
+from tests.support.native_caches import WRONG, errors, held, native
 from tests.support.tiny import Case
 
 TOKENS = tiny.random_tokens(41)
@@ -56,7 +55,8 @@ def opened(root: Path, case: Case) -> tuple[LanguageModel, LanguageModel, Path]:
 
 def arrays(cache: Any) -> tuple[np.ndarray, np.ndarray]:
     """What one cache layer holds, oldest token first."""
-    return in_order(cache, cache.keys), in_order(cache, cache.values)
+    keys, values = held(cache)
+    return keys[0], values[0]
 
 
 def equal(one: Any, other: Any) -> bool:

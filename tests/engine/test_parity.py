@@ -3,10 +3,13 @@
 import functools
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
@@ -14,13 +17,17 @@ from safetensors.numpy import load_file
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
-from tests.support import parity, tiny
+from tests.support import tiny
 from tests.support.as_on_gpu import planned_for_a_gpu
+from tests.support.native_caches import WRONG, errors, held
 from tests.support.tiny import GOLDEN, GOLDEN_CASES, Case, Folders
 
 TOKENS = 33
+CACHE_TOLERANCE = 1e-5  # Frobenius norm, relative, of every layer and side
+LOGITS_TOLERANCE = 1e-4  # absolute
 # Of 32 tokens one chunk, two full ones, four and a short one; how products are laid out.
 WAYS = ((2048, True), (16, None), (7, False))
 CASES = (
@@ -80,26 +87,64 @@ def reference() -> ModuleType:
     return importlib.import_module("tests.support.reference")
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """A target's cache, (H, T, D) a layer, and its logits for the last token."""
+
+    keys: Sequence[np.ndarray]
+    values: Sequence[np.ndarray]
+    logits: np.ndarray
+
+
 load = functools.cache(kv.load)
+
+
+def decode(model: LanguageModel, cache: list[Any], token: int) -> Outcome:
+    """Take a copy of an mlx-lm cache, oldest token first, then run one token with it."""
+    keys, values = zip(*([side[0] for side in held(each)] for each in cache), strict=True)
+    return Outcome(keys, values, np.array(model.model(mx.array([[token]]), cache=cache)[0, -1]))
+
+
+def within_windows(folder: Path, outcome: Outcome) -> Outcome:
+    """The last tokens alone where a model's layer attends to no more."""
+    config = json.loads((folder / "config.json").read_text())
+    keys, values = (
+        [array[:, -(tiny.layer_window(config, t) or array.shape[1]) :] for t, array in enumerate(s)]
+        for s in (outcome.keys, outcome.values)
+    )
+    return Outcome(keys, values, outcome.logits)
+
+
+def logits_error(found: Outcome, expected: Outcome) -> float:
+    """The largest difference of a logit."""
+    assert found.logits.shape == expected.logits.shape
+    return float(np.abs(found.logits - expected.logits).max())
+
+
+def assert_same(found: Outcome, expected: Outcome, tolerance: float = CACHE_TOLERANCE) -> None:
+    """Every layer's keys and values and the logits agree; a NaN agrees with nothing."""
+    assert errors(found.keys, expected.keys).max() <= tolerance
+    assert errors(found.values, expected.values).max() <= tolerance
+    assert logits_error(found, expected) <= LOGITS_TOLERANCE
 
 
 def hand_over(
     folders: Folders, tokens: list[int], *, batched: bool | None = None, step: int = 2048
-) -> parity.Outcome:
+) -> Outcome:
     """Hand over on MLX, then run the last token; ``batched`` None is the default path."""
     source, target, folder = load(folders[0]), load(folders[1]), folders[2]
     translator: Path | Translator = folder
     if batched is not None:
         translator = build(*translator_folder.read(folder), batched=batched)
     cache = kv.hand_over(source, target, tokens, translator=translator, prefill_step_size=step)
-    return parity.decode(target, cache, tokens[-1])
+    return decode(target, cache, tokens[-1])
 
 
-def assert_far(found: parity.Outcome, expected: parity.Outcome) -> None:
+def assert_far(found: Outcome, expected: Outcome) -> None:
     """Every layer's keys and values and the logits differ by more than rounding could."""
-    assert parity.errors(found.keys, expected.keys).min() > parity.WRONG
-    assert parity.errors(found.values, expected.values).min() > parity.WRONG
-    assert parity.logits_error(found, expected) > parity.WRONG
+    assert errors(found.keys, expected.keys).min() > WRONG
+    assert errors(found.values, expected.values).min() > WRONG
+    assert logits_error(found, expected) > WRONG
 
 
 def read(folder: Path) -> tuple[Config, Tensors]:
@@ -112,12 +157,12 @@ def read(folder: Path) -> tuple[Config, Tensors]:
 def test_hand_over(case: Case, root: Path, reference: ModuleType) -> None:
     """Any chunk size and either layout of the matmuls gives the reference's cache; a GPU's too."""
     folders, tokens = tiny.write_case(root, case), tiny.random_tokens(TOKENS)
-    expected = parity.within_windows(folders[1], reference.hand_over(*folders, tokens))
+    expected = within_windows(folders[1], reference.hand_over(*folders, tokens))
     for step, batched in WAYS:
-        parity.assert_same(hand_over(folders, tokens, batched=batched, step=step), expected)
+        assert_same(hand_over(folders, tokens, batched=batched, step=step), expected)
     with planned_for_a_gpu():
         for step in (2048, 16):
-            parity.assert_same(hand_over(folders, tokens, batched=True, step=step), expected)
+            assert_same(hand_over(folders, tokens, batched=True, step=step), expected)
 
 
 @pytest.mark.parametrize("case", CONTROLS, ids=lambda case: case.name)
@@ -125,21 +170,21 @@ def test_rotation_counts(case: Case, root: Path, reference: ModuleType) -> None:
     """Negative control: keys rotated one position off are far from ours."""
     folders, tokens = tiny.write_case(root, case), tiny.random_tokens(TOKENS)
     shifted = reference.hand_over(*folders, tokens, first_position=1)
-    shifted, found = parity.within_windows(folders[1], shifted), hand_over(folders, tokens)
-    sides = [parity.errors(found.keys, shifted.keys), parity.errors(found.values, shifted.values)]
+    shifted, found = within_windows(folders[1], shifted), hand_over(folders, tokens)
+    sides = [errors(found.keys, shifted.keys), errors(found.values, shifted.values)]
     rotated, rest = sides[::-1] if case.target in ABSORBED else sides
-    assert rotated.min() > parity.WRONG
-    assert rest.max() <= parity.CACHE_TOLERANCE
-    assert parity.logits_error(found, shifted) > parity.WRONG
+    assert rotated.min() > WRONG
+    assert rest.max() <= CACHE_TOLERANCE
+    assert logits_error(found, shifted) > WRONG
 
 
-def read_golden(name: str, folders: Folders) -> tuple[list[int], parity.Outcome]:
+def read_golden(name: str, folders: Folders) -> tuple[list[int], Outcome]:
     """A golden file's tokens, and the cache and logits expected of them."""
     path = GOLDEN / f"{name}.npz"
     assert path.exists(), f"{path.name} is missing: run tools/make_golden.py"
     with np.load(path) as file:
         assert str(file["digest"]) == tiny.digest(*folders), "other weights: make it again"
-        expected = parity.Outcome(file["keys"], file["values"], file["logits"])
+        expected = Outcome(file["keys"], file["values"], file["logits"])
         return file["tokens"].tolist(), expected
 
 
@@ -149,7 +194,7 @@ def test_golden(case: Case, root: Path) -> None:
     folders = tiny.write_case(root, case)
     tokens, expected = read_golden(case.name, folders)
     for step, batched in (*WAYS, (1, None)):
-        parity.assert_same(hand_over(folders, tokens, batched=batched, step=step), expected)
+        assert_same(hand_over(folders, tokens, batched=batched, step=step), expected)
 
 
 def roll_layers(config: Config, tensors: Tensors) -> Tensors:
@@ -188,4 +233,4 @@ def test_map_order_counts(
 def test_zoo_golden(folders: Folders) -> None:
     """Every embedded pair gives what the reference gave on a dialogue."""
     tokens, expected = read_golden(f"zoo-{folders[2].name}", folders)
-    parity.assert_same(hand_over(folders, tokens, step=16), expected)
+    assert_same(hand_over(folders, tokens, step=16), expected)

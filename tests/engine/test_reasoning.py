@@ -1,17 +1,13 @@
 """Conversations in which one model writes the reasoning trace and another one the answer."""
 
 import warnings
-from collections.abc import Iterator
-
-from kvlingo_mlx.backend import mx
 
 import pytest
-from mlx_lm.generate import generate_step
 
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.engine.conversation import Conversation
-from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support.fixtures import Models, Pair
+from tests.support.talks import expected
 
 PAIRS = ("tiny-qwen3-s--tiny-qwen3-l", "tiny-qwen3-l--tiny-qwen3-s")
 END = "</think>"
@@ -34,21 +30,11 @@ def talk(models: Models) -> Conversation:
 TALK = next(iter(dialogues.held_out(1)))
 
 
-def decoded(model: LanguageModel, tokens: list[int], until: str) -> Iterator[int]:
-    """What mlx-lm decodes greedily, a stop token included, until its text holds a mark."""
-    text: list[int] = []
-    for token, _ in generate_step(mx.array(tokens), model.model, max_tokens=80):
-        text.append(int(token))
-        yield text[-1]
-        if until in model.tokenizer.decode(text) or text[-1] in model.tokenizer.eos_token_ids:
-            return
-
-
 def test_one_model_thinks_and_the_other_answers(talk: Conversation, models: Models) -> None:
     asked = TALK.questions[0]
     prompt = talk.transcript.prompt(models["small"], [{"role": "user", "content": asked}])
-    thought = list(decoded(models["small"], prompt, END))
-    assert END in models["small"].tokenizer.decode(thought)  # or nothing is shown here
+    whole, decode = expected(models["small"], prompt, 80), models["small"].tokenizer.decode
+    thought = next(whole[:n] for n in range(len(whole) + 1) if END in decode(whole[:n]))
     answers = list(talk.stream_reply("large", asked, reasoning="small", max_tokens=80))
     found = [response.token for response in answers]
     assert found[: len(thought)] == thought and len(found) > len(thought)

@@ -5,12 +5,12 @@ is not mapped, has no effect, and through unit matrices every state must be that
 reads all by itself.
 """
 
+import functools
 from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
@@ -23,22 +23,23 @@ from kvlingo_mlx.folding import check_foldable
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
-from tests.support import TESTS, hybrid_models
-from tests.support.fixtures import Models, Patch
+from tests.support import TESTS, hybrid_models, talks
+from tests.support.fixtures import Models, Patch, Temp
 from tests.support.guards import with_receipt
 from tests.support.identity import TOKENS, identity_of
 from tests.support.native_caches import native
 from tests.support.opened import cast
-from tests.support.talks import CLOSE, NEW, apart, expected
+from tests.support.talks import CLOSE, NEW, apart, check_caches
 
 LONG = "the use of an other is it on? " * 2
 NAMES = ("granitemoehybrid", "delta", "lfm2")
 MAPPED = ("delta mapped", "nemotron_h mapped")
+TAIL = ("tail",)
 refused = kv.UnsupportedModelError
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+def models(tmp_path_factory: Temp) -> Models:
     """Of each rule one, and those whose tails do not matter."""
     root, found = tmp_path_factory.mktemp("recurrent"), dict[str, LanguageModel]()
     for name in (*NAMES, *MAPPED):
@@ -63,34 +64,16 @@ def same(model: LanguageModel, name: str = "") -> Any:
 
 
 def talk_of(model: LanguageModel, name: str = "", **options: Any) -> Conversation:
-    options = {"prefill_step_size": 7, "verbatim": True} | options
-    return Conversation(dict.fromkeys("ab", model), [same(model, name)], **options)
+    return talks.talk_of(model, state_maps="mapped" in name, **{"verbatim": True} | options)
 
 
 def check(talk: Conversation) -> None:
-    """Each line holds what its model makes of its tokens."""
+    """Each line holds what its model makes of its tokens; a tail that is not mapped may differ."""
     for line in talk.lines.values():
-        if line.away or not len(line):
-            continue
-        counting = [cache for cache in line._caches if not caches.is_recurrent(cache)]
-        assert {cache.offset for cache in counting} <= {len(line)}
-        own = native(line.model, line.tokens, 7)
-        for mine, theirs in zip(line._caches, own, strict=True):
-            both = caches.held(mine), caches.held(theirs)
-            for part in both[1].keys() - {"tail"}:
-                one, other = (np.array(each[part].astype(mx.float32)) for each in both)
-                if not caches.is_recurrent(mine):
-                    one, other = (array[..., : len(line), :] for array in (one, other))
-                assert np.linalg.norm(one - other) < CLOSE * np.linalg.norm(other), line.name
+        check_caches(line, TAIL)
 
 
-def ask(talk: Conversation, name: str, message: str) -> None:
-    """One reply, which must be the model's own; every line must hold its tokens."""
-    model = talk.lines[name].model
-    prompt = talk.transcript.prompt(model, [{"role": "user", "content": message}])
-    talk.reply(name, message, max_tokens=NEW)
-    assert talk.transcript.tokens[len(prompt) :] == expected(model, prompt)
-    check(talk)
+ask = functools.partial(talks.ask, without=TAIL)
 
 
 @pytest.mark.parametrize("name", [*NAMES, MAPPED[0]])

@@ -26,16 +26,12 @@ from kvlingo_mlx.threads import finished
 from tests.support import TESTS, tiny
 from tests.support.fixtures import Models
 from tests.support.identity import identity_of
+from tests.support.native_caches import entries
 from tests.support.opened import cast
 from tests.support.talks import NEW, apart, ask, talk_of
 
 FAMILIES = ("qwen3", "gemma3", "gemma4", "deepseek_v3", "converted_mla")
 LONG = "the use of an other is it on? " * 2
-
-
-@pytest.fixture
-def model(families: Models) -> LanguageModel:
-    return families["qwen3"]
 
 
 @pytest.fixture
@@ -47,11 +43,7 @@ def files() -> Callable[[], list[Path]]:
 
 def held(talk: Conversation, name: str) -> list[np.ndarray]:
     """Copies of all that a line's caches hold, used part alone."""
-    return [
-        np.array(array.astype(mx.float32))
-        for cache in talk.lines[name].cache
-        for array in cache.keys_and_values()
-    ]
+    return entries(talk.lines[name].cache)
 
 
 def equal(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
@@ -117,18 +109,17 @@ def test_eight_bits_round_once_to_half_a_step(model: LanguageModel) -> None:
             np.testing.assert_allclose(ours, theirs, rtol=1e-6)  # rounded only once
 
 
+def spoil(file: Path) -> None:
+    *data, last = file.read_bytes()
+    file.write_bytes(bytes([*data, last ^ 1]))
+
+
 def test_a_damaged_file_is_found_and_the_line_read_anew(
     model: LanguageModel, files: Callable[[], list[Path]]
 ) -> None:
     talk = talk_of(model, verbatim=True)
     ask(talk, "a", "the use of an other")
     ask(talk, "b", "is it on?")
-
-    def spoil(file: Path) -> None:
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(data)
-
     for name, damage, why in (("a", spoil, "sha256"), ("b", Path.unlink, "cannot be read")):
         talk.offload(name, "disk")
         (file,) = files()
@@ -377,9 +368,7 @@ def test_a_damaged_folder_is_refused(model: LanguageModel, tmp_path: Path) -> No
             resume(folder, model)
     (folder / "conversation.json").write_text(json.dumps(facts))
     (file,) = folder.glob("line-0.*")
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    spoil(file)
     with pytest.raises(kv.MalformedConversationError, match="is damaged: its sha256 is"):
         resume(folder, model)
     file.unlink()

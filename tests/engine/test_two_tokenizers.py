@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,13 +17,7 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models.cache import (
-    KVCache,
-    load_prompt_cache,
-    make_prompt_cache,
-    save_prompt_cache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache, trim_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
@@ -40,7 +34,10 @@ from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from tests.support import hybrid_models, plain_models, tiny
 from tests.support.command_line import fails
+from tests.support.fixtures import Patch, Printed, Temp
 from tests.support.identity import identity_of
+from tests.support.native_caches import native
+from tests.support.talks import writing
 from tests.support.two_tokenizers import TALK, Script, write_mistral, write_qwen, write_translator
 
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "3"))  # more of them by hand
@@ -59,7 +56,7 @@ Opener = Callable[[str], LanguageModel]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory: Temp) -> Path:
     """A tiny Qwen and a tiny Mistral, a random translator for each direction."""
     root = tmp_path_factory.mktemp("two-tokenizers")
     write_qwen(root / "qwen"), write_mistral(root / "mistral")
@@ -178,8 +175,7 @@ def several(start: int, stop: int) -> list[int]:
 
 def stretch_by_stretch(model: LanguageModel, kind: type) -> np.ndarray:
     """Logits from caches that rotate where they are told, entries put between what is read."""
-    own = make_prompt_cache(model.model)
-    model.model(mx.array(IDS)[None], cache=own)
+    own = native(model, IDS, 99)
     slow: list[Any] = [kind() for _ in model.attentions]
     for start, stop, translated in STRETCHES:
         if not translated:
@@ -269,12 +265,7 @@ def test_batches_with_prompts_of_its_own(handed: Any) -> None:
     """Beside a prompt that mlx-lm prefilled, whichever comes first."""
     target, make = handed
     last, ids = encode(target, TALK)[-1], [3, 5, 8, 13, 21, 34, 55]
-
-    def read() -> list[Any]:
-        cache = make_prompt_cache(target.model)
-        target.model(mx.array(ids[:-1])[None], cache=cache)
-        return cache
-
+    read = partial(native, target, ids[:-1], 99)
     expected = [decode(target, make(), last), decode(target, read(), ids[-1])]
     for order in ((0, 1), (1, 0)):
         caches, tokens = (make(), read()), ([last], ids[-1:])
@@ -321,12 +312,6 @@ def script(model: LanguageModel, text: str) -> Script:
     ids = [vocabulary.get(c) or vocabulary[f"<0x{ord(c):02X}>"] for c in spelled]
     ends = list(range(1, len(ids) + 1))
     return Script([*ids, int(model.tokenizer.eos_token_id)], lead + text, ends, text)
-
-
-def writing(ids: list[int]) -> Callable[[Any], mx.array]:
-    """A sampler that writes these tokens."""
-    left = iter(ids + ids[-1:] * 9)
-    return lambda _: mx.array([next(left)])
 
 
 def talk_of(root: Path, opened: Opener, **options: Any) -> Conversation:
@@ -452,15 +437,9 @@ def test_whatever_is_said_and_done(seed: int, root: Path, opened: Opener, tmp_pa
         check_order(talk)
 
 
-def held(talk: Conversation, name: str) -> list[np.ndarray]:
-    """What a line's caches hold."""
-    sides = (side for c in talk.lines[name].cache for side in c.keys_and_values())
-    return [np.array(side) for side in sides]
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_switch_that_is_interrupted_changes_nothing(
-    error: type[BaseException], root: Path, opened: Opener, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], root: Path, opened: Opener, monkeypatch: Patch
 ) -> None:
     """In the middle of a translation whose entries stand between what is read."""
     talk, calm = (talk_of(root, opened, eager=False) for _ in range(2))
@@ -599,8 +578,8 @@ def test_what_a_conversation_refuses(root: Path, opened: Opener) -> None:
 
 
 def test_the_verbs(
-    root: Path, tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    root: Path, tmp_path: Path, store: Path, capsys: Printed,
+    monkeypatch: Patch,
 ) -> None:  # fmt: skip
     """Made, shown, used, judged and talked with; no flag says that the tokenizers differ."""
     ends = [str(root / "qwen"), str(root / "mistral")]

@@ -20,7 +20,7 @@ from kvlingo_mlx.translators import products
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.products import BLOCK
 from tests.support import tiny
-from tests.support.native_caches import alike
+from tests.support.native_caches import alike, held
 from tests.support.tiny import Case
 
 CASES = (
@@ -64,13 +64,6 @@ def every_token(
     return own
 
 
-def window_of(cache: Any, layer: Any) -> list[np.ndarray]:
-    """A cache's keys and values within its layer's window, oldest first."""
-    kept = min(cache.offset, layer.window or cache.offset)
-    ordered = getattr(cache, "_temporal_order", lambda array: array[..., : cache.offset, :])
-    return [np.array(ordered(array)[..., -kept:, :]) for array in (cache.keys, cache.values)]
-
-
 def logits(model: LanguageModel, cache: list[Any]) -> np.ndarray:
     """Those of ``NEXT``, run piece by piece."""
     return np.concatenate([np.array(model.model(mx.array([p]), cache=cache)[0]) for p in NEXT])
@@ -86,7 +79,7 @@ def assert_nothing_is_lost(root: Path, case: Case, step: int, translator: Transl
     found = kv.hand_over(source, target, tokens, translator=translator, prefill_step_size=step)
     for mine, theirs, layer in zip(found, expected, layers, strict=True):
         assert layer.window is None or mine.keys.shape[2] == window  # no more is kept
-        pairs = zip(window_of(mine, layer), window_of(theirs, layer), strict=True)
+        pairs = zip(held(mine), held(theirs), strict=True)
         assert all(alike(a, b) for a, b in pairs)
     assert alike(logits(target, found), logits(target, expected), 1e-4)
 

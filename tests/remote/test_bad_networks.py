@@ -20,7 +20,9 @@ from kvlingo_mlx.format.geometry import digest_of
 from kvlingo_mlx.remote import client, model
 from kvlingo_mlx.remote.order import Order
 from tests.support import tiny
+from tests.support.native_caches import entries
 from tests.support.network import Network, Offered, offered
+from tests.support.processes import until
 
 pytestmark = pytest.mark.filterwarnings("ignore::kvlingo_mlx.KVLingoWarning")
 MANY = "KVLINGO_EXAMPLES" in os.environ
@@ -62,8 +64,8 @@ def hand(ends: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch) -> Hand:
     monkeypatch.setattr(client, "FIRST_PAUSE", 0.002)
 
     def hand_over(source: Any, tokens: list[int] = PROMPT) -> list[np.ndarray]:
-        cache = kv.hand_over(source, ends[1], tokens, translator=ends[2], prefill_step_size=STEP)
-        return [np.array(a[..., : c.offset, :]) for c in cache for a in (c.keys, c.values)]
+        options = {"translator": ends[2], "prefill_step_size": STEP}
+        return entries(kv.hand_over(source, ends[1], tokens, **options))
 
     return hand_over
 
@@ -272,10 +274,7 @@ def test_jobs_take_turns_and_there_is_a_limit(ends: tuple[Any, Any, Any], hand: 
         source = kv.connect(server.address)
         with ThreadPoolExecutor(2) as pool:
             assert all(equal(own, each) for each in pool.map(hand, [source, source]))
-        end = time.monotonic() + 60
-        while server.jobs and time.monotonic() < end:
-            time.sleep(0.01)
-        assert not server.jobs  # clients tell when they have all
+        until(lambda: not server.jobs)  # clients tell when they have all
         asks = client.Client(source.client.address)
         wanted = {"keys.0": 0, "values.0": 0}
         x, y = (
@@ -337,10 +336,7 @@ def test_a_client_that_leaves_ends_its_job(
             kv.hand_over(source, ends[1], PROMPT, translator=ends[2], prefill_step_size=STEP)
     finally:
         caches.append = plain
-    begun = time.monotonic()
-    while set(server.jobs) - others and time.monotonic() - begun < 60:
-        time.sleep(0.05)
-    assert not set(server.jobs) - others
+    until(lambda: not set(server.jobs) - others)
     left = [t.name for t in threading.enumerate() if "Transfer" in t.name or "_run" in t.name]
     assert not left
 

@@ -17,10 +17,8 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import caches
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.engine.responses import summary
 from kvlingo_mlx.format.maps import maps_of
@@ -29,14 +27,17 @@ from kvlingo_mlx.translators.base import Translator
 from tests.support import ROOT, hybrid_models, tiny
 from tests.support.command_line import fails
 from tests.support.identity import identity_of
+from tests.support.native_caches import entries, native
 from tests.support.network import Network, Offered, offered
 from tests.support.opened import quantised
 
 pytestmark = pytest.mark.filterwarnings("ignore::kvlingo_mlx.KVLingoWarning")
 SMALL = dict(layers=4, kv_heads=4, head_dim=16)
 LARGE = dict(layers=6, kv_heads=4, head_dim=32)
+QWEN3, UNMAPPED = ("qwen3", dict(layers=3, kv_heads=2, head_dim=32)), dict(state_maps=False)
+End = tuple[str, dict[str, Any]]
 # source, target, how the translator is made
-PAIRS: dict[str, tuple[tuple[str, dict[str, Any]], tuple[str, dict[str, Any]], dict[str, Any]]] = {
+PAIRS: dict[str, tuple[End, End | None, dict[str, Any]]] = {
     "qwen3": (("qwen3", SMALL), ("qwen3", LARGE), dict(nu=2, bias=True)),
     "head-wise": (("qwen3", SMALL), ("qwen3", LARGE), dict(head_mixing=False)),
     "moe": (("qwen3", SMALL), ("qwen3_moe", LARGE), dict(nu=2, capture="post_rope")),
@@ -51,7 +52,17 @@ PAIRS: dict[str, tuple[tuple[str, dict[str, Any]], tuple[str, dict[str, Any]], d
         ("qwen3", {**LARGE, "dtype": "bfloat16", "kv_heads": 2}),
         dict(nu=2),
     ),
+    # What recurrences are given is sent, no more; a map that reads both sides of a layer, or a
+    # state, gets these.
+    "states": (("granitemoehybrid", {}), None, {}),
+    "tails": (("lfm2", {}), None, {}),
+    "to states": (QWEN3, ("qwen3_5", {}), UNMAPPED),
+    "from states": (("qwen3_5", {}), QWEN3, UNMAPPED),
+    "to tails": (("granitemoehybrid", {}), ("lfm2", {}), UNMAPPED),
+    "delta": (("qwen3_5", {}), ("qwen3_5_moe", {}), dict(state_maps=True)),
+    "mamba": (("nemotron_h", {}), ("granitemoehybrid", {}), dict(state_maps=True)),
 }
+PLAIN = [*PAIRS][:6]
 SENT = ("states", "translated")
 WAYS: list[dict[str, Any]] = [
     {},
@@ -63,27 +74,36 @@ WAYS: list[dict[str, Any]] = [
 PROMPT = tiny.random_tokens(61)
 
 
+def opened(folder: Path, seed: int, kind: str, options: dict[str, Any]) -> LanguageModel:
+    if kind in hybrid_models.CONFIGS:
+        return kv.load(hybrid_models.write_hybrid_model(folder, kind))
+    return kv.load(tiny.write_tiny_model(folder, kind, seed=seed, **options))
+
+
 class Pair:
-    """A source, on this machine and on another one, and a target."""
+    """A source, on this machine and on another one, and a target; without one, the source."""
 
     def __init__(self, root: Path, name: str) -> None:
-        (kind, options), (other, more), how = PAIRS[name]
-        ends = (
-            tiny.write_tiny_model(root / f"{name}-a", kind, seed=31, **options),
-            tiny.write_tiny_model(root / f"{name}-b", other, seed=32, **more),
-        )
-        tiny.write_random_translator(root / f"{name}-t", *ends, **how)
-        self.source, self.target = map(kv.load, ends)
-        self.translator = kv.load_translator(root / f"{name}-t")
+        first, second, how = PAIRS[name]
+        self.source = self.target = opened(root / f"{name}-a", 31, *first)
+        if second is None:
+            self.translator = identity_of(self.source)
+        else:
+            self.target = opened(root / f"{name}-b", 32, *second)
+            if "state_maps" in how:
+                ends = self.source, self.target
+                self.translator = hybrid_models.random_translator(*ends, **how)
+            else:
+                folders = (root / f"{name}-{end}" for end in "tab")
+                self.translator = kv.load_translator(tiny.write_random_translator(*folders, **how))
         self.offered = Offered(self.source, [self.translator])
 
     def remote(self, sent: str) -> Any:
         return kv.connect(self.offered.address, sent=sent)
 
     def caches(self, source: Any, **options: Any) -> list[np.ndarray]:
-        cache = kv.hand_over(source, self.target, PROMPT, translator=self.translator, **options)
-        sides = [a[..., : c.offset, :] for c in cache for a in (c.keys, c.values)]
-        return [np.array(a.astype(mx.float32)) for a in sides]
+        options |= {"translator": self.translator}
+        return entries(kv.hand_over(source, self.target, PROMPT, **options))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +127,7 @@ def test_the_caches_are_those_of_one_machine(pairs: Any, name: str, sent: str) -
     pair = pairs(name)
     remote = pair.remote(sent)
     rounded = name == "bfloat16" and sent == "translated"
-    for way in WAYS:
+    for way in WAYS if name in PLAIN else WAYS[1:4]:
         own, theirs = pair.caches(pair.source, **way), pair.caches(remote, **way)
         for place, (one, other) in enumerate(zip(own, theirs, strict=True)):
             assert one.shape == other.shape and np.isfinite(one).all()
@@ -120,46 +140,6 @@ def test_the_caches_are_those_of_one_machine(pairs: Any, name: str, sent: str) -
     other = pair.caches(pair.source, native_layers=0, prefill_step_size=61)
     shuffled = [np.roll(a, 1, axis=2) for a in other]  # negative control
     assert not all(map(np.array_equal, shuffled, theirs))
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "mapped"),
-    [
-        ("granitemoehybrid", None, False),  # what recurrences are given is sent, no more
-        ("lfm2", None, False),
-        ("qwen3", "qwen3_5", False), ("qwen3_5", "qwen3", False),
-        ("granitemoehybrid", "lfm2", False),
-        ("qwen3_5", "qwen3_5_moe", True), ("nemotron_h", "granitemoehybrid", True),
-    ],
-)  # fmt: skip
-def test_a_hybrid_reads_elsewhere(
-    first: str, second: str | None, mapped: bool, tmp_path: Path
-) -> None:
-    """To itself by the identity; a map that reads both sides of a layer, or a state, gets these."""
-
-    def loaded(name: str) -> LanguageModel:
-        if name not in tiny.FAMILIES:
-            return kv.load(hybrid_models.write_hybrid_model(tmp_path / name, name))
-        kind, sizes = tiny.FAMILIES[name]
-        return kv.load(tiny.write_tiny_model(tmp_path / name, kind, **sizes))
-
-    source = loaded(first)
-    target = source if second is None else loaded(second)
-    found = identity_of(source)
-    if second is not None:
-        found = hybrid_models.random_translator(source, target, state_maps=mapped)
-    with offered(source, [found]) as one:
-        for sent, way in itertools.product(SENT, (WAYS[1], WAYS[2], WAYS[3])):
-            mine, theirs = (
-                kv.hand_over(each, target, PROMPT, translator=found, **way)
-                for each in (source, kv.connect(one.address, sent=sent))
-            )
-            for left, right in zip(map(caches.held, mine), map(caches.held, theirs), strict=True):
-                assert left.keys() == right.keys() and left
-                for name, array in left.items():
-                    end = None if name in caches.PARTS else len(PROMPT) - 1
-                    a, b = (x if end is None else x[..., :end, :] for x in (array, right[name]))
-                    assert mx.array_equal(a, b).item(), (sent, way, name)
 
 
 def answered(source: Any, target: LanguageModel, translator: Translator, **options: Any) -> Any:
@@ -240,8 +220,7 @@ def test_answers_are_those_of_one_machine(pairs: Any, tmp_path: Path) -> None:
                          heal="idle")  # fmt: skip
     while cache.heal():
         pass
-    alone = make_prompt_cache(pair.target.model)
-    pair.target.model(mx.array([PROMPT[:-1]]), cache=alone)
+    alone = native(pair.target, PROMPT[:-1], 2048)
     for one, other in zip(cache, alone, strict=True):
         assert mx.allclose(one.keys[..., :60, :], other.keys[..., :60, :], atol=1e-4)
 

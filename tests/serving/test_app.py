@@ -9,30 +9,32 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.serving import Running, running
+from tests.support.fixtures import Logged, Patch, Temp
+from tests.support.serving import Running, running, texts
 
 FALLBACK, STRATEGY = "x-kvlingo-fallback", "x-kvlingo-strategy"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(tmp_path_factory: Temp) -> Iterator[Running]:
     with running(tmp_path_factory.mktemp("told"), queue_limit=3, routes="rules.toml") as found:
         yield found
 
 
-def lines(response: Any) -> list[str]:
-    return [line for line in response.text.split("\n\n") if line]
+def comments(response: Any) -> list[str]:
+    return [line for line in response.text.split("\n\n") if line.startswith(":")]
 
 
 def test_a_whole_answer(server: Running) -> None:
     response = server.ask("begin translate;say one;waiting;say two")
-    assert (response.status_code, response.json()) == (200, {"text": "onetwo"})
+    found = response.json()["choices"][0]["text"]
+    assert (response.status_code, found) == (200, "onetwo")
     assert response.headers[STRATEGY] == "translate" and FALLBACK not in response.headers
 
 
 def test_a_stream(server: Running) -> None:
     response = server.ask("begin kept;say one;say two", stream=True)
-    assert lines(response) == ["data: one", "data: two", "data: [DONE]"]
+    assert texts(response.text) == ["one", "two", "[DONE]"]
     assert response.headers[STRATEGY] == "kept"
     assert response.headers["content-type"].startswith("text/event-stream")
 
@@ -47,19 +49,19 @@ def test_failures_before_the_first_token_have_their_status(
 ) -> None:
     response = server.ask(f"waiting;fail {kind}", stream=stream)
     assert response.status_code == status
-    assert response.json()["plain"]["message"] == f"planted failure: {kind}"
+    assert response.json()["error"]["message"] == f"planted failure: {kind}"
     assert ("retry-after" in response.headers) == (kind in ("busy", "memory"))
 
 
 def test_keep_alives_come_by_timer(server: Running) -> None:
     """Also while the engine tells how far it has read; a failure is then a frame."""
     quiet = server.ask("wait 1;begin;say one", stream=True)
-    assert lines(quiet)[-2:] == ["data: one", "data: [DONE]"]
-    assert set(lines(quiet)[:-2]) == {": still here"} and STRATEGY not in quiet.headers
+    assert texts(quiet.text) == ["one", "[DONE]"]
+    assert set(comments(quiet)) == {": keepalive 0/0"} and STRATEGY not in quiet.headers
     busy = server.ask("waiting;wait 0.2;" * 5 + "fail memory", stream=True)
-    assert busy.status_code == 200 and lines(busy)[-1] == "data: failed memory"
-    assert ": still here" in lines(busy)
-    assert ": still here" not in lines(server.ask("begin;say one", stream=True))  # control
+    assert busy.status_code == 200 and texts(busy.text)[0] == "out_of_memory"
+    assert ": keepalive 3/10" in comments(busy)
+    assert not comments(server.ask("begin;say one", stream=True))  # control
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -82,7 +84,7 @@ def test_too_many_that_wait_are_refused(server: Running) -> None:
         server.until(lambda number=number: server.engine.waiting == number)
     refused = server.ask("begin")
     assert refused.status_code == 429 and int(refused.headers["retry-after"]) > 0
-    assert "3 requests wait already" in refused.json()["plain"]["message"]
+    assert "3 requests wait already" in refused.json()["error"]["message"]
     for client in clients:
         client.close()
     server.until(lambda: server.engine.waiting == 0)
@@ -97,7 +99,7 @@ def test_an_unknown_model_is_told_those_there_are(server: Running) -> None:
     before = len(asks(server))
     response = server.ask("begin", model="gpt-9\n")
     assert response.status_code == 404
-    error = response.json()["plain"]
+    error = response.json()["error"]
     assert error["message"] == "model 'gpt-9\\n' is not offered; offered are small, large, auto"
     assert error["param"] == "model" and len(asks(server)) == before
     assert server.ask("begin", model="auto").status_code == 200
@@ -106,10 +108,10 @@ def test_an_unknown_model_is_told_those_there_are(server: Running) -> None:
 
 
 def test_a_bad_request_is_told_in_its_apis_form(server: Running) -> None:
-    response = httpx.post(f"{server.url}/v1/plain", json={"model": "small"})
-    assert response.status_code == 422
-    assert response.json()["plain"]["message"] == "prompt is no text; give one"
-    assert response.json()["plain"]["param"] == "prompt"
+    response = httpx.post(f"{server.url}/v1/completions", json={"model": "small"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "prompt: Field required"
+    assert response.json()["error"]["param"] == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -118,9 +120,9 @@ def test_a_bad_request_is_told_in_its_apis_form(server: Running) -> None:
      b'{"prompt": "begin"', b"null", b"[]", b'"x"', b"\x00" * 10],
 )  # fmt: skip
 def test_bodies_that_are_no_requests(body: bytes, server: Running) -> None:
-    response = httpx.post(f"{server.url}/v1/plain", content=body)
-    assert response.status_code in (400, 422)
-    message = response.json()["plain"]["message"]
+    response = httpx.post(f"{server.url}/v1/completions", content=body)
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
     assert message.isprintable() and len(message) < 300
 
 
@@ -128,11 +130,12 @@ def test_paths_and_methods_that_do_not_exist(server: Running) -> None:
     response = httpx.get(f"{server.url}/v2/nothing")
     assert response.status_code == 404
     assert response.json()["error"]["message"] == (
-        "there is no GET '/v2/nothing'; POST to /v1/plain, /v1/plain/count; GET /v1/models"
+        "there is no GET '/v2/nothing'; POST to /v1/chat/completions, /v1/completions, "
+        "/v1/messages, /v1/responses, /v1/messages/count_tokens; GET /v1/models"
     )
-    response = httpx.get(f"{server.url}/v1/plain")
+    response = httpx.get(f"{server.url}/v1/completions")
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
-    assert response.json()["plain"]["message"] == "/v1/plain takes no GET; use POST"
+    assert response.json()["error"]["message"] == "/v1/completions takes no GET; use POST"
 
 
 def test_models_are_loaded_and_unloaded(server: Running) -> None:
@@ -158,18 +161,18 @@ def test_health_and_status(server: Running) -> None:
 
 
 def test_an_engine_that_fails_ends_its_requests_and_the_server(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: Logged
 ) -> None:
     """The parent then starts another one."""
     with running(tmp_path) as server:
         body = {"model": "small", "prompt": "begin;say a;wait 600", "stream": True}
-        with httpx.stream("POST", f"{server.url}/plain", json=body, timeout=30) as other:
+        with httpx.stream("POST", f"{server.url}/completions", json=body, timeout=30) as other:
             text = other.iter_text()
-            assert next(text) == "data: a\n\n"
+            assert texts(next(text)) == ["a"]
             response = server.ask("wait 0;raise")
             assert response.status_code == 503 and "LookupError" in response.text
             assert response.headers["x-should-retry"] == "false"
-            assert "".join(text) == "data: failed crashed\n\n"
+            assert texts("".join(text))[0] == "worker_crashed"
         server.thread.join(60)
     assert str(server.error) == "LookupError" and not server.engine.fatal
 
@@ -185,7 +188,7 @@ def test_not_ready_is_not_healthy_but_alive(tmp_path: Path) -> None:
             assert health.status_code == 503 and "retry-after" in health.headers
             refused = server.ask("begin")
             assert refused.status_code == 503 and "retry-after" in refused.headers
-            assert "is being started" in refused.json()["plain"]["message"]
+            assert "is being started" in refused.json()["error"]["message"]
             assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "small"
             assert server.ask("begin", model="none").status_code == 404
     finally:
@@ -195,14 +198,14 @@ def test_not_ready_is_not_healthy_but_alive(tmp_path: Path) -> None:
 def test_a_stop_lets_answers_end_or_cuts_them(tmp_path: Path) -> None:
     with running(tmp_path, stop_timeout=2.0) as server:
         short, long = (
-            httpx.stream("POST", f"{server.url}/plain", timeout=30,
+            httpx.stream("POST", f"{server.url}/completions", timeout=30,
                          json={"model": "small", "prompt": script, "stream": True})
             for script in ("begin;say a;wait 0.5;say b", "begin;say a;wait 600")
         )  # fmt: skip
         with short as first, long as second:
             server.server.should_exit = True
-            assert "data: b" in first.read().decode() and "[DONE]" in first.text
-            assert second.read().decode().endswith("data: failed unready\n\n")
+            assert texts(first.read().decode()) == ["a", "b", "[DONE]"]
+            assert "server_unready" in texts(second.read().decode())
         server.thread.join(30)
     assert server.told()[-1] == ["stop"]
 
@@ -211,7 +214,7 @@ def test_stopping_refuses_new_requests_on_old_connections(tmp_path: Path) -> Non
     with running(tmp_path) as server, httpx.Client() as client:
         assert client.get(f"{server.url}/health").status_code == 200
         server.engine._stopping = True
-        refused = client.post(f"{server.url}/plain", json={"prompt": "begin"})
+        refused = client.post(f"{server.url}/completions", json={"prompt": "begin"})
         assert refused.status_code == 503 and "is stopping" in refused.text
 
 
@@ -225,9 +228,9 @@ def test_metrics(tmp_path: Path) -> None:
         text = httpx.get(f"{server.url}/metrics").text
     found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     expected = {
-        'requests_total{endpoint="/v1/plain",model="small",status="200"}': 1,
-        'requests_total{endpoint="/v1/plain",model="large",status="200"}': 1,
-        'requests_total{endpoint="/v1/plain",model="-",status="404"}': 1,
+        'requests_total{endpoint="/v1/completions",model="small",status="200"}': 1,
+        'requests_total{endpoint="/v1/completions",model="large",status="200"}': 1,
+        'requests_total{endpoint="/v1/completions",model="-",status="404"}': 1,
         'requests_total{endpoint="/v1/models/{id}",model="-",status="200"}': 1,
         'requests_total{endpoint="other",model="-",status="404"}': 1,
         'switches_total{model="small",strategy="translate"}': 1,
@@ -249,27 +252,25 @@ def test_metrics(tmp_path: Path) -> None:
     assert "none-of-them" not in text and "/a/path" not in text
 
 
-def test_texts_are_never_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_never_logged(tmp_path: Path, caplog: Logged, monkeypatch: Patch) -> None:
     """Neither of prompts nor of answers, also when we make a mistake."""
     from kvlingo_mlx.serving.server import NoContents
-    from tests.support import serving
+    from kvlingo_mlx.serving.wire import requests
 
-    read, counter = serving.PlainApi.read, itertools.count()
+    read, counter = requests.Api.read, itertools.count()
 
     def fails_once(self: Any, body: Any) -> Any:
         if next(counter) == 1:
             raise KeyError(f"a fault that quotes {body}")
         return read(self, body)
 
-    monkeypatch.setattr(serving.PlainApi, "read", fails_once)
+    monkeypatch.setattr(requests.Api, "read", fails_once)
     caplog.set_level("DEBUG")
     caplog.handler.addFilter(NoContents())
     with running(tmp_path) as server:
         assert server.ask("begin;say SECRET").status_code == 200
         broken = server.ask("begin;say SECRET")
-        assert broken.status_code == 500 and "KeyError" in broken.json()["plain"]["message"]
+        assert broken.status_code == 500 and "KeyError" in broken.json()["error"]["message"]
         assert "SECRET" not in broken.text
         time.sleep(0.2)
     assert "30 translated" in caplog.text and "KeyError at " in caplog.text

@@ -15,8 +15,8 @@ import httpx
 import openai
 import pytest
 
-from kvlingo_mlx.serving.app import apis
 from tests.support.engines import SEEN, Seen
+from tests.support.fixtures import Temp
 from tests.support.real_templates import CALL, FOLDER, IM, THINK, Family, write_real
 from tests.support.serving import running
 
@@ -78,10 +78,10 @@ def callers() -> Iterator[Caller]:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(tmp_path_factory: Temp) -> Iterator[str]:
     root: Path = tmp_path_factory.mktemp("callers")
     models = {c.name: str(write_real(root / c.name, c)) for c in callers()}
-    with running(root, apis(), SEEN, models=models, keep_conversations=False) as server:
+    with running(root, SEEN, models=models, keep_conversations=False) as server:
         yield server.url
 
 

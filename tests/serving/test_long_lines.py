@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ import httpx
 import pytest
 
 from kvlingo_mlx.embedded import zoo
-from kvlingo_mlx.serving.app import apis
 from kvlingo_mlx.serving.engine_thread import ENGINE
 from kvlingo_mlx.serving.sessions import Keys
+from tests.support.fixtures import Patch
 from tests.support.serving import Running, running
 from tests.support.wire_bodies import CHAT, COMPLETION, MESSAGES, RESPONSES, changed, places
 
@@ -60,13 +62,7 @@ BODIES = {
 
 def texts(body: Any) -> list[tuple[Any, ...]]:
     """The places of texts in a body, those of a call's arguments included."""
-    return [path for path in places(body) if isinstance(at(body, path), str)]
-
-
-def at(body: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        body = body[key]
-    return body
+    return [path for path in places(body) if isinstance(reduce(getitem, path, body), str)]
 
 
 @dataclass
@@ -101,7 +97,7 @@ class Streaming:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Running]:
     models = {"large": str(zoo("tiny-qwen3-l")), "small": str(zoo("tiny-qwen3-s"))}
-    with running(tmp_path, apis(), ENGINE, models=models, keep_conversations=False) as found:
+    with running(tmp_path, ENGINE, models=models, keep_conversations=False) as found:
         yield found
 
 
@@ -141,9 +137,7 @@ def test_long_lines_hold_nobody_up(server: Running) -> None:
     assert other.tokens > 100 and other.waited < most
 
 
-def test_a_pattern_of_quadratic_time_is_noticed(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pattern_of_quadratic_time_is_noticed(server: Running, monkeypatch: Patch) -> None:
     """The old default pattern of volatile lines, searched in all that is said."""
     pattern = re.compile(r"^\s*-?\s*You are powered by the model")
 

@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvlingo_mlx.serving.app import PAGE, PAGE_FILES, apis
+from kvlingo_mlx.serving.app import PAGE, PAGE_FILES
+from tests.support.fixtures import Temp
 from tests.support.serving import Running, running
 
 INSTALLED = shutil.which("chromium") and shutil.which("chromedriver")
@@ -120,8 +121,8 @@ seen = pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("told"), apis()) as found:
+def server(tmp_path_factory: Temp) -> Iterator[Running]:
+    with running(tmp_path_factory.mktemp("told")) as found:
         yield found
 
 
@@ -279,7 +280,7 @@ def test_a_reload_shows_the_conversation_again(page: Browser, server: Running) -
 
 @seen
 def test_a_server_that_has_gone(window: Browser, tmp_path: Path) -> None:
-    with running(tmp_path, apis()) as found:
+    with running(tmp_path) as found:
         window.open(f"{found.url}/")
         window.until("return document.querySelector('#model').options.length == 2")
     window.type("begin;say Hello" + ENTER)
@@ -290,7 +291,7 @@ def test_a_server_that_has_gone(window: Browser, tmp_path: Path) -> None:
 
 @seen
 def test_a_key_is_asked_for(window: Browser, tmp_path: Path) -> None:
-    with running(tmp_path, apis(), api_key="right-key") as locked:
+    with running(tmp_path, api_key="right-key") as locked:
         window.open(f"{locked.url}/")
         window.until("return document.activeElement.id == 'given'")
         window.type("wrong" + ENTER)

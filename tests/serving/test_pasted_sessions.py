@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvlingo_mlx.serving.app import apis
 from tests.support.engines import SEEN, Seen
+from tests.support.fixtures import Temp
 from tests.support.real_templates import FAMILIES, NAMES, reference, write_real
 from tests.support.serving import running
 
@@ -27,14 +27,14 @@ Prompt = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def prompt(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prompt]:
+def prompt(tmp_path_factory: Temp) -> Iterator[Prompt]:
     """The text that a model is given for a body's messages."""
     root = tmp_path_factory.mktemp("pasted")
     own = [family for family in FAMILIES if family.name in MODELS]
     folders = {family.name: write_real(root / family.name, family) for family in own}
     tokenizers = {name: reference(folder) for name, folder in folders.items()}
     models = {name: str(folder) for name, folder in folders.items()}
-    with running(root, apis(), SEEN, models=models, keep_conversations=False) as server:
+    with running(root, SEEN, models=models, keep_conversations=False) as server:
 
         def prompt(messages: list[Any], model: str = MODELS[0], api: str = "chat") -> str:
             path = {"chat": "chat/completions"}.get(api, api)

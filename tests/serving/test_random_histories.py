@@ -12,10 +12,8 @@ import pytest
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.engine.responses import GenerationResponse
-from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.serving.scheduler import Scheduler
-from kvlingo_mlx.serving.settings import Settings
-from tests.support.engines import Clients, asked
+from tests.support.engines import NAMES, asked, user, zoo_clients
+from tests.support.fixtures import Models
 
 Message = dict[str, Any]
 Answers = Callable[[Sequence[tuple[str, list[Message]]]], list[str]]
@@ -49,7 +47,7 @@ class Client:
     def _question(self) -> Message:
         """No other client asks it, so that no two of them share more than a header."""
         words = self._rng.choices(WORDS, k=self._rng.randint(3, 12))
-        return {"role": "user", "content": f"Client {self._number}: {' '.join(words)}?"}
+        return user(f"Client {self._number}: {' '.join(words)}?")
 
     def act(self) -> tuple[str, list[Message]]:
         """The next request: a model's name, and all messages."""
@@ -110,21 +108,17 @@ def compare(answers: Answers, models: Mapping[str, Any], seed: int, rounds: int)
 
 
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "1"))  # more of them by hand
-NAMES = {"large": "tiny-qwen3-l", "moe": "tiny-qwen3-moe", "small": "tiny-qwen3-s"}
 Asks = Sequence[tuple[str, list[Message]]]
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, LanguageModel]:
+def models() -> Models:
     return {name: kv.load(zoo(folder)) for name, folder in NAMES.items()}
 
 
 @pytest.mark.parametrize("seed", range(EXAMPLES))
-def test_the_engine_answers_as_a_conversation(
-    models: dict[str, LanguageModel], tmp_path: Path, seed: int
-) -> None:
-    folders = {name: str(zoo(folder)) for name, folder in NAMES.items()}
-    clients = Clients(Scheduler(Settings(models=folders, conversations=str(tmp_path / "kept"))))
+def test_the_engine_answers_as_a_conversation(models: Models, tmp_path: Path, seed: int) -> None:
+    clients = zoo_clients(tmp_path)
 
     def answers(asks: Asks) -> list[str]:
         return [told.text for told in clients.together([asked(*ask) for ask in asks])]
@@ -132,9 +126,8 @@ def test_the_engine_answers_as_a_conversation(
     assert compare(answers, models, seed, rounds=5) <= 1
 
 
-def test_a_forgotten_message_is_noticed(models: dict[str, LanguageModel], tmp_path: Path) -> None:
-    folders = {name: str(zoo(folder)) for name, folder in NAMES.items()}
-    clients = Clients(Scheduler(Settings(models=folders, conversations=str(tmp_path / "kept"))))
+def test_a_forgotten_message_is_noticed(models: Models, tmp_path: Path) -> None:
+    clients = zoo_clients(tmp_path)
 
     def answers(asks: Asks) -> list[str]:
         return [told.text for told in clients.together([asked(n, m[-1:]) for n, m in asks])]

@@ -12,10 +12,10 @@ import anthropic
 import openai
 import pytest
 
-from kvlingo_mlx.serving.app import apis
 from kvlingo_mlx.serving.scheduler import Scheduler
 from tests.support import tiny
 from tests.support.engines import SEEN, Seen
+from tests.support.fixtures import Temp
 from tests.support.real_templates import FAMILIES, NAMES, Family, reference, rendered, write_real
 from tests.support.router_sessions import CHAT_TOOLS, FACT, AgentSession, missing, new_words, walk
 from tests.support.serving import Running, running
@@ -61,11 +61,11 @@ def clients(server: Running, folders: dict[str, Path]) -> Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: Temp) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("real")
     folders = {family.name: write_real(root / family.name, family) for family in FAMILIES}
     models = {name: str(folder) for name, folder in folders.items()}
-    with running(root, apis(), SEEN, models=models, keep_conversations=False) as server:
+    with running(root, SEEN, models=models, keep_conversations=False) as server:
         yield clients(server, folders)
 
 
@@ -175,7 +175,7 @@ TWO = ("here", "there")
 
 
 @pytest.fixture(scope="module")
-def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def strict(tmp_path_factory: Temp) -> Iterator[Served]:
     """Two models whose template takes a system message at the beginning alone, and translators."""
     root = tmp_path_factory.mktemp("strict")
     folders = {name: write_real(root / name, STRICT) for name in TWO}
@@ -185,7 +185,7 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     )
     models = {name: str(folder) for name, folder in folders.items()}
     more = {"models": models, "translators": ways, "keep_conversations": False}
-    with running(root, apis(), SEEN, **more) as server:
+    with running(root, SEEN, **more) as server:
         yield clients(server, folders)
 
 

@@ -1,10 +1,8 @@
 """The engine's answers beside the library's: the same tokens, whoever else asks meanwhile."""
 
-import json
 import random
 import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +16,21 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.embedded import dialogues, zoo
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.messages import Delta, GenerationRequest, Sampling
-from kvlingo_mlx.serving.scheduler import Scheduler
-from kvlingo_mlx.serving.settings import PairRule, Settings
+from kvlingo_mlx.serving.settings import PairRule
 from tests.support import hybrid_models
-from tests.support.engines import Clients, Told, asked
+from tests.support.engines import NAMES, Clients, Told, asked, said, user, zoo_clients
+from tests.support.fixtures import Logged, Models, Patch
 from tests.support.identity import identity_of
+from tests.support.opened import written
 
-NAMES = {"large": "tiny-qwen3-l", "moe": "tiny-qwen3-moe", "small": "tiny-qwen3-s"}
 WORDS = "Anna Oscar Maria Iris Rome Oslo Dallas code friend home lives works".split()
 ALWAYS = PairRule(strategy="translate")
 TIE = 1e-3  # nats between two first choices below which rounding may decide
 
 
-def settings(tmp_path: Path, **facts: Any) -> Settings:
-    models = {name: str(zoo(folder)) for name, folder in NAMES.items()}
-    return Settings(**{"models": models, "conversations": str(tmp_path / "kept"), **facts})
-
-
 @pytest.fixture
-def clients(tmp_path: Path) -> Iterator[Clients]:
-    yield Clients(Scheduler(settings(tmp_path)))
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def said(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
+def clients(tmp_path: Path) -> Clients:
+    return zoo_clients(tmp_path)
 
 
 def question(rng: random.Random, client: int) -> str:
@@ -53,26 +38,21 @@ def question(rng: random.Random, client: int) -> str:
     return f"{WORDS[client]} " + " ".join(rng.choices(WORDS, k=rng.randint(3, 12))) + "?"
 
 
-class Reference:
-    """One client's history in a conversation of the library."""
-
-    def __init__(self) -> None:
-        self.session = kv.Conversation(
-            {name: zoo(folder) for name, folder in NAMES.items()}, enable_thinking=False
-        )
-
-    def answer(self, model: str, messages: list[dict[str, Any]]) -> str:
-        return self.session.reply(model, messages=messages, max_tokens=12)
+def alone(model: str, messages: list[dict[str, Any]]) -> str:
+    """The answer of a conversation of the library, without spaces around it."""
+    models = {name: zoo(folder) for name, folder in NAMES.items()}
+    talk = kv.Conversation(models, enable_thinking=False)
+    return talk.reply(model, messages=messages, max_tokens=12).strip()
 
 
 @pytest.mark.parametrize("doubt", ["warn", "reread"])
 def test_a_guard_doubts_code(tmp_path: Path, doubt: str) -> None:
     """The zoo's models were never shown any; a session as in their training is not doubted."""
-    told, plain = settings(tmp_path, guard=32, on_doubt=doubt), {"enable_thinking": False}
+    plain = {"enable_thinking": False}
     (session,) = dialogues.held_out(1, seed=11, facts=(12, 18), questions=2)
     known = [*session.messages[:-1], user(session.questions[0])]
     code = "def f(x):\n    return x + 1\n" * 12
-    clients = Clients(Scheduler(told))
+    clients = zoo_clients(tmp_path, guard=32, on_doubt=doubt)
     cases = ((known, session.questions[1], False), ([user(code)], code, True))
     for history, message, wrong in cases:
         first = clients.one("large", history, template=plain)
@@ -91,7 +71,7 @@ def test_a_guard_doubts_code(tmp_path: Path, doubt: str) -> None:
 
 
 def test_a_model_that_was_let_go_of_is_not_compared(tmp_path: Path) -> None:
-    clients = Clients(Scheduler(settings(tmp_path, guard=32)))
+    clients = zoo_clients(tmp_path, guard=32)
     code = "def f(x):\n    return x + 1\n" * 12
     first = clients.one("large", [user(code)])
     clients.engine.unload("large")
@@ -115,7 +95,7 @@ def test_a_model_that_was_let_go_of_is_not_compared(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_rules_of_pairs(tmp_path: Path, facts: Any, strategy: str, why: str | None) -> None:
-    clients = Clients(Scheduler(settings(tmp_path, **facts)))
+    clients = zoo_clients(tmp_path, **facts)
     history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
     history += [said(clients.one("large", history).text), user("And Bob?")]
     usage = clients.one("moe", history).usage
@@ -127,20 +107,21 @@ def test_rules_of_pairs(tmp_path: Path, facts: Any, strategy: str, why: str | No
 
 
 @pytest.mark.parametrize("state_maps", [False, True], ids=["inputs", "states"])
-def test_hybrids_answer_together_and_in_turns(tmp_path: Path, state_maps: bool) -> None:
+def test_hybrids_answer_together_and_in_turns(
+    families: Models, tmp_path: Path, state_maps: bool
+) -> None:
     """Three clients at once, by two models of one weight, put away in between."""
-    folder = hybrid_models.write_hybrid_model(tmp_path / "hybrid", "granitemoehybrid")
-    (tmp_path / "copy").symlink_to(folder)
-    model = kv.load(folder)
+    model = kv.load(families["granitemoehybrid"].path)
     if state_maps:  # unit matrices are then exact
         hybrid_models.forget_tails(model)
-        model.model.save_weights(str(folder / "model.safetensors"))
+    folder = written(model, tmp_path / "one")
+    (tmp_path / "copy").symlink_to(folder)
     identity_of(model, state_maps=state_maps).save(tmp_path / "same")
     facts = {
         "models": {"a": str(folder), "b": str(tmp_path / "copy")},
         "translators": (str(tmp_path / "same"),),
     }
-    clients = Clients(Scheduler(settings(tmp_path, **facts)))
+    clients = zoo_clients(tmp_path, **facts)
     alone = [kv.Conversation({"a": model}, enable_thinking=False) for _ in range(3)]
     logged: list[list[dict[str, Any]]] = [[] for _ in alone]
     store = clients.engine.store
@@ -191,7 +172,7 @@ def test_what_cannot_be_healed_is_refused_at_the_start(tmp_path: Path) -> None:
     zoos = Path(__file__).parents[1] / "zoo" / "models"
     models = {"a": str(zoo("tiny-qwen3-s")), "b": str(zoos / "tiny-mistral")}
     with pytest.raises(kv.UnsupportedModelError, match="of different tokenizers cannot be healed"):
-        Scheduler(settings(tmp_path, models=models, heal="idle"))
+        zoo_clients(tmp_path, models=models, heal="idle")
 
 
 def test_seeds_are_an_answers_own(clients: Clients) -> None:
@@ -205,7 +186,7 @@ def test_seeds_are_an_answers_own(clients: Clients) -> None:
 
 
 def test_cancelled_work_is_kept(tmp_path: Path) -> None:
-    clients = Clients(Scheduler(settings(tmp_path, prefill_step_size=16)))
+    clients = zoo_clients(tmp_path, prefill_step_size=16)
     history = [user("Anna lives in Rome. " * 30)]
     number, told = clients.send(asked("large", history))
     for _ in range(8):
@@ -214,14 +195,14 @@ def test_cancelled_work_is_kept(tmp_path: Path) -> None:
     assert not clients.engine.busy and not told.begun
     again = clients.one("large", history)
     assert again.usage.cached_tokens >= 4 * 16
-    assert again.text.strip() == Reference().answer("large", history).strip()
+    assert again.text.strip() == alone("large", history)
 
 
 def test_a_chunk_that_follows_is_computed_before_others_have_their_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Chunks that were merely queued would all run before the next token of another answer."""
-    clients = Clients(Scheduler(settings(tmp_path, prefill_step_size=16)))
+    clients = zoo_clients(tmp_path, prefill_step_size=16)
     clients.engine.load("moe")  # the line of a model that is not there would not follow
     computed: list[int] = []
     append = caches.append
@@ -264,13 +245,9 @@ def test_a_prefix_that_is_in_use_is_shared(clients: Clients) -> None:
     rest = clients.together(asks[1:])
     for other in rest:
         assert other.usage.cached_tokens > 200
-    alone = [Reference().answer("large", list(ask.messages or ())) for ask in asks]
-    for other, expected in zip((told, *rest), alone, strict=True):
+    for ask, other in zip(asks, (told, *rest), strict=True):
+        expected = alone("large", list(ask.messages or ()))
         assert expected.startswith(other.text.strip()) and other.text
-
-
-def document(rng: random.Random, facts: int = 60) -> str:
-    return " ".join(f"{rng.choice(WORDS)} lives in {rng.choice(WORDS)}." for _ in range(facts))
 
 
 @pytest.mark.parametrize("model", ["large", "moe"])
@@ -278,7 +255,8 @@ def test_another_question_about_a_long_message_reads_the_question(
     clients: Clients, model: str
 ) -> None:
     """No message is shared; another model translates what the first has read."""
-    text = document(random.Random(1))
+    choice = random.Random(1).choice
+    text = " ".join(f"{choice(WORDS)} lives in {choice(WORDS)}." for _ in range(60))
     first = clients.one("large", [user(f"{text} Where does Anna live?")])
     history = [user(f"{text} Who lives in Rome, and who does not?")]
     second = clients.one(model, history)
@@ -287,15 +265,7 @@ def test_another_question_about_a_long_message_reads_the_question(
     assert usage.read_tokens < 40
     assert (usage.translated_tokens > 250) == (model == "moe")
     if model == "large":
-        assert second.text.strip() == Reference().answer("large", history).strip()
-
-
-def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
-    first = Scheduler(settings(tmp_path))
-    with pytest.raises(ValueError, match="another server keeps its conversations in"):
-        Scheduler(settings(tmp_path, stop_timeout=0.1))
-    first.store.release()
-    Scheduler(settings(tmp_path))
+        assert second.text.strip() == alone("large", history)
 
 
 def test_refusals(clients: Clients) -> None:
@@ -307,6 +277,9 @@ def test_refusals(clients: Clients) -> None:
     assert re.search(r"prompt is too long[^0-9]*\d+ tokens > 2048 maximum", failed.message)
     failed = clients.one("large", [user("x")], sampling=Sampling(logit_bias={10**7: 1.0})).failed
     assert "logit_bias names token 10000000" in failed.message
+    bad = {"type": "string", "minLength": 5, "maxLength": 2}
+    failed = clients.one("large", [user("x")], schema=bad).failed
+    assert "response_format's schema is refused" in failed.message
     assert not clients.engine.busy
 
 
@@ -333,26 +306,8 @@ def test_a_plain_text_is_gone_on_with(clients: Clients) -> None:
     assert not store.sessions and completed(clients, "large", text).text == again.text
 
 
-def test_an_answer_fits_a_schema(clients: Clients) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"name": {"enum": ["Anna", "Oscar"]}, "at_home": {"type": "boolean"}},
-        "required": ["name", "at_home"],
-        "additionalProperties": False,
-    }
-    ask = asked("large", [user("Where is Anna?")], schema=schema, max_tokens=60)
-    free = asked("large", [user("Where is Anna?")], max_tokens=60)
-    told, beside = clients.together([ask, free])
-    found = json.loads(told.text)
-    assert found["name"] in ("Anna", "Oscar") and isinstance(found["at_home"], bool)
-    assert told.end.reason == "stop"
-    assert beside.text == clients.one("large", [user("Where is Anna?")], max_tokens=60).text
-    bad = asked("large", [user("x")], schema={"type": "string", "minLength": 5, "maxLength": 2})
-    assert "response_format's schema is refused" in clients.together([bad])[0].failed.message
-
-
 def test_conversations_go_to_8_bits_and_to_disk_and_come_back(tmp_path: Path) -> None:
-    clients = Clients(Scheduler(settings(tmp_path)))
+    clients = zoo_clients(tmp_path)
     histories = [[user(f"{name} lives in Rome. " * 20)] for name in WORDS[:4]]
     first = [clients.one("large", history) for history in histories]
     store = clients.engine.store
@@ -364,15 +319,18 @@ def test_conversations_go_to_8_bits_and_to_disk_and_come_back(tmp_path: Path) ->
     store.budget = clients.engine.pool.weights + clients.engine.policy.nbytes + 1
     store.make_room()
     assert clients.engine.status().conversations == (0, 4)
+    for session in store.sessions:  # of which keys are left in memory, and no more
+        assert session.exchange is None and not session.messages and session.keys
     assert clients.engine.status().lines_bytes == 0
     store.budget = 10**12
     for history, told in zip(histories, first, strict=True):
         again = clients.one("large", [*history, said(told.text), user("Where?")])
         assert again.usage.cached_tokens >= told.usage.prompt_tokens - 5
+    assert all(len(session.messages) == 4 for session in store.sessions)
 
 
 def test_what_is_pinned_stays(tmp_path: Path) -> None:
-    clients = Clients(Scheduler(settings(tmp_path, keep_conversations=False)))
+    clients = zoo_clients(tmp_path, keep_conversations=False)
     clients.one("large", [user("Anna lives in Rome.")], pin=True)
     clients.one("large", [user("Oscar lives in Oslo.")])
     store = clients.engine.store
@@ -383,7 +341,7 @@ def test_what_is_pinned_stays(tmp_path: Path) -> None:
 
 
 def test_models_come_and_go_within_the_memory(tmp_path: Path) -> None:
-    clients = Clients(Scheduler(settings(tmp_path)))
+    clients = zoo_clients(tmp_path)
     engine, pool = clients.engine, clients.engine.pool
     history = [user("Anna lives in Rome. Where?")]
     first = clients.one("large", history)
@@ -414,7 +372,7 @@ def test_a_model_that_answers_is_not_unloaded(clients: Clients) -> None:
 
 
 def test_a_damaged_conversation_is_read_anew(tmp_path: Path) -> None:
-    clients = Clients(Scheduler(settings(tmp_path)))
+    clients = zoo_clients(tmp_path)
     history = [user("Anna lives in Rome. " * 20)]
     told = clients.one("large", history)
     clients.engine.close()
@@ -423,7 +381,7 @@ def test_a_damaged_conversation_is_read_anew(tmp_path: Path) -> None:
     blob = bytearray(file.read_bytes())
     blob[-9] ^= 1
     file.write_bytes(bytes(blob))
-    again = Clients(Scheduler(settings(tmp_path)))
+    again = zoo_clients(tmp_path)
     assert again.one("large", history).text == told.text
     assert not list((tmp_path / "kept").glob("*/line-0.*"))
 
@@ -457,7 +415,7 @@ def test_a_model_goes_on_where_it_holds_most(tmp_path: Path) -> None:
     """Not where only a model has read more from which it cannot take over."""
     rule = PairRule(strategy="reread")
     pairs = {f"{a}:{b}": rule for a in NAMES for b in NAMES if a != b}
-    clients = Clients(Scheduler(settings(tmp_path, pairs=pairs)))
+    clients = zoo_clients(tmp_path, pairs=pairs)
     text = "Anna lives in Rome. " * 9
     ask = asked("small", [user(text)], max_tokens=1)
     _, told = clients.send(asked("large", [user(text)], max_tokens=1))
@@ -485,10 +443,10 @@ def test_a_refused_request_leaves_nothing(clients: Clients) -> None:
     assert clients.one("moe", history).usage.read_tokens < 40
 
 
-def test_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_make_room(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("kvlingo_mlx.serving.session_store.MOST_HERE", 2)
     monkeypatch.setattr("kvlingo_mlx.serving.session_store.MOST_KEPT", 3)
-    clients = Clients(Scheduler(settings(tmp_path)))
+    clients = zoo_clients(tmp_path)
     for name in WORDS[:5]:
         clients.one("large", [user(f"{name} lives in Rome.")], max_tokens=2)
     here, away = clients.engine.status().conversations
@@ -496,9 +454,7 @@ def test_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(list((tmp_path / "kept").glob("*.json"))) == 1
 
 
-def test_a_fault_ends_one_request(
-    clients: Clients, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fault_ends_one_request(clients: Clients, monkeypatch: Patch, caplog: Logged) -> None:
     def broken(*_: object) -> None:
         raise LookupError("SECRET")
 

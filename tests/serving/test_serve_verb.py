@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +18,12 @@ import httpx
 import openai
 import pytest
 
-from kvlingo_mlx.cli import run, serve
+from kvlingo_mlx.cli import serve
 from kvlingo_mlx.serving.settings import Settings
 from tests.support import ROOT
 from tests.support.command_line import fails
+from tests.support.fixtures import Patch, Printed
+from tests.support.processes import until
 from tests.support.scripted_engine import TOLD
 
 MODELS = ["--model", "small=tiny-qwen3-s", "--model", "large=tiny-qwen3-l"]
@@ -157,14 +158,12 @@ def test_the_server_ends_with_its_parent(tmp_path: Path) -> None:
     with program(tmp_path) as process:
         ready(process)
         process.kill()
-        until = time.monotonic() + 30
-        while not (tmp_path / TOLD).exists() and time.monotonic() < until:
-            time.sleep(0.1)
+        until((tmp_path / TOLD).exists)
     assert json.loads((tmp_path / TOLD).read_text()) == ["stop"]
 
 
 def test_a_name_without_a_model_is_told_before_anything_listens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Printed
 ) -> None:
     fails(["serve", "--model", "nomodel"], "nomodel does not exist; give a model's folder", capsys)
     fails(["serve", *MODELS, "--model", f"c={tmp_path}"], "has no config.json", capsys)
@@ -172,16 +171,14 @@ def test_a_name_without_a_model_is_told_before_anything_listens(
     fails(["serve", *MODELS, "--model", f"c={tmp_path}"], "is not valid JSON", capsys)
 
 
-def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use(capsys: Printed) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         told = f"port {port} of 127.0.0.1 is in use; give another --port"
         fails(["serve", *MODELS, "--port", str(port)], told, capsys)
 
 
-def test_without_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_extra(monkeypatch: Patch, capsys: Printed) -> None:
     for name in [name for name in sys.modules if name.startswith("kvlingo_mlx.serving")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(sys.modules["kvlingo_mlx"], "serving", raising=False)
@@ -201,24 +198,3 @@ def test_every_setting_is_an_option() -> None:
     options = {field.name.removesuffix("s") for field in dataclasses.fields(Settings)}
     fields = {field.name.removesuffix("s") for field in dataclasses.fields(serve.ServeOptions)}
     assert fields == options | {"config", "json_file"}
-
-
-def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvlingo_mlx.serving import server
-
-    got: list[Any] = []
-
-    def noted(settings: Any, listening: Any) -> None:
-        got.append(settings)
-        listening("http://localhost:1")
-
-    monkeypatch.setattr(server, "serve", noted)
-    monkeypatch.setattr(server, "log_to_stderr", lambda level: None)
-    config, record = tmp_path / "server.toml", tmp_path / "record.jsonl"
-    config.write_text('port = 1\nmax_tokens = 2\nroutes = "r.toml"\n[models]\na = "x"\n')
-    options = ["--config", str(config), "--max-tokens", "3", "--memory-limit", "1GB"]
-    assert run(["serve", *options, "--api-key", "hidden", "--json", str(record)]) == 0
-    assert (got[0].port, got[0].max_tokens, got[0].memory_limit) == (1, 3, 10**9)
-    assert got[0].models == {"a": "x"} and got[0].names == ("a", "auto")
-    written = record.read_text()
-    assert "hidden" not in written and json.loads(written)["results"]["url"] == "http://localhost:1"

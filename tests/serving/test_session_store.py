@@ -9,22 +9,17 @@ from kvlingo_mlx.backend import mx
 
 import pytest
 
-from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.engine import folder
 from kvlingo_mlx.serving import active_request, session_store
 from kvlingo_mlx.serving.messages import GenerationRequest, Progress
-from kvlingo_mlx.serving.scheduler import Scheduler
-from kvlingo_mlx.serving.settings import Settings
-from tests.support.engines import Clients, asked
+from tests.support.engines import Clients, asked, said, user, zoo_clients
+from tests.support.fixtures import Logged, Patch
 
-NAMES = {"large": "tiny-qwen3-l", "moe": "tiny-qwen3-moe"}
-HISTORY = [{"role": "user", "content": "Anna lives in Rome. " * 20}]
+HISTORY = [user("Anna lives in Rome. " * 20)]
 
 
 def clients_of(tmp_path: Path, **facts: Any) -> Clients:
-    models = {name: str(zoo(folder)) for name, folder in NAMES.items()}
-    given = {"models": models, "conversations": str(tmp_path / "kept"), "stop_timeout": 0.1}
-    return Clients(Scheduler(Settings(**{**given, **facts})))
+    return zoo_clients(tmp_path, ("large", "moe"), **{"stop_timeout": 0.1, **facts})
 
 
 def weights_here() -> int:
@@ -49,20 +44,6 @@ def test_saving_brings_no_weights_into_memory(tmp_path: Path) -> None:
     assert weights_here() < before + smallest / 10
 
 
-def test_nothing_but_keys_is_in_memory_of_what_is_on_disk(tmp_path: Path) -> None:
-    clients = clients_of(tmp_path)
-    told = clients.one("large", HISTORY)
-    store = clients.engine.store
-    (session,) = store.sessions
-    store.budget = 1
-    store.make_room()
-    assert session.exchange is None and not session.messages and session.keys
-    store.budget = 10**12
-    history = [*HISTORY, {"role": "assistant", "content": told.text}, HISTORY[0]]
-    assert clients.one("large", history).usage.cached_tokens > 0
-    assert len(session.messages) == 4
-
-
 def test_keys_that_were_not_written_whole_go(tmp_path: Path) -> None:
     """The process was killed while it wrote them."""
     clients = clients_of(tmp_path)
@@ -74,13 +55,12 @@ def test_keys_that_were_not_written_whole_go(tmp_path: Path) -> None:
     (tmp_path / "kept" / "0123").mkdir()
     again = clients_of(tmp_path)
     assert {path.name for path in (tmp_path / "kept").iterdir()} == whole and len(whole) == 3
-    said = {"role": "assistant", "content": told.text}
-    question = {"role": "user", "content": "Where?"}
-    assert again.one("large", [*HISTORY, said, question]).usage.cached_tokens > 0
+    history = [*HISTORY, said(told.text), user("Where?")]
+    assert again.one("large", history).usage.cached_tokens > 0
 
 
 def test_an_idle_conversation_is_written_while_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Writing takes long; what is on disk is the conversation as it was when it began."""
     monkeypatch.setattr(session_store, "IDLE_S", 0.0)
@@ -99,7 +79,7 @@ def test_an_idle_conversation_is_written_while_it_goes_on(
     store.tidy()
     written = session.saved
     assert begun.wait(60) and session.folder is None
-    more = [*HISTORY, {"role": "assistant", "content": told.text}, HISTORY[0]]
+    more = [*HISTORY, said(told.text), HISTORY[0]]
     second = clients.one("large", more)  # does not wait
     assert second.usage.cached_tokens > 0 and session.folder is None
     store.tidy()  # one at a time
@@ -114,7 +94,7 @@ def test_an_idle_conversation_is_written_while_it_goes_on(
 
 
 def test_what_cannot_be_written_is_told_and_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: Patch, caplog: Logged
 ) -> None:
     def full(*_: Any) -> str:
         raise OSError(28, "No space left on device")
@@ -138,18 +118,18 @@ def test_what_cannot_be_written_is_told_and_not_lost(
     assert clients.one("large", HISTORY).usage.read_tokens == 1
 
 
-def test_a_worker_that_lost_its_front_may_still_save(tmp_path: Path) -> None:
-    """A server that is started at once waits for it."""
+def test_a_folder_is_of_one_server_at_a_time(tmp_path: Path) -> None:
+    """One that is started at once waits for the last one, which may still save."""
     first = clients_of(tmp_path).engine
+    with pytest.raises(ValueError, match="another server keeps its conversations in"):
+        clients_of(tmp_path)
     timer = threading.Timer(0.5, first.store.release)
     timer.start()
     clients_of(tmp_path, stop_timeout=30.0)
     timer.join()
 
 
-def test_who_waits_is_told_how_much_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_is_told_how_much_is_read(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(active_request, "PROGRESS_S", 0.0)
     clients = clients_of(tmp_path, prefill_step_size=16)
     text = GenerationRequest("large", prompt="Anna lives in Rome. " * 20, max_tokens=2)
@@ -163,7 +143,7 @@ def test_who_waits_is_told_how_much_is_read(
 
 def test_requests_wait_until_there_is_room_for_their_lines(tmp_path: Path) -> None:
     clients = clients_of(tmp_path)
-    asks = [asked("large", [{"role": "user", "content": f"{n} lives. " * 60}]) for n in range(6)]
+    asks = [asked("large", [user(f"{n} lives. " * 60)]) for n in range(6)]
     alone = [clients.together([ask])[0].text for ask in asks]
     one = max(session.nbytes for session in clients.engine.store.sessions)
     clients.engine.close()
@@ -182,7 +162,7 @@ def test_requests_wait_until_there_is_room_for_their_lines(tmp_path: Path) -> No
 
 
 def test_a_model_without_room_is_not_kept_waiting_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Others ask for the one in memory again and again."""
     monkeypatch.setattr(session_store, "PATIENCE_S", 0.0)
@@ -190,10 +170,10 @@ def test_a_model_without_room_is_not_kept_waiting_for_ever(
     engine = clients.engine
     clients.one("large", HISTORY, max_tokens=2)
     engine.store.budget = engine.store.used + engine.pool["moe"].weights // 2
-    others = [clients.send(asked("large", [{"role": "user", "content": "0"}]))[1]]
-    _, waiting = clients.send(asked("moe", [{"role": "user", "content": "Anna?"}]))
+    others = [clients.send(asked("large", [user("0")]))[1]]
+    _, waiting = clients.send(asked("moe", [user("Anna?")]))
     for number in range(1, 40):
-        question = [{"role": "user", "content": str(number)}]
+        question = [user(str(number))]
         others.append(clients.send(asked("large", question))[1])
         while engine.busy and not any(told.events for told in others[-2:]):
             engine.work()

@@ -1,5 +1,7 @@
 """Settings from a file and from options: what is taken, and how what is wrong is told."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,22 @@ from kvlingo_mlx.cli import run
 from kvlingo_mlx.cli.command import named_models
 from kvlingo_mlx.serving import server, settings
 from kvlingo_mlx.serving.settings import PairRule, Settings
+from tests.support.fixtures import Patch, Printed
 
 MODELS = {"small": "a", "large": "b"}
 
 
 @pytest.fixture(autouse=True)
-def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+def served(monkeypatch: Patch) -> list[Settings]:
     """The settings with which the verb would have served."""
     found: list[Settings] = []
     monkeypatch.delenv(settings.API_KEY, raising=False)
-    monkeypatch.setattr(server, "serve", lambda settings, listening: found.append(settings))
+
+    def noted(settings: Settings, listening: Callable[[str], None]) -> None:
+        found.append(settings)
+        listening("http://localhost:1")
+
+    monkeypatch.setattr(server, "serve", noted)
     monkeypatch.setattr(server, "log_to_stderr", lambda level: None)
     return found
 
@@ -37,6 +45,18 @@ def test_tables_of_a_file_are_read(served: list[Settings], tmp_path: Path) -> No
     for found in served:
         assert found.models == {"a": "x", "b": "y"} and found.max_kl == 0.5
         assert found.pairs == {"a:b": PairRule(max_kl=0.2, shortest=64)}
+
+
+def test_options_override_the_file(served: list[Settings], tmp_path: Path) -> None:
+    config = write(tmp_path, 'port = 1\nmax_tokens = 2\n[models]\na = "x"\n')
+    record = tmp_path / "record"
+    words = ["serve", "--config", config, "--max-tokens", "3", "--memory-limit", "1GB"]
+    assert run([*words, "--route", "r.toml", "--api-key", "hidden", "--json", str(record)]) == 0
+    (got,) = served
+    assert (got.port, got.max_tokens, got.memory_limit) == (1, 3, 10**9)
+    assert got.models == {"a": "x"} and got.names == ("a", "auto")
+    written = record.read_text()
+    assert "hidden" not in written and json.loads(written)["results"]["url"] == "http://localhost:1"
 
 
 @pytest.mark.parametrize(
@@ -66,17 +86,13 @@ def test_tables_of_a_file_are_read(served: list[Settings], tmp_path: Path) -> No
         ("host='0.0.0.0'\n[models]\na='x'", "and no key is set; give --api-key (or KVLINGO_API_K"),
     ],
 )
-def test_what_is_wrong_is_told(
-    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_is_told(text: str, told: str, tmp_path: Path, capsys: Printed) -> None:
     assert run(["serve", "--config", write(tmp_path, text)]) == 2
     error = capsys.readouterr().err
     assert told.lower() in error.lower() and error.count("\n") == 1
 
 
-def test_a_key_is_never_shown(
-    served: list[Settings], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_key_is_never_shown(served: list[Settings], monkeypatch: Patch, capsys: Any) -> None:
     typed = ["serve", "small=a", "large=b"]
     assert run([*typed, "--api-key", "two words"]) == 2
     assert "two words" not in capsys.readouterr().err

@@ -86,6 +86,7 @@ def test_a_conversation_is_the_librarys_own(server: Server, models: dict[str, Pa
         assert usage["translated_tokens"] == translated(line.spans) - held[name]
         held[name] = translated(line.spans)
         assert (usage["strategy"], usage["fallback"]) == (strategy, fallback)
+    assert server.status()["healed"] == 0  # nobody told it to read behind translations
 
 
 def test_reading_again_has_its_reason(server: Server) -> None:

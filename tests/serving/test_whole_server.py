@@ -15,25 +15,6 @@ from tests.support import hybrid_models
 from tests.support.served import PLAIN, ZOO, Server, served
 
 
-def test_a_client_switches_models_in_mid_conversation(zoo_server: Server) -> None:
-    talk = kv.Conversation({n: zoo(f) for n, f in ZOO.items()}, enable_thinking=False)
-    messages: list[Any] = []
-    for turn, name in enumerate(("large", "moe", "large", "moe")):
-        question = f"Anna lives in Rome. Oscar lives in Oslo. Where does Oscar live? {turn}"
-        messages.append({"role": "user", "content": question})
-        answer = zoo_server.openai.chat.completions.create(
-            model=name, messages=messages, max_tokens=16, extra_body=PLAIN
-        )
-        message = answer.choices[0].message
-        assert message.content.strip() == talk.reply(name, question, max_tokens=16).strip()
-        told = answer.usage.model_dump()["kvlingo"]
-        assert told["strategy"] == ("translate" if turn else "read")
-        if turn:
-            assert told["translated_tokens"] > 0 and told["read_tokens"] < 70
-        messages.append(message)
-    assert zoo_server.status()["healed"] == 0  # nobody told it to read behind translations
-
-
 def test_a_server_heals_while_nothing_is_asked(tmp_path: Path) -> None:
     """What it then says is what a conversation says that is healed before each question."""
     models = {name: zoo(folder) for name, folder in ZOO.items()}

@@ -9,15 +9,11 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from tests.support.fixtures import Temp
 from tests.support.serving import Running
 from tests.support.wire_app import CALL, CALL_2, PLANTED, Planted, planted_server
 
-
-def user(text: str) -> list[Any]:
-    return [{"role": "user", "content": text}]
-
-
-HI = user("hi")
+HI: list[Any] = [{"role": "user", "content": "hi"}]
 KEY = "right-key"
 SAID = {
     "role": "assistant", "content": "One moment.", "reasoning_content": "Ask.",
@@ -27,7 +23,7 @@ PLAIN = "Grüß Gott,\n\ndata: 世界 \u2028🌍."
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(tmp_path_factory: Temp) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("told")
     with planted_server(folder, api_key=KEY, queue_limit=2, routes="r.toml") as found:
         yield found

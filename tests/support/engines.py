@@ -1,9 +1,11 @@
 """A server's engine without HTTP: requests in, whole answers out."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
+from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.serving.messages import (
     Delta,
     Event,
@@ -15,6 +17,8 @@ from kvlingo_mlx.serving.messages import (
 )
 from kvlingo_mlx.serving.scheduler import Scheduler
 from kvlingo_mlx.serving.settings import Settings
+
+NAMES = {"large": "tiny-qwen3-l", "moe": "tiny-qwen3-moe", "small": "tiny-qwen3-s"}
 
 
 @dataclass
@@ -87,6 +91,21 @@ class Clients:
     def work(self) -> None:
         while self.engine.busy:
             self.engine.work()
+
+
+def zoo_clients(folder: Path, names: Collection[str] = tuple(NAMES), **facts: Any) -> Clients:
+    """Clients of an engine with models of the zoo, which keeps conversations below a folder."""
+    models = {name: str(zoo(NAMES[name])) for name in names}
+    given = {"models": models, "conversations": str(folder / "kept"), **facts}
+    return Clients(Scheduler(Settings(**given)))
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
 
 
 def asked(model: str, messages: Sequence[dict[str, Any]], **facts: Any) -> GenerationRequest:

@@ -11,3 +11,5 @@ Models = dict[str, LanguageModel]
 Pair = tuple[LanguageModel, LanguageModel]
 Patch = pytest.MonkeyPatch
 Printed = pytest.CaptureFixture[str]
+Logged = pytest.LogCaptureFixture
+Temp = pytest.TempPathFactory

@@ -1,5 +1,6 @@
 """The caches that mlx-lm's own prefill leaves, and what is decoded from them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -7,12 +8,13 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from kvlingo_mlx import backend
+from kvlingo_mlx import backend, caches
 from kvlingo_mlx.models.language_model import LanguageModel
 
 TOKENS = [(7 * i * i + 3 * i + 5) % 280 for i in range(60)]
 WINDOW = 16
 STEPS = 20
+WRONG = 1e-2  # what a mistake must exceed, of a layer's norm or in a logit
 LENGTHS = [WINDOW - 5, WINDOW + 1, len(TOKENS)]  # before, at and far beyond a window's wrap
 
 
@@ -34,6 +36,15 @@ def held(cache: Any) -> list[np.ndarray]:
     return [np.array(array.astype(mx.float32)) for array in arrays]
 
 
+def entries(cache: Sequence[Any]) -> list[np.ndarray]:
+    """What the layers' caches hold, in order: keys and values up to their ends, or states."""
+    return [
+        np.array((a if caches.is_recurrent(each) else a[..., : each.offset, :]).astype(mx.float32))
+        for each in cache
+        for a in caches.held(each).values()
+    ]
+
+
 def logits(model: LanguageModel, cache: list[Any], first: int, steps: int = STEPS) -> np.ndarray:
     """Logits of greedy steps."""
     rows, token = [], first
@@ -48,3 +59,10 @@ def alike(found: Any, expected: Any, rounding: float = 1e-5) -> bool:
     """Equal to the bit; on a GPU, whose sums go by shape and layout, to a share of the largest."""
     most = rounding * np.abs(np.array(expected)).max() if backend.on_gpu() else 0
     return found.shape == expected.shape and np.allclose(found, expected, rtol=0, atol=most)
+
+
+def errors(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> np.ndarray:
+    """The relative Frobenius error of each layer."""
+    pairs = list(zip(found, expected, strict=True))
+    assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
+    return np.array([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs])

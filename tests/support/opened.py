@@ -1,6 +1,5 @@
 """Models that are loaded, and copies of them in few bits."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -28,8 +27,7 @@ class Families(dict[str, LanguageModel]):
             return self[name]
         if name in ALIASES:
             shutil.copytree(self[ALIASES[name]].path, folder)
-            config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | {"model_type": name}))
+            tiny.amend(folder / "config.json", model_type=name)
         elif name in hybrid_models.CONFIGS:
             hybrid_models.write_hybrid_model(folder, name)
         elif name in tiny.FAMILIES:

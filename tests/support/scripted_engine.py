@@ -129,7 +129,7 @@ class Scripted:
             if word in events:
                 tell(events[word])
             for _ in range(int(rest) if word == "flood" else 0):
-                tell(Delta("x" * 1000))
+                tell(Delta("x" * 500_000))
             if word == "raise":
                 raise LookupError("SECRET")
             if word == "hang":

@@ -5,8 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import openai
 
 from tests.support import ROOT
 from tests.support.ports import free_ports
-from tests.support.processes import WITHOUT_TORCH
+from tests.support.processes import WITHOUT_TORCH, until
 
 ZOO = {"large": "tiny-qwen3-l", "moe": "tiny-qwen3-moe"}  # what ``zoo_server`` offers
 # The zoo's models begin no reasoning trace then.
@@ -33,6 +32,7 @@ class Server:
 
     url: str
     process: subprocess.Popen[str]
+    until = staticmethod(until)
 
     @property
     def openai(self) -> Any:
@@ -42,13 +42,6 @@ class Server:
     def status(self) -> Any:
         """What the engine holds and does."""
         return httpx.get(f"{self.url}/v1/status").json()["worker"]
-
-    def until(self, true: Callable[[], Any]) -> None:
-        """Wait until something is so."""
-        end = time.monotonic() + 60
-        while not true():
-            assert time.monotonic() < end, "it did not come true"
-            time.sleep(0.05)
 
     def ready(self) -> None:
         """Wait until the models can answer."""

@@ -1,4 +1,4 @@
-"""A server whose engine runs scripts instead of models, and an API that is only for tests."""
+"""A server whose engine runs scripts instead of models, each the prompt of a completion."""
 
 from __future__ import annotations
 
@@ -7,95 +7,52 @@ import contextlib
 import json
 import socket
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from kvlingo_mlx.serving import server
+from kvlingo_mlx.serving.app import apis
 from kvlingo_mlx.serving.engine_thread import EngineThread
-from kvlingo_mlx.serving.messages import (
-    Delta,
-    Event,
-    Failure,
-    Finished,
-    GenerationRequest,
-    TokenCount,
-)
 from kvlingo_mlx.serving.settings import Settings
-from kvlingo_mlx.serving.wire import BadRequest, openai_error
-from kvlingo_mlx.serving.wire.requests import Incoming
+from tests.support.processes import until
 from tests.support.scripted_engine import ENGINE, TOLD
 
 
-class PlainAnswer:
-    """Texts as frames."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def take(self, event: Event) -> list[str]:
-        self.events.append(event)
-        match event:
-            case Delta(content):
-                return [f"data: {content}\n\n"]
-            case Failure(kind):
-                return [f"data: failed {kind}\n\n"]
-            case Finished():
-                return ["data: [DONE]\n\n"]
-        return []
-
-    def keep_alive(self) -> str:
-        return ": still here\n\n"
-
-    def body(self) -> dict[str, Any]:
-        if isinstance(self.events[-1], TokenCount):
-            return {"input_tokens": self.events[-1].tokens}
-        return {"text": "".join(e.content for e in self.events if isinstance(e, Delta))}
+def frames_of(text: str) -> list[tuple[str | None, Any]]:
+    """The events of a stream, each with its name; comments are left out, [DONE] is a text."""
+    found: list[tuple[str | None, Any]] = []
+    for block in text.split("\n\n"):
+        lines = [line for line in block.split("\n") if line and not line.startswith(":")]
+        if lines:
+            named = dict(line.split(": ", 1) for line in lines)
+            data = named["data"]
+            found.append((named.get("event"), data if data == "[DONE]" else json.loads(data)))
+    return found
 
 
-class PlainApi:
-    """A body of model, prompt and stream."""
-
-    paths: tuple[str, ...] = ("/v1/plain", "/plain")
-    streamed: tuple[str, ...] = ()
-
-    def read(self, body: Any) -> Incoming:
-        if not isinstance(body, dict) or not isinstance(body.get("prompt"), str):
-            raise BadRequest("prompt is no text; give one", "prompt", 422)
-        ask = GenerationRequest(str(body.get("model", "small")), prompt=body["prompt"])
-        answer: Any = PlainAnswer()
-        return Incoming(ask, bool(body.get("stream")), answer)
-
-    def error(self, failed: Failure) -> tuple[int, dict[str, Any]]:
-        status, body = openai_error(failed)
-        return status, {"plain": body["error"]}
-
-
-class PlainCount(PlainApi):
-    """Counts a prompt."""
-
-    paths = ("/v1/plain/count",)
-
-    def read(self, body: Any) -> Incoming:
-        incoming = PlainApi.read(self, body)
-        return replace(incoming, ask=replace(incoming.ask, count=True), stream=False)
-
-
-API = PlainApi()
-PLAIN = (API, PlainCount())
+def texts(stream: str) -> list[str]:
+    """What the frames of a completion's stream tell: pieces of text, a failure's code, the end."""
+    told = []
+    for _, frame in frames_of(stream):
+        if frame == "[DONE]" or "error" in frame:
+            told.append(frame if frame == "[DONE]" else frame["error"]["code"])
+        elif text := frame["choices"][0]["text"]:
+            told.append(text)
+    return told
 
 
 class Running:
     """A server in a thread of the test's process, over a scripted engine."""
 
-    def __init__(self, settings: Settings, spoken: Sequence[Any], engine: str) -> None:
+    until = staticmethod(until)
+
+    def __init__(self, settings: Settings, engine: str) -> None:
         self.settings = settings
         self.engine = EngineThread(settings, engine)
-        self.server = server.Server(settings, self.engine, spoken)
+        self.server = server.Server(settings, self.engine, apis())
         self.listener = server.bind(settings.host, settings.port)
         self.url, self.port = server.url_of(self.listener), self.listener.getsockname()[1]
         self.error: BaseException | None = None
@@ -115,26 +72,17 @@ class Running:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def ask(self, script: str, **more: Any) -> httpx.Response:
-        """A request of the plain API."""
+        """A request for a completion."""
         body = {"model": "small", "prompt": script, **more}
-        return httpx.post(f"{self.url}/v1/plain", json=body, timeout=60)
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
 
     def send(self, script: str, stream: bool = True) -> socket.socket:
         """The connection of such a request, whose answer nobody reads."""
         body = json.dumps({"model": "small", "prompt": script, "stream": stream})
-        head = f"POST /v1/plain HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}"
         client = socket.create_connection(("127.0.0.1", self.port))
         client.sendall(f"{head}\r\n\r\n{body}".encode())
         return client
-
-    def until(self, true: Any, seconds: float = 30.0) -> Any:
-        """What a function returns as soon as it is true."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if found := true():
-                return found
-            time.sleep(0.02)
-        raise AssertionError("did not come true in time")
 
     def ready(self) -> Running:
         """Wait until the engine answers."""
@@ -149,15 +97,13 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(
-    folder: Path, spoken: Sequence[Any] = PLAIN, engine: str = ENGINE, **more: Any
-) -> Iterator[Running]:
+def running(folder: Path, engine: str = ENGINE, **more: Any) -> Iterator[Running]:
     """A server with short times, which is ready; its engine notes what it is told in a folder."""
     given: dict[str, Any] = {
         "models": {"small": "/models/a", "large": "/models/b"},
         "port": 0, "conversations": str(folder), "keep_alive": 0.3, "stop_timeout": 5.0,
     }  # fmt: skip
-    found = Running(Settings(**{**given, **more}), spoken, engine)
+    found = Running(Settings(**{**given, **more}), engine)
     found.thread.start()
     try:
         yield found.ready()

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvlingo_mlx import embedded
 from tests.support import TESTS
-from tests.support.translator_folders import page_shapes
+from tests.support.translator_folders import layer_json, page_shapes, probe_input
 
 Shape = tuple[int, ...]
 
@@ -391,6 +391,11 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def amend(path: Path, **facts: Any) -> None:
+    """Write other entries into a file that holds a JSON object."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | facts))
+
+
 def write_random_translator(
     folder: Path,
     source_folder: Path,
@@ -441,7 +446,9 @@ def write_translator(
     (folder / "translator_config.json").write_text(json.dumps(config, indent=2) + "\n")
     write_tensors(folder / "translator.safetensors", tensors, dtype)
     probes = {
-        f"{name}.probe_out": (_rounded(weight, dtype) @ _probe(weight.shape[-1])).astype(np.float32)
+        f"{name}.probe_out": (_rounded(weight, dtype) @ probe_input(weight.shape[-1])).astype(
+            np.float32
+        )
         for name, weight in tensors.items()
         if name.endswith(".weight")
     }
@@ -486,14 +493,7 @@ def _cache_layer(config: dict[str, Any], layer: int) -> dict[str, Any]:
         if config["model_type"] == "gemma4_text":
             heads, dim = _gemma4_heads(config, config["layer_types"][layer])
         widths = dim, dim
-    return {
-        "layer": layer,
-        "kv_heads": heads,
-        "key_dim": widths[0],
-        "value_dim": widths[1],
-        "attention": attention,
-        "window": window,
-    }
+    return layer_json(layer, heads, *widths, window) | {"attention": attention}
 
 
 def layer_window(config: dict[str, Any], layer: int) -> int | None:
@@ -521,10 +521,6 @@ def _random_map(rng: np.random.RandomState, shape: Shape) -> np.ndarray:
     """Entries that keep the scale of their input; a bias of about half that scale."""
     bound = math.sqrt(3 / shape[-1]) if len(shape) > 1 else 1.0
     return rng.uniform(-bound, bound, shape).astype(np.float32)
-
-
-def _probe(width: int) -> np.ndarray:
-    return ((37 * np.arange(width) + 11) % 17 - 8) / 8
 
 
 def write_tensors(path: Path, tensors: dict[str, np.ndarray], dtype: str = "float32") -> None:

@@ -59,17 +59,14 @@ def write_mistral(folder: Path, **options: Any) -> Path:
         "chat_template": MISTRAL_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    facts = json.loads((folder / "config.json").read_text())
-    facts["eos_token_id"] = tokenizer.token_to_id("</s>")
-    (folder / "config.json").write_text(json.dumps(facts))
+    tiny.amend(folder / "config.json", eos_token_id=tokenizer.token_to_id("</s>"))
     return folder
 
 
 def write_translator(folder: Path, source: Path, target: Path, **options: Any) -> Path:
     """A random linear translator between the two, as its config says."""
     tiny.write_random_translator(folder, source, target, **{"nu": 3, "seed": 7} | options)
-    path = folder / "translator_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"alignment": "minimal_groups"}))
+    tiny.amend(folder / "translator_config.json", alignment="minimal_groups")
     return folder
 
 

@@ -1,13 +1,11 @@
 """An engine that answers requests of all APIs with planted events."""
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvlingo_mlx.serving.app import apis
 from kvlingo_mlx.serving.messages import (
     Delta,
     Event,
@@ -21,7 +19,7 @@ from kvlingo_mlx.serving.messages import (
     Usage,
 )
 from tests.support.scripted_engine import Scripted, Tell
-from tests.support.serving import Running, running
+from tests.support.serving import Running, frames_of, running
 
 USAGE = Usage(
     prompt_tokens=120,
@@ -105,20 +103,8 @@ def planted_server(folder: Path, **more: Any) -> Iterator[Running]:
     """A server whose engine answers so."""
     models = dict.fromkeys(["small", "large", *PLANTED], "x")
     engine = "tests.support.wire_app:Planted"
-    with running(folder, apis(), engine, models=models, **more) as found:
+    with running(folder, engine, models=models, **more) as found:
         yield found
-
-
-def frames_of(text: str) -> list[tuple[str | None, Any]]:
-    """The events of a stream, each with its name; comments are left out, [DONE] is a text."""
-    found: list[tuple[str | None, Any]] = []
-    for block in text.split("\n\n"):
-        lines = [line for line in block.split("\n") if line and not line.startswith(":")]
-        if lines:
-            named = dict(line.split(": ", 1) for line in lines)
-            data = named["data"]
-            found.append((named.get("event"), data if data == "[DONE]" else json.loads(data)))
-    return found
 
 
 def stream(api: Any, body: dict[str, Any], planted: Iterable[Event]) -> list[Any]:

@@ -13,9 +13,9 @@ from kvlingo_mlx.serving.messages import Failure
 class BadRequest(Exception):
     """A request that no answer can be given to: why, in one line, and the path of the field."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+    def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.message, self.param, self.status = message, param, status
+        self.message, self.param = message, param
 
 
 class FailureKind(NamedTuple):

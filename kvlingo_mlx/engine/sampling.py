@@ -69,6 +69,16 @@ def given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def sampler_of(options: Mapping[str, Any]) -> Sampler | None:
+    """mlx-lm's sampler, of those of its options that are given; None is greedy."""
+    if not options.get("temperature"):
+        return None
+    names = "top_p min_p top_k xtc_probability xtc_threshold".split()
+    return make_sampler(
+        options["temperature"], **{name: options[name] for name in names if name in options}
+    )
+
+
 def choice_of(
     options: Mapping[str, Any],
     sampler: Sampler | None,
@@ -80,14 +90,8 @@ def choice_of(
         ValueError: A value is out of range, or an option would have no effect.
     """
     check(SamplingOptions, options)
-    temperature, penalty = options.get("temperature"), options.get("repetition_penalty")
-    if sampler is None and temperature:
-        sampler = make_sampler(
-            temperature,
-            options.get("top_p", 1.0),
-            options.get("min_p", 0.0),
-            top_k=options.get("top_k", 0),
-        )
+    penalty = options.get("repetition_penalty")
+    sampler = sampler_of(options) if sampler is None else sampler
     processors = list(logits_processors or ())
     if penalty not in (None, 0, 1):  # the last two are off
         processors += make_logits_processors(repetition_penalty=penalty)

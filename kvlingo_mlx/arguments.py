@@ -130,7 +130,7 @@ KINDS: dict[str, Kind] = {
         "verbose enable_thinking lazy head_mixing state_maps eager verbatim overwrite force "
         "answers".split(), SWITCH),
     **dict.fromkeys(
-        "address revision capture norm system key sent name prefill reasoning".split(), TEXT),
+        "address revision capture norm system key name prefill reasoning".split(), TEXT),
     **dict.fromkeys(
         "prefill_model decode_model source target path_or_hf_repo".split(), MODEL),
     **dict.fromkeys("sampler progress say suits until".split(), FUNCTION),

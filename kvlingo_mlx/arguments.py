@@ -97,7 +97,7 @@ FUNCTIONS: dict[str, tuple[Need, ...]] = {
              but("reprefill"), "alternated", "which translates nothing"),
     ),
     "Conversation.stream_reply": (
-        *_of(SamplingOptions, CacheOptions, DraftOptions),
+        *_of(SamplingOptions, DraftOptions),
         Need("first_token", "prefill", is_set, "a name"),
     ),
 }  # fmt: skip

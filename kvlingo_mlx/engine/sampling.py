@@ -35,7 +35,7 @@ class AnswerOptions(TypedDict, total=False):
 
 
 class DecodingOptions(AnswerOptions, total=False):
-    """The options of an answer, by whom it is drafted, and how mlx-lm quantises the cache."""
+    """The options of an answer, and by whom it is drafted."""
 
     max_tokens: int
     sampler: Sampler | None
@@ -43,10 +43,6 @@ class DecodingOptions(AnswerOptions, total=False):
     enable_thinking: bool | None
     draft_model: Model | None
     num_draft_tokens: int | None
-    kv_bits: int | None  # bits per number of a quantised cache
-    kv_group_size: int | None  # numbers that share a scale in it (64)
-    # Number of tokens from which the cache is quantised (mlx-lm: 5000)
-    quantized_kv_start: int | None
 
 
 @dataclass(frozen=True)
